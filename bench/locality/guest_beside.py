@@ -2,8 +2,8 @@
 
 llama.cpp is the package `xllamacpp`, whose server runs in this process; ours is an engine as `ess
 serve` runs it. Both read the same ids and decode greedily. One thread is timed by what the
-processor works, which other work on the machine hardly disturbs; several by the wall. The sides do
-not move the same bytes: llama.cpp computes with the file's blocks of 4 bits, ESS with bf16.
+processor works, which other work on the machine hardly disturbs; several by the wall. Both
+multiply the file's integers of 4 and 8 bits; llama.cpp rounds their inputs to 8 bits, ESS to bf16.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ when a prompt's last chunk is done. They are the same that decode would make beh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,8 @@ from ess.door import Sequence as Served
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
+from ess.kernels.calls import Backend, IndexQueries
 from ess.kernels.ops import Ops
-from ess.layout import IndexCodec
 from ess.pool.lru.eviction import scored
 from ess.pool.warmup import WINDOW_MAX
 from ess.trace import RequestStep, TraceHeader, TraceWriter
@@ -79,37 +78,25 @@ def record(
             _write(writer, number * WINDOW_MAX, start, made, mtp)
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring(Ops):
-    """Keeps, per layer group, the scores of the last queries that a prompt selected by."""
+class Scoring:
+    """A `Backend` that keeps, per layer group, by which scores the last queries of a prompt
+    selected."""
 
-    heard: list[Scores]
+    def __init__(self, ops: Ops) -> None:
+        self.heard: list[Scores] = []
+        self._ops, self._real = ops, ops.backend
 
-    def index_top_k(
-        self,
-        queries: Tensor,
-        weights: Tensor,
-        pages: Tensor,
-        page_table: Tensor,
-        lengths: Tensor,
-        codec: IndexCodec,
-        *,
-        k: int,
-        out: Tensor | None = None,
-        threads: int = 1,
-        queries_per_request: int = 1,
-    ) -> Tensor:
-        logits = self.index_logits(
-            queries, weights, pages, page_table, lengths, codec, threads=threads
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def index_top_k(self, call: IndexQueries, out: Tensor) -> None:
+        queries, weights, pages, table, lengths, codec, threads, _ = call
+        logits = self._ops.index_logits(
+            queries, weights, pages, table, lengths, codec, threads=threads
         )
-        chosen = self.top_k(logits, lengths, k=k, out=out, threads=threads)
-        last = (each[-WINDOW_MAX:].numpy() for each in (logits, chosen, lengths))
+        self._real.top_k(logits, lengths, out, threads)
+        last = (each[-WINDOW_MAX:].numpy() for each in (logits, out, lengths))
         self.heard.append(_quantised(*last))
-        return chosen
-
-
-def _scoring(ops: Ops) -> Scoring:
-    return Scoring(ops.name, ops.backend, [])
 
 
 def _quantised(logits: Any, chosen: Windows, lengths: Any) -> Scores:
@@ -136,7 +123,8 @@ def _windows(
         placement=kept.over,
     ) as offload:
         engine = Engine(prefix.model, offload, EngineConfig(mtp=1))
-        engine.runner.ops = scoring = _scoring(engine.runner.ops)
+        scoring = Scoring(engine.runner.ops)
+        engine.runner.ops = Ops(engine.runner.ops.name, cast(Backend, scoring))
         lay_in(offload, prefix, [ids[: start + 1]])
         for stop in range(start + WINDOW_MAX, start + query_count + 1, WINDOW_MAX):
             scoring.heard.clear()

@@ -1,8 +1,9 @@
 """From a guest's GGUF file to a checkpoint folder as every other: safetensors and JSON.
 
-Weights are dequantised and kept in float32: bfloat16 would change what the model computes. Queries
-and keys are stored there with their rotary pairs side by side; Llama's checkpoints have them half
-a head apart, so they are put back.
+Weights are dequantised and kept in float32: bfloat16 would change what the model computes. Beside
+them stand the file's own integers, where it has some (`codes`). Queries and keys are stored there
+with their rotary pairs side by side; Llama's checkpoints have them half a head apart, so they are
+put back.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from ess.errors import BadInput
+from ess.models.guest import codes
+from ess.models.guest.codes import Codes
 from ess.models.guest.heads import Heads, indexer_tensors
 from ess.models.guest.packed import Floats, Packed
 from ess.models.guest.pins import Guest
@@ -23,6 +26,10 @@ from ess.models.guest.vocabulary import tokenizer_json
 TOP_K: Final = 2048
 LAYERS_MAX: Final = 256
 SIDE_MAX: Final = 1 << 16
+_ATTENTION: Final = {
+    **{f"{side}_proj": f"attn_{side}" for side in "qkv"},
+    "o_proj": "attn_output",
+}
 _MLP: Final = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
 
 
@@ -38,6 +45,7 @@ def convert(guest: Guest, source: Path, into: Path, heads: Path) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         tensors.update(indexer_tensors(indexer, tensors[f"{prefix}k_proj.weight"], prefix))
     save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    codes.write(into, dict(_coded(packed, config)))
     for name, said in (
         ("config.json", config),
         ("generation_config.json", _generation(guest)),
@@ -111,7 +119,25 @@ def _layer(packed: Packed, config: dict[str, Any], layer: int) -> Iterator[tuple
         yield f"{to}mlp.{name}.weight", packed.floats(f"{own}{stored}.weight", shape)
 
 
-def _pairs_apart(weight: Floats, dim: int) -> Floats:
+def _coded(packed: Packed, config: dict[str, Any]) -> Iterator[tuple[str, Codes]]:
+    """What has been dequantised, as integers, under the same names."""
+    outside = {"model.embed_tokens": "token_embd", "lm_head": "output"}
+    for name, stored in outside.items():
+        made = packed.codes(f"{stored}.weight") if f"{stored}.weight" in packed.names else None
+        if made is not None:
+            yield f"{name}.weight", made
+    for layer in range(config["num_hidden_layers"]):
+        for name, stored in (_ATTENTION | _MLP).items():
+            made = packed.codes(f"blk.{layer}.{stored}.weight")
+            if made is not None:
+                order = np.arange(len(made.codes))[:, None]
+                if name in ("q_proj", "k_proj"):
+                    order = _pairs_apart(order, config["head_dim"])
+                room = "mlp" if name in _MLP else "self_attn"
+                yield f"model.layers.{layer}.{room}.{name}.weight", made.rows(order[:, 0])
+
+
+def _pairs_apart(weight: Any, dim: int) -> Any:
     """Rows 2i and 2i + 1 of a head -> i and i + dim / 2."""
     heads = weight.reshape(-1, dim // 2, 2, weight.shape[1])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(weight.shape)

@@ -15,7 +15,6 @@ import math
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ess.kernels.cpu.stage import Heads, Stage, Values, pack
@@ -23,6 +22,7 @@ from ess.kernels.merge import Partial
 from ess.layout import RopeStyle
 from ess.models.config import ModelConfig
 from ess.models.layers import Rotation, Source, linear, rotate
+from ess.models.weights.kept import lengthened, packable, stacked
 
 STYLE: Final[RopeStyle] = "half"
 
@@ -38,12 +38,14 @@ class Grouped:
         self.head_count, self._dim = c.head_count, c.value_dim
         self._groups, self._half = c.key_head_count, c.latent_dim // 2
         self._kept = self._groups * self._dim
-        sides = [source.matrix(f"{name}_proj", self._kept, c.hidden_dim) for name in ("k", "v")]
-        padded = [F.pad(side, (0, 0, 0, self._half - self._kept)) for side in sides]
-        unused = sides[0].new_zeros(c.rope_dim, c.hidden_dim)
-        queries = source.matrix("q_proj", c.query_rank, c.hidden_dim)
-        self._down = torch.cat((queries, *padded, unused))
-        self._out = source.matrix("o_proj", c.hidden_dim, c.query_rank)
+        keys, values = (
+            source.weight(f"{name}_proj", self._kept, c.hidden_dim) for name in ("k", "v")
+        )
+        unused = self._half - self._kept
+        padded = lengthened(keys, unused), lengthened(values, unused + c.rope_dim)
+        queries = packable(source.weight("q_proj", c.query_rank, c.hidden_dim))
+        self._down = packable(stacked([queries, *padded]))
+        self._out = packable(source.weight("o_proj", c.hidden_dim, c.query_rank))
 
     def attended(self, partial: Partial) -> Tensor:
         return partial.out

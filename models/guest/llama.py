@@ -17,6 +17,7 @@ from ess.models.reading import parse
 from ess.units import align_up
 
 if TYPE_CHECKING:
+    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -80,10 +81,15 @@ def _refusal(sentence: str) -> BadInput:
 
 
 def build(
-    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+    config: ModelConfig,
+    tensor: TensorSource,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    company: Company | None = None,
 ) -> Model:
     from ess.models.model import Model
 
     if tp != 1:
         raise BadInput(f"{tp} ranks cannot share the heads of llama: a row holds all keys")
-    return Model(config, tensor, layers=layers, tp=tp)
+    return Model(config, tensor, layers=layers, tp=tp, company=company)

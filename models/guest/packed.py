@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput, Unavailable
+from ess.models.guest.codes import Codes, codes_of
 from ess.models.guest.head import check_head
 
 FORMS: Final = frozenset(
@@ -80,6 +81,11 @@ class Packed:
             )
         made = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         return np.ascontiguousarray(made, np.float32).reshape(shape)
+
+    def codes(self, name: str) -> Codes | None:
+        """A matrix that `floats` has given, as the file keeps it; None where no codes do."""
+        tensor = self._tensors[name]
+        return codes_of(np.asarray(tensor.data), tensor.tensor_type.name)
 
     def _said(self, key: str, kind: type | tuple[type, ...]) -> Any:
         try:

@@ -13,13 +13,18 @@ import pytest
 import torch
 
 from ess.errors import BadInput, Unavailable
+from ess.kernels.cpu import native
+from ess.layout import ModelLayout
 from ess.models.chat.messages import Message
 from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.guest import place
+from ess.models.guest.coded import CodedFile
+from ess.models.guest.codes import FILE
 from ess.models.guest.convert import convert
 from ess.models.guest.heads import PARTS, narrowed
 from ess.models.guest.pins import SMOLLM2
 from ess.models.load import load_model
+from ess.models.model import Model
 from ess.models.plain import Plain
 from ess.models.text.tokenizer import Tokenizer, byte_alphabet
 from ess.server.commands.start.checkpoint import read_checkpoint
@@ -58,6 +63,7 @@ def write(path: Path, *, leave_out: str = "", **changes: Any) -> Path:
         "splitter": "smollm",
         "embedding": (len(words), HIDDEN),
         "norm": Kind.F32,
+        "kind": Kind.Q4_1,
         "architecture": "llama",
         **changes,
     }
@@ -99,7 +105,7 @@ def tensors(said: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
     }
     for layer in range(LAYERS):
         for name, shape in SHAPES.items():
-            kind = Kind.F32 if name.endswith("norm") else Kind.Q4_1
+            kind = Kind.F32 if name.endswith("norm") else said["kind"]
             made[f"blk.{layer}.{name}.weight"] = (shape, kind)
     return made
 
@@ -156,6 +162,49 @@ def test_rotary_pairs_are_put_half_a_head_apart(made) -> None:
         ours, theirs = kept[head * DIM :][:DIM], wide[head * DIM :][:DIM]
         assert torch.equal(ours[: DIM // 2], theirs[0::2])
         assert torch.equal(ours[DIM // 2 :], theirs[1::2])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_codes_are_the_weights_that_stand_beside_them(made, kind: str) -> None:
+    from safetensors.torch import load_file
+
+    folder = made(kind=Kind[kind])
+    file, kept = CodedFile(folder), load_file(folder / "model.safetensors")
+    names = [n for n, t in kept.items() if t.dim() == 2 and ".indexer." not in n]
+    assert len(names) == 1 + 7 * LAYERS
+    for name in names:
+        weight = file.weight(name, tuple(kept[name].shape))
+        assert weight is not None
+        assert torch.equal(weight.exact(), kept[name])
+
+
+@pytest.mark.skipif(not native.available(), reason="ess._native is not built")
+def test_an_engine_computes_with_codes(made) -> None:
+    """Nearer to float32 than weights that were rounded, and every token alike."""
+    folder = made()
+    model, exact = load_model(folder), load_model(folder, form="f32")
+    (folder / FILE).unlink()
+    rounded, hidden = load_model(folder), torch.randn(9, HIDDEN)
+    layout = model.config.layout()
+    wanted, far, near = (made_by(some, layout, hidden) for some in (exact, rounded, model))
+    assert (near - wanted).norm() < (far - wanted).norm() < 0.05 * wanted.norm()
+    assert torch.equal(near[:2], made_by(model, layout, hidden[:2]))
+    assert (model.ending([hidden])[1] - exact.ending([hidden])[1]).abs().max() < 0.05
+
+
+def made_by(model: Model, layout: ModelLayout, hidden: torch.Tensor) -> torch.Tensor:
+    attended = torch.ones(len(hidden), HEADS, model.config.latent_dim)
+    return model.layers[0].compiled(layout).back(hidden, attended)
+
+
+def test_codes_of_another_shape_are_refused(made) -> None:
+    folder = made()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    with pytest.raises(BadInput, match=r"coded\.safetensors: .*k_proj.weight is \(64, 64\)"):
+        CodedFile(folder).weight(name, (HIDDEN, HIDDEN))
+    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-9])
+    with pytest.raises(BadInput, match=r"coded\.safetensors is not a safetensors file"):
+        CodedFile(folder)
 
 
 WRONG = {
