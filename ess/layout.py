@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ess.errors import BadInput
-from ess.units import PAGE_ROWS
+from ess.units import PAGE_ROWS, div_ceil
 
 RowForm = Literal["fp8", "bf16", "f32", "opaque"]
 IndexForm = Literal["fp8", "f32"]
@@ -149,9 +149,19 @@ class ModelLayout:
     `slot_floor` and the layer counts, and names it by `name`. The other dimensions are for the
     engine and the planner.
 
-    A part of a model is a layout too, its layers and groups counted from 0; `first_layer` and
-    `first_group` say where they begin in the whole, `mtp_elsewhere` that another part has its MTP
-    layers.
+    `rows` is the codec of each group where they differ, and `row` is then the widest of them.
+
+    A row may be of `row_tokens` tokens. Then positions, lengths and pages count rows, not tokens.
+    `state_bytes` are what a request keeps on the device beside its rows however long it is, and
+    `state_page_bytes` for each 64 rows that it may have.
+
+    `windows` says of each group to how many of the last tokens it attends, 0 where an indexer
+    selects among all; none is said where all groups have an indexer. A group with a window has no
+    index keys, and a sequence reserves slots for its window there, not the floor.
+
+    A part of a model is a layout too, its layers and groups counted from 0; `first_layer`,
+    `first_group` and `first_key_layer` say where they begin in the whole, `bytes_before` how long a
+    token's rows in the layers before are, `mtp_elsewhere` that another part has its MTP layers.
     """
 
     name: str
@@ -167,9 +177,17 @@ class ModelLayout:
     value_dim: int = 128
     query_rank: int = 1536
     slot_floor: int = 6400
+    windows: tuple[int, ...] = ()
+    rows: tuple[RowCodec, ...] = ()
+    row_tokens: int = 1
+    state_bytes: int = 0
+    state_page_bytes: int = 0
     first_layer: int = field(default=0, compare=False)
     first_group: int = field(default=0, compare=False)
+    first_key_layer: int = field(default=0, compare=False)
+    bytes_before: int = field(default=0, compare=False)
     mtp_elsewhere: bool = field(default=False, compare=False)
+    key_groups: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -177,15 +195,44 @@ class ModelLayout:
         _require(self.mtp_layer_count >= 0, f"mtp_layer_count is {self.mtp_layer_count}")
         _require(self.top_k > 0, f"top_k is {self.top_k}, must be positive")
         _require(self.slot_floor > 0, f"slot_floor is {self.slot_floor}, must be positive")
+        _require(self.row_tokens > 0, f"row_tokens is {self.row_tokens}, must be positive")
         listed = [layer for group in self.groups for layer in group]
         _require(
             listed == list(range(self.layer_total)) and all(self.groups),
             f"groups must list layers 0..{self.layer_total - 1} once each, in order, none empty",
         )
+        self._check_windows()
+        self._check_rows()
+        groups = range(len(self.groups)) if self.index is not None else range(0)
+        keyed = tuple(group for group in groups if not self.window_of(group))
+        object.__setattr__(self, "key_groups", keyed)
         places = [
             (g, member) for g, group in enumerate(self.groups) for member in range(len(group))
         ]
         object.__setattr__(self, "_places", tuple(places))
+
+    def _check_windows(self) -> None:
+        _require(
+            len(self.windows) in (0, len(self.groups)),
+            f"windows has {len(self.windows)} entries for {len(self.groups)} groups",
+        )
+        for group, window in enumerate(self.windows):
+            _require(
+                0 <= window <= self.top_k,
+                f"group {group} attends to the last {window} tokens: 0 to top_k {self.top_k} are"
+                " possible",
+            )
+
+    def _check_rows(self) -> None:
+        _require(
+            len(self.rows) in (0, len(self.groups)),
+            f"rows has {len(self.rows)} codecs for {len(self.groups)} groups",
+        )
+        widest = max((row.row_bytes for row in self.rows), default=self.row.row_bytes)
+        _require(
+            widest == self.row.row_bytes,
+            f"row has {self.row.row_bytes} bytes, the widest of rows {widest}",
+        )
 
     @property
     def layer_total(self) -> int:
@@ -211,27 +258,102 @@ class ModelLayout:
 
     @property
     def row_bytes(self) -> int:
+        """Of the widest layer."""
         return self.row.row_bytes
 
     @property
     def page_bytes(self) -> int:
-        """One page of one layer: the unit on the wire."""
+        """One page of the widest layer: the largest unit on the wire."""
         return PAGE_ROWS * self.row.row_bytes
+
+    def group_row(self, group: int) -> RowCodec:
+        return self.rows[group] if self.rows else self.row
+
+    def row_of(self, layer: int) -> RowCodec:
+        return self.group_row(self.group_of(layer))
+
+    def layer_bytes(self, layers: range) -> tuple[int, ...]:
+        """A row of each of these layers."""
+        return tuple(self.row_of(layer).row_bytes for layer in layers)
+
+    @property
+    def token_row_bytes(self) -> int:
+        """The rows of a token in all layers."""
+        return sum(self.layer_bytes(range(self.layer_total)))
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """The bytes of rows that differ, the widest first."""
+        return tuple(sorted({row.row_bytes for row in self.rows or (self.row,)}, reverse=True))
+
+    def size_groups(self, row_bytes: int) -> tuple[int, ...]:
+        """Groups whose rows have so many bytes."""
+        groups = range(self.group_count)
+        return tuple(g for g in groups if self.group_row(g).row_bytes == row_bytes)
+
+    def size_layers_max(self, row_bytes: int) -> int:
+        return max(len(self.groups[group]) for group in self.size_groups(row_bytes))
+
+    @property
+    def row_runs(self) -> tuple[range, ...]:
+        """Neighbouring layers with rows of one size."""
+        sizes = self.layer_bytes(range(self.layer_total))
+        edges = [n for n in range(1, len(sizes)) if sizes[n] != sizes[n - 1]]
+        return tuple(map(range, [0, *edges], [*edges, len(sizes)]))
 
     @property
     def slot_bytes(self) -> int:
-        """One slot in every layer."""
-        return self.layer_total * self.row_bytes
+        """One slot in every layer that chooses among all tokens."""
+        return self._slot_bytes(has_window=False)
+
+    @property
+    def window_slot_bytes(self) -> int:
+        """One slot in every layer of a group with a window."""
+        return self._slot_bytes(has_window=True)
+
+    def _slot_bytes(self, *, has_window: bool) -> int:
+        groups = [g for g in range(self.group_count) if (self.window_of(g) > 0) == has_window]
+        return sum(len(self.groups[g]) * self.group_row(g).row_bytes for g in groups)
+
+    @property
+    def window_floor(self) -> int:
+        """Slots that a sequence of any length reserves in every group with a window: the window and
+        the new rows of a step. 0 where there is no window."""
+        return max(self.windows) + PAGE_ROWS if any(self.windows) else 0
 
     @property
     def chunk_bytes(self) -> int:
-        """64 slots of the group with the most layers: what moves between groups."""
-        return self.group_layers_max * self.page_bytes
+        """64 slots of the group with the most bytes: what moves between groups."""
+        return max(map(self.size_chunk_bytes, self.row_sizes))
+
+    def size_chunk_bytes(self, row_bytes: int) -> int:
+        """The same among groups whose rows have so many bytes."""
+        return self.size_layers_max(row_bytes) * PAGE_ROWS * row_bytes
 
     @property
     def key_layer_count(self) -> int:
-        """Layers with index keys of their own: the first of each group."""
-        return self.group_count if self.index is not None else 0
+        """Layers with index keys of their own: the first of each group that has an indexer."""
+        return len(self.key_groups)
+
+    def key_layer_of(self, group: int) -> int | None:
+        """The number of its keys among those of all groups; None where it has none."""
+        if group not in self.key_groups:
+            return None
+        return self.key_groups.index(group)
+
+    def key_layers_of(self, groups: range) -> range:
+        """Numbers of the keys that some of these groups have."""
+        before = sum(group < groups.start for group in self.key_groups)
+        return range(before, before + sum(group in groups for group in self.key_groups))
+
+    def window_of(self, group: int) -> int:
+        """How many of the last tokens it attends to; 0 where an indexer selects among all."""
+        return self.windows[group] if self.windows else 0
+
+    def first_read(self, group: int, length: int) -> int:
+        """The first position that a query behind so many reads, if it is read by all of them."""
+        window = self.window_of(group)
+        return max(0, length + 1 - window) if window else 0
 
     @property
     def key_page_bytes(self) -> int:
@@ -241,26 +363,38 @@ class ModelLayout:
     @property
     def host_page_bytes(self) -> int:
         """All layers and all index keys of 64 tokens, on the host."""
-        return self.layer_total * self.page_bytes + self.key_page_bytes
+        return PAGE_ROWS * self.token_row_bytes + self.key_page_bytes
 
     @property
     def index_page_bytes(self) -> int:
         """What an active page costs on the device: keys and the row -> slot map."""
         return self.key_page_bytes + self.group_count * PAGE_ROWS * 4
 
+    def request_state_bytes(self, length: int) -> int:
+        """What a request of at most so many rows keeps beside them."""
+        return self.state_bytes + div_ceil(length, PAGE_ROWS) * self.state_page_bytes
+
     def part(self, first: int, stop: int) -> ModelLayout:
         """Main layers first..stop-1, counted from 0; the last part has the MTP layers as well."""
         check_part(self.groups, self.layer_count, first, stop)
         is_last = stop == self.layer_count
         end = self.layer_total if is_last else stop
+        begin = self.group_of(first)
         mine = [group for group in self.groups if first <= group[0] < end]
+        before = self.key_layers_of(range(begin))
+        rows = self.rows[begin : begin + len(mine)]
         return replace(
             self,
             layer_count=stop - first,
             groups=tuple(tuple(layer - first for layer in group) for group in mine),
+            windows=self.windows[begin : begin + len(mine)],
+            row=max(rows, key=lambda row: row.row_bytes, default=self.row),
+            rows=rows if len(set(rows)) > 1 else (),
             mtp_layer_count=self.mtp_layer_count if is_last else 0,
             first_layer=self.first_layer + first,
-            first_group=self.first_group + self.group_of(first),
+            first_group=self.first_group + begin,
+            first_key_layer=self.first_key_layer + len(before),
+            bytes_before=self.bytes_before + sum(self.layer_bytes(range(first))),
             mtp_elsewhere=self.mtp_elsewhere or (self.mtp_layer_count > 0 and not is_last),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -20,25 +21,36 @@ Kept: TypeAlias = list[int] | Tensor
 Ints = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """Of a step whose queries do not bring a row each: how many new rows each sequence brings, and
+    how many of them each query may select, behind all rows before them."""
+
+    row_counts: list[int]
+    seen_counts: list[int]
+
+
 class StepArrays(Protocol):
-    """The arrays of `Step`, int32 with an entry for each query, and what is done with them."""
+    """The arrays of `Step`, int32 with an entry for each query or new row, and what is done with
+    them."""
 
     query_line: Array
     query_offset: Array
     query_start: Array
     query_stop: Array
     row_ids: Array
+    row_offset: Array
 
     def page_table(self) -> Tensor:
         """[queries, pages] active pages, -1 padded."""
 
     def lengths(self, appended_count: int) -> Array:
-        """What each query may select from when so many of the queries have been appended."""
+        """What each query may select from when so many of the new rows have been appended."""
 
     def given(self, value: Any, name: str, dtype: str, shape: tuple[int | None, ...]) -> Array:
         """What a verb was given, checked for place, type and shape."""
 
-    def kept(self, accepted: Any, query_counts: Many[int]) -> Kept:
+    def kept(self, accepted: Any, row_counts: Many[int]) -> Kept:
         """What `seal` was given, checked."""
 
     def sealed(self, kept: Kept) -> None:
@@ -49,9 +61,16 @@ class StepArrays(Protocol):
 
 
 class HostArrays:
-    """Of a step over `lines` of these tables; the k-th brings `query_counts[k]` rows."""
+    """Of a step over `lines` of these tables; the k-th brings `query_counts[k]` rows, or what is
+    said to be `brought`."""
 
-    def __init__(self, tables: PageTables, lines: list[int], query_counts: Many[int]) -> None:
+    def __init__(
+        self,
+        tables: PageTables,
+        lines: list[int],
+        query_counts: Many[int],
+        brought: Brought | None = None,
+    ) -> None:
         sequence_of, offset = places(query_counts)
         self._tables = tables
         self._lines = lines
@@ -62,14 +81,24 @@ class HostArrays:
         assert (self.query_start >= 0).all(), "a line without a length"
         positions = self.query_start + self.query_offset
         self.query_stop: Ints = positions + np.int32(1)
-        self.row_ids: Ints = tables.rows_at(self.query_line, positions)
+        self.row_offset: Ints = self.query_offset
+        self._new_rows: _NewRows | None = None
+        row_lines = self.query_line
+        if brought is not None:
+            self._new_rows = rows = _NewRows.of(brought, sequence_of)
+            self.query_stop = self.query_start + rows.seen
+            self.row_offset, row_lines = rows.offset, np.array(lines, np.int32)[rows.sequence_of]
+            positions = tables.lengths[row_lines] + self.row_offset
+        self.row_ids: Ints = tables.rows_at(row_lines, positions)
 
     def page_table(self) -> Tensor:
         return torch.from_numpy(self._tables.lines[self.query_line])
 
     def lengths(self, appended_count: int) -> Ints:
-        if appended_count == len(self.query_stop):
+        if appended_count == len(self.row_ids):
             return self.query_stop
+        if self._new_rows is not None:
+            return self.query_start + self._new_rows.seen_of(appended_count)
         lengths = self.query_start.copy()
         lengths[:appended_count] += self.query_offset[:appended_count] + np.int32(1)
         return lengths
@@ -77,8 +106,8 @@ class HostArrays:
     def given(self, value: Any, name: str, dtype: str, shape: tuple[int | None, ...]) -> Array:
         return as_array(value, name, dtype, shape)
 
-    def kept(self, accepted: Any, query_counts: Many[int]) -> list[int]:
-        return kept_counts(accepted, query_counts)
+    def kept(self, accepted: Any, row_counts: Many[int]) -> list[int]:
+        return kept_counts(accepted, row_counts)
 
     def sealed(self, kept: Kept) -> None:
         assert isinstance(kept, list), "the host's step is sealed with numbers"
@@ -89,8 +118,30 @@ class HostArrays:
         require_same(kept, self._kept, number=number)
 
 
+@dataclass(frozen=True, slots=True)
+class _NewRows:
+    """Of each new row its sequence and its place among that one's; of each query its sequence and
+    how many of that one's new rows it may select."""
+
+    sequence_of: npt.NDArray[np.int64]
+    offset: Ints
+    query_sequence: npt.NDArray[np.int64]
+    seen: Ints
+
+    @classmethod
+    def of(cls, brought: Brought, query_sequence: npt.NDArray[np.int64]) -> _NewRows:
+        seen = np.array(brought.seen_counts, np.int32)
+        return cls(*places(brought.row_counts), query_sequence, seen)
+
+    def seen_of(self, appended_count: int) -> Ints:
+        """The same of the first rows alone."""
+        sequence_count = int(self.query_sequence[-1]) + 1
+        there = np.bincount(self.sequence_of[:appended_count], minlength=sequence_count)
+        return np.minimum(self.seen, there[self.query_sequence].astype(np.int32))
+
+
 def places(query_counts: Many[int]) -> tuple[npt.NDArray[np.int64], Ints]:
-    """Of each query: which sequence of the batch it is of, and its place among that one's."""
+    """Of each query or row: its sequence in the batch, and its place among that one's."""
     firsts = np.cumsum([0, *query_counts[:-1]]).astype(np.int32)
     sequence_of = np.repeat(np.arange(len(query_counts)), query_counts)
     offset: Ints = np.arange(len(sequence_of), dtype=np.int32) - firsts[sequence_of]

@@ -85,23 +85,33 @@ def in_list(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise BadInput(f"{name} is {value!r}, must be {' or '.join(map(repr, allowed))}")
 
 
-def counts(name: str, values: Any, size: int) -> list[int]:
-    """A whole number for each sequence."""
+def counts(name: str, values: Any, size: int, each: str = "sequence") -> list[int]:
+    """A whole number for each sequence, or whatever there is `each` of."""
     try:
         listed = list(map(operator.index, values))
     except TypeError:
-        raise BadInput(
-            f"{name} is {values!r}, must have whole numbers, for each sequence"
-        ) from None
+        raise BadInput(f"{name} is {values!r}, must have whole numbers, for each {each}") from None
     if len(listed) != size:
-        raise BadInput(f"{name} has {len(listed)} entries for {size} sequences")
+        kinds = "queries" if each == "query" else f"{each}s"
+        raise BadInput(f"{name} has {len(listed)} entries for {size} {kinds}")
     return listed
 
 
-def kept_counts(accepted: Any, query_counts: Sequence[int]) -> list[int]:
+def part_of(queries: range | None, count: int) -> range:
+    """A part of neighbours among so many, None: all of them."""
+    if queries is None:
+        return range(count)
+    if not isinstance(queries, range) or queries.step != 1:
+        raise BadInput(f"queries is {queries!r}, must be a range of neighbours")
+    if not 0 <= queries.start < queries.stop <= count:
+        raise BadInput(f"queries is {queries!r}, must lie within 0..{count - 1}")
+    return queries
+
+
+def kept_counts(accepted: Any, row_counts: Sequence[int]) -> list[int]:
     """Of each sequence's new rows how many are kept."""
-    listed = counts("accepted", accepted, len(query_counts))
-    for kept, brought in zip(listed, query_counts, strict=True):
+    listed = counts("accepted", accepted, len(row_counts))
+    for kept, brought in zip(listed, row_counts, strict=True):
         in_range("accepted", kept, 0, brought)
     return listed
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ess.door.checks import as_array
 from ess.door.placement import LayerMemory
 from ess.door.pools import HostPools, Pools
+from ess.door.sequences.sequence import key_layer
 from ess.errors import BadInput, Unavailable
 from ess.flashtrans.rows import scatter_rows
 from ess.kernels.memory import map_memory_file
@@ -70,7 +71,11 @@ class MappedPools:
     """`rows` and `keys` as the latent pool has them, `active_keys` as the index pool."""
 
     def __init__(
-        self, layout: ModelLayout, rows: Bytes, keys: KeyPages, active_keys: KeyPages
+        self,
+        layout: ModelLayout,
+        rows: tuple[Bytes, ...],
+        keys: KeyPages,
+        active_keys: KeyPages,
     ) -> None:
         self.layout = layout
         self.rows = rows
@@ -81,7 +86,7 @@ class MappedPools:
     def of(cls, pools: Pools) -> MappedPools:
         """For the owner itself: nothing is mapped a second time."""
         pools = _on_host(pools)
-        return cls(pools.layout, pools.latent.rows, pools.latent.keys, pools.index.keys)
+        return cls(pools.layout, pools.latent.layers, pools.latent.keys, pools.index.keys)
 
     @classmethod
     def map(cls, layout: ModelLayout, shared: SharedPools) -> MappedPools:
@@ -100,12 +105,12 @@ class MappedPools:
             raise Unavailable(
                 f"the pools of process {shared.pid} cannot be mapped: {error}"
             ) from error
-        rows, keys = laid_out(layout, host)
+        rows, keys, _ = laid_out(layout, host)
         return cls(layout, rows, keys, KeyPages(layout, index, shared.index_pages))
 
     @property
     def host_page_count(self) -> int:
-        return int(self.rows.shape[1]) // PAGE_ROWS
+        return len(self.rows[0]) // PAGE_ROWS
 
     @property
     def index_page_count(self) -> int:
@@ -113,11 +118,12 @@ class MappedPools:
 
     def memory(self, layer: int) -> LayerMemory:
         """Without slots: a prompt's chunk reads its rows in place."""
-        group, keys = self.layout.group_of(layer), self.active_keys.pages
+        number = self.layout.key_layer_of(self.layout.group_of(layer))
+        keys, row = self.active_keys.pages, self.layout.row_of(layer)
         return LayerMemory(
-            slots=torch.empty(0, self.layout.row_bytes, dtype=torch.uint8),
+            slots=torch.empty(0, row.row_bytes, dtype=torch.uint8),
             host=torch.from_numpy(self.rows[layer]),
-            key_pages=torch.from_numpy(keys[group] if len(keys) else keys.reshape(0, 0)),
+            key_pages=torch.from_numpy(keys[:0].reshape(0, 0) if number is None else keys[number]),
         )
 
 
@@ -145,15 +151,16 @@ class MappedRows:
         return torch.from_numpy(self._rows(self._host_pages, start, count))
 
     def import_rows(self, layer: int, start: int, rows: Any) -> None:
-        array = as_array(rows, "rows", "uint8", (None, self._pools.layout.row_bytes))
+        width = self._pools.layout.row_of(layer).row_bytes
+        array = as_array(rows, "rows", "uint8", (None, width))
         to_host = self._rows(self._host_pages, start, len(array))
         scatter_rows(source=array, target=self._pools.rows[layer], target_rows=to_host)
 
     def import_keys(self, layer: int, start: int, keys: Any) -> None:
-        pools, group = self._pools, self._pools.layout.group_of(layer)
+        pools, number = self._pools, key_layer(self._pools.layout, layer)
         array = as_array(keys, "keys", "uint8", (None, pools.keys.key_bytes))
-        pools.keys.write(group, self._rows(self._host_pages, start, len(array)), array)
-        pools.active_keys.write(group, self._rows(self._active_pages, start, len(array)), array)
+        pools.keys.write(number, self._rows(self._host_pages, start, len(array)), array)
+        pools.active_keys.write(number, self._rows(self._active_pages, start, len(array)), array)
 
     def mark_stored(self, layer: int, start: int, count: int) -> None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 from ess.clock import Clock, RealClock
+from ess.door.arrays import Brought
 from ess.door.beginning import begin
 from ess.door.checks import counts, in_list, in_range, token_ids
 from ess.door.owner import Owner
@@ -12,7 +13,7 @@ from ess.door.placement import LayerMemory
 from ess.door.pools import PoolSizes, build_pools
 from ess.door.sequences.opening import count_on_disk, open_sequence
 from ess.door.sequences.sequence import Sequence
-from ess.door.side import HostSide, MakePlacement, Side
+from ess.door.side import Differing, HostSide, MakePlacement, Side
 from ess.door.stats import Stats
 from ess.door.step import Step
 from ess.errors import BadInput, BadState
@@ -147,7 +148,14 @@ class Offload:
     def verify(self, layer: int) -> list[tuple[int, int]]:
         """(slot, row id) of every clean slot whose bytes are not those of its row on the host."""
         self.layout.check_layer(layer)
-        return self._side.differing(layer)
+        most = self._pools.sparse.slot_count(self.layout.group_of(layer))
+        return self._side.compare(layer, most=most).read().listed
+
+    def compare(self, layer: int, *, most: int) -> Differing:
+        """The same, of the slots as they are when what is queued now is done; `read` waits for
+        that. All slots that differ are counted, the first ones are listed, at most so many."""
+        self.layout.check_layer(layer)
+        return self._side.compare(layer, most=in_range("most", most, 1, 1 << 31))
 
     def check(self) -> None:
         """Audits every pool; raises AssertionError with coordinates."""
@@ -164,6 +172,7 @@ class Offload:
         promise: Promise = "all",
         salt: bytes = b"",
         reuse_max: int | None = None,
+        publishes: bool = True,
         on_device: bool = True,
         from_disk: bool = False,
         load_max: int | None = None,
@@ -173,7 +182,8 @@ class Offload:
         Rows of the longest cached prefix, of at most `reuse_max` tokens, are there already
         (`cached_count`); import the rest. With `length_max` all of its growth is promised now;
         without, growth may meet PoolFull later. `promise="some"` promises the growth on the host
-        only: device pages may meet PoolFull. Sequences with different `salt` never share rows.
+        only: device pages may meet PoolFull. Sequences with different `salt` never share rows, and
+        rows of one that does not publish never become cached prefix.
         With `on_device=False` it begins preempted, with host pages only, all of its growth promised
         there: for rows that are still to come. `resume` takes it onto the device.
         With `from_disk`, if the disk has more of the prefix than the host, it also begins preempted
@@ -198,7 +208,7 @@ class Offload:
                 f"{len(ids)} tokens with length_max {length_max}: must be "
                 f"1 <= tokens <= length_max <= {longest}"
             )
-        return open_sequence(
+        sequence = open_sequence(
             self.owner,
             ids,
             length_max=length_max,
@@ -209,6 +219,9 @@ class Offload:
             from_disk=from_disk,
             load_max=load_max,
         )
+        if not publishes:
+            sequence.progress.withhold()
+        return sequence
 
     def count_on_disk(self, tokens: Many[int], *, salt: bytes = b"") -> int:
         """How many pages of the prompt `open` with `load_max` finds on the disk now."""
@@ -253,10 +266,16 @@ class Offload:
         sequences: Many[Sequence],
         *,
         query_counts: Many[int],
+        row_counts: Many[int] | None = None,
+        seen_counts: Many[int] | None = None,
         starts: Many[int] | None = None,
         room: int | None = None,
     ) -> Step:
         """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit.
+
+        Where a row is of several tokens, most queries bring none: `row_counts` says how many each
+        sequence brings, 0 too, and `seen_counts` of each query how many of these it may select,
+        behind all rows before them. Then verbs that take new rows count rows, not queries.
 
         A step starts at `sequence.length`: import n - 1 rows of n known tokens, and the step brings
         the row of the last. With nothing imported it starts at 0, or behind the cached prefix:
@@ -274,7 +293,11 @@ class Offload:
         batch = self.owner.own(sequences)
         listed = counts("query_counts", query_counts, len(batch))
         first = None if starts is None else counts("starts", starts, len(batch))
-        step = begin(self.owner, batch, listed, first, room)
+        brought = None
+        if row_counts is not None or seen_counts is not None:
+            rows = counts("row_counts", row_counts, len(batch))
+            brought = Brought(rows, counts("seen_counts", seen_counts, sum(listed), "query"))
+        step = begin(self.owner, batch, listed, first, room, brought)
         self._side.step_begun()
         return step
 
@@ -330,6 +353,12 @@ def _device_side(
     for name, value in {"lane": lane, "placement": placement}.items():
         if value is not None:
             raise BadInput(f"{name} is given, but {device!r} has its own")
+    if layout.rows:
+        raise BadInput(f"{layout.name!r} has rows of several sizes: not on {device!r} yet")
+    if layout.row_tokens > 1 or layout.state_bytes or layout.state_page_bytes:
+        raise BadInput(f"{layout.name!r} has rows of several tokens: not on {device!r} yet")
+    if any(layout.windows):
+        raise BadInput(f"{layout.name!r} has layers that attend to a window: not on {device!r} yet")
     from ess.door.device.device_side import open_device_side
 
     return open_device_side(layout, sizes, device, clock, disk)

@@ -10,16 +10,27 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ess.door.arrays import HostArrays, StepArrays
+from ess.door.arrays import Brought, HostArrays, StepArrays
 from ess.door.inflight import InFlight, Pending
+from ess.door.sequences.states import States
 from ess.door.shelf import Shelf
 from ess.errors import BadInput
 from ess.flashtrans.lanes import WorkerLane
+from ess.flashtrans.patient import PatientLane
 from ess.flashtrans.views import known
 from ess.kernels.memory import host_memory, memory_file
 from ess.kernels.streams import Known, Lane
 from ess.layout import ModelLayout
-from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, Capacity, whole_count
+from ess.pool.capacity import (
+    HOST_PAGES,
+    INDEX_PAGES,
+    SLOTS,
+    WINDOW_SLOTS,
+    Capacity,
+    least_chunks,
+    slots_min,
+    whole_count,
+)
 from ess.pool.disk.tier import DiskTier
 from ess.pool.index import ActivePages, IndexPool, PageTables
 from ess.pool.latent import Bytes, LatentPool
@@ -33,6 +44,7 @@ Ages = npt.NDArray[np.int64]
 
 ADVICE: Final = {
     SLOTS: "raise slot_bytes or lower slot_floor",
+    WINDOW_SLOTS: "raise slot_bytes",
     INDEX_PAGES: "raise index_bytes (where it is not given: host_bytes)",
     HOST_PAGES: "raise host_bytes",
 }
@@ -99,14 +111,21 @@ class Pools(ABC):
     ledger: Ledger
     inflight: Pending
     shelf: Shelf | None
+    states: States | None = None
+    """Of a layout whose requests keep something beside their rows."""
 
     @abstractmethod
-    def step_arrays(self, lines: list[int], query_counts: Many[int], room: int) -> StepArrays:
-        """Of a step that begins now, over these lines of the tables, padded to `room` queries."""
+    def step_arrays(
+        self, lines: list[int], query_counts: Many[int], room: int, brought: Brought | None
+    ) -> StepArrays:
+        """Of a step that begins now, over these lines of the tables, padded to `room` queries; a
+        row for each query, unless it says what is `brought`."""
 
-    def slot_need(self, length_max: int | None) -> int:
+    def slot_needs(self, length_max: int | None) -> dict[str, int]:
         """Slots per group that a sequence of at most this length reserves."""
-        return min(length_max or self.sizes.length_max, self.sizes.slot_floor)
+        each = min(length_max or self.sizes.length_max, self.sizes.slot_floor)
+        windows = self.layout.window_floor
+        return {SLOTS: each, WINDOW_SLOTS: min(each, windows)} if windows else {SLOTS: each}
 
     def check(self) -> None:
         for owner in (self.latent, self.index, self.sparse, self.ledger, self.inflight):
@@ -118,26 +137,29 @@ class Pools(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPools(Pools):
-    """All on the host, and memory as the lane takes it: `slabs` by member, `host` as one matrix of
-    all layers' rows and by layer. Fetches of at most `at_once_bytes` do not ask the lane."""
+    """All on the host, and memory as the lane takes it: `slabs` by group and member, `host_layers`
+    by layer and `host_runs` by neighbouring layers with rows of one size, each with the first of
+    these layers. Fetches of at most `at_once_bytes` do not ask the lane."""
 
     index: IndexPool
     sparse: SparsePool
     inflight: InFlight
-    slabs: tuple[Known, ...]
-    host: Known
+    slabs: tuple[tuple[Known, ...], ...]
+    host_runs: tuple[tuple[range, Known], ...]
     host_layers: tuple[Known, ...]
     at_once_bytes: int
 
-    def step_arrays(self, lines: list[int], query_counts: Many[int], room: int) -> StepArrays:
+    def step_arrays(
+        self, lines: list[int], query_counts: Many[int], room: int, brought: Brought | None
+    ) -> StepArrays:
         if room != sum(query_counts):
             raise BadInput(f"room is {room}, but steps on the host have no pads")
-        return HostArrays(self.tables, lines, query_counts)
+        return HostArrays(self.tables, lines, query_counts, brought)
 
     def at_once_max(self, *, waits: bool) -> int:
         """Bytes of a fetch that its planner copies: all, if the lane shares and it waits anyway."""
         if waits and self.at_once_bytes:
-            return self.host.row_count * self.host.row_bytes
+            return self.latent.row_memory.nbytes
         return self.at_once_bytes
 
 
@@ -156,7 +178,7 @@ class Counts:
         if sizes.index_bytes is not None:
             index_pages = whole_count("index_bytes", sizes.index_bytes, layout.index_page_bytes)
         chunks = whole_count(
-            "slot_bytes", sizes.slot_bytes, layout.chunk_bytes, count_min=layout.group_count
+            "slot_bytes", sizes.slot_bytes, layout.chunk_bytes, count_min=least_chunks(layout)
         )
         return cls(host_pages=host_pages, index_pages=index_pages, chunks=chunks)
 
@@ -181,6 +203,7 @@ def build_pools(
         row_id_count=counts.index_pages * PAGE_ROWS,
         poison=sizes.poison,
         evict=sizes.evict,
+        slots_each=min(sizes.length_max, sizes.slot_floor),
     )
     tables = PageTables(
         sequence_max=sizes.sequence_max, page_max=div_ceil(sizes.length_max, PAGE_ROWS)
@@ -195,11 +218,32 @@ def build_pools(
         ledger=make_ledger(layout, latent, index, sparse),
         inflight=InFlight(lane),
         shelf=None if disk is None else Shelf(latent, disk),
-        slabs=tuple(known(sparse.member_slab(m)) for m in range(layout.group_layers_max)),
-        host=known(latent.rows.reshape(-1, layout.row_bytes)),
-        host_layers=tuple(known(rows) for rows in latent.rows),
-        at_once_bytes=lane.at_once_bytes if isinstance(lane, WorkerLane) else 0,
+        states=make_states(layout, sizes),
+        slabs=_known_slots(sparse),
+        host_runs=tuple((run, known(_together(latent, run))) for run in layout.row_runs),
+        host_layers=tuple(known(rows) for rows in latent.layers),
+        at_once_bytes=lane.at_once_bytes if isinstance(lane, WorkerLane | PatientLane) else 0,
     )
+
+
+def make_states(layout: ModelLayout, sizes: PoolSizes) -> States | None:
+    if not layout.request_state_bytes(sizes.length_max):
+        return None
+    return States(layout, sequence_max=sizes.sequence_max, length_max=sizes.length_max)
+
+
+def _known_slots(sparse: SparsePool) -> tuple[tuple[Known, ...], ...]:
+    return tuple(
+        tuple(known(sparse.slots_of(group, member)) for member in range(len(layers)))
+        for group, layers in enumerate(sparse.layout.groups)
+    )
+
+
+def _together(latent: LatentPool, run: range) -> Bytes:
+    """Rows of these layers as one matrix."""
+    first = sum(latent.layers[layer].nbytes for layer in range(run.start))
+    width, size = latent.layers[run.start].shape[1], len(run) * latent.layers[run.start].nbytes
+    return latent.row_memory[first : first + size].reshape(-1, width)
 
 
 def _memory(sizes: PoolSizes, name: str, byte_count: int) -> tuple[Bytes, int | None]:
@@ -213,16 +257,17 @@ def _memory(sizes: PoolSizes, name: str, byte_count: int) -> tuple[Bytes, int | 
 def make_ledger(
     layout: ModelLayout, latent: LatentPool, index: ActivePages, sparse: Arenas
 ) -> Ledger:
-    def slots_min() -> int:
-        return min(sparse.slot_count(group) for group in range(layout.group_count))
+    def slots_now() -> dict[str, int]:
+        return slots_min(layout, sparse.slot_count)
 
     capacity = Capacity(
-        slots=slots_min(),
+        **slots_now(),
         index_pages=index.pages.page_count,
         host_pages=latent.pages.page_count,
     )
     used = {
-        SLOTS: lambda: capacity.slots - slots_min(),
+        SLOTS: lambda: capacity.slots - slots_now()["slots"],
+        WINDOW_SLOTS: lambda: capacity.window_slots - slots_now()["window_slots"],
         INDEX_PAGES: lambda: index.pages.page_count - index.pages.free_count,
         HOST_PAGES: lambda: latent.pages.page_count - latent.free_count,
     }

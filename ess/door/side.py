@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from ess.clock import Clock
@@ -20,6 +21,23 @@ from ess.kernels.streams import Lane
 from ess.overlap.timeline import Stopwatch
 
 MakePlacement: TypeAlias = Callable[[Slots], Placement]
+
+
+class Differing(Protocol):
+    """Slots that differ from their rows on the host, as soon as somebody asks."""
+
+    def read(self) -> Found: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How many slots differ, and the (slot, row id) of those that are listed."""
+
+    count: int
+    listed: list[tuple[int, int]]
+
+    def read(self) -> Found:
+        return self
 
 
 class Side(Protocol):
@@ -50,8 +68,8 @@ class Side(Protocol):
 
     def rebalance(self) -> int: ...
 
-    def differing(self, layer: int) -> list[tuple[int, int]]:
-        """(slot, row id) of every clean slot that differs from its row on the host."""
+    def compare(self, layer: int, *, most: int) -> Differing:
+        """Clean slots beside their rows on the host: those that differ, at most so many listed."""
 
     def drain(self) -> None:
         """Waits until every copy under way has landed."""
@@ -100,9 +118,10 @@ class HostSide:
     def rebalance(self) -> int:
         return self.budgets.rebalance(self.counters.misses())
 
-    def differing(self, layer: int) -> list[tuple[int, int]]:
+    def compare(self, layer: int, *, most: int) -> Found:
         slots, rows = differing_slots(self.pools, layer)
-        return list(zip(slots.tolist(), rows.tolist(), strict=True))
+        listed = zip(slots[:most].tolist(), rows[:most].tolist(), strict=True)
+        return Found(len(slots), list(listed))
 
     def drain(self) -> None:
         self.pools.inflight.drain()

@@ -71,7 +71,10 @@ class Counters:
     """The running counts; `Stats` is a copy of them."""
 
     def __init__(self, layout: ModelLayout) -> None:
-        self._row_bytes = [len(layers) * layout.row_bytes for layers in layout.groups]
+        self._row_bytes = [
+            len(layers) * layout.group_row(group).row_bytes
+            for group, layers in enumerate(layout.groups)
+        ]
         self._counts = {
             name: np.zeros(layout.group_count, np.int64)
             for name in (

@@ -26,11 +26,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ess.door.arrays import Array, Kept, StepArrays
-from ess.door.checks import in_range, kept_counts, token_ids
+from ess.door.arrays import Array, Brought, Kept, StepArrays
+from ess.door.checks import in_range, kept_counts, part_of, token_ids
 from ess.door.owner import Owner
 from ess.door.placement import Resolution
-from ess.door.sequences.sequence import Sequence, key_group
+from ess.door.sequences.sequence import Sequence, key_layer
 from ess.errors import BadInput, BadState
 
 StepState = Literal["open", "sealed", "learned"]
@@ -68,19 +68,22 @@ class Step:
     number          of the step; they count up
     state           "open", "sealed" or "learned"
     sequences       the batch
-    query_counts    how many new rows each sequence brings
+    query_counts    how many queries each sequence has
     query_count     all together, and pads behind them where the step has room for more
+    row_counts      how many new rows each brings, unless `begin` was told others, as many
     firsts          of each sequence, the number of its first query
     appended        layers whose new rows are all there
-    keyed           layer groups whose new index keys are all there
+    keyed           key layers whose new index keys are all there
 
-    The counts are the host's. These arrays are the device's, int32 with an entry for each query:
+    Of rows counted apart, `queries` of `append` and `places` are the rows. Counts are the host's.
+    These arrays are the device's, int32 with an entry for each query:
 
     row_ids         its new row: page * 64 + offset in `LayerMemory.key_pages`
     query_line      its sequence's line in the page tables
     query_start     the position at which its sequence starts in this step
-    query_offset    its place behind that: it is at position query_start + query_offset
-    query_stop      the length that it may select from, once its own row has been appended
+    query_offset    its place among the queries of its sequence; where each brings a row, it is at
+                    position query_start + query_offset
+    query_stop      the length that it may select from, once the new rows have been appended
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Step:
         sequences: tuple[Sequence, ...],
         query_counts: list[int],
         room: int,
+        brought: Brought | None = None,
     ) -> None:
         lines = [sequence.holding.line for sequence in sequences]
         self.owner = owner
@@ -97,10 +101,14 @@ class Step:
         self.sequences = sequences
         self.query_counts = tuple(query_counts)
         self.query_count = room
+        self.row_counts = self.query_counts if brought is None else tuple(brought.row_counts)
+        self.row_count = room if brought is None else sum(self.row_counts)
         self.firsts: list[int] = np.cumsum([0, *query_counts[:-1]]).tolist()
-        self.arrays: StepArrays = owner.pools.step_arrays(lines, self.query_counts, room)
+        self.arrays: StepArrays = owner.pools.step_arrays(lines, self.query_counts, room, brought)
         self.appended: set[int] = set()
         self.keyed: set[int] = set()
+        if not self.row_count:
+            self.appended.update(range(owner.pools.layout.layer_total))
         self._row_counts: dict[int, int] = {}
         self._key_counts: dict[int, int] = {}
         self._answers: dict[tuple[int, int], _Answer] = {}
@@ -137,7 +145,7 @@ class Step:
         return self.arrays.page_table()
 
     def lengths(self, layer: int) -> Array:
-        """What each query may select: up to itself once its new row of this layer is there."""
+        """What each query may select: new rows of this layer only once they are there."""
         return self.arrays.lengths(self._row_counts.get(layer, 0))
 
     # ---- per layer
@@ -148,9 +156,12 @@ class Step:
         """New rows of this layer, uint8 [queries, row_bytes], and their index keys, uint8 [queries,
         layout.index.key_bytes], which the first layer of a group has."""
         self._require_open()
-        pools, part = self.owner.pools, self._part(queries)
+        pools, part = self.owner.pools, self._rows_part(queries)
         pools.layout.check_layer(layer)
-        array = self.arrays.given(rows, "rows", "uint8", (len(part), pools.layout.row_bytes))
+        width = pools.layout.row_of(layer).row_bytes
+        array = self.arrays.given(rows, "rows", "uint8", (len(part), width))
+        if not self.row_count:
+            return
         self._require_next(f"layer {layer}", self._row_counts.get(layer, 0), part)
         if keys is not None:
             shape = len(part), pools.latent.keys.key_bytes
@@ -165,12 +176,14 @@ class Step:
         nothing. -1 for a pad."""
         self._require_open()
         self.owner.pools.layout.check_layer(layer)
-        return self.owner.placement.places(self, layer, self._part(queries))
+        return self.owner.placement.places(self, layer, self._rows_part(queries))
 
     def wrote(self, layer: int, *, keys: bool = False, queries: range | None = None) -> None:
         """New rows of this layer lie where `places` says, and with `keys` their index keys."""
         self._require_open()
-        part = self._part(queries)
+        part = self._rows_part(queries)
+        if not self.row_count:
+            return
         self._require_next(f"layer {layer}", self._row_counts.get(layer, 0), part)
         if keys:
             self._require_keys_next(layer, part)
@@ -178,21 +191,22 @@ class Step:
         self._count(layer, part, has_keys=keys)
 
     def _require_keys_next(self, layer: int, part: range) -> None:
-        group = key_group(self.owner.pools.layout, layer)
-        self._require_next(f"group {group}", self._key_counts.get(group, 0), part)
+        layout = self.owner.pools.layout
+        so_far = self._key_counts.get(key_layer(layout, layer), 0)
+        self._require_next(f"group {layout.group_of(layer)}", so_far, part)
 
     def _count(self, layer: int, part: range, *, has_keys: bool) -> None:
-        group = self.owner.pools.layout.group_of(layer)
         self._row_counts[layer] = part.stop
-        if has_keys:
-            self._key_counts[group] = part.stop
-        if part.stop == self.query_count:
+        if part.stop == self.row_count:
             self.appended.add(layer)
-            if self._key_counts.get(group) == self.query_count:
-                self.keyed.add(group)
+        if has_keys:
+            number = key_layer(self.owner.pools.layout, layer)
+            self._key_counts[number] = part.stop
+            if part.stop == self.row_count:
+                self.keyed.add(number)
 
     def _require_next(self, name: str, so_far: int, part: range) -> None:
-        if so_far == self.query_count:
+        if so_far == self.row_count:
             raise BadState(f"{name} was appended in step {self.number} already")
         if part.start != so_far:
             raise BadState(
@@ -282,8 +296,10 @@ class Step:
         resolutions = self.owner.placement.resolve(
             self, group, part, array, workspace=chosen, waits=waits
         )
-        appended_count = min(self._row_counts.get(layer, 0), part.stop)
-        appended_min = appended_count if appended_count > part.start else 0
+        appended_min = self._row_counts.get(layer, 0)
+        if self.arrays.row_offset is self.arrays.query_offset:
+            appended_count = min(appended_min, part.stop)
+            appended_min = appended_count if appended_count > part.start else 0
         answer = self._answers[group, part.start] = _Answer(part, chosen, appended_min, resolutions)
         return answer
 
@@ -350,13 +366,10 @@ class Step:
         return self.arrays.given(selection, "selection", "int32", shape)
 
     def _part(self, queries: range | None) -> range:
-        if queries is None:
-            return range(self.query_count)
-        if not isinstance(queries, range) or queries.step != 1:
-            raise BadInput(f"queries is {queries!r}, must be a range of neighbours")
-        if not 0 <= queries.start < queries.stop <= self.query_count:
-            raise BadInput(f"queries is {queries!r}, must lie within 0..{self.query_count - 1}")
-        return queries
+        return part_of(queries, self.query_count)
+
+    def _rows_part(self, queries: range | None) -> range:
+        return part_of(queries, self.row_count)
 
     # ---- graphs of a device
 
@@ -395,7 +408,7 @@ class Step:
         self._require_open()
         if self.owner.sealed:
             raise BadState(f"learn step {self.owner.sealed[0].number} before this commit")
-        self._known(kept_counts(accepted, self.query_counts), tokens)
+        self._known(kept_counts(accepted, self.row_counts), tokens)
         self.seal(accepted=accepted)
         self.learn(accepted=accepted, tokens=tokens)
 
@@ -408,7 +421,7 @@ class Step:
 
         On a device `accepted` may be a tensor, int32 [sequences], that the host has not read."""
         self._require_open()
-        owner, kept = self.owner, self.arrays.kept(accepted, self.query_counts)
+        owner, kept = self.owner, self.arrays.kept(accepted, self.row_counts)
         self._require_complete(kept)
         owner.placement.seal(self, kept)
         self.arrays.sealed(kept)
@@ -425,12 +438,12 @@ class Step:
         oldest = self.owner.sealed[0]
         if oldest is not self:
             raise BadState(f"learn step {oldest.number} before step {self.number}")
-        kept = kept_counts(accepted, self.query_counts)
+        kept = kept_counts(accepted, self.row_counts)
         texts = self._known(kept, tokens)
         self.arrays.learned(kept, number=self.number)
         for place, sequence in enumerate(self.sequences):
             ids = None if texts is None else texts[place]
-            sequence.progress.learned(self.number, self.query_counts[place], kept[place], ids)
+            sequence.progress.learned(self.number, self.row_counts[place], kept[place], ids)
         self.owner.sealed.popleft()
         self.state = "learned"
 
@@ -444,7 +457,7 @@ class Step:
             raise BadState(
                 f"step {self.number} accepts rows, but {len(missing)} layers have not been "
                 f"appended: layer {missing[0]} has rows of "
-                f"{self._row_counts.get(missing[0], 0)} of {self.query_count} queries"
+                f"{self._row_counts.get(missing[0], 0)} of {self.row_count} queries"
             )
 
     def _known(self, accepted: list[int], tokens: Tokens) -> list[list[int]] | None:
@@ -473,9 +486,11 @@ class Step:
     def check(self) -> None:
         assert sum(self.query_counts) <= self.query_count, f"{self!r}: {self.query_counts}"
         for counts_of in (self._row_counts, self._key_counts):
-            assert all(0 < n <= self.query_count for n in counts_of.values()), counts_of
-        full = {layer for layer, n in self._row_counts.items() if n == self.query_count}
-        assert full == self.appended, f"{self!r}: {self.appended} of {full} are complete"
+            assert all(0 < n <= self.row_count for n in counts_of.values()), counts_of
+        full = {layer for layer, n in self._row_counts.items() if n == self.row_count}
+        assert full == self.appended or not self.row_count, (
+            f"{self!r}: {self.appended} of {full} are complete"
+        )
         for sequence in self.sequences:
             assert self.number in sequence.step_numbers, f"{sequence!r} does not know {self!r}"
             sequence.holding.check()

@@ -1,5 +1,8 @@
 """What fits: the slots and pages that given memory holds, and what a request needs of them.
 
+Groups whose layers attend to a window need slots for it, however long a request is: they have an
+account of their own.
+
 The door admits by these counts, planner and simulator predict with them, the server and the plan of
 a checkpoint explain with them. Index pages and host pages hold 64 tokens of all layers. Slots are
 counted per layer group: memory for them is cut into chunks, each group gets chunks in proportion to
@@ -8,7 +11,7 @@ what a slot of it costs, and the group with the fewest slots is the one that lim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,9 +21,11 @@ import numpy.typing as npt
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.pool.ledger import Account
+from ess.pool.slabs import Slab, blocks_of, divided, least_bytes
 from ess.units import PAGE_ROWS, div_ceil, format_bytes
 
 SLOTS: Final = "slots"
+WINDOW_SLOTS: Final = "window slots"
 INDEX_PAGES: Final = "index pages"
 HOST_PAGES: Final = "host pages"
 SEQUENCES: Final = "sequences"
@@ -30,15 +35,21 @@ Needs = dict[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Slots of every layer group, and pages."""
+    """Slots of every layer group, those of groups with a window by themselves, and pages."""
 
     slots: int
     index_pages: int
     host_pages: int
+    window_slots: int = 0
 
     def request_max(self, needs: Needs) -> Needs:
         """By account: how many requests with these needs it holds."""
-        held = {SLOTS: self.slots, INDEX_PAGES: self.index_pages, HOST_PAGES: self.host_pages}
+        held = {
+            SLOTS: self.slots,
+            WINDOW_SLOTS: self.window_slots,
+            INDEX_PAGES: self.index_pages,
+            HOST_PAGES: self.host_pages,
+        }
         return {name: held[name] // needed for name, needed in needs.items()}
 
     def accounts(
@@ -50,27 +61,33 @@ class Capacity:
     ) -> list[Account]:
         """For a ledger. Nothing counts as drawn where `used` does not say; an index page costs the
         layout's bytes where no others are given."""
+        window_count = sum(window > 0 for window in layout.windows)
+        groups = {SLOTS: layout.group_count - window_count, WINDOW_SLOTS: window_count}
         units = {
             SLOTS: (self.slots, layout.slot_bytes),
+            WINDOW_SLOTS: (self.window_slots, layout.window_slot_bytes),
             INDEX_PAGES: (self.index_pages, index_page_bytes or layout.index_page_bytes),
             HOST_PAGES: (self.host_pages, layout.host_page_bytes),
         }
         return [
             Account(
                 name=name,
-                times=f" x {layout.group_count} groups" if name == SLOTS else "",
+                times=f" x {groups[name]} groups" if name in groups else "",
                 unit_bytes=unit_bytes,
                 capacity=count,
                 used=(used or {}).get(name, lambda: 0),
             )
             for name, (count, unit_bytes) in units.items()
+            if groups.get(name, 1)
         ]
 
 
-def needs(length: int, *, slots: int, batch: int = 1) -> Needs:
-    """What `batch` requests of this length reserve, with so many slots each."""
+def needs(length: int, *, slots: int, window_floor: int = 0, batch: int = 1) -> Needs:
+    """What `batch` requests of this length reserve, with so many slots each, and of them at most
+    the layout's `window_floor` in groups with a window."""
     pages = batch * page_count(length)
-    return {SLOTS: batch * slots, INDEX_PAGES: pages, HOST_PAGES: pages}
+    windows = {WINDOW_SLOTS: batch * min(slots, window_floor)} if window_floor else {}
+    return {SLOTS: batch * slots, **windows, INDEX_PAGES: pages, HOST_PAGES: pages}
 
 
 def page_count(length: int) -> int:
@@ -79,14 +96,28 @@ def page_count(length: int) -> int:
 
 def request_bytes(layout: ModelLayout, needed: Needs) -> int:
     """On the device."""
-    return needed[SLOTS] * layout.slot_bytes + needed[INDEX_PAGES] * layout.index_page_bytes
+    windows = needed.get(WINDOW_SLOTS, 0) * layout.window_slot_bytes
+    pages = needed[INDEX_PAGES] * layout.index_page_bytes
+    return needed[SLOTS] * layout.slot_bytes + windows + pages
 
 
 def capacity_of(
-    layout: ModelLayout, *, slot_bytes: int, host_bytes: int, index_bytes: int
+    layout: ModelLayout,
+    *,
+    slot_bytes: int,
+    host_bytes: int,
+    index_bytes: int,
+    slots_each: int | None = None,
 ) -> Capacity:
+    """`slots_each` is what a request reserves of a group, by default the layout's floor."""
+    memory = slot_bytes // layout.chunk_bytes * layout.chunk_bytes
+    slots = {
+        group: count * len(blocks_of(0, slab.chunk_rows, len(layout.groups[group]))) * PAGE_ROWS
+        for slab in even_slabs(layout, memory, slots_each)
+        for group, count in zip(slab.groups, slab.counts, strict=True)
+    }
     return Capacity(
-        slots=_even_slots(layout, slot_bytes // layout.chunk_bytes),
+        **slots_min(layout, lambda group: slots.get(group, 0)),
         index_pages=index_bytes // layout.index_page_bytes,
         host_pages=host_bytes // layout.host_page_bytes,
     )
@@ -103,14 +134,55 @@ def whole_count(name: str, size: int, unit: int, *, count_min: int = 1) -> int:
     return count
 
 
-def even_chunks(layout: ModelLayout, chunk_count: int) -> list[int]:
-    """Chunks of each group such that all groups have about the same number of slots.
+def slots_min(layout: ModelLayout, slots_of: Callable[[int], int]) -> dict[str, int]:
+    """Slots of the group that has the fewest, of both kinds, as a capacity names them."""
+    kinds: dict[str, list[int]] = {"slots": [], "window_slots": []}
+    for group in range(layout.group_count):
+        kinds["window_slots" if layout.window_of(group) else "slots"].append(slots_of(group))
+    return {name: min(counts, default=0) for name, counts in kinds.items()}
 
-    A group of m layers needs m times the bytes per slot, so it gets chunks in proportion to the
-    chunks that one of its slots costs. Every group gets at least one.
+
+def even_chunks(layout: ModelLayout, chunk_count: int, slots_each: int | None = None) -> list[int]:
+    """Chunks of each group such that as many requests find their slots in each of them, where all
+    rows are of one size.
     """
-    weights = np.array([1 / blocks for blocks in _blocks_per_chunk(layout)])
-    return share_out(weights, chunk_count)
+    return _even_counts(layout, range(layout.group_count), chunk_count, slots_each)
+
+
+def even_slabs(layout: ModelLayout, byte_count: int, slots_each: int | None = None) -> list[Slab]:
+    """How memory for slots is divided in the same sense; none if some group would get no chunk."""
+    return divided(
+        layout,
+        byte_count,
+        lambda groups, count: _even_counts(layout, groups, count, slots_each),
+        lambda group: _share(layout, group, slots_each),
+    )
+
+
+def least_chunks(layout: ModelLayout) -> int:
+    """Chunks of memory, each of `chunk_bytes`, in which every group has one."""
+    return div_ceil(least_bytes(layout), layout.chunk_bytes)
+
+
+def _even_counts(
+    layout: ModelLayout, groups: Sequence[int], chunk_count: int, slots_each: int | None
+) -> list[int]:
+    """A group of m layers needs m times the bytes per slot, so it gets chunks in proportion to the
+    chunks that one of its slots costs. A group with a window gets them in proportion to what a
+    request reserves there, if it reserves `slots_each` elsewhere. Every group gets at least one.
+    """
+    most = max(len(layout.groups[group]) for group in groups)
+    weights = [
+        _share(layout, group, slots_each) / (most // len(layout.groups[group])) for group in groups
+    ]
+    return share_out(np.array(weights), chunk_count)
+
+
+def _share(layout: ModelLayout, group: int, slots_each: int | None) -> float:
+    """What a request reserves of this group, of what it reserves where there is no window."""
+    each = layout.slot_floor if slots_each is None else slots_each
+    assert each > 0, f"{each} slots for a request"
+    return min(1.0, layout.window_floor / each) if layout.window_of(group) else 1.0
 
 
 def share_out(weights: npt.NDArray[np.float64], chunk_count: int) -> list[int]:
@@ -124,15 +196,3 @@ def share_out(weights: npt.NDArray[np.float64], chunk_count: int) -> list[int]:
     counts[order[: chunk_count - int(counts.sum())]] += 1
     assert counts.sum() == chunk_count, f"{counts.sum()} chunks given of {chunk_count}"
     return [int(count) for count in counts]
-
-
-def _even_slots(layout: ModelLayout, chunk_count: int) -> int:
-    """Slots of the group that gets the fewest; none if some group would get no chunk."""
-    if chunk_count < layout.group_count:
-        return 0
-    shares = zip(even_chunks(layout, chunk_count), _blocks_per_chunk(layout), strict=True)
-    return min(chunks * blocks for chunks, blocks in shares) * PAGE_ROWS
-
-
-def _blocks_per_chunk(layout: ModelLayout) -> list[int]:
-    return [layout.group_layers_max // len(group) for group in layout.groups]

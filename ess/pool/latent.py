@@ -40,8 +40,8 @@ class LatentPool:
     def __init__(
         self, layout: ModelLayout, memory: Bytes, *, fd: int | None = None, poison: bool = False
     ) -> None:
-        self.rows, self.keys = laid_out(layout, memory)
-        page_count = self.rows.shape[1] // PAGE_ROWS
+        self.layers, self.keys, self.row_memory = laid_out(layout, memory)
+        page_count = len(self.layers[0]) // PAGE_ROWS
         self.layout = layout
         self.fd = fd
         self.pages = PagePool(page_count)
@@ -51,6 +51,12 @@ class LatentPool:
         self.keyed = np.zeros((layout.key_layer_count, page_count), np.uint64)
         if poison:
             memory.fill(POISON)
+
+    @property
+    def rows(self) -> Bytes:
+        """[layer][host row], where all rows are of one size."""
+        assert not self.layout.rows, "rows of layers are of several sizes"
+        return self.row_memory.reshape(len(self.layers), *self.layers[0].shape)
 
     @property
     def free_count(self) -> int:
@@ -106,7 +112,7 @@ class LatentPool:
     def parts(self, page: int) -> list[Bytes]:
         """Where the page's bytes lie: its rows layer by layer, then its keys."""
         first = page * PAGE_ROWS
-        rows = [layer[first : first + PAGE_ROWS].reshape(-1) for layer in self.rows]
+        rows = [layer[first : first + PAGE_ROWS].reshape(-1) for layer in self.layers]
         return [*rows, *(keys[page] for keys in self.keys.pages)]
 
     def spoil(self, pages: PageIds) -> None:
@@ -138,7 +144,8 @@ class LatentPool:
 
     def _poison_rows(self, page: int, first: int) -> None:
         rows = np.arange(page * PAGE_ROWS + first, (page + 1) * PAGE_ROWS, dtype=np.int32)
-        self.rows[:, rows] = POISON
+        for layer_rows in self.layers:
+            layer_rows[rows] = POISON
         poison = np.full((len(rows), self.keys.key_bytes), POISON, np.uint8)
         for layer in range(self.keys.layer_count):
             self.keys.write(layer, rows, poison)
@@ -181,7 +188,8 @@ class LatentPool:
         assert target not in self.prefix, f"page {target} is published: its text cannot change"
         assert self.pages.hold_count(target) == 1, f"page {target} is not the fork's alone"
         here, there = source * PAGE_ROWS, target * PAGE_ROWS
-        self.rows[:, there : there + PAGE_ROWS] = self.rows[:, here : here + PAGE_ROWS]
+        for rows in self.layers:
+            rows[there : there + PAGE_ROWS] = rows[here : here + PAGE_ROWS]
         self.keys.copy_page(source, target)
         self.stored[:, target] = self.stored[:, source]
         self.keyed[:, target] = self.keyed[:, source]
@@ -204,14 +212,16 @@ class LatentPool:
         assert kept == self.pages.page_count, "free + held + idle pages != all pages"
 
 
-def laid_out(layout: ModelLayout, memory: Bytes) -> tuple[Bytes, KeyPages]:
-    """How a pool lies in its memory: rows [layer][host row], then the keys."""
+def laid_out(layout: ModelLayout, memory: Bytes) -> tuple[tuple[Bytes, ...], KeyPages, Bytes]:
+    """How a pool lies in its memory: rows [layer][host row], then the keys; and the memory of all
+    rows."""
     page_count = len(memory) // layout.host_page_bytes
     assert page_count > 0, f"{len(memory)} bytes hold no page of {layout.host_page_bytes}"
-    row_bytes_total = layout.layer_total * page_count * layout.page_bytes
-    shape = (layout.layer_total, page_count * PAGE_ROWS, layout.row_bytes)
-    rows: Bytes = memory[:row_bytes_total].reshape(shape)
-    return rows, KeyPages(layout, memory[row_bytes_total:], page_count)
+    row_count, layers, end = page_count * PAGE_ROWS, list[Bytes](), 0
+    for row_bytes in layout.layer_bytes(range(layout.layer_total)):
+        start, end = end, end + row_count * row_bytes
+        layers.append(memory[start:end].reshape(row_count, row_bytes))
+    return tuple(layers), KeyPages(layout, memory[end:], page_count), memory[:end]
 
 
 def _bits(host_rows: RowIds) -> npt.NDArray[np.uint64]:

@@ -9,7 +9,7 @@ sequence nor two sequences that share pages can ever over-commit a pool.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ess.errors import PoolFull
@@ -52,6 +52,17 @@ class Ledger:
     def free(self, name: str) -> int:
         account = self._accounts[name]
         return account.capacity - account.used() - self.promised(name)
+
+    def capacities(self) -> dict[str, int]:
+        return {name: account.capacity for name, account in self._accounts.items()}
+
+    def limit(self, capacities: Mapping[str, int]) -> None:
+        """From now on no more is admitted than these hold, which may be less than the pools do."""
+        assert not self._open, "reservations were made before the limit"
+        for name, count in capacities.items():
+            account = self._accounts[name]
+            assert 0 < count <= account.capacity, f"{count} {name} of {account.capacity}"
+            self._accounts[name] = replace(account, capacity=count)
 
     def reserve(self, needs: Mapping[str, int]) -> Reservation:
         """All of `needs` or PoolFull, which names the account that falls shortest."""

@@ -25,12 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.layout import ModelLayout
-from ess.pool.capacity import even_chunks
+from ess.pool.capacity import even_chunks, even_slabs
 from ess.pool.index import page_rows
 from ess.pool.lru import planner
 from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Lookup, Split, make_scratch
 from ess.pool.lru.eviction import Evictions, PolicyName
 from ess.pool.pages import PageIds
+from ess.pool.slabs import Slab, blocks_of
 from ess.units import PAGE_ROWS
 
 Bytes = npt.NDArray[np.uint8]
@@ -45,7 +46,8 @@ TICKET_MAX: Final = 1 << 30
 class SparsePool:
     """`departed_count` grows by the rows that leave under pressure or with their page, and by one
     with a chunk that moves, be it empty: what was known of residency and of free slots at one count
-    holds while the count stands."""
+    holds while the count stands. Groups with a window count in `window_departed_count`: in the long
+    run each new row takes the slot of one behind the window."""
 
     def __init__(
         self,
@@ -55,31 +57,34 @@ class SparsePool:
         row_id_count: int,
         poison: bool = False,
         evict: PolicyName = "lru",
+        slots_each: int | None = None,
     ) -> None:
         self.layout = layout
         self.evict = evict
         self._poison = poison
-        self._chunk_rows = layout.group_layers_max * PAGE_ROWS
-        chunk_count = len(memory) // (self._chunk_rows * layout.row_bytes)
-        assert chunk_count >= layout.group_count, (
-            f"{chunk_count} chunks, {layout.group_count} groups"
-        )
-        slab_rows = chunk_count * self._chunk_rows
-        self.slab: Bytes = memory[: slab_rows * layout.row_bytes].reshape(slab_rows, -1)
+        self._slabs = even_slabs(layout, len(memory), slots_each)
+        assert self._slabs, f"{len(memory)} bytes for {layout.group_count} groups"
+        memory = memory[: self._slabs[-1].byte_end]
+        self._views = [_matrix(memory[: slab.byte_end], slab.row_bytes) for slab in self._slabs]
+        self._slab_of = {group: at for at, slab in enumerate(self._slabs) for group in slab.groups}
+        slab_rows = self._slabs[-1].stop
         if poison:
-            self.slab.fill(POISON)
+            memory.fill(POISON)
         self.slot_of = np.full((layout.group_count, row_id_count), -1, np.int32)
         self._row_of = np.full(slab_rows, -1, np.int32)
         self._last_use = np.zeros(slab_rows, np.int32)
         self._ticket_of = np.zeros(slab_rows, np.int32)
         self._dirty = np.zeros(slab_rows, np.uint8)
-        self._owner_of = even_owners(layout, chunk_count)
+        chunks = [chunk for slab in self._slabs for chunk in slab.chunks()]
+        owners, firsts = np.array(chunks, np.int32).T
+        self._owner_of, self._first_of = owners.copy(), firsts.copy()
         self._scratch = make_scratch(slab_rows)
         self._used_count = [0] * layout.group_count
         self._evictions = Evictions(evict, slot_count=slab_rows, row_count=row_id_count)
         self._arenas = [self._arena(group) for group in range(layout.group_count)]
         self.step = FIRST_STEP
         self.departed_count = 0
+        self.window_departed_count = 0
         self._ticket = 0
 
     def _arena(self, group: int) -> Arena:
@@ -102,7 +107,8 @@ class SparsePool:
         return np.concatenate([self._chunk_blocks(group, chunk) for chunk in chunks.tolist()])
 
     def _chunk_blocks(self, group: int, chunk: int) -> SlotIds:
-        return chunk_blocks(self.layout, group, chunk)
+        rows, layers = self.slab_of(group).chunk_rows, self.layout.groups[group]
+        return blocks_of(int(self._first_of[chunk]), rows, len(layers))
 
     # ---- what others may read
 
@@ -124,14 +130,24 @@ class SparsePool:
         ages = np.minimum(self.step + 1 - last_use, AGE_MAX)
         return np.bincount(ages, minlength=AGE_MAX + 1)
 
-    def member_slab(self, member: int) -> Bytes:
-        """The slab as the member-th layer of a group sees it: slot s is row s."""
-        assert 0 <= member < self.layout.group_layers_max, f"no group has a member {member}"
-        return self.slab[member * PAGE_ROWS :]
+    @property
+    def slab(self) -> Bytes:
+        """Of the widest rows; where all are of one size, the only one."""
+        return self._views[0]
+
+    def slab_of(self, group: int) -> Slab:
+        return self._slabs[self._slab_of[group]]
+
+    def slots_of(self, group: int, member: int = 0) -> Bytes:
+        """The slots as the member-th layer of this group sees them: slot s is row s."""
+        layers = self.layout.groups[group]
+        assert 0 <= member < len(layers), f"group {group} has no member {member}"
+        return self._views[self._slab_of[group]][member * PAGE_ROWS :]
 
     def chunk_slots(self, group: int) -> int:
         """Slots that one chunk gives to this group."""
-        return len(self._chunk_blocks(group, 0)) * PAGE_ROWS
+        rows, layers = self.slab_of(group).chunk_rows, self.layout.groups[group]
+        return len(blocks_of(0, rows, len(layers))) * PAGE_ROWS
 
     def chunk_counts(self) -> list[int]:
         counts = np.bincount(self._owner_of, minlength=self.layout.group_count)
@@ -141,7 +157,8 @@ class SparsePool:
     def chunk_max(self, group: int) -> int:
         """The most that the group may own."""
         assert 0 <= group < self.layout.group_count, f"there is no group {group}"
-        return len(self._owner_of) - self.layout.group_count + 1
+        slab = self.slab_of(group)
+        return sum(slab.counts) - len(slab.groups) + 1
 
     # ---- a step
 
@@ -229,9 +246,16 @@ class SparsePool:
 
     def _counted(self, plan: FetchPlan) -> FetchPlan:
         self._used_count[plan.group] += len(plan.slots) - plan.evicted_count
-        self.departed_count += plan.evicted_count
+        self._departed(plan.group, plan.evicted_count)
         assert plan.evicted_count <= len(plan.slots), "more rows gave way than slots were claimed"
         return plan
+
+    def _departed(self, group: int, count: int) -> None:
+        assert count >= 0, f"group {group}: {-count} rows came by leaving"
+        if self.layout.window_of(group):
+            self.window_departed_count += count
+        else:
+            self.departed_count += count
 
     def commit(self, plan: FetchPlan) -> None:
         """The copy's event has passed: these rows are hits from now on."""
@@ -250,14 +274,14 @@ class SparsePool:
             taken_count = min(absent_count, self.slot_count(group) - self._used_count[group])
             assert taken_count >= 0, f"group {group}: {-taken_count} more slots used than owned"
             self._used_count[group] += taken_count
-            self.departed_count += absent_count - taken_count
+            self._departed(group, absent_count - taken_count)
             if self._poison:
                 self._poison_slots(group, slots[group - groups.start])
         return slots[:done_count]
 
     def _poison_slots(self, group: int, slots: SlotIds) -> None:
         for member in range(len(self.layout.groups[group])):
-            self.slab[slots + member * PAGE_ROWS] = POISON
+            self.slots_of(group, member)[slots] = POISON
 
     def settle(self, slots: SlotIds) -> None:
         """Stores of these slots, of any groups, have landed."""
@@ -279,15 +303,17 @@ class SparsePool:
     def drop_pages(self, active: PageIds) -> None:
         """All rows of these pages leave every group: their ids may be used again."""
         rows = page_rows(active)
-        used_before = sum(self._used_count)
+        before = self._used_count.copy()
         self.drop(range(self.layout.group_count), rows)
-        self.departed_count += used_before - sum(self._used_count)
+        for group, (was, used) in enumerate(zip(before, self._used_count, strict=True)):
+            self._departed(group, was - used)
 
     # ---- budgets
 
     def move_chunk(self, source: int, target: int) -> bool:
         """Give `target` a chunk of `source`: the last that no step and no copy holds on to."""
         assert source != target, f"group {source} cannot give itself a chunk"
+        assert self.slab_of(source) is self.slab_of(target), f"rows of {source} and {target} differ"
         for chunk in np.flatnonzero(self._owner_of == source)[:0:-1].tolist():
             if self._clear_chunk(source, chunk):
                 assert self._owner_of[chunk] == source, f"chunk {chunk} is not of group {source}"
@@ -311,7 +337,7 @@ class SparsePool:
             assert cleared, f"block {block} is held after all"
         assert (self._row_of[slots] == -1).all(), "a cleared chunk has a row"
         self._used_count[group] -= int(used.sum())
-        self.departed_count += int(used.sum())
+        self._departed(group, int(used.sum()))
         return True
 
     # ---- audit
@@ -346,18 +372,20 @@ class SparsePool:
 
 
 def chunk_blocks(layout: ModelLayout, group: int, chunk: int) -> SlotIds:
-    """Where the blocks begin that a chunk gives to this group."""
+    """Where the blocks begin that a chunk gives to this group, where all rows are of one size."""
     chunk_rows = layout.group_layers_max * PAGE_ROWS
-    stride = len(layout.groups[group]) * PAGE_ROWS
-    starts = np.arange(0, chunk_rows - stride + 1, stride, dtype=np.int32)
-    blocks: SlotIds = starts + np.int32(chunk * chunk_rows)
-    assert blocks[-1] + stride <= (chunk + 1) * chunk_rows, f"past the end of chunk {chunk}"
-    return blocks
+    return blocks_of(chunk * chunk_rows, chunk_rows, len(layout.groups[group]))
 
 
-def even_owners(layout: ModelLayout, chunk_count: int) -> npt.NDArray[np.int32]:
-    """Owner of each chunk such that all groups have about the same number of slots."""
-    return owners_of(even_chunks(layout, chunk_count))
+def _matrix(memory: Bytes, row_bytes: int) -> Bytes:
+    return memory.reshape(-1, row_bytes)
+
+
+def even_owners(
+    layout: ModelLayout, chunk_count: int, slots_each: int | None = None
+) -> npt.NDArray[np.int32]:
+    """Owner of each chunk, as `even_chunks` shares them out."""
+    return owners_of(even_chunks(layout, chunk_count, slots_each))
 
 
 def owners_of(counts: Sequence[int]) -> npt.NDArray[np.int32]:

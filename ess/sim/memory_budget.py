@@ -43,25 +43,38 @@ class Budget:
     def index_bytes(self, *, context: int, batch: int) -> int:
         return batch * page_count(context) * self.index_page_bytes
 
+    def window_bytes(self, *, context: int, batch: int) -> int:
+        """Slots in groups with a window."""
+        floor = self.layout.window_floor
+        return batch * min(context, floor) * self.layout.window_slot_bytes
+
     def slots_each(self, *, context: int, batch: int) -> int:
         """Slots per layer group that every request of this batch can have; 0 if none are left."""
         left = self.device_bytes - self.index_bytes(context=context, batch=batch)
+        left -= self.window_bytes(context=context, batch=batch)
         return min(context, max(0, left) // self.slot_bytes // max(batch, 1))
 
     def books(self, *, context: int, batch: int) -> Ledger:
         """A ledger divided for this batch."""
         pages = batch * page_count(context)
-        return self._ledger(index_pages=pages, page_total=pages)
+        windows = batch * min(context, self.layout.window_floor)
+        return self._ledger(index_pages=pages, page_total=pages, window_slots=windows)
 
-    def _ledger(self, *, index_pages: int, page_total: int) -> Ledger:
-        """At most `index_pages`, and slots from the memory that they leave. A host whose memory is
-        not given has `page_total` pages."""
+    def _ledger(self, *, index_pages: int, page_total: int, window_slots: int = 0) -> Ledger:
+        """At most `index_pages`, then at most `window_slots`, and slots from the memory that they
+        leave. A host whose memory is not given has `page_total` pages."""
         index_pages = min(index_pages, self.device_bytes // self.index_page_bytes)
         left = self.device_bytes - index_pages * self.index_page_bytes
+        if window_slots:
+            window_slots = min(window_slots, left // self.layout.window_slot_bytes)
+            left -= window_slots * self.layout.window_slot_bytes
         if self.host_bytes is not None:
             page_total = self.host_bytes // self.layout.host_page_bytes
         capacity = Capacity(
-            slots=left // self.slot_bytes, index_pages=index_pages, host_pages=page_total
+            slots=left // self.slot_bytes,
+            window_slots=window_slots,
+            index_pages=index_pages,
+            host_pages=page_total,
         )
         return Ledger(capacity.accounts(self.layout, index_page_bytes=self.index_page_bytes))
 
@@ -73,15 +86,20 @@ class Budget:
         """
         pages = [page_count(length) for length in lengths]
         slots = [length if slot_floor is None else min(length, slot_floor) for length in lengths]
+        windows = sum(min(each, self.layout.window_floor) for each in slots)
+        window_bytes = windows * self.layout.window_slot_bytes
         index_bytes = sum(pages) * self.index_page_bytes
-        share = index_bytes / (index_bytes + sum(slots) * self.slot_bytes)
+        total = index_bytes + window_bytes + sum(slots) * self.slot_bytes
+        share = index_bytes / total
         index_pages = max(int(share * self.device_bytes) // self.index_page_bytes, max(pages))
-        return self._ledger(index_pages=index_pages, page_total=sum(pages))
+        windows = int(windows / total * self.device_bytes)
+        return self._ledger(index_pages=index_pages, page_total=sum(pages), window_slots=windows)
 
     def admit(self, *, context: int, batch: int, slots_each: int) -> None:
         """PoolFull, with the limiter and the numbers, unless the whole batch is admitted."""
         books = self.books(context=context, batch=batch)
-        books.reserve(needs(context, slots=slots_each, batch=batch))
+        floor = self.layout.window_floor
+        books.reserve(needs(context, slots=slots_each, window_floor=floor, batch=batch))
         books.check()
 
     def refusal(self, *, context: int, batch: int, slots_each: int) -> PoolFull | None:

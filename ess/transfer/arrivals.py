@@ -50,7 +50,8 @@ class Verdict(Enum):
 class Share:
     """What must come of one kind: in each of the layers, `page_count` units from `page_begin` on.
 
-    Windows are of any size up to `unit_bytes`: how much room they need depends on what they name.
+    Units have `unit_bytes`, or those of each layer its `layer_bytes`. Windows are of any size up to
+    `unit_bytes`: how much room they need depends on what they name.
     """
 
     kind: PieceKind
@@ -59,6 +60,7 @@ class Share:
     page_begin: int = 0
     page_count: int
     unit_bytes: int
+    layer_bytes: tuple[int, ...] = ()
 
     @property
     def page_end(self) -> int:
@@ -67,11 +69,18 @@ class Share:
     def holds(self, piece: Piece) -> bool:
         layers = self.layer_begin <= piece.layer_begin and piece.layer_end <= self.layer_end
         pages = self.page_begin <= piece.page_begin and piece.page_end <= self.page_end
-        unit_count = (piece.layer_end - piece.layer_begin) * (piece.page_end - piece.page_begin)
-        size = unit_count * self.unit_bytes
+        page_count = piece.page_end - piece.page_begin
+        size = page_count * self._bytes_of(range(piece.layer_begin, piece.layer_end))
         is_windows = self.kind is PieceKind.WINDOWS
         right_size = piece.byte_count <= size if is_windows else piece.byte_count == size
         return layers and pages and right_size
+
+    def _bytes_of(self, layers: range) -> int:
+        """A page in each of these layers."""
+        if not self.layer_bytes:
+            return len(layers) * self.unit_bytes
+        first = self.layer_begin
+        return sum(self.layer_bytes[layers.start - first : layers.stop - first])
 
 
 class Arrival:

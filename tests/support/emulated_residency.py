@@ -107,13 +107,13 @@ class Emulated:
         block_count = np.array([arena.blocks.size], np.int32)
         return SimpleNamespace(**there, block_count=block_count), moment
 
-    def plan(self, arena, rows, /, *, step, ticket, split, purpose="select", **options):
+    def plan(self, arena, rows, /, *, step, ticket, split, **options):
         assert split.holds(rows.shape), "as the specification does"
         shape = self.shape(*rows.shape, max(1, arena.blocks.size))
         there, moment = self.begin(arena, shape, step=step, ticket=ticket, query_count=len(rows))
-        pages = host_pages(arena.slot_of.size) if purpose == "select" else None
+        pages = host_pages(arena.slot_of.size)
         given = {"rows": np.ascontiguousarray(rows), "host_page_of": pages} | options
-        at = {"arena": there, "moment": moment, "workspace": self.work, "purpose": purpose}
+        at = {"arena": there, "moment": moment, "workspace": self.work}
         record = resolve_record(shape, split=split, **at, **given)
         given |= {name: getattr(split, name) for name in SPLIT}
         self.launch(shape.launches(len(rows)), record, there, **given)

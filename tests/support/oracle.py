@@ -41,7 +41,7 @@ class Oracle:
         self._chosen: list[torch.Tensor] = []
         text = getattr(self._model.model, "language_model", self._model.model)
         for layer in text.layers:
-            if layer.self_attn.indexer is not None:
+            if getattr(layer.self_attn, "indexer", None) is not None:
                 layer.self_attn.indexer.register_forward_hook(self._note)
 
     def save(self, folder: Path) -> None:
@@ -79,6 +79,12 @@ class Oracle:
             past, start = result.past_key_values, start + count
             logits.append(result.logits[0])
         return torch.cat(logits), past
+
+    @torch.inference_mode()
+    def side_by_side(self, lines: list[list[int]]) -> torch.Tensor:
+        """Logits of several sequences of one length."""
+        logits: torch.Tensor = self._model(torch.tensor(lines)).logits
+        return logits
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], count: int) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ess.comm.company import Company
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.families.deepseek_v32 import DEFAULTS
@@ -22,10 +23,15 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def build(
-    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+    config: ModelConfig,
+    tensor: TensorSource,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    company: Company | None = None,
 ) -> Model:
     assert tp == 1, "one rank"
-    return Model(config, tensor, layers=layers, layer=SunkLayer)
+    return Model(config, tensor, layers=layers, company=company, layer=SunkLayer)
 
 
 class SunkLayer(DecoderLayer):

@@ -19,6 +19,7 @@ from ess.pool.lru import specification
 from ess.pool.lru.arena import Arena, FetchPlan, Split
 from ess.pool.lru.cuda import Residency, forget_tickets
 from ess.pool.lru.cuda_audit import FINDINGS
+from ess.pool.lru.cuda_new_rows import NewRows
 from ess.pool.lru.cuda_shape import (
     FIRST,
     PHASE_THREADS,
@@ -73,14 +74,13 @@ class OnDevice:
             getattr(arena, name)[...] = getattr(there, name).read()
         self.held.clear()
 
-    def plan(self, arena, rows, *, step, ticket, split, purpose="select"):
+    def plan(self, arena, rows, *, step, ticket, split):
         splits = {name: self.there(getattr(split, name)) for name in SPLIT}
         size = {"lines": rows.shape[0], "width": rows.shape[1], "query_count": len(rows)}
-        pages = self.there(host_pages(arena.slot_of.size)) if purpose == "select" else None
+        pages = self.there(host_pages(arena.slot_of.size))
         with self.residency(arena, step=step, ticket=ticket, **size) as residency:
             given = SimpleNamespace(**splits), self.there(rows)
-            options = {"purpose": purpose, "host_page_of": pages}
-            residency.plan(*given, stream=self.stream.handle, **options)
+            residency.plan(*given, stream=self.stream.handle, host_page_of=pages)
         for name, array in splits.items():
             getattr(split, name)[...] = array.read()
         return claims_of(residency)
@@ -91,9 +91,17 @@ class OnDevice:
         here.ticket_of[:] = in_flight(here.ticket_of, self.landed)
         if rows.size == 0 or not specification.claim_new(here, rows, step=step, out=out):
             return rows.size == 0
-        split = Split.create(query_count=1, top_k=rows.size)
-        self.plan(arena, rows[None], step=step, ticket=None, split=split, purpose="write")
-        out[:] = split.slots[0]
+        with self.residency(arena, step=step) as residency:
+            new = NewRows(
+                self.device,
+                [residency.arena],
+                self.there(rows[None]),
+                residency.workspaces.now,
+                ints=lambda count: ints(self.device, count),
+                block_max=max(1, arena.blocks.size),
+            )
+            new.claim(range(1), stream=self.stream.handle)
+        out[:] = new.slots.read()
         return True
 
     def warm(self, arena, rows, ages, *, step, ticket):

@@ -9,7 +9,7 @@ import numpy as np
 from ess.clock import Clock
 from ess.door.device.memory.device_pools import DevicePools, build_device_pools
 from ess.door.device.memory.lane import DeviceLane
-from ess.door.device.memory.uploads import upload
+from ess.door.device.residency.comparing import DeviceDiffering, compare
 from ess.door.device.residency.knowledge import Knowledge
 from ess.door.device.residency.landings import Landings
 from ess.door.device.residency.leaving import Leaving
@@ -95,16 +95,8 @@ class DeviceSide:
             self.keeper.forget_all()
         return moved
 
-    def differing(self, layer: int) -> list[tuple[int, int]]:
-        """Waits until what is queued is done: then a clean slot is a copy."""
-        pools = self.pools
-        pools.lane.mark().wait()
-        group, member = pools.layout.place_of(layer)
-        slots, rows = pools.sparse.copies(group)
-        held = pools.sparse.member_slab(member).index_select(0, upload(slots, pools.lane.home))
-        truth = pools.latent.rows[layer][pools.index.host_rows(rows)]
-        differs = (held.cpu().numpy() != truth).any(axis=1)
-        return list(zip(slots[differs].tolist(), rows[differs].tolist(), strict=True))
+    def compare(self, layer: int, *, most: int) -> DeviceDiffering:
+        return compare(self.pools, layer, most=most)
 
     def drain(self) -> None:
         self.landings.drain()

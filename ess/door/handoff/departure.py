@@ -142,10 +142,11 @@ class Departure:
     def _make_pages(self, layers: range, page_count: int) -> None:
         layout = self.pages.layout
         self.units[PieceKind.ROWS].make(layers, page_count)
-        for layer in layers if layout.key_layer_count else ():
+        for layer in layers:
             group, member = layout.place_of(layer)
-            if member == 0:
-                self.units[PieceKind.INDEX_KEYS].make(range(group, group + 1), page_count)
+            number = layout.key_layer_of(group)
+            if number is not None and not member:
+                self.units[PieceKind.INDEX_KEYS].make(range(number, number + 1), page_count)
 
     def next_part(self) -> Part | None:
         """What may leave now; windows are the last."""
@@ -162,8 +163,14 @@ class Departure:
             )
         first = target.room.first_page
         pages = target.pages[part.pages.start - first : part.pages.stop - first].astype(np.int64)
-        layers, pool_pages = self.wire_layers(part), target.room.pool_pages
-        return geometry.unit_runs(self.pages.layout, part.kind, layers, pages, pool_pages)
+        return geometry.unit_runs(
+            self.pages.layout,
+            part.kind,
+            part.layers,
+            pages,
+            target.room.pool_pages,
+            is_whole=True,
+        )
 
     def wire_layers(self, part: Part) -> range:
         """The numbers that its layers have for the receiver. Windows are of no layer."""

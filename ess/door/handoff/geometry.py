@@ -36,7 +36,7 @@ SLOT_ALIGN: Final = 4096
 
 def pool_regions(latent: LatentPool) -> list[Region]:
     """Rows [layer][host row] and index keys [key layer][page], flat."""
-    rows, keys = latent.rows.reshape(-1), latent.keys.pages.reshape(-1)
+    rows, keys = latent.row_memory, latent.keys.pages.reshape(-1)
     regions = [Region(ROWS, rows, latent.fd), Region(KEYS, keys, latent.fd, begin=rows.size)]
     return [region for region in regions if region.memory.size]
 
@@ -57,6 +57,7 @@ def window_slot_bytes(pools: Pools) -> int:
 
 
 def unit_bytes(layout: ModelLayout, kind: PieceKind) -> int:
+    """Of the largest unit."""
     if kind is PieceKind.ROWS:
         return layout.page_bytes
     assert kind is PieceKind.INDEX_KEYS, f"{kind.name} have no units of equal size"
@@ -66,13 +67,13 @@ def unit_bytes(layout: ModelLayout, kind: PieceKind) -> int:
 def wire_layers(layout: ModelLayout, kind: PieceKind, layers: range) -> range:
     """Layers of a part of the model as all workers number them: those with keys have numbers of
     their own."""
-    first = layout.first_layer if kind is PieceKind.ROWS else layout.first_group
+    first = layout.first_layer if kind is PieceKind.ROWS else layout.first_key_layer
     return range(first + layers.start, first + layers.stop)
 
 
 def part_layers(layout: ModelLayout, kind: PieceKind, wired: range) -> range:
     """The reverse of `wire_layers`, of those layers that are in the part."""
-    first = layout.first_layer if kind is PieceKind.ROWS else layout.first_group
+    first = layout.first_layer if kind is PieceKind.ROWS else layout.first_key_layer
     return range(max(wired.start - first, 0), max(wired.stop - first, 0))
 
 
@@ -82,7 +83,7 @@ def shares(
     """All that a worker with these layers brings, of the positions behind the pages that are there
     already."""
     page_count = div_ceil(token_count, PAGE_ROWS) - first_page
-    key_layers = groups if layout.key_layer_count else range(0)
+    key_layers = layout.key_layers_of(groups)
     paged = [
         Share(
             kind=kind,
@@ -91,6 +92,7 @@ def shares(
             page_begin=first_page,
             page_count=page_count,
             unit_bytes=unit_bytes(layout, kind),
+            layer_bytes=_page_bytes(layout, of) if kind is PieceKind.ROWS else (),
         )
         for kind, of in ((PieceKind.ROWS, layers), (PieceKind.INDEX_KEYS, key_layers))
         if of and page_count
@@ -103,13 +105,46 @@ def shares(
 
 
 def unit_runs(
-    layout: ModelLayout, kind: PieceKind, layers: range, pages: NDArray[np.int64], pool_pages: int
+    layout: ModelLayout,
+    kind: PieceKind,
+    layers: range,
+    pages: NDArray[np.int64],
+    pool_pages: int,
+    *,
+    is_whole: bool = False,
 ) -> Runs:
-    """These pages in each of the layers, layer by layer, in a pool of so many pages."""
-    region = ROWS if kind is PieceKind.ROWS else KEYS
-    first = np.arange(layers.start, layers.stop, dtype=np.int64) * pool_pages
-    places = (first[:, None] + pages).reshape(-1)
-    return page_runs(region, places, page_bytes=unit_bytes(layout, kind))
+    """These pages in each of the layers, layer by layer, in a pool of so many pages: in that of a
+    worker with these layers, or in one that has the whole model."""
+    if kind is PieceKind.ROWS:
+        return _row_runs(layout, layers, pages, pool_pages, is_whole=is_whole)
+    first = layout.first_key_layer if is_whole else 0
+    numbers = np.arange(first + layers.start, first + layers.stop, dtype=np.int64)
+    places = (numbers[:, None] * pool_pages + pages).reshape(-1)
+    return page_runs(KEYS, places, page_bytes=unit_bytes(layout, kind))
+
+
+def _row_runs(
+    layout: ModelLayout,
+    layers: range,
+    pages: NDArray[np.int64],
+    pool_pages: int,
+    *,
+    is_whole: bool,
+) -> Runs:
+    """A layer begins behind as many pages of the layers before it as the pool has."""
+    sizes = np.array(_page_bytes(layout, layers), np.int64)
+    before = sum(_page_bytes(layout, range(layers.start)))
+    before += PAGE_ROWS * layout.bytes_before if is_whole else 0
+    begins = (before + np.cumsum(sizes) - sizes) * pool_pages
+    runs = np.empty((len(layers), len(pages), 3), np.int64)
+    runs[:, :, 0] = ROWS
+    runs[:, :, 1] = begins[:, None] + sizes[:, None] * pages
+    runs[:, :, 2] = sizes[:, None]
+    return runs.reshape(-1, 3)
+
+
+def _page_bytes(layout: ModelLayout, layers: range) -> tuple[int, ...]:
+    return tuple(PAGE_ROWS * size for size in layout.layer_bytes(layers))
 
 
 def piece_runs(layout: ModelLayout, piece: Piece, room: Reserved) -> Runs:

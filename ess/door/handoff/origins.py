@@ -17,17 +17,19 @@ from ess.transfer.messages import Piece, PieceKind
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A worker, and the layers and the layer groups whose rows and windows come from it."""
+    """A worker, and the layers, the layer groups and the key layers whose rows, windows and index
+    keys come from it."""
 
     peer: int
     layers: range
     groups: range
+    key_layers: range
 
     def has(self, piece: Piece) -> bool:
         """It is of these layers, whatever pages it brings. Windows are of no layer."""
         if piece.kind is PieceKind.WINDOWS:
             return True
-        mine = self.layers if piece.kind is PieceKind.ROWS else self.groups
+        mine = self.layers if piece.kind is PieceKind.ROWS else self.key_layers
         return mine.start <= piece.layer_begin and piece.layer_end <= mine.stop
 
 
@@ -71,7 +73,8 @@ class Origins:
                 f"peer {peer:016x} has layers {layers.start}..{layers.stop - 1}, of groups that "
                 f"are layers {begin}..{end - 1}"
             )
-        return Origin(peer, layers, range(first, last + 1))
+        groups = range(first, last + 1)
+        return Origin(peer, layers, groups, layout.key_layers_of(groups))
 
     def met(self, group: tuple[Origin, ...]) -> None:
         self._groups[group[0].peer] = group

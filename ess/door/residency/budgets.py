@@ -9,7 +9,7 @@ import numpy as np
 
 from ess.door.pools import Pools
 from ess.pool.budget import Counts, Curve, live_curve, next_move
-from ess.pool.capacity import SLOTS
+from ess.pool.capacity import SLOTS, WINDOW_SLOTS
 
 SHARE: Final = 64
 
@@ -44,7 +44,7 @@ class Budgets:
         self._step = sparse.step
         moved = 0
         while moved < max(1, chunk_count // SHARE):
-            move = next_move(curves, sparse.chunk_counts(), floors)
+            move = self._next_move(curves, floors)
             if move is None or not sparse.move_chunk(*move):
                 break
             source = move[0]
@@ -52,6 +52,20 @@ class Budgets:
             moved += 1
         assert sum(sparse.chunk_counts()) == chunk_count, "a chunk was lost"
         return moved
+
+    def _next_move(self, curves: list[Curve], floors: list[int]) -> tuple[int, int] | None:
+        """Of a chunk between groups with rows of one size: the first such move that pays."""
+        layout, counts = self.pools.layout, self.pools.sparse.chunk_counts()
+        for size in layout.row_sizes:
+            groups = layout.size_groups(size)
+            move = next_move(
+                [curves[group] for group in groups],
+                [counts[group] for group in groups],
+                [floors[group] for group in groups],
+            )
+            if move is not None:
+                return groups[move[0]], groups[move[1]]
+        return None
 
     def _curves(self, misses: Counts) -> list[Curve]:
         """Rows per step that every group would fetch, over all its layers, by chunks."""
@@ -80,7 +94,8 @@ class Budgets:
 
     def floor(self, group: int) -> int:
         """Chunks for the slots that running requests were promised, and for a step's new rows."""
-        slots = max(self.pools.ledger.promised(SLOTS), self.pools.sizes.query_max)
+        name = WINDOW_SLOTS if self.pools.layout.window_of(group) else SLOTS
+        slots = max(self.pools.ledger.promised(name), self.pools.sizes.query_max)
         assert slots > 0, f"group {group}: a floor of {slots} slots"
         return -(-slots // self.pools.sparse.chunk_slots(group))
 

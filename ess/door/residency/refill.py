@@ -91,7 +91,9 @@ class Refill:
         plans, is_bounded = [], False
         groups = [group for group in rooms if group >= walk.group]
         for group in groups[:GROUPS]:
-            absent = rows[self.pools.sparse.slot_of[group].take(rows) < 0]
+            skip = self.pools.layout.first_read(group, sequence.length) - start
+            read = rows[max(0, skip) :]
+            absent = read[self.pools.sparse.slot_of[group].take(read) < 0]
             first = absent[:FILL_ROWS]
             first = first[self._are_stored(group, first)][: rooms[group]]
             if len(first):

@@ -4,6 +4,8 @@ A sequence that was looked up row by row and found resident stays so until some 
 under pressure or with its page: new rows enter slots first, and a rejected draft was never part of
 the length. So one number, the pool's `departed_count`, tells whether an earlier answer still holds.
 (Not so in the MTP module, whose row may lag or lack: its group is not looked at.)
+Where layers attend to a window, rows behind it are none of these, and leave as new ones come: a
+count of their own says so, and then the windows are looked up again.
 A sequence with absent rows is not looked up again for `PATIENCE` steps: under pressure the answer
 stays no, and asking costs a pass over all its rows. Rows in flight are another matter: they will be
 there soon, so the next step asks again.
@@ -30,6 +32,7 @@ class _Answer:
     arrival_count: int
     is_resident: bool
     departed_count: int
+    window_departed_count: int
     until_step: int
 
 
@@ -49,8 +52,10 @@ class Resident:
         self._answers.pop(sequence.number, None)
 
     def is_scarce(self) -> bool:
-        """Less than a tenth of some group's slots is free: from here on, ages matter."""
-        return any(self.room(group) < 0 for group in range(self.pools.layout.group_count))
+        """Less than a tenth of some group's slots is free: from here on, ages matter. Not where
+        layers attend to a window: there the first to come is the first to be behind it."""
+        groups = range(self.pools.layout.group_count)
+        return any(self.room(g) < 0 for g in groups if not self.pools.layout.window_of(g))
 
     def room(self, group: int) -> int:
         """Free slots above the last tenth."""
@@ -62,29 +67,39 @@ class Resident:
     def _answer(self, sequence: Sequence) -> _Answer:
         sparse, arrived = self.pools.sparse, sequence.arrival_count
         if sequence.state != "active":
-            return _Answer(arrived, False, sparse.departed_count, sparse.step)
+            return self._told(sequence, is_resident=False, until_step=sparse.step)
         known = self._answers.get(sequence.number)
         if known is not None and known.arrival_count == arrived:
             if known.is_resident:
                 if known.departed_count == sparse.departed_count:
-                    return known
+                    stands = known.window_departed_count == sparse.window_departed_count
+                    return known if stands else self._look(sequence, self._window_groups())
             elif sparse.step < known.until_step:
                 return known
-        return self._look(sequence)
+        return self._look(sequence, self._groups())
 
-    def _look(self, sequence: Sequence) -> _Answer:
-        """Row by row."""
+    def _told(self, sequence: Sequence, *, is_resident: bool, until_step: int) -> _Answer:
+        sparse = self.pools.sparse
+        counts = sparse.departed_count, sparse.window_departed_count
+        return _Answer(sequence.arrival_count, is_resident, *counts, until_step)
+
+    def _look(self, sequence: Sequence, groups: Many[int]) -> _Answer:
+        """Row by row, as far as its next queries may read them."""
         assert sequence.state == "active", f"{sequence!r} has no row on the device"
-        sparse, groups = self.pools.sparse, self._groups()
+        sparse, first_read = self.pools.sparse, self.pools.layout.first_read
         sequence.progress.refresh()
-        rows = sequence.holding.row_ids(0, sequence.length)
-        is_absent = any((sparse.slot_of[group, rows] < 0).any() for group in groups)
+        start = min((first_read(group, sequence.length) for group in groups), default=0)
+        rows = sequence.holding.row_ids(start, sequence.length - start)
+        read = {group: rows[first_read(group, sequence.length) - start :] for group in groups}
+        is_absent = any((sparse.slot_of[group, rows] < 0).any() for group, rows in read.items())
         is_resident = not is_absent and all(
-            (sparse.locate(group, rows) >= 0).all() for group in groups
+            (sparse.locate(group, rows) >= 0).all() for group, rows in read.items()
         )
         until_step = sparse.step + PATIENCE if is_absent else sparse.step
-        departed_count = sparse.departed_count
-        return _Answer(sequence.arrival_count, is_resident, departed_count, until_step)
+        return self._told(sequence, is_resident=is_resident, until_step=until_step)
+
+    def _window_groups(self) -> list[int]:
+        return [group for group in self._groups() if self.pools.layout.window_of(group)]
 
     def _groups(self) -> list[int]:
         """Of the main model, fewest rows first: the likeliest to lack a row."""
@@ -95,7 +110,9 @@ class Resident:
         """No answer is of a time to come, or good for longer than `PATIENCE` steps; "resident"
         holds as long as no row departs, not for a number of steps."""
         for number, answer in self._answers.items():
-            assert answer.departed_count <= self.pools.sparse.departed_count, f"sequence {number}"
+            sparse = self.pools.sparse
+            assert answer.departed_count <= sparse.departed_count, f"sequence {number}"
+            assert answer.window_departed_count <= sparse.window_departed_count, answer
             assert answer.until_step <= self.pools.sparse.step + PATIENCE, f"sequence {number}"
             waits = answer.until_step > self.pools.sparse.step
             assert not (answer.is_resident and waits), f"sequence {number}: {answer}"

@@ -41,13 +41,19 @@ def write_new(
         assert isinstance(slab.owner, np.ndarray), "slots lie on the host"
         slab.owner[slots] = rows
         if keys is not None:
-            pages.write(group, row_ids, keys)
+            pages.write(_key_layer(pools, group), row_ids, keys)
         return
-    first, page_count, *sizes = (0,) * 4 if keys is None else pages.side(group)
+    first, page_count, *sizes = (0,) * 4 if keys is None else pages.side(_key_layer(pools, group))
     of_keys = (first, page_count, at(row_ids), 0 if keys is None else at(keys), *sizes)
     of_rows = (slab.address, slab.row_count, at(slots), at(rows), slab.row_bytes, len(rows))
     done = _append()(struct.pack("12q", *of_rows, *of_keys))
     assert done, f"group {group}: a slot of {slab.row_count} or a page of {page_count} is not there"
+
+
+def _key_layer(pools: HostPools, group: int) -> int:
+    number = pools.layout.key_layer_of(group)
+    assert number is not None, f"group {group} has no index keys"
+    return number
 
 
 @functools.cache
@@ -74,8 +80,8 @@ def differing_slots(pools: HostPools, layer: int) -> tuple[Rows, Rows]:
     well: a clean landed slot is a copy."""
     group = pools.layout.group_of(layer)
     slots, rows = pools.sparse.copies(group)
-    slab = pools.sparse.member_slab(pools.layout.groups[group].index(layer))
-    truth = pools.latent.rows[layer][pools.index.host_rows(rows)]
+    slab = pools.sparse.slots_of(group, pools.layout.groups[group].index(layer))
+    truth = pools.latent.layers[layer][pools.index.host_rows(rows)]
     differs = (slab[slots] != truth).any(axis=1)
     return slots[differs], rows[differs]
 
@@ -87,30 +93,40 @@ def fetch_copies(pools: HostPools, plan: FetchPlan, host_rows: Rows) -> list[Row
         RowCopy(
             source=pools.host_layers[layer],
             source_rows=host_rows,
-            target=pools.slabs[member],
+            target=pools.slabs[plan.group][member],
             target_rows=plan.slots,
         )
         for member, layer in enumerate(pools.layout.groups[plan.group])
     ]
 
 
-def store_copy(pools: HostPools, slots_of: Mapping[int, Rows], host_rows: Rows) -> RowCopy:
-    """Rows of whole groups to `host_rows` of all their layers: one copy, since slots of all members
-    are rows of one slab, and rows of all layers lie in one matrix behind one another."""
-    members = [
-        (slots + member * PAGE_ROWS, layer)
-        for group, slots in slots_of.items()
-        for member, layer in enumerate(pools.layout.groups[group])
-    ]
-    for slots, layer in members:
-        assert len(slots) == len(host_rows), f"layer {layer}: {len(slots)} slots, {host_rows.shape}"
-    firsts = np.array([layer for _, layer in members]) * pools.host_layers[0].row_count
-    return RowCopy(
-        source=pools.slabs[0],
-        source_rows=np.concatenate([slots for slots, _ in members]),
-        target=pools.host,
-        target_rows=(firsts[:, None] + host_rows).reshape(-1),
-    )
+def store_copies(pools: HostPools, slots_of: Mapping[int, Rows], host_rows: Rows) -> list[RowCopy]:
+    """Rows of whole groups to `host_rows` of all their layers: one copy for all layers side by side
+    with rows of one size, since slots of all their groups and members are rows of one slab, and
+    their rows lie in one matrix behind one another."""
+    copies = []
+    for run, host in pools.host_runs:
+        members = [
+            (slots + member * PAGE_ROWS, layer, group)
+            for group, slots in slots_of.items()
+            for member, layer in enumerate(pools.layout.groups[group])
+            if layer in run
+        ]
+        if not members:
+            continue
+        for slots, layer, _ in members:
+            assert len(slots) == len(host_rows), f"layer {layer}: {len(slots)} slots"
+        firsts = np.array([layer - run.start for _, layer, _ in members])
+        firsts *= pools.host_layers[0].row_count
+        copies.append(
+            RowCopy(
+                source=pools.slabs[members[0][2]][0],
+                source_rows=np.concatenate([slots for slots, *_ in members]),
+                target=host,
+                target_rows=(firsts[:, None] + host_rows).reshape(-1),
+            )
+        )
+    return copies
 
 
 def seal_at_once(
@@ -121,18 +137,22 @@ def seal_at_once(
     assert len(kept) == len(step.row_ids), f"{step!r}: {len(kept)} rows are kept or not"
     assert all(len(slots) == len(kept) for slots in claimed), f"{step!r}: too few slots to seal"
     index, latent, at = pools.index, pools.latent, native.address
-    numbers, left = np.array(groups, np.int32), np.empty(len(groups), np.int64)
+    key_layers = [pools.layout.key_layer_of(group) for group in groups]
+    numbers = np.array([-1 if number is None else number for number in key_layers], np.int32)
+    left = np.empty(len(groups), np.int64)
     listed: list[int] = []
     arenas = pools.sparse.addresses(groups)
-    for group, arena, slots in zip(groups, arenas, claimed, strict=True):
+    for group, arena, slots, number in zip(groups, arenas, claimed, key_layers, strict=True):
         layers = pools.layout.groups[group]
-        listed += (arena, at(slots), layers[0], len(layers), group in step.keyed)
+        host = pools.host_layers[layers[0]]
+        listed += (arena, at(slots), layers[0], len(layers), number in step.keyed)
+        listed += (host.address, host.row_bytes)
     sealed = np.array(listed, np.int64)
     lists = (at(step.row_ids), 0, at(numbers))
     keys = latent.keys.copying(index.keys, lists, (len(step.row_ids), len(groups)))
-    memory = (pools.slabs[0].address, pools.host.address, at(latent.stored), at(latent.keyed))
+    memory = (pools.slabs[0][0].address, at(latent.stored), at(latent.keyed))
     of_step = (at(index.host_page_of), at(sealed), at(kept), at(left))
-    done = _seal()(struct.pack("22q", *keys, *memory, *of_step, pools.host.row_bytes, len(groups)))
+    done = _seal()(struct.pack("20q", *keys, *memory, *of_step, len(groups)))
     assert done, f"step {step.number}: a slot that does not hold its new row"
     assert (left == len(kept) - kept.sum()).all(), f"step {step.number}: {left} rejected rows left"
     pools.sparse.left(groups, left.tolist())

@@ -74,7 +74,7 @@ class Slots:
             group,
             step.row_ids[mine],
             keys,
-            slab=self.pools.slabs[member],
+            slab=self.pools.slabs[group][member],
             slots=self._claim(step, group)[mine],
             rows=rows,
         )
@@ -89,6 +89,9 @@ class Slots:
             assert step.state == "open", f"{step!r} claims slots for new rows"
             sparse, main = self.pools.sparse, range(self.pools.layout.main_group_count)
             groups = main if group in main else range(group, group + 1)
+            if not step.row_count:
+                self._claimed.update(dict.fromkeys(groups, np.empty(0, np.int32)))
+                return self._claimed[group]
             slots = sparse.claim_new(groups, step.row_ids)
             if len(slots) < len(groups):
                 self.pools.inflight.drain()
@@ -111,7 +114,7 @@ class Slots:
         waits: bool,
     ) -> tuple[Resolution, ...]:
         pools, space = self.pools, self._workspaces[workspace]
-        lookup, split, layers = space.lookup, space.split, pools.layout.groups[group]
+        lookup, split, layers = space.of(group), space.split, pools.layout.groups[group]
         lines, lengths = _context(step, layers[0], queries)
         lookup.at_once_bytes = pools.at_once_max(waits=waits)
         if group not in self._claimed:
@@ -133,7 +136,8 @@ class Slots:
         self, step: Step, layer: int, queries: range, selection: Ints, logits: Scores
     ) -> None:
         lines, lengths = _context(step, layer, queries)
-        group, lookup = self.pools.layout.group_of(layer), self._workspaces[0].lookup
+        group = self.pools.layout.group_of(layer)
+        lookup = self._workspaces[0].of(group)
         self.pools.sparse.observe(group, lookup, selection, lines, lengths, logits)
 
     def _fetches(
@@ -179,7 +183,8 @@ class Slots:
         self, step: Step, layer: int, queries: Many[int], selection: Ints
     ) -> tuple[Ints, int]:
         """Slots, -1 where a row has none that has landed, and how many have none."""
-        group, lookup = self.pools.layout.group_of(layer), self._workspaces[0].lookup
+        group = self.pools.layout.group_of(layer)
+        lookup = self._workspaces[0].of(group)
         lines, lengths = _context(step, layer, queries)
         slots = np.empty_like(selection)
         if group not in self._claimed:
@@ -219,11 +224,11 @@ class Slots:
         assert isinstance(accepted, list), "the host's step is sealed with numbers"
         if self._last_event is not None:
             pools.inflight.settle_until(self._last_event)
-        kept = step.query_offset < np.repeat(np.array(accepted, np.int32), step.query_counts)
+        kept = step.arrays.row_offset < np.repeat(np.array(accepted, np.int32), step.row_counts)
         assert kept.sum() == sum(accepted), f"{step!r} keeps {kept.sum()} rows, not {accepted}"
-        layers_of, row_bytes = pools.layout.groups, pools.layout.row_bytes * sum(accepted)
-        groups = [g for g in self._claimed if step.appended.issuperset(layers_of[g])]
-        stored = {group: row_bytes * len(layers_of[group]) for group in groups}
+        layout, count = pools.layout, sum(accepted)
+        groups = [g for g in self._claimed if step.appended.issuperset(layout.groups[g])]
+        stored = {g: count * len(layout.groups[g]) * layout.group_row(g).row_bytes for g in groups}
         if 0 < sum(stored.values()) <= pools.at_once_bytes:
             claimed = [self._claimed[group] for group in groups]
             row_copies.seal_at_once(pools, step, groups, claimed, kept)
@@ -270,7 +275,7 @@ class Slots:
             for sequence in step.sequences:
                 sequence.progress.publish()
 
-        pools.inflight.submit([row_copies.store_copy(pools, slots_of, to_host)], stored)
+        pools.inflight.submit(row_copies.store_copies(pools, slots_of, to_host), stored)
 
     # ---- ahead of selections
 
@@ -285,9 +290,11 @@ class Slots:
             self._start(self.pools.sparse.warm(group, rows, chosen.ages))
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
-        rows, started_count = sequence.holding.row_ids(0, sequence.length), 0
-        for group in range(self.pools.layout.group_count):
-            absent = rows[self.pools.sparse.slot_of[group, rows] < 0][:row_max]
+        pools, started_count = self.pools, 0
+        all_rows = sequence.holding.row_ids(0, sequence.length)
+        for group in range(pools.layout.group_count):
+            rows = all_rows[pools.layout.first_read(group, sequence.length) :]
+            absent = rows[pools.sparse.slot_of[group, rows] < 0][:row_max]
             started_count += self._start(self.pools.sparse.fill(group, absent))
         return started_count
 
@@ -308,27 +315,37 @@ class Slots:
 @dataclass(slots=True, eq=False, init=False)
 class Workspace:
     """Where an answer lies: made once, used again for each part. The views are made anew when the
-    number of queries changes."""
+    number of queries changes. There is a lookup for each slab; what they work in they share."""
 
-    lookup: Lookup
+    lookups: dict[int, Lookup]
     split: Split
+    _pools: HostPools
     _view_count: int
     _views: SplitViews | None
 
     def __init__(self, pools: HostPools) -> None:
         query_max, top_k = pools.sizes.query_max, pools.layout.top_k
-        self._view_count, self._views = 0, None
+        self._view_count, self._views, self._pools = 0, None, pools
         self.split = Split.create(query_count=query_max, top_k=top_k)
-        self.lookup = Lookup(
-            lines=pools.tables.lines,
-            host_page_of=pools.index.host_page_of,
-            stored=pools.latent.stored,
-            rows=np.empty((query_max, top_k), np.int32),
-            host_rows=np.empty(query_max * top_k, np.int32),
-            host=pools.latent.rows,
-            slab=pools.sparse.slab,
-            times=np.zeros(pools.layout.group_layers_max + 1, np.int64),
-        )
+        rows = np.empty((query_max, top_k), np.int32)
+        host_rows = np.empty(query_max * top_k, np.int32)
+        times = np.zeros(pools.layout.group_layers_max + 1, np.int64)
+        self.lookups = {
+            size: Lookup(
+                lines=pools.tables.lines,
+                host_page_of=pools.index.host_page_of,
+                stored=pools.latent.stored,
+                rows=rows,
+                host_rows=host_rows,
+                host=pools.latent.layers,
+                slab=pools.sparse.slots_of(pools.layout.size_groups(size)[0]),
+                times=times,
+            )
+            for size in pools.layout.row_sizes
+        }
+
+    def of(self, group: int) -> Lookup:
+        return self.lookups[self._pools.layout.group_row(group).row_bytes]
 
     def views(self, query_count: int) -> SplitViews:
         """hit, miss, place, slots and the counts of the first three, of the first queries."""
@@ -351,10 +368,11 @@ class Workspace:
 
 def layer_memory(pools: HostPools, layer: int) -> LayerMemory:
     (group, member), keys = pools.layout.place_of(layer), pools.index.keys.pages
+    number = pools.layout.key_layer_of(group)
     return LayerMemory(
-        slots=torch.from_numpy(pools.sparse.member_slab(member)),
-        host=torch.from_numpy(pools.latent.rows[layer]),
-        key_pages=torch.from_numpy(keys[group] if len(keys) else keys.reshape(0, 0)),
+        slots=torch.from_numpy(pools.sparse.slots_of(group, member)),
+        host=torch.from_numpy(pools.latent.layers[layer]),
+        key_pages=torch.from_numpy(keys[:0].reshape(0, 0) if number is None else keys[number]),
     )
 
 

@@ -16,8 +16,9 @@ from typing import Final
 import numpy as np
 
 from ess.door.pools import Pools
+from ess.door.sequences.states import Bytes
 from ess.errors import PoolFull
-from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES
 from ess.pool.index import NONE
 from ess.pool.ledger import Promise, Reservation
 from ess.pool.pages import PageIds
@@ -36,6 +37,7 @@ class Holding:
         self._length_max = length_max
         self._promise = promise
         self._reservation: Reservation | None = None
+        self._saved: Bytes | None = None
 
     @property
     def page_count(self) -> int:
@@ -112,6 +114,9 @@ class Holding:
         active = pools.index.activate(self.host_pages, pools.latent)
         pools.ledger.draw(self._reservation, INDEX_PAGES, new_count)
         self.line = pools.tables.enter(active, length)
+        if pools.states is not None:
+            pools.states.enter(self.line, self._saved)
+            self._saved = None
         assert 0 <= length <= self.page_count * PAGE_ROWS, f"{length} rows, {self.page_count} pages"
 
     def _needs(self, held: PageIds, fresh_count: int) -> dict[str, int]:
@@ -123,10 +128,26 @@ class Holding:
         pools.ledger.require({INDEX_PAGES: page_max})
         index_max = page_max if self._promise == "all" else page_count
         return {
-            SLOTS: pools.slot_need(self._length_max),
+            **pools.slot_needs(self._length_max),
             HOST_PAGES: page_max - len(held),
             INDEX_PAGES: index_max - len(held) + pools.index.new_count(held),
         }
+
+    @property
+    def state(self) -> Bytes:
+        """What it keeps beside its rows, on the device."""
+        assert self.line != NONE, "what is not on the device has no state there"
+        assert self._pools.states is not None, "the layout has nothing beside rows"
+        return self._pools.states.line(self.line, self._length_max)
+
+    def save_state(self) -> None:
+        """To the host, until it is on the device again."""
+        if self._pools.states is not None:
+            self._saved = self.state.copy()
+
+    def copy_state(self, other: Holding) -> None:
+        if self._pools.states is not None:
+            self._pools.states.copy(self.line, other.line)
 
     def leave_device(self) -> None:
         """Slots, active pages, line and reservation go; the host pages stay."""

@@ -151,6 +151,16 @@ class Sequence:
         require_state(self, "active")
         return torch.from_numpy(self.owner.pools.tables.lines[self.line].copy())
 
+    @property
+    def beside(self) -> Tensor:
+        """What its engine keeps beside its rows, uint8 [layout.request_state_bytes(length_max)]:
+        for the engine to write; zeros at first, the first layout.state_bytes of them. It is there
+        while the sequence is active; a fork has a copy, and preemption takes it to the host."""
+        require_state(self, "active")
+        if self.owner.pools.states is None:
+            raise BadInput(f"{self.owner.pools.layout.name!r} keeps nothing beside its rows")
+        return torch.from_numpy(self.holding.state)
+
     def host_rows(self, start: int, count: int) -> Tensor:
         """Rows of `LayerMemory.host` that hold `count` positions from `start` on."""
         self._require_span(start, count)
@@ -214,7 +224,7 @@ class Sequence:
         self._require("active", "preempted")
         latent, layout = self.owner.pools.latent, self.owner.pools.layout
         layout.check_layer(layer)
-        array = as_array(rows, "rows", "uint8", (None, layout.row_bytes))
+        array = as_array(rows, "rows", "uint8", (None, layout.row_of(layer).row_bytes))
         to_host = self._importable(start, len(array), "rows")
         if not len(array):
             return
@@ -223,7 +233,7 @@ class Sequence:
             raise BadInput(
                 f"layer {layer}: row {start + int(stored.argmax())} was imported already"
             )
-        scatter_rows(source=array, target=latent.rows[layer], target_rows=to_host)
+        scatter_rows(source=array, target=latent.layers[layer], target_rows=to_host)
         latent.mark_rows(layer, to_host)
         self.progress.arrival_count += 1
 
@@ -232,26 +242,26 @@ class Sequence:
         that they are placed, brings them to the host later."""
         self._require("active")
         pools = self.owner.pools
-        group = key_group(pools.layout, layer)
-        pools.index.write_keys(group, self.holding.row_ids(start, len(keys)), keys)
+        number = key_layer(pools.layout, layer)
+        pools.index.write_keys(number, self.holding.row_ids(start, len(keys)), keys)
 
     def import_keys(self, layer: int, start: int, keys: Any, *, is_placed: bool = False) -> None:
         """Index keys of the first layer of a group, uint8 [n, layout.index.key_bytes] from `start`
         on: a record for each position, its values, then its scale (fp8)."""
         self._require("active", "preempted")
         pools = self.owner.pools
-        group = key_group(pools.layout, layer)
+        number = key_layer(pools.layout, layer)
         array = as_array(keys, "keys", "uint8", (None, pools.latent.keys.key_bytes))
         to_host = self._importable(start, len(array), "keys")
         if not len(array):
             return
-        keyed = pools.latent.is_keyed(group, to_host)
+        keyed = pools.latent.is_keyed(number, to_host)
         if keyed.any():
-            raise BadInput(f"group {group}: key {start + int(keyed.argmax())} was imported already")
-        pools.latent.keys.write(group, to_host, array)
-        pools.latent.mark_keys(group, to_host)
+            raise BadInput(f"layer {layer}: key {start + int(keyed.argmax())} was imported already")
+        pools.latent.keys.write(number, to_host, array)
+        pools.latent.mark_keys(number, to_host)
         if self.state == "active" and not is_placed:
-            pools.index.write_keys(group, self.holding.row_ids(start, len(array)), array)
+            pools.index.write_keys(number, self.holding.row_ids(start, len(array)), array)
         self.progress.arrival_count += 1
 
     def mark_stored(self, layer: int, start: int, count: int) -> None:
@@ -263,10 +273,11 @@ class Sequence:
         to_host = self._importable(start, count, "rows")
         assert not latent.is_stored(layer, to_host).any(), f"layer {layer}: rows came twice"
         latent.mark_rows(layer, to_host)
-        group = layout.group_of(layer)
-        if layout.index is not None and layout.groups[group][0] == layer:
-            assert not latent.is_keyed(group, to_host).any(), f"group {group}: keys came twice"
-            latent.mark_keys(group, to_host)
+        group, member = layout.place_of(layer)
+        number = layout.key_layer_of(group)
+        if number is not None and not member:
+            assert not latent.is_keyed(number, to_host).any(), f"layer {layer}: keys came twice"
+            latent.mark_keys(number, to_host)
         self.progress.arrival_count += 1
 
     def _importable(self, start: int, count: int, what: str) -> PageIds:
@@ -323,6 +334,7 @@ class Sequence:
         """Gives up slots and index pages; the rows stay on the host."""
         self._require("active")
         self.progress.refresh()
+        self.holding.save_state()
         self.holding.leave_device()
         self.state = "preempted"
 
@@ -384,6 +396,7 @@ class Sequence:
         child.holding.open(shared, div_ceil(self.length, PAGE_ROWS), length=self.length)
         if self.length % PAGE_ROWS:
             self._copy_page(child, len(shared))
+        self.holding.copy_state(child.holding)
         return child
 
     def _copy_page(self, child: Sequence, page: int) -> None:
@@ -447,10 +460,10 @@ def require_state(sequence: Sequence, *states: State) -> None:
         raise BadState(f"sequence {sequence.number} is {sequence.state}, not {' or '.join(states)}")
 
 
-def key_group(layout: ModelLayout, layer: int) -> int:
-    """The group whose index keys this layer owns."""
-    layout.check_layer(layer)
-    group = layout.group_of(layer)
-    if layout.index is None or layout.groups[group][0] != layer:
+def key_layer(layout: ModelLayout, layer: int) -> int:
+    """The number of its index keys among those of all layers."""
+    group, member = layout.place_of(layer)
+    number = layout.key_layer_of(group)
+    if number is None or member:
         raise BadInput(f"layer {layer} of {layout.name!r} has no index keys of its own")
-    return group
+    return number

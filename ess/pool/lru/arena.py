@@ -13,6 +13,7 @@ The arrays belong to the caller and change in place. The operations on them are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -164,7 +165,7 @@ class Lookup:
 
     Of the latest `resolve` it holds the row ids in the top-left of `rows`, and in front of
     `host_rows` the sources of the claims, `unwritten_count` of which no copy may read. The native
-    call copies claims of at most `at_once_bytes` from `host` [layer, host row] to `slab`, one layer
+    call copies claims of at most `at_once_bytes` from `host` [layer][host row] to `slab`, one layer
     after another at these `times` (ns); they have landed. The specification copies none.
     """
 
@@ -173,7 +174,7 @@ class Lookup:
     stored: npt.NDArray[np.uint64]
     rows: Ints
     host_rows: Ints
-    host: Bytes = field(default_factory=lambda: np.empty((0, 0, 0), np.uint8))
+    host: Sequence[Bytes] = ()
     slab: Bytes = field(default_factory=lambda: np.empty((0, 0), np.uint8))
     times: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     at_once_bytes: int = 0

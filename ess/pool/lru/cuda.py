@@ -24,7 +24,6 @@ from ess.pool.lru.cuda_audit import KINDS, NONE_FOUND, assert_sound
 from ess.pool.lru.cuda_records import (
     AuditRecord,
     LocateRecord,
-    Purpose,
     ResolveRecord,
     UpkeepRecord,
     address,
@@ -76,12 +75,11 @@ class Residency:
         *,
         stream: int,
         moment: Moment = FIRST,
-        purpose: Purpose = "select",
         **options: Any,
     ) -> None:
         """Row ids [query, column]; with positions, page_table and table_row the room for them."""
         given = {"arena": self.arena, "split": split, "rows": rows, "moment": moment}
-        given |= {"workspace": self._workspace(moment), "purpose": purpose}
+        given |= {"workspace": self._workspace(moment)}
         record = resolve_record(self.shape, **given, **options)
         self._resolve(record, self.shape.launches(rows.shape[0]), stream)
 

@@ -114,19 +114,16 @@ def resolve_record(
     query_count: Any = None,
     host_page_of: Any = None,
     stored: Any = None,
-    purpose: Purpose = "select",
     **selection: Any,
 ) -> ResolveRecord:
-    """To "write" the rows are distinct and new to this step: slots for them, dirty at once.
-
-    How many queries the step has, the device knows: from `now`, or from a `query_count` of this
+    """How many queries the step has, the device knows: from `now`, or from a `query_count` of this
     call. `stored` [layers of the group, host page] has the bits of the host rows that were ever
     written. The arrays must outlive every launch and every replay of a graph with this record.
     """
     _require_lines(shape, rows, split)
-    if purpose == "select" and host_page_of is None:
+    if host_page_of is None:
         raise BadInput("rows without a slot are named by host row: a host_page_of is needed")
-    record = _claims_record(shape, arena, workspace, moment, host_page_of, stored, purpose)
+    record = _claims_record(shape, arena, workspace, moment, host_page_of, stored, "select")
     record.selection = selection_record(arena, rows, **selection)
     record.queries = query_count_address(workspace, query_count)
     record.query_first, record.query_max = moment.first, rows.shape[0]

@@ -101,7 +101,8 @@ class _LookupRecord(ctypes.Structure):
 
     _fields_ = (
         *_pointer_fields("lines", "host_page_of", "stored", "rows", "host_rows"),
-        *_pointer_fields("host", "slab", "times"),
+        ("host", ctypes.c_int64),  # of a group's first layer: each call says it
+        *_pointer_fields("slab", "times"),
         ("line_count", ctypes.c_int64),
         ("page_max", ctypes.c_int64),
         ("host_page_count", ctypes.c_int64),
@@ -171,7 +172,8 @@ def _bound_lookup(lookup: Lookup) -> _Bound:
         _assert_ids(1, lookup.host_page_of, lookup.host_rows)
         assert lookup.host_rows.size >= lookup.rows.size, "each selected row may be a miss"
         assert lookup.stored.dtype == np.uint64, f"{lookup.stored.dtype} where uint64 is expected"
-        for array in (lookup.stored, lookup.host, lookup.slab, lookup.times):
+        arrays: list[npt.NDArray[Any]] = [lookup.stored, *lookup.host, lookup.slab, lookup.times]
+        for array in arrays:
             assert array.flags.c_contiguous, "an array of the lookup is not C-contiguous"
         lookup.native = _bind(
             _LookupRecord(),
@@ -262,6 +264,8 @@ def resolve(
     home = arena.native or _bound_arena(arena)
     into, room = split.native or _bound_split(split), lookup.native or _bound_lookup(lookup)
     room.record.at_once_bytes = lookup.at_once_bytes
+    if lookup.at_once_bytes:
+        room.record.host = native.address(lookup.host[layers.start])
     given = map(native.address, (selection, line_of, length))
     numbers = (*selection.shape, layers.start, len(layers), step, ticket)
     claimed = _symbol("ess_resolve", 6, 6)(home.at, into.at, room.at, *given, *numbers)

@@ -294,7 +294,9 @@ class Planner:
             missing = (short.needed - short.free) * self.layout.host_page_bytes
         else:
             index_bytes = budget.index_bytes(context=context, batch=batch)
-            missing = index_bytes + batch * slots_each * budget.slot_bytes - self.device_bytes
+            slot_bytes = batch * slots_each * budget.slot_bytes
+            slot_bytes += budget.window_bytes(context=context, batch=batch)
+            missing = index_bytes + slot_bytes - self.device_bytes
         raise BadInput(
             f"a batch of {batch} at {context:,} tokens does not fit: with {slots_each:,} slots a "
             f"layer it {short}; {format_bytes(missing)} of {place} memory are missing per GPU"

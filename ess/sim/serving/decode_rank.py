@@ -49,6 +49,7 @@ class Rank:
     make_ledger: Callable[[], Ledger]
     slot_count: int
     slot_floor: int | None
+    window_floor: int = 0
     times: Clocked
     missed: Missed
     depth: int = 1
@@ -59,7 +60,8 @@ class Rank:
 
     def needs(self, arrival: Arrival) -> Needs:
         length = arrival.prompt_tokens + arrival.output_tokens
-        return needs(length, slots=min(length, self.slot_floor or length))
+        slots = min(length, self.slot_floor or length)
+        return needs(length, slots=slots, window_floor=self.window_floor)
 
     def start(self) -> Pace:
         return tpot_control.start(

@@ -184,6 +184,7 @@ class Worker:
             make_ledger=lambda: budget.split_for(lengths, slot_floor=slot_floor),
             slot_count=budget.split_for(lengths, slot_floor=slot_floor).free(SLOTS),
             slot_floor=slot_floor,
+            window_floor=planner.layout.window_floor,
             times=self.times,
             missed=self.missed,
             depth=planner.ask.queries_each,

@@ -209,13 +209,6 @@ class DeviceArenas:
         blocks = self._blocks[group].astype(np.int64)
         return (blocks[:, None] + np.arange(PAGE_ROWS)).reshape(-1)
 
-    def copies(self, group: int) -> tuple[Ints, Ints]:
-        """Slots that must hold what the host holds, and their rows, when nothing is under way."""
-        slots = self.slots(group)
-        row_of, dirty = self.row_of.cpu().numpy(), self.dirty.cpu().numpy()
-        slots = slots[(row_of[slots] >= 0) & (dirty[slots] == 0)].astype(np.int32)
-        return slots, row_of[slots]
-
     def used_count(self, group: int) -> int:
         return int((self.row_of.cpu().numpy()[self.slots(group)] >= 0).sum())
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ess.door.arrays import Brought
 from ess.door.device.memory.arenas import DeviceArenas
 from ess.door.device.memory.counting import Counting
 from ess.door.device.memory.keys import DeviceKeys
@@ -19,7 +20,7 @@ from ess.door.device.memory.queries import DeviceArrays, Queries
 from ess.door.inflight import Pending
 from ess.door.pools import Counts, Pools, PoolSizes, make_ledger
 from ess.door.shelf import Shelf
-from ess.errors import Unavailable
+from ess.errors import BadInput, Unavailable
 from ess.kernels.cuda.pinned import pinned_memory
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import DiskTier
@@ -38,7 +39,11 @@ class DevicePools(Pools):
     queries: Queries
     counting: Counting
 
-    def step_arrays(self, lines: list[int], query_counts: Many[int], room: int) -> DeviceArrays:
+    def step_arrays(
+        self, lines: list[int], query_counts: Many[int], room: int, brought: Brought | None
+    ) -> DeviceArrays:
+        if brought is not None:
+            raise BadInput("row_counts are given: on a device each query brings a row")
         return self.queries.begin(lines, query_counts, room)
 
     def are_stored(self, group: int, rows: Rows) -> npt.NDArray[np.bool_]:

@@ -76,6 +76,11 @@ class DeviceLane:
         """Compute waits for what is queued on the lane of steps."""
         self._fork.record(self.steps.handle).hold(self.compute)
 
+    def hold_for_copies(self) -> None:
+        """Compute waits for what is queued on both lanes."""
+        self.hold_compute()
+        CudaEvent(self.device).record(self.landings.handle).hold(self.compute)
+
     def hold_for_keys(self) -> None:
         """Compute waits for index keys that are on their way, if there are any."""
         if self.keys_under_way:

@@ -88,6 +88,7 @@ class DeviceArrays:
             mine[SEQUENCE],
         )
         self.query_start, self.query_stop, self.row_ids = mine[START], mine[STOP], mine[ROW]
+        self.row_offset = self.query_offset
 
     def page_table(self) -> Tensor:
         table: Tensor = self._tables.maps.lines.index_select(0, self.query_line)
@@ -109,13 +110,13 @@ class DeviceArrays:
     def given(self, value: Any, name: str, dtype: str, shape: tuple[int | None, ...]) -> Tensor:
         return given(value, name, dtype, shape, self._home)
 
-    def kept(self, accepted: Any, query_counts: Many[int]) -> Kept:
+    def kept(self, accepted: Any, row_counts: Many[int]) -> Kept:
         """Numbers are checked; a tensor of the device is trusted until the host learns them."""
         if isinstance(accepted, Tensor) and accepted.device == self._home:
-            return self.given(accepted, "accepted", "int32", (len(query_counts),))
+            return self.given(accepted, "accepted", "int32", (len(row_counts),))
         if isinstance(accepted, Tensor):
             raise BadInput(f"accepted is on {accepted.device}, must be on {self._home} or a list")
-        return kept_counts(accepted, query_counts)
+        return kept_counts(accepted, row_counts)
 
     def on_device(self, kept: Kept) -> Tensor:
         if isinstance(kept, Tensor):

@@ -87,6 +87,25 @@ class Behind:
             self._free.append(place)
 
 
+class Download:
+    """Of a tensor of a device: its values, once the device has made them."""
+
+    def __init__(self, there: Tensor) -> None:
+        self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        self._here.copy_(there, non_blocking=True)
+        self._landed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._landed.record()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._here.shape
+
+    def read(self) -> Tensor:
+        """Waits, if it must."""
+        self._landed.synchronize()
+        return self._here
+
+
 def given(
     value: Any, name: str, dtype: str, shape: tuple[int | None, ...], home: torch.device
 ) -> Tensor:

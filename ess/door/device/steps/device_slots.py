@@ -474,8 +474,9 @@ class DeviceSlots:
 
 def layer_memory(pools: DevicePools, layer: int) -> LayerMemory:
     (group, member), keys = pools.layout.place_of(layer), pools.index.keys.pages
+    number = pools.layout.key_layer_of(group)
     return LayerMemory(
         slots=pools.sparse.member_slab(member),
         host=torch.from_numpy(pools.latent.rows[layer]),
-        key_pages=keys[group] if len(keys) else keys.reshape(0, 0),
+        key_pages=keys[:0].reshape(0, 0) if number is None else keys[number],
     )

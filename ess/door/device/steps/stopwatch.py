@@ -1,7 +1,8 @@
 """Times of some steps on a device: events in pairs, read when they have passed, never waited for.
 
-Every `TIMED_EVERY`-th step is timed; not the first ones, in which kernels load. Its fetches, and
-its stages where the engine has any, leave notes: pairs of events, and what is to be told of them.
+Every `TIMED_EVERY`-th step is timed; not the first ones, in which kernels load. The engine may pass
+a turn over, or time a step out of turn. A timed step's fetches, and its stages where the engine has
+any, leave notes: pairs of events, and what is to be told of them.
 The step's last event is recorded at its seal. Where a later step begins the host asks for that one;
 when it has passed all others have. No step is timed until then, so an event is never recorded again
 before it was read.
@@ -52,6 +53,7 @@ class Stopwatch:
         self._used_count = 0
         self._notes: list[Note] = []
         self._is_pending = False
+        self._tells = True
         self._step_count = 0
 
     def begin(self) -> None:
@@ -62,9 +64,25 @@ class Stopwatch:
         self._step_count += not self.rests
         self.is_on = wanted and not self._is_pending
         if self.is_on:
-            self._notes, self._used_count = [], 0
-            self._began_ns = self._clock.now_ns()
-            self._began.record(self._lane.compute)
+            self._start()
+
+    def start(self) -> bool:
+        """Whether the step that has begun is timed: also out of turn, if none is still unread."""
+        if not self.is_on and not self._is_pending:
+            self.is_on = True
+            self._start()
+        return self.is_on
+
+    def _start(self) -> None:
+        self._notes, self._used_count = [], 0
+        self._tells = not self.rests
+        self._began_ns = self._clock.now_ns()
+        self._began.record(self._lane.compute)
+
+    def skip(self) -> None:
+        """The step that has begun is not timed after all; nothing of it is queued."""
+        assert not self._notes, "a step that is queued stays timed"
+        self.is_on = False
 
     def mark(self, stream: int | None = None) -> CudaEvent:
         """A moment of compute, or of another stream that does work of the step."""
@@ -102,9 +120,10 @@ class Stopwatch:
         """Tells what the latest timed step has noted, if it is over."""
         if not self._is_pending or not self._ended.done():
             return
-        for note in self._notes:
-            note(self._at)
-        self.moved_rows += self._claimed.numpy()
+        if self._tells:
+            for note in self._notes:
+                note(self._at)
+            self.moved_rows += self._claimed.numpy()
         self._is_pending = False
 
     def _at(self, event: CudaEvent) -> int:

@@ -1,0 +1,38 @@
+"""What sequences keep on the device beside their rows: a line of bytes for each that is active.
+
+What the bytes mean is their engine's; how many there are the layout says. A line of the page tables
+comes with a line of these, so that a sequence gets both or neither.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ess.layout import ModelLayout
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class States:
+    def __init__(self, layout: ModelLayout, *, sequence_max: int, length_max: int) -> None:
+        self._layout = layout
+        self._lines = np.empty((sequence_max, layout.request_state_bytes(length_max)), np.uint8)
+
+    def line(self, line: int, length_max: int | None) -> Bytes:
+        """That of a sequence of at most so many rows, None: of as many as any may have."""
+        if length_max is None:
+            whole: Bytes = self._lines[line]
+            return whole
+        mine: Bytes = self._lines[line, : self._layout.request_state_bytes(length_max)]
+        return mine
+
+    def enter(self, line: int, saved: Bytes | None) -> None:
+        """A sequence begins with zeros, in what every one has, or goes on with what it has saved;
+        what the sequence before it has left behind them is NaN."""
+        count = self._layout.state_bytes if saved is None else len(saved)
+        self._lines[line, :count] = 0 if saved is None else saved
+        self._lines[line, count:] = 0xFF
+
+    def copy(self, source: int, target: int) -> None:
+        self._lines[target] = self._lines[source]
