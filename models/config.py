@@ -33,6 +33,10 @@ Groups = tuple[tuple[int, ...], ...]
 GROUPED_DIM: Final = 8  # 16 bytes of bfloat16, which grouped products step by
 INDEX_NORM_EPS: Final = 1e-6
 KEY_STEP: Final = 4  # an index key in fp8 is whole words
+NOT_SERVED: Final = (
+    "the pools keep a row for each token, and this model needs a row for each"
+    " entry of several tokens, and a state of each request beside them (docs/families.md)"
+)
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -97,6 +101,31 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     theta: Theta = field(name="swa_rope_theta")
 
 
+class Compressed(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention to entries, each made of several tokens, beside the last tokens as they are."""
+
+    kinds: tuple[Literal["window", "sparse", "heavy"], ...]
+    """Of each layer: the last tokens alone; and chosen entries; and all entries, of more tokens."""
+    window: Size = field(name="sliding_window")
+    sparse_rate: Size
+    heavy_rate: Size
+    window_rope: Rope
+    """What layers of the last tokens alone turn by."""
+    output_groups: Size = field(name="o_groups")
+    output_rank: Size = field(name="o_lora_rank")
+    mixing_rounds: Size = field(name="hc_sinkhorn_iters")
+    hashed: tuple[bool, ...]
+    """Of each layer: whether a token's experts stand in a table."""
+    expert_dtype: Literal["fp4", "fp8", "bfloat16"] = "bfloat16"
+    """As a checkpoint stores routed experts."""
+
+    def rate(self, layer: int) -> int:
+        """How many tokens an entry is made of; 0 in a layer without entries."""
+        return {"window": 0, "sparse": self.sparse_rate, "heavy": self.heavy_rate}[
+            self.kinds[layer]
+        ]
+
+
 class ModelConfig(FileConfig, frozen=True, kw_only=True):
     """And what a family adds: it reads such a key for itself, or says the field without one. In
     files of other families these names mean nothing."""
@@ -116,6 +145,8 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     window: Window | None = None
     window_layers: tuple[int, ...] = ()
     """Those that attend as `window` says; they have no indexer, and a layer group each."""
+    compressed: Compressed | None = None
+    """How it attends, where that is not to selected rows of tokens."""
     rope_keys_normed: bool = False
     still_layers: tuple[int, ...] = ()
     """Layers that turn nothing: what others turn of a query, they multiply with the latent too."""
@@ -126,8 +157,9 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     plus another."""
     frequencies_learned: bool = False
     """A checkpoint says the logarithm of what each rotary frequency is multiplied by."""
-    expert_scores: Literal["sigmoid", "softmax"] = "sigmoid"
-    """With a correction of the choice, or of all experts together and without one."""
+    expert_scores: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "sigmoid"
+    """With a correction of the choice; of all experts together and without one; or as the layers of
+    `ess.models.compressed` do it."""
     latent_norm_eps: Positive | None = None
     index_norm_eps: Positive = INDEX_NORM_EPS
     key_head_count: Count = 0
@@ -144,10 +176,9 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     """Of tensors of a checkpoint that are not read."""
     words: tuple[tuple[str, str], ...] = ()
     """Of the names of a checkpoint's tensors, and what stands here instead of each, in order."""
-    filled_latent_dim: Count = 0
     filled_rope_dim: Count = 0
-    """Of a layer's own configuration (`at_layer`): zeros behind the parts of a row, up to the width
-    that all layers have."""
+    """Of a layer's own configuration (`at_layer`): zeros behind its row, up to the width that all
+    layers of its group have."""
     query_factor: Positive = 1.0
     """The same: what its queries need, where all scores are multiplied by the model's scale."""
     reorders: bool = False
@@ -204,6 +235,8 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
                 self.window.size <= self.top_k,
                 f"sliding_window {self.window.size} exceeds index_topk {self.top_k}",
             )
+        if self.compressed is not None:
+            return self._check_compressed(self.compressed)
         indexers = "indexer_types (or index_topk_pattern)"
         for name, kinds in (
             ("mlp_layer_types", self.mlp_kinds),
@@ -216,26 +249,37 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         source = indexers if self.indexer_kinds else "index_topk_freq and index_skip_topk_offset"
         _require(self.has_indexer(0), f"layer 0 must have an indexer of its own: see {source}")
 
+    def _check_compressed(self, compressed: Compressed) -> None:
+        heads, groups = self.head_count, compressed.output_groups
+        _require(
+            heads * self.value_dim % groups == 0,
+            f"o_groups {groups} does not divide {heads} heads of {self.value_dim}",
+        )
+
     def _check_codecs(self, row: RowForm, index: IndexForm) -> None:
         """What the forms of rows and keys need, which other forms may not."""
-        latent, key = self.row_latent_dim, self.index_dim
-        for is_met, sentence in (
-            (
+        ranks = {"kv_lora_rank": self.latent_dim}
+        if self.window is not None:
+            ranks["swa_kv_lora_rank"] = self.window.latent_dim
+        for name, latent in ranks.items():
+            self._require_fits(
                 row != "fp8" or latent % SCALE_GROUP == 0,
-                f"kv_lora_rank {latent} is not a multiple of {SCALE_GROUP}, which fp8 rows need:"
+                f"{name} {latent} is not a multiple of {SCALE_GROUP}, which fp8 rows need:"
                 " choose row bf16 or f32",
-            ),
-            (
+            )
+            self._require_fits(
                 row != "bf16" or latent % 2 == 0,
-                f"kv_lora_rank {latent} is odd, but bf16 rows need it even: choose row f32",
-            ),
-            (
-                index != "fp8" or key & (key - 1) == 0,
-                f"index_head_dim {key} is not a power of two, which fp8 index keys need:"
-                " they go through a Hadamard transform",
-            ),
-        ):
-            _require(is_met, f"config.json of {self.family}: {sentence}")
+                f"{name} {latent} is odd, but bf16 rows need it even: choose row f32",
+            )
+        key = self.index_dim
+        self._require_fits(
+            index != "fp8" or key & (key - 1) == 0,
+            f"index_head_dim {key} is not a power of two, which fp8 index keys need:"
+            " they go through a Hadamard transform",
+        )
+
+    def _require_fits(self, is_met: bool, sentence: str) -> None:
+        _require(is_met, f"config.json of {self.family}: {sentence}")
 
     def has_indexer(self, layer: int) -> bool:
         """The MTP layer always has one; others as listed, or by frequency and offset."""
@@ -243,6 +287,8 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             return True
         if layer in self.window_layers:
             return False
+        if self.compressed is not None:
+            return self.compressed.kinds[layer] == "sparse"
         if self.indexer_kinds:
             return self.indexer_kinds[layer] == "full"
         return max(layer - self.index_skip_offset + 1, 0) % self.index_freq == 0
@@ -268,10 +314,14 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         if layer in self.window_layers:
             return self._in_window()
         if layer in self.still_layers:
-            nope, rope = self.nope_dim + self.rope_dim, self.rope_dim
-            return msgspec.structs.replace(self, nope_dim=nope, rope_dim=0, filled_rope_dim=rope)
-        filled = self.row_latent_dim - self.latent_dim
-        return msgspec.structs.replace(self, filled_latent_dim=filled) if filled else self
+            nope, filled = self.nope_dim + self.rope_dim, self.row_rope_dim(layer)
+            return msgspec.structs.replace(self, nope_dim=nope, rope_dim=0, filled_rope_dim=filled)
+        return self
+
+    def row_rope_dim(self, layer: int) -> int:
+        """Of the rows that its group keeps: of layers that share a selection rows are alike."""
+        [group] = (group for group in self.groups if layer in group)
+        return 0 if set(group) <= set(self.still_layers) else self.rope_dim
 
     def _in_window(self) -> ModelConfig:
         w = self.window
@@ -284,10 +334,19 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             nope_dim=w.nope_dim,
             value_dim=w.value_dim,
             rope=Rope(theta=w.theta),
-            filled_latent_dim=self.row_latent_dim - w.latent_dim,
         )
         factor = own.attention_scale / self.attention_scale
         return msgspec.structs.replace(own, query_factor=factor)
+
+    def _row(self, form: RowForm, layer: int) -> RowCodec:
+        latent_dim = self.at_layer(layer).latent_dim
+        return RowCodec(form=form, latent_dim=latent_dim, rope_dim=self.row_rope_dim(layer))
+
+    def _windows(self) -> tuple[int, ...]:
+        """Of each layer group; none where all have an indexer."""
+        size = self.window.size if self.window is not None else 0
+        windows = tuple(size if group[0] in self.window_layers else 0 for group in self.groups)
+        return windows if any(windows) else ()
 
     @property
     def layer_total(self) -> int:
@@ -303,14 +362,14 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         return self.latent_dim + self.rope_dim
 
     @property
-    def row_latent_dim(self) -> int:
-        """Of the widest layer: rows of all layers are of one size."""
-        return max(self.latent_dim, self.window.latent_dim if self.window else 0)
-
-    @property
     def shared_width(self) -> int:
         """Of all shared experts side by side."""
         return (self.shared_dim or self.expert_dim) * self.shared_expert_count
+
+    @property
+    def shared_limit(self) -> float:
+        """Of what shared experts multiply, 0: none."""
+        return self.expert_limit if self.compressed else 0.0
 
     @property
     def residual_dim(self) -> int:
@@ -337,12 +396,16 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         self, *, name: str = "", row: RowForm = "fp8", index: IndexForm = "fp8"
     ) -> ModelLayout:
         """What the pools need to know. The slot floor is 25/8 of top_k, at least 1,024."""
+        if self.compressed is not None:
+            raise BadInput(f"{self.family} is not served yet: {NOT_SERVED}")
         self._check_codecs(row, index)
+        rows = tuple(self._row(row, group[0]) for group in self.groups)
         return ModelLayout(
             name=name or self.family,
             layer_count=self.layer_count,
             groups=self.groups,
-            row=RowCodec(form=row, latent_dim=self.row_latent_dim, rope_dim=self.rope_dim),
+            row=max(rows, key=lambda each: each.row_bytes),
+            rows=rows if len(set(rows)) > 1 else (),
             index=IndexCodec(
                 form=index,
                 key_dim=self.index_dim,
@@ -357,4 +420,5 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             value_dim=self.value_dim,
             query_rank=self.query_rank,
             slot_floor=max(1024, 25 * self.top_k // 8),
+            windows=self._windows(),
         )

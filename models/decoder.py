@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ess.comm.company import Company
 from ess.kernels.cpu.stage import Stage
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
@@ -63,7 +64,14 @@ class Front(NamedTuple):
 
 class DecoderLayer:
     def __init__(
-        self, config: ModelConfig, source: Source, number: int, *, first: int = 0, tp: int = 1
+        self,
+        config: ModelConfig,
+        source: Source,
+        number: int,
+        *,
+        first: int = 0,
+        tp: int = 1,
+        company: Company | None = None,
     ) -> None:
         """Layer `number` of the whole model. `first` is where its part begins: a layer is known by
         its place in the part."""
@@ -72,7 +80,9 @@ class DecoderLayer:
         own, has_indexer = config.at_layer(number), config.has_indexer(number)
         self.mla = self._attention(own, attention, tp)
         self.indexer = self._indexer(own, attention.under("indexer")) if has_indexer else None
-        self.experts = Moe(config, source.under("mlp")) if config.has_experts(number) else None
+        self.experts = None
+        if config.has_experts(number):
+            self.experts = Moe(config, source.under("mlp"), number=number, company=company)
         self.dense = (
             None
             if self.experts
@@ -110,10 +120,14 @@ class DecoderLayer:
         return Norm(source, config.hidden_dim, config.norm_eps)
 
     @property
+    def is_divided(self) -> bool:
+        """Whether this rank has a share of the experts: then the ranks meet in `mlp`."""
+        return self.experts is not None and self.experts.is_divided
+
+    @property
     def has_keys(self) -> bool:
-        """Whether the pools keep an index key of each token for it: a window's are read by nobody,
-        but every layer group has keys."""
-        return self.indexer is not None or self.window > 0
+        """Whether the pools keep an index key of each token for it."""
+        return self.indexer is not None
 
     # ---- the stages
 
@@ -149,7 +163,7 @@ class DecoderLayer:
         normed = self._input_norm.in_stage(stage, stage.take(self._hidden_dim))
         query, row = self.mla.project_in(stage, normed)
         stage.give(query, torch.float32)
-        stage.give_row(row, layout.row)
+        stage.give_row(row, layout.row_of(self.number))
         if self.indexer is not None:
             assert layout.index is not None, "an indexer without an index codec"
             self.indexer.probe_in(stage, normed, query, layout.index)

@@ -54,6 +54,15 @@ class Source:
         """Norm weights and biases are kept in float32 whatever the file holds."""
         return self.values(name, dim)
 
+    def table(self, name: str, *shape: int) -> Tensor:
+        """Whole numbers."""
+        full_name = self._prefix + name
+        held = plain(self._tensor(full_name))
+        if tuple(held.shape) != shape or held.is_floating_point():
+            found = f"{held.dtype} {tuple(held.shape)}"
+            raise BadInput(f"{full_name} is {found}, expected whole numbers {shape}")
+        return held.long()
+
     def values(self, name: str, *shape: int) -> Tensor:
         return plain(self.take(name, *shape)).float()
 
@@ -62,6 +71,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     """The product in the type of the weights; what comes out goes on in float32."""
     if isinstance(weight, Fp8Weight):
         return weight.times(x)
+    weight = plain(weight)
     return F.linear(x.to(weight.dtype), weight).float()
 
 

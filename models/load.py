@@ -9,7 +9,10 @@ from typing import Final
 import msgspec
 import torch
 
+from ess.comm.company import Company
 from ess.errors import BadInput
+from ess.kernels.backend import ops
+from ess.models.guest.coded import CodedFile
 from ess.models.layers import TensorSource
 from ess.models.model import Model
 from ess.models.registry import build
@@ -29,26 +32,46 @@ def load_model(
     links: Links = "refuse",
     layers: range | None = None,
     heads: Split | None = None,
+    company: Company | None = None,
     device: str | torch.device = "cpu",
     top_k: int | None = None,
 ) -> Model:
     """Every tensor is checked on the way; the files are closed when this returns.
 
     Without a path it is the small model in the box. Of a part, which consists of these main layers,
-    only its own tensors are read; with `heads`, a split by heads, those of one rank's heads. On a
-    `device` the tensors go there one by one, so the host never has all of them; there weights may
-    also stay as they are "stored", in blocks of fp8. Nothing in the weights depends on `top_k`: it
-    may be another than the checkpoint's.
+    only its own tensors are read; with `heads`, a split by heads, those of one rank's heads; with a
+    `company`, this rank's share of the experts. On a `device` the tensors go there one by one, so
+    the host never has all of them; there weights may also stay as they are "stored", in blocks of
+    fp8. Nothing in the weights depends on `top_k`: it may be another than the checkpoint's.
     """
     place = torch.device(device)
+    if company is not None and (heads is not None or place.type != "cpu"):
+        raise BadInput("experts are divided among ranks on the CPU that have all heads")
     if form == "stored" and place.type == "cpu":
         raise BadInput("form 'stored' is for a device; on the CPU weights are in 'bf16' or 'f32'")
     with Checkpoint(path, links=links) as checkpoint:
-        weights = RankWeights(checkpoint, form=form, split=heads)
+        weights = RankWeights(checkpoint, form=form, split=heads or split_of(company))
         tp, config = 1 if heads is None else heads.tp, checkpoint.model_config
         if top_k is not None:
             config = msgspec.structs.replace(config, top_k=top_k)
-        return build(config, placed(weights, place), layers=layers, tp=tp)
+        source = placed(weights, place)
+        if config.is_grouped and form == "bf16" and place.type == "cpu" and ops("cpu").has_stages():
+            source = coded(source, CodedFile(Path(path)), checkpoint)
+        return build(config, source, layers=layers, tp=tp, company=company)
+
+
+def coded(source: TensorSource, file: CodedFile, checkpoint: Checkpoint) -> TensorSource:
+    """What has codes comes as codes."""
+
+    def weight(name: str) -> Weight:
+        shape = checkpoint.entry(name).shape
+        return file.weight(name, shape) or source(name)
+
+    return weight
+
+
+def split_of(company: Company | None) -> Split | None:
+    return None if company is None else Split(ep=company.team.size, ep_rank=company.team.rank)
 
 
 def placed(weights: RankWeights, device: torch.device) -> TensorSource:

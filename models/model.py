@@ -7,17 +7,23 @@ norm, the head, the MTP module and, for that module, the embedding once more.
 from __future__ import annotations
 
 import functools
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ess.comm.company import Company
+from ess.kernels.cpu.codes import CodedWeight
 from ess.kernels.cpu.stage import Panels, Stage, pack
 from ess.layout import check_part
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm
 from ess.models.mtp import Mtp
+from ess.models.weights.kept import Weight, packable, plain
 from ess.models.weights.shapes import FREQUENCY_FACTORS
+
+W = TypeVar("W", bound=Weight)
 
 
 class Model:
@@ -28,6 +34,7 @@ class Model:
         *,
         layers: range | None = None,
         tp: int = 1,
+        company: Company | None = None,
         layer: type[DecoderLayer] = DecoderLayer,
     ) -> None:
         """`config` is the whole model's, and so are the numbers in `layers`. With `tp` ranks in a
@@ -38,14 +45,22 @@ class Model:
         check_part(c.groups, c.layer_count, part.start, part.stop)
         self.config = c
         self.is_first, self.is_last = part.start == 0, part.stop == c.layer_count
-        self._embedding = self._embedding_of(source)
+        table = self._table_of(source)
+        self._embedding = None if table is None else plain(table)
         self.layers = tuple(
-            layer(c, source.under(f"model.layers.{number}"), number, first=part.start, tp=tp)
+            layer(
+                c,
+                source.under(f"model.layers.{number}"),
+                number,
+                first=part.start,
+                tp=tp,
+                company=company,
+            )
             for number in part
         )
-        self._take_ending(source)
+        self._take_ending(source, table)
         has_mtp = self.is_last and c.mtp_layer_count
-        self.mtp = Mtp(c, source, first=part.start, tp=tp) if has_mtp else None
+        self.mtp = Mtp(c, source, first=part.start, tp=tp, company=company) if has_mtp else None
         self.device = self.layers[0].mla.device
         self._positions = RotaryPositions(c, self.device, self._factors(source))
 
@@ -59,21 +74,21 @@ class Model:
             return None
         return source.vector(FREQUENCY_FACTORS, self.config.rope_dim // 2).exp()
 
-    def _embedding_of(self, source: Source) -> Tensor | None:
+    def _table_of(self, source: Source) -> Weight | None:
         c = self.config
         is_read = self.is_first or (self.is_last and (c.mtp_layer_count > 0 or c.tie_head))
-        return source.matrix("model.embed_tokens", c.vocab_size, c.hidden_dim) if is_read else None
+        return source.weight("model.embed_tokens", c.vocab_size, c.hidden_dim) if is_read else None
 
-    def _take_ending(self, source: Source) -> None:
+    def _take_ending(self, source: Source, table: Weight | None) -> None:
         c = self.config
-        self._norm = self._head = None
+        self._norm: Tensor | None = None
+        self._head: Weight | None = None
         if self.is_last:
             self._norm = source.vector("model.norm.weight", c.hidden_dim)
-            self._head = (
-                self._embedding
-                if c.tie_head
-                else source.matrix("lm_head", c.vocab_size, c.hidden_dim)
-            )
+            if not c.tie_head:
+                self._head = packable(source.weight("lm_head", c.vocab_size, c.hidden_dim))
+            else:
+                self._head = table if isinstance(table, CodedWeight) else self._embedding
 
     def embed(self, tokens: Tensor) -> Tensor:
         assert self._embedding is not None, "this part of the model has no embedding"
@@ -111,8 +126,8 @@ class Model:
 
     @functools.cached_property
     def _panels(self) -> Panels:
-        return pack(self._last(self._head))
+        return pack(packable(self._last(self._head)))
 
-    def _last(self, weight: Tensor | None) -> Tensor:
+    def _last(self, weight: W | None) -> W:
         assert weight is not None, "only the last part of a model has a norm and a head"
         return weight

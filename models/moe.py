@@ -5,12 +5,14 @@ The three parts are separate calls so that a dispatch between ranks can stand be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ess.comm.company import Company, Guests, Journey
 from ess.kernels import experts as routed
 from ess.kernels.backend import ops
 from ess.kernels.cpu import stage as compiled
@@ -19,23 +21,27 @@ from ess.kernels.experts import Weights, swiglu
 from ess.models.config import ModelConfig
 from ess.models.indexer import top_k
 from ess.models.layers import Source, linear
-from ess.models.weights.kept import Fp8Weight, Weight, plain, stacked
+from ess.models.weights.kept import Fp8Weight, Weight, packable, plain, stacked
 
 GROUP_BEST: Final = 2
 
 
 class Mlp:
-    def __init__(self, source: Source, *, hidden_dim: int, inner_dim: int) -> None:
+    def __init__(
+        self, source: Source, *, hidden_dim: int, inner_dim: int, limit: float = 0.0
+    ) -> None:
         self._gate_up = _gate_up(source, hidden_dim, inner_dim)
         self._down = source.weight("down_proj", hidden_dim, inner_dim)
+        self._limit = limit
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(swiglu(linear(x, self._gate_up)), self._down)
+        return linear(swiglu(linear(x, self._gate_up), self._limit), self._down)
 
     def add_to(self, stage: Stage, normed: Values, hidden: Values) -> None:
         """`hidden` += the block of `normed`, as ops of a compiled stage."""
-        inner = stage.gate(stage.linear(normed, pack(plain(self._gate_up))))
-        stage.add(stage.linear(inner, pack(plain(self._down))), hidden)
+        assert not self._limit, "limits of dense blocks are not compiled"
+        inner = stage.gate(stage.linear(normed, pack(packable(self._gate_up))))
+        stage.add(stage.linear(inner, pack(packable(self._down))), hidden)
 
 
 class Routing(NamedTuple):
@@ -56,20 +62,33 @@ class Inner(NamedTuple):
 
 
 class Moe:
-    def __init__(self, config: ModelConfig, source: Source) -> None:
+    """With a `company` the experts are divided: this rank has some, and the tokens travel."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        *,
+        number: int = 0,
+        company: Company | None = None,
+    ) -> None:
         c = config
         self._config = c
+        self._number = number
+        self._company = company
+        self._own = range(c.expert_count) if company is None else company.own
         self._gate = source.matrix("gate", c.expert_count, c.hidden_dim).float()
         self._correction = None
         if c.expert_scores == "sigmoid":
             self._correction = source.vector("gate.e_score_correction_bias", c.expert_count)
-        self._gate_up, self._down = _stack_experts(c, source.under("experts"))
+        self._gate_up, self._down = _stack_experts(c, source.under("experts"), self._own)
         self._shared = None
         if c.shared_expert_count:
             self._shared = Mlp(
                 source.under("shared_experts"),
                 hidden_dim=c.hidden_dim,
                 inner_dim=c.shared_width,
+                limit=c.shared_limit,
             )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -79,6 +98,7 @@ class Moe:
     def add_to(self, stage: Stage, normed: Values, hidden: Values) -> None:
         """`hidden` += the block of `normed`, as ops of a compiled stage."""
         c = self._config
+        assert not self.is_divided, "a stage has all experts"
         assert self._correction is not None, "softmax scores are not compiled"
         routing = compiled.Routing(
             per_token=c.experts_per_token,
@@ -108,7 +128,8 @@ class Moe:
 
     def _limit_groups(self, choice: Tensor) -> Tensor:
         """Groups rank by the sum of their two best experts; the others' experts are out, or 0."""
-        groups = choice.view(choice.shape[0], self._config.expert_group_count, -1)
+        count = self._config.expert_group_count
+        groups = choice.view(len(choice), count, choice.shape[1] // count)
         strength = groups.topk(GROUP_BEST, -1).values.sum(-1)
         kept = torch.zeros_like(strength, dtype=torch.bool)
         kept.scatter_(1, _best(strength, self._config.expert_groups_kept), True)
@@ -121,22 +142,50 @@ class Moe:
         Sorting is stable and the sum runs over ascending experts in float32, so a token's result
         does not depend on which other tokens chose the same experts, beyond the products' rounding.
         """
+        if self._company is not None:
+            return self._through_company(x, routing)
         limit = self._config.expert_limit
         return routed.experts(_products, x, *routing, self._gate_up, self._down, limit)
 
+    def _through_company(self, x: Tensor, routing: Routing) -> Tensor:
+        journey = self.depart(x, routing)
+        assert journey is not None, "the experts are divided"
+        journey.send()
+        inner = self.up(x, routing, journey.arrive())
+        whole = range(self.own_count)
+        self.down(inner, whole)
+        self.give_back(inner, whole, journey)
+        return self.collect(inner, routing, journey)
+
     @property
-    def expert_count(self) -> int:
-        return self._config.expert_count
+    def is_divided(self) -> bool:
+        return self._company is not None
+
+    @property
+    def own_count(self) -> int:
+        """Of the experts on this rank."""
+        return len(self._own)
 
     @property
     def has_shared(self) -> bool:
         return self._shared is not None
 
-    def up(self, x: Tensor, routing: Routing) -> Inner:
-        order, ends = routed.by_expert(routing.experts, self.expert_count)
+    def depart(self, x: Tensor, routing: Routing) -> Journey | None:
+        """Begins what `up` waits for; None where all experts are here."""
+        if self._company is None:
+            return None
+        kept = x.to(routed.product_type(self._gate_up[0]))
+        return self._company.depart(kept, routing.experts, layer=self._number)
+
+    def up(self, x: Tensor, routing: Routing, guests: Guests | None = None) -> Inner:
         weights, scales = self._gate_up
-        kept = x.to(routed.product_type(weights))
-        both = _products(kept[order // routing.experts.shape[1]], ends, weights, scales=scales)
+        if guests is None:
+            order, ends = routed.by_expert(routing.experts, self.own_count)
+            tokens = x.to(routed.product_type(weights))[order // routing.experts.shape[1]]
+        else:
+            order, ends = routed.by_expert(guests.places, self.own_count)
+            tokens = guests.tokens[guests.lines[order]]
+        both = _products(tokens, ends, weights, scales=scales)
         values = swiglu(both.float(), self._config.expert_limit).to(both.dtype)
         edges, outer = F.pad(ends, (1, 0)), values.new_empty(len(values), self._config.hidden_dim)
         return Inner(values, order, edges, outer)
@@ -159,9 +208,18 @@ class Moe:
             inner.values, edges[1:], weights, scales=scales, begin=edges[:1], out=inner.outer
         )
 
-    def collect(self, inner: Inner, routing: Routing) -> Tensor:
+    def give_back(self, inner: Inner, experts: range, journey: Journey | None) -> None:
+        """What these experts have made goes to the ranks of its tokens."""
+        if journey is not None:
+            first, stop = (int(inner.edges[at]) for at in (experts.start, experts.stop))
+            journey.give_back(inner.outer[first:stop], inner.order[first:stop], experts)
+
+    def collect(self, inner: Inner, routing: Routing, journey: Journey | None = None) -> Tensor:
         """Each token's weighted sum, float32, of what all its experts made for it."""
-        return routed.collected(inner.outer, inner.order, routing.weights)
+        if journey is None:
+            return routed.collected(inner.outer, inner.order, routing.weights)
+        made = journey.collect(inner.outer.dtype, self._config.hidden_dim)
+        return routed.summed(made, routing.weights)
 
     def shared(self, x: Tensor) -> Tensor:
         assert self._shared is not None, "this model has no shared experts"
@@ -186,22 +244,25 @@ def _gate_up(source: Source, hidden_dim: int, inner_dim: int) -> Weight:
     return stacked([source.weight(name, inner_dim, hidden_dim) for name in names])
 
 
-def _stack_experts(config: ModelConfig, source: Source) -> tuple[Weights, Weights]:
-    """[experts, 2 * inner, hidden] and [experts, hidden, inner], filled one expert at a time; their
-    scales, where the weights are kept in blocks."""
+def _stack_experts(
+    config: ModelConfig, source: Source, own: Sequence[int]
+) -> tuple[Weights, Weights]:
+    """[experts, 2 * inner, hidden] and [experts, hidden, inner] of a rank's own experts, filled one
+    expert at a time; their scales, where the weights are kept in blocks."""
     inner, hidden = config.expert_dim, config.hidden_dim
     if config.experts_stacked:
+        assert len(own) == config.expert_count, "stacked experts are not divided"
         up = source.take("gate_up_proj", config.expert_count, 2 * inner, hidden)
         down = source.take("down_proj", config.expert_count, hidden, inner)
         return (plain(up), None), (plain(down), None)
     stacks: tuple[Weights, Weights] | None = None
-    for number in range(config.expert_count):
+    for place, number in enumerate(own):
         expert = source.under(str(number))
         made = _gate_up(expert, hidden, inner), expert.weight("down_proj", hidden, inner)
         if stacks is None:
-            stacks = _room(config.expert_count, made[0]), _room(config.expert_count, made[1])
+            stacks = _room(len(own), made[0]), _room(len(own), made[1])
         for stack, weight in zip(stacks, made, strict=True):
-            _fill(stack, number, weight)
+            _fill(stack, place, weight)
     assert stacks is not None, "a model without experts"
     return stacks
 
@@ -210,13 +271,13 @@ def _room(count: int, like: Weight) -> Weights:
     if isinstance(like, Fp8Weight):
         values, scales = like.values, like.scales
         return values.new_empty(count, *values.shape), scales.new_empty(count, *scales.shape)
-    return like.new_empty(count, *like.shape), None
+    return plain(like).new_empty(count, *like.shape), None
 
 
-def _fill(stack: Weights, number: int, weight: Weight) -> None:
+def _fill(stack: Weights, place: int, weight: Weight) -> None:
     values, scales = stack
     if not isinstance(weight, Fp8Weight):
-        values[number] = weight
+        values[place] = plain(weight)
         return
-    assert scales is not None, f"expert {number} is in blocks, and expert 0 is not"
-    values[number], scales[number] = weight.values, weight.scales
+    assert scales is not None, f"the expert at {place} is in blocks, and the first is not"
+    values[place], scales[place] = weight.values, weight.scales

@@ -12,6 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
+from ess.comm.company import Company
 from ess.kernels.cpu.stage import Stage, pack
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
@@ -20,10 +21,18 @@ from ess.models.weights.kept import plain
 
 
 class Mtp:
-    def __init__(self, config: ModelConfig, source: Source, *, first: int = 0, tp: int = 1) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        *,
+        first: int = 0,
+        tp: int = 1,
+        company: Company | None = None,
+    ) -> None:
         number, dim = config.layer_count, config.hidden_dim
         own = source.under(f"model.layers.{number}")
-        self.layer = DecoderLayer(config, own, number, first=first, tp=tp)
+        self.layer = DecoderLayer(config, own, number, first=first, tp=tp, company=company)
         self._eps = config.norm_eps
         self._embedding_norm = own.vector("enorm.weight", dim)
         self._hidden_norm = own.vector("hnorm.weight", dim)

@@ -53,7 +53,9 @@ class PlainLayer:
     def __init__(self, layer: DecoderLayer, config: ModelConfig) -> None:
         self._layer = layer
         self._config = config
-        self.rows = Growing(config.row_latent_dim + config.rope_dim)
+        own = config.at_layer(layer.number)
+        self._latent_dim = own.latent_dim
+        self.rows = Growing(own.row_dim + own.filled_rope_dim)
         self.keys = Growing(config.index_dim if layer.indexer else 0)
 
     def run(
@@ -95,7 +97,7 @@ class PlainLayer:
 
     def _attend(self, queries: Tensor, positions: Tensor, selection: Tensor | None) -> Tensor:
         rows, sinks = self.rows.filled, self._layer.mla.sinks
-        dim, scale = self._config.row_latent_dim, self._config.attention_scale
+        dim, scale = self._latent_dim, self._config.attention_scale
         if selection is None:
             return attend_dense(queries, rows, positions, latent_dim=dim, scale=scale, sinks=sinks)
         return attend(queries, rows, selection, latent_dim=dim, scale=scale, sinks=sinks)

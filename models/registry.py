@@ -15,6 +15,7 @@ from ess.errors import BadInput
 from ess.models.config import ModelConfig
 
 if TYPE_CHECKING:
+    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -22,6 +23,7 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "axk2": "ess.models.families.axk2",
         "deepseek_v32": "ess.models.families.deepseek_v32",
+        "deepseek_v4": "ess.models.families.deepseek_v4",
         "dots3_note": "ess.models.families.dots3",
         "dots3_note_text": "ess.models.families.dots3",
         "glm_moe_dsa": "ess.models.families.glm_dsa",
@@ -42,6 +44,7 @@ class Family(Protocol):
         *,
         layers: range | None = None,
         tp: int = 1,
+        company: Company | None = None,
     ) -> Model: ...
 
 
@@ -58,8 +61,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def build(
-    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+    config: ModelConfig,
+    tensor: TensorSource,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    company: Company | None = None,
 ) -> Model:
     """The model over `tensor(name)`, which gives each weight under its checkpoint name; a part of
     it, where `layers` says which; of `tp` ranks' heads those that `tensor` gives."""
-    return family(config.family).build(config, tensor, layers=layers, tp=tp)
+    return family(config.family).build(config, tensor, layers=layers, tp=tp, company=company)

@@ -16,6 +16,7 @@ from ess.models.families.deepseek_v32 import require_own_indexers
 from ess.models.reading import parse
 
 if TYPE_CHECKING:
+    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -48,11 +49,16 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def build(
-    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+    config: ModelConfig,
+    tensor: TensorSource,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    company: Company | None = None,
 ) -> Model:
     from ess.models.families.gates import GatedLayer
     from ess.models.model import Model
 
     if tp != 1:
         raise BadInput(f"{tp} ranks cannot share the heads of axk2 yet: its gates are not cut")
-    return Model(config, tensor, layers=layers, layer=GatedLayer)
+    return Model(config, tensor, layers=layers, company=company, layer=GatedLayer)

@@ -10,6 +10,7 @@ from ess.models.config import ModelConfig
 from ess.models.reading import parse
 
 if TYPE_CHECKING:
+    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -40,8 +41,13 @@ def require_own_indexers(config: ModelConfig, raw: Mapping[str, Any]) -> None:
 
 
 def build(
-    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+    config: ModelConfig,
+    tensor: TensorSource,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    company: Company | None = None,
 ) -> Model:
     from ess.models.model import Model
 
-    return Model(config, tensor, layers=layers, tp=tp)
+    return Model(config, tensor, layers=layers, tp=tp, company=company)

@@ -15,6 +15,7 @@ from ess.models.config import ModelConfig
 from ess.models.reading import parse, said_layers
 
 if TYPE_CHECKING:
+    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -101,11 +102,16 @@ def _window(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(
-    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+    config: ModelConfig,
+    tensor: TensorSource,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    company: Company | None = None,
 ) -> Model:
     from ess.models.families.windows import WindowLayer
     from ess.models.model import Model
 
     if tp != 1:
         raise BadInput(f"{tp} ranks cannot share the heads of {config.family} yet")
-    return Model(config, tensor, layers=layers, layer=WindowLayer)
+    return Model(config, tensor, layers=layers, company=company, layer=WindowLayer)

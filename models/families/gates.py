@@ -43,7 +43,7 @@ class InputGatedMla(Mla):
 
 class HeadGatedMla(Mla):
     """A gate for each head, made of the layer's input. Normed latents are scaled, the shared rotary
-    key is normed; rows narrower than other layers' have zeros behind their latent."""
+    key is normed."""
 
     def __init__(self, config: ModelConfig, source: Source) -> None:
         super().__init__(config, source)
@@ -54,29 +54,19 @@ class HeadGatedMla(Mla):
         self._rope_norm = source.vector("k_rope_only_layernorm.weight", c.rope_dim)
         self._gates = source.weight("g_proj", c.head_count, c.hidden_dim)
 
-    def queries(self, query: Tensor, rotation: Rotation) -> Tensor:
-        return self._filled(super().queries(query, rotation))
-
     def rows(self, row: Tensor, rotation: Rotation) -> Tensor:
         latent, rope = torch.split(row, [self._config.latent_dim, self._config.rope_dim], -1)
         normed = rms_norm(rope, self._rope_norm, self._config.norm_eps)
-        return self._filled(super().rows(torch.cat((latent, normed), -1), rotation))
+        return super().rows(torch.cat((latent, normed), -1), rotation)
 
     def row_finish(self, rotation: Rotation) -> None:
         """No op norms the rotary key."""
         return
 
-    def values(self, attended: Tensor) -> Tensor:
-        return super().values(attended[..., : self._config.latent_dim])
-
     def gated_output(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """`hidden` is the layer's normed input, as `down` gets it."""
         gates = linear(hidden, self._gates).sigmoid()[..., None]
         return linear((self.values(attended) * gates).flatten(1), self._out)
-
-    def _filled(self, made: Tensor) -> Tensor:
-        latent, rope = torch.split(made, [self._config.latent_dim, self._config.rope_dim], -1)
-        return torch.cat((F.pad(latent, (0, self._config.filled_latent_dim)), rope), -1)
 
 
 class QueryGatedMla(Mla):

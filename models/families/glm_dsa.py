@@ -13,6 +13,7 @@ from ess.models.config import ModelConfig
 from ess.models.reading import parse
 
 if TYPE_CHECKING:
+    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -31,8 +32,13 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def build(
-    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+    config: ModelConfig,
+    tensor: TensorSource,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    company: Company | None = None,
 ) -> Model:
     from ess.models.model import Model
 
-    return Model(config, tensor, layers=layers, tp=tp)
+    return Model(config, tensor, layers=layers, tp=tp, company=company)

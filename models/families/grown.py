@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from ess.comm.company import Company
 from ess.kernels.calls import RowFinish
 from ess.models.config import INDEX_NORM_EPS, ModelConfig
 from ess.models.decoder import DecoderLayer
@@ -71,9 +72,16 @@ class GrownLayer(DecoderLayer):
     has_stages = False
 
     def __init__(
-        self, config: ModelConfig, source: Source, number: int, *, first: int = 0, tp: int = 1
+        self,
+        config: ModelConfig,
+        source: Source,
+        number: int,
+        *,
+        first: int = 0,
+        tp: int = 1,
+        company: Company | None = None,
     ) -> None:
-        super().__init__(config, source, number, first=first, tp=tp)
+        super().__init__(config, source, number, first=first, tp=tp, company=company)
         self._is_still = number in config.still_layers
 
     def _attention(self, config: ModelConfig, source: Source, tp: int) -> GrownMla:

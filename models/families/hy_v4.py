@@ -17,6 +17,7 @@ from ess.models.config import ModelConfig
 from ess.models.reading import parse
 
 if TYPE_CHECKING:
+    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -54,7 +55,12 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def build(
-    config: ModelConfig, tensor: TensorSource, *, layers: range | None = None, tp: int = 1
+    config: ModelConfig,
+    tensor: TensorSource,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    company: Company | None = None,
 ) -> Model:
     from ess.models.families.order import in_our_order
     from ess.models.families.streams import StreamLayer, StreamModel
@@ -62,4 +68,4 @@ def build(
     if tp != 1:
         raise BadInput(f"{tp} ranks cannot share the heads of {config.family} yet")
     source = in_our_order(config, tensor)
-    return StreamModel(config, source, layers=layers, layer=StreamLayer)
+    return StreamModel(config, source, layers=layers, company=company, layer=StreamLayer)

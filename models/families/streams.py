@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from ess.comm.company import Company
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer, Entry
 from ess.models.families.gates import InputGatedMla
 from ess.models.layers import Source
 from ess.models.model import Model
+from ess.models.weights.kept import Weight, plain
 
 
 class Streams:
@@ -53,9 +55,16 @@ class StreamLayer(DecoderLayer):
     has_stages = False
 
     def __init__(
-        self, config: ModelConfig, source: Source, number: int, *, first: int = 0, tp: int = 1
+        self,
+        config: ModelConfig,
+        source: Source,
+        number: int,
+        *,
+        first: int = 0,
+        tp: int = 1,
+        company: Company | None = None,
     ) -> None:
-        super().__init__(config, source, number, first=first, tp=tp)
+        super().__init__(config, source, number, first=first, tp=tp, company=company)
         self._around_mla = Streams(config, source.under("hc_attn_layer"), "hc_", 2)
         self._around_mlp = Streams(config, source.under("hc_mlp_layer"), "hc_", 2)
 
@@ -77,11 +86,11 @@ class StreamLayer(DecoderLayer):
 
 
 class StreamModel(Model):
-    def _take_ending(self, source: Source) -> None:
-        super()._take_ending(source)
+    def _take_ending(self, source: Source, table: Weight | None) -> None:
+        super()._take_ending(source, table)
         if self.is_last:
             self._joined = Streams(self.config, source.under("model.hc_head"), "hc_head_", 1)
-            self._head = self._last(self._head).float()
+            self._head = plain(self._last(self._head)).float()
 
     def embed(self, tokens: Tensor) -> Tensor:
         return super().embed(tokens).repeat(1, self.config.stream_count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ess.comm.company import Company
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.families.gates import HeadGatedMla
@@ -15,9 +16,16 @@ class WindowLayer(DecoderLayer):
     has_stages = False
 
     def __init__(
-        self, config: ModelConfig, source: Source, number: int, *, first: int = 0, tp: int = 1
+        self,
+        config: ModelConfig,
+        source: Source,
+        number: int,
+        *,
+        first: int = 0,
+        tp: int = 1,
+        company: Company | None = None,
     ) -> None:
-        super().__init__(config, source, number, first=first, tp=tp)
+        super().__init__(config, source, number, first=first, tp=tp, company=company)
         self._turns = None
         if number in config.window_layers:
             assert config.window is not None, "layers of no window"

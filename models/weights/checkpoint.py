@@ -42,6 +42,8 @@ _TORCH: Final = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
 
 

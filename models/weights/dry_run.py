@@ -18,6 +18,8 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.models.compressed import memory as entries
+from ess.models.compressed.gain import Machine, gain
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.folder import JSON_BYTES_MAX
@@ -26,14 +28,16 @@ from ess.models.weights.split import Split
 from ess.models.weights.stored import stores_fp8
 from ess.models.weights.strict_json import parse_object
 from ess.pool.capacity import needs, page_count, request_bytes
-from ess.units import PAGE_ROWS, align_up, format_bytes
+from ess.units import PAGE_ROWS, align_up, div_ceil, format_bytes
 
 PUBLISHED: Final = (
     *("deepseek-v3.2", "glm-5.2", "a.x-k2-light", "hy4-preview", "mistral-large-4"),
-    "dots3-note",
+    *("dots3-note", "deepseek-v4-flash"),
 )
 _BF16_BYTES: Final = 2
 _F32_BYTES: Final = 4
+_NUMBER_BYTES: Final = 8
+FP4_BLOCK: Final = 32  # values of four bits that share a scale of a byte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,10 @@ class Plan:
     split: Split
     whole: Count
     rank: Count
-    layout: ModelLayout
+
+    @property
+    def layout(self) -> ModelLayout:
+        return self.config.layout()
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -90,17 +97,25 @@ def make_plan(raw: Mapping[str, Any], *, tp: int = 1, ep: int = 1, mtp: bool = T
     return Plan(
         config=config,
         split=split,
-        whole=sum((_count(spec, Split(), fp8=fp8) for spec in specs), Count()),
-        rank=sum((_count(spec, split, fp8=fp8) for spec in held), Count()),
-        layout=config.layout(),
+        whole=sum((_count(config, spec, Split(), fp8=fp8) for spec in specs), Count()),
+        rank=sum((_count(config, spec, split, fp8=fp8) for spec in held), Count()),
     )
 
 
-def _count(spec: Spec, split: Split, *, fp8: bool) -> Count:
+def _count(config: ModelConfig, spec: Spec, split: Split, *, fp8: bool) -> Count:
     blocked = fp8 and spec.role == "linear"
     window = split.window(spec, blocked=blocked)
     shape = spec.shape if window is None else window.shape(spec.shape)
     values = math.prod(shape)
+    own = config.compressed
+    if own is not None and own.expert_dtype == "fp4" and spec.expert is not None:
+        scales = div_ceil(values, FP4_BLOCK)
+        return Count(
+            tensors=2,
+            values=values + scales,
+            bytes=div_ceil(values, 2) + scales,
+            bf16_bytes=values * _BF16_BYTES,
+        )
     if blocked:
         scales = math.prod(scale_shape(shape))
         return Count(
@@ -111,6 +126,8 @@ def _count(spec: Spec, split: Split, *, fp8: bool) -> Count:
         )
     is_f32 = spec.role == "correction" or (spec.role == "norm" and fp8)
     count = values * (_F32_BYTES if is_f32 else _BF16_BYTES)
+    if spec.role == "numbers":
+        count = values * _NUMBER_BYTES
     return Count(tensors=1, values=values, bytes=count, bf16_bytes=count)
 
 
@@ -118,14 +135,15 @@ def plan_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
     """The plan for people."""
     if context < 1 or device_bytes < 1:
         raise BadInput(f"a context of {context} tokens on {device_bytes} bytes is not a plan")
-    return [*_weight_lines(plan), *_memory_lines(plan, context=context, device_bytes=device_bytes)]
+    lines = _memory_lines if plan.config.compressed is None else _entry_lines
+    return [*_weight_lines(plan), *lines(plan, context=context, device_bytes=device_bytes)]
 
 
 def _weight_lines(plan: Plan) -> list[str]:
     config, split = plan.config, plan.split
     indexed = sum(map(config.has_indexer, range(config.layer_total)))
     return [
-        f"model      {config.family}, {config.layer_count} layers + {plan.layout.mtp_layer_count}"
+        f"model      {config.family}, {config.layer_count} layers + {config.mtp_layer_count}"
         f" MTP, {indexed} indexers, {config.expert_count} routed experts",
         f"tensors    {plan.whole.tensors:,}",
         f"values     {plan.whole.values:,}",
@@ -136,27 +154,70 @@ def _weight_lines(plan: Plan) -> list[str]:
     ]
 
 
+def _rows(layout: ModelLayout) -> str:
+    """How many rows of each size."""
+    sizes = layout.layer_bytes(range(layout.layer_total))
+    counts = [(sizes.count(size), size) for size in layout.row_sizes[::-1]]
+    return ", ".join(f"{count} rows of {size}" for count, size in counts)
+
+
 def _memory_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
     layout = plan.layout
     assert layout.index is not None, "both families have an indexer"
     slots = min(context, layout.slot_floor)
     host_bytes = page_count(context) * layout.host_page_bytes
-    floor_bytes = request_bytes(layout, needs(context, slots=slots))
-    resident_bytes = request_bytes(layout, needs(context, slots=align_up(context, PAGE_ROWS)))
-    room_bytes = device_bytes - plan.rank.bytes
-    lines = [
-        f"per token  {layout.layer_total} rows of {layout.row_bytes} bytes,"
+    resident = align_up(context, PAGE_ROWS)
+    floor_bytes, resident_bytes = (
+        request_bytes(layout, needs(context, slots=count, window_floor=layout.window_floor))
+        for count in (slots, resident)
+    )
+    windows = f" ({layout.window_floor:,} for a window)" if layout.window_floor else ""
+    return [
+        f"per token  {_rows(layout)} bytes,"
         f" {layout.key_layer_count} index keys of {layout.index.key_bytes} bytes",
         f"context    {context:,} tokens: host {format_bytes(host_bytes)};"
-        f" device {format_bytes(floor_bytes)} at the floor of {slots:,} slots a group,"
+        f" device {format_bytes(floor_bytes)} at the floor of {slots:,} slots a group{windows},"
         f" {format_bytes(resident_bytes)} with every row resident",
+        *_room_lines(plan, device_bytes, floor_bytes, resident_bytes),
     ]
+
+
+def _room_lines(plan: Plan, device_bytes: int, floor_bytes: int, resident_bytes: int) -> list[str]:
+    room_bytes = device_bytes - plan.rank.bytes
     if room_bytes <= 0:
-        lines.append(f"device     {format_bytes(device_bytes)} do not hold the weights of a rank")
-    else:
-        lines.append(
-            f"device     {format_bytes(device_bytes)} - weights = {format_bytes(room_bytes)}:"
-            f" {room_bytes // floor_bytes:,} such contexts at the floor,"
-            f" {room_bytes // resident_bytes:,} resident (before activations)"
-        )
-    return lines
+        return [f"device     {format_bytes(device_bytes)} do not hold the weights of a rank"]
+    return [
+        f"device     {format_bytes(device_bytes)} - weights = {format_bytes(room_bytes)}:"
+        f" {room_bytes // floor_bytes:,} such contexts at the floor,"
+        f" {room_bytes // resident_bytes:,} resident (before activations)"
+    ]
+
+
+def _entry_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
+    """Of a model that attends to entries of several tokens."""
+    config, row = plan.config, entries.entry_bytes(plan.config)
+    own, asked = entries.compressed(config), entries.needs(config, tokens=context)
+    sparse, heavy = (own.kinds.count(kind) for kind in ("sparse", "heavy"))
+    return [
+        f"entries    {row} bytes: of {own.sparse_rate} tokens in {sparse} layers, with an index key"
+        f" of {config.index_dim + entries.KEY_SCALE_BYTES} bytes; of {own.heavy_rate} in {heavy}",
+        f"state      {asked.state:,} bytes a request, with {own.window} rows of {row} bytes in each"
+        " layer",
+        f"context    {context:,} tokens: host {format_bytes(asked.host)};"
+        f" device {format_bytes(asked.offloaded)} with {entries.SLOTS:,} slots a layer,"
+        f" {format_bytes(asked.resident)} with every entry resident",
+        *_room_lines(plan, device_bytes, asked.offloaded, asked.resident),
+        *_gain_lines(plan, context, device_bytes - plan.rank.bytes, asked.resident),
+    ]
+
+
+def _gain_lines(plan: Plan, context: int, room_bytes: int, resident_bytes: int) -> list[str]:
+    if room_bytes < resident_bytes:
+        return []
+    machine = Machine(room_bytes=room_bytes, weight_bytes=plan.rank.bytes)
+    found = gain(plan.config, machine, tokens=context)
+    return [
+        f"offload    by bytes alone: {found.at(0):.2f} times the tokens a second of a resident"
+        f" batch if no entry is missing, {found.at(0.05):.2f} if one in twenty is; it pays below"
+        f" {min(1.0, max(0.0, found.break_even)):.0%} (no operator of this family is measured)"
+    ]

@@ -1,6 +1,8 @@
-"""A matrix that stays as its file has it: e4m3 values, one scale for each block of 128 x 128.
+"""A matrix that stays as its file has it: e4m3 values, one scale for each block of 128 x 128, or
+codes of 4 or 8 bits (`ess.kernels.cpu.codes`).
 
-A product reads half the bytes of bfloat16; it is made by the ops of the device that has them.
+A product reads half the bytes of bfloat16 or fewer; it is made by the ops of the device that has
+them.
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ess.kernels.backend import ops
+from ess.kernels.cpu import codes
+from ess.kernels.cpu.codes import CodedWeight
 from ess.models.weights.blocks import dequantise
 from ess.models.weights.stored import QUANT_BLOCK
 
@@ -43,16 +48,32 @@ class Fp8Weight:
         return dequantise(self.values, self.scales, dtype=torch.bfloat16)
 
 
-Weight: TypeAlias = Tensor | Fp8Weight
+Weight: TypeAlias = Tensor | Fp8Weight | CodedWeight
 
 
 def plain(weight: Weight) -> Tensor:
-    return weight.plain() if isinstance(weight, Fp8Weight) else weight
+    return weight if isinstance(weight, Tensor) else weight.plain()
+
+
+def packable(weight: Weight) -> Tensor | CodedWeight:
+    """For compiled stages, which take codes as they are."""
+    return weight if isinstance(weight, CodedWeight) else plain(weight)
+
+
+def lengthened(weight: Weight, rows: int) -> Weight:
+    """With as many rows of zeros behind its own."""
+    if not isinstance(weight, CodedWeight):
+        return F.pad(plain(weight), (0, 0, 0, rows))
+    steps = F.pad(weight.steps, (0, 0, 0, 0, 0, rows))
+    return CodedWeight(F.pad(weight.codes, (0, 0, 0, rows)), steps, weight.bits)
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
     """One matrix of the rows of all: in blocks if they are, and if no block would hold rows of
-    two."""
+    two; as codes of one size."""
+    coded = [weight for weight in weights if isinstance(weight, CodedWeight)]
+    if len(coded) == len(weights) and (whole := codes.joined(coded)) is not None:
+        return whole
     blocked = [weight for weight in weights if isinstance(weight, Fp8Weight)]
     is_even = all(weight.shape[0] % QUANT_BLOCK == 0 for weight in weights[:-1])
     if len(blocked) < len(weights) or not is_even:

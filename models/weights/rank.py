@@ -57,7 +57,8 @@ class RankWeights:
         dtype = _DTYPES[self._form]
         if self._checkpoint.blocked(name):
             return dequantise(part, self.scale(name), dtype=dtype)
-        keep = self._form == "bf16" and spec.role in ("norm", "correction")
+        kept = ("numbers", "norm", "correction") if self._form == "bf16" else ("numbers",)
+        keep = spec.role in kept
         return part.contiguous() if keep else part.to(dtype).contiguous()
 
     def keeps_blocks(self, name: str) -> bool:

@@ -7,23 +7,20 @@ and a plan can be made without one.
 The families share one table. DeepSeek and GLM differ in sizes, in which layers own an indexer, and
 in the MTP layer, where DeepSeek stores copies of the embedding and the head and GLM does not; a
 guest has Llama's attention in the place of theirs, and no experts. A.X-K2 and Hy4 have gates, Hy4
-also sinks and residual streams.
+also sinks and residual streams. DeepSeek-V4 has a table of its own, in `ess.models.compressed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from ess.errors import BadInput
+from ess.models.compressed.shapes import compressed_tensors
 from ess.models.config import ModelConfig
-from ess.models.weights.stored import QUANT_BLOCK
+from ess.models.weights.stored import QUANT_BLOCK, Role
 from ess.units import div_ceil
-
-# linear: may be stored as fp8 blocks with scales. table: never quantised. norm: f32 or bf16.
-# correction: the gate's bias, f32 in every release.
-Role = Literal["linear", "table", "norm", "correction"]
 
 SCALE_SUFFIX: Final = "_scale_inv"
 TENSOR_COUNT_MAX: Final = 500_000
@@ -64,6 +61,8 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def expected_tensors(config: ModelConfig, *, mtp: bool = True) -> list[Spec]:
     """All weights in the order of use. Scales are not listed: they follow from fp8 weights."""
     _check_count(config)
+    if config.compressed is not None:
+        return [Spec(**shape._asdict()) for shape in compressed_tensors(config)]
     specs = list(_outside(config))
     for layer in range(config.layer_total if mtp else config.layer_count):
         specs += _decoder_layer(config, layer)

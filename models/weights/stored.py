@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ess.errors import BadInput
 
 QUANT_BLOCK: Final = 128
+
+# linear: may be stored as fp8 blocks with scales. table: never quantised. norm: f32 or bf16.
+# correction: the gate's bias, f32 in every release. numbers: whole ones.
+Role = Literal["linear", "table", "norm", "correction", "numbers"]
 
 
 def stores_fp8(raw: Mapping[str, Any]) -> bool:

@@ -18,6 +18,7 @@ _DTYPES: Final = {
     "table": ("BF16", "F16", "F32"),
     "norm": ("F32", "BF16", "F16"),
     "correction": ("F32", "BF16"),
+    "numbers": ("I64", "I32"),
 }
 _PACKED: Final = (".weight_packed", ".weight_shape", ".weight_scale", ".weight_zero_point")
 _NAMED_MAX: Final = 4

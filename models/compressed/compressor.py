@@ -1,0 +1,72 @@
+"""From tokens to entries: an entry mixes the tokens of its window, dimension by dimension.
+
+A token gives a value and a gate for each dimension. An entry is the sum of its tokens' values, each
+weighted by the softmax of their gates over the window, with a learned bias for each place in it;
+then it is normed and turned as the window's first token is. Windows lie side by side, `rate` tokens
+each. Where they overlap a token gives two series, A and B: entry e is made of A of window e - 1 and
+B of window e together, the first entry of B alone.
+
+Nothing here is summed up as tokens come: an entry is made once, of all its tokens. So whoever keeps
+the last tokens' values and gates can take tokens back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ess.models.config import ModelConfig
+from ess.models.layers import RotaryPositions, Source, linear, rms_norm, rotate_part
+
+
+class Compressor:
+    def __init__(
+        self, config: ModelConfig, source: Source, *, rate: int, dim: int, overlaps: bool
+    ) -> None:
+        self.rate, self.dim, self.overlaps = rate, dim, overlaps
+        self._config = config
+        wide = (1 + overlaps) * dim
+        self._values = source.weight("wkv", wide, config.hidden_dim)
+        self._gates = source.weight("wgate", wide, config.hidden_dim)
+        self._bias = source.values("ape", rate, wide)
+        self._norm = source.vector("norm.weight", dim)
+
+    @property
+    def width(self) -> int:
+        """Of what is kept of a token: its values, then its gates."""
+        return 2 * (1 + self.overlaps) * self.dim
+
+    def tokens(self, hidden: Tensor) -> Tensor:
+        """[tokens, width], of a layer's normed input."""
+        return torch.cat((linear(hidden, self._values), linear(hidden, self._gates)), -1)
+
+    def first_token(self, entry: int) -> int:
+        """Where the tokens begin that `entry` is made of."""
+        return max(entry - self.overlaps, 0) * self.rate
+
+    def entries(self, tokens: Tensor, first: int, positions: RotaryPositions) -> Tensor:
+        """From entry `first` on, of the tokens that begin at `first_token(first)`: as many as have
+        all their tokens."""
+        whole = len(tokens) // self.rate
+        windows = tokens[: whole * self.rate].view(whole, self.rate, 2, self.width // 2)
+        values, gates = windows[:, :, 0], windows[:, :, 1] + self._bias
+        if self.overlaps:
+            values, gates = self._overlapping(values, gates, has_before=first > 0)
+        made = (values * gates.softmax(1)).sum(1)
+        normed = rms_norm(made, self._norm, self._config.norm_eps)
+        starts = (first + torch.arange(len(normed))) * self.rate
+        at, dim = self.dim - self._config.rope_dim, self._config.rope_dim
+        return rotate_part(normed, positions.at(starts), "interleaved", at=at, dim=dim)
+
+    def _overlapping(
+        self, values: Tensor, gates: Tensor, *, has_before: bool
+    ) -> tuple[Tensor, Tensor]:
+        """A of each window's neighbour before B of its own. Without a window before the first, its
+        A are gates that weigh nothing."""
+        if not has_before:
+            values = torch.cat((torch.zeros_like(values[:1]), values))
+            gates = torch.cat((torch.full_like(gates[:1], -torch.inf), gates))
+        dim = self.dim
+        both = (torch.cat((x[:-1, :, :dim], x[1:, :, dim:]), 1) for x in (values, gates))
+        joined_values, joined_gates = both
+        return joined_values, joined_gates

@@ -1,0 +1,107 @@
+"""The state of one request beside its entries: one tensor, filled as `StateForm` says."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from ess.errors import BadInput
+from ess.models.compressed.form import HEADER_BYTES, Field, Name, StateForm
+
+
+class State:
+    """Lines of tokens at `length` and beyond it are there and mean nothing; nobody reads them.
+
+    A token that is written takes the line of the token `lines` before it. So of a field the tokens
+    from `written` - `lines` on can be read, where `written` is how far lines were ever written:
+    taking tokens back does not bring back what they have overwritten.
+    """
+
+    def __init__(self, form: StateForm, memory: Tensor | None = None) -> None:
+        """In `memory`, uint8 [form.byte_count] or more: zeros, or what another state has left."""
+        self.form = form
+        if memory is None:
+            memory = torch.full((form.byte_count,), 0xFF, dtype=torch.uint8)
+            memory[:HEADER_BYTES] = 0
+        self._header = memory[:HEADER_BYTES].view(torch.int64)
+        values = memory[HEADER_BYTES : HEADER_BYTES + 4 * form.values]
+        self._values = values.view(torch.float32)
+
+    @property
+    def length(self) -> int:
+        return int(self._header[0])
+
+    def ring(self, name: Name, layer: int) -> Ring:
+        """A field of one layer. It stays valid over `load`."""
+        field = next(f for f in self.form.fields if (f.name, f.layer) == (name, layer))
+        return Ring(self, field, self.form.offset(name, layer))
+
+    def lines(self, field: Field, at: int) -> Tensor:
+        return self._values[at : at + field.values].view(field.lines, field.width)
+
+    @property
+    def written(self) -> int:
+        return int(self._header[1])
+
+    def _set(self, length: int, written: int) -> None:
+        self._header[0], self._header[1] = length, written
+
+    def advance(self, count: int) -> None:
+        """The lines of `count` more tokens have been written in all fields."""
+        length = self.length + count
+        self._set(length, max(self.written, length))
+
+    def cut(self, length: int) -> None:
+        """Take back the tokens from `length` on: no more than drafts, since others are gone."""
+        least = max(0, self.written - self.form.drafts)
+        if not min(least, self.length) <= length <= self.length:
+            raise BadInput(
+                f"a state of {self.length} tokens cannot be cut to {length}: lines of"
+                f" {self.form.drafts} drafts are kept, {self.written} tokens were written"
+            )
+        self._set(length, self.written)
+
+    def copy(self) -> State:
+        made = State(self.form)
+        made.load(self.save())
+        return made
+
+    def save(self) -> bytes:
+        """The same count of bytes at any length."""
+        header = struct.pack("<qq", self.length, self.written)
+        return header + self._values.numpy().tobytes()
+
+    def load(self, saved: bytes) -> None:
+        needed = HEADER_BYTES + 4 * self.form.values
+        if len(saved) != needed:
+            raise BadInput(f"a saved state has {len(saved):,} bytes, expected {needed:,}")
+        length, written = struct.unpack("<qq", saved[:HEADER_BYTES])
+        if not 0 <= length <= written <= length + self.form.drafts:
+            raise BadInput(f"a saved state of {length} tokens says that {written} were written")
+        held = torch.frombuffer(bytearray(saved[HEADER_BYTES:]), dtype=torch.float32)
+        self._set(length, written)
+        self._values.copy_(held)
+
+
+class Ring:
+    """One field of a state, by positions of tokens."""
+
+    def __init__(self, state: State, field: Field, at: int) -> None:
+        self._state, self._field, self._at = state, field, at
+
+    def read(self, start: int) -> Tensor:
+        """Of the tokens from `start` to the state's length."""
+        state, lines = self._state, self._field.lines
+        assert start >= state.written - lines, f"token {start} is gone: {state.written} written"
+        places = torch.arange(start, state.length) % lines
+        return state.lines(self._field, self._at)[places]
+
+    def write(self, values: Tensor) -> None:
+        """Of the tokens behind the state's length; the last ones, if lines are fewer."""
+        first, lines = self._state.length, self._field.lines
+        last = values[-lines:]
+        stop = first + len(values)
+        places = torch.arange(stop - len(last), stop) % lines
+        self._state.lines(self._field, self._at)[places] = last

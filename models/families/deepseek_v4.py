@@ -1,0 +1,224 @@
+"""DeepSeek-V4: attention to entries of several tokens beside a window of the last ones.
+
+Three kinds of layers: the last tokens alone; and entries of 4 tokens that an indexer chooses (CSA);
+and all entries of 128 tokens (HCA). What they compute is in `ess.models.compressed`. Weights of the
+MTP module are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from ess.errors import BadInput
+from ess.models.config import NOT_SERVED, ModelConfig
+from ess.models.reading import parse, said_layers
+from ess.models.rope import read_rope
+
+if TYPE_CHECKING:
+    from ess.comm.company import Company
+    from ess.models.layers import TensorSource
+    from ess.models.model import Model
+
+
+DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "rms_norm_eps": 1e-6,
+        "routed_scaling_factor": 1.5,
+        "max_position_embeddings": 1048576,
+        "head_dim": 512,
+        "rope_theta": 10000.0,
+        "compress_rope_theta": 160000.0,
+        "sliding_window": 128,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "swiglu_limit": 10.0,
+    }
+)
+FIXED: Final = {
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "indexer_rope_interleave": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
+# Read here, and of no meaning to what families share.
+FOREIGN: Final = (
+    *("layer_types", "mlp_layer_types", "indexer_types", "index_topk_freq", "index_topk_pattern"),
+    *("num_key_value_heads", "num_nextn_predict_layers", "partial_rotary_factor", "rope_scaling"),
+    *("intermediate_size", "index_skip_topk_offset", "index_share_for_mtp_iteration"),
+)
+T = TypeVar("T")
+WINDOW, SPARSE, HEAVY = "window", "sparse", "heavy"
+KINDS: Final = {
+    "sliding_attention": WINDOW,
+    "compressed_sparse_attention": SPARSE,
+    "heavily_compressed_attention": HEAVY,
+}
+RATIOS: Final = {0: WINDOW, 4: SPARSE, 128: HEAVY}
+ROUTINGS: Final = {"hash_moe": True, "moe": False}
+HASHED: Final = 3
+PUBLISHED: Final = (
+    *(("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")),
+    ("gate.bias", "gate.e_score_correction_bias"),
+)
+# As transformers saves what it has read.
+SAVED: Final = (
+    *(("model.layers", "layers"), ("model.embed_tokens", "embed"), ("model.norm", "norm")),
+    *((f"model.hc_head.hc_{part}", f"hc_head_{part}") for part in ("fn", "base", "scale")),
+    ("attn.norm", "attn.kv_norm"),
+)
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    said = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    try:
+        rope_dim = _rope_dim(said)
+        compress, window = _ropes(said, rope_dim)
+        compressed = _compressed(said) | {"window_rope": window}
+    except BadInput as error:
+        raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
+    shared = {
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": said["head_dim"] - rope_dim,
+        "kv_lora_rank": said["head_dim"] - rope_dim,
+        "v_head_dim": said["head_dim"],
+        "intermediate_size": said.get("moe_intermediate_size"),
+        "rope_parameters": compress,
+    }
+    own = {
+        **{key: said[key] for key in ("hc_mult", "hc_eps", "swiglu_limit")},
+        "compressed": compressed,
+        "expert_scores": "sqrtsoftplus",
+        "has_sinks": True,
+        "unread_prefixes": ("mtp.",),
+        "words": (*PUBLISHED, *SAVED),
+    }
+    given = {key: value for key, value in said.items() if key not in FOREIGN} | shared
+    return parse(given, defaults={}, fixed=FIXED, own=own)
+
+
+def _rope_dim(said: Mapping[str, Any]) -> int:
+    """Of the last dimensions of a head, said as their count or as their share."""
+    head, count = said["head_dim"], said.get("qk_rope_head_dim")
+    share = said.get("partial_rotary_factor")
+    if not _is_count(head):
+        raise BadInput(f"head_dim is {head!r:.40}, expected a positive whole number")
+    if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+        raise BadInput(f"partial_rotary_factor is {share!r:.40}, expected a share of head_dim")
+    by_share = int(head * share) if share is not None else head // 8
+    dim = by_share if count is None else count
+    if not _is_count(dim) or dim >= head or (share is not None and dim != by_share):
+        name = "qk_rope_head_dim" if count is not None else "partial_rotary_factor"
+        raise BadInput(f"{name} {said.get(name)!r:.40} does not fit head_dim {head}")
+    return int(dim)
+
+
+def _ropes(said: Mapping[str, Any], rope_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of layers with entries, and of the others. One object is yarn's, for the first alone."""
+    name = "rope_scaling" if said.get("rope_scaling") else "rope_parameters"
+    found = said.get(name, {})
+    if not isinstance(found, Mapping):
+        raise BadInput(f"{name} is {found!r:.80}, expected an object")
+    parts = found.get("compress"), found.get("main")
+    if all(isinstance(part, Mapping) for part in parts):
+        ropes = [_part(dict(part or {}), said, rope_dim) for part in parts]
+        return ropes[0], read_rope({**_lengths(said), "rope_parameters": ropes[1]})
+    compress = {key: value for key, value in found.items() if key not in ("compress", "main")}
+    if compress.get("rope_theta", said["rope_theta"]) != said["rope_theta"]:
+        raise BadInput(f"rope_theta of {name} differs from rope_theta {said['rope_theta']!r:.40}")
+    compress.setdefault("partial_rotary_factor", rope_dim / said["head_dim"])
+    compress = _part(compress, said, rope_dim)
+    compress["rope_theta"] = said["compress_rope_theta"]
+    if compress.get("rope_type", compress.get("type")) == "yarn":
+        compress.setdefault("attention_factor", 1.0)
+    return compress, {"rope_theta": said["rope_theta"]}
+
+
+def _part(rope: dict[str, Any], said: Mapping[str, Any], rope_dim: int) -> dict[str, Any]:
+    share = rope.pop("partial_rotary_factor", 1)
+    if not isinstance(share, int | float) or int(said["head_dim"] * share) != rope_dim:
+        raise BadInput(f"partial_rotary_factor {share!r:.40} does not make {rope_dim} dimensions")
+    return rope
+
+
+def _lengths(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {"max_position_embeddings": said["max_position_embeddings"]}
+
+
+def _compressed(said: Mapping[str, Any]) -> dict[str, Any]:
+    if said.get("num_key_value_heads", 1) != 1:
+        raise BadInput(f"num_key_value_heads {said['num_key_value_heads']!r:.40} is not 1")
+    rates = said.get("compress_rates", {})
+    if not isinstance(rates, Mapping):
+        raise BadInput(f"compress_rates is {rates!r:.60}, expected an object")
+    sparse, heavy = list(KINDS)[1:]
+    stored = said.get("quantization_config")
+    inside = stored.get("expert_dtype") if isinstance(stored, Mapping) else None
+    copied = ("sliding_window", "o_groups", "o_lora_rank", "hc_sinkhorn_iters")
+    return {
+        **{key: said[key] for key in copied},
+        "kinds": _kinds(said),
+        "sparse_rate": said.get("compress_rate_csa", rates.get(sparse, 4)),
+        "heavy_rate": said.get("compress_rate_hca", rates.get(heavy, 128)),
+        "hashed": _hashed(said),
+        "expert_dtype": inside or said.get("expert_dtype") or "bfloat16",
+    }
+
+
+def _kinds(said: Mapping[str, Any]) -> tuple[str, ...]:
+    layers = said_layers(said)
+    usual = ["heavy" if n < 2 or n % 2 == 0 else "sparse" for n in layers]
+    both = [
+        _listed(said, name, words, len(layers))
+        for name, words in (("layer_types", KINDS), ("compress_ratios", RATIOS))
+        if name in said
+    ]
+    if len(both) == 2 and both[0] != both[1]:
+        raise BadInput("layer_types and compress_ratios say different layers")
+    return (both or [tuple(usual)])[0]
+
+
+def _hashed(said: Mapping[str, Any]) -> tuple[bool, ...]:
+    count = len(said_layers(said))
+    if "mlp_layer_types" in said:
+        return _listed(said, "mlp_layer_types", ROUTINGS, count)
+    hashed = said.get("num_hash_layers", HASHED)
+    if not _is_count(hashed) and hashed != 0:
+        raise BadInput(f"num_hash_layers is {hashed!r:.40}, expected a count of layers")
+    return tuple(n < hashed for n in range(count))
+
+
+def _listed(
+    said: Mapping[str, Any], name: str, words: Mapping[Any, T], count: int
+) -> tuple[T, ...]:
+    """What is behind the layers of the model is of its MTP module."""
+    found, known = said[name], list(words)
+    if not isinstance(found, list) or len(found) < count:
+        raise BadInput(f"{name} is {found!r:.60}, expected one of {known} for each layer")
+    for word in found[:count]:
+        if isinstance(word, bool) or word not in known:
+            raise BadInput(f"{name} has {word!r:.40}, expected one of {known}")
+    return tuple(words[word] for word in found[:count])
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 1 << 24
+
+
+def build(
+    config: ModelConfig,
+    tensor: TensorSource,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    company: Company | None = None,
+) -> Model:
+    """For an engine there is none; `ess.models.compressed` has the model."""
+    raise BadInput(f"{config.family} is not served yet: {NOT_SERVED}")
