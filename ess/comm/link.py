@@ -73,7 +73,9 @@ class Link(Protocol):
 
 def name_of(rank: int, team: int) -> str:
     stage, member = divmod(rank, team)
-    return f"stage {stage} (rank {rank})" if team == 1 else f"member {member} of stage {stage}"
+    if team == 1:
+        return f"stage {stage} (rank {rank})"
+    return f"rank {rank} (member {member} of stage {stage})"
 
 
 def left(rank: int, name: str) -> PeerLeft:

@@ -28,7 +28,7 @@ from ess.comm.link import (
     name_of,
     took_nothing,
 )
-from ess.comm.team import OneTeam, Team
+from ess.comm.team import Coming, OneTeam, Team, check_parts
 from ess.errors import BadInput
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Made = TypeVar("Made")
+
+
+@dataclass(slots=True, eq=False)
+class _Post:
+    """An exchange that was started: by member, what it gives to each, and how many have theirs."""
+
+    parts: dict[int, Sequence[Tensor]] = field(default_factory=dict)
+    taken_count: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +72,21 @@ class _House:
     def check(self) -> None:
         if self.lost is not None:
             raise LinkLost(self.lost.rank, str(self.lost))
+
+    def gathered(self, posts: dict[int, _Post], number: int, rank: int, size: int) -> list[Tensor]:
+        """What all members have posted for this one. The last to take its parts clears up."""
+        with self.changed:
+            post = posts[number]
+            if not self.wait(lambda: len(post.parts) == size, self.patience_s):
+                missing = [member for member in range(size) if member not in post.parts]
+                sentence = f"members {missing} sent nothing for {self.patience_s:g} s"
+                self.lost = LinkLost(missing[0], sentence)
+                self.changed.notify_all()
+                self.check()
+            post.taken_count += 1
+            if post.taken_count == size:
+                del posts[number]
+            return [post.parts[member][rank] for member in range(size)]
 
     def wait(self, until: Callable[[], bool], timeout_s: float | None) -> bool:
         """Under the lock. True when it holds; LinkLost when the group ends before."""
@@ -147,8 +170,39 @@ class LocalLink:
             raise took_nothing(self.peer, self._name, self._house.patience_s)
 
 
+class LocalComing:
+    """The parts for one member of an exchange of this number."""
+
+    def __init__(
+        self, house: _House, posts: dict[int, _Post], number: int, rank: int, due: list[int]
+    ) -> None:
+        self._house = house
+        self._posts = posts
+        self._number = number
+        self._rank = rank
+        self._due = due
+
+    def wait(self) -> Tensor:
+        parts = self._house.gathered(self._posts, self._number, self._rank, len(self._due))
+        sizes = [len(part) for part in parts]
+        if sizes != self._due:
+            sentence = f"member {self._rank} was given {sizes} bytes, {self._due} are due"
+            self._house.fail(self._rank, sentence)
+            self._house.check()
+        return torch.cat(parts)
+
+
 class LocalTeam:
-    def __init__(self, house: _House, rank: int, slots: list[object], all_of_us: threading.Barrier):
+    def __init__(
+        self,
+        house: _House,
+        rank: int,
+        slots: list[object],
+        all_of_us: threading.Barrier,
+        posts: dict[int, _Post],
+    ) -> None:
+        self._posts = posts
+        self._started = 0
         self.rank = rank
         self.size = len(slots)
         self._house = house
@@ -172,6 +226,16 @@ class LocalTeam:
         if len(tensors) != self.size:
             raise BadInput(f"tensors has {len(tensors)} tensors for a team of {self.size}")
         return self._around(tensors, lambda slots: [slot[self.rank].clone() for slot in slots])
+
+    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
+        check_parts(self, content, given, due)
+        number, self._started = self._started, self._started + 1
+        with self._house.changed:
+            self._house.check()
+            post = self._posts.setdefault(number, _Post())
+            post.parts[self.rank] = torch.split_with_sizes(content.clone(), list(given))
+            self._house.changed.notify_all()
+        return LocalComing(self._house, self._posts, number, self.rank, list(due))
 
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
         return self._around(content, lambda slots: bytes(slots[root]))
@@ -243,4 +307,5 @@ def _team(house: _House, size: int) -> list[Team]:
     barrier = threading.Barrier(size)
     house.breakers.append(barrier)
     slots: list[object] = [None] * size
-    return [LocalTeam(house, rank, slots, barrier) for rank in range(size)]
+    posts: dict[int, _Post] = {}
+    return [LocalTeam(house, rank, slots, barrier, posts) for rank in range(size)]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ess.comm.ending import Ending
 from ess.comm.link import DIMS_MAX, HEAD_BYTES_MAX, LinkLost
+from ess.comm.team import Coming, check_parts
 from ess.comm.tensors import as_bytes, break_waits
 from ess.errors import BadInput
 
@@ -31,6 +32,20 @@ class Collectives:
     host: Any
     tensors: Any
     patience_s: float
+
+
+class WiredComing:
+    """Both sides' memory is kept until the exchange has ended."""
+
+    def __init__(self, team: WiredTeam, work: Any, came: Tensor, content: Tensor) -> None:
+        self._team = team
+        self._work = work
+        self._came = came
+        self._content = content
+
+    def wait(self) -> Tensor:
+        self._team.end(self._work)
+        return self._came
 
 
 class WiredTeam:
@@ -87,6 +102,14 @@ class WiredTeam:
             for part, shape in zip(_cut(came, due), shapes, strict=True)
         ]
 
+    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
+        check_parts(self, content, given, due)
+        came = content.new_empty(sum(due))
+        work = self._guarded(
+            lambda: self._tensors.alltoall_base(came, content, list(due), list(given))
+        )
+        return WiredComing(self, work, came, content)
+
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
         if self.rank == root and len(content) > HEAD_BYTES_MAX:
             raise BadInput(f"content has {len(content)} bytes, at most {HEAD_BYTES_MAX}")
@@ -131,9 +154,16 @@ class WiredTeam:
         return came
 
     def _run(self, begin: Callable[[], Any]) -> None:
+        self.end(self._guarded(begin))
+
+    def end(self, work: Any) -> None:
+        """Waits for an exchange that was begun."""
+        self._guarded(lambda: work.wait(self._patience))
+
+    def _guarded(self, act: Callable[[], Any]) -> Any:
         self._ending.check()
         try:
-            begin().wait(self._patience)
+            return act()
         except RuntimeError as wrong:
             self._ending.wait(GRACE_S)
             lost = LinkLost(-1, f"a member of stage {self._stage} is lost: an exchange broke off")

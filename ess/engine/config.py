@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Final, Literal
 
 from ess import config
 from ess.config import setting
@@ -172,7 +172,7 @@ class ProcessConfig(EngineConfig):
         False, "telemetry", "Publish KV events where other machines reach them: prompts, no key."
     )
     pp_size: int = setting(
-        1, "pipeline", "For prefill: stages that the layers are divided over.", (1, 1024)
+        1, "pipeline", "Stages that the layers are divided over, a process each.", (1, 1024)
     )
     tp_size: int = setting(1, "pipeline", "Processes of a stage that divide the heads.", (1, 64))
     cp_size: int = setting(
@@ -180,6 +180,15 @@ class ProcessConfig(EngineConfig):
     )
     pp_layer_partition: str = setting(
         "", "pipeline", "Layers of each stage, as 15,15,15,16; else they are divided by cost."
+    )
+    dp_size: int = setting(
+        1, "pipeline", "Servers that divide the experts, each with requests of its own.", (1, 1024)
+    )
+    dp_rank: int = setting(
+        -1, "pipeline", "Which of them this one is; -1 starts all that run here.", (-1, 1023)
+    )
+    ep_size: int = setting(
+        0, "pipeline", "Ranks that the experts are divided over: dp_size, or 0.", (0, 1024)
     )
     dynamic_chunking: bool = setting(
         False, "pipeline", "Chunks that take equally long, from --chunk-tokens on."
@@ -216,6 +225,12 @@ class ProcessConfig(EngineConfig):
         return self.pp_size * self.team_size
 
     @property
+    def processes_here(self) -> int:
+        """Engine processes that this command starts, on this machine."""
+        starts_ranks = self.dp_size > 1 and self.dp_rank < 0
+        return (self.dp_size if starts_ranks else self.world_size) // self.nnodes
+
+    @property
     def is_staged(self) -> bool:
         """A pipeline runs, of one stage perhaps, and no engine of one process."""
         return self.world_size > 1 or self.dynamic_chunking
@@ -225,11 +240,13 @@ def check_stages(config: ProcessConfig) -> None:
     """What cannot be combined is refused by name, before anything starts."""
     several = {"pp_size": config.pp_size, "tp_size": config.tp_size, "cp_size": config.cp_size}
     for name, size in several.items():
-        if size > 1 and config.role != "prefill":
+        if size > 1 and config.role == "decode":
             raise BadInput(
-                f"{name} is {size}, and role is {config.role}: only a prefill worker has several"
-                " processes"
+                f"{name} is {size}, and role is decode: `ess serve` and `ess prefill` have several"
+                " processes, a decode worker has not yet"
             )
+    if config.world_size > 1 and config.role == "both":
+        _check_mesh(config)
     if config.dynamic_chunking and config.role != "prefill":
         raise BadInput(
             f"dynamic_chunking is for a prefill worker, and role is {config.role}: there tpot_ms"
@@ -244,11 +261,66 @@ def check_stages(config: ProcessConfig) -> None:
             f"pp_layer_partition is {config.pp_layer_partition!r:.80}, and pp_size is 1: one stage"
             " has all layers"
         )
+    _check_ranks(config)
     _check_nodes(config)
+
+
+# Settings that do not go together with --tp-size and --pp-size yet, beside --role prefill.
+MESH_LACKS: Final[Mapping[str, str]] = {
+    "cp_size": "only prefill workers divide the tokens of a chunk",
+    "dp_size": "the experts are divided among whole engines",
+    "nnodes": "all processes of a serving engine are on one machine so far",
+    "prefix_cache_dir": "the stages' parts of a page would come from the disk at different times",
+    "mtp_auto": "it follows each process's own clock",
+    "tpot_ms": "it follows each process's own clock",
+    "deterministic": "a share of the heads may be rounded in another order than all",
+    "fake_prefill": "nothing is handed over",
+}
+
+
+def _check_mesh(config: ProcessConfig) -> None:
+    """Of an engine that decodes in several processes."""
+    for field in fields(ProcessConfig):
+        if field.name in MESH_LACKS and (given := getattr(config, field.name)) != field.default:
+            raise BadInput(
+                f"{field.name} is {given}, and tp_size is {config.tp_size}, pp_size"
+                f" {config.pp_size}: {MESH_LACKS[field.name]}"
+            )
+
+
+def _check_ranks(config: ProcessConfig) -> None:
+    """What engines that divide the experts can be."""
+    size, rank = config.dp_size, config.dp_rank
+    if config.ep_size not in (0, size):
+        raise BadInput(
+            f"ep_size is {config.ep_size} and dp_size is {size}: the experts are divided over all"
+            " ranks that have requests"
+        )
+    if rank >= size:
+        raise BadInput(f"dp_rank is {rank}, must be 0 to {size - 1} for a dp_size of {size}")
+    if size == 1:
+        return
+    if config.role == "prefill":
+        raise BadInput(
+            f"dp_size is {size}, and role is prefill: several prefill workers behind a router make"
+            " prompts beside one another"
+        )
+    if config.device != "cpu":
+        raise BadInput(f"dp_size is {size}, and device is {config.device}: so far it must be cpu")
+    if config.deterministic:
+        raise BadInput(
+            f"dp_size is {size}, and deterministic is set: what an expert makes of a token is"
+            " rounded as the batch is, and the batch is that of all ranks"
+        )
+    if rank >= 0 and not config.dist_init_addr:
+        raise BadInput(f"dist_init_addr is missing: {size} ranks must know where they meet")
 
 
 def _check_nodes(config: ProcessConfig) -> None:
     nodes, size, team = config.nnodes, config.world_size, config.team_size
+    shape = f"pp_size {config.pp_size} x {team} of a stage"
+    if config.dp_size > 1:
+        size, shape = config.dp_size, f"dp_size {config.dp_size}"
     if config.node_rank >= nodes:
         raise BadInput(
             f"node_rank is {config.node_rank}, must be 0 to {nodes - 1} for {nodes} nodes"
@@ -260,10 +332,7 @@ def _check_nodes(config: ProcessConfig) -> None:
     if nodes == 1:
         return
     if size % nodes:
-        raise BadInput(
-            f"nnodes is {nodes}: {size} processes (pp_size {config.pp_size} x {team} of a stage) do"
-            " not divide evenly"
-        )
+        raise BadInput(f"nnodes is {nodes}: {size} processes ({shape}) do not divide evenly")
     if size // nodes % team:
         raise BadInput(
             f"nnodes is {nodes}: the {team} processes of a stage would be on several machines, and"

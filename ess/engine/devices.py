@@ -24,13 +24,17 @@ DEFAULTS: Final[Mapping[str, Any]] = {"backend": "cuda", "form": "stored"}
 
 OF_DEVICES: Final = ("device_bytes", "graph_bytes", "graph_sizes", "nvtx")
 
+STAGES: Final = "the processes of a pipeline compute on the host alone"
+
 # Settings, the values that a device serves, and why it does not serve others.
 SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "backend": (("cuda",), "its kernels are those of backend cuda"),
     "evict": (("lru",), "rows give way by lru alone there"),
     "deterministic": ((False,), "its kernels have no stages that are alike in every batch"),
-    "verify_every": ((0,), "its slots are not compared with the host while it serves"),
-    "role": (("both",), "rows are not handed to other workers from there, nor taken there, yet"),
+    "pp_size": ((1,), STAGES),
+    "tp_size": ((1,), STAGES),
+    "cp_size": ((1,), STAGES),
+    "dynamic_chunking": ((False,), STAGES),
     "transport": (("tcp", "nixl"), "its pools cannot be mapped by other processes"),
 }
 

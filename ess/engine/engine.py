@@ -17,6 +17,7 @@ always makes its tokens and ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Unpack
 
@@ -34,8 +35,9 @@ from ess.engine.intake import Intake, Wishes
 from ess.engine.loads import Loads
 from ess.engine.plan import Chunk, Made, StepPlan, StepResult
 from ess.engine.process.messages import GraphLine, StageLine
-from ess.engine.prompt import run as prompts
+from ess.engine.prompt.run import span_of
 from ess.engine.prompt.scores import score
+from ess.engine.ranks.accord import Alone, Ranks, Wish
 from ess.engine.request import Reason, Request, State
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_waiting
@@ -44,6 +46,7 @@ from ess.engine.step.flights import Flights
 from ess.engine.step.future import depth_reasons
 from ess.engine.step.runner import made_runner
 from ess.engine.step.warmth import Warmth
+from ess.engine.step.way import Here, Way
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import Pace, Seen
@@ -57,7 +60,8 @@ __all__ = ["Engine", "EngineConfig"]
 
 class Engine:
     """A tokenizer is needed by requests with stop strings or a grammar, and by no others; a `port`
-    by those whose rows go to other workers or come from them."""
+    by those whose rows go to other workers or come from them. Engines that divide the experts have
+    `ranks`, which meet in every step: an engine without requests stands by."""
 
     def __init__(
         self,
@@ -68,8 +72,11 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
         port: Port | None = None,
+        ranks: Ranks | None = None,
+        way: Way | None = None,
     ) -> None:
-        if config.mtp > 1 and not (model.mtp and offload.layout.mtp_layer_count):
+        has_mtp = model.mtp and offload.layout.mtp_layer_count
+        if config.mtp > 1 and not (has_mtp or offload.layout.mtp_elsewhere):
             raise BadInput(f"mtp is {config.mtp}, but the model or the layout has no MTP layer")
         self.offload = offload
         self.step_count = 0
@@ -77,7 +84,8 @@ class Engine:
         self.moved_count = 0
         self._clock = clock or RealClock()
         self._config = config
-        self.runner = made_runner(model, offload, config)
+        self._way = way or Here()
+        self.runner = made_runner(model, offload, config, self._way.heads)
         self.tuning = self.runner.tuning
         self.verifier = self.runner.verifier
         self._entry = Entry(model.config, tokenizer)
@@ -91,7 +99,10 @@ class Engine:
         )
         self._handoffs = Handoffs(port, self.runner, config, on_end=self._admission.ask_again)
         self._intake = Intake(self, self._roster, on_first=self._admission.ask_again)
-        self._flights = Flights(self.runner, config, clock=self._clock)
+        self._ranks = ranks or Alone()
+        self._flights = Flights(
+            self.runner, config, clock=self._clock, ranks=self._ranks, way=self._way
+        )
         self._made: list[Made] = []
 
     # ---- requests
@@ -193,12 +204,24 @@ class Engine:
             self._enter(request)
         self._admission.admit(step_count=self.step_count, limit=self.pace.batch_limit)
         plan = self._launch()
-        scored = self._prefill(plan.chunks) if plan.chunks else ()
+        scored = self._prefill(plan.chunks)
         self._learn(depth if plan.turns else 0)
         self._refill(plan)
         self.step_count += 1
         made, self._made = tuple(self._made), []
         return StepResult(made, plan.chunks, len(plan.turns), scored)
+
+    @torch.inference_mode()
+    def stand_by(self, *, leaves: bool = False) -> None:
+        """Takes part in a step of the other ranks, without requests of its own."""
+        if self._ranks.rest_s < math.inf:
+            self._flights.stand_by(Wish(leaves=leaves))
+            self._flights.stand_by_prompts()
+
+    @property
+    def rest_s(self) -> float:
+        """How long nobody misses this rank when it has nothing to do."""
+        return self._ranks.rest_s
 
     @torch.inference_mode()
     def rehearse(self, tell: Callable[[str], None]) -> None:
@@ -250,7 +273,9 @@ class Engine:
         return None if replays is None else replays.line()
 
     def close(self) -> None:
-        """Ends the processes of the grammars."""
+        """Ends the processes of the grammars. Other ranks are stood by until all end."""
+        while not self._ranks.latest.all_leave:
+            self.stand_by(leaves=True)
         self._entry.close()
 
     def _rebalance(self) -> None:
@@ -350,9 +375,13 @@ class Engine:
 
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[tuple[Chance, ...], ...]:
         """Runs the chunks as one pack; then the prompts that are there land, in order of rank."""
+        if not chunks:
+            self._flights.stand_by_prompts()
+            return ()
         started_s = self._clock.now_s()
-        spans = [prompts.span_of(chunk) for chunk in chunks]
-        prefilled = prompts.run_chunks(self.runner, spans, self._handoffs.while_made(chunks))
+        spans = [span_of(chunk) for chunk in chunks]
+        on_layer = self._handoffs.while_made(chunks)
+        prefilled = self._way.prefilled(self.runner, spans, on_layer)
         scored = tuple(score(*each) for each in zip(prefilled, chunks, strict=True))
         seconds = self._clock.now_s() - started_s
         tokens = sum(chunk.count for chunk in chunks)

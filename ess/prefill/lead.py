@@ -13,6 +13,7 @@ over; then all stages close it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol, Unpack
@@ -340,6 +341,13 @@ class Lead:
         for report in self._stage.pump():
             self._hear(0, report)
         self.stages.flush()
+
+    def stand_by(self) -> None:
+        """No other engine waits for a pipeline."""
+
+    @property
+    def rest_s(self) -> float:
+        return math.inf
 
     def _hear(self, stage: int, report: Report) -> None:
         match report:

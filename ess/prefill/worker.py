@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from dataclasses import dataclass
 from select import select
 from typing import Final
@@ -26,19 +25,18 @@ import zmq
 
 from ess.clock import Clock, RealClock
 from ess.comm.group import Group
-from ess.comm.link import Link, LinkLost, PeerLeft
-from ess.comm.meeting import join_group
+from ess.comm.link import Link, PeerLeft
 from ess.comm.team import Team
 from ess.door.handoff.port import Port
 from ess.engine.chunking.sizer import ChunkSizer
 from ess.engine.process.disk import disk_of
-from ess.engine.process.lifeline import die_with_parent
+from ess.engine.process.member import join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import Peers, layout_digest, open_port
 from ess.engine.process.wire import SocketWire
 from ess.engine.process.worker import Built, serve
 from ess.engine.step.runner import made_runner
-from ess.errors import BadInput, EssError
+from ess.errors import EssError
 from ess.kernels.backend import ops
 from ess.layout import ModelLayout
 from ess.models.load import load_model
@@ -53,7 +51,6 @@ from ess.prefill.team import TeamLead, TeamMember, check_team, heads_of
 
 GRACE_S: Final = 1.5
 LOOK_S: Final = 0.25
-JOIN_S: Final = 120.0
 LOAD_S: Final = 3600.0
 
 
@@ -65,28 +62,6 @@ class Loaded:
     hello: Hello
     port: Port | None
     whole: ModelLayout
-
-
-def rank_of(launch: Launch) -> Rank:
-    if launch.rank is None:
-        raise BadInput("rank is missing: it says which stage of the pipeline this process is")
-    rank, stage_count = launch.rank, len(launch.rank.layers)
-    if rank.team < 1 or rank.size != stage_count * rank.team:
-        raise BadInput(f"size is {rank.size} for {stage_count} stages of {rank.team} ranks each")
-    return rank
-
-
-def join(rank: Rank, secret: str) -> Group:
-    return join_group(
-        rank.rank,
-        rank.size,
-        init=rank.init,
-        team=rank.team,
-        timeout_s=JOIN_S,
-        generation=rank.generation,
-        secret=secret.encode(),
-        patience_s=rank.stage_timeout_s,
-    )
 
 
 def load_weights(launch: Launch, rank: Rank, team: Team) -> tuple[Model, ModelLayout]:
@@ -220,36 +195,14 @@ def run(launch: Launch, endpoints: list[str]) -> None:
         group.next if is_lead else group.reports[0],
         stdin=None if is_lead else sys.stdin.fileno(),
     )
-    try:
+    with membership(group):
         if is_lead:
             lead(launch, group, endpoints)
         elif group.team.rank:
             assist(launch, group)
         else:
             follow(launch, group)
-    except LinkLost:
-        raise
-    except BaseException as error:
-        group.fail(f"{type(error).__name__}: {error}")
-        raise
-    group.close()
-
-
-def main(arguments: list[str]) -> int:
-    """A group that has failed is not left in order: its ranks would wait for one another."""
-    die_with_parent()
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    try:
-        run(launch, arguments)
-    except BaseException as error:
-        if isinstance(error, EssError):
-            sys.stderr.write(f"rank {rank_of(launch).rank} ends: {error}\n")
-        else:
-            traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(run, lambda launch: rank_of(launch).rank, sys.argv[1:]))

@@ -15,14 +15,18 @@ from ess import console
 from ess.errors import BadInput
 from ess.kernels.cpu import native
 from ess.layout import ModelLayout, RowCodec
+from ess.models.registry import read_config as parse_config
+from ess.models.weights.dry_run import PUBLISHED, read_config
 from ess.units import PAGE_ROWS, format_bytes, parse_size
 
+RowForm = Literal["fp8", "bf16", "f32"]
 PRESETS: Final[dict[str, Callable[..., ModelLayout]]] = {
     "deepseek-v3.2": ModelLayout.deepseek_v32,
     "glm-5": ModelLayout.glm_5,
     "glm-5.2": ModelLayout.glm_52,
     "ess-embedded": ModelLayout.embedded,
 }
+NAMES: Final = (*PRESETS, *(name for name in PUBLISHED if name not in PRESETS))
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +39,10 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     group_count: int
     top_k: int
     row_bytes: int
+    row_sizes: tuple[int, ...]
     key_bytes: int
+    key_group_count: int
+    window_floor: int
     token_host_bytes: int
     wire_page_bytes: int
     host_page_bytes: int
@@ -73,7 +80,7 @@ def layout(
     name: str,
     /,
     *,
-    row: Literal["fp8", "bf16", "f32"] = "fp8",
+    row: RowForm = "fp8",
     host_bytes: str | None = None,
     json: bool = False,
 ) -> None:
@@ -82,7 +89,8 @@ def layout(
     Parameters
     ----------
     name
-        A preset: deepseek-v3.2, glm-5, glm-5.2 or ess-embedded.
+        A preset (deepseek-v3.2, glm-5, glm-5.2, ess-embedded) or a published configuration:
+        a.x-k2-light, hy4-preview, mistral-large-4, dots3-note.
     row
         How a latent row is stored.
     host_bytes
@@ -90,14 +98,20 @@ def layout(
     json
         Print one JSON document.
     """
-    preset = PRESETS.get(name)
-    if preset is None:
-        raise BadInput(f"layout {name!r} is unknown; choose from {', '.join(PRESETS)}")
-    cost = _cost(preset(row=RowCodec(form=row)), host_bytes)
+    cost = _cost(_layout_of(name, row), host_bytes)
     if json:
         console.print_json(cost)
     else:
         _print_cost(cost)
+
+
+def _layout_of(name: str, row: RowForm) -> ModelLayout:
+    if name not in NAMES:
+        raise BadInput(f"layout {name!r} is unknown; choose from {', '.join(NAMES)}")
+    preset = PRESETS.get(name)
+    if preset is not None:
+        return preset(row=RowCodec(form=row))
+    return parse_config(read_config(name)).layout(name=name, row=row)
 
 
 def _cost(model: ModelLayout, host_size: str | None) -> Cost:
@@ -111,13 +125,17 @@ def _cost(model: ModelLayout, host_size: str | None) -> Cost:
         group_count=model.group_count,
         top_k=model.top_k,
         row_bytes=model.row_bytes,
+        row_sizes=model.row_sizes,
         key_bytes=0 if model.index is None else model.index.key_bytes,
+        key_group_count=model.key_layer_count,
+        window_floor=model.window_floor,
         token_host_bytes=model.host_page_bytes // PAGE_ROWS,
         wire_page_bytes=model.page_bytes,
         host_page_bytes=model.host_page_bytes,
         active_page_bytes=model.index_page_bytes,
         slot_floor=model.slot_floor,
-        slot_floor_bytes=model.slot_floor * model.slot_bytes,
+        slot_floor_bytes=model.slot_floor * model.slot_bytes
+        + model.window_floor * model.window_slot_bytes,
         host_bytes=host_bytes,
         host_page_count=page_count,
         host_token_count=None if page_count is None else page_count * PAGE_ROWS,
@@ -135,11 +153,15 @@ def _print_cost(cost: Cost) -> None:
 
 
 def _cost_lines(cost: Cost) -> list[tuple[str, str, str]]:
+    keyed, windows = "one token in one layer group", ""
+    if cost.key_group_count < cost.group_count:
+        keyed = f"one token in {cost.key_group_count} groups: the others attend to a window"
+        windows = f", {cost.window_floor:,} for a window"
     lines = [
         (cost.layout, "", f"{cost.layer_count} layers + {cost.mtp_layer_count} MTP"),
         ("layer groups", f"{cost.group_count}", f"each picks {cost.top_k:,} rows per query"),
-        ("row", f"{cost.row_bytes:,} B", f"{cost.row_form}, one token in one layer"),
-        ("index key", f"{cost.key_bytes:,} B", "one token in one layer group"),
+        ("row", _bytes_of(cost.row_sizes), f"{cost.row_form}, one token in one layer"),
+        ("index key", f"{cost.key_bytes:,} B", keyed),
         ("token", f"{cost.token_host_bytes:,} B", "on the host: all rows and index keys"),
         ("wire page", f"{cost.wire_page_bytes:,} B", f"{PAGE_ROWS} rows of one layer"),
         ("host page", format_bytes(cost.host_page_bytes), f"{PAGE_ROWS} tokens on the host"),
@@ -151,13 +173,18 @@ def _cost_lines(cost: Cost) -> list[tuple[str, str, str]]:
         (
             "slot floor",
             format_bytes(cost.slot_floor_bytes),
-            f"{cost.slot_floor:,} slots in every group, per running request",
+            f"{cost.slot_floor:,} slots in every group{windows}, per running request",
         ),
     ]
     if cost.host_token_count is not None and cost.host_bytes is not None:
         held = f"tokens in {format_bytes(cost.host_bytes)} of host memory"
         lines.append(("capacity", f"{cost.host_token_count:,}", held))
     return lines
+
+
+def _bytes_of(row_sizes: tuple[int, ...]) -> str:
+    """The narrowest first."""
+    return " or ".join(f"{size:,} B" for size in row_sizes[::-1])
 
 
 def _installed(name: str) -> str | None:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
 from ess import console
@@ -273,7 +272,7 @@ def _add_handoff(table: Table, handoff: Mapping[str, Any]) -> None:
     table.add_row("handed over", f"{good:,}", f"{bad:,} came to nothing")
     for peer in handoff["peers"]:
         heard = f"heard {peer['heard_s']:.1f} s ago" if peer["is_up"] else "not heard"
-        table.add_row(escape(peer["address"]), "up" if peer["is_up"] else "down", heard)
+        table.add_row(peer["address"], "up" if peer["is_up"] else "down", heard)
 
 
 def _limited(load: Mapping[str, Any]) -> str:

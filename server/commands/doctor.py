@@ -12,6 +12,7 @@ import resource
 import shutil
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,8 @@ import msgspec
 from rich.table import Table
 
 from ess import console
-from ess.errors import Unavailable
+from ess.errors import BadInput, Unavailable
+from ess.flashtrans.ways import Choice, settle
 from ess.kernels.cpu import native
 from ess.kernels.cuda import driver
 from ess.server.commands.start.device import ask
@@ -96,7 +98,7 @@ def examined(port: int, transfer_host: str) -> Iterator[Check]:
 
 def _here(port: int, transfer_host: str) -> Iterator[Check]:
     checks: tuple[Callable[[], Check], ...] = (
-        *(_native, _memory, _locked, _shared, _huge_pages),
+        *(_native, _rows, _memory, _locked, _shared, _huge_pages),
         *(lambda: _port(port), lambda: _transport("tcp", transfer_host)),
         *(lambda: _transport("shared", transfer_host), lambda: _transport("nixl", transfer_host)),
         *(_stages, _decode),
@@ -135,9 +137,33 @@ def _placeholder(name: str) -> Iterator[Check]:
 
 def _native() -> Check:
     if native.available():
-        return Check(name="native kernels", grade="ok", state=native.isa())
+        tiles = ", index logits by tiles" if native.has_tiles() else ""
+        state = f"{native.isa()}, compute by {native.kernels()}{tiles}"
+        return Check(name="native kernels", grade="ok", state=state)
     hint = "build with a C++17 compiler; until then torch does it, slower"
     return Check(name="native kernels", grade="warn", state="missing", hint=hint)
+
+
+def _rows() -> Check:
+    """Measured now, if no earlier process of this machine has."""
+    try:
+        state = said_of(settle())
+    except BadInput as error:
+        return Check(name="row moves", grade="fail", state="not settled", hint=str(error))
+    return Check(name="row moves", grade="ok", state=state)
+
+
+def said_of(choices: Sequence[Choice]) -> str:
+    """The way that most gathers go, then each that goes another."""
+    if not choices:
+        return "by NumPy"
+    usual = Counter(choice.way for choice in choices).most_common(1)[0][0]
+    others = [
+        f"{choice.count:,} of {choice.row_bytes:,} B {choice.way} (x{choice.gain:.2f})"
+        for choice in choices
+        if choice.way != usual
+    ]
+    return "; ".join((usual, *others))
 
 
 def _memory() -> Check:

@@ -177,7 +177,7 @@ def _serve(
 ) -> int:
     _note_foreign(foreign)
     try:
-        from ess.server.commands.start.launch import serve_flags
+        from ess.server.commands.start.begin import serve_flags
     except ModuleNotFoundError as error:
         raise Unavailable(f"{error.name} is missing: install ess[serve]") from None
     return serve_flags(flags, config=config, json=json)

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 import ess
 from ess.engine.process.messages import HandoffStatus
 from ess.engine.tpot_control import TPOT
-from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS, WINDOW_SLOTS
 from ess.server.process.handoffs import moved_bytes
 from ess.server.process.service import Service
 from ess.server.process.tally import WAIT_BOUNDS_S, Waits
@@ -92,7 +92,7 @@ def _own(service: Service) -> Iterator[Metric]:
 
 
 MODES: Final = ("resident", "none", "da", "dba")
-LIMITERS: Final = (SLOTS, INDEX_PAGES, HOST_PAGES, SEQUENCES, TPOT)
+LIMITERS: Final = (SLOTS, WINDOW_SLOTS, INDEX_PAGES, HOST_PAGES, SEQUENCES, TPOT)
 
 
 def _pools(service: Service) -> Iterator[Metric]:

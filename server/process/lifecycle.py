@@ -196,7 +196,9 @@ class Running:
             await self._end_engine()
 
     async def _end_engine(self) -> None:
-        await self._engines.stop(within_s=ENGINE_STOP_S)
+        """An engine that shares the experts goes on until the other ranks' streams have ended."""
+        others_s = self._settings.drain_s if self._settings.dp_size > 1 else 0.0
+        await self._engines.stop(within_s=max(others_s, ENGINE_STOP_S))
 
     async def _drain(self, grace_s: float) -> None:
         """Streams finish; after `drain_s` the rest end with an error."""

@@ -14,7 +14,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import TPOT
 from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
-from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, WINDOW_SLOTS
 from ess.server.http.responses import Absent, Interrupted, Refused
 from ess.server.process.board import SUBSCRIBERS_MAX, Board
 from ess.server.process.engines.stages import missing
@@ -29,6 +29,7 @@ REASON_OF: Final[Mapping[str, str]] = {
     HOST_PAGES: "host_pool_full",
     INDEX_PAGES: "indexer_full",
     SLOTS: "hot_pool_full",
+    WINDOW_SLOTS: "hot_pool_full",
     TPOT: "tpot",
 }
 

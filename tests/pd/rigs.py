@@ -12,6 +12,7 @@ from ess.door.handoff.port import Port
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
+from ess.models.model import Model
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal
 from ess.transfer.transports.inprocess import Exchange, InProcessTransport
@@ -31,10 +32,11 @@ def offload_of(
     index_pages: int | None = None,
     lines: int = 4,
     slot_pages: int = 8,
+    model: Model | None = None,
     **more,
 ) -> Offload:
     """`more` is for `Offload.create`."""
-    config = small().config
+    config = (model or small()).config
     if mtp == 1:
         config = msgspec.structs.replace(config, mtp_layer_count=0)
     layout = config.layout(row="f32", index="f32")
@@ -68,6 +70,7 @@ class Worker:
         wait_s=5.0,
         wrap=lambda transport: transport,
     ):
+        model = pools.get("model") or small()
         self.offload = offload_of(mtp=config.mtp, **pools)
         identity = Identity(epoch=epoch, seal=SEAL, layout=LAYOUT)
         self.transport = wrap(
@@ -82,7 +85,7 @@ class Worker:
             lease_s=lease_s,
             arrivals_max=arrivals_max,
         )
-        self.engine = Engine(small(), self.offload, config, port=self.port, clock=clock)
+        self.engine = Engine(model, self.offload, config, port=self.port, clock=clock)
 
     def step(self) -> None:
         self.engine.step()
@@ -147,9 +150,12 @@ class Pair:
         raise AssertionError(f"not so after {STEPS_MAX} steps")
 
 
-def alone(asked, *, mtp: int = 1, clock: Clock | None = None) -> list[list[int]]:
+def alone(
+    asked, *, mtp: int = 1, clock: Clock | None = None, model: Model | None = None
+) -> list[list[int]]:
     """What an engine says that prefills and decodes itself."""
-    eng = Engine(small(), offload_of(mtp=mtp), EngineConfig(mtp=mtp, chunk_tokens=64), clock=clock)
+    offload, config = offload_of(mtp=mtp, model=model), EngineConfig(mtp=mtp, chunk_tokens=64)
+    eng = Engine(model or small(), offload, config, clock=clock)
     requests = [eng.add(prompt, sampling) for prompt, sampling in asked]
     for _ in eng.run():
         pass

@@ -45,7 +45,7 @@ PARTS: Final = tuple(
 )
 CLIENTS: Final = 6
 TOKENS: Final = (8, 24, 80)
-PROMPTS: Final = ([5, 6, 7], [9] * 90, [11] * 300)
+PROMPTS: Final = ("The server is", "a page of rows " * 20, "who asks for the next token? " * 30)
 BACK_S: Final = 180.0
 PAUSE_S: Final = 0.1
 ROUTERS: Final = {kind.package: kind for kind in (SMG, VLLM, SGLANG)}
@@ -149,6 +149,7 @@ class Killing:
         if not self._is_paced:
             alone = Client(url, "", [], over)
             whole = [alone.ask(prompt, max(TOKENS)) for prompt in range(len(PROMPTS))]
+            assert all(asked.how == "whole" for asked in whole), f"undisturbed: {whole}"
             self._expected = [asked.made.choices[0].ids for asked in whole]
         clients = [Client(url, f"{self._seed} {n}", self._ended, over) for n in range(CLIENTS)]
         for client in clients:

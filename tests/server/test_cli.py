@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from ess.engine.process.messages import GraphLine, PoolUse, Status
+from ess.errors import BadInput
+from ess.flashtrans.ways import Choice
 from ess.server.commands import chat_cli, cli, doctor, transports
 from ess.server.commands.client import Client
 from ess.server.commands.doctor import Check
@@ -171,12 +173,12 @@ def test_doctor_s_code_says_whether_something_failed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     good = Check(name="a", grade="ok", state="1")
-    poor = Check(name="b", grade="warn", state="2", hint="do this")
+    poor = Check(name="b", grade="warn", state="2", hint="do 'this[now]'")
     bad = Check(name="c", grade="fail", state="3", hint="do that")
     monkeypatch.setattr(doctor, "examined", lambda port, host: iter((good, poor)))
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr()
-    assert "-> do this" in said.out
+    assert "-> do 'this[now]'" in said.out
     assert "can serve, `ess serve` starts; worth a look: b" in said.err
     monkeypatch.setattr(doctor, "examined", lambda port, host: iter((good, poor, bad)))
     assert cli.main(["doctor", "--json"]) == 3
@@ -221,6 +223,24 @@ def test_another_token_is_a_failure():
     times = {"offload_s": 1.0, "resident_s": 1.0, "miss_count": 5}
     assert doctor.judged({"same": True, **times}).grade == "ok"
     assert doctor.judged({"same": False, **times}).grade == "fail"
+
+
+def test_the_ways_of_row_moves_are_said():
+    usual = Choice(row_bytes=264, count=512, way="requests", gain=1.0)
+    other = Choice(row_bytes=2304, count=65_536, way="staged", gain=1.234)
+    assert doctor.said_of([usual, other, usual]) == "requests; 65,536 of 2,304 B staged (x1.23)"
+    assert doctor.said_of(()) == "by NumPy"
+
+
+def test_a_wrong_way_of_row_moves_is_said(monkeypatch: pytest.MonkeyPatch):
+    def refuse():
+        raise BadInput("ESS_ROWS is 'fast', must be one of others")
+
+    monkeypatch.setattr(doctor, "settle", refuse)
+    assert (doctor._rows().grade, doctor._rows().hint) == (
+        "fail",
+        "ESS_ROWS is 'fast', must be one of others",
+    )
 
 
 def test_a_missing_package_is_a_failure_with_its_remedy():

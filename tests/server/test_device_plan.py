@@ -58,8 +58,10 @@ def test_what_a_device_does_not_serve_is_refused_by_name(name: str):
         "backend": "cpu",
         "evict": "sieve",
         "deterministic": True,
-        "verify_every": 3,
-        "role": "decode",
+        "pp_size": 2,
+        "tp_size": 2,
+        "cp_size": 2,
+        "dynamic_chunking": True,
         "transport": "shared",
     }
     with pytest.raises(BadInput, match=rf"{name} is .*, and device is 'cuda'"):

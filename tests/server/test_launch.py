@@ -16,8 +16,9 @@ from ess.models.chat.messages import Message
 from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
+from ess.server.commands.start.begin import serve_flags
 from ess.server.commands.start.checkpoint import read_checkpoint
-from ess.server.commands.start.launch import Told, chat_template, make_service, serve_flags
+from ess.server.commands.start.launch import Told, chat_template, make_service
 from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.sizing import plan_memory
 

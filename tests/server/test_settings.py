@@ -16,7 +16,7 @@ from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server.commands import cli
 from ess.server.commands.serve import shown_default
-from ess.server.commands.start import launch
+from ess.server.commands.start import begin, launch
 from ess.server.commands.start.checkpoint import read_checkpoint
 from ess.server.commands.start.compat_flags import (
     FLAGS,
@@ -69,7 +69,7 @@ def test_a_setting_that_is_a_word_or_a_number():
 def told(*words: str, monkeypatch: pytest.MonkeyPatch) -> Launch:
     """What `ess serve` with these words on its command line would tell the engine process."""
     flags: dict[str, object] = {}
-    monkeypatch.setattr(launch, "serve_flags", lambda given, **_: flags.update(given))
+    monkeypatch.setattr(begin, "serve_flags", lambda given, **_: flags.update(given))
     assert cli.main(["serve", *words]) == 0
     found = resolve(flags, environment={"ESS_PEER_SECRET": "sixteen bytes are enough"})
     message = launch.launch_of(found.settings, read_checkpoint(""), planned(max_model_len="2k"))
@@ -163,7 +163,16 @@ def test_the_document_has_every_setting(section: str):
         (["--watchdog-timeout", "0"], "watchdog_s is 0"),
         (["--mem-fraction-static", "200%", "--model-path", "x"], "'x' is not a folder"),
         (["--page-size", "16"], "--page-size must be 64"),
-        (["--dp", "2"], "--dp-size must be 1"),
+        (["--dp", "2", "--ep-size", "4"], "ep_size is 4 and dp_size is 2"),
+        (["--data-parallel-size", "2", "--data-parallel-rank", "2"], "dp_rank is 2, must be 0 to"),
+        (["--dp", "2", "--dp-rank", "1"], "dist_init_addr is missing: 2 ranks"),
+        (["--dp", "2", "--disaggregation-mode", "prefill"], "dp_size is 2, and role is prefill"),
+        (["--dp", "2", "--device", "cuda"], "dp_size is 2, and device is cuda"),
+        (["--dp", "2", "--deterministic"], "dp_size is 2, and deterministic is set"),
+        (
+            ["--dp", "2", "--dp-rank", "0", "--dist-init-addr", "10.1.2.3:29500"],
+            "10.1.2.3:29500, which other machines reach: give all ranks --peer-secret-file",
+        ),
         (["--log-level", "info", "--tp", "2"], "tp_size is 2"),
         (["--enable-metrics", "--max-num-seqs", "0"], "--enable-metrics has no effect: /metrics"),
     ],

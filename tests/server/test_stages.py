@@ -40,6 +40,7 @@ TORCHRUN = {
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
 }
+OF_RANK = {**TORCHRUN, "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 GIVES = {"do_remote_decode": True, "do_remote_prefill": False}
 LEG = json.dumps(
     {
@@ -55,7 +56,11 @@ PACED = ("--engine", "paced", "--pace-ms", "20")
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"pp_size": 2}, "pp_size is 2, and role is both: only a prefill worker has several"),
+        ({"pp_size": 2, "role": "decode"}, "pp_size is 2, and role is decode: `ess serve` and"),
+        ({"pp_size": 2, "dp_size": 2}, "dp_size is 2, and tp_size is 1, pp_size 2: the experts"),
+        ({"tp_size": 2, "mtp_auto": True}, "mtp_auto is True, and tp_size is 2"),
+        ({"tp_size": 2, "cp_size": 2}, "cp_size is 2, and tp_size is 2, pp_size 1: only prefill"),
+        ({"cp_size": 2}, "cp_size is 2, and tp_size is 1"),
         ({"cp_size": 3, "role": "decode"}, "cp_size is 3, and role is decode"),
         ({**PREFILL, "tp_size": 2, "cp_size": 4}, "tp_size is 2 and cp_size is 4"),
         ({**PREFILL, "pp_layer_partition": "3,3"}, "'3,3', and pp_size is 1: one stage"),
@@ -123,6 +128,13 @@ def test_torchrun_says_which_rank_this_is():
     assert settings.dist_init_addr == "10.0.0.1:29501"
     assert ranks_here(settings) == range(2, 3)
     assert ranks_here(resolve({}, environment=TORCHRUN).settings) == range(1)
+    shared = {"dp_size": 4, "port": 9000}
+    with pytest.raises(BadInput, match="but dp_size is 2"):
+        resolve({**shared, "dp_size": 2}, environment=OF_RANK)
+    with pytest.raises(BadInput, match="dp_rank is 1: torchrun says where"):
+        resolve({**shared, "dp_rank": 1}, environment=OF_RANK)
+    found = resolve(shared, environment=OF_RANK).settings
+    assert (found.dp_rank, found.port, found.dist_init_addr) == (2, 9001, "127.0.0.1:29501")
     assert cleaned({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "x"}) == {
         "HOME": "x"
     }

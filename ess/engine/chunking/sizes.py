@@ -23,6 +23,7 @@ from ess.units import PAGE_ROWS
 
 FLOOR_SHARE: Final = 4
 SMOOTHING_DEFAULT: Final = 0.75
+ROUNDING: Final = 1e-3  # of a token: a size that misses a multiple by less has not missed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ def wanted_chunk(time: PrefillTime, chunking: Chunking, *, done: int) -> int:
     smooth = chunking.first + chunking.smoothing * (
         _strict(time, chunking.first, done) - chunking.first
     )
-    wanted = max(int(smooth), chunking.floor) // chunking.unit * chunking.unit
+    wanted = max(int(smooth + ROUNDING), chunking.floor) // chunking.unit * chunking.unit
     chunk = max(wanted, chunking.unit)
     assert chunk <= chunking.first, f"a chunk of {chunk} is longer than the first"
     return chunk

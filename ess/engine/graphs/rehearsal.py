@@ -2,24 +2,27 @@
 
 For each way to draw and each vector of modes that a first step may run, with all drafts and with
 requests that have none yet, the largest bucket first: the others then work in its memory. One
-request stands for all of a bucket, behind it are pads. A kind of step beyond the graphs' count or
-bytes is left out.
+request stands for all of a bucket, behind it are pads. When all kinds are there each is captured
+once more, as a step that is timed. What is beyond the graphs' count or bytes is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Final
 
 from ess.clock import Clock
 from ess.engine.graphs.replays import EAGER_STEPS, Fit, Replays
 from ess.engine.plan import Turn
+from ess.engine.ranks.accord import Alone, Wish
 from ess.engine.request import Request
 from ess.engine.step.decode import launch, learn
 from ess.engine.step.feeding import Future
 from ess.engine.step.laps import DeviceLap
 from ess.engine.step.runner import Runner
+from ess.engine.step.way import Here
 from ess.engine.tokens.sampling import Sampling
 from ess.overlap.policy import Vector
 from ess.units import counted, format_bytes
@@ -36,6 +39,7 @@ class Kind:
     count: int
     vector: Vector
     sampling: Sampling
+    is_timed: bool
 
 
 def rehearse(
@@ -50,25 +54,31 @@ def rehearse(
 ) -> None:
     started_s = clock.now_s()
     tell(f"graphs of steps: up to {counted(max(replays.sizes, default=0), 'request')} a step")
-    with runner.tuning.uncounted():
+    with runner.tuning.uncounted(), runner.verifier.off():
         for kind in kinds(runner, replays, width):
             if not replays.is_full and replays.has_bytes(sum(kind.counts)):
                 _capture(runner, future, replays, kind, draft_count)
-    replays.eager_counts.clear()
+    replays.rehearsed()
     runner.offload.drain()
     made, size = replays.captured_count, format_bytes(replays.byte_count)
     tell(f"graphs of steps: {made} captured in {clock.now_s() - started_s:.1f} s, {size}")
 
 
 def kinds(runner: Runner, replays: Replays, width: int) -> Iterator[Kind]:
-    for temperature in TEMPERATURES:
+    for is_timed, temperature in product((False, True), TEMPERATURES):
         sampling = Sampling(temperature=temperature, tokens_max=(1 + EAGER_STEPS) * width)
         for vector in runner.tuning.first_vectors():
             for count in dict.fromkeys((width, 1)):
                 for size in reversed(replays.sizes):
                     counts = replays.bucket((1,) * size, width)
                     if counts and max(counts) >= count:
-                        yield Kind(counts=counts, count=count, vector=vector, sampling=sampling)
+                        yield Kind(
+                            counts=counts,
+                            count=count,
+                            vector=vector,
+                            sampling=sampling,
+                            is_timed=is_timed,
+                        )
 
 
 def _capture(
@@ -78,19 +88,21 @@ def _capture(
     kind: Kind,
     draft_count: int,
 ) -> None:
-    """In the step behind those that load what it needs."""
+    """In the step behind those that load what it needs; with times behind the one without."""
     request = Request(number=0, prompt=[0], sampling=kind.sampling)
     opened = runner.offload.open(request.prompt, length_max=request.length_max)
     request.sequence = opened
     line = opened.line
     future.stash(line, [0] * kind.count)
-    for _ in range(1 + EAGER_STEPS):
+    for _ in range(1 if kind.is_timed else 1 + EAGER_STEPS):
         flight = launch(
             runner,
             future,
             replays,
             (Turn(request, kind.count),),
-            draft_count=draft_count,
+            brought=Wish(draft_count=draft_count),
+            ranks=Alone(),
+            way=Here(),
             lap=DeviceLap(),
             fit=Fit(kind.counts),
             vector=kind.vector,

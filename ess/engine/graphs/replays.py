@@ -6,9 +6,14 @@
 
 A kind is all that decides what is queued: the bucket, the modes of all layers, the draws, the
 drafts. What differs from step to step lies in memory of the device that stays where it is: the
-step's arrays, maps and tickets at the door, spans and columns here. This owner alone
-launches graphs, in turn, on the stream that computes. So all graphs share their memory, and what a
-graph makes there is read before the next graph is launched.
+step's arrays, maps and tickets at the door, spans and columns here. This owner alone launches
+graphs, in turn, on the stream that computes. So all graphs share their memory, and what a graph
+makes there is read before the next graph is launched.
+
+A step that is timed has events between its stages, and so a second graph of its kind. That is
+captured in the rehearsal or, of a kind that comes later, in the step behind the first graph's;
+where there is no room, not at all. No step is captured because its turn to be timed has come: where
+there is no graph for that the turn is passed over.
 
 A graph holds addresses: pools, workspaces and weights are made once and stay.
 """
@@ -21,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +42,7 @@ from ess.engine.step.feeding import Said
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import Watch
 from ess.engine.step_bytes import graph_bytes
+from ess.overlap.timeline import Stopwatch
 
 Cause = Literal["host logits", "no bucket", "verified", "first steps", "memory"]
 
@@ -44,6 +50,7 @@ EAGER_STEPS: Final = 1
 KINDS_MAX: Final = 1024
 
 Cuda: Any = torch.cuda
+Key: TypeAlias = tuple[Course, Hashable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,8 @@ class Captured:
 
 class Replays:
     """The counts are for people and metrics: steps that were replayed or captured, eager steps by
-    their cause, and graphs that were dropped for others."""
+    their cause, and graphs that were dropped for others. `_untimed` are kinds whose next step is to
+    be captured with times."""
 
     def __init__(
         self,
@@ -100,8 +108,9 @@ class Replays:
         estimated = self._takes(query_max=largest, graph_count=graph_max)
         self._byte_max = estimated if byte_max is None else byte_max
         self._pool_bytes = 0
-        self._held: OrderedDict[tuple[Course, Hashable], Captured] = OrderedDict()
-        self._seen: OrderedDict[Hashable, int] = OrderedDict()
+        self._held: OrderedDict[Key, Captured] = OrderedDict()
+        self._seen: OrderedDict[Key, int] = OrderedDict()
+        self._untimed: set[Key] = set()
         self._stream = Cuda.Stream(runner.model.device)
         self._pool = Cuda.graph_pool_handle()
 
@@ -126,28 +135,62 @@ class Replays:
         self, step: Step, fit: Fit, course: Course, more: Hashable, compute: Callable[[], Made]
     ) -> Made:
         """What `compute` makes of the step; `more` names what else decides what it queues."""
-        key = course, more
-        held = None if fit.cause else self._held.get(key)
-        if held is not None:
-            self._held.move_to_end(key)
-            return self._replay(step, held)
-        cause = fit.cause or self._cause(course, more)
+        kind = replace(course, is_timed=False), more
+        cause = fit.cause or ("verified" if course.verified_layer is not None else None)
+        if cause is None and kind not in self._held:
+            cause = self._cause(kind)
         if cause is not None:
             self.eager_counts[cause] += 1
             return compute()
+        key = self._in_time(kind, is_timed=course.is_timed)
+        held = self._held.get(key)
+        if held is not None:
+            self._held.move_to_end(key)
+            return self._replay(step, held)
         self._held[key] = captured = self._capture(step, compute)
+        if key == kind and _timed(kind) not in self._held:
+            self._untimed.add(kind)
         if len(self._held) > self._graph_max:
-            dropped, _ = self._held.popitem(last=False)
-            self._seen.pop(_untimed(*dropped), None)
-            self.dropped_count += 1
+            self._drop()
         return captured.made
 
-    def _cause(self, course: Course, more: Hashable) -> Cause | None:
-        """Why a step of a kind without a graph is not captured. Timed steps have a graph of their
-        own, for which nothing is to be loaded that steps without events have not loaded."""
-        if course.verified_layer is not None:
-            return "verified"
-        kind = _untimed(course, more)
+    def _in_time(self, kind: Key, *, is_timed: bool) -> Key:
+        """The kind with times or without: which of its graphs runs, or is captured now."""
+        timed, watch = _timed(kind), self._watch
+        if kind in self._untimed and self._has_room(kind) and watch.start():
+            self._untimed.discard(kind)
+            return timed
+        if not is_timed:
+            return kind
+        if timed in self._held:
+            return timed
+        watch.skip()
+        return kind
+
+    def _has_room(self, kind: Key) -> bool:
+        return not self.is_full and self.has_bytes(sum(kind[0].counts))
+
+    @property
+    def _watch(self) -> Stopwatch:
+        watch = self._runner.offload.stopwatch
+        assert watch is not None, "a step of a device is timed without a stopwatch"
+        return watch
+
+    def _drop(self) -> None:
+        (course, more), _ = self._held.popitem(last=False)
+        kind = replace(course, is_timed=False), more
+        self._seen.pop(kind, None)
+        self._untimed.discard(kind)
+        self.dropped_count += 1
+
+    def rehearsed(self) -> None:
+        """Requests come: of kinds that had no room to be timed no step will be."""
+        self.eager_counts.clear()
+        self._untimed.clear()
+
+    def _cause(self, kind: Key) -> Cause | None:
+        """Why a step of a kind without a graph is not captured."""
+        course, _ = kind
         count = self._seen[kind] = self._seen.pop(kind, 0) + 1
         if len(self._seen) > KINDS_MAX:
             self._seen.popitem(last=False)
@@ -223,9 +266,10 @@ class Replays:
         assert len(self._held) <= self._graph_max, f"{len(self._held)} graphs are held"
         held = self.captured_count - self.dropped_count
         assert held == len(self._held), f"{len(self._held)} graphs are held, not {held}"
+        assert self._untimed <= self._held.keys(), "a kind without a graph is to be timed"
         assert len(self._seen) <= KINDS_MAX, f"{len(self._seen)} kinds are remembered"
 
 
-def _untimed(course: Course, more: Hashable) -> Hashable:
-    """The kind of a step, with or without events between its stages."""
-    return replace(course, is_timed=False), more
+def _timed(kind: Key) -> Key:
+    course, more = kind
+    return replace(course, is_timed=True), more

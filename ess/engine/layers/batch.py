@@ -89,7 +89,7 @@ def queries(batch: Shared, layer: DecoderLayer, query: Tensor) -> Tensor:
 
 def back(batch: Shared, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
     """Attended latents -> the layer's output."""
-    if not batch.ops.has_stages():
+    if not batch.ops.has_stages() or layer.is_divided:
         return layer.mlp(layer.output(hidden, attended))
     return layer.compiled(batch.layout).back(hidden, attended, threads=compute_threads())
 
@@ -202,7 +202,7 @@ def attend(
         queries.contiguous(),
         memory.slots,
         codes.contiguous(),
-        batch.layout.row,
+        batch.layout.row_of(layer),
         scale=batch.scale,
         placed=memory.host if placed else None,
         threads=compute_threads(),

@@ -1,13 +1,16 @@
 """The stages of one layer's experts in one step: what `overlap.sbo`'s schedules put in order.
 
 On one rank every token is where its experts are, so nothing is sent: `dispatch`, `arrive` and
-`combine` hand on what they are given. Their places in the order are those of a rank among many.
+`combine` hand on what they are given. Where ranks divide the experts (`comm.company`), `route`
+begins to tell the others how many tokens come, `dispatch` sends them, `arrive` waits for those of
+the others, `combine` sends back what a block of experts has made, and `collect` waits for it.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from ess.comm.company import Guests, Journey
 from ess.errors import BadState
 from ess.models.decoder import DecoderLayer
 from ess.models.moe import Inner, Routing
@@ -29,6 +32,8 @@ class ExpertStep:
         self._hidden = hidden
         self._input = layer.mlp_input(hidden)
         self._routing: Routing | None = None
+        self._journey: Journey | None = None
+        self._guests: Guests | None = None
         self._inner: Inner | None = None
         self._made: list[range] = []
         self._sent: list[range] = []
@@ -37,29 +42,34 @@ class ExpertStep:
 
     def blocks(self, count: int) -> list[range]:
         assert count > 0, f"{count} blocks"
-        total = self._experts.expert_count
+        total = self._experts.own_count
         size = -(-total // count)
         return [range(first, min(first + size, total)) for first in range(0, total, size)]
 
     @timed
     def route(self) -> None:
         self._routing = self._experts.route(self._input)
+        self._journey = self._experts.depart(self._input, self._routing)
 
     @timed
     def dispatch(self) -> None:
         if self._routing is None:
             raise BadState("route comes before dispatch")
+        if self._journey is not None:
+            self._journey.send()
 
     @timed
     def arrive(self) -> None:
         assert self._inner is None, "tokens arrive once"
         assert self._routing is not None, "route comes before arrive"
+        if self._journey is not None:
+            self._guests = self._journey.arrive()
 
     @timed
     def up(self) -> None:
         assert self._routing is not None, "route comes before up"
         assert not self._made, "a block was made before its inputs"
-        self._inner = self._experts.up(self._input, self._routing)
+        self._inner = self._experts.up(self._input, self._routing, self._guests)
 
     @timed
     def down(self, block: range) -> None:
@@ -75,6 +85,8 @@ class ExpertStep:
         assert self._made, f"experts {block} are sent before they are computed"
         made = self._made.pop()
         assert made == block, f"experts {block} are sent before they are done"
+        assert self._inner is not None, "up comes before combine"
+        self._experts.give_back(self._inner, block, self._journey)
         self._sent.append(made)
 
     @timed
@@ -83,8 +95,8 @@ class ExpertStep:
         assert self._routing is not None, "route comes before collect"
         assert not self._made, "a block of experts was computed and not sent"
         sent = sum(map(len, self._sent))
-        assert sent == self._experts.expert_count, "a block of experts was not sent"
-        self._routed = self._experts.collect(self._inner, self._routing)
+        assert sent == self._experts.own_count, "a block of experts was not sent"
+        self._routed = self._experts.collect(self._inner, self._routing, self._journey)
 
     @timed
     def shared(self) -> None:

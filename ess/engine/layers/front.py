@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ess.engine.layers.batch import Batch, Shared, compute_threads
+from ess.layout import RowCodec
 from ess.models.decoder import DecoderLayer, Front
 from ess.models.guest.grouped import Grouped
 from ess.models.layers import Rotation
@@ -55,13 +56,11 @@ def front(batch: Shared, layer: DecoderLayer, hidden: Tensor) -> Front:
     if batch.ops.has_stages():
         compiled = layer.compiled(layout)
         return compiled.front(hidden, batch.rotation, threads=compute_threads())
-    room = Room(_bytes(hidden, layout.row_bytes), None)
+    room = Room(_bytes(hidden, layout.row_of(layer.number).row_bytes), None)
     if layer.has_keys:
         assert layout.index is not None, "an indexer without an index codec"
         room = room._replace(keys=_bytes(hidden, layout.index.key_bytes))
     query, queries, weights = _finished(batch, layer, hidden, room)
-    if layer.window and room.keys is not None:
-        room.keys.zero_()
     return Front(query, room.rows, queries, weights, room.keys)
 
 
@@ -75,7 +74,8 @@ def turned(batch: Shared, queries: Tensor, rotation: Rotation) -> Tensor:
 def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: Room) -> Asking:
     layout, ops, rotation = batch.layout, batch.ops, layer.turning(batch.rotation)
     entry = layer.enter(hidden)
-    _finish_rows(batch, layer.mla, entry.row, rotation, room)
+    codec = layout.row_of(layer.number)
+    _finish_rows(batch, layer.mla, entry.row, rotation, room, codec)
     if layer.indexer is None:
         return Asking(entry.query)
     assert layout.index is not None, "an indexer without an index codec"
@@ -87,9 +87,14 @@ def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: Room) ->
 
 
 def _finish_rows(
-    batch: Shared, mla: Mla | Grouped, row: Tensor, rotation: Rotation, room: Room
+    batch: Shared,
+    mla: Mla | Grouped,
+    row: Tensor,
+    rotation: Rotation,
+    room: Room,
+    codec: RowCodec,
 ) -> None:
-    codec, ops, finish = batch.layout.row, batch.ops, mla.row_finish(rotation)
+    ops, finish = batch.ops, mla.row_finish(rotation)
     if finish is not None:
         ops.finish_rows(row, finish, codec, room.rows, room.places)
     elif room.places is None:

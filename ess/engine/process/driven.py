@@ -34,6 +34,13 @@ class Driven(Protocol):
 
     def pump(self) -> None: ...
 
+    def stand_by(self) -> None:
+        """When it is idle: what other engines, with which it divides the experts, wait for."""
+
+    @property
+    def rest_s(self) -> float:
+        """How long it may be left alone when it has nothing to do."""
+
     def forget_prefixes(self) -> None:
         """BadState while a request, or a handoff, holds cached pages."""
 

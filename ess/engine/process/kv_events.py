@@ -26,6 +26,7 @@ from typing import Any, Final, Literal
 import msgspec
 import zmq
 
+from ess.engine.config import ProcessConfig
 from ess.errors import Unavailable
 from ess.pool.prefix import root_hash
 from ess.units import PAGE_ROWS
@@ -308,3 +309,15 @@ def _packed(number: int) -> bytes:
 
 def _unpacked(frame: bytes) -> int:
     return int.from_bytes(frame, "big")
+
+
+def events_of(config: ProcessConfig, context: zmq.Context[zmq.Socket[bytes]]) -> KvEvents | None:
+    if not config.kv_events:
+        return None
+    return KvEvents(
+        context,
+        config.kv_events,
+        replay=config.kv_events_replay,
+        topic=config.kv_events_topic,
+        form=config.kv_events_form,
+    )

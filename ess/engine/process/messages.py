@@ -395,7 +395,7 @@ class Packer:
     """Messages to bytes and back; one encoder and decoder are kept for all."""
 
     def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_as_dict)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=as_dict)
         self._to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
@@ -415,7 +415,7 @@ class Packer:
             raise BadInput(f"a message from the engine is malformed: {error}") from None
 
 
-def _as_dict(value: object) -> object:
+def as_dict(value: object) -> object:
     """Of the values in our messages msgpack knows all but this kind."""
     assert isinstance(value, MappingProxyType), f"a message holds a {type(value).__name__}"
     return dict(value)

@@ -21,17 +21,17 @@ import zmq
 
 from ess import console
 from ess.clock import Clock, RealClock
+from ess.comm.company import Company
 from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.door.stats import Stats
-from ess.engine.config import ProcessConfig
 from ess.engine.devices import is_device, ordinal_of
 from ess.engine.engine import Engine
 from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
 from ess.engine.process.disk import disk_line, disk_of
 from ess.engine.process.driven import Driven
-from ess.engine.process.kv_events import KvEvents
+from ess.engine.process.kv_events import KvEvents, events_of
 from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.messages import (
     Abort,
@@ -58,6 +58,7 @@ from ess.engine.process.messages import (
 )
 from ess.engine.process.peers import Peers, open_port
 from ess.engine.process.wire import SocketWire, Wire, open_counts
+from ess.engine.ranks.accord import Ranks
 from ess.engine.request import Request, Take
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadState, EssError, Unavailable
@@ -127,6 +128,7 @@ class EngineLoop:
             self._obey(message)
         if self._engine.is_idle:
             self._engine.pump()
+            self._engine.stand_by()
         elif not self.is_stopped:
             self._step()
             self._settle()
@@ -136,6 +138,7 @@ class EngineLoop:
 
     def _wait_s(self) -> float:
         wait_s = IDLE_S if self._engine.is_idle else BLOCKED_S if self._is_blocked else 0.0
+        wait_s = min(wait_s, self._engine.rest_s)
         return min(wait_s, BUSY_S) if self._engine.is_handing_over else wait_s
 
     def _settle(self) -> None:
@@ -397,15 +400,18 @@ class Built:
     peers: Peers | None = None
 
 
-def build(launch: Launch, clock: Clock) -> Built:
-    """The engine over the loaded weights."""
+def build(
+    launch: Launch, clock: Clock, *, company: Company | None = None, ranks: Ranks | None = None
+) -> Built:
+    """The engine over the loaded weights; of several `ranks`, which divide the experts, this one's
+    share of them."""
     import torch
 
     chosen = launch.config
     torch.set_num_threads(chosen.threads)
     if is_device(chosen.device):
         torch.cuda.set_device(ordinal_of(chosen.device))
-    model = load_model(launch.model, form=chosen.form, device=chosen.device)
+    model = load_model(launch.model, form=chosen.form, device=chosen.device, company=company)
     config = model.config
     if chosen.mtp == 1:
         config = msgspec.structs.replace(config, mtp_layer_count=0)
@@ -424,21 +430,10 @@ def build(launch: Launch, clock: Clock) -> Built:
         disk=disk_of(launch, layout),
     )
     port = open_port(launch, offload, clock)
-    engine = Engine(model, offload, chosen, tokenizer=Tokenizer(launch.model), port=port)
+    tokenizer = Tokenizer(launch.model)
+    engine = Engine(model, offload, chosen, tokenizer=tokenizer, port=port, ranks=ranks)
     engine.rehearse(console.note)
     return Built(engine, port, config.vocab_size)
-
-
-def events_of(config: ProcessConfig, context: zmq.Context[zmq.Socket[bytes]]) -> KvEvents | None:
-    if not config.kv_events:
-        return None
-    return KvEvents(
-        context,
-        config.kv_events,
-        replay=config.kv_events_replay,
-        topic=config.kv_events_topic,
-        form=config.kv_events_form,
-    )
 
 
 def serve(

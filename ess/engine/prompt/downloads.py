@@ -1,12 +1,16 @@
 """What a pack has made, on its way from a device to the host: nobody waits for it layer by layer.
 
 Copies to pinned memory are queued as rows and keys are made, and handed on once the host has waited
-for the last of them: at the pack's end, or when `STAGED_BYTES` are under way.
+for the last of them: at the pack's end, or when `STAGED_BYTES` are under way. Where somebody is to
+be told of each layer, the host waits for a layer when the next one has been queued: its rows leave
+for another worker while the prompt is made, and the device is never without work.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,27 +18,57 @@ from torch import Tensor
 
 from ess.engine.step_bytes import STAGED_BYTES
 
+Coming = list[tuple[Tensor, Callable[[Tensor], None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Copies that are there when an event has passed, and whom to tell when they are handed on."""
+
+    landed: Any
+    coming: Coming
+    then: Callable[[], None]
+
 
 class Downloads:
     def __init__(self) -> None:
-        self._coming: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+        self._open: Coming = []
+        self._batches: deque[Batch] = deque()
         self._byte_count = 0
 
     def bring(self, made: Tensor, then: Callable[[Tensor], None]) -> None:
         here = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
         here.copy_(made, non_blocking=True)
-        self._coming.append((here, then))
+        self._open.append((here, then))
         self._byte_count += here.nbytes
         if self._byte_count >= STAGED_BYTES:
             self.land()
 
+    def mark(self, then: Callable[[], None]) -> None:
+        """`then` is called when all that was brought up to now has been handed on: at the next
+        mark, or when all lands."""
+        self._close(then)
+        while len(self._batches) > 1:
+            self._hand_on()
+
     def land(self) -> None:
         """All has been handed on when this returns."""
-        if not self._coming:
-            return
+        if self._open:
+            self._close(lambda: None)
+        while self._batches:
+            self._hand_on()
+
+    def _close(self, then: Callable[[], None]) -> None:
         landed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         landed.record()
-        landed.synchronize()
-        coming, self._coming, self._byte_count = self._coming, [], 0
-        for here, then in coming:
-            then(here)
+        self._batches.append(Batch(landed, self._open, then))
+        self._open = []
+
+    def _hand_on(self) -> None:
+        """The oldest batch."""
+        batch = self._batches.popleft()
+        batch.landed.synchronize()
+        for here, each in batch.coming:
+            self._byte_count -= here.nbytes
+            each(here)
+        batch.then()

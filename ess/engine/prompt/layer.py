@@ -69,7 +69,7 @@ def _last(work: Work, layer: DecoderLayer) -> Chosen:
 
 
 def _attend(pack: Pack, layer: DecoderLayer, asked: Tensor, chosen: Chosen) -> Tensor:
-    latent_dim = pack.layout.row.latent_dim
+    latent_dim = pack.layout.row_of(layer.number).latent_dim
     none = asked.new_empty((0, asked.shape[1], latent_dim), dtype=torch.float32)
     attended = []
     for at, _, place in pack.each():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -92,6 +92,9 @@ class PackRows(Protocol):
     def put_keys(self, layer: int, keys: Sequence[Tensor]) -> None:
         """And their index keys."""
 
+    def tell(self, then: Callable[[], None]) -> None:
+        """`then` is called when the host has all that was put, at the latest when all lands."""
+
     def land(self) -> None:
         """The host has all when this returns."""
 
@@ -115,6 +118,9 @@ class HostRows:
     def put_keys(self, layer: int, keys: Sequence[Tensor]) -> None:
         for span, mine in zip(self._spans, keys, strict=True):
             span.sequence.import_keys(layer, span.start, mine)
+
+    def tell(self, then: Callable[[], None]) -> None:
+        then()
 
     def land(self) -> None:
         return

@@ -12,7 +12,7 @@ written over its rest, behind the copy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,9 @@ class PlainRows:
             rows.place_keys(layer, span.start, mine)
             brings = partial(rows.import_keys, layer, span.start, is_placed=True)
             self._downloads.bring(mine, brings)
+
+    def tell(self, then: Callable[[], None]) -> None:
+        self._downloads.mark(then)
 
     def land(self) -> None:
         self._downloads.land()

@@ -33,7 +33,7 @@ def top_k(pack: Pack, at: int, span: Span, layer: int, queries: Tensor, weights:
 def attend_chosen(pack: Pack, layer: int, at: int, queries: Tensor, chosen: Tensor) -> Partial:
     """Span number `at`; some queries at a time, for ops that gather their rows."""
     assert len(queries) == len(chosen), f"{len(chosen)} selections for {len(queries)} queries"
-    codec, (rows, codes) = pack.layout.row, pack.rows.reading(layer, at, chosen)
+    codec, (rows, codes) = pack.layout.row_of(layer), pack.rows.reading(layer, at, chosen)
     shape, single = tuple(queries.shape[:2]), torch.float32
     into = Partial(
         queries.new_empty((*shape, codec.latent_dim), dtype=single),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,8 +69,7 @@ def run_part(
     for layer in runner.model.layers:
         hidden, chosen = run_layer(meets, work, layer, hidden, chosen)
         if on_layer is not None:
-            work.mine.rows.land()
-            on_layer(layer.number)
+            work.mine.rows.tell(partial(on_layer, layer.number))
     if runner.offload.layout.mtp_layer_count:
         mtp = runner.model.mtp
         assert mtp is not None, "the layout has an MTP layer, the model has none"
@@ -77,8 +77,7 @@ def run_part(
         joined = join(work.mine, mtp, embedded, runner.model.finish(hidden))
         run_layer(meets, work, mtp.layer, joined, [None] * len(work.asked.spans))
         if on_layer is not None:
-            work.mine.rows.land()
-            on_layer(mtp.layer.number)
+            work.mine.rows.tell(partial(on_layer, mtp.layer.number))
     windows = meets.windows(work)
     work.mine.rows.land()
     meets.done()

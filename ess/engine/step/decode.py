@@ -10,17 +10,18 @@ caller's thread; what it has said stays in the future map all the same until the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ess.door import Step
 from ess.engine.graphs.replays import Fit, Made, Replays
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
-from ess.engine.step.drafts import draft
+from ess.engine.ranks.accord import Ranks, Wish
 from ess.engine.step.feeding import Fed, Future, Outcome
 from ess.engine.step.laps import Lap
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import SeenRows
+from ess.engine.step.way import Way
 from ess.engine.tpot_control import Seen
 from ess.overlap.policy import Vector
 
@@ -52,14 +53,17 @@ def launch(
     replays: Replays | None,
     turns: tuple[Turn, ...],
     *,
-    draft_count: int,
+    brought: Wish,
+    ranks: Ranks,
+    way: Way,
     lap: Lap,
     fit: Fit | None = None,
     vector: Vector | None = None,
 ) -> Flight:
     """PoolFull if there are no pages for the positions that the turns may reach: then nothing has
-    changed. Without `replays`, which have said how it `fit`s, a step runs eagerly. `vector` are its
-    modes, if no policy decides them. `lap` has just begun."""
+    changed. Then the `ranks` meet, and hear what this one has `brought` beside its turns. Without
+    `replays`, which have said how it `fit`s, a step runs eagerly. `vector` are its modes, if no
+    policy decides them. `lap` has just begun."""
     assert turns, "a step without requests"
     assert len({turn.request for turn in turns}) == len(turns), "a request has two turns"
     sequences = [turn.sequence for turn in turns]
@@ -69,7 +73,9 @@ def launch(
     step = runner.offload.begin(sequences, query_counts=query_counts, room=room)
     fed = future.feed(step, turns, counts)
     course = runner.course(step, counts, vector)
-    compute = _computing(runner, step, course, fed, draft_count)
+    accord = ranks.meet(replace(brought, token_count=sum(counts), splits=course.splits))
+    course, draft_count = runner.settled(course, splits=accord.splits), accord.draft_count
+    compute = _computing(runner, way, step, course, fed, draft_count)
     if replays is None or fit is None:
         made = compute()
     else:
@@ -89,19 +95,12 @@ def learn(future: Future, flight: Flight) -> tuple[Outcome, ...]:
 
 
 def _computing(
-    runner: Runner, step: Step, course: Course, fed: Fed, draft_count: int
+    runner: Runner, way: Way, step: Step, course: Course, fed: Fed, draft_count: int
 ) -> Callable[[], Made]:
     """What the device does for a step: nothing of it depends on a number that is not there yet."""
 
     def compute() -> Made:
         batch = runner.batch(step, course)
-        forward = runner.decode(batch, fed.tokens)
-        chosen = fed.choose(forward.logits)
-        drafts = None
-        if runner.offload.layout.mtp_layer_count and draft_count:
-            # Before the step is sealed, for drafting makes the rows of the MTP layer.
-            given = forward.hidden, chosen.following, chosen.last
-            drafts = draft(runner, batch, *given, draft_count)
-        return Made(chosen.with_drafts(drafts), batch.warmth)
+        return Made(way.decoded(runner, batch, fed, draft_count), batch.warmth)
 
     return compute

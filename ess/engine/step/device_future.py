@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ess.door import Step
+from ess.door.device.memory.uploads import Download
 from ess.door.pools import PoolSizes
 from ess.engine.plan import Feed, Turn
 from ess.engine.step.feeding import Outcome
 from ess.engine.step.future import ABSENT
-from ess.engine.step.uploads import Download, Upload
+from ess.engine.step.uploads import Upload
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.device_draw import Columns, Drawing, Ways, draw_all
 from ess.engine.tokens.logprobs import block_chances, chance_block

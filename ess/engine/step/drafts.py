@@ -80,7 +80,8 @@ class Chain:
         queries = layer.mla.queries(entry.query, rotation)
         selection = self._selected(entry, rotation)
         partial = merge(self._over_pool(queries, selection), self._over_own(queries))
-        return layer.mlp(layer.output(hidden, layer.mla.attended(partial)))
+        attended = runner.heads.joined(self._batch, layer, layer.mla.attended(partial))
+        return layer.mlp(layer.output(hidden, attended))
 
     def _selected(self, entry: Entry, rotation: Rotation) -> Tensor:
         batch, layer = self._batch, self._mtp.layer
@@ -99,4 +100,5 @@ class Chain:
         scores = torch.einsum("qhd,qnd->qhn", queries.float(), rows) * self._batch.scale
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp()
-        return Partial(weights @ rows[..., : self._batch.layout.row.latent_dim], lse)
+        latent_dim = self._batch.layout.row_of(self._mtp.layer.number).latent_dim
+        return Partial(weights @ rows[..., :latent_dim], lse)

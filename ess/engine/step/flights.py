@@ -16,6 +16,7 @@ from ess.engine.graphs.buckets import bucket_sizes
 from ess.engine.graphs.rehearsal import rehearse
 from ess.engine.graphs.replays import Replays
 from ess.engine.plan import StepPlan, Turn
+from ess.engine.ranks.accord import Ranks, Wish
 from ess.engine.request import Request
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_flights
@@ -26,6 +27,7 @@ from ess.engine.step.future import FutureMap
 from ess.engine.step.laps import laps_of
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import Warmth
+from ess.engine.step.way import Way
 from ess.engine.tpot_control import Seen, drafts_of
 
 
@@ -33,7 +35,9 @@ class Flights:
     """Counts for each request the steps under way that it is in, and what they may make. `pace`
     says how many requests run, and how many tokens of each a step verifies."""
 
-    def __init__(self, runner: Runner, config: EngineConfig, *, clock: Clock) -> None:
+    def __init__(
+        self, runner: Runner, config: EngineConfig, *, clock: Clock, ranks: Ranks, way: Way
+    ) -> None:
         self.warmth = Warmth()
         self.pace = tpot_control.start(
             target_ms=config.tpot_ms or None,
@@ -44,6 +48,8 @@ class Flights:
         self._runner = runner
         self._config = config
         self._clock = clock
+        self._ranks = ranks
+        self._way = way
         self._laps = laps_of(runner.model.device, clock)
         self._future = future_of(runner, verified_max=config.mtp)
         self.replays = replays_of(runner, config)
@@ -65,9 +71,10 @@ class Flights:
             self._future.forget(request.sequence.line)
 
     def launch(self, roster: Roster[Request]) -> StepPlan:
-        """Plans a step and launches what decodes of it; its chunks are for the caller to run.
-        PoolFull if there are no pages for the positions that the turns may reach: then nothing has
-        changed."""
+        """Plans a step, in which all ranks then meet, and launches what decodes of it. Its chunks
+        are for the caller to run; without any, `stand_by_prompts`. PoolFull if there are no pages
+        for the positions that the turns may reach: then nothing has changed and nobody was met.
+        """
         plan = scheduler.plan(
             roster,
             batch_max=self._config.max_running,
@@ -75,11 +82,28 @@ class Flights:
             verified_max=self.pace.verified_count,
             chunk_tokens=self.pace.chunk_limit,
         )
+        chunk_tokens = sum(chunk.count for chunk in plan.chunks)
         if plan.turns:
-            self._launch(plan.turns)
+            self._launch(plan.turns, chunk_tokens)
+        else:
+            self.stand_by(Wish(chunk_tokens=chunk_tokens))
         return plan
 
-    def _launch(self, turns: tuple[Turn, ...]) -> None:
+    def stand_by(self, brought: Wish) -> None:
+        """Meets the other ranks with no turns, and takes part in what they decode."""
+        assert not brought.token_count, "a rank with turns launches them"
+        accord = self._ranks.meet(brought)
+        if accord.decodes:
+            self._runner.standby.decode(accord)
+            self._runner.standby.drafts(accord.draft_count)
+
+    def stand_by_prompts(self) -> None:
+        """The same for prompt chunks of the others."""
+        if self._ranks.latest.has_chunks:
+            has_mtp = self._runner.offload.layout.mtp_layer_count > 0
+            self._runner.standby.prompts(has_mtp=has_mtp)
+
+    def _launch(self, turns: tuple[Turn, ...], chunk_tokens: int) -> None:
         assert len(self._flights) <= self._config.depth, "a step is launched too early"
         draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
         flight = launch(
@@ -87,7 +111,9 @@ class Flights:
             self._future,
             self.replays,
             turns,
-            draft_count=draft_count,
+            brought=Wish(draft_count=draft_count, chunk_tokens=chunk_tokens),
+            ranks=self._ranks,
+            way=self._way,
             lap=self._laps(),
             fit=None if self.replays is None else self.replays.fit(turns, self.pace.verified_count),
         )
@@ -95,12 +121,13 @@ class Flights:
         for turn in turns:
             turn.request.flight_count += 1
             turn.request.ahead_count += turn.count
-            turn.request.draft_count = draft_count
+            turn.request.draft_count = flight.draft_count
 
     def learn(self) -> tuple[Outcome, ...]:
         """What the oldest step has made. What it took goes into the pace."""
         flight = self._flights.popleft()
         outcomes = learn(self._future, flight)
+        self._runner.verifier.learned(flight.step.number)
         self.warmth.stepped(flight.turns, flight.step.firsts, flight.rows)
         for outcome in outcomes:
             request = outcome.feed.request

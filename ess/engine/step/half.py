@@ -46,10 +46,13 @@ def whole(batch: Batch) -> Half:
     return Half(batch=batch, queries=range(sum(counts)), counts=counts)
 
 
-def halves(batch: Batch, first_count: int) -> tuple[Half, Half]:
-    """The first so many sequences, and the others."""
+def halves(batch: Batch, first_count: int) -> tuple[Half | None, Half]:
+    """The first so many sequences, and the others. The first half may be empty, where another rank
+    has requests for two halves."""
     counts = batch.course.counts
-    assert 0 < first_count < len(counts), f"{first_count} of {len(counts)} sequences are no half"
+    assert 0 <= first_count < len(counts), f"{first_count} of {len(counts)} sequences are no half"
+    if not first_count:
+        return None, whole(batch)
     first = _side(batch, counts, 0, first_count, 0)
     return first, _side(batch, counts, first_count, len(counts), PARTS)
 

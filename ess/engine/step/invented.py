@@ -19,15 +19,16 @@ def invent(runner: Runner, sequence: Sequence) -> None:
     if count == 0:
         return
     page_count = div_ceil(count, PAGE_ROWS)
-    rows = torch.empty((PAGE_ROWS, layout.row_bytes), dtype=torch.uint8)
-    runner.ops.encode_rows(_noise(runner.model.config.row_dim), layout.row, rows)
     for layer in range(layout.layer_total):
+        codec = layout.row_of(layer)
+        rows = torch.empty((PAGE_ROWS, codec.row_bytes), dtype=torch.uint8)
+        runner.ops.encode_rows(_noise(codec.latent_dim + codec.rope_dim), codec, rows)
         sequence.import_rows(layer, start, rows.repeat(page_count, 1)[:count])
     if layout.index is None:
         return
     keys = _records(runner.ops, layout.index)
-    for group in layout.groups:
-        sequence.import_keys(group[0], start, keys.repeat(page_count, 1)[:count])
+    for group in layout.key_groups:
+        sequence.import_keys(layout.groups[group][0], start, keys.repeat(page_count, 1)[:count])
 
 
 def _records(ops: Ops, codec: IndexCodec) -> Tensor:

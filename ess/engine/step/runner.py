@@ -7,7 +7,7 @@ decided per step by `tuning`. `on_layer` is called between the layers of a decod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,7 +19,9 @@ from ess.engine.config import EngineConfig
 from ess.engine.layers.attention import LayerStep
 from ess.engine.layers.batch import Batch, Course, back, ended
 from ess.engine.layers.experts import ExpertStep
+from ess.engine.layers.heads import AllHeads, Heads
 from ess.engine.layers.verifier import Verifier
+from ess.engine.ranks.standby import Standby
 from ess.engine.step.half import Half, halves, whole
 from ess.engine.step.tuning import Tuning
 from ess.engine.step.warmth import watch
@@ -61,6 +63,7 @@ class Runner:
         *,
         tuning: Tuning,
         verifier: Verifier,
+        heads: Heads,
         balanced: bool,
     ) -> None:
         """`balanced`: bits may follow from the batch, where that fills a device."""
@@ -68,10 +71,12 @@ class Runner:
         self.offload = offload
         self.ops = ops
         self.verifier = verifier
+        self.heads = heads
         self.tuning = tuning
         self._balanced = balanced
         self.on_layer: Callable[[], None] | None = None
         self._runs = layer_runs(model.layers, offload.layout)
+        self.standby = Standby(model, self._runs, tuning.sbo, tuning.timeline)
         self._course: Course | None = None
 
     def course(self, step: Step, counts: tuple[int, ...], vector: Vector | None = None) -> Course:
@@ -83,9 +88,7 @@ class Runner:
         stopwatch = self.offload.stopwatch
         has_experts = any(can_split for can_split, _ in self._runs)
         splits = not self.tuning.reasons_whole(counts, vector, has_experts=has_experts)
-        if splits:
-            vector = tuple(max(mode, Mode.NONE) for mode in vector)
-        self._course = Course(
+        course = Course(
             counts=counts,
             queries_per_request=queries_per_request(step),
             vector=vector,
@@ -93,6 +96,16 @@ class Runner:
             splits=splits,
             is_timed=stopwatch is not None and stopwatch.is_on,
         )
+        return self.settled(course, splits=splits)
+
+    def settled(self, course: Course, *, splits: bool) -> Course:
+        """The same course in two halves or whole, as all ranks have agreed."""
+        vector = course.vector
+        if splits:
+            vector = tuple(max(mode, Mode.NONE) for mode in vector)
+        if splits != course.splits:
+            self.tuning.overrule(splits=splits)
+        self._course = replace(course, vector=vector, splits=splits)
         return self._course
 
     def batch(self, step: Step, course: Course | None = None) -> Batch:
@@ -114,26 +127,35 @@ class Runner:
 
     def decode(self, batch: Batch, tokens: Tensor) -> Forward:
         assert len(tokens) == batch.step.query_count, f"{len(tokens)} tokens for the queries"
-        hidden = self.model.embed(tokens)
-        first_count = tbo.first_half(batch.course.counts) if batch.course.splits else 0
-        pair = halves(batch, first_count) if first_count else None
+        return self.ended(batch, self.through(batch, self.model.embed(tokens)))
+
+    def ended(self, batch: Batch, hidden: Tensor) -> Forward:
+        finished, logits = ended(batch, self.model, hidden)
+        return Forward(logits, finished)
+
+    def through(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """What the main layers make of it."""
+        counts, pair = batch.course.counts, None
+        if batch.course.splits:
+            pair = halves(batch, tbo.first_half(counts) if len(counts) > 1 else 0)
         for can_split, layers in self._runs:
             if pair is not None and can_split:
                 hidden = self._in_turn(pair, layers, hidden)
             else:
                 for layer in layers:
                     hidden = self.layer(batch, layer, hidden)
-        finished, logits = ended(batch, self.model, hidden)
-        return Forward(logits, finished)
+        return hidden
 
     def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
         return finish(self._stages(whole(batch), layer, hidden))
 
     def _in_turn(
-        self, pair: tuple[Half, Half], layers: Sequence[DecoderLayer], hidden: Tensor
+        self, pair: tuple[Half | None, Half], layers: Sequence[DecoderLayer], hidden: Tensor
     ) -> Tensor:
         first, second = (
-            self._through(half, layers, hidden[half.queries.start : half.queries.stop])
+            self.standby.through(layers)
+            if half is None
+            else self._through(half, layers, hidden[half.queries.start : half.queries.stop])
             for half in pair
         )
         joined = torch.cat(tbo.interleave(first, second))
@@ -162,6 +184,7 @@ class Runner:
         self.tuning.ran(layer.number, stages.ran(mode))
         if course.verified_layer == layer.number:
             self.verifier.check(half.batch, stages, attended)
+        attended = self.heads.joined(half.batch, layer, attended)
         if layer.experts is None or (self.tuning.sbo == "off" and not in_stages):
             return back(half.batch, layer, hidden, attended)
         output = layer.output(hidden, attended)
@@ -191,7 +214,9 @@ class Uncompiled(Ops):
         return False
 
 
-def made_runner(model: Model, offload: Offload, config: EngineConfig) -> Runner:
+def made_runner(
+    model: Model, offload: Offload, config: EngineConfig, heads: Heads | None = None
+) -> Runner:
     """As it is configured."""
     computes = ops(config.backend)
     if not model.has_stages:
@@ -214,6 +239,7 @@ def made_runner(model: Model, offload: Offload, config: EngineConfig) -> Runner:
         offload,
         computes,
         tuning=tuning,
+        heads=heads or AllHeads(),
         verifier=Verifier(every=config.verify_every, is_fatal=config.verify_fatal),
         balanced=not config.deterministic,
     )

@@ -173,6 +173,11 @@ class Tuning:
         self.split_count += not self.reasons
         return self.reasons
 
+    def overrule(self, *, splits: bool) -> None:
+        """The ranks have agreed on another way than `reasons_whole` said."""
+        self.reasons = () if splits else ("the rank with the most tokens runs its step whole",)
+        self.split_count += 1 if splits else -1
+
     def ran(self, layer: int, mode: Mode) -> None:
         self.mode_counts[layer, mode] += 1
 

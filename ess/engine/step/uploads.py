@@ -1,8 +1,8 @@
-"""Small inputs of a step on their way to a device, and small results on their way back.
+"""Small inputs of a step on their way to a device, for which nobody waits.
 
-Neither waits. What goes up lies in pinned memory until it is there: a turn of `TURNS` comes round
-only when the host has learned the step that used it last, for a step at depth 1 is launched when
-the one before the last has been learned. What comes down is read when its moment has passed.
+They lie in pinned memory until they are there: a turn of `TURNS` comes round only when the host has
+learned the step that used it last, for a step at depth 1 is launched when the one before the last
+has been learned.
 """
 
 from __future__ import annotations
@@ -34,22 +34,3 @@ class Upload:
         here, self._turn = self._here[self._turn], (self._turn + 1) % TURNS
         here[:count] = torch.tensor(values, dtype=here.dtype)
         return self._there[:count].copy_(here[:count], non_blocking=True)
-
-
-class Download:
-    """Of a tensor of a device: its values, once the device has made them."""
-
-    def __init__(self, there: Tensor) -> None:
-        self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
-        self._here.copy_(there, non_blocking=True)
-        self._landed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._landed.record()
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._here.shape
-
-    def read(self) -> Tensor:
-        """Waits, if it must."""
-        self._landed.synchronize()
-        return self._here

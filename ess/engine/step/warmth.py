@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ess.engine.step.uploads import Download
+from ess.door.device.memory.uploads import Download
 
 if TYPE_CHECKING:
     from ess.door import Resolution

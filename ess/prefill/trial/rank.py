@@ -25,6 +25,7 @@ from ess.comm.group import Beat, Group
 from ess.comm.link import Link, LinkLost
 from ess.comm.team import Team
 from ess.engine.process.lifeline import die_with_parent
+from ess.engine.process.member import join, rank_of
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadState
@@ -105,7 +106,7 @@ def slowed(group: Group, links: Slow | None) -> Iterator[Group]:
 
 def loaded(trial: Trial, group: Group) -> tuple[TimedStage, worker.Loaded]:
     launch = trial.launch
-    made = worker.load(launch, worker.rank_of(launch), group.team, RealClock())
+    made = worker.load(launch, rank_of(launch), group.team, RealClock())
     log = open(trial.log, "wb", buffering=0)  # noqa: SIM115
     stage = TimedStage(made.stage.runner, log)
     stage.write(Opened(pool_bytes=pool_bytes(stage)))
@@ -127,7 +128,7 @@ def follow(trial: Trial, group: Group) -> None:
 
 def lead(trial: Trial, group: Group) -> None:
     stage, made = loaded(trial, group)
-    launch, rank, ends = trial.launch, worker.rank_of(trial.launch), Ends()
+    launch, rank, ends = trial.launch, rank_of(trial.launch), Ends()
     leading = Lead(
         stage,
         group,
@@ -181,8 +182,8 @@ def say(answer: Answer) -> None:
 
 
 def run(trial: Trial) -> None:
-    rank = worker.rank_of(trial.launch)
-    group = worker.join(rank, trial.secret)
+    rank = rank_of(trial.launch)
+    group = join(rank, trial.secret)
     try:
         with slowed(group, trial.links) as slow:
             (lead if rank.rank == 0 else follow)(trial, slow)

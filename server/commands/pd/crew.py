@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import os
 import secrets
-import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import msgspec
 
 from ess import console
 from ess.clock import Clock, RealClock
-from ess.errors import Unavailable
 from ess.ports import kept_port
 from ess.server.commands.pd import routers, table
 from ess.server.commands.pd.keeper import Keeper, Order
+from ess.server.commands.pd.kept import Kept, address_of, ask, is_worker_ready, write_private
 from ess.server.commands.pd.routers import Place, Router, RouterName
 from ess.server.commands.pd.shares import (
     Role,
@@ -47,9 +44,7 @@ from ess.server.process.own_folder import own_folder
 HOST: Final = "127.0.0.1"
 ESS: Final = "ess.server.commands.cli:main"
 SECRET_BYTES: Final = 32
-ASK_S: Final = 2.0
 ROUTER_END_S: Final = 1.0  # nothing is open then; smg takes five seconds of rest
-TELL_EVERY_S: Final = 10.0
 
 
 def serve_pd(
@@ -101,32 +96,19 @@ class Crew:
         self._place = place
         self._settings = settings
         self._folder = folder
-        self._clock = clock
-        self._environment = clean(os.environ)
-        self._kept: dict[str, list[Keeper]] = {"prefill": [], "decode": [], "router": []}
-        self._tasks: dict[asyncio.Task[None], Keeper] = {}
-        self._stop = asyncio.Event()
+        roles = ("prefill", "decode", "router")
+        self._kept = Kept(roles, environment=clean(os.environ), clock=clock)
 
     async def run(self, *, json: bool) -> int:
         """0 if it was asked to end; 1 if too few workers or no router is left."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        self._kept.heed_signals()
         try:
-            if not await self._unless_stopped(self._begin()):
+            if not await self._kept.unless_stopped(self._begin()):
                 return 0
             table.show(self._about(), self._share, json=json)
-            return 1 if await self._unless_stopped(self._watch()) else 0
+            return 1 if await self._kept.unless_stopped(self._kept.watch()) else 0
         finally:
             await self._end()
-
-    def _on_signal(self) -> None:
-        """The first signal ends all processes in order, the second kills them at once."""
-        if self._stop.is_set():
-            for kept in self._kept.values():
-                for keeper in kept:
-                    keeper.kill()
-        self._stop.set()
 
     # ---- the start
 
@@ -135,16 +117,16 @@ class Crew:
         write_private(secret, secrets.token_urlsafe(SECRET_BYTES))
         prefills = [self._worker("prefill", name, secret) for name in self._shape.names("prefill")]
         for keeper in prefills:
-            await self._wait_until(keeper, keeper.listens, "listening")
+            await self._kept.wait_until(keeper, keeper.listens, "listening")
         peers = ",".join(address_of(keeper.url) for keeper in prefills)
         decodes = [
             self._worker("decode", name, secret, peers=peers)
             for name in self._shape.names("decode")
         ]
         for keeper in (*prefills, *decodes):
-            await self._wait_until(keeper, keeper.ready, "ready")
+            await self._kept.wait_until(keeper, keeper.ready, "ready")
         router = self._start_router(prefills, decodes)
-        await self._wait_until(router, router.ready, "ready")
+        await self._kept.wait_until(router, router.ready, "ready")
 
     def _worker(self, role: Role, name: str, secret: Path, **told: str) -> Keeper:
         """Its settings are a file in our folder: the table of processes shows none of them."""
@@ -154,7 +136,7 @@ class Crew:
             given |= self._share.stages
         write_private(path, msgspec.json.encode(given).decode())
         words = (role, "--json", "--config", str(path))
-        return self._keep(role, Order(name=name, home=ESS, words=words), self._is_worker_ready)
+        return self._kept.keep(role, Order(name=name, home=ESS, words=words), is_worker_ready)
 
     def _start_router(self, prefills: Sequence[Keeper], decodes: Sequence[Keeper]) -> Keeper:
         words = routers.words_for(
@@ -165,21 +147,11 @@ class Crew:
             key=self._key,
         )
         order = Order(name="router", home=self._router.home, words=words, url=self._place.url)
-        return self._keep("router", order, self._is_router_ready)
-
-    def _keep(self, role: str, order: Order, is_ready: Callable[[str], Awaitable[bool]]) -> Keeper:
-        keeper = Keeper(order, environment=self._environment, is_ready=is_ready, clock=self._clock)
-        self._kept[role].append(keeper)
-        self._tasks[keeper.start()] = keeper
-        return keeper
+        return self._kept.keep("router", order, self._is_router_ready)
 
     @property
     def _key(self) -> str:
         return (self._settings.keys or ("",))[0]
-
-    async def _is_worker_ready(self, url: str) -> bool:
-        status, _ = await asyncio.to_thread(ask, url, "/ready")
-        return status == 200
 
     async def _is_router_ready(self, url: str) -> bool:
         """Whether the router calls every worker healthy."""
@@ -189,81 +161,15 @@ class Crew:
         listed = msgspec.json.decode(content).get("workers", [])
         return sum(bool(worker.get("is_healthy")) for worker in listed) == self._shape.count
 
-    async def _wait_until(self, keeper: Keeper, event: asyncio.Event, what: str) -> None:
-        """Unavailable if anything is given up meanwhile."""
-        waiting = asyncio.ensure_future(event.wait())
-        began_s = self._clock.now_s()
-        try:
-            while not event.is_set():
-                everything = {waiting, *self._tasks}
-                done, _ = await asyncio.wait(
-                    everything, timeout=TELL_EVERY_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task, given_up in self._tasks.items():
-                    if task in done:
-                        raise Unavailable(given_up.why_lost)
-                if not done:
-                    passed_s = self._clock.now_s() - began_s
-                    console.note(f"ess: {keeper.name} is not {what} after {passed_s:.0f} s")
-        finally:
-            waiting.cancel()
-
-    # ---- the life and the end
-
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether the work came to its end before somebody said to stop."""
-        working = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if working.done():
-            await working
-            return True
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-        return False
-
-    async def _watch(self) -> None:
-        """Returns when all processes of some kind have been given up."""
-        while all(any(not k.why_lost for k in kept) for kept in self._kept.values()):
-            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                keeper = self._tasks.pop(task)
-                console.note(f"ess: {keeper.why_lost}\ness: {keeper.name} is given up")
-
     async def _end(self) -> None:
         """Decode workers first: their streams need the others. Nothing is left afterwards."""
         within_s = self._settings.drain_s + HANG_S
         for kind in ("decode", "prefill"):
-            await asyncio.gather(*(k.end(within_s=within_s) for k in self._kept[kind]))
-        await asyncio.gather(*(k.end(within_s=ROUTER_END_S) for k in self._kept["router"]))
+            await self._kept.end(kind, within_s=within_s)
+        await self._kept.end("router", within_s=ROUTER_END_S)
 
     def _about(self) -> list[table.Line]:
         return [
             table.Line(role=role, name=keeper.name, url=keeper.url, pid=keeper.pid)
-            for role, kept in self._kept.items()
-            for keeper in kept
+            for role, keeper in self._kept.all()
         ]
-
-
-def address_of(url: str) -> str:
-    return urlsplit(url).netloc
-
-
-def write_private(path: Path, text: str) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-
-
-def ask(url: str, path: str, key: str = "") -> tuple[int, bytes]:
-    """Status and content of a GET; 0 if there is no answer."""
-    connection = http.client.HTTPConnection(address_of(url), timeout=ASK_S)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    except (OSError, http.client.HTTPException):
-        return 0, b""
-    finally:
-        connection.close()

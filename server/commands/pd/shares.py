@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -106,7 +106,7 @@ def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None 
     plan = _plan(divided.settings, layout, checkpoint, weights=1)
     divided = sized(divided, plan)
     return Share(
-        settings=_told(divided),
+        settings=told_settings(divided, but=OF_ROUTER),
         plan=plan,
         threads=divided.settings.threads,
         served=divided.settings.names[0],
@@ -160,12 +160,12 @@ def _plan(
     )
 
 
-def _told(resolved: Resolved) -> dict[str, Any]:
+def told_settings(resolved: Resolved, *, but: Set[str]) -> dict[str, Any]:
     """All that is not a default, as a worker's file has it; keys are in it, not their file."""
     return {
         name: getattr(resolved.settings, name)
         for name, origin in resolved.origins.items()
-        if origin != "default" and name not in OF_ROUTER | OF_KEYS
+        if origin != "default" and name not in but | OF_KEYS
     }
 
 

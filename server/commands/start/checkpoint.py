@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from ess.models.guest.place import checkpoint_folder
 from ess.models.registry import read_config
 from ess.models.weights.folder import Folder
 from ess.models.weights.header import Entry, read_header
+from ess.models.weights.shapes import expected_tensors
 from ess.server.process.service import SamplingDefaults
 
 EMBEDDED: Final = "ess-embedded"
@@ -33,6 +35,14 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...]
     defaults: SamplingDefaults
     weight_bytes: int
+
+    def share_bytes(self, rank_count: int) -> int:
+        """Of a rank that has its share of the experts, and all else."""
+        values = {True: 0, False: 0}
+        for spec in expected_tensors(self.config):
+            values[spec.expert is not None] += math.prod(spec.shape)
+        routed = self.weight_bytes * values[True] // sum(values.values())
+        return self.weight_bytes - routed + routed // rank_count
 
 
 def read_checkpoint(model: str) -> Checkpoint:

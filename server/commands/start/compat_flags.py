@@ -42,6 +42,9 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "drain_s": ("--drain", "--shutdown-timeout"),
     "pp_size": ("--pipeline-parallel-size", "--pp"),
     "tp_size": ("--tensor-parallel-size", "--tp"),
+    "dp_size": ("--data-parallel-size", "--dp"),
+    "dp_rank": ("--data-parallel-rank",),
+    "ep_size": ("--expert-parallel-size", "--ep"),
     "cp_size": ("--prefill-context-parallel-size", "--attn-cp-size"),
     "dynamic_chunking": ("--enable-dynamic-chunking",),
     "watchdog_s": ("--watchdog-timeout",),
@@ -142,7 +145,8 @@ class ForeignFlags:
     speculative_algorithm: Annotated[
         str | None, Parameter(name=["--speculative-algorithm", "--spec-algorithm"])
     ] = None
-    dp_size: Annotated[int, Parameter(name=["--dp-size", "--data-parallel-size", "--dp"])] = 1
+    enable_expert_parallel: bool = False
+    enable_dp_attention: bool = False
     page_size: Annotated[int, Parameter(name=["--page-size", "--block-size"])] = 64
     speculative_eagle_topk: int = 1
     disable_radix_cache: Annotated[
@@ -160,6 +164,8 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "enable_chunked_prefill": "prompts always run in chunks",
     "enable_auto_tool_choice": "tools are always served",
     "enable_cache_report": "usage always says how many tokens were cached",
+    "enable_expert_parallel": "experts are divided over all ranks of --dp-size",
+    "enable_dp_attention": "each rank of --dp-size has requests of its own",
     "enable_hisparse": "rows are always offloaded",
     "skip_server_warmup": "no request is run at the start",
     "hisparse_config": "--slot-bytes and --host-bytes say how much is kept where",
@@ -172,7 +178,6 @@ NO_EFFECT: Final[Mapping[str, str]] = {
 
 # Refused: the answer, or the machine that makes it, would not be what was asked for.
 NOT_HERE: Final[Mapping[str, str]] = {
-    "dp_size": "must be 1: start one server per replica, with a router in front",
     "page_size": "must be 64: a page has 64 rows",
     "speculative_eagle_topk": "must be 1: drafts are a chain, not a tree",
     "disable_radix_cache": "is not served: equal prefixes are always shared",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 from ess.errors import BadInput
@@ -31,3 +32,24 @@ def read_keys(path: Path) -> str:
     if not keys:
         raise BadInput(f"api_key_file {path} has no key in it")
     return ",".join(keys)
+
+
+def check_tls(cert: str, key: str) -> None:
+    """What uvicorn would say only when it starts, and without the setting's name."""
+    if not cert:
+        return
+    for name, path in (("tls_cert", cert), ("tls_key", key)):
+        try:
+            Path(path).read_bytes()
+        except OSError as error:
+            raise BadInput(f"{name} {path} cannot be read: {error.strerror}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise BadInput("tls_key is not the key of tls_cert") from None
+        raise BadInput(
+            f"tls_cert {cert} and tls_key {key} are no certificate and"
+            f" key in PEM form, the key without a password: {error.reason or error}"
+        ) from None

@@ -9,8 +9,7 @@ import logging
 import os
 import resource
 import socket
-import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
@@ -42,8 +41,9 @@ from ess.server.commands.start.checkpoint import (
 )
 from ess.server.commands.start.device import found_for
 from ess.server.commands.start.device_sizing import Needed, plan_on_device
-from ess.server.commands.start.node import Node
-from ess.server.commands.start.settings import Resolved, Settings, check_events, resolve
+from ess.server.commands.start.hidden_files import check_tls
+from ess.server.commands.start.node import STOPPED_S, Node
+from ess.server.commands.start.settings import Resolved, Settings, check_events
 from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory, size_of
 from ess.server.commands.start.topology import layers_of, ranks_here, starter
 from ess.server.http import telemetry
@@ -113,36 +113,20 @@ def chat_template(settings: Settings) -> str | None:
     return source
 
 
-def check_tls(settings: Settings) -> None:
-    """What uvicorn would say only when it starts, and without the setting's name."""
-    if not settings.tls_cert:
-        return
-    for name in ("tls_cert", "tls_key"):
-        path = getattr(settings, name)
-        try:
-            Path(path).read_bytes()
-        except OSError as error:
-            raise BadInput(f"{name} {path} cannot be read: {error.strerror}") from None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise BadInput("tls_key is not the key of tls_cert") from None
-        raise BadInput(
-            f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} are no certificate and"
-            f" key in PEM form, the key without a password: {error.reason or error}"
-        ) from None
+def checked(settings: Settings) -> Checkpoint:
+    """What can be found wrong before anything starts."""
+    checkpoint = read_checkpoint(settings.model)
+    chat_template(settings)
+    check_tls(settings.tls_cert, settings.tls_key)
+    check_events(settings)
+    if settings.engine == "model":
+        read_entries(Path(checkpoint.path))
+    return checkpoint
 
 
 def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     """Serve until told to end; the exit code."""
-    checkpoint = read_checkpoint(resolved.settings.model)
-    chat_template(resolved.settings)
-    check_tls(resolved.settings)
-    check_events(resolved.settings)
-    if resolved.settings.engine == "model":
-        read_entries(Path(checkpoint.path))
+    checkpoint = checked(resolved.settings)
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
     resolved = calibrated(resolved, layout)
@@ -170,9 +154,12 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
             return runner.run(_serve(told, listeners, further))
 
 
-def planned(settings: Settings, checkpoint: Checkpoint, layout: ModelLayout) -> MemoryPlan:
-    """Of the host's memory, or of the device's, which is asked here whether it can serve."""
-    free, found = memory_free(), found_for(settings)
+def planned(
+    settings: Settings, checkpoint: Checkpoint, layout: ModelLayout, *, shared_by: int = 1
+) -> MemoryPlan:
+    """Of the host's memory, which so many workers share equally, or of the device's, which is asked
+    here whether it can serve."""
+    free, found = memory_free() // shared_by, found_for(settings)
     if found is not None:
         entries = read_entries(Path(checkpoint.path))
         needed = Needed(
@@ -186,8 +173,8 @@ def planned(settings: Settings, checkpoint: Checkpoint, layout: ModelLayout) -> 
         settings,
         layout,
         positions_max=checkpoint.config.positions_max,
-        weight_bytes=checkpoint.weight_bytes * settings.team_size,
-        free=free * settings.nnodes,
+        weight_bytes=checkpoint.share_bytes(settings.dp_size) * settings.team_size,
+        free=free * (settings.nnodes if settings.dp_size == 1 else 1),
     )
 
 
@@ -240,7 +227,7 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
     if checkpoint.config.mtp_layer_count and resolved.origins["mtp"] == "default":
         fresh["mtp"] = 2
     if settings.threads == 0:
-        here = settings.world_size // settings.nnodes
+        here = settings.processes_here
         fresh["threads"] = max(1, ((os.cpu_count() or 1) - 1) // here)
     if not settings.model:
         fresh["model"] = EMBEDDED
@@ -338,8 +325,11 @@ def start_of(told: Told, folder: str, count: int) -> EngineStart:
         folder=folder,
         start=starter(settings, launch, told.layers, endpoints_of),
         watchdog_s=settings.watchdog_s,
+        stopped_s=STOPPED_S if settings.dp_size > 1 else settings.watchdog_s,
         restarts=Restarts(
-            settings.engine_restarts, RealClock(), waits_for_others=settings.nnodes > 1
+            settings.engine_restarts,
+            RealClock(),
+            waits_for_others=settings.nnodes > 1 or settings.dp_size > 1,
         ),
     )
 
@@ -416,7 +406,7 @@ def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
         described=resolved.shown(),
         weight_bytes=plan.weight_bytes,
         compat=settings.compat,
-        layers=told.layers,
+        layers=told.layers if settings.role == "prefill" else (),
         split=split_of(settings, told.port, link),
     )
 
@@ -447,7 +437,7 @@ def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> L
         slot_bytes=plan.slot_bytes,
         host_bytes=plan.host_bytes,
         index_bytes=plan.index_bytes,
-        secret=settings.peer_secret if settings.role != "both" else "",
+        secret=settings.peer_secret if settings.role != "both" or settings.dp_size > 1 else "",
     )
 
 
@@ -479,8 +469,3 @@ def uvicorn_config(
         ssl_certfile=settings.tls_cert or None,
         ssl_keyfile=settings.tls_key or None,
     )
-
-
-def serve_flags(flags: Mapping[str, Any], *, config: Path | None, json: bool) -> int:
-    resolved = resolve(flags, config=config, environment=os.environ)
-    return serve_with(resolved, json=json)

@@ -261,7 +261,7 @@ def _check_role(settings: Settings) -> None:
     if settings.register:
         check_router(settings.register)
     if settings.role == "both":
-        return
+        return _check_ranks_secret(settings)
     count = len(settings.peer_secret.encode())
     if not count:
         raise BadInput(
@@ -274,6 +274,17 @@ def _check_role(settings: Settings) -> None:
         raise BadInput("tls_cert is not for a prefill worker: others meet it over plain HTTP")
     if settings.role == "prefill" and settings.uds and not settings.bootstrap_port:
         raise BadInput("uds is given without bootstrap_port: no other worker could meet this one")
+
+
+def _check_ranks_secret(settings: Settings) -> None:
+    """Ranks that divide the experts believe what they hear at the address where they meet."""
+    host = settings.dist_init_addr.rpartition(":")[0].strip("[]")
+    is_open = settings.dp_size > 1 and settings.dp_rank >= 0 and not is_loopback(host)
+    if is_open and len(settings.peer_secret.encode()) < SECRET_BYTES_MIN:
+        raise BadInput(
+            f"dist_init_addr is {settings.dist_init_addr}, which other machines reach: give all"
+            f" ranks --peer-secret-file, with {SECRET_BYTES_MIN} bytes or more"
+        )
 
 
 def _check_flags(settings: Settings, names: Iterable[str]) -> None:

@@ -9,7 +9,15 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SLOTS, capacity_of, needs, page_count
+from ess.pool.capacity import (
+    HOST_PAGES,
+    INDEX_PAGES,
+    SLOTS,
+    WINDOW_SLOTS,
+    capacity_of,
+    needs,
+    page_count,
+)
 from ess.server.commands.start.settings import Settings
 from ess.server.process.memory import memory_free
 from ess.units import PAGE_ROWS, div_ceil, format_bytes, parse_size
@@ -179,12 +187,11 @@ def _check_rooms(plan: MemoryPlan, layout: ModelLayout) -> None:
     [last] = plan.rooms[-1:]
     if last.count:
         return
-    each = min(last.length, layout.slot_floor)
-    pages = page_count(last.length)
+    pages, slot_bytes = page_count(last.length), _bytes_for(layout, last.length)
     least = {
         "host_bytes": pages * layout.host_page_bytes,
         "index_bytes": pages * layout.index_page_bytes,
-        "slot_bytes": (div_ceil(each, PAGE_ROWS) + 1) * layout.group_count * layout.chunk_bytes,
+        "slot_bytes": slot_bytes,
     }[last.limiter]
     raise BadInput(
         f"{last.limiter} is {format_bytes(getattr(plan, last.limiter))}: not one request of"
@@ -203,9 +210,19 @@ def _slot_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: 
     """Automatic: the slots that every running request is promised, with a quarter to spare."""
     if settings.slot_bytes != AUTO:
         return size_of(settings.slot_bytes, of=free)
-    each = min(length_max, layout.slot_floor)
-    pages = div_ceil(settings.max_running * each * 5, 4 * PAGE_ROWS) + 1
-    return pages * layout.group_count * layout.chunk_bytes
+    return _bytes_for(layout, length_max, times=settings.max_running * 5, share=4)
+
+
+def _bytes_for(layout: ModelLayout, length: int, *, times: int = 1, share: int = 1) -> int:
+    """Slots in all groups for `times` / `share` requests of this length, one page more in each, and
+    what lies between slabs."""
+    each, size = min(length, layout.slot_floor), 0
+    for group in range(layout.group_count):
+        floor = min(each, layout.window_floor) if layout.window_of(group) else each
+        pages = div_ceil(times * floor, share * PAGE_ROWS) + 1
+        size += pages * layout.size_chunk_bytes(layout.group_row(group).row_bytes)
+    between = (len(layout.row_sizes) - 1) * layout.chunk_bytes
+    return div_ceil(size + between, layout.chunk_bytes) * layout.chunk_bytes
 
 
 def _room(plan: MemoryPlan, settings: Settings, layout: ModelLayout, length: int) -> Room:
@@ -214,13 +231,15 @@ def _room(plan: MemoryPlan, settings: Settings, layout: ModelLayout, length: int
         slot_bytes=plan.slot_bytes,
         host_bytes=plan.host_bytes,
         index_bytes=plan.index_bytes,
+        slots_each=min(plan.length_max, layout.slot_floor),
     )
-    most = capacity.request_max(needs(length, slots=min(length, layout.slot_floor)))
+    slots = min(length, layout.slot_floor)
+    most = capacity.request_max(needs(length, slots=slots, window_floor=layout.window_floor))
     counts = {
         "max_running": settings.max_running,
         "host_bytes": most[HOST_PAGES],
         "index_bytes": most[INDEX_PAGES],
-        "slot_bytes": most[SLOTS],
+        "slot_bytes": min(most[SLOTS], most.get(WINDOW_SLOTS, most[SLOTS])),
     }
     limiter = min(counts, key=lambda name: counts[name])
     return Room(length=length, count=counts[limiter], limiter=limiter)

@@ -1,9 +1,12 @@
-"""A prefill worker whose processes torchrun starts: each is told its rank in the environment.
+"""Processes that torchrun starts: each is told its rank in the environment.
 
     torchrun --nproc-per-node 4 --no-python ess prefill MODEL --pp-size 4 --host-bytes 64GiB ...
+    torchrun --nproc-per-node 2 --no-python ess serve MODEL --dp-size 2 --host-bytes 64GiB ...
 
-Rank 0 speaks HTTP. Every process keeps the one rank that it was told, and starts it again when the
-worker is formed anew; torchrun itself sees processes that go on.
+Of a prefill worker rank 0 speaks HTTP. Of servers that divide the experts each does, at --port and
+as many ports behind it as its place on the machine says. Every process keeps the one rank that it
+was told, and starts it again when the worker is formed anew; torchrun itself sees processes that go
+on.
 """
 
 from __future__ import annotations
@@ -14,16 +17,17 @@ from typing import Any, Final
 from ess.errors import BadInput
 
 TOLD: Final = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+PORT: Final = 8000
 ITS_OWN: Final = ("nnodes", "node_rank")
 
 
 def placed_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that it decides; none without torchrun, or for a worker that is no prefill
-    worker. Its own store listens at MASTER_PORT, so the processes meet at the port behind it."""
-    if values.get("role") != "prefill" or "MASTER_ADDR" not in environment:
+    """The settings that it decides; none without torchrun, or for a worker of one process. Its own
+    store listens at MASTER_PORT, so the processes meet at the port behind it."""
+    if any(name not in environment for name in ("MASTER_ADDR", *TOLD)):
         return {}
-    if any(name not in environment for name in TOLD):
-        return {}
+    if values.get("role") != "prefill":
+        return _rank_by_torchrun(environment, values) if values.get("dp_size", 1) > 1 else {}
     rank, size, local_size, port = (_number(environment, name) for name in TOLD)
     names = ("pp_size", "tp_size", "cp_size")
     pipeline, *team = (int(values.get(name, 1)) for name in names)
@@ -42,6 +46,28 @@ def placed_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any]
         "node_rank": rank // local_size,
         "only_rank": rank,
         "dist_init_addr": given,
+    }
+
+
+def _rank_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a server that divides the experts with others."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    if "LOCAL_RANK" not in environment:
+        return {}
+    rank, size, place, port = (_number(environment, name) for name in names)
+    if size != values["dp_size"]:
+        raise BadInput(
+            f"torchrun starts {size} processes (WORLD_SIZE), but dp_size is {values['dp_size']}"
+        )
+    for name in (*ITS_OWN, "dp_rank"):
+        if name in values:
+            raise BadInput(f"{name} is {values[name]}: torchrun says where each process runs")
+    own = values.get("port", PORT)
+    return {
+        "dp_rank": rank,
+        "dist_init_addr": values.get("dist_init_addr")
+        or f"{environment['MASTER_ADDR']}:{port + 1}",
+        "port": own + place if own else 0,
     }
 
 

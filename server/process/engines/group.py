@@ -14,6 +14,8 @@ from ess.server.process.engines.stages import stage_name
 ALONE: Final = "ess.engine.process.worker"
 PACED: Final = "ess.engine.process.fake_engine"
 STAGE: Final = "ess.prefill.worker"
+RANK: Final = "ess.engine.process.rank"
+MESH: Final = "ess.engine.mesh.process"
 LOOK_S: Final = 1.0
 SEEN_S: Final = 0.25
 
@@ -62,7 +64,7 @@ class EngineGroup:
         members: list[Member] = []
         try:
             for launch in launches:
-                program = PACED if is_paced else STAGE if launch.rank is not None else ALONE
+                program = PACED if is_paced else program_of(launch)
                 leads = launch.rank is None or launch.rank.rank == 0
                 given = endpoints if leads else ()
                 child = await Child.start(program, launch, *given, environment=environment)
@@ -111,6 +113,12 @@ class EngineGroup:
         """Waits for their ends, and kills those that have not ended by then."""
         await asyncio.gather(*(m.child.stop(within_s=within_s) for m in self._members))
         await asyncio.gather(*self._ends)
+
+
+def program_of(launch: Launch) -> str:
+    if launch.rank is not None:
+        return STAGE if launch.config.role == "prefill" else MESH
+    return ALONE if launch.config.dp_size == 1 else RANK
 
 
 def name_of(rank: Rank | None) -> str:

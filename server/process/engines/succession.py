@@ -33,11 +33,13 @@ LAST_WORDS_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStart:
-    """How the n-th engine is started, whose front f it meets at `endpoint_of(folder, f, n)`."""
+    """How the n-th engine is started, whose front f it meets at `endpoint_of(folder, f, n)`. A
+    process that is stopped, by a signal, for `stopped_s` is lost."""
 
     folder: str
     start: Callable[[int], Awaitable[EngineGroup]]
     watchdog_s: float
+    stopped_s: float
     restarts: Restarts
 
 
@@ -149,7 +151,7 @@ class Succession:
             self._lose(Loss(f"what it said cannot be read: {error}", is_said=True))
 
     async def _watch(self, group: EngineGroup) -> None:
-        self._lose(await group.lost(stopped_s=self._given.watchdog_s))
+        self._lose(await group.lost(stopped_s=self._given.stopped_s))
 
     async def _look(self) -> None:
         """A stuck engine does not end by itself; it is known by its silence."""

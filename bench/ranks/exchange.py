@@ -1,0 +1,176 @@
+"""`ess-bench comm`: what ranks that divide the experts send, and how much of it is waited for.
+
+Two ranks decode the embedded model, a thread each, over a line of a stated latency and bandwidth.
+
+    volume    bytes per token and layer, beside the formula for experts that are chosen evenly
+    exposed   milliseconds of a step in which a rank only waits for the line: with TBO, with each
+              order of SBO and with both, against none of them in the same run
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+from ess.bench.engine.calibrate import SETTLE_STEPS, settled_engine
+from ess.bench.harness.report import Row, compare
+from ess.bench.harness.threads import compute_threads
+from ess.bench.ranks.line import LateTeam, Line
+from ess.comm.company import Company, Traffic
+from ess.comm.group import Group
+from ess.comm.local import local_group
+from ess.comm.placement import even
+from ess.engine.ranks.accord import Many
+from ess.errors import EssError
+from ess.models.config import ModelConfig
+from ess.models.load import EMBEDDED, load_model
+from ess.models.weights.checkpoint import Checkpoint
+from ess.overlap.sbo import Sbo
+from ess.overlap.tbo import Tbo
+
+RANKS: Final = 2
+CONTEXT: Final = 256
+BATCH: Final = 8
+STEPS: Final = 12
+LATENCY_S: Final = 500e-6
+BYTES_PER_S: Final = 200e6
+LEAST_MS: Final = 1e-3
+"""Nothing at all has no ratio."""
+
+ORDERS: Final[tuple[tuple[Tbo, Sbo], ...]] = (
+    ("on", "off"),
+    ("off", "combine-down"),
+    ("off", "combine-shared"),
+    ("off", "dispatch-shared"),
+    ("on", "combine-shared"),
+    ("on", "dispatch-shared"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What one rank saw: of each step the milliseconds that it only waited for the line; of all of
+    them what it sent, by token and layer."""
+
+    exposed_ms: list[float]
+    out_bytes: float
+    back_bytes: float
+
+
+@compute_threads()
+def comm_benchmark(*, smoke: bool = False) -> list[Row]:
+    steps, batch = (2, 2) if smoke else (STEPS, BATCH)
+    serial = decoded(batch, steps, tbo="off", sbo="off")
+    rows = volumes(serial, load_model().config)
+    baseline = exposed(serial)
+    line = {"latency_us": LATENCY_S * 1e6, "bytes_per_us": BYTES_PER_S / 1e6}
+    for tbo, sbo in ORDERS:
+        rows.append(
+            compare(
+                name=f"exposed: tbo {tbo}, sbo {sbo}",
+                unit="ms",
+                ours=exposed(decoded(batch, steps, tbo=tbo, sbo=sbo)),
+                baseline=("tbo off, sbo off", baseline),
+                config={"ranks": RANKS, "batch": batch, "context": CONTEXT, **line},
+            )
+        )
+    return rows
+
+
+def exposed(ranks: list[Decoded]) -> list[float]:
+    """Of each step, that of the rank which waited longest."""
+    each = zip(*(rank.exposed_ms for rank in ranks), strict=True)
+    return [max(LEAST_MS, *ms) for ms in each]
+
+
+def volumes(ranks: list[Decoded], config: ModelConfig) -> list[Row]:
+    out, back = even_bytes(config, RANKS)
+    return [
+        compare(
+            name=f"volume: {name}",
+            unit="B/token/layer",
+            ours=[getattr(rank, field) for rank in ranks],
+            baseline=("experts chosen evenly", [formula]),
+            config={"ranks": RANKS, "experts": config.expert_count},
+        )
+        for name, field, formula in (
+            ("tokens out", "out_bytes", out),
+            ("made by experts, back", "back_bytes", back),
+        )
+    ]
+
+
+def even_bytes(config: ModelConfig, ranks: int) -> tuple[float, float]:
+    """Out goes a line in bfloat16, and 2 bytes for each choice, to each other rank that has one of
+    the token's experts; back comes a line for each of its experts elsewhere."""
+    total, chosen = config.expert_count, config.experts_per_token
+    missed = math.comb(total - total // ranks, chosen) / math.comb(total, chosen)
+    line = 2 * config.hidden_dim
+    met = (ranks - 1) * (1 - missed)
+    return met * (line + 2 * chosen), chosen * (ranks - 1) / ranks * line
+
+
+def decoded(batch: int, steps: int, *, tbo: Tbo, sbo: Sbo) -> list[Decoded]:
+    line = Line(LATENCY_S, BYTES_PER_S)
+    groups = local_group(RANKS, team=RANKS)
+    made: list[Decoded | EssError] = [EssError("a rank has not ended")] * RANKS
+
+    def run(group: Group) -> None:
+        try:
+            made[group.rank] = decode(group, line, batch, steps, tbo=tbo, sbo=sbo)
+        except Exception as wrong:
+            group.fail(f"{type(wrong).__name__}: {wrong}")
+            made[group.rank] = EssError(f"rank {group.rank}: {wrong}")
+
+    threads = [threading.Thread(target=run, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [_whole(rank) for rank in made]
+
+
+def _whole(rank: Decoded | EssError) -> Decoded:
+    if isinstance(rank, EssError):
+        raise rank
+    return rank
+
+
+@functools.cache
+def expert_count() -> int:
+    with Checkpoint(EMBEDDED) as checkpoint:
+        return checkpoint.model_config.expert_count
+
+
+def decode(group: Group, line: Line, batch: int, steps: int, *, tbo: Tbo, sbo: Sbo) -> Decoded:
+    team = LateTeam(group.team, line)
+    company = Company(team, even(expert_count(), group.size))
+    model = load_model(company=company)
+    engine = settled_engine(
+        model,
+        context=CONTEXT,
+        batch=batch,
+        steps=steps,
+        modes="none",
+        tbo=tbo,
+        sbo=sbo,
+        ranks=Many(company, on_meet=group.advance),
+    )
+    exposed_ms = []
+    for at in range(SETTLE_STEPS + steps):
+        before_s = team.exposed_s
+        if at == SETTLE_STEPS:
+            company.traffic = Traffic()
+        engine.step()
+        if at >= SETTLE_STEPS:
+            exposed_ms.append((team.exposed_s - before_s) * 1e3)
+    sent = company.traffic
+    seen = Decoded(
+        exposed_ms, sent.out_bytes / sent.token_count, sent.back_bytes / sent.token_count
+    )
+    engine.close()
+    engine.offload.close()
+    return seen

@@ -1,0 +1,200 @@
+"""The ranks that divide the experts of every layer: tokens go to them, what they made comes back.
+
+    tokens' rank                               experts' rank
+    depart   who goes where; counts    --->    (counts of what comes)
+    send     a line per token and rank --->    arrive   lines, and which experts each one asks
+    collect  a line per token, expert  <---    give_back   what a block of experts has made
+
+A token's line goes once to each rank that has an expert of it, with the experts' places there; a
+line per token and expert comes back, unweighted, and the tokens' rank adds them up as a rank alone
+does: ascending experts, in float32. So the order of the sum, and with it the result, does not
+depend on where an expert is. What an expert makes of a token is one line of a product, which other
+lines touch only in how the product is cut: it is as exact as a batch of another size.
+
+Why ranks cannot fall out of step. Every exchange is begun by all ranks in the same order: which
+ones there are in a step follows from what the ranks have agreed at its head (`engine.ranks.accord`)
+and from the layers, never from a rank's own tokens; a rank without tokens sends none, but it takes
+part. And if a rank did fall out of step, the counts would say so: with them goes where the rank is,
+the step, the exchange's number in it and the layer, and a rank that hears of another place ends the
+group instead of taking one layer's tokens for another's.
+
+How much is sent is known before it is received: of lines by their counts, of what comes back
+because the receiver has asked for it. Nothing waits for a count of what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from ess.comm.placement import Placement, check_ranks
+from ess.comm.tensors import as_bytes
+from ess.errors import EssError
+
+if TYPE_CHECKING:
+    from ess.comm.team import Coming, Team
+
+_WORDS: Final = 4
+_WORD_BYTES: Final = 8
+
+
+class OutOfStep(EssError):
+    """Two ranks of a company are not at the same place of the same step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guests:
+    """What has come to a rank's experts: `tokens` [n, width], and which line each pair of a token
+    and an expert belongs to, and the expert's place here."""
+
+    tokens: Tensor
+    lines: Tensor
+    places: Tensor
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that left for other ranks: of counts, of lines out, of lines back; and how many tokens
+    they were for. What a rank sends itself is not counted."""
+
+    exchange_count: int = 0
+    token_count: int = 0
+    count_bytes: int = 0
+    out_bytes: int = 0
+    back_bytes: int = 0
+
+
+class Company:
+    """Owns the order of its exchanges: one at a time is begun, by the thread that runs the step."""
+
+    def __init__(self, team: Team, placement: Placement) -> None:
+        check_ranks(placement, team.size)
+        self.team = team
+        self.placement = placement
+        self.traffic = Traffic()
+        self._step = self._number = 0
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The experts of this rank, by place."""
+        return self.placement.places[self.team.rank]
+
+    def enter(self, step: int) -> None:
+        """All ranks are at the head of this step."""
+        self._step, self._number = step, 0
+
+    def depart(self, tokens: Tensor, experts: Tensor, *, layer: int) -> Journey:
+        """`tokens` [n, width] are to see `experts` [n, per_token] of this layer."""
+        assert len(tokens) == len(experts), f"{len(tokens)} tokens, {len(experts)} choices"
+        where = self._step, self._number, layer
+        self._number += 1
+        self.traffic.exchange_count += 1
+        self.traffic.token_count += len(tokens)
+        return Journey(self, tokens, experts, where)
+
+    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
+        return self.team.start(as_bytes(content), given, due)
+
+    def abroad(self, sizes: Sequence[int]) -> int:
+        return sum(sizes) - sizes[self.team.rank]
+
+
+class Journey:
+    """The tokens of one rank at one layer, on their way to their experts and back, and those of the
+    others that come here meanwhile."""
+
+    def __init__(
+        self, company: Company, tokens: Tensor, experts: Tensor, where: tuple[int, int, int]
+    ) -> None:
+        self._company = company
+        self._tokens = tokens
+        self._shape = experts.shape
+        self._where = where
+        size, each = company.team.size, company.placement.place_count
+        places = company.placement.at(experts, first=company.team.rank)
+        ranks, self._own_places = places // each, places % each
+        goes = torch.zeros((size, len(tokens)), dtype=torch.bool)
+        goes[ranks, torch.arange(len(tokens))[:, None]] = True
+        self._to, self._who = goes.nonzero(as_tuple=True)
+        self._asked = ranks[self._who] == self._to[:, None]
+        self._line_counts: list[int] = goes.sum(1).tolist()
+        self._pair_ranks, self._pairs = ranks.flatten().sort(stable=True)
+        self._returns: list[tuple[Coming, Tensor]] = []
+        self._counts = self._announce()
+
+    def _announce(self) -> Coming:
+        """To every rank: where we are, and how many lines come."""
+        words = torch.tensor([[*self._where, count] for count in self._line_counts])
+        sizes = [_WORDS * _WORD_BYTES] * len(words)
+        self._company.traffic.count_bytes += self._company.abroad(sizes)
+        return self._company.start(words, sizes, sizes)
+
+    def send(self) -> None:
+        """The tokens leave, as bytes: a line and behind it the places that it asks for, or -1."""
+        heard = self._counts.wait().view(torch.int64).view(-1, _WORDS).tolist()
+        for rank, (*where, _) in enumerate(heard):
+            if tuple(where) != self._where:
+                raise OutOfStep(
+                    f"rank {rank} is at exchange {where[1]} of step {where[0]}, in layer"
+                    f" {where[2]}; rank {self._company.team.rank} is at exchange {self._where[1]}"
+                    f" of step {self._where[0]}, in layer {self._where[2]}"
+                )
+        self._coming_counts = [words[-1] for words in heard]
+        asked = torch.where(self._asked, self._own_places[self._who], -1).to(torch.int16)
+        lines = torch.cat((_lines(self._tokens[self._who]), _lines(asked)), dim=1)
+        width = lines.shape[1]
+        given = [count * width for count in self._line_counts]
+        self._company.traffic.out_bytes += self._company.abroad(given)
+        due = [count * width for count in self._coming_counts]
+        self._line_bytes = width
+        self._lines = self._company.start(lines, given, due)
+
+    def arrive(self) -> Guests:
+        """Waits for all tokens for this rank's experts."""
+        width = self._tokens.shape[1] * self._tokens.element_size()
+        came = self._lines.wait().view(sum(self._coming_counts), self._line_bytes)
+        tokens = came[:, :width].contiguous().view(self._tokens.dtype)
+        asked = came[:, width:].contiguous().view(torch.int16)
+        lines, columns = (asked >= 0).nonzero(as_tuple=True)
+        edges = torch.tensor([0, *accumulate(self._coming_counts)])
+        self._pair_edges = torch.searchsorted(lines, edges)
+        self._guest_places = asked[lines, columns].long()
+        return Guests(tokens, lines, self._guest_places)
+
+    def give_back(self, made: Tensor, pairs: Tensor, block: range) -> None:
+        """`made`, a line for each of these pairs of Guests, in any order, goes home: all that the
+        experts at the places `block` have made. Blocks are the same on all ranks."""
+        ordered, order = pairs.sort()
+        edges = torch.searchsorted(ordered, self._pair_edges).tolist()
+        content = made[order].contiguous()
+        mine = self._own_places.flatten()[self._pairs]
+        is_due = (mine >= block.start) & (mine < block.stop)
+        size, width = self._company.team.size, made.shape[1] * made.element_size()
+        due_counts = torch.bincount(self._pair_ranks[is_due], minlength=size).tolist()
+        given = [(stop - start) * width for start, stop in pairwise(edges)]
+        due = [count * width for count in due_counts]
+        self._company.traffic.back_bytes += self._company.abroad(given)
+        coming = self._company.start(content, given, due)
+        self._returns.append((coming, self._pairs[is_due]))
+
+    def collect(self, dtype: torch.dtype, width: int) -> Tensor:
+        """Waits for what all experts have made of this rank's tokens: float32 [n, per_token,
+        width], unweighted."""
+        count, per_token = self._shape
+        placed = torch.empty((count * per_token, width), dtype=torch.float32)
+        found = 0
+        for coming, pairs in self._returns:
+            placed[pairs] = coming.wait().view(dtype).view(-1, width).float()
+            found += len(pairs)
+        assert found == len(placed), f"{found} of {len(placed)} lines came back"
+        return placed.view(count, per_token, width)
+
+
+def _lines(values: Tensor) -> Tensor:
+    """A line of bytes for each line."""
+    return as_bytes(values.contiguous()).view(len(values), values.shape[1] * values.element_size())

@@ -1,0 +1,90 @@
+"""Which rank has which experts of a layer. Every rank has equally many places.
+
+An expert may have several places: then each of them serves a part of its tokens. A token's result
+does not depend on the place, for its weights are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ess.errors import BadInput
+
+PLACES_MAX: Final = (1 << 15) - 1
+"""Of a rank: a place's number travels in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`places[rank]` are the experts of a rank, in the order in which it keeps them."""
+
+    places: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        counts = {len(own) for own in self.places}
+        if len(counts) != 1 or not 0 < min(counts) <= PLACES_MAX:
+            raise BadInput(f"ranks have {[len(own) for own in self.places]} places, must be alike")
+        present = {expert for own in self.places for expert in own}
+        missing = set(range(max(present) + 1)) - present
+        if missing or min(present) < 0:
+            raise BadInput(f"experts {sorted(missing)[:8]} have no place on any rank")
+        for rank, own in enumerate(self.places):
+            if len(set(own)) < len(own):
+                raise BadInput(f"rank {rank} has an expert twice: {list(own)[:16]}")
+
+    @property
+    def rank_count(self) -> int:
+        return len(self.places)
+
+    @property
+    def place_count(self) -> int:
+        """Of a rank."""
+        return len(self.places[0])
+
+    @cached_property
+    def expert_count(self) -> int:
+        return 1 + max(max(own) for own in self.places)
+
+    def at(self, experts: Tensor, *, first: int) -> Tensor:
+        """Where these experts [tokens, per_token] are asked: rank times `place_count` plus place.
+        The tokens, of which the first has the number `first`, take copies in turn."""
+        numbers, counts = self._table
+        if numbers.shape[1] == 1:
+            return numbers[:, 0][experts]
+        tokens = torch.arange(first, first + len(experts))[:, None]
+        return numbers[experts, tokens % counts[experts]]
+
+    @cached_property
+    def _table(self) -> tuple[Tensor, Tensor]:
+        """The places of each expert, ascending, and how many they are."""
+        found: list[list[int]] = [[] for _ in range(self.expert_count)]
+        for rank, own in enumerate(self.places):
+            for place, expert in enumerate(own):
+                found[expert].append(rank * self.place_count + place)
+        widest = max(map(len, found))
+        padded = [[*places, *[places[-1]] * (widest - len(places))] for places in found]
+        return torch.tensor(padded), torch.tensor([len(places) for places in found])
+
+
+def even(expert_count: int, rank_count: int) -> Placement:
+    """Contiguous runs, as checkpoints are split (`models.weights.split`).
+
+    >>> even(4, 2).places
+    ((0, 1), (2, 3))
+    """
+    if rank_count < 1 or expert_count % rank_count:
+        raise BadInput(f"{expert_count} experts cannot be shared equally by {rank_count} ranks")
+    share = expert_count // rank_count
+    return Placement(
+        tuple(tuple(range(rank * share, (rank + 1) * share)) for rank in range(rank_count))
+    )
+
+
+def check_ranks(placement: Placement, count: int) -> None:
+    if placement.rank_count != count:
+        raise BadInput(f"a placement for {placement.rank_count} ranks in a team of {count}")

@@ -1,0 +1,20 @@
+"""Which heads of a layer are attended here: all of them, or a share of a team's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ess.engine.layers.batch import Shared
+from ess.models.decoder import DecoderLayer
+
+
+class Heads(Protocol):
+    def joined(self, batch: Shared, layer: DecoderLayer, attended: Tensor) -> Tensor:
+        """What was attended for this rank's heads -> what the layer's output takes, of all."""
+
+
+class AllHeads:
+    def joined(self, batch: Shared, layer: DecoderLayer, attended: Tensor) -> Tensor:
+        return attended

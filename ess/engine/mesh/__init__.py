@@ -1,0 +1,1 @@
+"""Engines of the parts of one model, which make the same calls in the same order."""

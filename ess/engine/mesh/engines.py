@@ -1,0 +1,172 @@
+"""The engines of a mesh: rank 0's passes on every call, the others' repeat them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Unpack
+
+from ess.comm.group import Group
+from ess.door import Offload
+from ess.door.checks import token_ids
+from ess.engine.config import EngineConfig
+from ess.engine.engine import Engine
+from ess.engine.intake import Wishes
+from ess.engine.mesh.lockstep import Lockstep
+from ess.engine.mesh.relay import Relay
+from ess.engine.mesh.words import (
+    Added,
+    Call,
+    Cancelled,
+    Closed,
+    Forgot,
+    Preempted,
+    Resumed,
+    Stepped,
+)
+from ess.engine.plan import StepResult
+from ess.engine.request import Request
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadInput, BadState, PoolFull
+from ess.models.model import Model
+from ess.models.text.tokenizer import Tokenizer
+
+
+class MeshEngine(Engine):
+    """A rank's engine, over its part of the model."""
+
+    def __init__(
+        self,
+        model: Model,
+        offload: Offload,
+        config: EngineConfig,
+        group: Group,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.lockstep = Lockstep(group, offload)
+        self.lockstep.agree()
+        way = Relay(self.lockstep)
+        super().__init__(model, offload, config, tokenizer=tokenizer, ranks=self.lockstep, way=way)
+
+
+class Lead(MeshEngine):
+    """Rank 0's. Whatever is asked of it, it says before it does it; a call that is refused here is
+    refused there."""
+
+    def add(
+        self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
+    ) -> Request:
+        asked = sampling or Sampling()
+        _check(asked, wishes)
+        leader = wishes.get("leader")
+        if leader is not None:
+            self._intake.require_own(leader)
+        added = Added(
+            token_ids("prompt", prompt),
+            asked,
+            wishes.get("priority", 0),
+            None if leader is None else leader.number,
+            wishes.get("salt", b""),
+            list(wishes.get("said", ())),
+        )
+        self.lockstep.say(added)
+        return super().add(prompt, asked, **wishes)
+
+    def cancel(self, request: Request) -> None:
+        self._intake.require_own(request)
+        self.lockstep.say(Cancelled(request.number))
+        super().cancel(request)
+
+    def preempt(self, request: Request) -> None:
+        self._intake.require_own(request)
+        self.lockstep.say(Preempted(request.number))
+        super().preempt(request)
+
+    def resume(self, request: Request) -> None:
+        self._intake.require_own(request)
+        self.lockstep.say(Resumed(request.number))
+        super().resume(request)
+
+    def forget_prefixes(self) -> None:
+        self.lockstep.say(Forgot())
+        super().forget_prefixes()
+
+    def step(self) -> StepResult:
+        self.lockstep.say(Stepped())
+        return super().step()
+
+    def close(self) -> None:
+        self.lockstep.say(Closed())
+        super().close()
+
+
+class Follower:
+    """Owns a rank's engine that is not the first."""
+
+    def __init__(self, engine: MeshEngine) -> None:
+        assert not engine.lockstep.is_lead, "rank 0 leads"
+        self.engine = engine
+        self._requests: dict[int, Request] = {}
+        self._is_closed = False
+
+    def run(self) -> None:
+        """Until rank 0 closes. LinkLost if the group ends before."""
+        while not self._is_closed:
+            self.turn()
+
+    def turn(self) -> None:
+        """The next call. What rank 0's engine has refused, this one refuses as well."""
+        call = self.engine.lockstep.heard()
+        if isinstance(call, Stepped):
+            self.engine.step()
+            self._forget_ended()
+            return
+        with suppress(BadInput, BadState, PoolFull):
+            self._repeat(call)
+
+    def _repeat(self, call: Call) -> None:
+        engine = self.engine
+        match call:
+            case Added():
+                self._add(call)
+            case Cancelled(number) if number in self._requests:
+                engine.cancel(self._requests[number])
+            case Preempted(number) if number in self._requests:
+                engine.preempt(self._requests[number])
+            case Resumed(number) if number in self._requests:
+                engine.resume(self._requests[number])
+            case Forgot():
+                engine.forget_prefixes()
+            case Closed():
+                engine.close()
+                self._is_closed = True
+
+    def _add(self, added: Added) -> None:
+        request = self.engine.add(
+            added.prompt,
+            added.sampling,
+            priority=added.priority,
+            leader=None if added.leader is None else self._requests.get(added.leader),
+            salt=added.salt,
+            said=added.said,
+        )
+        self._requests[request.number] = request
+
+    def _forget_ended(self) -> None:
+        """Where rank 0 names one of them later, nothing follows from it."""
+        self._requests = {
+            number: request
+            for number, request in self._requests.items()
+            if request.state != "finished"
+        }
+
+
+def _check(sampling: Sampling, wishes: Wishes) -> None:
+    """BadInput names what a mesh cannot do."""
+    if sampling.grammar is not None:
+        raise BadInput("a grammar is not served where ranks divide the model: not yet")
+    if sampling.prompt_logprobs is not None:
+        raise BadInput("prompt_logprobs are not served where ranks divide the model: not yet")
+    if wishes.get("give") is not None or wishes.get("take") is not None:
+        raise BadInput("a handoff is not served where ranks divide the model: not yet")

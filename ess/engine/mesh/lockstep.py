@@ -1,0 +1,164 @@
+"""How the ranks of a mesh stay one engine: rank 0 says what happens, and the others do the same.
+
+Every rank runs the same engine: scheduler, requests, pages, reservations. What such an engine does
+follows from the calls that it hears, in their order, and from the tokens that it is told. Rank 0
+passes on both, and nothing else decides:
+
+    clock        nobody paces: `mtp_auto` and `tpot_ms` are refused
+    copies       a question whether a copy has landed waits until it has (`flashtrans.patient`)
+    slots        budgets of the arenas do not move, so what can be admitted stays equal
+    two halves   rank 0 says whether a step splits
+    modes        each rank's own: they change when rows are copied, and no page and no token
+
+Ranks that have come apart are found out before they do harm. At the head of each step every rank
+compares with rank 0 what the step has and what is free in its pools, and behind it what the tokens
+were made from. The first difference ends the group, in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from ess.comm.company import OutOfStep
+from ess.comm.group import Group
+from ess.comm.link import Link
+from ess.door import Offload
+from ess.engine.mesh.words import Call, Holds, Met, Told, Word, receive, send
+from ess.engine.ranks.accord import Accord, Wish, agreed
+from ess.errors import BadInput
+
+W = TypeVar("W", bound=Met | Told | Holds)
+
+
+class Lockstep:
+    """`Ranks`, for an engine that is one of a mesh."""
+
+    rest_s = float("inf")
+
+    def __init__(self, group: Group, offload: Offload) -> None:
+        self.latest = agreed([Wish(leaves=True)])
+        self.group = group
+        self._offload = offload
+        self._step = 0
+
+    @property
+    def stage_count(self) -> int:
+        return self.group.size // self.group.team.size
+
+    @property
+    def stage(self) -> int:
+        return self.group.rank // self.group.team.size
+
+    @property
+    def is_lead(self) -> bool:
+        return self.group.rank == 0
+
+    def agree(self) -> None:
+        """No rank admits more than the smallest pools hold: once, before the first call."""
+        ledger = self._offload.owner.pools.ledger
+        mine = Holds(ledger.capacities())
+        if self.is_lead:
+            all_hold = [mine, *(self._as(receive(link), Holds) for link in self._others)]
+            mine = _least([holds.capacities for holds in all_hold])
+        else:
+            send([self._to_lead], mine)
+        ledger.limit(self.from_lead(mine, Holds).capacities)
+
+    # ---- calls
+
+    def say(self, call: Call) -> None:
+        """Rank 0: what its engine is about to do."""
+        assert self.is_lead, f"rank {self.group.rank} is told what happens"
+        send(self._others, call)
+
+    def heard(self) -> Call:
+        """The other ranks: the next call."""
+        word = receive(self._to_lead)
+        if isinstance(word, Met | Told | Holds):
+            raise self._apart(f"a call was due, and {type(word).__name__} came")
+        return word
+
+    # ---- a step
+
+    def meet(self, wish: Wish) -> Accord:
+        """LinkLost if a rank is lost, OutOfStep if it has come apart from rank 0."""
+        mine = Met(
+            self._step,
+            wish.token_count,
+            wish.chunk_tokens,
+            wish.draft_count,
+            self._free(),
+            wish.splits,
+        )
+        theirs = self.from_lead(mine, Met)
+        if msgspec.structs.replace(mine, splits=theirs.splits) != theirs:
+            raise self._apart(f"its step is {theirs}, here it is {mine}")
+        self._step += 1
+        self.group.advance()
+        self.latest = agreed([replace(wish, splits=theirs.splits, leaves=True)])
+        return self.latest
+
+    def tell(self, make: Callable[[], Told], *, is_last: bool, fed: int) -> Told:
+        """What the first member of the last stage makes goes to all ranks by way of rank 0."""
+        word: Word | None = make() if is_last else None
+        first = self.group.size - self.group.team.size
+        if word is not None and self.group.rank == first and first:
+            send([self._to_lead], word)
+        if self.is_lead:
+            word = word or receive(self.group.reports[first])
+            told = self._as(word, Told)
+            send([self.group.reports[rank] for rank in range(1, first)], told)
+        elif not is_last:
+            word = receive(self._to_lead)
+        told = self._as(word, Told)
+        if told.fed != fed:
+            raise self._apart(f"its tokens were made of {told.fed:08x}, here of {fed:08x}")
+        return told
+
+    def from_lead(self, mine: W, kind: type[W]) -> W:
+        """The word of rank 0, in the place of `mine`."""
+        if self.is_lead:
+            send(self._others, mine)
+            return mine
+        return self._as(receive(self._to_lead), kind)
+
+    # ---- pools
+
+    def _free(self) -> tuple[int, ...]:
+        pools = self._offload.owner.pools
+        latent = pools.latent
+        return (
+            latent.pages.free_count,
+            latent.prefix.idle_count,
+            pools.index.pages.free_count,
+            pools.tables.free_count,
+        )
+
+    @property
+    def _others(self) -> list[Link]:
+        return [link for _, link in sorted(self.group.reports.items())]
+
+    @property
+    def _to_lead(self) -> Link:
+        return self.group.reports[0]
+
+    def _as(self, word: Word | None, kind: type[W]) -> W:
+        if not isinstance(word, kind):
+            raise self._apart(f"{kind.__name__} was due, and {type(word).__name__} came")
+        return word
+
+    def _apart(self, why: str) -> OutOfStep:
+        return OutOfStep(
+            f"rank {self.group.rank} has come apart from rank 0 at {self._step}: {why}"
+        )
+
+
+def _least(capacities: Sequence[Mapping[str, int]]) -> Holds:
+    names = {frozenset(held) for held in capacities}
+    if len(names) > 1:
+        raise BadInput("layers that attend to a window are in some parts of the model only")
+    return Holds({name: min(held[name] for held in capacities) for name in capacities[0]})

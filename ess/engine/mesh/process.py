@@ -1,0 +1,124 @@
+"""A process of an engine whose model is divided: by layers among stages, by heads in a stage.
+
+    python -m ess.engine.mesh.process ENDPOINT...     (a Launch as one JSON line on stdin)
+
+Rank 0 speaks to the server at the ENDPOINTs; the others need none. Fail-stop: where one rank is
+lost or wrong all end, and rank 0 tells the server why, which starts them again.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import msgspec
+import torch
+import zmq
+
+from ess.clock import RealClock
+from ess.comm.group import Group
+from ess.door import Offload
+from ess.engine.mesh.engines import Follower, Lead, MeshEngine
+from ess.engine.process.member import join, main, membership, rank_of
+from ess.engine.process.messages import Launch, Rank
+from ess.engine.process.rank import greet
+from ess.engine.process.wire import SocketWire
+from ess.engine.process.worker import Built, serve
+from ess.errors import BadInput
+from ess.flashtrans.lanes import open_lane
+from ess.flashtrans.patient import PatientLane
+from ess.layout import ModelLayout
+from ess.models.load import load_model
+from ess.models.model import Model
+from ess.models.text.tokenizer import Tokenizer
+from ess.models.weights.fingerprint import fingerprint
+from ess.models.weights.split import Split
+from ess.pool.capacity import even_chunks, whole_count
+
+
+def load_part(launch: Launch, rank: Rank) -> tuple[Model, ModelLayout]:
+    """This rank's part of the model, and the layout of the whole."""
+    chosen = launch.config
+    torch.set_num_threads(chosen.threads)
+    stage, member = divmod(rank.rank, rank.team)
+    heads = Split(tp=rank.team, tp_rank=member, by_heads=True) if rank.team > 1 else None
+    model = load_model(
+        launch.model, form=chosen.form, layers=range(*rank.layers[stage]), heads=heads
+    )
+    config = model.config
+    if config.is_grouped or config.head_count % rank.team:
+        raise BadInput(
+            f"tp_size is {rank.team}: {config.head_count} heads of a model of {config.family}"
+            " cannot be shared equally"
+        )
+    if chosen.mtp == 1:
+        config = msgspec.structs.replace(config, mtp_layer_count=0)
+    return model, config.layout(row=chosen.row)
+
+
+def part_offload(launch: Launch, whole: ModelLayout, layers: tuple[int, int]) -> Offload:
+    """The share of these layers in the memory that is for all stages: as many pages as every other
+    stage has, and for each group the slots that it has in one process."""
+    chosen, part = launch.config, whole.part(*layers)
+    host_pages = whole_count("host_bytes", launch.host_bytes, whole.host_page_bytes)
+    index_pages = whole_count("index_bytes", launch.index_bytes, whole.index_page_bytes)
+    chunks = even_chunks(whole, launch.slot_bytes // whole.chunk_bytes)
+    mine = chunks[part.first_group : part.first_group + part.group_count]
+    return Offload.create(
+        part,
+        slot_bytes=sum(mine) * whole.chunk_bytes,
+        host_bytes=host_pages * part.host_page_bytes,
+        index_bytes=index_pages * part.index_page_bytes,
+        length_max=launch.length_max,
+        sequence_max=chosen.max_running,
+        query_max=chosen.query_max,
+        evict=chosen.evict,
+        lane=PatientLane(open_lane()),
+    )
+
+
+def made_engine(launch: Launch, group: Group) -> MeshEngine:
+    """When all ranks have loaded the same model. Slots stay with their groups: budgets that follow
+    each rank's own misses would let one rank admit what another cannot."""
+    rank = rank_of(launch)
+    model, whole = load_part(launch, rank)
+    offload = part_offload(launch, whole, rank.layers[rank.rank // rank.team])
+    greet(group, {"model": fingerprint(launch.model).hex()})
+    kind = MeshEngine if group.rank else Lead
+    settings = replace(launch.config, budget_every=0)
+    return kind(model, offload, settings, group, tokenizer=Tokenizer(launch.model))
+
+
+def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    wire = SocketWire(context, endpoints)
+    wire.watch(sys.stdin.fileno())
+
+    def built(*_: object) -> Built:
+        engine = made_engine(launch, group)
+        return Built(engine, None, engine.runner.model.config.vocab_size)
+
+    try:
+        serve(launch, wire, RealClock(), context, built)
+    finally:
+        wire.close()
+        context.term()
+
+
+def follow(launch: Launch, group: Group) -> None:
+    engine = made_engine(launch, group)
+    Follower(engine).run()
+    engine.offload.close()
+
+
+def run(launch: Launch, endpoints: list[str]) -> None:
+    group = join(rank_of(launch), launch.secret)
+    with membership(group):
+        if group.rank:
+            follow(launch, group)
+        else:
+            lead(launch, group, endpoints)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, lambda launch: rank_of(launch).rank, sys.argv[1:]))

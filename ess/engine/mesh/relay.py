@@ -1,0 +1,118 @@
+"""How a step goes through the ranks of a mesh: from stage to stage, and its tokens to all.
+
+A stage makes the rows of its own layers and hands the hidden states on. The last one has the head
+and the MTP module: it chooses, drafts, and tells everybody. So every rank knows the step's tokens
+before it seals its own rows. A selection is not handed on: layers that share one are of one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+import msgspec
+from torch import Tensor
+
+from ess.comm.company import OutOfStep
+from ess.engine.layers.batch import Batch
+from ess.engine.layers.heads import AllHeads, Heads
+from ess.engine.mesh.lockstep import Lockstep
+from ess.engine.mesh.team_heads import TeamHeads
+from ess.engine.mesh.words import Said, Told, packed, unpacked
+from ess.engine.prompt.pack import Span
+from ess.engine.prompt.run import Prefilled, run_part
+from ess.engine.step.feeding import Fed
+from ess.engine.step.future import HostChosen, HostFed, HostSaid
+from ess.engine.step.runner import Runner
+from ess.engine.step.way import drafted
+from ess.engine.tokens.verification import Choice
+
+
+class Relay:
+    """`Way`, of one rank."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self._lockstep = lockstep
+        self._group = lockstep.group
+        team = self._group.team
+        self._share = TeamHeads(team) if team.size > 1 else None
+        self.heads: Heads = self._share or AllHeads()
+
+    # ---- decode
+
+    def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> HostSaid:
+        assert isinstance(fed, HostFed), "a mesh has its tokens on the host"
+        fed_digest = digest(fed)
+        hidden = self._given(batch.step.query_count)
+        if hidden is None:
+            hidden = runner.model.embed(fed.tokens)
+        made = runner.through(batch, hidden)
+        self._hand_on(made)
+        told = self._lockstep.tell(
+            lambda: self._told(runner, batch, fed, made, draft_count),
+            is_last=runner.model.is_last,
+            fed=fed_digest,
+        )
+        choices = [Choice(said.tokens, said.chances, said.is_broken) for said in told.said]
+        return HostSaid(choices, [said.drafts for said in told.said])
+
+    def _told(
+        self, runner: Runner, batch: Batch, fed: HostFed, hidden: Tensor, draft_count: int
+    ) -> Told:
+        """The first member's choice and drafts count for its team: another one's logits may be
+        rounded in another way."""
+        forward = runner.ended(batch, hidden)
+        chosen = fed.choose(forward.logits)
+        mine = tuple(_said(choice) for choice in chosen.choices)
+        choices = self._of_first(Told(digest(fed), mine)).said
+        kept = [Choice(said.tokens, said.chances, said.is_broken) for said in choices]
+        drafts = drafted(runner, batch, forward, HostChosen(fed, kept), draft_count)
+        if drafts is None:
+            return Told(digest(fed), choices)
+        guesses: list[list[int]] = drafts.tolist()
+        said = tuple(
+            msgspec.structs.replace(said, drafts=tuple(guess))
+            for said, guess in zip(choices, guesses, strict=True)
+        )
+        return self._of_first(Told(digest(fed), said))
+
+    def _of_first(self, mine: Told) -> Told:
+        told = unpacked(self._group.team.broadcast(packed(mine)))
+        assert isinstance(told, Told), f"{type(told).__name__} in the place of choices"
+        return told
+
+    # ---- prompts
+
+    def prefilled(
+        self, runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None
+    ) -> list[Prefilled]:
+        given = self._given(sum(len(span.tokens) for span in spans))
+        made, hidden = run_part(runner, spans, on_layer, given=given, share=self._share)
+        self._hand_on(hidden)
+        return made
+
+    # ---- between stages
+
+    def _given(self, count: int) -> Tensor | None:
+        if self._group.previous is None:
+            return None
+        frame = self._group.previous.receive(None)
+        assert frame is not None, "a wait without an end has ended"
+        if frame.tensor is None or len(frame.tensor) != count:
+            got = 0 if frame.tensor is None else len(frame.tensor)
+            raise OutOfStep(f"rank {self._group.rank} runs {count} tokens, and {got} came")
+        return frame.tensor
+
+    def _hand_on(self, hidden: Tensor) -> None:
+        if self._group.next is not None:
+            self._group.next.send(b"", hidden.contiguous())
+
+
+def digest(fed: HostFed) -> int:
+    """Of what a step is fed with."""
+    numbers = [(feed.request.number, feed.position, *feed.tokens) for feed in fed.feeds]
+    return crc32(msgspec.msgpack.encode(numbers))
+
+
+def _said(choice: Choice) -> Said:
+    return Said(choice.tokens, choice.chances, choice.is_broken)

@@ -1,0 +1,30 @@
+"""A team's members attend for some heads each, and do the rest of a layer alike.
+
+Values of all heads are gathered, and then every member has the whole output projection: a sum runs
+over the heads in the order of a rank alone. Sums of the members' own projections would be half as
+many bytes, and would add up in an order that follows from their number.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ess.comm.team import Team
+from ess.engine.layers.batch import Shared, values
+from ess.engine.prompt.share import Whole, Work
+from ess.models.decoder import DecoderLayer
+
+
+class TeamHeads(Whole):
+    """`Heads` of a decode step, and `Share` of a pack of prompts, of which each member makes all
+    rows for itself."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    def joined(self, batch: Shared, layer: DecoderLayer, attended: Tensor) -> Tensor:
+        made = values(batch, layer, attended).contiguous()
+        return self._team.all_gather(made, dim=1, sizes=[made.shape[1]] * self._team.size)
+
+    def exchanged(self, work: Work, layer: DecoderLayer, attended: Tensor) -> Tensor:
+        return self.joined(work.asked, layer, attended)

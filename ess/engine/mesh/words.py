@@ -1,0 +1,135 @@
+"""What the ranks of a mesh say to one another, beside the hidden states.
+
+    rank 0 to all      calls: what was asked of its engine; Met: how a step begins
+    last stage to all  Told: what a step says, by way of rank 0
+    all to all         Holds: once, what the pools hold, by way of rank 0
+
+A message of any size travels as frames of bounded size: the first byte of each says whether more
+of it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+import msgspec
+
+from ess.comm.link import HEAD_BYTES_MAX, Link
+from ess.engine.process.messages import as_dict
+from ess.engine.tokens.chance import Chance
+from ess.engine.tokens.sampling import Sampling
+
+MORE: Final = b"+"
+LAST: Final = b"."
+PIECE_BYTES: Final = HEAD_BYTES_MAX - 1
+
+
+class Added(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`leader` is the number of an earlier request."""
+
+    prompt: list[int]
+    sampling: Sampling
+    priority: int = 0
+    leader: int | None = None
+    salt: bytes = b""
+    said: list[int] = []
+
+
+class Cancelled(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    number: int
+
+
+class Preempted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    number: int
+
+
+class Resumed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    number: int
+
+
+class Forgot(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The prefixes."""
+
+
+class Stepped(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Closed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+Call: TypeAlias = Added | Cancelled | Preempted | Resumed | Forgot | Stepped | Closed
+
+
+class Met(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What a rank's engine is about to do, and what is free in its pools. Only whether the step
+    `splits` may follow from more than the calls: that is rank 0's to say."""
+
+    step: int
+    token_count: int
+    chunk_tokens: int
+    draft_count: int
+    free: tuple[int, ...]
+    splits: bool
+
+
+class Holds(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What a rank's pools hold, by account; then the least of it, from rank 0."""
+
+    capacities: dict[str, int]
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """Of one request: what `Choice` has, and drafts."""
+
+    tokens: tuple[int, ...]
+    chances: tuple[Chance, ...] = ()
+    is_broken: bool = False
+    drafts: tuple[int, ...] = ()
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`fed` is a digest of what the step was fed with."""
+
+    fed: int
+    said: tuple[Said, ...]
+
+
+Word: TypeAlias = Call | Holds | Met | Told
+
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=as_dict)
+_DECODER: Final[msgspec.msgpack.Decoder[Word]] = msgspec.msgpack.Decoder(Word)
+
+
+def packed(word: Word) -> bytes:
+    return _ENCODER.encode(word)
+
+
+def unpacked(content: bytes) -> Word:
+    return _DECODER.decode(content)
+
+
+def send(links: Sequence[Link], word: Word) -> None:
+    pieces = list(_pieces(packed(word)))
+    for link in links:
+        for piece in pieces:
+            link.send(piece)
+
+
+def receive(link: Link) -> Word:
+    """Waits for it. LinkLost if the group ends before."""
+    content = bytearray()
+    while True:
+        frame = link.receive(None)
+        assert frame is not None, "a wait without an end has ended"
+        content += frame.head[1:]
+        if frame.head[:1] == LAST:
+            return unpacked(bytes(content))
+
+
+def _pieces(content: bytes) -> Iterator[bytes]:
+    for start in range(0, len(content), PIECE_BYTES):
+        is_last = start + PIECE_BYTES >= len(content)
+        yield (LAST if is_last else MORE) + content[start : start + PIECE_BYTES]

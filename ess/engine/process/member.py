@@ -1,0 +1,79 @@
+"""How a process that is one of a group begins and ends: with all others, or in order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, NoReturn
+
+import msgspec
+
+from ess.comm.group import Group
+from ess.comm.link import LinkLost
+from ess.comm.meeting import join_group
+from ess.engine.process.lifeline import die_with_parent
+from ess.engine.process.messages import Launch, Rank
+from ess.errors import BadInput, EssError
+
+JOIN_S: Final = 120.0
+
+
+def rank_of(launch: Launch) -> Rank:
+    """Of a process that is one of several stages, or of a stage's team."""
+    if launch.rank is None:
+        raise BadInput("rank is missing: it says which stage of the pipeline this process is")
+    rank, stage_count = launch.rank, len(launch.rank.layers)
+    if rank.team < 1 or rank.size != stage_count * rank.team:
+        raise BadInput(f"size is {rank.size} for {stage_count} stages of {rank.team} ranks each")
+    return rank
+
+
+def join(rank: Rank, secret: str) -> Group:
+    return join_group(
+        rank.rank,
+        rank.size,
+        init=rank.init,
+        team=rank.team,
+        timeout_s=JOIN_S,
+        generation=rank.generation,
+        secret=secret.encode(),
+        patience_s=rank.stage_timeout_s,
+    )
+
+
+@contextmanager
+def membership(group: Group) -> Iterator[None]:
+    """The whole group ends with an error of this rank, and is told why. Without one it is left."""
+    try:
+        yield
+    except LinkLost:
+        raise
+    except BaseException as error:
+        group.fail(f"rank {group.rank} ends: {type(error).__name__}: {error}")
+        raise
+    group.close()
+
+
+def main(
+    run: Callable[[Launch, list[str]], None], rank_of: Callable[[Launch], int], endpoints: list[str]
+) -> int:
+    """A group that has failed is not left in order: its ranks would wait for one another."""
+    die_with_parent()
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    try:
+        run(launch, endpoints)
+    except BaseException as error:
+        _end(rank_of(launch), error)
+    return 0
+
+
+def _end(rank: int, error: BaseException) -> NoReturn:
+    if isinstance(error, EssError):
+        sys.stderr.write(f"rank {rank} ends: {error}\n")
+    else:
+        traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)

@@ -1,0 +1,103 @@
+"""The process of an engine that shares the experts with others.
+
+    python -m ess.engine.process.rank ENDPOINT...     (a Launch as one JSON line on stdin)
+
+It joins its group, loads its share of the experts, waits until all ranks have loaded and then runs
+as any engine process does. Fail-stop: where one rank is lost or wrong, all end, each telling its
+own server why; the servers start them again, and they meet as they did at first.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import msgspec
+import zmq
+
+from ess.clock import Clock, RealClock
+from ess.comm.company import Company
+from ess.comm.group import Group
+from ess.comm.meeting import join_group
+from ess.comm.placement import even
+from ess.engine.config import ProcessConfig
+from ess.engine.process.member import main, membership
+from ess.engine.process.messages import Launch
+from ess.engine.process.wire import SocketWire
+from ess.engine.process.worker import Built, build, serve
+from ess.engine.ranks.accord import Many
+from ess.errors import BadInput, Unavailable
+from ess.models.weights.checkpoint import Checkpoint
+from ess.models.weights.fingerprint import fingerprint
+
+JOIN_S: Final = 120.0
+LOAD_S: Final = 3600.0
+ALIKE: Final = ("mtp", "tbo", "sbo", "form", "dp_size")
+"""Settings that all ranks must have in common: the order of the exchanges follows from them, and
+the values that they carry. Each of the others is a rank's own affair."""
+
+
+def join(config: ProcessConfig, secret: str) -> Group:
+    return join_group(
+        config.dp_rank,
+        config.dp_size,
+        init=f"tcp://{config.dist_init_addr}",
+        team=config.dp_size,
+        timeout_s=JOIN_S,
+        secret=secret.encode(),
+        patience_s=config.stage_timeout_s,
+    )
+
+
+def company_of(launch: Launch, group: Group) -> Company:
+    with Checkpoint(launch.model) as checkpoint:
+        config = checkpoint.model_config
+    if not config.expert_count:
+        raise BadInput(f"dp_size is {group.size}, and a model of {config.family} has no experts")
+    return Company(group.team, even(config.expert_count, group.size))
+
+
+def loaded(launch: Launch, group: Group, clock: Clock) -> Built:
+    """Returns when all ranks have loaded the same model in the same way."""
+    company = company_of(launch, group)
+    built = build(launch, clock, company=company, ranks=Many(company, on_meet=group.advance))
+    said = {name: str(getattr(launch.config, name)) for name in ALIKE}
+    greet(group, {**said, "model": fingerprint(launch.model).hex()})
+    return built
+
+
+def greet(group: Group, mine: dict[str, str]) -> None:
+    """Everybody tells rank 0, which compares, and lets all begin. BadInput names what differs."""
+    if group.rank:
+        group.reports[0].send(msgspec.json.encode(mine))
+        if group.reports[0].receive(LOAD_S) is None:
+            raise Unavailable(f"rank 0 has not let us begin within {LOAD_S:g} s")
+        return
+    for rank, link in group.reports.items():
+        frame = link.receive(LOAD_S)
+        if frame is None:
+            raise Unavailable(f"rank {rank} has not loaded within {LOAD_S:g} s")
+        theirs = msgspec.json.decode(frame.head, type=dict[str, str])
+        for name, value in mine.items():
+            if theirs.get(name) != value:
+                raise BadInput(f"{name} is {theirs.get(name)} on rank {rank}, {value} on rank 0")
+    for link in group.reports.values():
+        link.send(b"begin")
+
+
+def run(launch: Launch, endpoints: list[str]) -> None:
+    group = join(launch.config, launch.secret)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    wire = SocketWire(context, endpoints)
+    wire.watch(sys.stdin.fileno())
+    clock = RealClock()
+    with membership(group):
+        try:
+            serve(launch, wire, clock, context, lambda *_: loaded(launch, group, clock))
+        finally:
+            wire.close()
+            context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, lambda launch: launch.config.dp_rank, sys.argv[1:]))

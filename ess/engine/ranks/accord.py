@@ -1,0 +1,132 @@
+"""What the ranks of a company agree on at the head of each step, and what follows from it.
+
+Each rank has its own requests, pools and schedules. Of a step the ranks share the exchanges of the
+layers with experts, so all must know which of them there will be:
+
+    decode   the layers with experts in order, if any rank has a decode batch: each exchanged once,
+             or twice in turn where the step `splits`
+    drafts   so many times the MTP module's layer
+    prompts  the layers with experts, and the MTP module's, if any rank has a prompt chunk
+
+Each rank says what it brings, hears what all bring, and derives the accord by the same function of
+the same table: that is why they agree, with a single round. The step's halves are those of the rank
+with the most tokens, which the others wait for in any case; a rank that has fewer than two requests
+has an empty half. Drafts are as many as every rank that decodes can afford.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Final, Protocol
+
+import torch
+
+from ess.comm.company import Company, OutOfStep
+
+TICK_S: Final = 0.01
+"""How long a rank waits for requests of its own, while no rank has any, before it asks again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a rank brings: tokens that it decodes, and of prompts; drafts per request that it can
+    afford; whether its batch should run in two halves; whether it wants to end."""
+
+    token_count: int = 0
+    chunk_tokens: int = 0
+    draft_count: int = 0
+    splits: bool = False
+    leaves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Accord:
+    """`token_max` is the largest decode batch of any rank; 0: nobody decodes."""
+
+    token_max: int
+    draft_count: int
+    splits: bool
+    has_chunks: bool
+    all_leave: bool
+
+    @property
+    def decodes(self) -> bool:
+        return self.token_max > 0
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self.decodes and not self.has_chunks
+
+
+def agreed(wishes: Sequence[Wish]) -> Accord:
+    """
+    >>> agreed([Wish(token_count=3, draft_count=2, splits=True), Wish(chunk_tokens=64)])
+    Accord(token_max=3, draft_count=2, splits=True, has_chunks=True, all_leave=False)
+    """
+    decoding = [wish for wish in wishes if wish.token_count]
+    largest = max(decoding, key=lambda wish: wish.token_count, default=Wish())
+    return Accord(
+        token_max=largest.token_count,
+        draft_count=min((wish.draft_count for wish in decoding), default=0),
+        splits=largest.splits,
+        has_chunks=any(wish.chunk_tokens for wish in wishes),
+        all_leave=all(wish.leaves for wish in wishes),
+    )
+
+
+class Ranks(Protocol):
+    """`latest` is what was agreed last."""
+
+    latest: Accord
+
+    @property
+    def rest_s(self) -> float:
+        """How long this rank may wait for requests before it meets the others again."""
+
+    def meet(self, wish: Wish) -> Accord: ...
+
+
+class Alone:
+    """An engine whose experts are all here: it may leave whenever it wants to."""
+
+    rest_s = float("inf")
+
+    def __init__(self) -> None:
+        self.latest = agreed([Wish(leaves=True)])
+
+    def meet(self, wish: Wish) -> Accord:
+        self.latest = agreed([replace(wish, leaves=True)])
+        return self.latest
+
+
+class Many:
+    """Every rank meets the others once a step, whether it has requests or not."""
+
+    def __init__(self, company: Company, *, on_meet: Callable[[], None]) -> None:
+        self.latest = agreed([Wish()])
+        self._company = company
+        self._on_meet = on_meet
+        self._step = 0
+
+    @property
+    def rest_s(self) -> float:
+        return TICK_S if self.latest.is_quiet else 0.0
+
+    def meet(self, wish: Wish) -> Accord:
+        """LinkLost if a rank is lost."""
+        words = torch.tensor([self._step, *map(int, astuple(wish))])
+        size, team = len(words), self._company.team
+        table = team.all_gather(words, sizes=[size] * team.size).view(team.size, size).tolist()
+        for rank, (step, *_) in enumerate(table):
+            if step != self._step:
+                raise OutOfStep(f"rank {rank} is at step {step}, rank {team.rank} at {self._step}")
+        self._company.enter(self._step)
+        self._step += 1
+        self._on_meet()
+        self.latest = agreed([_wish(*said) for _, *said in table])
+        return self.latest
+
+
+def _wish(token_count: int, chunk_tokens: int, draft_count: int, splits: int, leaves: int) -> Wish:
+    return Wish(token_count, chunk_tokens, draft_count, bool(splits), bool(leaves))

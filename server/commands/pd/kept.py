@@ -1,0 +1,126 @@
+"""Processes that are kept together: started in an order, watched, and told to end by one signal."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from ess import console
+from ess.clock import Clock
+from ess.errors import Unavailable
+from ess.server.commands.pd.keeper import Keeper, Order
+
+ASK_S: Final = 2.0
+TELL_EVERY_S: Final = 10.0
+
+
+class Kept:
+    """Owns the keepers, by role. `environment` is that of their processes."""
+
+    def __init__(
+        self, roles: Sequence[str], *, environment: Mapping[str, str], clock: Clock
+    ) -> None:
+        self._environment = environment
+        self._clock = clock
+        self._keepers: dict[str, list[Keeper]] = {role: [] for role in roles}
+        self._tasks: dict[asyncio.Task[None], Keeper] = {}
+        self._stop = asyncio.Event()
+
+    def heed_signals(self) -> None:
+        """The first signal ends all processes in order, the second kills them at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            for keepers in self._keepers.values():
+                for keeper in keepers:
+                    keeper.kill()
+        self._stop.set()
+
+    def keep(self, role: str, order: Order, is_ready: Callable[[str], Awaitable[bool]]) -> Keeper:
+        keeper = Keeper(order, environment=self._environment, is_ready=is_ready, clock=self._clock)
+        self._keepers[role].append(keeper)
+        self._tasks[keeper.start()] = keeper
+        return keeper
+
+    def all(self) -> list[tuple[str, Keeper]]:
+        return [(role, keeper) for role, keepers in self._keepers.items() for keeper in keepers]
+
+    async def wait_until(self, keeper: Keeper, event: asyncio.Event, what: str) -> None:
+        """Unavailable if anything is given up meanwhile."""
+        waiting = asyncio.ensure_future(event.wait())
+        began_s = self._clock.now_s()
+        try:
+            while not event.is_set():
+                everything = {waiting, *self._tasks}
+                done, _ = await asyncio.wait(
+                    everything, timeout=TELL_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task, given_up in self._tasks.items():
+                    if task in done:
+                        raise Unavailable(given_up.why_lost)
+                if not done:
+                    passed_s = self._clock.now_s() - began_s
+                    console.note(f"ess: {keeper.name} is not {what} after {passed_s:.0f} s")
+        finally:
+            waiting.cancel()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether the work came to its end before somebody said to stop."""
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if working.done():
+            await working
+            return True
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        return False
+
+    async def watch(self) -> None:
+        """Returns when all processes of some role have been given up."""
+        while all(any(not k.why_lost for k in keepers) for keepers in self._keepers.values()):
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                keeper = self._tasks.pop(task)
+                console.note(f"ess: {keeper.why_lost}\ness: {keeper.name} is given up")
+
+    async def end(self, role: str, *, within_s: float) -> None:
+        await asyncio.gather(*(k.end(within_s=within_s) for k in self._keepers[role]))
+
+
+def address_of(url: str) -> str:
+    return urlsplit(url).netloc
+
+
+def write_private(path: Path, text: str) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+async def is_worker_ready(url: str) -> bool:
+    status, _ = await asyncio.to_thread(ask, url, "/ready")
+    return status == 200
+
+
+def ask(url: str, path: str, key: str = "") -> tuple[int, bytes]:
+    """Status and content of a GET; 0 if there is no answer."""
+    connection = http.client.HTTPConnection(address_of(url), timeout=ASK_S)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()

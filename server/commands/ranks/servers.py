@@ -1,0 +1,166 @@
+"""`ess serve --dp-size 4`: the servers of all ranks that run here.
+
+Each is an ordinary `ess serve` with a rank of its own, and could be started by hand: it has its own
+port, and a stock router in front sends it requests as to any worker. What ends is started again at
+the same port; then the engines of the others, which have ended with it, meet the new one. At the
+end all drain beside one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ess import console
+from ess.clock import RealClock
+from ess.errors import BadInput
+from ess.ports import kept_port
+from ess.server.commands.pd.keeper import Keeper, Order
+from ess.server.commands.pd.kept import Kept, is_worker_ready, write_private
+from ess.server.commands.pd.shares import clean, told_settings
+from ess.server.commands.start.launch import checked, derived, layout_of, planned, sized
+from ess.server.commands.start.settings import Resolved, Settings
+from ess.server.process.lifecycle import HANG_S
+from ess.server.process.log_pipe import unblocked_stderr
+from ess.server.process.own_folder import own_folder
+
+ESS: Final = "ess.server.commands.cli:main"
+SECRET_BYTES: Final = 32
+LOCAL: Final = "127.0.0.1"
+
+# Settings of a single server, each with the reason.
+WHY_NOT: Final[Mapping[str, str]] = {
+    "uds": "each rank listens on a port of its own",
+    "tls_cert": "ranks are asked by HTTP whether they live: let a proxy speak HTTPS",
+    "bootstrap_port": "each rank is met at its own port",
+    "transfer_port": "each rank takes a free one",
+    "prefix_cache_dir": "each rank has a prefix cache of its own: start the ranks by hand",
+    "kv_events": "each rank publishes at an address of its own: start the ranks by hand",
+    "kv_events_replay": "each rank publishes at an address of its own: start the ranks by hand",
+}
+OF_RANK: Final = frozenset(
+    ("nnodes", "node_rank", "dist_init_addr", "dp_rank", "host", "port", "peer_secret_file")
+)
+
+
+def serve_ranks(resolved: Resolved, *, json: bool) -> int:
+    """Serve until told to end; the exit code."""
+    for name, why in WHY_NOT.items():
+        if resolved.origins[name] != "default":
+            raise BadInput(f"{name} makes no sense with several ranks at once: {why}")
+    told = divided(resolved)
+    for sentence in told.notes:
+        console.note(f"ess: {sentence}")
+    with own_folder() as folder, kept_places(told.settings) as (ports, address), unblocked_stderr():
+        crew = RankCrew(told, ports, address, Path(folder))
+        return asyncio.run(crew.run(json=json))
+
+
+def ranks_of(settings: Settings) -> range:
+    """Those of this machine."""
+    count = settings.dp_size // settings.nnodes
+    return range(settings.node_rank * count, (settings.node_rank + 1) * count)
+
+
+def divided(resolved: Resolved) -> Resolved:
+    """What each rank is told: sizes and threads that are left to the machine are its share of it;
+    those that were given are each rank's. All is checked here that a rank would check."""
+    checkpoint = checked(resolved.settings)
+    resolved = derived(resolved, checkpoint)
+    layout = layout_of(resolved.settings, checkpoint)
+    count = len(ranks_of(resolved.settings))
+    return sized(resolved, planned(resolved.settings, checkpoint, layout, shared_by=count))
+
+
+@contextlib.contextmanager
+def kept_places(settings: Settings) -> Iterator[tuple[list[int], str]]:
+    """The ports of the ranks, one behind the other or each a free one, and where ranks meet."""
+    with contextlib.ExitStack() as kept:
+        first, count = settings.port, len(ranks_of(settings))
+        wanted = [first + at if first else 0 for at in range(count)]
+        ports = [kept.enter_context(kept_port(settings.host, port)) for port in wanted]
+        address = settings.dist_init_addr
+        if not address:
+            address = f"{LOCAL}:{kept.enter_context(kept_port(LOCAL))}"
+        yield ports, address
+
+
+class RankCrew:
+    """Owns the servers of the ranks, and the order in which they start and end."""
+
+    def __init__(
+        self, resolved: Resolved, ports: Sequence[int], address: str, folder: Path
+    ) -> None:
+        self._resolved = resolved
+        self._ports = ports
+        self._address = address
+        self._folder = folder
+        self._kept = Kept(["rank"], environment=clean(os.environ), clock=RealClock())
+
+    async def run(self, *, json: bool) -> int:
+        """0 if it was asked to end; 1 if no rank is left."""
+        self._kept.heed_signals()
+        try:
+            if not await self._kept.unless_stopped(self._begin()):
+                return 0
+            self._show(json=json)
+            return 1 if await self._kept.unless_stopped(self._kept.watch()) else 0
+        finally:
+            await self._kept.end("rank", within_s=self._resolved.settings.drain_s + HANG_S)
+
+    async def _begin(self) -> None:
+        secret = self._folder / "peer.secret"
+        write_private(secret, self._secret)
+        numbers = ranks_of(self._resolved.settings)
+        started = [
+            self._start(rank, port, secret) for rank, port in zip(numbers, self._ports, strict=True)
+        ]
+        for keeper in started:
+            await self._kept.wait_until(keeper, keeper.ready, "ready")
+
+    @property
+    def _secret(self) -> str:
+        """That of all machines, or of this one alone."""
+        return self._resolved.settings.peer_secret or secrets.token_urlsafe(SECRET_BYTES)
+
+    def _start(self, rank: int, port: int, secret: Path) -> Keeper:
+        """Its settings are a file in our folder: the table of processes shows none of them."""
+        settings, path = self._resolved.settings, self._folder / f"rank-{rank}.json"
+        given: dict[str, Any] = {
+            **told_settings(self._resolved, but=OF_RANK | {"peer_secret"}),
+            "dp_rank": rank,
+            "dist_init_addr": self._address,
+            "host": settings.host,
+            "port": port,
+            "peer_secret_file": str(secret),
+        }
+        write_private(path, msgspec.json.encode(given).decode())
+        order = Order(
+            name=f"rank-{rank}",
+            home=ESS,
+            words=("serve", "--json", "--config", str(path)),
+            url=f"http://{settings.host}:{port}",
+        )
+        return self._kept.keep("rank", order, is_worker_ready)
+
+    def _show(self, *, json: bool) -> None:
+        """Ranks whose table nobody takes serve all the same."""
+        lines = [{"name": k.name, "url": k.url, "pid": k.pid} for _, k in self._kept.all()]
+        try:
+            if json:
+                console.print_json({"url": lines[0]["url"], "processes": lines})
+            else:
+                for line in lines:
+                    print(f"{line['name']}   {line['url']}   process {line['pid']}")
+            sys.stdout.flush()
+        except OSError as error:
+            console.drop_stdout()
+            console.note(f"ess: what is served cannot be printed: {error.strerror}")

@@ -1,0 +1,72 @@
+"""How long after a rank is lost the others say so.
+
+    python -m tests.ranks.kills [--count 3]
+
+Two engines divide the experts of the model in the box, as processes; one decodes, the other stands
+by and is killed, or stopped where it stands. Printed is the longest time, of so many, from the
+signal to the sentence that the engine sends its server. Then the server of a rank is killed, with
+its engine: how long after it the other server answers 503, and both answer 200 again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from tests.ranks.test_processes import add, fault, ranks
+from tests.ranks.test_serve import said, tokens
+from tests.server.harness import until
+from tests.support.routers import ask
+
+
+def lost_s(folder: Path, number: signal.Signals) -> float:
+    folder.mkdir()
+    with ranks(folder, 2) as made:
+        for engine in made:
+            engine.ready()
+        made[0].say(add(0, 100, 1000))
+        made[0].until(lambda _: bool(made[0].tokens(0)))
+        began_s = time.monotonic()
+        made[1].process.send_signal(number)
+        fault(made[0])
+        return time.monotonic() - began_s
+
+
+def server_lost_s(folder: Path, victim: int) -> tuple[float, float]:
+    folder.mkdir()
+    with said(folder) as (process, _):
+        lines = process.greeting["processes"]
+        urls = [line["url"] for line in lines]
+        going = tokens(urls[1 - victim])
+        next(going)
+        began_s = time.monotonic()
+        os.kill(lines[victim]["pid"], signal.SIGKILL)
+        until(lambda: ask(f"{urls[1 - victim]}/ready").status == 503, "503")
+        missed_s = time.monotonic() - began_s
+        until(lambda: all(ask(f"{url}/ready").status == 200 for url in urls), "200")
+        return missed_s, time.monotonic() - began_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=3)
+    count = parser.parse_args().count
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        with tempfile.TemporaryDirectory() as folder:
+            places = [Path(folder) / str(at) for at in range(count)]
+            seconds = [lost_s(place, number) for place in places]
+        print(f"{number.name}: {max(seconds):.1f} s at most, of {count}", flush=True)
+    for victim in (0, 1):
+        with tempfile.TemporaryDirectory() as folder:
+            both = [server_lost_s(Path(folder) / str(at), victim) for at in range(count)]
+        missed_s, back_s = (max(seconds) for seconds in zip(*both, strict=True))
+        said_s = f"503 after {missed_s:.1f} s at most, 200 after {back_s:.1f} s"
+        print(f"server of rank {victim}: {said_s}, of {count}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Engines that divide the experts give the tokens of the plain model: whatever each has to do."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ess.engine.ranks.accord import Accord, Wish, agreed
+from ess.engine.step.tuning import Tuning
+from tests.model.test_engine import expected
+from tests.ranks.rig import EXPERTS, Rank, Task, run_ranks
+
+BUSY = (Task(0, 130, 8), Task(0, 2, 8), Task(0, 90, 8), Task(7, 110, 4))
+LATE = (Task(4, 64, 9), Task(7, 1, 5), Task(7, 33, 5, cancelled=2))
+BRIEF = (Task(2, 70, 3),)
+"""And a rank with no tasks at all, which only stands by."""
+
+
+def check(family: str, ranks: list[Rank]) -> None:
+    for rank in ranks:
+        for task, request in rank.made:
+            wanted = expected(family, task.length, task.count)
+            if task.cancelled is None:
+                assert request.output == wanted, task
+            else:
+                assert request.reason == "cancelled"
+                assert request.output == wanted[: len(request.output)], task
+
+
+CASES = [
+    # family, ranks, mode, mtp, tbo, sbo
+    ("v32", 2, "da", 1, "off", "off"),
+    ("v32", 4, "layerwise", 4, "on", "combine-down"),
+    ("glm", 2, "resident", 2, "on", "dispatch-shared"),
+]
+
+
+@pytest.mark.parametrize(("family", "size", "mode", "mtp", "tbo", "sbo"), CASES)
+def test_ranks_give_the_plain_model_s_tokens(family, size, mode, mtp, tbo, sbo):
+    tasks = [BUSY, LATE, (), BRIEF][:size]
+    ranks = run_ranks(family, tasks, modes=mode, mtp=mtp, tbo=tbo, sbo=sbo)
+    check(family, ranks)
+    assert len({rank.company.traffic.exchange_count for rank in ranks}) == 1
+    assert ranks[0].company.traffic.out_bytes > 0
+    assert ranks[1].stood_by > 0
+    if tbo == "on":
+        assert ranks[0].engine.tuning.split_count > 2
+
+
+GRID = [
+    (*case, ("v32", "glm")[at % 2], ("none", "da", "dba", "resident", "layerwise")[at % 5])
+    for at, case in enumerate(
+        itertools.product(
+            (2, 4),
+            (1, 2, 4),
+            ("off", "on"),
+            ("off", "combine-down", "combine-shared", "dispatch-shared"),
+        )
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "mtp", "tbo", "sbo", "family", "mode"), GRID)
+def test_every_order_on_two_ranks_and_on_four(size, mtp, tbo, sbo, family, mode):
+    tasks = [LATE, BUSY, BRIEF, ()][:size]
+    check(family, run_ranks(family, tasks, modes=mode, mtp=mtp, tbo=tbo, sbo=sbo))
+
+
+def test_a_rank_has_its_own_experts_and_no_others():
+    ranks = run_ranks("v32", [BRIEF, ()], modes="none")
+    for rank in ranks:
+        layer = rank.engine.runner.model.layers[1]
+        assert layer.experts.own_count == EXPERTS // 2
+        assert len(layer.experts._down[0]) == EXPERTS // 2
+    assert [rank.company.own for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_preempted_requests_go_on_while_others_run():
+    tasks = [(Task(0, 130, 9, preempted=3), Task(0, 64, 9)), (Task(3, 90, 9, preempted=4),)]
+    ranks = run_ranks("v32", tasks, modes="da", mtp=2, tbo="on")
+    check("v32", ranks)
+    assert [rank.engine.preempted_count for rank in ranks] == [1, 1]
+
+
+def test_pages_that_run_short_on_one_rank_do_not_disturb_the_other():
+    """Each request needs a page at first and two at its end; the device has four."""
+    tasks = [tuple(Task(0, length, 20) for length in (50, 60, 62)), (Task(2, 40, 3),)]
+    ranks = run_ranks("v32", tasks, modes="da", promise="some", index_pages=4, chunks=2)
+    check("v32", ranks)
+    assert ranks[0].engine.preempted_count > 0
+
+
+def test_steps_launched_ahead_stay_in_step():
+    check("v32", run_ranks("v32", [BUSY, LATE], modes="da", mtp=2, depth=1))
+
+
+def test_one_step_of_accord():
+    """A step as it may be: two decode, one has a chunk, one has nothing."""
+    wishes = [
+        Wish(token_count=6, draft_count=2, splits=True),
+        Wish(token_count=2, chunk_tokens=48, draft_count=1),
+        Wish(leaves=True),
+    ]
+    made = agreed(wishes)
+    assert made == Accord(token_max=6, draft_count=1, splits=True, has_chunks=True, all_leave=False)
+    assert made == agreed(wishes[::-1])
+    assert agreed([wishes[1], wishes[2]]).splits is False
+    assert agreed([Wish(), wishes[2]]).is_quiet
+    assert agreed([wishes[2]] * 2).all_leave
+
+
+def test_what_the_ranks_agreed_on_is_what_the_step_reports():
+    """Rank 1 has one request, which has no second half; the other's batch splits, so it does."""
+    ranks = run_ranks("v32", [BUSY, (Task(0, 90, 12),)], modes="none", tbo="on")
+    counts = [rank.engine.tuning.split_count for rank in ranks]
+    assert min(counts) > 2
+    assert isinstance(ranks[1].engine.tuning, Tuning)
+    ranks[1].engine.tuning.check()
