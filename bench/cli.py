@@ -72,6 +72,11 @@ BENCHMARKS: Final = (
         summary="What TBO and the orders of SBO cost on one rank.",
     ),
     Command(
+        name="comm",
+        home="ess.bench.ranks.exchange:comm_benchmark",
+        summary="Ranks that divide the experts: bytes they send, waits that TBO and SBO hide.",
+    ),
+    Command(
         name="overhead",
         home="ess.bench.engine.overhead:overhead_benchmark",
         summary="The share of a decode step that is not model math.",

@@ -28,6 +28,7 @@ from ess.cost import Calibration
 from ess.door import Offload
 from ess.door.stats import Stats
 from ess.engine.engine import Engine, EngineConfig
+from ess.engine.ranks.accord import Ranks
 from ess.engine.step.tuning import ATTENTION
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
@@ -194,7 +195,14 @@ def _steps(made: Engine, count: int) -> Iterator[tuple[Stats, Stats]]:
 
 
 def settled_engine(
-    model: Model, *, context: int, batch: int, steps: int, mtp: int = 1, **config: Any
+    model: Model,
+    *,
+    context: int,
+    batch: int,
+    steps: int,
+    mtp: int = 1,
+    ranks: Ranks | None = None,
+    **config: Any,
 ) -> Engine:
     """`batch` prompts of `context` tokens, prefilled, over an arena of `RATIO` of their rows."""
     kept = model.config
@@ -212,7 +220,8 @@ def settled_engine(
         length_max=longest,
         slot_floor=floor,
     )
-    made = Engine(model, offload, EngineConfig(mtp=mtp, chunk_tokens=CHUNK, **config))
+    settings = EngineConfig(mtp=mtp, chunk_tokens=CHUNK, **config)
+    made = Engine(model, offload, settings, ranks=ranks)
     requests = [made.add(ids, Sampling(tokens_max=tokens_max)) for ids in texts(batch, context)]
     while any(request.state != "decoding" for request in requests):
         made.step()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from ess.bench.worker.random_model import layout_of
 from ess.door import Offload
 from ess.engine.request import Request
 from ess.kernels.backend import ops
+from ess.kernels.calls import Backend, IndexQueries
 from ess.kernels.ops import Ops
-from ess.layout import IndexCodec
 from ess.models.model import Model
 from ess.sim.locality.selections import LayerProfile, LayerStream, Load
 from ess.units import PAGE_ROWS, div_ceil
@@ -64,26 +64,21 @@ def noise(model: Model, context: int) -> Noise:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn(Ops):
-    """Selections by where a layer's keys lie: int32 [QUERIES, k]."""
+class Drawn:
+    """A `Backend` whose selections are drawn, by where a layer's keys lie: int32 [QUERIES, k]."""
 
-    tables: Mapping[int, Tensor]
+    def __init__(self, real: Backend, held: Mapping[int, Tensor]) -> None:
+        self._real, self._held = real, held
 
-    def index_top_k(
-        self,
-        queries: Tensor,
-        weights: Tensor,
-        pages: Tensor,
-        page_table: Tensor,
-        lengths: Tensor,
-        codec: IndexCodec,
-        **more: Any,
-    ) -> Tensor:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def index_top_k(self, call: IndexQueries, out: Tensor) -> None:
         """Pads have no length, and select nothing."""
-        made = Ops.index_top_k(self, queries, weights, pages, page_table, lengths, codec, **more)
-        drawn = self.tables[pages.data_ptr()].index_select(0, lengths.remainder(QUERIES))
-        return made.copy_(torch.where(drawn < lengths[:, None], drawn, -1))
+        self._real.index_top_k(call, out)
+        lengths = call.lengths
+        drawn = self._held[call.pages.data_ptr()].index_select(0, lengths.remainder(QUERIES))
+        out.copy_(torch.where(drawn < lengths[:, None], drawn, -1))
 
 
 def tables(offload: Offload, context: int, device: torch.device) -> dict[int, Tensor]:
@@ -106,5 +101,5 @@ class DrawnArm(Arm):
         """From the first prompt on selections are drawn."""
         runner, least = self.engine.runner, min(self.shape.lengths()) - PAGE_ROWS - 1
         held = tables(self.offload, least, runner.model.device)
-        runner.ops = Drawn(runner.ops.name, runner.ops.backend, held)
+        runner.ops = Ops(runner.ops.name, cast(Backend, Drawn(runner.ops.backend, held)))
         return super()._enter(prefix)

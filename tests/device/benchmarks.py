@@ -7,13 +7,8 @@ import pytest
 from ess.bench.engine.device_step import device_step_benchmark
 from ess.bench.engine.step import step_benchmark
 from ess.errors import BadInput
-from tests.device import engines
 
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_all_ways_say_the_same_on_a_device():

@@ -13,6 +13,8 @@ from ess.engine.tokens.sampling import Sampling
 from tests.device import engines
 from tests.support.checkpoints import tokens
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 FAMILY = "v32"
 BAD = engines.VOCABULARY - 1
 MADE = 5
@@ -29,12 +31,6 @@ CASES = (
     {"door": False, "mode": "da", "mtp": "1", "depth": "0", "arena": "tight"},
     pytest.param({"mtp": "2", "depth": "1", "graphs": "few"}, marks=pytest.mark.long),
 )
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,9 @@ from tests.device import engines
 from tests.device.drafts import expected, scenario
 from tests.device.steps import close
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CASES = (("v32", "dba", "2", "1", "ample", "many"), ("glm", "none", "4", "0", "ample", "off"))
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
 
 
 @pytest.mark.parametrize("values", CASES, ids="-".join)

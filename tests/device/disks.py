@@ -10,13 +10,9 @@ from ess.pool.disk.tier import DiskTier
 from tests.device import engines
 from tests.support.checkpoints import tokens
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 COUNT = 200
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
 
 
 def said(device, **more):

@@ -15,14 +15,10 @@ from tests.device import engines
 from tests.device.steps import close
 from tests.support.checkpoints import tokens
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CASES = (("v32", "none", "3", "1", "ample"), ("glm", "dba", "4", "1", "tight"))
 LONG = (("v32", "resident", "4", "0", "ample"), ("glm", "layerwise", "3", "0", "smallest"))
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
 
 
 def scenario(eng: Engine) -> list[tuple[list[int], list[object]]]:

@@ -45,7 +45,11 @@ def model(family: str, device: str) -> Model:
     return build(parsed, lambda name: made[name].to(device))
 
 
-def engine(
+def engine(device: str, **case) -> Engine:
+    return Engine(*parts(device, **case))
+
+
+def parts(
     device: str,
     *,
     family="v32",
@@ -56,8 +60,9 @@ def engine(
     graphs="off",
     door=True,
     **more,
-) -> Engine:
-    """Not through the `door`: over the host's, which looks like the device's and is quick."""
+) -> tuple[Model, Offload, EngineConfig]:
+    """Of an engine. Not through the `door`: over the host's, which looks like the device's and is
+    quick."""
     made, count = model(family, device), int(mtp)
     kept = made.config if count > 1 else without_mtp(made.config)
     layout = kept.layout(row="f32", index="f32")
@@ -82,7 +87,7 @@ def engine(
         graphs=GRAPHS[graphs],
         **more,
     )
-    return Engine(made, offload, chosen)
+    return made, offload, chosen
 
 
 def _creates(*, stands_in: bool):

@@ -26,8 +26,9 @@ from ess.bench.engine.precision import (
 from ess.bench.harness.text import token_ids
 from ess.engine.engine import Engine, EngineConfig
 from ess.models.load import load_model
-from tests.device import engines
 from tests.device.standin import StandIn
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 SIZES: Final = {300: (1, 8), 2048: (3, 64)}
 """Excerpts of a context, more than the top-k has, and tokens compared behind each."""
@@ -36,12 +37,6 @@ FROM_FLOAT32: Final = {"bf16": (0.04, 0.10), "stored": (0.10, 0.20)}
 """By weights: mean KL in nats, and share of tokens that flip."""
 
 KL_OF_OFFLOAD: Final = 1e-3
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
 
 
 @functools.cache

@@ -10,14 +10,10 @@ import pytest
 from tests.device import engines
 from tests.device.steps import close
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 VARIED = ("arena", "mtp", "depth")
 CASES = tuple(itertools.product(*(engines.FACTORS[name] for name in VARIED)))
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
 
 
 @pytest.mark.parametrize("values", CASES, ids="-".join)

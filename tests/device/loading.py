@@ -11,20 +11,15 @@ from ess.models.weights.blocks import quantise
 from ess.models.weights.kept import Fp8Weight, plain, stacked
 from ess.models.weights.kept_bytes import kept_bytes
 from ess.server.commands.start.checkpoint import read_entries
-from tests.device import engines
 from tests.device.memory import tensor_bytes
 from tests.support.checkpoints import TINY_GLM, TINY_LLAMA
 from tests.support.held import held
 from tests.support.pretended import is_there
 from tests.unit.weights.conftest import EMBEDDED, SMALL, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 UNTIED = {**TINY_LLAMA, "tie_word_embeddings": False}
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,17 @@ from unittest import mock
 
 import pytest
 
-from ess.door.device.memory import lane
+from ess.door.device.memory import lane, uploads
 from ess.door.device.steps import device_slots, sealing
 from ess.engine.graphs import replays
-from ess.engine.step import uploads
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import streams
 from tests.device import engines
 from tests.support.checkpoints import tokens
 from tests.support.pairwise import pairwise
 from tests.support.pretended import RACES
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 SHORT = {
     "family": "v32",
@@ -33,12 +34,6 @@ SHORT = {
     "graphs": "few",
 }
 LONG = pairwise(engines.FACTORS | {"graphs": ("off", "many")})
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
 
 
 def short(eng, prompts=((130, 3), (5, 1))):
@@ -71,9 +66,12 @@ def watched(case):
 
 
 RESIDENT = {"mode": "resident", "depth": "1", "mtp": "1"}
+VERIFIED = {"graphs": "off", "depth": "1", "verify_every": 1}
 
 
-@pytest.mark.parametrize("change", [{}, pytest.param(RESIDENT, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "change", [{}, *(pytest.param(more, marks=pytest.mark.long) for more in (RESIDENT, VERIFIED))]
+)
 def test_nothing_races(change):
     with watched(SHORT | change) as (found, eng):
         for _ in short(eng):

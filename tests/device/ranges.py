@@ -9,11 +9,7 @@ from ess.engine.tokens.sampling import Sampling
 from tests.device import engines
 from tests.support.checkpoints import tokens
 
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

@@ -6,13 +6,8 @@ import pytest
 
 from ess.bench.worker.one_gpu import OFFLOAD, RESIDENT, fits, slice_benchmark, taken, true_plan
 from ess.bench.worker.random_model import weight_bytes
-from tests.device import engines
 
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_both_ways_say_the_same():

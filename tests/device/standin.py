@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ess.door import Offload, Sequence, checks
-from ess.door.sequences.sequence import key_group
+from ess.door.sequences.sequence import key_layer
 from tests.support.pretended import PRETENCE, is_there
 
 
@@ -53,9 +53,9 @@ class StandInStep:
 
 
 def placed(sequence, layer, start, keys):
-    group, rows = key_group(sequence.owner.pools.layout, layer), sequence.holding.row_ids
+    number, rows = key_layer(sequence.owner.pools.layout, layer), sequence.holding.row_ids
     pages = sequence.owner.pools.index
-    pages.write_keys(group, rows(start, len(keys)), marked(keys, False).numpy())
+    pages.write_keys(number, rows(start, len(keys)), marked(keys, False).numpy())
 
 
 class StandIn:

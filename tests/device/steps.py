@@ -7,13 +7,9 @@ import pytest
 from tests.device import engines
 from tests.support.pairwise import all_pairs, pairs_of, pairwise
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CASES = pairwise(engines.FACTORS)
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
 
 
 def close(said, wanted):

@@ -17,9 +17,9 @@ BENCHMARKS = pytest.param("benchmarks", marks=pytest.mark.long)
 MODULES = (
     "budgets",
     "choices broken",
-    "disks",
+    "disks verifying",
     "doors",
-    "loading",
+    "libraries loading",
     "memory",
     "ranges",
     "slices",

@@ -16,6 +16,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.models.load import load_model
 from ess.server.commands import cli, doctor
 from ess.server.commands.start.checkpoint import embedded_path
+from tests.pd.processes import adds, engines, handed_over, introduce
 from tests.server.harness import TOKENIZER, until
 from tests.support import beside
 from tests.support.process import ROOT, Process
@@ -27,17 +28,17 @@ PROMPT = [300 + 7 * place % 3000 for place in range(70)]
 MADE = 4
 
 
-def expected() -> str:
+def expected(*prompts: list[int]) -> list[list[int]]:
     """By an engine on the host."""
     model = load_model(embedded_path(), form="f32")
     layout = model.config.layout(row="f32")
     sizes = {"slot_bytes": "24MiB", "host_bytes": "96MiB", "length_max": 2048}
     with Offload.create(layout, **sizes, sequence_max=2, query_max=4) as offload:
         engine = Engine(model, offload, EngineConfig(mtp=2))
-        request = engine.add(PROMPT, Sampling(tokens_max=MADE))
+        requests = [engine.add(prompt, Sampling(tokens_max=MADE)) for prompt in prompts]
         for _ in engine.run():
             pass
-    return TOKENIZER.decode(request.output)
+    return [request.output for request in requests]
 
 
 def graphs(url: str) -> tuple[int, dict[str, int]]:
@@ -72,11 +73,34 @@ def test_a_completion_is_that_of_the_host(told: dict[str, str]):
         made = client.completions.create(
             model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
         )
-        assert made.choices[0].text == expected()
+        [wanted] = expected(PROMPT)
+        assert made.choices[0].text == TOKENIZER.decode(wanted)
         replayed_count, eager = graphs(process.url)
         assert replayed_count > 0
         assert eager == {}
         assert told["PRETENDED_DRIVER"] in Path(f"/proc/{process.engine_pid}/maps").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("gives", "takes"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")])
+def test_processes_hand_prompts_over(
+    gives: str, takes: str, told: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    kinds = {"cpu": {}, "cuda": {"device": "cuda", "backend": "cuda", "graphs": 0}}
+    prompts, wish = [PROMPT, PROMPT[5:]], Sampling(tokens_max=MADE)
+    configs = {"role": "prefill", **kinds[gives]}, {"role": "decode", **kinds[takes]}
+    with engines(tmp_path, *configs) as [prefill, decode]:
+        theirs, ours = prefill.ready().metadata, decode.ready().metadata
+        peer = introduce(prefill, decode, theirs, ours)
+        for add in adds(prompts, wish):
+            handed_over(add, prefill, decode, uid=add.number, peer=peer)
+        decode.ended(0, 1)
+        prefill.ended(0, 1)
+        assert [decode.tokens(number) for number in (0, 1)] == expected(*prompts)
+        assert [prefill.reason(number) for number in (0, 1)] == ["sent"] * 2
+        decode.until(lambda _: decode.status.handoff.landed_count == len(prompts))
 
 
 @pytest.mark.long

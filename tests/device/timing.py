@@ -9,11 +9,7 @@ from ess.overlap.calibration import DEFAULT
 from tests.device import engines
 from tests.support.checkpoints import tokens
 
-
-@pytest.fixture(autouse=True)
-def alone():
-    with engines.alone():
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def ran(**case):

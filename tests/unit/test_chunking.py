@@ -51,6 +51,13 @@ def test_smoothing_zero_is_static_and_more_of_it_means_shorter_chunks() -> None:
     assert sizes[-1] < sizes[0]
 
 
+def test_a_quadratic_term_that_is_rounding_changes_no_size() -> None:
+    chunking = Chunking(first=4096, context=1 << 20)
+    for trace in (1e-23, 1e-20, 1e-18):
+        time = PrefillTime(quadratic=trace, linear=1e-5)
+        assert next_chunk(time, chunking, done=100_000) == 4096
+
+
 def test_the_floor_is_a_quarter_of_the_first_chunk() -> None:
     steep = PrefillTime(quadratic=1.0, linear=0.0)
     assert next_chunk(steep, Chunking(first=4096, context=10**9, smoothing=1.0), done=10**8) == 1024

@@ -133,3 +133,24 @@ def test_tables_in_a_pipe_are_neither_wrapped_nor_coloured(
     table = capsys.readouterr().out
     assert "\x1b" not in table
     assert any("index keys and the row map" in line for line in table.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "floor", "keyed"),
+    [
+        ("dots3-note", 13 * (656 + 132) + 33 * 1184, 13 * 656 * 6400 + 33 * 1184 * 576, 13),
+        ("mistral-large-4", 54 * 656 + 18 * 528 + 72 * 132, (54 * 656 + 18 * 528) * 6400, 72),
+        ("hy4-preview", 34 * 656 + 10 * 132, 34 * 656 * 6400, 10),
+        ("a.x-k2-light", 48 * (196 + 132), 48 * 196 * 6400, 48),
+    ],
+)
+def test_published_configurations_have_a_layout(
+    name: str, token: int, floor: int, keyed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["layout", name, "--json"]) == 0
+    cost = json.loads(capsys.readouterr().out)
+    assert cost["layout"] == name
+    said = cost["token_host_bytes"], cost["slot_floor_bytes"], cost["key_group_count"]
+    assert said == (token, floor, keyed)
+    assert cli.main(["layout", name]) == 0
+    assert " or ".join(f"{size:,} B" for size in cost["row_sizes"][::-1]) in capsys.readouterr().out

@@ -72,9 +72,10 @@ def place_of(name: str, layout: ModelLayout) -> Place:
     if not name.endswith(_KEYS):
         return Place(PieceKind.ROWS, layer)
     group, member = layout.place_of(layer)
-    if layout.index is None or member:
+    number = layout.key_layer_of(group)
+    if number is None or member:
         raise BadInput(f"vLLM's cache {name!r}: layer {layer} of {layout.name!r} has no indexer")
-    return Place(PieceKind.INDEX_KEYS, group)
+    return Place(PieceKind.INDEX_KEYS, number)
 
 
 class Part:
@@ -139,7 +140,8 @@ class BlockReader:
         whole = part.pages(slots) if len(slots) == len(pages) * PAGE_ROWS else None
         if place.kind is PieceKind.ROWS:
             if whole is None:
-                rows = part.records(slots, begin=0, size=self.layout.row_bytes)
+                size = self.layout.row_of(place.layer).row_bytes
+                rows = part.records(slots, begin=0, size=size)
                 whole = _filled(rows, len(pages))
             return whole.cpu()
         return self._keys(part, slots, whole, len(pages)).cpu()

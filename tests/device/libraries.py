@@ -1,0 +1,158 @@
+"""Whole steps by kernels of other libraries, where stand-ins have their names, their signatures and
+their limits: run by `test_pretended_steps`.
+
+The stand-ins compute what the libraries do, over the same codes and with the same roundings, and
+leave what is no number where the libraries leave garbage. So what our engine asks of them, eagerly
+and in graphs, is run by whole decode steps; whether the libraries answer so, only a device says.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+from ess.bench.engine.precision import apart, forced_logits
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.tokens.sampling import Sampling
+from ess.kernels import backend
+from ess.kernels.cuda.adapters import choice, deep_gemm_experts, deep_gemm_linear
+from ess.kernels.cuda.adapters.joined import joined
+from ess.kernels.ops import Ops
+from ess.models.load import load_model
+from tests.device.kernels import Kernels, without_ids
+from tests.kernels.test_adapters import FlashMlaStandIn
+from tests.kernels.test_adapters_joined import DeepGemmWhole
+from tests.support.checkpoints import tokens
+from tests.support.pretended import PRETENCE
+from tests.unit.weights.conftest import SMALL, write_checkpoint
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+RAW = {**SMALL, "index_n_heads": 32, "num_hidden_layers": 2}
+VOCABULARY, LENGTH, FORCED = RAW["vocab_size"], 90, 6
+ASKED = {
+    "flash_mla": ("flash_mla_with_kvcache",),
+    "deep_gemm": ("fp8_paged_mqa_logits", "fp8_gemm_nt", "m_grouped_fp8_gemm_nt_masked"),
+}
+ON_HOST = {
+    "flash_mla": ("get_mla_metadata",),
+    "deep_gemm": ("get_paged_mqa_logits_metadata", "get_num_sms"),
+}
+KL_MAX = 0.1
+"""Nats between our own kernels and the libraries', which also round index queries to e4m3 and what
+comes out of products to bfloat16. Random weights have no margins: another expert is soon chosen. A
+wrong scale or place is whole nats."""
+
+
+def kernel(function, count):
+    """On the pretended device a call is one kernel: a graph that holds it runs it again."""
+
+    def called(*given, **options):
+        def run(change=lambda thing: thing):
+            with torch._C.DisableTorchFunction():
+                return function(*tree_map(change, given), **tree_map(change, options))
+
+        def call():
+            count()
+            return run()
+
+        writes = function.__annotations__["return"] == "None"
+        first = (lambda: None) if writes else (lambda: run(without_ids))
+        is_captured = PRETENCE.captured is not None
+        return PRETENCE.run(call, there=True, first=first if is_captured else None)
+
+    return called
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """Calls of each function, by name."""
+    calls, own = Counter(), Ops("cuda", Kernels())
+    made = {"flash_mla": FlashMlaStandIn(), "deep_gemm": DeepGemmWhole()}
+    for name, stand_in in made.items():
+        module = types.ModuleType(name)
+        module.__version__ = "9.9"
+        for asked in ASKED[name]:
+            count = functools.partial(calls.update, [asked])
+            setattr(module, asked, kernel(getattr(stand_in, asked), count))
+        for asked in ON_HOST[name]:
+            setattr(module, asked, getattr(stand_in, asked))
+        monkeypatch.setitem(sys.modules, name, module)
+    for user in (deep_gemm_experts, deep_gemm_linear):
+        real = user.own_ops
+        monkeypatch.setattr(
+            user, "own_ops", lambda name, real=real: own if name == "cuda" else real(name)
+        )
+    chosen = choice.choose(torch.device("cuda", 0))
+    assert all(chosen[:4]), chosen.lines
+    monkeypatch.setattr(backend, "_cuda", lambda: joined(own, chosen))
+    backend._ops.cache_clear()
+    calls.clear()
+    return calls
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(path, RAW)
+    return path
+
+
+def engine(folder, *, mtp=1, **more) -> Engine:
+    made = load_model(folder, form="stored", device="cuda")
+    layout = made.config.layout(row="fp8", index="fp8")
+    offload = Offload.create(
+        layout,
+        device="cuda:0",
+        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * 4,
+        host_bytes=16 * layout.host_page_bytes,
+        length_max=256,
+        slot_floor=16,
+        poison=True,
+    )
+    return Engine(made, offload, EngineConfig(mtp=mtp, backend="cuda", **more))
+
+
+def forced(folder, mode) -> torch.Tensor:
+    """Logits of every query."""
+    eng = engine(folder, modes=mode)
+    line = tokens(LENGTH + FORCED, VOCABULARY, seed=4)
+    logits = torch.stack(forced_logits(eng, [line], start=LENGTH)).cpu()
+    eng.offload.close()
+    return logits
+
+
+@pytest.mark.parametrize("mode", ["none", "da"])
+def test_logits_are_near_those_of_our_own_kernels(mode, folder, request):
+    ours = forced(folder, mode)
+    calls = request.getfixturevalue("libraries")
+    theirs = forced(folder, mode)
+    asked = {name for names in ASKED.values() for name in names}
+    assert calls.keys() == asked - ({"flash_mla_with_kvcache"} if mode == "da" else set())
+    assert 0 < apart(ours, theirs).mean < KL_MAX
+
+
+def test_a_graph_asks_them_again(folder, libraries):
+    said = []
+    for graphs in (0, 16):
+        eng = engine(folder, mtp=2, modes="none", depth=1, graphs=graphs)
+        requests = [
+            eng.add(tokens(count, VOCABULARY, seed=count), Sampling(tokens_max=8, ignore_eos=True))
+            for count in (70, 90)
+        ]
+        while not eng.is_idle:
+            eng.step()
+            eng.check()
+        said.append([request.output for request in requests])
+        line = eng.graph_line()
+        eng.offload.close()
+    assert said[0] == said[1]
+    assert line.replayed > 0
+    assert libraries["flash_mla_with_kvcache"] > 0
