@@ -114,10 +114,11 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 def tables() -> Console:
-    """Where tables for people go. A pipe or a log file has no width to wrap at."""
+    """Where tables for people go: what stands in brackets is text, as in `pip install 'ess[nixl]'`.
+    A pipe or a log file has no width to wrap at."""
     from rich.console import Console
 
-    out = Console(highlight=False)
+    out = Console(highlight=False, markup=False)
     if not out.is_terminal:
         out.width = PIPE_WIDTH
     return out

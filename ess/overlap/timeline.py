@@ -22,13 +22,20 @@ Note: TypeAlias = Callable[[At], None]
 
 
 class Stopwatch(Protocol):
-    """Of a device. No step is timed that begins while it `rests`."""
+    """Of a device. While it `rests` no step has its turn to be timed, and what is timed all the
+    same is told to nobody."""
 
     rests: bool
 
     @property
     def is_on(self) -> bool:
         """The step that is being queued is timed."""
+
+    def start(self) -> bool:
+        """Whether the step that has begun is timed: also out of turn, if that can be."""
+
+    def skip(self) -> None:
+        """The step that has begun is not timed after all; nothing of it is queued."""
 
     def mark(self) -> Any:
         """A moment: the device has done what is queued so far."""
