@@ -14,7 +14,7 @@ from ess.door.sequences import holding
 from ess.engine import scheduler
 from ess.engine.plan import Feed
 from ess.engine.request import Request
-from ess.engine.step import decode
+from ess.engine.step import way
 from ess.engine.step.feeding import Outcome
 from ess.engine.step.future import FutureMap
 from ess.engine.tokens.sampling import Sampling
@@ -240,8 +240,8 @@ def test_drafts_follow_the_tokens_that_were_accepted(monkeypatch):
         told.extend(following[: last[0] + 1].tolist())
         return made(runner, batch, hidden, following, last, count)
 
-    made = decode.draft
-    monkeypatch.setattr(decode, "draft", draft)
+    made = way.draft
+    monkeypatch.setattr(way, "draft", draft)
     eng = engine("v32", mtp=2, modes="none", depth=0)
     request = eng.add(prompt(60), Sampling(tokens_max=12))
     run(eng)

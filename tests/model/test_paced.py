@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ess.clock import Clock
-from ess.engine.prompt import run as prompts
+from ess.engine.step import way
 from ess.engine.step.laps import HostLap
 from ess.engine.tokens.sampling import Sampling
 from tests.model.test_engine import engine, expected, prompt, run
@@ -90,7 +90,7 @@ def test_packed_prompts_share_what_the_target_leaves(monkeypatch):
     eng = engine("v32", modes="none", chunks=12, tpot_ms=50.0, chunk_tokens=512)
     clock = LoadClock(step_s=0.02, query_s=0.001)
     clock.watch(eng)
-    monkeypatch.setattr(prompts, "run_chunks", clock.prefilling(prompts.run_chunks, token_s=1e-4))
+    monkeypatch.setattr(way, "run_chunks", clock.prefilling(way.run_chunks, token_s=1e-4))
     first = eng.add(prompt(20), Sampling(tokens_max=60))
     while len(first.output) < 40:
         eng.step()
