@@ -37,10 +37,12 @@ serve: $(SERVES)
 # the tests as they lie in their files; a worker without tests takes half of what another has left.
 # Hundreds of processes are started, and each would compile what no other has kept. Slow tests wait
 # for processes of their own in a third of their time, so there a third worker finds a core. A test
-# that hangs fails by name after TEST_LIMIT_S; where even that is stuck in native code, all end.
+# that hangs fails by name after TEST_LIMIT_S; where it swallows even that, its worker prints where
+# it stands and ends 30 s later, and another worker goes on.
 TEST_LIMIT_S ?= 300
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= timeout -k 30 2400 $(BIN)/pytest -n 2 \
-	--dist worksteal --timeout $(TEST_LIMIT_S)
+	--dist worksteal --timeout $(TEST_LIMIT_S) -o faulthandler_exit_on_timeout=true \
+	-o faulthandler_timeout=$(shell expr $(TEST_LIMIT_S) + 30)
 
 test: check
 	$(PYTEST) -n 3 -m "slow and not long and not gpu"

@@ -31,7 +31,7 @@ def test_logits_of_queries_that_share_keys_are_bitwise_those_alone(
     lengths = torch.randint(1, width * PAGE_ROWS, (count,), device="cuda").int()
     queries = torch.randn(count, KEYS.head_count, KEYS.key_dim, device="cuda").to(dtype)
     weights = torch.randn(count, KEYS.head_count, device="cuda")
-    outs = [torch.empty(count, width * PAGE_ROWS, device="cuda") for _ in range(2)]
+    outs = [torch.full((count, width * PAGE_ROWS), -7.0, device="cuda") for _ in range(2)]
     for out, shared in zip(outs, (1, each), strict=True):
         logits_into(
             queries, weights, pages, table, lengths, KEYS, out=out, queries_per_request=shared

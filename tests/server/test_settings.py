@@ -154,8 +154,8 @@ def test_the_document_has_every_setting(section: str):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--pp-size", "2"], "pp_size is 2, and role is both: only a prefill worker"),
-        (["--tensor-parallel-size", "8"], "tp_size is 8, and role is both"),
+        (["--pp-size", "2", "--deterministic"], "deterministic is True, and tp_size is 1"),
+        (["--tensor-parallel-size", "8", "--dp", "2"], "dp_size is 2, and tp_size is 8, pp_size 1"),
         (["--disable-radix-cache"], "always shared"),
         (["--enable-dynamic-chunking"], "there tpot_ms sizes the chunks"),
         (["--chunked-prefil-size", "512"], "--chunked-prefill-size"),
@@ -173,13 +173,18 @@ def test_the_document_has_every_setting(section: str):
             ["--dp", "2", "--dp-rank", "0", "--dist-init-addr", "10.1.2.3:29500"],
             "10.1.2.3:29500, which other machines reach: give all ranks --peer-secret-file",
         ),
-        (["--log-level", "info", "--tp", "2"], "tp_size is 2"),
+        (["--log-level", "info", "--tp", "2", "--nnodes", "2"], "nnodes is 2, and tp_size is 2"),
         (["--enable-metrics", "--max-num-seqs", "0"], "--enable-metrics has no effect: /metrics"),
     ],
 )
 def test_what_others_call_it_is_understood_or_explained(
-    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    for start in ("listening", "run_node"):
+        monkeypatch.setattr(launch, start, lambda *_: pytest.fail("no flag is refused"))
     assert cli.main(["serve", *flags]) == 2
     assert says in " ".join(capsys.readouterr().err.replace("│", " ").split())
 

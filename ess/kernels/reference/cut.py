@@ -12,6 +12,7 @@ from ess.kernels.calls import Cuts
 
 LOWEST: Final = -45.0
 """A score that lies so many doublings below the best has no share."""
+NEAR: Final = 1e-30
 LOG2_E: Final = 1.4426950408889634
 POWERS: Final = (
     *(1.4142135623730951, 0.9802581434685472, 0.3397315841830749, 0.07849466324122069),
@@ -37,8 +38,10 @@ def cut_sorted(scores: Tensor, cuts: Cuts, out: Tensor) -> None:
 
 
 def _shares(values: Tensor, best: Tensor) -> Tensor:
-    """int64: 2^44 for the best."""
+    """int64: 2^44 for the best, and for what is nearer to it than NEAR: a device may take such a
+    number for none, and would round its power another way."""
     doublings = ((values - best) * LOG2_E).clamp(min=LOWEST).nan_to_num(LOWEST)
+    doublings = doublings.masked_fill(doublings > -NEAR, 0.0)
     whole = doublings.floor()
     part = doublings - whole - 0.5
     made = torch.full_like(part, POWERS[-1])

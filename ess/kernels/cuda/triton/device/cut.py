@@ -30,6 +30,7 @@ HIGHEST = tl.constexpr(0xFF800000)
 def _share(value, best):
     """2^44 for the best, by what every device rounds alike: see `ess.kernels.reference.cut`."""
     doublings = tl.maximum((value - best) * 1.4426950408889634, -45.0)
+    doublings = tl.where(doublings > -1e-30, 0.0, doublings)
     whole = tl.floor(doublings)
     part = doublings - whole - 0.5
     made = part * 2.157062300896799e-05 + 0.00021783881590746446
