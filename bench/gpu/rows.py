@@ -201,6 +201,7 @@ def rows_benchmark(*, smoke: bool) -> Iterator[Row]:
             yield from compare(moves, loop)
     yield from sizes(rig, raw, (64 << 10) if smoke else (32 << 20))
     yield from orders(rig, pool, (64,) if smoke else (512, 4096, 65536))
+    yield from reaches(rig, pool, 64 if smoke else 65536)
     yield from ceilings(rig, (1 << 20) if smoke else (256 << 20))
     yield from both_at_once(rig, 64 if smoke else 65536, pool)
     yield from predictions()
@@ -277,6 +278,20 @@ def orders(rig: GpuRig, pool: Bytes, row_counts: Sequence[int]) -> Iterator[Row]
         rival = "at random", median_rate(us[False], byte_count)
         name = f"gather {row_count} rows in order, flat"
         yield rate_row(name, us[True], byte_count, baseline=rival, blocks=4)
+
+
+def reaches(rig: GpuRig, pool: Bytes, row_count: int) -> Iterator[Row]:
+    """The same moves within ever more of the pool: how far does the translation of addresses
+    reach?"""
+    for gib in (1, 2, 4, 8, 16, 32, 64):
+        part = pool[: (gib << 30) // ROW_BYTES]
+        if len(part) == len(pool) and gib > 1:
+            return
+        for verb in ("gather", "scatter"):
+            moves = Moves(rig, verb, row_count, part)
+            us = moves.kernel_us(flat_form(ROW_BYTES), 4)
+            name = f"{verb} {row_count} rows within {gib} GiB, flat"
+            yield rate_row(name, us, moves.byte_count, blocks=4)
 
 
 def ceilings(rig: GpuRig, byte_count: int) -> Iterator[Row]:
