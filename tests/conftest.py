@@ -34,3 +34,10 @@ def pytest_collection_finish() -> None:
     """What was imported stays: collections of garbage need not look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """What fails is named at once: a run that is ended from outside prints no summary."""
+    if report.failed:
+        print(f"\nFAILED {report.nodeid} ({report.when})", flush=True)
