@@ -159,6 +159,10 @@ class ModelLayout:
     selects among all; none is said where all groups have an indexer. A group with a window has no
     index keys, and a sequence reserves slots for its window there, not the floor.
 
+    `select_unit` says how many neighbouring rows are chosen together: an indexer chooses among the
+    whole units of a sequence, and the rows behind the last whole one are always in. `top_k` is the
+    most rows of a selection, those included.
+
     A part of a model is a layout too, its layers and groups counted from 0; `first_layer`,
     `first_group` and `first_key_layer` say where they begin in the whole, `bytes_before` how long a
     token's rows in the layers before are, `mtp_elsewhere` that another part has its MTP layers.
@@ -178,6 +182,7 @@ class ModelLayout:
     query_rank: int = 1536
     slot_floor: int = 6400
     windows: tuple[int, ...] = ()
+    select_unit: int = 1
     rows: tuple[RowCodec, ...] = ()
     row_tokens: int = 1
     state_bytes: int = 0
@@ -196,6 +201,7 @@ class ModelLayout:
         _require(self.top_k > 0, f"top_k is {self.top_k}, must be positive")
         _require(self.slot_floor > 0, f"slot_floor is {self.slot_floor}, must be positive")
         _require(self.row_tokens > 0, f"row_tokens is {self.row_tokens}, must be positive")
+        self._check_unit()
         listed = [layer for group in self.groups for layer in group]
         _require(
             listed == list(range(self.layer_total)) and all(self.groups),
@@ -210,6 +216,17 @@ class ModelLayout:
             (g, member) for g, group in enumerate(self.groups) for member in range(len(group))
         ]
         object.__setattr__(self, "_places", tuple(places))
+
+    def _check_unit(self) -> None:
+        unit = self.select_unit
+        _require(
+            0 < unit <= PAGE_ROWS and PAGE_ROWS % unit == 0,
+            f"select_unit is {unit}, must divide the {PAGE_ROWS} rows of a page",
+        )
+        _require(
+            self.top_k >= unit and (self.top_k + 1) % unit == 0,
+            f"top_k {self.top_k} is not some units of {unit} rows and the {unit - 1} behind them",
+        )
 
     def _check_windows(self) -> None:
         _require(
@@ -349,6 +366,11 @@ class ModelLayout:
     def window_of(self, group: int) -> int:
         """How many of the last tokens it attends to; 0 where an indexer selects among all."""
         return self.windows[group] if self.windows else 0
+
+    @property
+    def units_max(self) -> int:
+        """Units that a query chooses at most."""
+        return self.top_k // self.select_unit
 
     def first_read(self, group: int, length: int) -> int:
         """The first position that a query behind so many reads, if it is read by all of them."""

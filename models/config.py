@@ -23,6 +23,7 @@ from ess.layout import (
     RowForm,
 )
 from ess.models.rope import LENGTH_MAX, Positive, Rope, Share, Theta
+from ess.units import PAGE_ROWS
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 LAYERS_MAX: Final = 4096
@@ -36,6 +37,12 @@ KEY_STEP: Final = 4  # an index key in fp8 is whole words
 NOT_SERVED: Final = (
     "the pools keep a row for each token, and this model needs a row for each"
     " entry of several tokens, and a state of each request beside them (docs/families.md)"
+)
+
+
+NO_STATES: Final = (
+    "its layers of linear attention have a state of each request, and the pools keep rows alone"
+    " (docs/families.md)"
 )
 
 
@@ -64,7 +71,7 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True):
     query_rank: Size = field(name="q_lora_rank")
     latent_dim: Size = field(name="kv_lora_rank")
     nope_dim: Count = field(name="qk_nope_head_dim")
-    rope_dim: Size = field(name="qk_rope_head_dim")
+    rope_dim: Count = field(name="qk_rope_head_dim")
     value_dim: Size = field(name="v_head_dim")
 
     index_head_count: Size = field(name="index_n_heads")
@@ -126,6 +133,25 @@ class Compressed(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
+class Pooled(msgspec.Struct, frozen=True, kw_only=True):
+    """Indexers that choose neighbouring tokens together, by one key that is mixed of theirs; and
+    residual streams that are mixed around each block."""
+
+    unit: Annotated[int, Meta(ge=1, le=PAGE_ROWS)] = field(name="index_kpool")
+    mixing_rounds: Size = field(name="hc_sinkhorn_iters")
+
+
+class Recurrent(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of linear attention: a state of one size in the place of rows."""
+
+    head_count: Size = field(name="linear_num_heads")
+    head_dim: Size = field(name="linear_head_dim")
+    kernel: Annotated[int, Meta(ge=1, le=64)] = field(name="linear_conv_kernel_dim")
+    """Tokens that a channel of queries, keys and values is made of."""
+    decay_bound: Annotated[float, Meta(ge=-1e3, lt=0.0)] | None = field(name="linear_lower_bound")
+    """Of the logarithm of what a state keeps a token; None: none."""
+
+
 class ModelConfig(FileConfig, frozen=True, kw_only=True):
     """And what a family adds: it reads such a key for itself, or says the field without one. In
     files of other families these names mean nothing."""
@@ -147,6 +173,12 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     """Those that attend as `window` says; they have no indexer, and a layer group each."""
     compressed: Compressed | None = None
     """How it attends, where that is not to selected rows of tokens."""
+    pooled: Pooled | None = None
+    """How its indexers choose, where that is not token by token; `top_k` counts the tokens behind
+    the last whole unit too."""
+    recurrent: Recurrent | None = None
+    recurrent_layers: tuple[int, ...] = ()
+    """Those without rows."""
     rope_keys_normed: bool = False
     still_layers: tuple[int, ...] = ()
     """Layers that turn nothing: what others turn of a query, they multiply with the latent too."""
@@ -247,7 +279,18 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
                 f"{name} has {len(kinds)} entries for {self.layer_count} layers",
             )
         source = indexers if self.indexer_kinds else "index_topk_freq and index_skip_topk_offset"
+        if self.recurrent_layers:
+            return self._check_recurrent(source)
         _require(self.has_indexer(0), f"layer 0 must have an indexer of its own: see {source}")
+
+    def _check_recurrent(self, source: str) -> None:
+        without = self.recurrent_layers
+        _require(len(without) < self.layer_count, "layer_types has no layer with an indexer")
+        for layer in range(self.layer_count):
+            _require(
+                self.starts_group(layer) or layer - 1 not in without,
+                f"layer {layer} must have an indexer of its own, behind one without: see {source}",
+            )
 
     def _check_compressed(self, compressed: Compressed) -> None:
         heads, groups = self.head_count, compressed.output_groups
@@ -273,7 +316,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             )
         key = self.index_dim
         self._require_fits(
-            index != "fp8" or key & (key - 1) == 0,
+            index != "fp8" or self.pooled is not None or key & (key - 1) == 0,
             f"index_head_dim {key} is not a power of two, which fp8 index keys need:"
             " they go through a Hadamard transform",
         )
@@ -285,7 +328,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         """The MTP layer always has one; others as listed, or by frequency and offset."""
         if layer >= self.layer_count:
             return True
-        if layer in self.window_layers:
+        if layer in self.window_layers or layer in self.recurrent_layers:
             return False
         if self.compressed is not None:
             return self.compressed.kinds[layer] == "sparse"
@@ -299,8 +342,9 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         return layer >= min(self.dense_layer_count, self.layer_count)
 
     def starts_group(self, layer: int) -> bool:
-        """Whether it attends to a selection of its own."""
-        return self.has_indexer(layer) or layer in self.window_layers
+        """Whether it attends to a selection of its own, or to none."""
+        others = layer in self.window_layers or layer in self.recurrent_layers
+        return others or self.has_indexer(layer)
 
     @property
     def groups(self) -> Groups:
@@ -369,7 +413,29 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     @property
     def shared_limit(self) -> float:
         """Of what shared experts multiply, 0: none."""
-        return self.expert_limit if self.compressed else 0.0
+        return self.expert_limit if self.compressed or self.pooled else 0.0
+
+    @property
+    def dense_limit(self) -> float:
+        """Of what dense blocks multiply, 0: none."""
+        return self.expert_limit if self.pooled else 0.0
+
+    @property
+    def select_unit(self) -> int:
+        """Neighbouring tokens that are chosen together."""
+        return self.pooled.unit if self.pooled else 1
+
+    @property
+    def mixing_rounds(self) -> int:
+        """Of division, that balance how residual streams are mixed."""
+        mixed = self.compressed or self.pooled
+        assert mixed is not None, "streams of another family"
+        return mixed.mixing_rounds
+
+    @property
+    def key_dim(self) -> int:
+        """Of what is kept of a token for indexers: of pooled ones its key and what its key weighs."""
+        return 2 * self.index_dim if self.pooled else self.index_dim
 
     @property
     def residual_dim(self) -> int:
@@ -398,6 +464,8 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         """What the pools need to know. The slot floor is 25/8 of top_k, at least 1,024."""
         if self.compressed is not None:
             raise BadInput(f"{self.family} is not served yet: {NOT_SERVED}")
+        if self.recurrent_layers:
+            raise BadInput(f"{self.family} is not served yet: {NO_STATES}")
         self._check_codecs(row, index)
         rows = tuple(self._row(row, group[0]) for group in self.groups)
         return ModelLayout(
@@ -408,11 +476,13 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             rows=rows if len(set(rows)) > 1 else (),
             index=IndexCodec(
                 form=index,
-                key_dim=self.index_dim,
+                key_dim=self.key_dim,
+                hadamard=self.pooled is None,
                 head_count=self.index_head_count,
                 rope_style=self.index_rope_style,
             ),
             top_k=self.top_k,
+            select_unit=self.select_unit,
             mtp_layer_count=self.mtp_layer_count,
             head_count=self.head_count,
             hidden_dim=self.hidden_dim,

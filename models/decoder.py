@@ -86,7 +86,12 @@ class DecoderLayer:
         self.dense = (
             None
             if self.experts
-            else Mlp(source.under("mlp"), hidden_dim=config.hidden_dim, inner_dim=config.dense_dim)
+            else Mlp(
+                source.under("mlp"),
+                hidden_dim=config.hidden_dim,
+                inner_dim=config.dense_dim,
+                limit=config.dense_limit,
+            )
         )
         self._hidden_dim = config.hidden_dim
         self._input_norm = self._norm(config, source.under("input_layernorm"))

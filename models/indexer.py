@@ -20,6 +20,7 @@ from ess.models.layers import Rotation, Source, linear, rotate_part
 from ess.models.weights.kept import plain
 
 SCORE_ELEMENTS: Final = 1 << 20
+END: Final = 1 << 40  # behind all positions
 
 
 class Probe(NamedTuple):
@@ -65,8 +66,8 @@ class Indexer:
         weights: Tensor = F.linear(hidden.float(), self._head) * self._scale
         return weights
 
-    def key_finish(self, rotation: Rotation) -> KeyFinish:
-        """What keys still need, for an op that does it."""
+    def key_finish(self, rotation: Rotation) -> KeyFinish | None:
+        """What keys still need, for an op that does it; None where no op does it."""
         eps = self._config.index_norm_eps
         return KeyFinish(self._key_weight, self._key_bias, eps, rotation.angles)
 
@@ -103,6 +104,32 @@ def select(probe: Probe, keys: Tensor, lengths: Tensor, k: int) -> Tensor:
         )
     ]
     return torch.cat(parts)
+
+
+def select_units(probe: Probe, keys: Tensor, lengths: Tensor, k: int, unit: int) -> Tensor:
+    """`select` of units, each of so many neighbouring keys (`pooled`): int32 [tokens, k]."""
+    chosen = select(probe, pooled(keys, unit), lengths // unit, k // unit)
+    return rows_of_units(chosen, lengths, k, unit)
+
+
+def pooled(keys: Tensor, unit: int) -> Tensor:
+    """One key [n // unit, dim] of each whole unit of keys [n, 2 * dim]: a mean, dimension by
+    dimension, weighed by the softmax of the second half of each."""
+    whole = keys[: len(keys) // unit * unit].float().view(-1, unit, keys.shape[1])
+    values, weights = whole.chunk(2, -1)
+    return (weights.softmax(1) * values).sum(1)
+
+
+def rows_of_units(units: Tensor, lengths: Tensor, k: int, unit: int) -> Tensor:
+    """Positions, ascending, of the rows of chosen units [tokens, k // unit], and of those behind
+    the last whole unit of the first `lengths` rows; then -1."""
+    within = torch.arange(unit, device=units.device)
+    chosen = (units[..., None] * unit + within).masked_fill(units[..., None] < 0, END).flatten(1)
+    tail = (lengths // unit * unit)[:, None] + within[: unit - 1]
+    tail = tail.masked_fill(tail >= lengths[:, None], END)
+    rows = torch.cat((chosen, tail), 1).sort(1).values
+    assert rows.shape[1] == k, f"{rows.shape[1]} rows of units, {k} are a selection"
+    return rows.masked_fill(rows == END, -1).int()
 
 
 def last_positions(lengths: Tensor, count: int, width: int) -> Tensor:

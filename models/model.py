@@ -7,7 +7,7 @@ norm, the head, the MTP module and, for that module, the embedding once more.
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,19 @@ from ess.models.weights.shapes import FREQUENCY_FACTORS
 W = TypeVar("W", bound=Weight)
 
 
+class LayerKind(Protocol):
+    def __call__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        number: int,
+        *,
+        first: int,
+        tp: int,
+        company: Company | None,
+    ) -> DecoderLayer: ...
+
+
 class Model:
     def __init__(
         self,
@@ -35,7 +48,7 @@ class Model:
         layers: range | None = None,
         tp: int = 1,
         company: Company | None = None,
-        layer: type[DecoderLayer] = DecoderLayer,
+        layer: LayerKind = DecoderLayer,
     ) -> None:
         """`config` is the whole model's, and so are the numbers in `layers`. With `tp` ranks in a
         team `tensor` gives one rank's share of what is cut by heads (`Split`). `layer` is the

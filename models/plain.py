@@ -16,7 +16,8 @@ from torch import Tensor
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer, Entry
-from ess.models.indexer import Probe, last_positions, select
+from ess.models.families.delta import RecurrentLayer
+from ess.models.indexer import Probe, last_positions, select, select_units
 from ess.models.layers import Rotation
 from ess.models.mla import attend, attend_dense
 from ess.models.model import Model
@@ -56,7 +57,7 @@ class PlainLayer:
         own = config.at_layer(layer.number)
         self._latent_dim = own.latent_dim
         self.rows = Growing(own.row_dim + own.filled_rope_dim)
-        self.keys = Growing(config.index_dim if layer.indexer else 0)
+        self.keys = Growing(config.key_dim if layer.indexer else 0)
 
     def run(
         self, hidden: Tensor, positions: Tensor, rotation: Rotation, given: Tensor | None
@@ -85,7 +86,10 @@ class PlainLayer:
         self.keys.append(probe.keys)
         if self.keys.length <= self._config.top_k:
             return None
-        return select(probe, self.keys.filled, positions + 1, self._config.top_k)
+        keys, k, unit = self.keys.filled, self._config.top_k, self._config.select_unit
+        if unit > 1:
+            return select_units(probe, keys, positions + 1, k, unit)
+        return select(probe, keys, positions + 1, k)
 
     def kept_rows(self, rows: Tensor) -> Tensor:
         """What attention reads of new rows: themselves. Codecs come in by overriding this."""
@@ -107,6 +111,35 @@ class PlainLayer:
         self.keys.keep(min(length, self.keys.length))
 
 
+class PlainRecurrent:
+    """A layer without rows. What it was given is kept whole: to forget tokens is to begin again."""
+
+    def __init__(self, layer: RecurrentLayer) -> None:
+        self._layer = layer
+        self.rows = Growing(layer.delta.given_dim)
+        self.keys = Growing(0)
+        self._state = layer.delta.first()
+
+    def run(
+        self, hidden: Tensor, positions: Tensor, rotation: Rotation, given: Tensor | None
+    ) -> tuple[Tensor, None]:
+        assert given is None, "a layer without rows got a selection"
+        made = self._layer.delta.given(self._layer.normed(hidden))
+        self.rows.append(made)
+        told, self._state = self._layer.delta.run(made, self._state)
+        return self._layer.mlp(self._layer.output(hidden, told)), None
+
+    def keep(self, length: int) -> None:
+        self.rows.keep(length)
+        _, self._state = self._layer.delta.run(self.rows.filled, self._layer.delta.first())
+
+
+def alone(layer: DecoderLayer, config: ModelConfig) -> PlainLayer | PlainRecurrent:
+    if isinstance(layer, RecurrentLayer):
+        return PlainRecurrent(layer)
+    return PlainLayer(layer, config)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Of the tokens just run: logits, finished hidden states, one selection per layer group."""
@@ -121,7 +154,7 @@ class Plain:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self.layers = tuple(PlainLayer(layer, model.config) for layer in model.layers)
+        self.layers = tuple(alone(layer, model.config) for layer in model.layers)
 
     @property
     def length(self) -> int:

@@ -67,7 +67,10 @@ def parse(
         given["rope_parameters"] = read_rope(given)
         if (pattern := given.get("index_topk_pattern")) is not None:
             given.setdefault("indexer_types", _indexer_kinds(pattern))
-        return msgspec.convert({**given, **own}, ModelConfig)
+        config = msgspec.convert({**given, **own}, ModelConfig)
+        if config.rope_dim == 0 and config.pooled is None:
+            raise BadInput("qk_rope_head_dim is 0")
+        return config
     except (BadInput, msgspec.ValidationError) as error:
         sentence = (
             f"config.json of {raw.get('model_type')}: {error}{_offender({**given, **own}, error)}"

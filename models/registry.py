@@ -27,6 +27,8 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "dots3_note": "ess.models.families.dots3",
         "dots3_note_text": "ess.models.families.dots3",
         "glm_moe_dsa": "ess.models.families.glm_dsa",
+        "glm5_next": "ess.models.families.glm5_next",
+        "glm5_next_text": "ess.models.families.glm5_next",
         "hy_v4": "ess.models.families.hy_v4",
         "llama": "ess.models.guest.llama",
         "mistral_large4": "ess.models.families.mistral_large4",

@@ -31,8 +31,7 @@ class Mixing:
 
     def __init__(self, config: ModelConfig, source: Source, prefix: str) -> None:
         count = config.stream_count
-        assert config.compressed is not None, "streams of another family"
-        self._rounds = config.compressed.mixing_rounds
+        self._rounds = config.mixing_rounds
         self._config = config
         shares = (2 + count) * count
         self._product = source.values(f"{prefix}fn", shares, config.residual_dim)

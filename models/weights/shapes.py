@@ -89,7 +89,7 @@ def _outside(config: ModelConfig) -> Iterator[Spec]:
     if config.frequencies_learned:
         pairs = (config.rope_dim // 2,)
         yield Spec(name=FREQUENCY_FACTORS, shape=pairs, role="norm")
-    if config.stream_count > 1:
+    if config.stream_count > 1 and config.pooled is None:
         yield from _streams(config, "model.hc_head.hc_head_", 1, None)
     yield Spec(name=HEAD, shape=shape, role="table", cut=cut, optional=config.tie_head)
 
@@ -98,12 +98,17 @@ def _decoder_layer(config: ModelConfig, layer: int) -> Iterator[Spec]:
     prefix = f"model.layers.{layer}."
     yield from _norm(config, layer, f"{prefix}input_layernorm.", config.norm_gate_rank)
     attention = _grouped_attention if config.is_grouped else _attention
+    if layer in config.recurrent_layers:
+        attention = _recurrent
     yield from attention(config.at_layer(layer), layer, f"{prefix}self_attn.")
     if config.has_indexer(layer):
         yield from _indexer(config, layer, f"{prefix}self_attn.indexer.")
     rank = config.norm_gate_rank if config.has_experts(layer) else 0
     yield from _norm(config, layer, f"{prefix}post_attention_layernorm.", rank)
-    if config.stream_count > 1:
+    if config.pooled is not None:
+        for block in ("attn", "ffn"):
+            yield from _mixings(config, f"{prefix}hc_{block}_", layer)
+    elif config.stream_count > 1:
         for room in ("hc_attn_layer", "hc_mlp_layer"):
             yield from _streams(config, f"{prefix}{room}.hc_", 2, layer)
     if config.has_experts(layer):
@@ -118,6 +123,38 @@ def _streams(config: ModelConfig, prefix: str, count: int, layer: int | None) ->
     for name, shape in (("fn", (shares, config.residual_dim)), ("base", (shares,))):
         yield Spec(name=f"{prefix}{name}", shape=shape, role="norm", layer=layer)
     yield Spec(name=f"{prefix}scale", shape=(count,), role="norm", layer=layer)
+
+
+def _mixings(config: ModelConfig, prefix: str, layer: int) -> Iterator[Spec]:
+    """What is taken of each stream, what is given to each, and what goes from each to each."""
+    shares = (2 + config.stream_count) * config.stream_count
+    for name, shape in (("fn", (shares, config.residual_dim)), ("base", (shares,)), ("scale", (3,))):
+        yield Spec(name=f"{prefix}{name}", shape=shape, role="norm", layer=layer)
+
+
+def _recurrent(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
+    """Not cut yet: its heads are independent, but nothing serves them."""
+    own, hidden = config.recurrent, config.hidden_dim
+    assert own is not None, "layers of no linear attention"
+    heads, dim = own.head_count, own.head_dim
+    for name, shape in (
+        *((f"{part}_proj.weight", (heads * dim, hidden)) for part in "qkv"),
+        ("f_a_proj.weight", (dim, hidden)),
+        ("f_b_proj.weight", (heads * dim, dim)),
+        ("g_a_proj.weight", (dim, hidden)),
+        ("g_b_proj.weight", (heads * dim, dim)),
+        ("b_proj.weight", (heads, hidden)),
+        ("o_proj.weight", (hidden, heads * dim)),
+    ):
+        yield Spec(name=prefix + name, shape=shape, role="linear", layer=layer)
+    small: dict[str, tuple[int, ...]] = {
+        **{f"{part}_conv1d.weight": (heads * dim, 1, own.kernel) for part in "qkv"},
+        "dt_bias": (heads * dim,),
+        "A_log": (heads,),
+        "o_norm.weight": (dim,),
+    }
+    for name, of in small.items():
+        yield Spec(name=prefix + name, shape=of, role="norm", layer=layer)
 
 
 def _norm(config: ModelConfig, layer: int, prefix: str, gate_rank: int) -> Iterator[Spec]:
@@ -197,6 +234,10 @@ def _indexer(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
     ):
         full_name = prefix + name
         yield Spec(name=full_name, shape=shape, role=role, layer=layer)  # type: ignore[arg-type]
+    if config.pooled is not None:
+        for name, shape in (("ape", (config.select_unit, key_dim)), ("gate", (key_dim, config.hidden_dim))):
+            full_name = f"{prefix}index_kpool_compress_{name}"
+            yield Spec(name=full_name, shape=shape, role="table", layer=layer)
     for name in () if config.has_query_rank else ("weight", "bias"):
         full_name = f"{prefix}q_input_norm.{name}"
         yield Spec(name=full_name, shape=(config.hidden_dim,), role="norm", layer=layer)

@@ -34,6 +34,7 @@ from tests.support.checkpoints import (
     TINY_AXK2,
     TINY_DOTS3,
     TINY_GLM,
+    TINY_GLM5_NEXT,
     TINY_HY4,
     TINY_LLAMA,
     TINY_MISTRAL4,
@@ -65,6 +66,7 @@ RANDOM: Final = {
     "hy_v4": TINY_HY4,
     "mistral_large4": TINY_MISTRAL4,
     "dots3": TINY_DOTS3,
+    "glm5_next": TINY_GLM5_NEXT,
 }
 Case = Mapping[str, str]
 HEADING: Final = "## In float32: the full grid, once"

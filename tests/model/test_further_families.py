@@ -28,12 +28,15 @@ FAMILIES = {
     "hy_v4": checkpoints.HY4,
     "mistral_large4": checkpoints.MISTRAL4,
     "dots3": checkpoints.DOTS3,
+    "glm5_next": checkpoints.GLM5_NEXT,
+    "glm5_next, no linear layers": checkpoints.GLM5_NEXT_ROWS,
 }
 TINY = {
     "axk2": checkpoints.TINY_AXK2,
     "hy_v4": checkpoints.TINY_HY4,
     "mistral_large4": checkpoints.TINY_MISTRAL4,
     "dots3": checkpoints.TINY_DOTS3,
+    "glm5_next": checkpoints.TINY_GLM5_NEXT,
 }
 NORM_EPS = {"axk2": 1e-6, "hy_v4": 1e-6}
 """Of the norms on the two latents, in transformers; elsewhere the model's."""
@@ -41,7 +44,7 @@ LENGTH, PREFILL, TOLERANCE = 160, 120, 1e-4
 PIECES = [PREFILL] + [1] * 8 + [4] * 8
 SEED = 22
 FACTORS = {
-    "checkpoint": tuple(FAMILIES),
+    "checkpoint": tuple(TINY),
     **{name: grid.FACTORS[name] for name in ("mode", "tbo", "sbo", "depth", "arena", "warm")},
     "mtp": ("1",),
     "evict": ("lru", "score"),
@@ -61,6 +64,7 @@ class Case:
         from tests.support.oracle import Oracle
 
         raw = {**FAMILIES[family], **changes}
+        self.raw = raw
         self.model = checkpoints.model(raw, latent_norm_eps=NORM_EPS.get(family))
         self.tokens = checkpoints.tokens(LENGTH, raw["vocab_size"], seed=SEED)
         self.weights = checkpoints.tensors(self.model.config)
@@ -152,6 +156,10 @@ PARTS = [
     ("mistral_large4", "indexer.q_input_norm.weight"),
     ("mistral_large4", "indexer.q_input_norm.bias"),
     ("mistral_large4", "rotary_emb.alpha"),
+    ("glm5_next", "indexer.index_kpool_compress_ape"),
+    ("glm5_next", "indexer.index_kpool_compress_gate"),
+    ("glm5_next", "hc_attn_fn"),
+    ("glm5_next", "hc_ffn_base"),
     ("dots3", "layers.1.self_attn.g_proj.weight"),
     ("dots3", "layers.2.self_attn.g_proj.weight"),
     ("dots3", "layers.1.self_attn.k_rope_only_layernorm.weight"),
@@ -205,6 +213,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dots3", {"swa_num_key_value_heads": 1}, "swa_num_key_value_heads 1 is not supported, only 2"),
     ("dots3", {"use_dsa": False}, "use_dsa false is not supported"),
     ("mistral_large4", {"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
+    ("glm5_next", {"qk_rope_head_dim": 64}, "qk_rope_head_dim 64 is not supported, only 0"),
+    ("glm5_next", {"index_topk": 17}, "index_topk 17 is not a multiple of index_kpool 4"),
+    ("glm5_next", {"index_kpool": 0}, "index_kpool`, got 0"),
+    ("glm5_next", {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail fa"),
+    ("glm5_next", {"layer_types": ["odd"] * 4}, "layer_types is .'odd'"),
+    ("glm5_next", {"layer_types": ["linear_attention"] * 4}, "layer_types has no layer with an"),
+    ("glm5_next", {"linear_lower_bound": 1.0}, "linear_lower_bound`, got 1.0"),
+    ("glm5_next", {"linear_attn_config": 3}, "linear_attn_config is 3, expected an object"),
+    ("glm5_next", {"hc_sinkhorn_iters": "x"}, "hc_sinkhorn_iters`, got 'x'"),
 ]
 
 
@@ -226,6 +243,32 @@ def test_what_is_not_computed_is_refused(family: str, change: dict[str, Any], sa
     with pytest.raises(BadInput, match=said) as refusal:
         read_config(changed(family, change))
     assert str(refusal.value).startswith(f"config.json of {TINY[family]['model_type']}: ")
+
+
+def test_a_selection_cannot_be_shared_across_a_layer_without_rows() -> None:
+    kinds = {"indexer_types": ["full", "full", "full", "full", "shared", "full"]}
+    with pytest.raises(BadInput, match="layer 4 must have an indexer of its own, behind one witho"):
+        read_config(checkpoints.glm5_next("LLLLIL", **kinds))
+    read_config(checkpoints.glm5_next("LLLIIL", **kinds))
+
+
+def test_layers_with_a_state_have_no_layout_yet() -> None:
+    config = read_config(checkpoints.GLM5_NEXT)
+    with pytest.raises(BadInput, match="glm5_next is not served yet: its layers of linear attenti"):
+        config.layout(row="f32", index="f32")
+
+
+def test_tokens_that_are_taken_back_leave_no_trace() -> None:
+    """At each place of a unit, with layers that have a state."""
+    raw = checkpoints.glm5_next("LIL", index_topk=8, index_kpool=4)
+    model, line = checkpoints.model(raw), checkpoints.tokens(40, 512, seed=6)
+    whole = Plain(model).run(line).logits
+    for kept in range(20, 25):
+        plain = Plain(model)
+        plain.run(line[:kept])
+        plain.run([7, 8, 9])
+        plain.keep(kept)
+        assert far(plain.run(line[kept:]).logits, whole[kept:]) < TOLERANCE
 
 
 def test_fields_of_ours_mean_nothing_in_a_file() -> None:

@@ -180,6 +180,58 @@ def of_text(text: dict[str, Any]) -> dict[str, Any]:
 
 
 MISTRAL4: Final = of_text(_MISTRAL4_TEXT)
+
+_GLM5_NEXT_TEXT: Final[dict[str, Any]] = {
+    **{key: GLM[key] for key in GLM if not key.startswith(("index_topk_", "index_s", "rope_p"))},
+    "model_type": "glm5_next_text",
+    "num_nextn_predict_layers": 0,
+    "num_hidden_layers": 8,
+    "hidden_size": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 0,
+    "n_group": 2,
+    "topk_group": 1,
+    "index_kpool": 8,
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 5,
+    "swiglu_limit": 1.0,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 7,
+    "pad_token_id": 2,
+}
+VISION: Final[dict[str, Any]] = {
+    "model_type": "glm5_next_vision",
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "intermediate_size": 32,
+    "projection_intermediate_size": 32,
+}
+LAYER_KINDS: Final = ("indexed_attention", "linear_attention")
+
+
+def glm5_next(kinds: str, **changes: Any) -> dict[str, Any]:
+    """A whole GLM-5-next around its text, with layers of an indexer (I) and linear ones (L)."""
+    layers = {
+        "num_hidden_layers": len(kinds),
+        "layer_types": [LAYER_KINDS[kind == "L"] for kind in kinds],
+        "mlp_layer_types": ["dense"] + ["sparse"] * (len(kinds) - 1),
+    }
+    text = {**_GLM5_NEXT_TEXT, **layers, **changes}
+    return {
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "model_type": "glm5_next",
+        "tie_word_embeddings": False,
+        "vocab_size": text["vocab_size"],
+        "text_config": text,
+        "vision_config": VISION,
+    }
+
+
+GLM5_NEXT: Final = glm5_next("LLLILLLI")
+GLM5_NEXT_ROWS: Final = glm5_next("IIIII", indexer_types=["full", "full", "shared", "full", "full"])
 _TINY: Final[dict[str, Any]] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -221,6 +273,13 @@ TINY_GLM: Final = {**GLM, **_TINY}
 TINY_HY4: Final = {**HY4, **_TINY, "num_hidden_layers": 6}
 TINY_AXK2: Final = {**AXK2, **_TINY}
 TINY_DOTS3: Final = {**DOTS3, **_TINY, "num_hidden_layers": 6}
+TINY_GLM5_NEXT: Final = glm5_next(
+    # Two layers share a selection; nothing of them is linear, so that an engine serves it.
+    "IIII",
+    **{key: value for key, value in _TINY.items() if key != "num_hidden_layers"},
+    index_kpool=4,
+    indexer_types=["full", "full", "shared", "full"],
+)
 TINY_MISTRAL4: Final = of_text(
     {key: value for key, value in {**_MISTRAL4_TEXT, **_TINY}.items() if key != "q_lora_rank"}
     | {"num_hidden_layers": 5}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ess.door import Offload, Step
+from ess.engine.layers import units
 from ess.engine.step.warmth import Watch
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
@@ -134,6 +135,9 @@ def select(
     pages, then top-k."""
     table, lengths, codec = _contexts(batch, which)
     assert len(queries) == len(lengths), f"{len(queries)} queries, {len(lengths)} lengths"
+    if batch.layout.select_unit > 1:
+        pages = batch.offload.memory(layer).key_pages
+        return units.select(batch.layout, queries, weights, pages, table, lengths)
     return batch.ops.index_top_k(
         queries,
         weights,
@@ -159,6 +163,8 @@ def select_scored(
     """`select` of neighbours, and all the logits that it chose among."""
     table, lengths, codec = _contexts(batch, which)
     pages, threads = batch.offload.memory(layer).key_pages, compute_threads()
+    if batch.layout.select_unit > 1:
+        return units.select_scored(batch.layout, queries, weights, pages, table, lengths)
     logits = batch.ops.index_logits(queries, weights, pages, table, lengths, codec, threads=threads)
     chosen = batch.ops.top_k(logits, lengths, k=batch.layout.top_k, threads=threads)
     return chosen, logits

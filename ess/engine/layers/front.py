@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ess.engine.layers.batch import Batch, Shared, compute_threads
+from ess.engine.layers.units import put_keys
 from ess.layout import RowCodec
 from ess.models.decoder import DecoderLayer, Front
 from ess.models.guest.grouped import Grouped
@@ -80,8 +81,12 @@ def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: Room) ->
         return Asking(entry.query)
     assert layout.index is not None, "an indexer without an index codec"
     assert room.keys is not None, f"layer {layer.number} has keys"
-    raw = layer.indexer.raw(entry.hidden, entry.query, rotation)
     key_finish = layer.indexer.key_finish(rotation)
+    if key_finish is None:
+        made = layer.indexer.probe(entry.hidden, entry.query, rotation)
+        put_keys(made.keys, layout.index, room.keys, room.row_ids)
+        return Asking(entry.query, made.queries, made.weights)
+    raw = layer.indexer.raw(entry.hidden, entry.query, rotation)
     ops.finish_keys(raw.keys, key_finish, layout.index, room.keys, room.row_ids)
     return Asking(entry.query, turned(batch, raw.queries, rotation), raw.weights)
 

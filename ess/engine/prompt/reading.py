@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ess.engine.layers import units
 from ess.engine.layers.batch import compute_threads
 from ess.engine.prompt.pack import Pack, Span
 from ess.kernels.merge import Partial
@@ -18,6 +19,10 @@ def top_k(pack: Pack, at: int, span: Span, layer: int, queries: Tensor, weights:
     codec, count = pack.layout.index, len(span.tokens)
     assert codec is not None, "an indexer without an index codec"
     assert len(queries) == count, f"{len(queries)} queries"
+    if pack.layout.select_unit > 1:
+        pages, table = pack.runner.offload.memory(layer).key_pages, pack.tables[at]
+        lengths = torch.arange(span.start, span.stop, device=pack.device) + 1
+        return units.select_one(pack.layout, queries, weights, pages, table, lengths)
     return pack.ops.index_top_k(
         queries,
         weights,

@@ -121,7 +121,7 @@ class Runner:
             page_table=step.page_table,
             lengths=torch.as_tensor(step.query_stop),
             scale=self.model.config.attention_scale,
-            warmth=watch(step.query_stop, self.offload.layout.top_k),
+            warmth=watch(step.query_stop, self.offload.layout),
             balanced=self._balanced,
         )
 

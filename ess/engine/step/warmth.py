@@ -1,8 +1,9 @@
 """How warm requests run: the rows that they found resident, by the step after they landed.
 
-A query of a group asks for min(length, top_k) rows. A resolution says how many of them could be
-attended at once; a row that is still on its way to its slot is no hit. A step whose rows were only
-located found all of them. Where a device counts, the counts come with the step's results.
+A query of a group asks for all rows but those of whole units that it does not choose. A resolution
+says how many of them could be attended at once; a row that is still on its way to its slot is no
+hit. A step whose rows were only located found all of them. Where a device counts, the counts come
+with the step's results.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ess.door.device.memory.uploads import Download
+from ess.layout import ModelLayout
 
 if TYPE_CHECKING:
     from ess.door import Resolution
@@ -39,11 +41,12 @@ class Watch(Protocol):
         """The step's layers are launched."""
 
 
-def watch(lengths: Any, top_k: int) -> Watch:
+def watch(lengths: Any, layout: ModelLayout) -> Watch:
     """For a step whose queries may select from so many rows each."""
+    unit, most = layout.select_unit, layout.units_max
     if isinstance(lengths, Tensor):
-        return DeviceWatch(lengths.clamp_max(top_k))
-    return StepWarmth(np.minimum(lengths, top_k))
+        return DeviceWatch(lengths - (lengths // unit - most).clamp_min(0) * unit)
+    return StepWarmth(lengths - np.maximum(lengths // unit - most, 0) * unit)
 
 
 class StepWarmth:

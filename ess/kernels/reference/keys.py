@@ -46,6 +46,15 @@ def read_keys(pages: Tensor, row_ids: Tensor, codec: IndexCodec) -> Keys:
     return Keys(values[page, offset], scales[page, offset].view(torch.float32)[:, 0])
 
 
+def page_values(pages: Tensor, codec: IndexCodec) -> Tensor:
+    """All keys of whole pages [page, page_bytes] as they were encoded: float32 [64 * page, dim]."""
+    values, scales = _page_parts(pages, codec)
+    if not codec.scale_bytes:
+        return values.contiguous().view(torch.float32).view(-1, codec.key_dim)
+    wide = values.contiguous().view(torch.float8_e4m3fn).float()
+    return (wide * scales.contiguous().view(torch.float32)).view(-1, codec.key_dim)
+
+
 def _places(row_ids: Tensor) -> tuple[Tensor, Tensor]:
     return row_ids.long() // PAGE_ROWS, row_ids.long() % PAGE_ROWS
 

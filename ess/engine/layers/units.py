@@ -1,0 +1,90 @@
+"""Selections of units: neighbouring rows that are chosen together, by a key mixed of theirs.
+
+The pools keep of each token what goes into the mixture. It is mixed again by every query that reads
+it, in plain torch: nothing is kept that a draft which is taken back, a fork or a prefix hit would
+have to undo.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ess.kernels.reference.keys import encode_keys, page_values, write_keys
+from ess.layout import IndexCodec, ModelLayout
+from ess.models.indexer import index_scores, pooled, rows_of_units, top_k
+from ess.units import PAGE_ROWS, div_ceil
+
+
+def put_keys(values: Tensor, codec: IndexCodec, room: Tensor, row_ids: Tensor | None) -> None:
+    """Into pages; without row ids into records, one behind the other."""
+    keys = encode_keys(values, codec)
+    if row_ids is not None:
+        return write_keys(room, row_ids, keys, codec)
+    room[:, : codec.value_bytes] = keys.values
+    if codec.scale_bytes:
+        room[:, codec.value_bytes :] = keys.scales[:, None].contiguous().view(torch.uint8)
+
+
+def select(
+    layout: ModelLayout,
+    queries: Tensor,
+    weights: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    """Of queries that each have a line of the page table."""
+    return select_scored(layout, queries, weights, pages, table, lengths)[0]
+
+
+def select_scored(
+    layout: ModelLayout,
+    queries: Tensor,
+    weights: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """And a score of every position: that of its unit, and of the rows behind the last whole unit,
+    which are chosen always, the best one."""
+    made = [
+        _scored(layout, queries[n : n + 1], weights[n : n + 1], pages, table[n], lengths[n : n + 1])
+        for n in range(len(queries))
+    ]
+    chosen, scores = zip(*made, strict=True)
+    width = table.shape[1] * PAGE_ROWS
+    filled = [torch.nn.functional.pad(each, (0, width - each.shape[1])) for each in scores]
+    return torch.cat(chosen), torch.cat(filled)
+
+
+def select_one(
+    layout: ModelLayout,
+    queries: Tensor,
+    weights: Tensor,
+    pages: Tensor,
+    line: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    """Of queries that share one line."""
+    return _scored(layout, queries, weights, pages, line, lengths)[0]
+
+
+def _scored(
+    layout: ModelLayout,
+    queries: Tensor,
+    weights: Tensor,
+    pages: Tensor,
+    line: Tensor,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor]:
+    assert layout.index is not None, "an indexer without an index codec"
+    unit, whole = layout.select_unit, lengths // layout.select_unit
+    if lengths.is_cpu:
+        line = line[: div_ceil(int(lengths.max()), PAGE_ROWS)]
+    keys = pooled(page_values(pages[line.long().clamp_min(0)], layout.index), unit)
+    scores = index_scores(queries, weights, keys)
+    chosen = rows_of_units(top_k(scores, whole, layout.units_max), lengths, layout.top_k, unit)
+    seen = torch.arange(len(keys), device=scores.device) < whole[:, None]
+    best = scores.where(seen, 0.0).amax(1, keepdim=True)
+    return chosen, scores.where(seen, best).repeat_interleave(unit, 1).contiguous()

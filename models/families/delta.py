@@ -1,0 +1,151 @@
+"""Linear attention by gated delta rules (KDA): a state of one size in the place of rows.
+
+Each head has a matrix S of keys by values. A token lets each key channel of it fade, replaces by its
+share `b` what S says of the token's key with the token's value, and reads S by its query:
+
+    S <- exp(g) S;   S <- S + k (b (v - S^T k))^T;   out = S^T q
+
+Queries, keys and values are sums over the channel's last tokens, behind a gate of their own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ess.comm.company import Company
+from ess.models.config import ModelConfig
+from ess.models.families.pooled import MixedLayer
+from ess.models.layers import Source, linear, rms_norm
+from ess.models.mla import Mla
+from ess.models.weights.kept import plain
+
+UNIT_EPS = 1e-6
+
+
+class State(NamedTuple):
+    """float32 [heads, keys, values]; and of the tokens before, channels [kernel - 1, 3 * dim]."""
+
+    matrix: Tensor
+    channels: Tensor
+
+
+class Delta(Mla):
+    """It has no rows, so of attention to rows it has nothing but its name in a layer."""
+
+    def __init__(self, config: ModelConfig, source: Source) -> None:
+        own, hidden = config.recurrent, config.hidden_dim
+        assert own is not None, "a layer of another kind"
+        self._config, self._own = config, own
+        self.head_count, dim = own.head_count, own.head_dim
+        self._dim = wide = own.head_count * dim
+        self._in = torch.cat([source.matrix(f"{part}_proj", wide, hidden) for part in "qkv"])
+        kernels = [source.values(f"{part}_conv1d.weight", wide, 1, own.kernel) for part in "qkv"]
+        self._kernel = torch.cat(kernels).squeeze(1)
+        self._fade = [source.matrix("f_a_proj", dim, hidden), source.matrix("f_b_proj", wide, dim)]
+        self._fade_base = source.vector("dt_bias", wide)
+        self._fade_rate = source.vector("A_log", own.head_count).exp()[:, None]
+        self._share = source.matrix("b_proj", own.head_count, hidden)
+        self._gate = [source.matrix("g_a_proj", dim, hidden), source.matrix("g_b_proj", wide, dim)]
+        self._norm = source.vector("o_norm.weight", dim)
+        self._out = source.weight("o_proj", hidden, wide)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._in.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._in.device
+
+    @property
+    def given_dim(self) -> int:
+        """Of what a token gives to the state: its channels, how each fades, and its shares."""
+        return 4 * self._dim + self.head_count
+
+    def first(self) -> State:
+        """Before any token."""
+        dim = self._own.head_dim
+        matrix = torch.zeros(self.head_count, dim, dim, device=self.device)
+        return State(matrix, torch.zeros(self._own.kernel - 1, 3 * self._dim, device=self.device))
+
+    def given(self, normed: Tensor) -> Tensor:
+        """[tokens, given_dim] of the layer's normed input."""
+        faded = linear(linear(normed, self._fade[0]), self._fade[1]) + self._fade_base
+        share = linear(normed, self._share).sigmoid()
+        return torch.cat((linear(normed, self._in), self._faded(faded), share), -1)
+
+    def _faded(self, raw: Tensor) -> Tensor:
+        """The logarithm of what is kept of each key channel."""
+        heads = raw.view(-1, self.head_count, self._own.head_dim)
+        bound = self._own.decay_bound
+        if bound is None:
+            return (-self._fade_rate * F.softplus(heads)).flatten(1)
+        return (bound * (self._fade_rate * heads).sigmoid()).flatten(1)
+
+    def run(self, given: Tensor, state: State) -> tuple[Tensor, State]:
+        """What each token reads, float32 [tokens, heads, dim], and the state behind them."""
+        wide, heads = self._dim, self.head_count
+        raw, fades, shares = torch.split(given, [3 * wide, wide, heads], -1)
+        channels = torch.cat((state.channels, raw))
+        summed = F.conv1d(channels.T[None], self._kernel[:, None], groups=3 * wide)[0].T
+        parts = F.silu(summed).view(len(given), 3, heads, -1).unbind(1)
+        queries, keys = (_unit(part) for part in parts[:2])
+        queries, keep = queries * self._own.head_dim**-0.5, fades.exp().view_as(keys)
+        matrix, told = state.matrix, []
+        for q, k, v, kept, share in zip(queries, keys, parts[2], keep, shares, strict=True):
+            matrix = matrix * kept[..., None]
+            change = (v - (matrix * k[..., None]).sum(1)) * share[:, None]
+            matrix = matrix + k[..., None] * change[:, None]
+            told.append((matrix * q[..., None]).sum(1))
+        return torch.stack(told), State(matrix, channels[len(given) :])
+
+    def read(self, normed: Tensor, told: Tensor) -> Tensor:
+        """[tokens, hidden] of what tokens have read; gates are made of the layer's normed input."""
+        gates = linear(linear(normed, self._gate[0]), self._gate[1]).sigmoid().view_as(told)
+        values = rms_norm(told, self._norm, self._config.norm_eps) * gates
+        return linear(values.flatten(1), plain(self._out))
+
+
+class RecurrentLayer(MixedLayer):
+    """`attended` of its output is what tokens have read of its state."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        number: int,
+        *,
+        first: int = 0,
+        tp: int = 1,
+        company: Company | None = None,
+    ) -> None:
+        super().__init__(config, source, number, first=first, tp=tp, company=company)
+        assert isinstance(self.mla, Delta), "a layer of another kind"
+        self.delta = self.mla
+
+    def _attention(self, config: ModelConfig, source: Source, tp: int) -> Mla:
+        return Delta(config, source)
+
+    def made(self, normed: Tensor, attended: Tensor) -> Tensor:
+        return self.delta.read(normed, attended)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + UNIT_EPS).sqrt()
+
+
+def layer_of(
+    config: ModelConfig,
+    source: Source,
+    number: int,
+    *,
+    first: int = 0,
+    tp: int = 1,
+    company: Company | None = None,
+) -> MixedLayer:
+    kind = RecurrentLayer if number in config.recurrent_layers else MixedLayer
+    return kind(config, source, number, first=first, tp=tp, company=company)

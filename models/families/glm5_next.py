@@ -1,0 +1,143 @@
+"""GLM-5-next, its text: indexers choose 16 neighbouring tokens together, nothing turns, residual
+streams are mixed around each block; three of four layers are linear attention (KDA).
+
+The plain model computes all of it. An engine serves models whose layers all have rows: a state of
+each request has no place in the pools yet. Pictures and the MTP module are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+from ess.models.reading import parse, said_layers
+
+if TYPE_CHECKING:
+    from ess.comm.company import Company
+    from ess.models.layers import TensorSource
+    from ess.models.model import Model
+
+
+DEFAULTS: Final = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1048576,
+    "qk_rope_head_dim": 0,
+}
+FIXED: Final = {
+    "indexer_rope_interleave": True,
+    "qk_rope_head_dim": 0,
+    "index_kpool_always_select_tail": True,
+    "rope_parameters": {},
+}
+STREAMS: Final = {"hc_mult": 4, "hc_eps": 1e-6, "swiglu_limit": 10.0}
+POOLED: Final = {"index_kpool": 16, "hc_sinkhorn_iters": 20}
+RECURRENT: Final = {
+    "linear_num_heads": 64,
+    "linear_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "linear_lower_bound": -5.0,
+}
+# As older files say the same.
+NESTED: Final = {
+    "num_heads": "linear_num_heads",
+    "head_dim": "linear_head_dim",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+    "gate_lower_bound": "linear_lower_bound",
+}
+KINDS: Final = {
+    "linear_attention": True,
+    "indexed_attention": False,
+    "full_attention": False,
+}
+FOREIGN: Final = (
+    *("layer_types", "num_nextn_predict_layers", "first_k_dense_replace", "rope_theta"),
+    *("rope_parameters", "rope_scaling", "index_share_for_mtp_iteration", "head_dim"),
+)
+WORDS: Final = (("model.language_model", "model"),)
+UNREAD: Final = ("model.visual.", "visual.", "model.vision_tower.")
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    try:
+        said = _text(raw)
+        layers = _recurrent_layers(said)
+        own = {
+            **{key: said.get(key, usual) for key, usual in STREAMS.items()},
+            "pooled": {key: said.get(key, usual) for key, usual in POOLED.items()},
+            "recurrent": _recurrent(said),
+            "recurrent_layers": layers,
+            "index_topk": _rows_chosen(said),
+            "unread_prefixes": (*UNREAD, f"model.layers.{said.get('num_hidden_layers')}."),
+            "words": WORDS,
+        }
+    except BadInput as error:
+        raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
+    given = {key: value for key, value in said.items() if key not in FOREIGN}
+    return parse(given, defaults=DEFAULTS, fixed=FIXED, own=own)
+
+
+def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of the text, under the name of the whole model; nulls count as absent, but
+    where a null says that there is no bound."""
+    text = raw.get("text_config", raw)
+    if not isinstance(text, Mapping):
+        raise BadInput(f"text_config is {text!r:.60}, expected an object")
+    of_all = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if key in raw}
+    kept = {key: value for key, value in text.items() if value is not None}
+    if "linear_lower_bound" in text:
+        kept["linear_lower_bound"] = text["linear_lower_bound"]
+    return {**kept, **of_all}
+
+
+def _recurrent_layers(said: Mapping[str, Any]) -> tuple[int, ...]:
+    layers, known = said_layers(said), [*KINDS]
+    usual = ["indexed_attention" if n % 4 == 3 else "linear_attention" for n in layers]
+    kinds = said.get("layer_types", usual)
+    fits = isinstance(kinds, list) and len(kinds) == len(layers)
+    if not fits or not all(kind in known for kind in kinds):
+        raise BadInput(f"layer_types is {kinds!r:.60}, expected one of {known} for each layer")
+    return tuple(n for n, kind in enumerate(kinds) if KINDS[kind])
+
+
+def _recurrent(said: Mapping[str, Any]) -> dict[str, Any]:
+    nested = said.get("linear_attn_config", {})
+    if not isinstance(nested, Mapping):
+        raise BadInput(f"linear_attn_config is {nested!r:.60}, expected an object")
+    inside = {ours: nested[key] for key, ours in NESTED.items() if key in nested}
+    made = {key: {**said, **inside}.get(key, usual) for key, usual in RECURRENT.items()}
+    if nested.get("safe_gate", bool(nested)) and made["linear_lower_bound"] is None:
+        made["linear_lower_bound"] = RECURRENT["linear_lower_bound"]
+    return made
+
+
+def _rows_chosen(said: Mapping[str, Any]) -> object:
+    """Those of the chosen units, and the most that are behind the last whole one."""
+    rows, unit = said.get("index_topk"), said.get("index_kpool", POOLED["index_kpool"])
+    for count in (rows, unit):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            return rows
+    assert isinstance(rows, int), "a count"
+    if rows % unit:
+        raise BadInput(f"index_topk {rows} is not a multiple of index_kpool {unit}")
+    return rows + unit - 1
+
+
+def build(
+    config: ModelConfig,
+    tensor: TensorSource,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    company: Company | None = None,
+) -> Model:
+    from ess.models.families.delta import layer_of
+    from ess.models.families.pooled import MixedModel
+
+    if tp != 1:
+        raise BadInput(f"{tp} ranks cannot share the heads of {config.family} yet")
+    return MixedModel(config, tensor, layers=layers, company=company, layer=layer_of)
