@@ -65,7 +65,7 @@ RANDOM: Final = {
     "axk2": TINY_AXK2,
     "hy_v4": TINY_HY4,
     "mistral_large4": TINY_MISTRAL4,
-    "dots3": TINY_DOTS3,
+    "dots3_note": TINY_DOTS3,
     "glm5_next": TINY_GLM5_NEXT,
 }
 Case = Mapping[str, str]
@@ -112,7 +112,7 @@ def engine(case: Case, *, lane: Any = None, **changes: Any) -> Engine:
         sbo=case["sbo"],
         depth=int(case["depth"]),
         warm=case["warm"] == "on",
-        chunk_tokens=96,
+        chunk_tokens=int(case.get("chunk", "96")),
         **changes,
     )
     return Engine(made, offload, config)

@@ -1,4 +1,4 @@
-"""Further families: transformers' logits; in every way of the engine the plain model's tokens."""
+"""Further families: transformers' logits; what is refused. Engines are in test_covered_families."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ess.models.load import load_model
 from ess.models.plain import Plain
 from ess.models.registry import build, read_config
 from tests.model import grid
+from tests.model.test_covered_families import FIRST
 from tests.support import checkpoints, own_family
 from tests.support.greedy import greedy
-from tests.support.pairwise import pairwise
 
 FAMILIES = {
     "axk2": checkpoints.AXK2,
@@ -43,14 +43,6 @@ NORM_EPS = {"axk2": 1e-6, "hy_v4": 1e-6}
 LENGTH, PREFILL, TOLERANCE = 160, 120, 1e-4
 PIECES = [PREFILL] + [1] * 8 + [4] * 8
 SEED = 22
-FACTORS = {
-    "checkpoint": tuple(TINY),
-    **{name: grid.FACTORS[name] for name in ("mode", "tbo", "sbo", "depth", "arena", "warm")},
-    "mtp": ("1",),
-    "evict": ("lru", "score"),
-}
-WAYS = pairwise(FACTORS)
-FIRST = list({way["checkpoint"]: way for way in WAYS[::-1]}.values())
 
 
 def far(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -122,23 +114,6 @@ def test_experts_of_groups_that_were_left_out_count_as_zero(tmp_path: Path) -> N
         msgspec.structs.replace(config, expert_groups_zeroed=False), case.weights.__getitem__
     )
     assert far(Plain(other).run(case.tokens).logits, theirs) > 100 * TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", FIRST, ids=lambda way: "-".join(way.values()))
-def test_an_engine_says_what_the_plain_model_says(way: dict[str, str]) -> None:
-    torch.set_num_threads(1)
-    assert grid.differences(way) == []
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "way", [way for way in WAYS if way not in FIRST], ids=lambda way: "-".join(way.values())
-)
-def test_an_engine_says_it_in_every_way(way: dict[str, str]) -> None:
-    torch.set_num_threads(1)
-    assert grid.differences(way) == []
 
 
 PARTS = [
@@ -283,7 +258,7 @@ def test_a_family_of_one_s_own_is_one_short_file(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(known_families, "MODULES", known)
     raw = {**checkpoints.TINY_V32, "model_type": "own", "num_nextn_predict_layers": 0}
     monkeypatch.setitem(grid.RANDOM, "own", raw)
-    way = {**WAYS[0], "checkpoint": "own", "mode": "da", "arena": "tight"}
+    way = {**FIRST["deepseek_v32"], "checkpoint": "own", "mtp": "1", "arena": "tight"}
     assert grid.differences(way) == []
     source = Path(own_family.__file__).read_text().splitlines()
     assert sum(bool(line) and not line.startswith(("from", "import", '"')) for line in source) < 30
