@@ -151,6 +151,13 @@ class Recurrent(msgspec.Struct, frozen=True, kw_only=True):
     decay_bound: Annotated[float, Meta(ge=-1e3, lt=0.0)] | None = field(name="linear_lower_bound")
     """Of the logarithm of what a state keeps a token; None: none."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Of a request in one layer: a matrix of each head in float32, and in bf16 the channels
+        of the tokens before."""
+        wide = self.head_count * self.head_dim
+        return 4 * wide * self.head_dim + 2 * 3 * wide * (self.kernel - 1)
+
 
 class ModelConfig(FileConfig, frozen=True, kw_only=True):
     """And what a family adds: it reads such a key for itself, or says the field without one. In
@@ -458,14 +465,36 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     def attention_scale(self) -> float:
         return float((self.nope_dim + self.rope_dim) ** -0.5 * self.rope.softmax_scale)
 
+    @property
+    def unserved(self) -> str:
+        """Why no engine serves it; nothing where one does."""
+        if self.compressed is not None:
+            return NOT_SERVED
+        return NO_STATES if self.recurrent_layers else ""
+
+    def with_rows(self) -> ModelConfig:
+        """Its layers with rows alone."""
+        kept = [n for n in range(self.layer_count) if n not in self.recurrent_layers]
+        return msgspec.structs.replace(
+            self,
+            layer_count=len(kept),
+            indexer_kinds=tuple("full" if self.has_indexer(n) else "shared" for n in kept),
+            mlp_kinds=tuple("sparse" if self.has_experts(n) else "dense" for n in kept),
+            recurrent_layers=(),
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a request beside its rows."""
+        each = self.recurrent.state_bytes if self.recurrent is not None else 0
+        return len(self.recurrent_layers) * each
+
     def layout(
         self, *, name: str = "", row: RowForm = "fp8", index: IndexForm = "fp8"
     ) -> ModelLayout:
         """What the pools need to know. The slot floor is 25/8 of top_k, at least 1,024."""
-        if self.compressed is not None:
-            raise BadInput(f"{self.family} is not served yet: {NOT_SERVED}")
-        if self.recurrent_layers:
-            raise BadInput(f"{self.family} is not served yet: {NO_STATES}")
+        if self.unserved:
+            raise BadInput(f"{self.family} is not served yet: {self.unserved}")
         self._check_codecs(row, index)
         rows = tuple(self._row(row, group[0]) for group in self.groups)
         return ModelLayout(

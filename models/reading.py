@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -56,10 +56,12 @@ def parse(
     defaults: Mapping[str, Any],
     fixed: Mapping[str, Any],
     own: Mapping[str, Any] = MappingProxyType({}),
+    made_of: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelConfig:
     """`raw` is config.json as a dict. Nulls count as absent, and for what is absent `defaults` are
     the family's, as they are in transformers. `fixed` keys can say nothing else. `own` are fields
-    that the family says, or reads for itself: in other families such a key means nothing."""
+    that the family says, or reads for itself: in other families such a key means nothing. `made_of`
+    names the key behind a field that the family fills from one of another name."""
     present = {key: value for key, value in raw.items() if value is not None and key not in UNSAID}
     given = {**defaults, **fixed, **present}
     try:
@@ -75,6 +77,8 @@ def parse(
         sentence = (
             f"config.json of {raw.get('model_type')}: {error}{_offender({**given, **own}, error)}"
         )
+        for ours, theirs in made_of.items():
+            sentence = re.sub(rf"(?<!\w){re.escape(ours)}\b", theirs, sentence)
         raise BadInput(sentence) from None
 
 
@@ -82,6 +86,21 @@ def said_layers(given: Mapping[str, Any]) -> range:
     """The layers that a file says; none, where it says what `parse` refuses."""
     count = given.get("num_hidden_layers")
     return range(count if isinstance(count, int) and 0 < count <= LAYERS_MAX else 0)
+
+
+def said_kinds(
+    given: Mapping[str, Any], kinds: Mapping[str, bool], usual: Callable[[int], str]
+) -> tuple[int, ...]:
+    """The layers whose kind in `layer_types` counts; without the list each has its usual one."""
+    layers = said_layers(given)
+    said = given.get("layer_types", [usual(n) for n in layers])
+    if not layers:
+        return ()
+    if not isinstance(said, list) or not all(kind in [*kinds] for kind in said):
+        raise BadInput(f"layer_types is {said!r:.60}, expected {[*kinds]} for each layer")
+    if len(said) != len(layers):
+        raise BadInput(f"layer_types has {len(said)} entries for num_hidden_layers {len(layers)}")
+    return tuple(n for n, kind in enumerate(said) if kinds[kind])
 
 
 def _check_keys(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
@@ -95,7 +114,8 @@ def _check_keys(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
             raise BadInput(f"{key} {_shown(given[key])} is not supported, only {_shown(only)}")
     for key, other in EQUAL.items():
         if key in given and not _is_same(given[key], given.get(other)):
-            raise BadInput(f"{key} {_shown(given[key])} differs from {other} {given.get(other)}")
+            told = f"{key} {_shown(given[key])} differs from {other} {_shown(given.get(other))}"
+            raise BadInput(told)
     for key in FOREIGN:
         if given.get(key):
             raise BadInput(f"{key} {_shown(given[key])} is not supported")

@@ -101,7 +101,23 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         "words": (*PUBLISHED, *SAVED),
     }
     given = {key: value for key, value in said.items() if key not in FOREIGN} | shared
-    return parse(given, defaults={}, fixed=FIXED, own=own)
+    return parse(given, defaults={}, fixed=FIXED, own=own, made_of=_made_of(said))
+
+
+def _made_of(said: Mapping[str, Any]) -> dict[str, str]:
+    """The keys behind fields that are filled here."""
+    return {
+        "rope_parameters.rope_theta": "compress_rope_theta",
+        "rope_parameters": "rope_scaling" if said.get("rope_scaling") else "rope_parameters",
+        "intermediate_size": "moe_intermediate_size",
+        "compressed.sparse_rate": _rate_name(said, "compress_rate_csa", SPARSE),
+        "compressed.heavy_rate": _rate_name(said, "compress_rate_hca", HEAVY),
+    }
+
+
+def _rate_name(said: Mapping[str, Any], name: str, kind: str) -> str:
+    [word] = (word for word, each in KINDS.items() if each == kind)
+    return name if name in said else f"compress_rates.{word}"
 
 
 def _rope_dim(said: Mapping[str, Any]) -> int:
@@ -114,7 +130,12 @@ def _rope_dim(said: Mapping[str, Any]) -> int:
         raise BadInput(f"partial_rotary_factor is {share!r:.40}, expected a share of head_dim")
     by_share = int(head * share) if share is not None else head // 8
     dim = by_share if count is None else count
-    if not _is_count(dim) or dim >= head or (share is not None and dim != by_share):
+    if share is not None and count is not None and count != by_share:
+        raise BadInput(
+            f"partial_rotary_factor {share!r:.40} of head_dim {head} is not"
+            f" qk_rope_head_dim {count!r:.40}"
+        )
+    if not _is_count(dim) or dim >= head:
         name = "qk_rope_head_dim" if count is not None else "partial_rotary_factor"
         raise BadInput(f"{name} {said.get(name)!r:.40} does not fit head_dim {head}")
     return int(dim)

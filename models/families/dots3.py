@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.reading import parse, said_layers
+from ess.models.reading import parse, said_kinds
 
 if TYPE_CHECKING:
     from ess.comm.company import Company
@@ -56,6 +56,11 @@ KINDS: Final = {
     "indexed_attention": False,
     "sliding_attention": True,
 }
+USUAL: Final = ("full_attention", "sliding_attention")
+SAME: Final = (
+    ("swa_qk_rope_head_dim", "qk_rope_head_dim"),
+    ("swa_num_key_value_heads", "swa_num_attention_heads"),
+)
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
@@ -64,7 +69,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         for key in ("rope_parameters", "rope_scaling"):
             if key in said:
                 raise BadInput(f"{key} is not supported, only rope_theta and swa_rope_theta")
-        layers = _window_layers(said)
+        layers = said_kinds(said, KINDS, lambda n: USUAL[n > 1 and n % 4 != 1])
         window = _window(said)
     except BadInput as error:
         raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
@@ -80,24 +85,14 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return parse(given, defaults=DEFAULTS, fixed=FIXED, own=own)
 
 
-def _window_layers(said: Mapping[str, Any]) -> tuple[int, ...]:
-    layers, known = said_layers(said), [*KINDS]
-    usual = ["sliding_attention" if n > 1 and n % 4 != 1 else "full_attention" for n in layers]
-    kinds = said.get("layer_types", usual)
-    fits = isinstance(kinds, list) and len(kinds) == len(layers)
-    if not fits or not all(kind in known for kind in kinds):
-        raise BadInput(f"layer_types is {kinds!r:.60}, expected one of {known} for each layer")
-    return tuple(n for n, kind in enumerate(kinds) if KINDS[kind])
-
-
 def _window(said: Mapping[str, Any]) -> dict[str, Any]:
     """Where sizes of one kind must be those of the other, they are checked."""
     said = {"sliding_window": said.get("sliding_window_size", WINDOW["sliding_window"]), **said}
     window = {key: said.get(key, usual) for key, usual in WINDOW.items()}
-    rope, heads = said.get("qk_rope_head_dim"), window["swa_num_attention_heads"]
-    for key, only in (("swa_qk_rope_head_dim", rope), ("swa_num_key_value_heads", heads)):
-        if said.get(key, only) != only:
-            raise BadInput(f"{key} {said[key]!r:.40} is not supported, only {only}")
+    whole = {**said, **window}
+    for key, other in SAME:
+        if key in said and said[key] != whole.get(other):
+            raise BadInput(f"{key} {said[key]!r:.40} differs from {other} {whole.get(other)!r:.40}")
     return window
 
 

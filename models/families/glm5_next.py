@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.reading import parse, said_layers
+from ess.models.reading import parse, said_kinds
 
 if TYPE_CHECKING:
     from ess.comm.company import Company
@@ -65,7 +65,7 @@ UNREAD: Final = ("model.visual.", "visual.", "model.vision_tower.")
 def read(raw: Mapping[str, Any]) -> ModelConfig:
     try:
         said = _text(raw)
-        layers = _recurrent_layers(said)
+        layers = said_kinds(said, KINDS, lambda n: [*KINDS][n % 4 == 3])
         own = {
             **{key: said.get(key, usual) for key, usual in STREAMS.items()},
             "pooled": {key: said.get(key, usual) for key, usual in POOLED.items()},
@@ -92,16 +92,6 @@ def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
     if "linear_lower_bound" in text:
         kept["linear_lower_bound"] = text["linear_lower_bound"]
     return {**kept, **of_all}
-
-
-def _recurrent_layers(said: Mapping[str, Any]) -> tuple[int, ...]:
-    layers, known = said_layers(said), [*KINDS]
-    usual = ["indexed_attention" if n % 4 == 3 else "linear_attention" for n in layers]
-    kinds = said.get("layer_types", usual)
-    fits = isinstance(kinds, list) and len(kinds) == len(layers)
-    if not fits or not all(kind in known for kind in kinds):
-        raise BadInput(f"layer_types is {kinds!r:.60}, expected one of {known} for each layer")
-    return tuple(n for n, kind in enumerate(kinds) if KINDS[kind])
 
 
 def _recurrent(said: Mapping[str, Any]) -> dict[str, Any]:

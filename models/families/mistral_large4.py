@@ -94,7 +94,8 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
             raise BadInput("kv_source_layers lets layers share rows, which is not supported")
     except BadInput as error:
         raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
-    return parse(given, defaults=DEFAULTS, fixed=FIXED, own=own)
+    made_of = {} if "q_lora_rank" in given else {"q_lora_rank": "hidden_size"}
+    return parse(given, defaults=DEFAULTS, fixed=FIXED, own=own, made_of=made_of)
 
 
 def _text(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.models.compressed import memory as entries
 from ess.models.compressed.gain import Machine, gain
+from ess.models.compressed.memory import Needs
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.folder import JSON_BYTES_MAX
@@ -32,7 +33,7 @@ from ess.units import PAGE_ROWS, align_up, div_ceil, format_bytes
 
 PUBLISHED: Final = (
     *("deepseek-v3.2", "glm-5.2", "a.x-k2-light", "hy4-preview", "mistral-large-4"),
-    *("dots3-note", "deepseek-v4-flash"),
+    *("dots3-note", "deepseek-v4-flash", "glm-5.3-flash"),
 )
 _BF16_BYTES: Final = 2
 _F32_BYTES: Final = 4
@@ -161,24 +162,37 @@ def _rows(layout: ModelLayout) -> str:
     return ", ".join(f"{count} rows of {size}" for count, size in counts)
 
 
-def _memory_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
-    layout = plan.layout
-    assert layout.index is not None, "both families have an indexer"
-    slots = min(context, layout.slot_floor)
-    host_bytes = page_count(context) * layout.host_page_bytes
-    resident = align_up(context, PAGE_ROWS)
+def request_needs(config: ModelConfig, *, tokens: int) -> Needs:
+    """Host and device bytes of one request, at the slot floor and with everything resident."""
+    if config.compressed is not None:
+        return entries.needs(config, tokens=tokens)
+    layout = config.with_rows().layout()
     floor_bytes, resident_bytes = (
-        request_bytes(layout, needs(context, slots=count, window_floor=layout.window_floor))
-        for count in (slots, resident)
+        request_bytes(layout, needs(tokens, slots=count, window_floor=layout.window_floor))
+        for count in (min(tokens, layout.slot_floor), align_up(tokens, PAGE_ROWS))
     )
+    return Needs(
+        host=page_count(tokens) * layout.host_page_bytes,
+        offloaded=floor_bytes + config.state_bytes,
+        resident=resident_bytes + config.state_bytes,
+        state=config.state_bytes,
+    )
+
+
+def _memory_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
+    layout = plan.config.with_rows().layout()
+    assert layout.index is not None, "both families have an indexer"
+    slots, asked = min(context, layout.slot_floor), request_needs(plan.config, tokens=context)
+    state = f"state      {asked.state:,} bytes a request, in {len(plan.config.recurrent_layers)} layers"
     windows = f" ({layout.window_floor:,} for a window)" if layout.window_floor else ""
     return [
         f"per token  {_rows(layout)} bytes,"
         f" {layout.key_layer_count} index keys of {layout.index.key_bytes} bytes",
-        f"context    {context:,} tokens: host {format_bytes(host_bytes)};"
-        f" device {format_bytes(floor_bytes)} at the floor of {slots:,} slots a group{windows},"
-        f" {format_bytes(resident_bytes)} with every row resident",
-        *_room_lines(plan, device_bytes, floor_bytes, resident_bytes),
+        *([state] if asked.state else []),
+        f"context    {context:,} tokens: host {format_bytes(asked.host)};"
+        f" device {format_bytes(asked.offloaded)} at the floor of {slots:,} slots a group{windows},"
+        f" {format_bytes(asked.resident)} with every row resident",
+        *_room_lines(plan, device_bytes, asked.offloaded, asked.resident),
     ]
 
 

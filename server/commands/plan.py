@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ from ess.engine.chunking.partition import counted_costs, explained, partition, r
 from ess.errors import BadInput
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.dry_run import read_config
-from ess.server.commands import planpage
+from ess.server.commands import fits, planpage
 from ess.server.commands.planshow import show
 from ess.sim.locality import misses
 from ess.sim.operators.families import family_of
@@ -46,7 +47,9 @@ class DecodeFlags:
     ctx: str = "128k"
     "Context length, such as 32k."
     model: str = MODEL
-    "deepseek-v3.2, glm-5 or glm-5.2; deepseek-v3 and -r1 attend to every row, and run resident."
+    "deepseek-v3.2, glm-5 or glm-5.2; deepseek-v3 and -r1 attend to every row, and run resident. "
+    "Of a.x-k2-light, hy4-preview, mistral-large-4, dots3-note, deepseek-v4-flash and "
+    "glm-5.3-flash no operator was measured: of these, what fits."
     gpu: str = "h200"
     "A GPU with operator tables, h100, h200 or b200; h800 and h20 by stated ratios of these."
     stack: Stack = SGLANG
@@ -186,6 +189,10 @@ def plan(
     """
     decode, tiers, nodes = decode or DecodeFlags(), tiers or TierFlags(), nodes or NodeFlags()
     console.check_folder("--html", html)
+    if fits.is_unmeasured(decode.model):
+        stages = {"--pp-size": pp_size, "--pp-layer-partition": pp_layer_partition, "--html": html}
+        fits.show(_fit(decode, ways or WayFlags(), tiers, nodes, stages), json=json)
+        return
     ask = _asked(decode, ways or WayFlags(), nodes)
     is_free = ask.parallel is None and ask.batch is None and ask.ratio is None
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
@@ -202,6 +209,38 @@ def plan(
         console.print_json(_document(answer, cut))
     else:
         show(answer, ask, question, [] if cut is None else cut.lines)
+
+
+def _fit(
+    decode: DecodeFlags,
+    ways: WayFlags,
+    tiers: TierFlags,
+    nodes: NodeFlags,
+    more: Mapping[str, object],
+) -> fits.Fit:
+    """Flags that need times are refused; `more` are some of them."""
+    needing = {
+        "--tpot": decode.tpot,
+        "--batch": decode.batch,
+        "--ratio": decode.ratio,
+        "--perf-db": decode.perf_db,
+        "--attention-tp": ways.attention_tp,
+        "--expert-tp": ways.expert_tp,
+        "--decode-pp": ways.decode_pp,
+        "--rate": tiers.rate,
+        "--price-per-gpu-hour": tiers.price_per_gpu_hour,
+    }
+    for flag, value in {**needing, **more}.items():
+        if value is not None:
+            raise BadInput(f"{flag} needs operator tables, and none of {decode.model} was measured")
+    return fits.fit(
+        decode.model,
+        context=parse_size(decode.ctx),
+        gpu=decode.gpu,
+        gpus=decode.gpus,
+        room_bytes=None if decode.device_bytes is None else parse_size(decode.device_bytes),
+        host_bytes=nodes.host_bytes(decode.gpus),
+    )
 
 
 def _asked(decode: DecodeFlags, ways: WayFlags, nodes: NodeFlags) -> Ask:

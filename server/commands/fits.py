@@ -1,0 +1,179 @@
+"""What of a model fits on GPUs whose operators were not measured for it: memory, and no times."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from ess import console
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+from ess.models.registry import read_config as parse_config
+from ess.models.weights.dry_run import PUBLISHED, make_plan, read_config, request_needs
+from ess.server.commands.planshow import Line, print_sides
+from ess.sim.operators.families import FAMILIES
+from ess.sim.operators.silicon.chip import chip_of
+from ess.sim.planning.planner import RESERVED_BYTES
+from ess.units import format_bytes
+
+CONTEXT: Final = 131_072
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """Of each GPU, and of one request on it."""
+
+    model: str
+    gpu: str
+    gpu_count: int
+    context: int
+    expert_ranks: int
+    weight_bytes: int
+    room_bytes: int
+    host_bytes: int
+    request_host_bytes: int
+    request_state_bytes: int
+    request_offloaded_bytes: int
+    request_resident_bytes: int
+    batch: int
+    batch_resident: int
+    limiter: str
+    marks: tuple[str, ...]
+
+
+class Unserved(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that no engine serves yet."""
+
+    layout: str
+    why: str
+    context: int
+    host_bytes: int
+    state_bytes: int
+    offloaded_bytes: int
+    resident_bytes: int
+
+    @property
+    def lines(self) -> list[str]:
+        return [
+            f"{self.layout}   no engine serves it yet: {self.why}",
+            f"request of {self.context:,} tokens",
+            f"  on the host      {format_bytes(self.host_bytes)}",
+            f"  on the device    {format_bytes(self.offloaded_bytes)} with offload,"
+            f" {format_bytes(self.resident_bytes)} with everything resident",
+            f"  of it its state  {format_bytes(self.state_bytes)}, whatever its length",
+        ]
+
+
+def unserved_of(name: str) -> Unserved | None:
+    """What a request takes of a published model that no engine serves."""
+    config = parse_config(read_config(name))
+    if not config.unserved:
+        return None
+    asked = request_needs(config, tokens=CONTEXT)
+    return Unserved(
+        layout=name,
+        why=config.unserved,
+        context=CONTEXT,
+        host_bytes=asked.host,
+        state_bytes=asked.state,
+        offloaded_bytes=asked.offloaded,
+        resident_bytes=asked.resident,
+    )
+
+
+def is_unmeasured(model: str) -> bool:
+    return model in PUBLISHED and model not in FAMILIES
+
+
+def fit(
+    model: str, *, context: int, gpu: str, gpus: int, room_bytes: int | None, host_bytes: int
+) -> Fit:
+    """Every GPU has all heads and its share of the experts; `room_bytes` are those for requests, by
+    default what weights and reserves leave. `host_bytes` are of all GPUs."""
+    raw, machine = read_config(model), chip_of(gpu).machine
+    config = parse_config(raw)
+    if not 0 < context <= config.positions_max:
+        raise BadInput(f"--ctx {context:,} is outside 1..{config.positions_max:,} of {model}")
+    ranks = _expert_ranks(config, gpus)
+    weights, asked = make_plan(raw, ep=ranks).rank.bytes, request_needs(config, tokens=context)
+    room = int(machine.memory_bytes) - weights - RESERVED_BYTES if room_bytes is None else room_bytes
+    if room < asked.offloaded:
+        raise BadInput(
+            f"a {gpu} has {format_bytes(max(room, 0))} for requests beside"
+            f" {format_bytes(weights)} of weights of {model}; one of {context:,} tokens takes"
+            f" {format_bytes(asked.offloaded)}"
+        )
+    by_device, by_host = room // asked.offloaded, host_bytes // gpus // asked.host
+    return Fit(
+        model=model,
+        gpu=gpu,
+        gpu_count=gpus,
+        context=context,
+        expert_ranks=ranks,
+        weight_bytes=weights,
+        room_bytes=room,
+        host_bytes=host_bytes // gpus,
+        request_host_bytes=asked.host,
+        request_state_bytes=asked.state,
+        request_offloaded_bytes=asked.offloaded,
+        request_resident_bytes=asked.resident,
+        batch=min(by_device, by_host),
+        batch_resident=room // asked.resident,
+        limiter="device memory" if by_device <= by_host else "host memory",
+        marks=_marks(config),
+    )
+
+
+def _expert_ranks(config: ModelConfig, gpus: int) -> int:
+    if gpus < 1:
+        raise BadInput(f"--gpus is {gpus}, must be positive")
+    if config.experts_stacked:
+        return 1
+    if config.expert_count % gpus:
+        raise BadInput(f"--gpus {gpus} do not divide the {config.expert_count} experts")
+    return gpus
+
+
+def _marks(config: ModelConfig) -> tuple[str, ...]:
+    marks = [
+        f"every operator of {config.family}: no time is said, and not whether offload pays",
+        "misses: nobody has published which rows this model selects again",
+    ]
+    if config.unserved:
+        marks.append(f"an engine: {config.family} is not served yet, {config.unserved}")
+    return tuple(marks)
+
+
+def show(found: Fit, *, json: bool) -> None:
+    if json:
+        console.print_json(found)
+        return
+    print_sides(_lines(found))
+    marks = ["", *(f"not measured: {mark}" for mark in found.marks)]
+    console.tables().print("\n".join(marks), highlight=False)
+
+
+def _lines(found: Fit) -> list[Line]:
+    weights, room = format_bytes(found.weight_bytes), format_bytes(found.room_bytes)
+    experts = f"all heads, experts shared by {found.expert_ranks}, as stored"
+    state = "" if not found.request_state_bytes else (
+        f", {format_bytes(found.request_state_bytes)} of it its state"
+    )
+    sides: list[tuple[str, Any, Any, str]] = [
+        (f"weights per {found.gpu}", weights, weights, experts),
+        ("left for requests", room, room, f"{format_bytes(RESERVED_BYTES)} reserved beside"),
+        (
+            "request on the device",
+            format_bytes(found.request_offloaded_bytes),
+            format_bytes(found.request_resident_bytes),
+            f"{found.context:,} tokens, at the slot floor{state}",
+        ),
+        (
+            "request on the host",
+            format_bytes(found.request_host_bytes),
+            "0 B",
+            f"of {format_bytes(found.host_bytes)} for each GPU",
+        ),
+        ("batch per GPU", found.batch, found.batch_resident, f"limited by {found.limiter}"),
+    ]
+    return [(name, f"{ours}", f"{theirs}", remark) for name, ours, theirs, remark in sides]
