@@ -1,7 +1,7 @@
 """Linear attention by gated delta rules (KDA): a state of one size in the place of rows.
 
-Each head has a matrix S of keys by values. A token lets each key channel of it fade, replaces by its
-share `b` what S says of the token's key with the token's value, and reads S by its query:
+Each head has a matrix S of keys by values. A token lets each key channel of it fade, replaces by
+its share `b` what S says of the token's key with the token's value, and reads S by its query:
 
     S <- exp(g) S;   S <- S + k (b (v - S^T k))^T;   out = S^T q
 

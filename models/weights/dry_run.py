@@ -183,7 +183,8 @@ def _memory_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
     layout = plan.config.with_rows().layout()
     assert layout.index is not None, "both families have an indexer"
     slots, asked = min(context, layout.slot_floor), request_needs(plan.config, tokens=context)
-    state = f"state      {asked.state:,} bytes a request, in {len(plan.config.recurrent_layers)} layers"
+    stateful = len(plan.config.recurrent_layers)
+    state = f"state      {asked.state:,} bytes a request, in {stateful} layers"
     windows = f" ({layout.window_floor:,} for a window)" if layout.window_floor else ""
     return [
         f"per token  {_rows(layout)} bytes,"

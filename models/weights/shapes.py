@@ -128,7 +128,11 @@ def _streams(config: ModelConfig, prefix: str, count: int, layer: int | None) ->
 def _mixings(config: ModelConfig, prefix: str, layer: int) -> Iterator[Spec]:
     """What is taken of each stream, what is given to each, and what goes from each to each."""
     shares = (2 + config.stream_count) * config.stream_count
-    for name, shape in (("fn", (shares, config.residual_dim)), ("base", (shares,)), ("scale", (3,))):
+    for name, shape in (
+        ("fn", (shares, config.residual_dim)),
+        ("base", (shares,)),
+        ("scale", (3,)),
+    ):
         yield Spec(name=f"{prefix}{name}", shape=shape, role="norm", layer=layer)
 
 
@@ -235,8 +239,11 @@ def _indexer(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
         full_name = prefix + name
         yield Spec(name=full_name, shape=shape, role=role, layer=layer)  # type: ignore[arg-type]
     if config.pooled is not None:
-        for name, shape in (("ape", (config.select_unit, key_dim)), ("gate", (key_dim, config.hidden_dim))):
-            full_name = f"{prefix}index_kpool_compress_{name}"
+        for name, rows, width in (
+            ("ape", config.select_unit, key_dim),
+            ("gate", key_dim, config.hidden_dim),
+        ):
+            full_name, shape = f"{prefix}index_kpool_compress_{name}", (rows, width)
             yield Spec(name=full_name, shape=shape, role="table", layer=layer)
     for name in () if config.has_query_rank else ("weight", "bias"):
         full_name = f"{prefix}q_input_norm.{name}"

@@ -96,7 +96,9 @@ def fit(
         raise BadInput(f"--ctx {context:,} is outside 1..{config.positions_max:,} of {model}")
     ranks = _expert_ranks(config, gpus)
     weights, asked = make_plan(raw, ep=ranks).rank.bytes, request_needs(config, tokens=context)
-    room = int(machine.memory_bytes) - weights - RESERVED_BYTES if room_bytes is None else room_bytes
+    room = (
+        int(machine.memory_bytes) - weights - RESERVED_BYTES if room_bytes is None else room_bytes
+    )
     if room < asked.offloaded:
         raise BadInput(
             f"a {gpu} has {format_bytes(max(room, 0))} for requests beside"
@@ -156,8 +158,10 @@ def show(found: Fit, *, json: bool) -> None:
 def _lines(found: Fit) -> list[Line]:
     weights, room = format_bytes(found.weight_bytes), format_bytes(found.room_bytes)
     experts = f"all heads, experts shared by {found.expert_ranks}, as stored"
-    state = "" if not found.request_state_bytes else (
-        f", {format_bytes(found.request_state_bytes)} of it its state"
+    state = (
+        ""
+        if not found.request_state_bytes
+        else (f", {format_bytes(found.request_state_bytes)} of it its state")
     )
     sides: list[tuple[str, Any, Any, str]] = [
         (f"weights per {found.gpu}", weights, weights, experts),

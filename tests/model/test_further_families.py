@@ -1,4 +1,4 @@
-"""Further families: transformers' logits; what is refused. Engines are in test_covered_families."""
+"""Further families: transformers' logits; what is refused. Engines are in tests/families."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ess.models import registry as known_families
 from ess.models.load import load_model
 from ess.models.plain import Plain
 from ess.models.registry import build, read_config
+from tests.families.test_covered import FIRST
 from tests.model import grid
-from tests.model.test_covered_families import FIRST
 from tests.support import checkpoints, own_family
 from tests.support.greedy import greedy
 

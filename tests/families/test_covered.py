@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ess.models import registry
+from ess.models.registry import MODULES
 from tests.model import grid
 from tests.support.pairwise import all_pairs, pairs_of, pairwise
 
@@ -55,7 +55,7 @@ def test_every_pair_of_settings_meets_that_may() -> None:
 def test_every_family_of_an_engine_is_here() -> None:
     """Beside the guest, which has tests of its own, and a family that no engine serves."""
     elsewhere = {"llama", "deepseek_v4", "dots3_note_text", "glm5_next_text"}
-    assert {*FACTORS["checkpoint"]} == registry.MODULES.keys() - elsewhere
+    assert {*FACTORS["checkpoint"]} == MODULES.keys() - elsewhere
 
 
 @pytest.mark.parametrize("way", FIRST.values(), ids=named)
