@@ -34,7 +34,7 @@ def encode(messages: Sequence[Message], *, thinking: bool, reply: bool = True) -
     if thinking:
         last = _last_user(messages)
         messages = [m for i, m in enumerate(messages) if i >= last or m.role != "developer"]
-    _check_results(messages)
+    check_results(messages)
     if reply and messages[-1].role not in ("user", "developer", "tool"):
         raise BadInput(f"the last message is the {messages[-1].role}'s: there is nothing to answer")
     last = _last_user(messages)
@@ -96,7 +96,7 @@ def _result(messages: Sequence[Message], index: int, *, thinking: bool) -> str:
     return f"{opened}\n<result>{messages[index].content}</result>{closed}"
 
 
-def _check_results(messages: Sequence[Message]) -> None:
+def check_results(messages: Sequence[Message]) -> None:
     """Every run of results follows an assistant's turn with as many calls."""
     index = 0
     while index < len(messages):

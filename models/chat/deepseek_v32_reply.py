@@ -30,8 +30,6 @@ from ess.models.chat.dsml import (
 from ess.models.chat.reply import CallBegin, CallEnd
 from ess.models.chat.stream import State, StreamParser
 
-# With and without the blank line that the format puts before the block.
-_CALLS_MARKS: Final = ("\n\n" + CALLS, CALLS)
 # No ">" inside a name: then the first ">" decides, in whatever pieces a tag arrives.
 _NAME: Final = r' name="([^">]{0,512})"'
 _INVOKE: Final = re.compile(re.escape(INVOKE) + _NAME + ">")
@@ -40,14 +38,16 @@ _TAG_CHARS_MAX: Final = 1024
 
 
 class DeepSeekParser(StreamParser):
-    """The reply to one prompt. `thinking` as in the prompt: it ended with `<think>`."""
+    """The reply to one prompt. `thinking` as in the prompt: it ended with `<think>`. `opening` and
+    `closing` are around a block of calls, also behind the blank line that the format has there."""
 
-    def __init__(self, *, thinking: bool) -> None:
+    def __init__(self, *, thinking: bool, opening: str = CALLS, closing: str = CALLS_END) -> None:
+        self._closing = closing
         super().__init__(
             thinking=thinking,
             think_end=THINK_END,
             ends=(END,),
-            calls=_CALLS_MARKS,
+            calls=("\n\n" + opening, opening),
             in_calls=self._between_calls,
         )
         self._is_string = False
@@ -62,9 +62,10 @@ class DeepSeekParser(StreamParser):
             self._parameter_count = 0
             self._events.append(CallBegin(self._call, tag[1]))
             return self._enter(self._between_parameters)
-        if self._literal(CALLS_END):
+        if self._literal(self._closing):
             return self._enter(self._after_calls)
-        return not self._may_become(INVOKE, CALLS_END) and self._give_up(INVOKE, CALLS_END)
+        expected = INVOKE, self._closing
+        return not self._may_become(*expected) and self._give_up(*expected)
 
     def _between_parameters(self) -> bool:
         if (tag := self._tag(_PARAMETER)) is not None:

@@ -21,6 +21,8 @@ THINK_END: Final = "</think>"
 
 CALLS: Final = "<｜DSML｜function_calls>"
 CALLS_END: Final = "</｜DSML｜function_calls>"
+CALLS_V4: Final = "<｜DSML｜tool_calls>"
+CALLS_V4_END: Final = "</｜DSML｜tool_calls>"
 INVOKE: Final = "<｜DSML｜invoke"
 INVOKE_END: Final = "</｜DSML｜invoke>"
 PARAMETER: Final = "<｜DSML｜parameter"
@@ -74,8 +76,10 @@ def write_response_format(schema: Mapping[str, Any]) -> str:
     return _RESPONSE + write_json(schema)
 
 
-def write_calls(calls: Iterable[ToolCall]) -> str:
-    return "\n".join([CALLS, *(_write_call(call) for call in calls), CALLS_END])
+def write_calls(
+    calls: Iterable[ToolCall], *, opening: str = CALLS, closing: str = CALLS_END
+) -> str:
+    return "\n".join([opening, *(_write_call(call) for call in calls), closing])
 
 
 def _write_call(call: ToolCall) -> str:

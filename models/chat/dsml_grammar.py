@@ -36,19 +36,22 @@ if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer
 
 
-def write(tokenizer: Tokenizer, calls: Calls) -> str:
+def write(
+    tokenizer: Tokenizer, calls: Calls, *, opening: str = CALLS, closing: str = CALLS_END
+) -> str:
+    """`opening` and `closing` are around a block of calls."""
     rules = Rules(tokenizer)
     one_call = any_of(
         _invoke(rules, f"tool_{place}", tool, bound=calls.must or is_strict(tool))
         for place, tool in enumerate(calls.tools)
     )
     body = rules.add("call", f'{one_call} "\\n"') + ("+" if calls.several else "")
-    block = rules.add("block", f'"\\n" {body} {rules.mark(CALLS_END)}')
+    block = rules.add("block", f'"\\n" {body} {rules.mark(closing)}')
     if calls.must:
         think = rules.until("think", THINK_END) if calls.thinking else ""
-        return rules.text(f'{think} "\\n\\n" {rules.mark(CALLS)} {block}')
-    opening = rules.until("opening", CALLS)
-    return rules.text(f"{opening} {block} | {rules.rest(opening)}")
+        return rules.text(f'{think} "\\n\\n" {rules.mark(opening)} {block}')
+    before = rules.until("opening", opening)
+    return rules.text(f"{before} {block} | {rules.rest(before)}")
 
 
 def _invoke(rules: Rules, rule: str, tool: Mapping[str, Any], *, bound: bool) -> str:

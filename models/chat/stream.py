@@ -29,9 +29,10 @@ class StreamParser:
         ends: tuple[str, ...],
         calls: tuple[str, ...],
         in_calls: State,
+        think: str = "",
     ) -> None:
         """`ends` and `calls` are the marks of the reply's end and of tool calls, which are read
-        by `in_calls`."""
+        by `in_calls`. `think` opens reasoning, where the prompt leaves that to the model."""
         self._state: State = self._reasoning if thinking else self._content
         self._text = ""
         self._events: list[Event] = []
@@ -41,6 +42,7 @@ class StreamParser:
         self._ends = ends
         self._calls = calls
         self._in_calls = in_calls
+        self._think = (think,) if think else ()
 
     def push(self, text: str) -> list[Event]:
         self._text += text
@@ -81,11 +83,11 @@ class StreamParser:
         return True
 
     def _reasoning(self) -> bool:
-        mark = self._say_up_to((self._think_end, *self._ends, *self._calls))
+        mark = self._say_up_to((self._think_end, *self._think, *self._ends, *self._calls))
         return mark is not None and self._after(mark)
 
     def _content(self) -> bool:
-        mark = self._say_up_to((*self._ends, *self._calls))
+        mark = self._say_up_to((*self._think, *self._ends, *self._calls))
         return mark is not None and self._after(mark)
 
     def _ignored(self) -> bool:
@@ -95,6 +97,8 @@ class StreamParser:
     def _after(self, mark: str) -> bool:
         if mark == self._think_end:
             return self._enter(self._content)
+        if mark in self._think:
+            return self._enter(self._reasoning)
         return self._enter(self._ignored if mark in self._ends else self._in_calls)
 
     def _say_up_to(self, marks: tuple[str, ...]) -> str | None:

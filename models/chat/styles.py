@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ess.errors import BadInput
-from ess.models.chat import deepseek_v32, dsml, dsml_grammar, glm_grammar, glm_reply
+from ess.models.chat import deepseek_v4, deepseek_v32, dsml, dsml_grammar
 from ess.models.chat.call_grammar import Calls
 from ess.models.chat.deepseek_v32_reply import DeepSeekParser
-from ess.models.chat.glm_reply import GlmParser
 from ess.models.chat.messages import Message, arguments_of
+from ess.models.chat.replies import PLAIN, Replies, replies_of
 from ess.models.chat.reply import PlainParser, ReplyParser
 from ess.models.chat.template import SOURCE_BYTES_MAX, ChatTemplate
 from ess.models.weights.folder import Folder, Links
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
+CONFIG_FILE: Final = "config.json"
 
 
 Tools = Sequence[Mapping[str, Any]]
@@ -64,6 +65,27 @@ class DeepSeekStyle:
         return DeepSeekParser(thinking=thinking)
 
 
+class DeepSeekV4Style:
+    stops: tuple[str, ...] = (dsml.END,)
+    waits = False
+    has_tools = True
+
+    def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
+        if goes_on:
+            _last_words(messages)
+            text = deepseek_v4.encode(messages, thinking=thinking, reply=False)
+            return text.removesuffix(dsml.END)
+        return deepseek_v4.encode(messages, thinking=thinking)
+
+    def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
+        return dsml_grammar.write(
+            tokenizer, calls, opening=dsml.CALLS_V4, closing=dsml.CALLS_V4_END
+        )
+
+    def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
+        return DeepSeekParser(thinking=thinking, opening=dsml.CALLS_V4, closing=dsml.CALLS_V4_END)
+
+
 class PlainStyle:
     """For models without a format of their own, as the embedded one: a line per turn."""
 
@@ -88,14 +110,14 @@ class PlainStyle:
 
 
 class TemplateStyle:
-    """A checkpoint's own Jinja template; `glm` says how its replies are marked up, if at all."""
+    """A checkpoint's own Jinja template, and how its replies are marked up, if at all."""
 
     stops: tuple[str, ...] = ()
     waits = True
 
-    def __init__(self, source: str, *, glm: bool) -> None:
+    def __init__(self, source: str, *, replies: Replies = PLAIN) -> None:
         self._template = ChatTemplate(source)
-        self._glm = glm
+        self.replies = replies
         self.has_tools = "tools" in source
 
     def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
@@ -107,6 +129,8 @@ class TemplateStyle:
                 "tools": tools or None,
                 "add_generation_prompt": not goes_on,
                 "enable_thinking": thinking,
+                "thinking": thinking,
+                **self.replies.names(thinking),
             }
         )
         if last not in text:
@@ -114,10 +138,11 @@ class TemplateStyle:
         return text[: text.rindex(last) + len(last)] if goes_on else text
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
-        return glm_grammar.write(tokenizer, calls) if self._glm else None
+        write = self.replies.grammar
+        return None if write is None else write(tokenizer, calls)
 
     def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
-        return GlmParser(thinking=thinking, tools=tools) if self._glm else PlainParser()
+        return self.replies.parser(thinking, tools)
 
     def close(self) -> None:
         self._template.close()
@@ -132,19 +157,24 @@ def style_of(
 ) -> ChatStyle:
     """DeepSeek's if the vocabulary has its marks, else the folder's template, else plain; a
     template that is given comes before all of these."""
-    is_glm = tokenizer.id_of(glm_reply.KEY) is not None
     if template is not None:
-        return TemplateStyle(template, glm=is_glm)
-    if tokenizer.id_of(dsml.USER) is not None and tokenizer.id_of(dsml.ASSISTANT) is not None:
-        return DeepSeekStyle()
+        return TemplateStyle(template, replies=replies_of(tokenizer, template))
+    is_deepseek = all(tokenizer.id_of(mark) is not None for mark in (dsml.USER, dsml.ASSISTANT))
     folder = Folder(path, links=links)
     try:
+        if is_deepseek:
+            return DeepSeekV4Style() if _model_type(folder) == "deepseek_v4" else DeepSeekStyle()
         source = _template_source(folder)
     finally:
         folder.close()
     if source is None:
         return PlainStyle()
-    return TemplateStyle(source, glm=is_glm)
+    return TemplateStyle(source, replies=replies_of(tokenizer, source))
+
+
+def _model_type(folder: Folder) -> object:
+    names = folder.names()
+    return folder.read_json(CONFIG_FILE).get("model_type") if CONFIG_FILE in names else None
 
 
 def _last_words(messages: Sequence[Message]) -> str:

@@ -43,6 +43,7 @@ class Tokenizer:
         self.special_texts = frozenset(
             str(self._added[token_id].content) for token_id in self.special_ids
         )
+        self.added_texts = frozenset(str(token.content) for token in self._added.values())
         self._length = _length(self._library)
         self._bytes_of: dict[int, bytes] = {}
         self._text_of: dict[int, str | None] = {}

@@ -16,6 +16,7 @@ from typing import Any
 from ess.errors import BadInput
 from ess.models.chat.messages import read_messages
 from ess.models.chat.quoting import Quoting
+from ess.models.chat.replies import DOTS, GLM, HERMES, MISTRAL, hy
 from ess.models.chat.reply import (
     CallArguments,
     Content,
@@ -24,7 +25,13 @@ from ess.models.chat.reply import (
     ReplyParser,
     collect,
 )
-from ess.models.chat.styles import ChatStyle, DeepSeekStyle, PlainStyle, TemplateStyle
+from ess.models.chat.styles import (
+    ChatStyle,
+    DeepSeekStyle,
+    DeepSeekV4Style,
+    PlainStyle,
+    TemplateStyle,
+)
 from ess.models.chat.template import ChatTemplate
 from tests.fuzz import values
 from tests.fuzz.fuzzer import Finding, Value
@@ -41,7 +48,21 @@ GLM_REPLY = (
     "thought</think>text<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value>"
     "<arg_key>b</arg_key><arg_value>[1]</arg_value></tool_call>"
 )
+FURTHER_REPLIES = (
+    '<think>t</think>x<tool_call>{"name": "f", "arguments": {"a": ["}"]}}</tool_call> y',
+    '[THINK]t[/THINK]x[TOOL_CALLS]f[ARGS]{"a": {"b": "}"}}[TOOL_CALLS]g[ARGS]{}</s>',
+    '<dots_function_call><invoke name="f"><parameter name="a">x</parameter></invoke>'
+    "</dots_function_call>",
+    "t</think:x>y<tool_calls:x><tool_call:x>f<arg_key:x>a</arg_key:x><arg_value:x>1</arg_value:x>"
+    "</tool_call:x></tool_calls:x>",
+    't</think>x\n\n<\uff5cDSML\uff5ctool_calls><\uff5cDSML\uff5cinvoke name="f">'
+    "</\uff5cDSML\uff5cinvoke></\uff5cDSML\uff5ctool_calls>",
+)
 MARKS = (
+    *('{"name": "f", "arguments": ', "{", "}", '"', "\\", "[TOOL_CALLS]", "[ARGS]", "</s>"),
+    *("[THINK]", "[/THINK]", "<dots_function_call>", "</dots_function_call>"),
+    *('<invoke name="f">', "</invoke>", '<parameter name="a">', "</parameter>"),
+    *("<tool_calls:x>", "</tool_calls:x>", "<tool_call:x>", "</tool_call:x>", "</think:x>"),
     *(
         "<think>",
         "</think>",
@@ -125,7 +146,8 @@ CHAT_FILES = (
 QUOTED = frozenset(
     {"<think>", "<tool_call>", "<|user|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"}
 )
-STYLES = ("deepseek", "plain", "glm", "template")
+FURTHER = {"hermes": HERMES, "mistral": MISTRAL, "dots": DOTS, "hy": hy(":x")}
+STYLES = ("deepseek", "deepseek_v4", "plain", "glm", "template", *FURTHER)
 
 
 class Templates:
@@ -138,9 +160,11 @@ class Templates:
     def __enter__(self) -> Templates:
         self._styles = {
             "deepseek": DeepSeekStyle(),
+            "deepseek_v4": DeepSeekV4Style(),
             "plain": PlainStyle(),
-            "glm": TemplateStyle(TEMPLATE, glm=True),
-            "template": TemplateStyle(TEMPLATE, glm=False),
+            "glm": TemplateStyle(TEMPLATE, replies=GLM),
+            "template": TemplateStyle(TEMPLATE),
+            **{name: TemplateStyle(TEMPLATE, replies=found) for name, found in FURTHER.items()},
         }
         self.lines.__enter__()
         return self
@@ -272,7 +296,7 @@ def _objects(raw: Any) -> list[dict[str, Any]]:
 
 def _reply(source: random.Random) -> str:
     if source.random() < 0.4:
-        return source.choice((*SAYS, GLM_REPLY))
+        return source.choice((*SAYS, GLM_REPLY, *FURTHER_REPLIES))
     return "".join(source.choices((*MARKS, "a", "text"), k=source.randrange(1, 12)))
 
 

@@ -17,6 +17,7 @@ from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
 from ess.models.chat.call_grammar import Calls
 from ess.models.chat.messages import Reply
+from ess.models.chat.replies import GLM
 from ess.models.chat.reply import parse
 from ess.models.chat.styles import ChatStyle, DeepSeekStyle, TemplateStyle
 from ess.server.dialects import constraints, schemas
@@ -64,7 +65,7 @@ def calling(style: ChatStyle, **given: object) -> Grammar:
 
 
 def styles() -> list[ChatStyle]:
-    return [DeepSeekStyle(), TemplateStyle("{{ tools }}", glm=True)]
+    return [DeepSeekStyle(), TemplateStyle("{{ tools }}", replies=GLM)]
 
 
 FREE = {"tokens_max": 20, "temperature": 1.0}

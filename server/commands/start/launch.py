@@ -102,7 +102,7 @@ def chat_template(settings: Settings) -> str | None:
         raise BadInput(f"chat_template {path} cannot be read: {error.strerror}") from None
     except ValueError:
         raise BadInput(f"chat_template {path} is not text in UTF-8") from None
-    tried = TemplateStyle(source, glm=False)
+    tried = TemplateStyle(source)
     try:
         tried.encode([Message(role="user", content="Hi")], thinking=False)
     except BadInput as error:

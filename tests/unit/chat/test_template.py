@@ -15,6 +15,7 @@ import tokenizers
 
 from ess.errors import BadInput, Unavailable
 from ess.models.chat.messages import read_messages
+from ess.models.chat.replies import GLM
 from ess.models.chat.reply import parse
 from ess.models.chat.styles import ChatStyle, DeepSeekStyle, PlainStyle, TemplateStyle, style_of
 from ess.models.chat.template import ChatTemplate
@@ -43,7 +44,7 @@ TOOL = {"type": "function", "function": {"name": "tide", "description": "<Höhe>
 
 @pytest.fixture
 def style() -> Iterator[TemplateStyle]:
-    made = TemplateStyle(TEMPLATE, glm=True)
+    made = TemplateStyle(TEMPLATE, replies=GLM)
     yield made
     made.close()
 

@@ -1,0 +1,86 @@
+"""How a checkpoint marks up its replies, as far as its vocabulary and its template tell.
+
+What a template writes is the template's affair; what its model answers is read by one of these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from ess.models.chat import glm_grammar, glm_reply, hermes_reply
+from ess.models.chat.call_grammar import Calls
+from ess.models.chat.dots_reply import CALLS as DOTS_CALLS
+from ess.models.chat.dots_reply import DotsParser
+from ess.models.chat.glm_reply import GlmParser, Tags
+from ess.models.chat.hermes_reply import HermesParser, MistralParser
+from ess.models.chat.reply import PlainParser, ReplyParser
+
+if TYPE_CHECKING:
+    from ess.models.text.tokenizer import Tokenizer
+
+Tools = Sequence[Mapping[str, Any]]
+# Hy4 ends all its marks with a word of the checkpoint, such as ":opensource".
+_HY_CALLS: Final = re.compile(r"<tool_calls(:[^<>\s]{1,64})?>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replies:
+    """`names` are what a template may know thinking by, beside the names that all get."""
+
+    name: str
+    parser: Callable[[bool, Tools], ReplyParser]
+    grammar: Callable[[Tokenizer, Calls], str] | None = None
+    names: Callable[[bool], Mapping[str, Any]] = lambda _: {}
+
+
+PLAIN: Final = Replies(name="plain", parser=lambda thinking, tools: PlainParser())
+GLM: Final = Replies(
+    name="glm",
+    parser=lambda thinking, tools: GlmParser(thinking=thinking, tools=tools),
+    grammar=glm_grammar.write,
+)
+HERMES: Final = Replies(
+    name="hermes", parser=lambda thinking, tools: HermesParser(thinking=thinking)
+)
+MISTRAL: Final = Replies(name="mistral", parser=lambda thinking, tools: MistralParser())
+DOTS: Final = Replies(name="dots", parser=lambda thinking, tools: DotsParser(tools=tools))
+
+
+def hy(suffix: str) -> Replies:
+    tags = Tags(
+        think=f"<think{suffix}>",
+        think_end=f"</think{suffix}>",
+        call=f"<tool_call{suffix}>",
+        call_end=f"</tool_call{suffix}>",
+        key=f"<arg_key{suffix}>",
+        key_end=f"</arg_key{suffix}>",
+        value=f"<arg_value{suffix}>",
+        value_end=f"</arg_value{suffix}>",
+        outer=f"<tool_calls{suffix}>",
+        outer_end=f"</tool_calls{suffix}>",
+    )
+    return Replies(
+        name="hy",
+        parser=lambda thinking, tools: GlmParser(
+            thinking=thinking, tools=tools, tags=tags, ends=()
+        ),
+        names=lambda thinking: {"reasoning_effort": "high" if thinking else "no_think"},
+    )
+
+
+def replies_of(tokenizer: Tokenizer, source: str) -> Replies:
+    """`source` is the template."""
+    outer = next(filter(None, map(_HY_CALLS.fullmatch, sorted(tokenizer.added_texts))), None)
+    if outer is not None:
+        return hy(outer[1] or "")
+    if tokenizer.id_of(glm_reply.KEY) is not None:
+        return GLM
+    marks = hermes_reply.MISTRAL_CALL, hermes_reply.MISTRAL_ARGS
+    if all(tokenizer.id_of(mark) is not None for mark in marks):
+        return MISTRAL
+    if DOTS_CALLS in source:
+        return DOTS
+    return HERMES if hermes_reply.CALL in source else PLAIN
