@@ -465,7 +465,8 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     def layout(
         self, *, name: str = "", row: RowForm = "fp8", index: IndexForm = "fp8"
     ) -> ModelLayout:
-        """What the pools need to know. The slot floor is 25/8 of top_k, at least 1,024."""
+        """What the pools need to know. The slot floor is 25/8 of what an indexer chooses, at
+        least 1,024."""
         if self.unserved:
             raise BadInput(f"{self.family} is not served yet: {self.unserved}")
         self._check_codecs(row, index)
@@ -491,6 +492,6 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             nope_dim=self.nope_dim,
             value_dim=self.value_dim,
             query_rank=self.query_rank,
-            slot_floor=max(1024, 25 * self.top_k // 8),
+            slot_floor=max(1024, 25 * (self.top_k + 1 - self.select_unit) // 8),
             windows=self._windows(),
         )

@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
+from ess.errors import BadInput
 from ess.models.chat.messages import write_json
 from ess.models.chat.reply import CallBegin, CallEnd
 from ess.models.chat.stream import State, StreamParser
@@ -136,7 +137,7 @@ def _call(found: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
+    raise BadInput(f"{text} is not JSON")
 
 
 def _finite(text: str) -> float:
@@ -146,16 +147,16 @@ def _finite(text: str) -> float:
 
 def _object_at(text: str, stop: str) -> tuple[dict[str, Any], int] | None:
     """The object that the text is or begins with, and where it ends; None if it is not whole yet.
-    ValueError if it will never be one: also where `stop` stands in it, outside of its strings."""
+    BadInput if it will never be one: also where `stop` stands in it, outside of its strings."""
     bare = text.lstrip()
     if bare[:1] not in ("", "{"):
-        raise ValueError("no object")
+        raise BadInput("what a call begins with is no JSON object")
     depth, begin = 0, len(text) - len(bare)
     for part in re.finditer(_PARTS + re.escape(stop), text[begin:], re.DOTALL):
         if part[0] == '"':
             return None
         if part[0] == stop:
-            raise ValueError("an object that does not end")
+            raise BadInput("a call ends before its JSON object does")
         depth += {"{": 1, "}": -1}.get(part[0], 0)
         if part[0] == "}" and depth == 0:
             end = begin + part.end()

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ess.models.chat import glm_grammar, glm_reply, hermes_reply
-from ess.models.chat.call_grammar import Calls
+from ess.models.chat import glm_reply, hermes_reply
 from ess.models.chat.dots_reply import CALLS as DOTS_CALLS
 from ess.models.chat.dots_reply import DotsParser
 from ess.models.chat.glm_reply import GlmParser, Tags
+from ess.models.chat.grammars import glm as glm_grammar
+from ess.models.chat.grammars.calls import Calls
 from ess.models.chat.hermes_reply import HermesParser, MistralParser
 from ess.models.chat.reply import PlainParser, ReplyParser
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ess.engine.tokens.grammar import Grammar
 from ess.errors import BadInput
-from ess.models.chat.call_grammar import Calls, is_strict
+from ess.models.chat.grammars.calls import Calls, is_strict
 from ess.server.dialects.sampling_params import Wanted
 from ess.server.dialects.tools import Tool, ToolChoice
 from ess.server.process.service import Service

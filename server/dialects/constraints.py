@@ -8,7 +8,7 @@ from typing import Any
 
 from ess.engine.tokens.grammar import Grammar
 from ess.errors import BadInput
-from ess.models.chat.call_grammar import Rules, any_of, json_of, literal
+from ess.models.chat.grammars.calls import Rules, any_of, json_of, literal
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects.schemas import Common, SglangSampling, StructuredOutputs
 

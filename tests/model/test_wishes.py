@@ -15,7 +15,7 @@ import pytest
 from ess.engine.request import Request
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
-from ess.models.chat.call_grammar import Calls
+from ess.models.chat.grammars.calls import Calls
 from ess.models.chat.messages import Reply
 from ess.models.chat.replies import GLM
 from ess.models.chat.reply import parse

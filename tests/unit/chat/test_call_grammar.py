@@ -13,8 +13,9 @@ import pytest
 
 from ess.engine.tokens.grammar import Grammar, Grammars
 from ess.errors import BadInput
-from ess.models.chat import dsml_grammar, glm_grammar
-from ess.models.chat.call_grammar import Calls
+from ess.models.chat.grammars import dsml as dsml_grammar
+from ess.models.chat.grammars import glm as glm_grammar
+from ess.models.chat.grammars.calls import Calls
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ess.models.chat.call_grammar import (
+from ess.models.chat.glm_reply import (
+    CALL,
+    CALL_END,
+    KEY,
+    KEY_END,
+    THINK_END,
+    VALUE,
+    VALUE_END,
+)
+from ess.models.chat.grammars.calls import (
     Calls,
     Parameter,
     Rules,
@@ -21,15 +30,6 @@ from ess.models.chat.call_grammar import (
     json_of,
     literal,
     string_values,
-)
-from ess.models.chat.glm_reply import (
-    CALL,
-    CALL_END,
-    KEY,
-    KEY_END,
-    THINK_END,
-    VALUE,
-    VALUE_END,
 )
 
 if TYPE_CHECKING:

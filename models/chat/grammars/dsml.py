@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ess.errors import BadInput
-from ess.models.chat.call_grammar import (
+from ess.models.chat.dsml import (
+    CALLS,
+    CALLS_END,
+    INVOKE,
+    INVOKE_END,
+    PARAMETER,
+    PARAMETER_END,
+    THINK_END,
+)
+from ess.models.chat.grammars.calls import (
     Calls,
     Parameter,
     Rules,
@@ -21,15 +30,6 @@ from ess.models.chat.call_grammar import (
     listed_values,
     literal,
     string_values,
-)
-from ess.models.chat.dsml import (
-    CALLS,
-    CALLS_END,
-    INVOKE,
-    INVOKE_END,
-    PARAMETER,
-    PARAMETER_END,
-    THINK_END,
 )
 
 if TYPE_CHECKING:

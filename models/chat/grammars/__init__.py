@@ -1,0 +1,1 @@
+"""The way that models write calls, as grammars."""
