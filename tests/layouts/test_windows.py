@@ -152,10 +152,10 @@ def test_keys_of_a_window_are_refused() -> None:
 
 def dots3(**more: Any) -> Engine:
     config = more.pop("config", EngineConfig(chunk_tokens=96))
-    layout = checkpoint("dots3").config.layout(row="f32", index="f32")
+    layout = checkpoint("dots3_note").config.layout(row="f32", index="f32")
     assert layout.window_floor < layout.slot_floor / 8
     lane = ManualLane(seed=3, delay_max=3)
-    return Engine(checkpoint("dots3"), offload(layout, lane=lane, **more), config)
+    return Engine(checkpoint("dots3_note"), offload(layout, lane=lane, **more), config)
 
 
 @pytest.mark.slow
@@ -163,11 +163,13 @@ def test_a_batch_whose_windows_are_there_is_resident_though_rows_behind_them_are
     eng = dots3(requests=2)
     spans = [(0, LENGTH), (5, 90)]
     wish = Sampling(tokens_max=12, ignore_eos=True)
-    requests = [eng.add(text("dots3")[start:stop], wish) for start, stop in spans]
+    requests = [eng.add(text("dots3_note")[start:stop], wish) for start, stop in spans]
     for _ in eng.run():
         eng.check()
         eng.offload.check()
-    assert [request.output for request in requests] == [expected("dots3", *span) for span in spans]
+    assert [request.output for request in requests] == [
+        expected("dots3_note", *span) for span in spans
+    ]
     sparse = eng.offload.owner.pools.sparse
     assert sparse.window_departed_count > 0
     assert eng.tuning.mode_counts[:, Mode.RESIDENT].all()
@@ -177,26 +179,26 @@ def test_a_batch_whose_windows_are_there_is_resident_though_rows_behind_them_are
 def test_preempted_forked_and_come_back() -> None:
     eng = dots3(requests=2)
     wish = Sampling(tokens_max=12, ignore_eos=True)
-    request = eng.add(text("dots3")[:300], wish)
+    request = eng.add(text("dots3_note")[:300], wish)
     while len(request.output) < 4:
         eng.step()
     eng.preempt(request)
     eng.offload.check()
     eng.resume(request)
-    again = eng.add(text("dots3")[:300], wish)
+    again = eng.add(text("dots3_note")[:300], wish)
     for _ in eng.run():
         eng.offload.check()
         assert not any(eng.offload.verify(layer) for layer in range(6))
-    assert request.output == again.output == expected("dots3", 0, 300)
+    assert request.output == again.output == expected("dots3_note", 0, 300)
     assert again.cached_count == 256
 
 
 @pytest.mark.slow
 def test_a_prompt_lands_with_the_keys_of_its_indexers() -> None:
-    model = checkpoint("dots3")
+    model = checkpoint("dots3_note")
     pair = Pair(pools={"model": model}, prefill_pools={"model": model})
     wish = Sampling(tokens_max=12, ignore_eos=True)
-    asked = [(text("dots3")[:count], wish) for count in (1, 64, 65, 200, 129)]
+    asked = [(text("dots3_note")[:count], wish) for count in (1, 64, 65, 200, 129)]
     added = [pair.add(*each) for each in asked]
     pair.run()
     assert [given.reason for given, _ in added] == ["sent"] * len(asked)
