@@ -359,6 +359,8 @@ def _device_side(
         raise BadInput(f"{layout.name!r} has rows of several tokens: not on {device!r} yet")
     if any(layout.windows):
         raise BadInput(f"{layout.name!r} has layers that attend to a window: not on {device!r} yet")
+    if layout.select_unit > 1:
+        raise BadInput(f"{layout.name!r} selects units of several rows: not on {device!r} yet")
     from ess.door.device.device_side import open_device_side
 
     return open_device_side(layout, sizes, device, clock, disk)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from ess.door import Offload
 from ess.engine.layers.units import put_keys, select, select_scored
 from ess.engine.step.warmth import watch
 from ess.errors import BadInput
@@ -116,5 +117,9 @@ def test_what_a_query_asks_for_is_what_is_selected() -> None:
 def test_units_that_do_not_fit_are_refused(more: dict[str, int], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         layout(**more)
+    with pytest.raises(BadInput, match="'units' selects units of several rows: not on 'cuda' yet"):
+        Offload.create(
+            layout(), slot_bytes=1 << 20, host_bytes=1 << 20, length_max=64, device="cuda"
+        )
     assert layout().part(0, 1).select_unit == UNIT
     assert layout().units_max == CHOSEN

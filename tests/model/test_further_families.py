@@ -86,6 +86,23 @@ def test_greedy_tokens(case: Case) -> None:
     assert greedy(case.model, prompt, 16) == case.oracle.greedy(prompt, 16)
 
 
+LINEAR = [
+    {"linear_lower_bound": None},
+    {"linear_attn_config": {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 3}},
+    {"linear_attn_config": {"gate_lower_bound": -2.0}, "index_kpool": 16},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", LINEAR)
+def test_linear_attention_in_other_words(change: dict[str, Any], tmp_path: Path) -> None:
+    raw = checkpoints.glm5_next("LI", **change)
+    case = Case("glm5_next", tmp_path, **raw)
+    pieces = [60, 1, 1, 18]
+    ours = Plain(case.model).run(case.tokens[:80]).logits
+    assert far(ours, case.oracle.logits(case.tokens[:80], pieces)) < TOLERANCE
+
+
 @pytest.mark.slow
 def test_a_checkpoint_that_transformers_has_saved_is_read(tmp_path: Path) -> None:
     """Of hy_v4 it saves the gates of dense blocks under the name of attention's."""
