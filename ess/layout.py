@@ -151,9 +151,9 @@ class ModelLayout:
 
     `rows` is the codec of each group where they differ, and `row` is then the widest of them.
 
-    A row may be of `row_tokens` tokens. Then positions, lengths and pages count rows, not tokens.
-    `state_bytes` are what a request keeps on the device beside its rows however long it is, and
-    `state_page_bytes` for each 64 rows that it may have.
+    A row may be of `row_tokens` tokens. Then positions and pages count rows; what a text is long,
+    at most or by now, is counted in tokens. `state_bytes` are what a request keeps on the device
+    beside its rows however long it is, and `state_page_bytes` for each page that it may have.
 
     `windows` says of each group to how many of the last tokens it attends, 0 where an indexer
     selects among all; none is said where all groups have an indexer. A group with a window has no
@@ -392,9 +392,26 @@ class ModelLayout:
         """What an active page costs on the device: keys and the row -> slot map."""
         return self.key_page_bytes + self.group_count * PAGE_ROWS * 4
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a full page."""
+        return PAGE_ROWS * self.row_tokens
+
+    def pages_of(self, length: int) -> int:
+        """Pages for so many tokens."""
+        return div_ceil(length, self.page_tokens)
+
+    def rows_of(self, length: int) -> int:
+        """Rows of so many tokens: those whose tokens are all there."""
+        return length // self.row_tokens
+
+    def slots_of(self, length: int, floor: int) -> int:
+        """Slots of a group that a request of at most so many tokens reserves."""
+        return min(div_ceil(length, self.row_tokens), floor)
+
     def request_state_bytes(self, length: int) -> int:
-        """What a request of at most so many rows keeps beside them."""
-        return self.state_bytes + div_ceil(length, PAGE_ROWS) * self.state_page_bytes
+        """What a request of at most so many tokens keeps beside its rows."""
+        return self.state_bytes + self.pages_of(length) * self.state_page_bytes
 
     def part(self, first: int, stop: int) -> ModelLayout:
         """Main layers first..stop-1, counted from 0; the last part has the MTP layers as well."""

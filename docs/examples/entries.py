@@ -142,23 +142,15 @@ class OffloadedPlain(Plain):
     def step(self) -> ess.Step:
         return self._steps[0]
 
-    @property
-    def rate(self) -> int:
-        return next(layer.rate for layer in self._model.layers if layer.kind == "sparse")
-
     def begin(self, count: int) -> None:
-        """A token may select the entries that end with it or before it."""
-        held, positions = self._sequence.length, range(self.length, self.length + count)
-        seen = [(position + 1) // self.rate - held for position in positions]
-        step = self.offload.begin(
-            [self._sequence], query_counts=[count], row_counts=[seen[-1]], seen_counts=seen
-        )
-        self._steps.append(step)
+        """Rows of tokens that come follow from the rate: a token brings the entry that it is the
+        last token of, and may select those that end with it or before it."""
+        self._steps.append(self.offload.begin([self._sequence], query_counts=[count]))
 
     def keep(self, length: int) -> None:
         super().keep(length)
         for step in self._steps:
-            step.commit(accepted=[length // self.rate - self._sequence.length])
+            step.commit(accepted=[length - self._sequence.text_length])
         self._steps.clear()
 
     def close(self) -> None:

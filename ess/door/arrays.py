@@ -28,6 +28,27 @@ class Brought:
 
     row_counts: list[int]
     seen_counts: list[int]
+    texts: tuple[int, ...] = ()
+    rate: int = 1
+    """Where a row is of `rate` tokens and each query has one: how many tokens each sequence had."""
+
+    @classmethod
+    def closing(cls, texts: list[int], query_counts: Many[int], rate: int) -> Brought:
+        """Of tokens behind so many of each sequence: rows whose last token is among them."""
+        seen = [
+            [(text + number + 1) // rate - text // rate for number in range(count)]
+            for text, count in zip(texts, query_counts, strict=True)
+        ]
+        rows = [each[-1] for each in seen]
+        return cls(rows, [count for each in seen for count in each], tuple(texts), rate)
+
+    def rows_of(self, accepted: Many[int]) -> list[int]:
+        """How many new rows are kept with the first so many tokens, or rows, of each sequence."""
+        if not self.texts:
+            return [*accepted]
+        rate = self.rate
+        pairs = zip(self.texts, accepted, strict=True)
+        return [(text + count) // rate - text // rate for text, count in pairs]
 
 
 class StepArrays(Protocol):
@@ -40,6 +61,10 @@ class StepArrays(Protocol):
     query_stop: Array
     row_ids: Array
     row_offset: Array
+
+    @property
+    def positions(self) -> Array:
+        """Where the token of each query is in its sequence's text."""
 
     def page_table(self) -> Tensor:
         """[queries, pages] active pages, -1 padded."""
@@ -80,16 +105,24 @@ class HostArrays:
         self.query_start: Ints = tables.lengths[self.query_line]
         assert (self.query_start >= 0).all(), "a line without a length"
         positions = self.query_start + self.query_offset
+        self._positions: Ints = positions
         self.query_stop: Ints = positions + np.int32(1)
         self.row_offset: Ints = self.query_offset
         self._new_rows: _NewRows | None = None
+        self._brought = brought
         row_lines = self.query_line
         if brought is not None:
             self._new_rows = rows = _NewRows.of(brought, sequence_of)
             self.query_stop = self.query_start + rows.seen
             self.row_offset, row_lines = rows.offset, np.array(lines, np.int32)[rows.sequence_of]
             positions = tables.lengths[row_lines] + self.row_offset
+            if brought.texts:
+                self._positions = np.array(brought.texts, np.int32)[sequence_of] + offset
         self.row_ids: Ints = tables.rows_at(row_lines, positions)
+
+    @property
+    def positions(self) -> Ints:
+        return self._positions
 
     def page_table(self) -> Tensor:
         return torch.from_numpy(self._tables.lines[self.query_line])
@@ -111,7 +144,10 @@ class HostArrays:
 
     def sealed(self, kept: Kept) -> None:
         assert isinstance(kept, list), "the host's step is sealed with numbers"
-        self._tables.advance(self._lines, kept)
+        rows = kept if self._brought is None else self._brought.rows_of(kept)
+        self._tables.advance(self._lines, rows)
+        if self._brought is not None and self._brought.texts:
+            self._tables.advance_texts(self._lines, kept)
         self._kept = kept
 
     def learned(self, kept: list[int], *, number: int) -> None:

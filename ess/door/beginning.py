@@ -21,6 +21,8 @@ def begin(
 ) -> Step:
     """PoolFull if the pages for the new rows do not fit: then nothing has changed."""
     pools, total = owner.pools, sum(query_counts)
+    if brought is None and pools.layout.row_tokens > 1:
+        brought = _closing(sequences, query_counts)
     row_counts = query_counts if brought is None else brought.row_counts
     row_total = sum(row_counts)
     if len(set(sequences)) != len(sequences):
@@ -48,6 +50,16 @@ def begin(
     return step
 
 
+def _closing(sequences: tuple[Sequence, ...], query_counts: list[int]) -> Brought:
+    """A token brings the row that it is the last token of."""
+    for place, sequence in enumerate(sequences):
+        require_state(sequence, "active")
+        in_range(f"query_counts[{place}]", query_counts[place], 1, 1 << 31)
+    tables, rate = sequences[0].owner.pools.tables, sequences[0].owner.pools.layout.row_tokens
+    texts = tables.texts[[sequence.line for sequence in sequences]].tolist()
+    return Brought.closing(texts, query_counts, rate)
+
+
 def _check_brought(query_counts: list[int], brought: Brought) -> None:
     """Behind the rows before them, queries select new rows of their own sequence only."""
     seen = iter(brought.seen_counts)
@@ -61,7 +73,8 @@ def _check_brought(query_counts: list[int], brought: Brought) -> None:
 def _check_turn(sequence: Sequence, count: int, start: int | None, *, least: int) -> None:
     require_state(sequence, "active")
     sequence.progress.check_start(start)
-    limit = sequence.length_max or sequence.owner.pools.sizes.length_max
+    pools = sequence.owner.pools
+    limit = pools.layout.rows_of(sequence.length_max or pools.sizes.length_max)
     if count < least or sequence.length_bound + count > limit:
         raise BadInput(
             f"sequence {sequence.number}: {count} new rows after {sequence.length_bound}, "

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
+import torch
+from torch import Tensor
+
 from ess.clock import Clock, RealClock
 from ess.door.arrays import Brought
 from ess.door.beginning import begin
@@ -126,6 +129,14 @@ class Offload:
         """Where this layer's slots, host rows and index keys lie."""
         self.layout.check_layer(layer)
         return self.owner.placement.memory(layer)
+
+    @property
+    def beside(self) -> Tensor:
+        """What all active sequences keep beside their rows, uint8 [sequence_max, bytes], by
+        `Sequence.line`."""
+        if self._pools.states is None:
+            raise BadInput(f"{self.layout.name!r} keeps nothing beside its rows")
+        return torch.from_numpy(self._pools.states.lines)
 
     def stats(self) -> Stats:
         return self._side.stats()
@@ -273,9 +284,10 @@ class Offload:
     ) -> Step:
         """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit.
 
-        Where a row is of several tokens, most queries bring none: `row_counts` says how many each
-        sequence brings, 0 too, and `seen_counts` of each query how many of these it may select,
-        behind all rows before them. Then verbs that take new rows count rows, not queries.
+        Where a row is of several tokens, each query is of one token behind `text_length`, and
+        brings a row if it is that row's last token. For rows that close otherwise, `row_counts`
+        says how many each sequence brings, 0 too, and `seen_counts` of each query how many of these
+        it may select, behind all rows before them. Then verbs that take new rows count rows.
 
         A step starts at `sequence.length`: import n - 1 rows of n known tokens, and the step brings
         the row of the last. With nothing imported it starts at 0, or behind the cached prefix:
@@ -295,6 +307,11 @@ class Offload:
         first = None if starts is None else counts("starts", starts, len(batch))
         brought = None
         if row_counts is not None or seen_counts is not None:
+            if self.layout.row_tokens > 1:
+                raise BadInput(
+                    f"row_counts are given, but rows of {self.layout.name!r} are of"
+                    f" {self.layout.row_tokens} tokens each: they follow from query_counts"
+                )
             rows = counts("row_counts", row_counts, len(batch))
             brought = Brought(rows, counts("seen_counts", seen_counts, sum(listed), "query"))
         step = begin(self.owner, batch, listed, first, room, brought)

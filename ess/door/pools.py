@@ -38,7 +38,7 @@ from ess.pool.ledger import Ledger
 from ess.pool.lru.eviction import PolicyName
 from ess.pool.pages import PageIds
 from ess.pool.sparse import SparsePool
-from ess.units import PAGE_ROWS, div_ceil
+from ess.units import PAGE_ROWS
 
 Ages = npt.NDArray[np.int64]
 
@@ -123,7 +123,8 @@ class Pools(ABC):
 
     def slot_needs(self, length_max: int | None) -> dict[str, int]:
         """Slots per group that a sequence of at most this length reserves."""
-        each = min(length_max or self.sizes.length_max, self.sizes.slot_floor)
+        longest = length_max or self.sizes.length_max
+        each = self.layout.slots_of(longest, self.sizes.slot_floor)
         windows = self.layout.window_floor
         return {SLOTS: each, WINDOW_SLOTS: min(each, windows)} if windows else {SLOTS: each}
 
@@ -203,11 +204,14 @@ def build_pools(
         row_id_count=counts.index_pages * PAGE_ROWS,
         poison=sizes.poison,
         evict=sizes.evict,
-        slots_each=min(sizes.length_max, sizes.slot_floor),
+        slots_each=layout.slots_of(sizes.length_max, sizes.slot_floor),
     )
     tables = PageTables(
-        sequence_max=sizes.sequence_max, page_max=div_ceil(sizes.length_max, PAGE_ROWS)
+        sequence_max=sizes.sequence_max, page_max=layout.pages_of(sizes.length_max)
     )
+    states = make_states(layout, sizes)
+    if states is not None:
+        latent.prefix.listeners.append(states.kept)
     return HostPools(
         layout=layout,
         sizes=sizes,
@@ -218,7 +222,7 @@ def build_pools(
         ledger=make_ledger(layout, latent, index, sparse),
         inflight=InFlight(lane),
         shelf=None if disk is None else Shelf(latent, disk),
-        states=make_states(layout, sizes),
+        states=states,
         slabs=_known_slots(sparse),
         host_runs=tuple((run, known(_together(latent, run))) for run in layout.row_runs),
         host_layers=tuple(known(rows) for rows in latent.layers),

@@ -70,7 +70,8 @@ class Step:
     sequences       the batch
     query_counts    how many queries each sequence has
     query_count     all together, and pads behind them where the step has room for more
-    row_counts      how many new rows each brings, unless `begin` was told others, as many
+    row_counts      how many new rows each brings: as many, unless a row is of several tokens or
+                    `begin` was told others
     firsts          of each sequence, the number of its first query
     appended        layers whose new rows are all there
     keyed           key layers whose new index keys are all there
@@ -84,6 +85,7 @@ class Step:
     query_offset    its place among the queries of its sequence; where each brings a row, it is at
                     position query_start + query_offset
     query_stop      the length that it may select from, once the new rows have been appended
+    positions       where its token is in its sequence's text
     """
 
     def __init__(
@@ -103,6 +105,8 @@ class Step:
         self.query_count = room
         self.row_counts = self.query_counts if brought is None else tuple(brought.row_counts)
         self.row_count = room if brought is None else sum(self.row_counts)
+        self._brought = brought
+        self._accepted_max = self.query_counts if brought and brought.texts else self.row_counts
         self.firsts: list[int] = np.cumsum([0, *query_counts[:-1]]).tolist()
         self.arrays: StepArrays = owner.pools.step_arrays(lines, self.query_counts, room, brought)
         self.appended: set[int] = set()
@@ -138,6 +142,10 @@ class Step:
     @property
     def query_stop(self) -> Array:
         return self.arrays.query_stop
+
+    @property
+    def positions(self) -> Array:
+        return self.arrays.positions
 
     @property
     def page_table(self) -> Tensor:
@@ -398,7 +406,8 @@ class Step:
     # ---- its end
 
     def commit(self, *, accepted: Many[int], tokens: Tokens = None) -> None:
-        """Keep the first `accepted` new rows of each sequence; the others are gone.
+        """Keep the first `accepted` new rows of each sequence; the others are gone. Where a row is of
+        several tokens, keep so many tokens, and the rows that they complete.
 
         `tokens` are the ids that the kept rows were computed from: of each sequence exactly
         `accepted` ids. The first is the pending token, known already; a bonus token, sampled by
@@ -408,7 +417,7 @@ class Step:
         self._require_open()
         if self.owner.sealed:
             raise BadState(f"learn step {self.owner.sealed[0].number} before this commit")
-        self._known(kept_counts(accepted, self.row_counts), tokens)
+        self._known(kept_counts(accepted, self._accepted_max), tokens)
         self.seal(accepted=accepted)
         self.learn(accepted=accepted, tokens=tokens)
 
@@ -421,9 +430,10 @@ class Step:
 
         On a device `accepted` may be a tensor, int32 [sequences], that the host has not read."""
         self._require_open()
-        owner, kept = self.owner, self.arrays.kept(accepted, self.row_counts)
-        self._require_complete(kept)
-        owner.placement.seal(self, kept)
+        owner, kept = self.owner, self.arrays.kept(accepted, self._accepted_max)
+        rows = self._rows_of(kept)
+        self._require_complete(rows)
+        owner.placement.seal(self, rows)
         self.arrays.sealed(kept)
         self.state = "sealed"
         self._answers.clear()
@@ -438,14 +448,21 @@ class Step:
         oldest = self.owner.sealed[0]
         if oldest is not self:
             raise BadState(f"learn step {oldest.number} before step {self.number}")
-        kept = kept_counts(accepted, self.row_counts)
+        kept = kept_counts(accepted, self._accepted_max)
         texts = self._known(kept, tokens)
         self.arrays.learned(kept, number=self.number)
+        rows = kept if self._brought is None else self._brought.rows_of(kept)
         for place, sequence in enumerate(self.sequences):
             ids = None if texts is None else texts[place]
-            sequence.progress.learned(self.number, self.row_counts[place], kept[place], ids)
+            counts = self.row_counts[place], rows[place]
+            sequence.progress.learned(self.number, *counts, ids, text=kept[place])
         self.owner.sealed.popleft()
         self.state = "learned"
+
+    def _rows_of(self, kept: Kept) -> Kept:
+        if self._brought is None or not isinstance(kept, list):
+            return kept
+        return self._brought.rows_of(kept)
 
     def _require_complete(self, accepted: Kept) -> None:
         """Accepted rows exist in every main layer; the MTP layer may lag."""
@@ -471,7 +488,7 @@ class Step:
         if sizes != accepted:
             raise BadInput(f"tokens have lengths {sizes}, accepted {accepted}")
         for sequence, ids in zip(self.sequences, texts, strict=True):
-            known = sequence.tokens[sequence.length : sequence.length + len(ids)]
+            known = sequence.tokens[sequence.text_length : sequence.text_length + len(ids)]
             if known != ids[: len(known)]:
                 raise BadInput(
                     f"sequence {sequence.number}: tokens differ from those it was opened with"

@@ -82,10 +82,17 @@ class Capacity:
         ]
 
 
-def needs(length: int, *, slots: int, window_floor: int = 0, batch: int = 1) -> Needs:
+def needs(
+    length: int,
+    *,
+    slots: int,
+    window_floor: int = 0,
+    batch: int = 1,
+    page_tokens: int = PAGE_ROWS,
+) -> Needs:
     """What `batch` requests of this length reserve, with so many slots each, and of them at most
     the layout's `window_floor` in groups with a window."""
-    pages = batch * page_count(length)
+    pages = batch * div_ceil(length, page_tokens)
     windows = {WINDOW_SLOTS: batch * min(slots, window_floor)} if window_floor else {}
     return {SLOTS: batch * slots, **windows, INDEX_PAGES: pages, HOST_PAGES: pages}
 

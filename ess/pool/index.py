@@ -141,12 +141,14 @@ class PageTables:
     """A line of active pages for each active sequence: how kernels turn positions into rows.
 
     `lengths` is the device's own count of each line's positions. It may be ahead of what the host
-    knows: a step adds what it accepts here at once, the host learns it later.
+    knows: a step adds what it accepts here at once, the host learns it later. `texts` is the same
+    of tokens, where a position is of several.
     """
 
     def __init__(self, *, sequence_max: int, page_max: int) -> None:
         self.lines = np.full((sequence_max, page_max), NONE, np.int32)
         self.lengths = np.full(sequence_max, NONE, np.int32)
+        self.texts = np.full(sequence_max, NONE, np.int32)
         self._free = list(range(sequence_max - 1, -1, -1))
 
     @property
@@ -183,11 +185,19 @@ class PageTables:
         """So many positions more on each of these lines."""
         self.lengths[lines] += np.array(counts, np.int32)
 
+    def set_text(self, line: int, length: int) -> None:
+        assert length >= 0, f"a text of {length} tokens"
+        self.texts[line] = length
+
+    def advance_texts(self, lines: list[int], counts: list[int]) -> None:
+        assert (self.texts[lines] >= 0).all(), f"of lines {lines} some have no text"
+        self.texts[lines] += np.array(counts, np.int32)
+
     def give_back(self, line: int) -> None:
         assert 0 <= line < len(self.lines), f"line {line} of {len(self.lines)}"
         assert line not in self._free, f"line {line} was given back twice"
         self.lines[line] = NONE
-        self.lengths[line] = NONE
+        self.lengths[line] = self.texts[line] = NONE
         self._free.append(line)
 
     def rows(self, line: int, start: int, count: int) -> RowIds:

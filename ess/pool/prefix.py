@@ -26,20 +26,22 @@ def root_hash(salt: bytes) -> bytes:
 
 
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    assert len(tokens) == PAGE_ROWS, len(tokens)
+    assert len(tokens) % PAGE_ROWS == 0 < len(tokens), len(tokens)
     digest = hashlib.blake2b(parent, digest_size=HASH_BYTES)
     digest.update(np.asarray(tokens, np.int64).tobytes())
     return digest.digest()
 
 
-def page_hashes(tokens: Sequence[int], *, salt: bytes = b"") -> list[bytes]:
-    """A hash for each full page, over all tokens up to the end of the page."""
+def page_hashes(
+    tokens: Sequence[int], *, salt: bytes = b"", page_tokens: int = PAGE_ROWS
+) -> list[bytes]:
+    """A hash for each full page of so many tokens, over all tokens up to its end."""
     hashes = []
     parent = root_hash(salt)
-    for start in range(0, len(tokens) - PAGE_ROWS + 1, PAGE_ROWS):
-        parent = page_hash(parent, tokens[start : start + PAGE_ROWS])
+    for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
+        parent = page_hash(parent, tokens[start : start + page_tokens])
         hashes.append(parent)
-    assert len(hashes) == len(tokens) // PAGE_ROWS, f"{len(hashes)} pages of {len(tokens)} tokens"
+    assert len(hashes) == len(tokens) // page_tokens, f"{len(hashes)} pages of {len(tokens)} tokens"
     return hashes
 
 
@@ -101,7 +103,8 @@ class PrefixIndex:
             return True
         self._page_of[content] = page
         self._hash_of[page] = content
-        assert len(text) == PAGE_ROWS or not self.listeners, f"{len(text)} tokens were published"
+        is_text = len(text) % PAGE_ROWS == 0 < len(text)
+        assert is_text or not self.listeners, f"{len(text)} tokens were published"
         for listener in self.listeners:
             listener.published(content, parent=parent, text=text)
         return True

@@ -37,7 +37,7 @@ def offload_of(entries: Any, arena: str, *, drafts: int = 0) -> ess.Offload:
     layout = entries.layout_of(world.tiny().config, drafts=drafts)
     slot_bytes = SLOTS[arena] * layout.row_bytes
     return ess.Offload.create(
-        layout, slot_bytes=slot_bytes, host_bytes="1MiB", length_max=256, poison=True
+        layout, slot_bytes=slot_bytes, host_bytes="1MiB", length_max=1024, poison=True
     )
 
 

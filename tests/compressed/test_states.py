@@ -19,7 +19,7 @@ def opened(sequence_max: int = 2) -> ess.Offload:
         WITH_STATE,
         slot_bytes=4 * 64 * LAYOUT.row_bytes,
         host_bytes="1MiB",
-        length_max=256,
+        length_max=1024,
         sequence_max=sequence_max,
         poison=True,
     )
@@ -33,7 +33,7 @@ def numbered(sequence: ess.Sequence, first: int) -> torch.Tensor:
 
 def test_its_size_follows_from_the_layout() -> None:
     with opened() as offload:
-        whole, short = offload.open([0]), offload.open([0], length_max=65)
+        whole, short = offload.open([0]), offload.open([0], length_max=260)
         assert len(whole.beside) == 48 + 4 * 32
         assert len(short.beside) == 48 + 2 * 32
         for sequence in (whole, short):
@@ -44,7 +44,7 @@ def test_its_size_follows_from_the_layout() -> None:
 
 def test_it_goes_to_the_host_and_comes_back_on_another_line() -> None:
     with opened() as offload:
-        first, second = offload.open([0], length_max=100), offload.open([0])
+        first, second = offload.open([0], length_max=400), offload.open([0])
         kept, other = numbered(first, 1), numbered(second, 100)
         first.preempt()
         with pytest.raises(BadState, match="is preempted, not active"):
@@ -98,7 +98,7 @@ def test_all_or_nothing_with_the_pages() -> None:
 
 def test_nothing_is_published_that_is_not_to_be() -> None:
     with opened() as offload:
-        tokens = list(range(65))
+        tokens = list(range(257))
         sequence = offload.open(tokens, publishes=False)
         for layer in range(WITH_STATE.layer_count):
             sequence.import_rows(layer, 0, torch.ones(64, LAYOUT.row_bytes, dtype=torch.uint8))

@@ -58,15 +58,25 @@ class Holding:
 
     # ---- on the device
 
-    def open(self, shared: PageIds, page_count: int, *, length: int) -> None:
-        """Pages that other holders have too, and fresh ones behind them, `page_count` in all."""
+    def open(
+        self,
+        shared: PageIds,
+        page_count: int,
+        *,
+        length: int,
+        text: int,
+        state: Bytes | None = None,
+    ) -> None:
+        """Pages that other holders have too, and fresh ones behind them, `page_count` in all. The
+        rows that are there are of `text` tokens, and `state` was kept beside them."""
         assert not self.page_count, "a holding is opened once"
+        self._saved = state
         assert len(shared) <= page_count, f"{len(shared)} shared pages of {page_count}"
         latent = self._pools.latent
         idle_pages = latent.prefix.idle_pages()
         latent.hold(shared)
         try:
-            self._enter(shared, page_count - len(shared), length)
+            self._enter(shared, page_count - len(shared), length, text)
         except PoolFull:
             latent.undo_hold(shared, idle_pages)
             raise
@@ -89,12 +99,12 @@ class Holding:
         pools.ledger.draw(self._reservation, HOST_PAGES, fresh_count)
         self.host_pages = np.concatenate([shared, fresh])
 
-    def resume(self, *, length: int) -> None:
+    def resume(self, *, length: int, text: int) -> None:
         assert self.line == NONE, f"line {self.line} is on the device already"
         assert self.page_count, "a holding that was let go cannot resume"
-        self._enter(self.host_pages, 0, length)
+        self._enter(self.host_pages, 0, length, text)
 
-    def _enter(self, held: PageIds, fresh_count: int, length: int) -> None:
+    def _enter(self, held: PageIds, fresh_count: int, length: int, text: int) -> None:
         """Reserve, take `fresh_count` host pages behind the `held` ones, become active."""
         pools = self._pools
         assert self.line == NONE, f"line {self.line} is on the device already"
@@ -114,6 +124,7 @@ class Holding:
         active = pools.index.activate(self.host_pages, pools.latent)
         pools.ledger.draw(self._reservation, INDEX_PAGES, new_count)
         self.line = pools.tables.enter(active, length)
+        pools.tables.set_text(self.line, text)
         if pools.states is not None:
             pools.states.enter(self.line, self._saved)
             self._saved = None
@@ -124,7 +135,7 @@ class Holding:
         pools = self._pools
         page_max = page_count = len(held) + fresh_count
         if self._length_max is not None:
-            page_max = max(page_max, div_ceil(self._length_max, PAGE_ROWS))
+            page_max = max(page_max, pools.layout.pages_of(self._length_max))
         pools.ledger.require({INDEX_PAGES: page_max})
         index_max = page_max if self._promise == "all" else page_count
         return {
@@ -144,6 +155,11 @@ class Holding:
         """To the host, until it is on the device again."""
         if self._pools.states is not None:
             self._saved = self.state.copy()
+
+    def keep_state(self, content: bytes, text: int) -> None:
+        """For others that begin with this text, of so many tokens."""
+        assert self._pools.states is not None, "the layout has nothing beside rows"
+        self._pools.states.kept.keep(content, self._pools.states.line(self.line, text))
 
     def copy_state(self, other: Holding) -> None:
         if self._pools.states is not None:

@@ -13,7 +13,7 @@ from ess.pool.disk.tier import Claim
 from ess.pool.ledger import Promise
 from ess.pool.pages import PageIds
 from ess.pool.prefix import page_hashes, root_hash
-from ess.units import PAGE_ROWS, div_ceil
+from ess.units import PAGE_ROWS
 
 
 def open_sequence(
@@ -30,7 +30,9 @@ def open_sequence(
 ) -> Sequence:
     """The last token is never cached: a step must compute from it what comes next."""
     owner.pools.inflight.settle()
-    hashes = page_hashes(tokens[: len(tokens) - 1][:reuse_max], salt=salt)
+    layout, states = owner.pools.layout, owner.pools.states
+    known = tokens[: len(tokens) - 1][:reuse_max]
+    hashes = page_hashes(known, salt=salt, page_tokens=layout.page_tokens)
     if load_max is None:
         prefix, claim = _cached_prefix(owner.pools, hashes, from_disk=from_disk)
     else:
@@ -41,13 +43,20 @@ def open_sequence(
         salt=salt,
         text_hash=[root_hash(salt), *hashes][len(prefix)],
         length=len(prefix) * PAGE_ROWS,
+        text_length=len(prefix) * layout.page_tokens,
         length_max=length_max,
         promise=promise,
         published_count=len(prefix),
     )
-    page_count = div_ceil(len(tokens), PAGE_ROWS)
+    page_count = layout.pages_of(len(tokens))
     if on_device and claim is None and load_max is None:
-        sequence.holding.open(prefix, page_count, length=sequence.length)
+        sequence.holding.open(
+            prefix,
+            page_count,
+            length=sequence.length,
+            text=sequence.text_length,
+            state=states.kept.of(hashes[len(prefix) - 1]) if states and len(prefix) else None,
+        )
         return sequence
     try:
         sequence.holding.open_on_host(prefix, page_count)
@@ -75,6 +84,8 @@ def _cached_prefix(
         claim = pools.shelf.claim(hashes, known_count=count)
         count += len(claim.contents)
     count = _usable(count, pools.layout)
+    if pools.states is not None:
+        count = pools.states.kept.longest(hashes[:count])
     prefix = np.array(pages[:count], np.int32)
     if claim is not None:
         claim.keep(count - len(prefix))

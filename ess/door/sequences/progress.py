@@ -8,6 +8,7 @@ import numpy as np
 
 from ess.door.pools import Pools
 from ess.door.sequences.holding import Holding
+from ess.door.sequences.kept import kept_ends
 from ess.errors import BadInput, BadState
 from ess.pool.index import NONE
 from ess.pool.prefix import page_hash
@@ -25,6 +26,7 @@ class Progress:
         number: int,
         tokens: list[int],
         length: int,
+        text_length: int,
         text_hash: bytes,
         published_count: int,
     ) -> None:
@@ -37,10 +39,44 @@ class Progress:
         self.arrival_count = 0
         self.text_hash = text_hash
         self.published_count = published_count
+        self._layout = pools.layout
+        self._text_length = text_length
+        self._is_withheld = False
         self._pools = pools
         self._holding = holding
         self._noticed_count = 0
         self._begun_count = 0
+
+    @property
+    def text_length(self) -> int:
+        """How many tokens the rows are of, and what is kept beside them."""
+        return self.length if self._layout.row_tokens == 1 else self._text_length
+
+    def reached(self, text_length: int) -> None:
+        """Rows of so many tokens have been imported, and what is beside them is of as many."""
+        self.refresh()
+        wanted = self._layout.rows_of(text_length)
+        if self.length != wanted or not self._text_length <= text_length <= len(self.tokens):
+            raise BadInput(
+                f"sequence {self.number} has {self.length} rows and {len(self.tokens)} tokens, of"
+                f" which {self._text_length} were reached: {text_length} need {wanted} rows"
+            )
+        self._text_length = text_length
+        self._pools.tables.set_text(self._holding.line, text_length)
+        self.keep_state(prompt_end=len(self.tokens) - 1)
+
+    def keep_state(self, *, prompt_end: int) -> None:
+        """Where one is to be kept, unless a step that is not learned has changed it."""
+        end, line = self.text_length, self._holding.line
+        size, states = self._layout.page_tokens, self._pools.states
+        if states is None or self._is_withheld or end != self._pools.tables.texts[line]:
+            return
+        if end in kept_ends(max(0, end - 1), end, prompt_end=prompt_end, page_tokens=size):
+            done = self.published_count * size
+            content = self.text_hash
+            for start in range(done, end, size):
+                content = page_hash(content, self.tokens[start : start + size])
+            self._holding.keep_state(content, end)
 
     def refresh(self) -> None:
         """Takes notice of what has been imported since."""
@@ -67,7 +103,7 @@ class Progress:
         end = self.length + self.ahead_count
         if start is not None and not self.length <= start <= end:
             raise BadInput(f"sequence {self.number} goes on at {end}, not at {start}")
-        known_count = len(self.tokens) - 1
+        known_count = self._layout.rows_of(len(self.tokens) - 1)
         if start is None and self._begun_count != self.arrival_count and self.length < known_count:
             raise BadState(
                 f"sequence {self.number}: of {known_count} rows before its last token "
@@ -89,30 +125,36 @@ class Progress:
         self.step_numbers = (*self.step_numbers, step_number)
         self.ahead_count += count
 
-    def learned(self, step_number: int, count: int, kept: int, ids: Many[int] | None) -> None:
-        """Of the `count` rows that the step has brought, `kept` were kept."""
+    def learned(
+        self, step_number: int, count: int, kept: int, ids: Many[int] | None, *, text: int
+    ) -> None:
+        """Of the `count` rows that the step has brought, `kept` were kept, of `text` tokens."""
         assert self.step_numbers[0] == step_number, "steps are learned in their order"
         assert 0 <= kept <= count <= self.ahead_count, "rows were learned that no step brought"
-        if ids is not None and len(self.tokens) >= self.length:
-            self.tokens.extend(ids[len(self.tokens) - self.length :])
+        if ids is not None and len(self.tokens) >= self.text_length:
+            self.tokens.extend(ids[len(self.tokens) - self.text_length :])
         self.length += kept
+        self._text_length += text
         self.ahead_count -= count
         self.step_numbers = self.step_numbers[1:]
         self.publish()
+        if self._layout.row_tokens > 1 and len(self.tokens) >= self.text_length:
+            self.keep_state(prompt_end=0)
 
     def withhold(self) -> None:
         """From now on no page of its text is published."""
+        self._is_withheld = True
         self.published_count = self._holding.page_count
 
     def publish(self) -> None:
         """Publishes the pages that are complete and whose text is known, in order."""
-        latent = self._pools.latent
-        full_count = min(self.length, len(self.tokens)) // PAGE_ROWS
+        latent, size = self._pools.latent, self._layout.page_tokens
+        full_count = min(self.length, self._layout.rows_of(len(self.tokens))) // PAGE_ROWS
         for page in range(self.published_count, full_count):
             host_page = int(self._holding.host_pages[page])
             if not latent.is_complete(host_page):
                 return
-            text = self.tokens[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
+            text = self.tokens[page * size : (page + 1) * size]
             parent, self.text_hash = self.text_hash, page_hash(self.text_hash, text)
             self.published_count = page + 1
             latent.publish(host_page, self.text_hash, parent=parent, text=text)

@@ -21,6 +21,7 @@ from torch import Tensor
 from ess.door.checks import as_array, check_sets, in_range, whole
 from ess.door.owner import Owner
 from ess.door.sequences.holding import Holding
+from ess.door.sequences.kept import kept_ends
 from ess.door.sequences.progress import Progress
 from ess.door.sequences.shelved import Shelved, put_away
 from ess.door.shelf import Load, Shelf
@@ -53,6 +54,7 @@ class Sequence:
         salt: bytes,
         text_hash: bytes,
         length: int,
+        text_length: int,
         length_max: int | None,
         promise: Promise,
         published_count: int,
@@ -70,6 +72,7 @@ class Sequence:
             number=self.number,
             tokens=tokens,
             length=length,
+            text_length=text_length,
             text_hash=text_hash,
             published_count=published_count,
         )
@@ -105,10 +108,17 @@ class Sequence:
         return self.progress.length
 
     @property
+    def text_length(self) -> int:
+        """How many tokens these rows are of: where a row is of several, also those that wait for
+        their row."""
+        return self.progress.text_length
+
+    @property
     def cached_count(self) -> int:
-        """How many leading rows came with full pages that were there already: from the prefix cache
-        or, of a fork, from the sequence that was forked. `import_rows` starts behind them."""
-        return self.progress.cached_count
+        """The rows of how many leading tokens came with full pages that were there already: from
+        the prefix cache or, of a fork, from the sequence that was forked. `import_rows` starts
+        behind them."""
+        return self.progress.cached_count * self.owner.pools.layout.row_tokens
 
     @property
     def is_loading(self) -> bool:
@@ -155,11 +165,28 @@ class Sequence:
     def beside(self) -> Tensor:
         """What its engine keeps beside its rows, uint8 [layout.request_state_bytes(length_max)]:
         for the engine to write; zeros at first, the first layout.state_bytes of them. It is there
-        while the sequence is active; a fork has a copy, and preemption takes it to the host."""
+        while the sequence is active; a fork has a copy, and preemption takes it to the host. With a
+        cached prefix it is what was kept there."""
         require_state(self, "active")
         if self.owner.pools.states is None:
             raise BadInput(f"{self.owner.pools.layout.name!r} keeps nothing beside its rows")
         return torch.from_numpy(self.holding.state)
+
+    def reached(self, text_length: int) -> None:
+        """Rows of its first `text_length` tokens have been imported, and what it has beside them is
+        of as many. Only where a row is of several tokens: there rows do not say it. A copy of what
+        is beside them is kept for other prompts, at each of `kept_ends`."""
+        self._require("active")
+        self.progress.reached(whole("text_length", text_length))
+
+    def kept_ends(self, start: int, stop: int) -> list[int]:
+        """Where, among the lengths behind `start` up to `stop`, an engine stops for `reached`."""
+        layout = self.owner.pools.layout
+        if self.owner.pools.states is None:
+            return []
+        return kept_ends(
+            start, stop, prompt_end=len(self.tokens) - 1, page_tokens=layout.page_tokens
+        )
 
     def host_rows(self, start: int, count: int) -> Tensor:
         """Rows of `LayerMemory.host` that hold `count` positions from `start` on."""
@@ -181,7 +208,7 @@ class Sequence:
     def load(self, claim: Claim) -> None:
         """The claimed texts, into the pages behind the cached ones; for `open_sequence`."""
         assert self._load is None, "a sequence is loaded once"
-        first = self.cached_count // PAGE_ROWS
+        first = self.progress.cached_count // PAGE_ROWS
         pages = self.holding.host_pages[first : first + len(claim.contents)]
         self._load = self._shelf.bring(claim, pages, self._loaded)
 
@@ -281,7 +308,8 @@ class Sequence:
         self.progress.arrival_count += 1
 
     def _importable(self, start: int, count: int, what: str) -> PageIds:
-        low, high = self.cached_count, len(self.tokens)
+        low = self.progress.cached_count
+        high = self.owner.pools.layout.rows_of(len(self.tokens))
         if not low <= whole("start", start) <= start + count <= high:
             raise BadInput(
                 f"{what} {start}..{start + count - 1} of sequence {self.number}: "
@@ -344,7 +372,8 @@ class Sequence:
         self._require("preempted")
         self.progress.refresh()
         count = self.progress.published_count
-        contents = page_hashes(self.tokens[: count * PAGE_ROWS], salt=self.salt)
+        size = self.owner.pools.layout.page_tokens
+        contents = page_hashes(self.tokens[: count * size], salt=self.salt, page_tokens=size)
         before = self.page_count
         self._shelved = put_away(self.owner.pools, self.holding, contents, page_max=page_max)
         return before - self.page_count
@@ -369,7 +398,7 @@ class Sequence:
         self._require("preempted")
         self.owner.pools.inflight.drain()
         self.progress.refresh()
-        self.holding.resume(length=self.length)
+        self.holding.resume(length=self.length, text=self.text_length)
         self.state = "active"
 
     def fork(self) -> Sequence:
@@ -384,16 +413,18 @@ class Sequence:
         self.progress.refresh()
         child = Sequence(
             self.owner,
-            self.tokens[: self.length],
+            self.tokens[: self.text_length],
             salt=self.salt,
             text_hash=self.progress.text_hash,
             length=self.length,
+            text_length=self.text_length,
             length_max=self.length_max,
             promise=self.promise,
             published_count=self.progress.published_count,
         )
         shared = self.holding.host_pages[: self.length // PAGE_ROWS]
-        child.holding.open(shared, div_ceil(self.length, PAGE_ROWS), length=self.length)
+        page_count = div_ceil(self.length, PAGE_ROWS)
+        child.holding.open(shared, page_count, length=self.length, text=self.text_length)
         if self.length % PAGE_ROWS:
             self._copy_page(child, len(shared))
         self.holding.copy_state(child.holding)

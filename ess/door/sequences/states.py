@@ -9,30 +9,35 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ess.door.sequences.kept import KeptStates
 from ess.layout import ModelLayout
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class States:
+    """`kept` are those that prompts to come may begin with: as many bytes as the lines have."""
+
     def __init__(self, layout: ModelLayout, *, sequence_max: int, length_max: int) -> None:
         self._layout = layout
-        self._lines = np.empty((sequence_max, layout.request_state_bytes(length_max)), np.uint8)
+        shape = sequence_max, layout.request_state_bytes(length_max)
+        self.lines: Bytes = np.empty(shape, np.uint8)
+        self.kept = KeptStates(self.lines.nbytes)
 
-    def line(self, line: int, length_max: int | None) -> Bytes:
-        """That of a sequence of at most so many rows, None: of as many as any may have."""
-        if length_max is None:
-            whole: Bytes = self._lines[line]
+    def line(self, line: int, length: int | None) -> Bytes:
+        """That of a sequence of at most so many tokens, None: of as many as any may have."""
+        if length is None:
+            whole: Bytes = self.lines[line]
             return whole
-        mine: Bytes = self._lines[line, : self._layout.request_state_bytes(length_max)]
+        mine: Bytes = self.lines[line, : self._layout.request_state_bytes(length)]
         return mine
 
     def enter(self, line: int, saved: Bytes | None) -> None:
-        """A sequence begins with zeros, in what every one has, or goes on with what it has saved;
+        """A sequence begins with zeros, in what every one has, or goes on with what was saved;
         what the sequence before it has left behind them is NaN."""
         count = self._layout.state_bytes if saved is None else len(saved)
-        self._lines[line, :count] = 0 if saved is None else saved
-        self._lines[line, count:] = 0xFF
+        self.lines[line, :count] = 0 if saved is None else saved
+        self.lines[line, count:] = 0xFF
 
     def copy(self, source: int, target: int) -> None:
-        self._lines[target] = self._lines[source]
+        self.lines[target] = self.lines[source]

@@ -65,7 +65,7 @@ class FutureMap:
 
     def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> HostFed:
         assert tuple(counts) == step.query_counts, f"pads on the host: {counts}"
-        starts = [int(step.query_start[first]) for first in step.firsts]
+        starts = [int(step.positions[first]) for first in step.firsts]
         feeds = [
             Feed(turn.request, self.take(turn.sequence.line, turn.count), start)
             for turn, start in zip(turns, starts, strict=True)

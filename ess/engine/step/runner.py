@@ -109,7 +109,7 @@ class Runner:
         return self._course
 
     def batch(self, step: Step, course: Course | None = None) -> Batch:
-        positions = torch.as_tensor(step.query_start + step.query_offset)
+        positions = torch.as_tensor(step.positions)
         assert len(positions) == step.query_count, f"{len(positions)} positions"
         return Batch(
             offload=self.offload,

@@ -90,6 +90,10 @@ class DeviceArrays:
         self.query_start, self.query_stop, self.row_ids = mine[START], mine[STOP], mine[ROW]
         self.row_offset = self.query_offset
 
+    @property
+    def positions(self) -> Tensor:
+        return self.query_start + self.query_offset
+
     def page_table(self) -> Tensor:
         table: Tensor = self._tables.maps.lines.index_select(0, self.query_line)
         return table

@@ -1,0 +1,82 @@
+"""States that were kept for prompts to come: what a request has beside its rows, where it may begin.
+
+Rows of a cached prefix are not enough where a request keeps something beside them: it begins where
+a state was kept too. One is kept at the end of a page: of the last page before a prompt's last
+token, and of every `KEPT_TOKENS` tokens. It is known by its page's text, as that page is, and goes
+with it, or when others need its room: the one that was used longest ago first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Many
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+KEPT_TOKENS: Final = 8192
+
+
+class KeptStates:
+    """In at most `byte_max` bytes of the host. Listens to the prefix cache."""
+
+    def __init__(self, byte_max: int) -> None:
+        self.byte_max = byte_max
+        self.byte_count = 0
+        self._state_of: OrderedDict[bytes, Bytes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._state_of)
+
+    def keep(self, content: bytes, state: Bytes) -> None:
+        """A copy of it, unless there is one of this text."""
+        if content in self._state_of:
+            self._state_of.move_to_end(content)
+            return
+        while self._state_of and self.byte_count + state.nbytes > self.byte_max:
+            self._drop(next(iter(self._state_of)))
+        if state.nbytes <= self.byte_max:
+            self._state_of[content] = state.copy()
+            self.byte_count += state.nbytes
+
+    def longest(self, contents: Many[bytes]) -> int:
+        """How many of these pages of one text a request may begin behind."""
+        for count in range(len(contents), 0, -1):
+            if contents[count - 1] in self._state_of:
+                self._state_of.move_to_end(contents[count - 1])
+                return count
+        return 0
+
+    def of(self, content: bytes) -> Bytes:
+        return self._state_of[content]
+
+    def _drop(self, content: bytes) -> None:
+        self.byte_count -= self._state_of.pop(content).nbytes
+
+    # ---- as the prefix cache says
+
+    def published(self, content: bytes, *, parent: bytes, text: Many[int]) -> None:
+        return
+
+    def forgotten(self, contents: Many[bytes]) -> None:
+        for content in contents:
+            if content in self._state_of:
+                self._drop(content)
+
+    def emptied(self) -> None:
+        self.forgotten([*self._state_of])
+
+    def check(self) -> None:
+        total = sum(state.nbytes for state in self._state_of.values())
+        assert total == self.byte_count <= self.byte_max, f"{total} bytes of states are kept"
+
+
+def kept_ends(start: int, stop: int, *, prompt_end: int, page_tokens: int) -> list[int]:
+    """Where states are kept of tokens `start` + 1 to `stop`, of a prompt with so many to compute."""
+    every = -(-KEPT_TOKENS // page_tokens) * page_tokens
+    ends = set(range(start // every * every + every, stop + 1, every))
+    last = prompt_end // page_tokens * page_tokens
+    return sorted(ends | ({last} if start < last <= stop else set()))
