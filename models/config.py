@@ -22,6 +22,7 @@ from ess.layout import (
     RowCodec,
     RowForm,
 )
+from ess.models.compressed.layout import layout_of
 from ess.models.linear import Pooled, Recurrent, Size
 from ess.models.rope import LENGTH_MAX, Positive, Rope, Share, Theta
 
@@ -33,10 +34,6 @@ Groups = tuple[tuple[int, ...], ...]
 GROUPED_DIM: Final = 8  # 16 bytes of bfloat16, which grouped products step by
 INDEX_NORM_EPS: Final = 1e-6
 KEY_STEP: Final = 4  # an index key in fp8 is whole words
-NOT_SERVED: Final = (
-    "the pools keep a row for each token, and this model needs a row for each"
-    " entry of several tokens, and a state of each request beside them (docs/families.md)"
-)
 
 
 NO_STATES: Final = (
@@ -441,8 +438,6 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
     @property
     def unserved(self) -> str:
         """Why no engine serves it; nothing where one does."""
-        if self.compressed is not None:
-            return NOT_SERVED
         return NO_STATES if self.recurrent_layers else ""
 
     def with_rows(self) -> ModelConfig:
@@ -463,12 +458,16 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         return len(self.recurrent_layers) * each
 
     def layout(
-        self, *, name: str = "", row: RowForm = "fp8", index: IndexForm = "fp8"
+        self, *, name: str = "", row: RowForm = "fp8", index: IndexForm | None = None
     ) -> ModelLayout:
-        """What the pools need to know. The slot floor is 25/8 of what an indexer chooses, at
-        least 1,024."""
+        """What the pools need to know. The slot floor is 25/8 of what an indexer chooses, at least
+        1,024. Index keys are in fp8 unless it is said; of entries in float32 as these are."""
         if self.unserved:
             raise BadInput(f"{self.family} is not served yet: {self.unserved}")
+        if self.compressed is not None:
+            keys = index or ("f32" if row == "f32" else "fp8")
+            return layout_of(self, name=name, row=row, index=keys)
+        index = index or "fp8"
         self._check_codecs(row, index)
         rows = tuple(self._row(row, group[0]) for group in self.groups)
         return ModelLayout(

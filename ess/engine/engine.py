@@ -29,6 +29,7 @@ from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.engine.admission import Admission
 from ess.engine.config import EngineConfig
+from ess.engine.entries.way import way_of
 from ess.engine.entry import Entry
 from ess.engine.handoff import Ended, Handoffs
 from ess.engine.intake import Intake, Wishes
@@ -46,7 +47,7 @@ from ess.engine.step.flights import Flights
 from ess.engine.step.future import depth_reasons
 from ess.engine.step.runner import made_runner
 from ess.engine.step.warmth import Warmth
-from ess.engine.step.way import Here, Way
+from ess.engine.step.way import Way
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import Pace, Seen
@@ -84,7 +85,7 @@ class Engine:
         self.moved_count = 0
         self._clock = clock or RealClock()
         self._config = config
-        self._way = way or Here()
+        self._way = way or way_of(model, offload)
         self.runner = made_runner(model, offload, config, self._way.heads)
         self.tuning = self.runner.tuning
         self.verifier = self.runner.verifier

@@ -40,6 +40,11 @@ class Compressor:
         """[tokens, width], of a layer's normed input."""
         return torch.cat((linear(hidden, self._values), linear(hidden, self._gates)), -1)
 
+    @property
+    def span(self) -> int:
+        """How many tokens an entry is made of; of the first one, which none overlap, fewer."""
+        return (1 + self.overlaps) * self.rate
+
     def first_token(self, entry: int) -> int:
         """Where the tokens begin that `entry` is made of."""
         return max(entry - self.overlaps, 0) * self.rate
@@ -48,25 +53,35 @@ class Compressor:
         """From entry `first` on, of the tokens that begin at `first_token(first)`: as many as have
         all their tokens."""
         whole = len(tokens) // self.rate
-        windows = tokens[: whole * self.rate].view(whole, self.rate, 2, self.width // 2)
-        values, gates = windows[:, :, 0], windows[:, :, 1] + self._bias
+        windows = tokens[: whole * self.rate].view(whole, self.rate, self.width)
         if self.overlaps:
-            values, gates = self._overlapping(values, gates, has_before=first > 0)
-        made = (values * gates.softmax(1)).sum(1)
-        normed = rms_norm(made, self._norm, self._config.norm_eps)
-        starts = (first + torch.arange(len(normed))) * self.rate
+            if first == 0:
+                windows = torch.cat((torch.zeros_like(windows[:1]), windows))
+            windows = torch.cat((windows[:-1], windows[1:]), 1)
+        return self.made(windows, first + torch.arange(len(windows)), positions)
+
+    def made(self, windows: Tensor, numbers: Tensor, positions: RotaryPositions) -> Tensor:
+        """Entries of these numbers, of their tokens [entries, span, width]. What stands before the
+        first window of a sequence is not read."""
+        values, gates = windows.chunk(2, -1)
+        if self.overlaps:
+            values, gates = self._overlapping(values, gates, has_before=numbers > 0)
+        else:
+            gates = gates + self._bias
+        mixed = (values * gates.softmax(1)).sum(1)
+        normed = rms_norm(mixed, self._norm, self._config.norm_eps)
         at, dim = self.dim - self._config.rope_dim, self._config.rope_dim
-        return rotate_part(normed, positions.at(starts), "interleaved", at=at, dim=dim)
+        rotation = positions.at(numbers * self.rate)
+        return rotate_part(normed, rotation, "interleaved", at=at, dim=dim)
 
     def _overlapping(
-        self, values: Tensor, gates: Tensor, *, has_before: bool
+        self, values: Tensor, gates: Tensor, *, has_before: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """A of each window's neighbour before B of its own. Without a window before the first, its
-        A are gates that weigh nothing."""
-        if not has_before:
-            values = torch.cat((torch.zeros_like(values[:1]), values))
-            gates = torch.cat((torch.full_like(gates[:1], -torch.inf), gates))
-        dim = self.dim
-        both = (torch.cat((x[:-1, :, :dim], x[1:, :, dim:]), 1) for x in (values, gates))
-        joined_values, joined_gates = both
-        return joined_values, joined_gates
+        """A of the window before, then B of its own. Without a window before it, its A are gates that
+        weigh nothing."""
+        dim, rate, bias = self.dim, self.rate, self._bias
+        there = has_before[:, None, None]
+        before = values[:, :rate, :dim].where(there, 0.0)
+        weights = (gates[:, :rate, :dim] + bias[:, :dim]).where(there, -torch.inf)
+        own = gates[:, rate:, dim:] + bias[:, dim:]
+        return torch.cat((before, values[:, rate:, dim:]), 1), torch.cat((weights, own), 1)

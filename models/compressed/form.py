@@ -7,22 +7,26 @@ any length L, plus the drafts that may be taken back:
 - window: the rows of the last `window` - 1 tokens, which the next token attends to.
 - heavy: values and gates of the open window, fewer than `rate` tokens.
 - sparse, and the indexer's own: of the open window and, since windows overlap, of the one before.
+
+The header and each field begin at a multiple of `unit` values, a row's: so rows of windows, and
+entries behind the state, are rows of one matrix, which attention reads in place.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ess.errors import BadInput
-from ess.models.config import ModelConfig
-from ess.units import div_ceil
+from ess.units import PAGE_ROWS, align_up
+
+if TYPE_CHECKING:
+    from ess.models.config import Compressed, ModelConfig
 
 Name = Literal["window", "entries", "keys"]
-WORD_BYTES: Final = 8
-HEADER_BYTES: Final = (
-    2 * WORD_BYTES
-)  # two whole numbers: the length, and how far lines were ever written
+HEADER_BYTES: Final = 16
+"""Two whole numbers: the length, and how far lines were ever written."""
+VALUE_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +49,17 @@ class StateForm:
     fields: tuple[Field, ...]
     drafts: int
     """How many tokens may be taken back."""
+    unit: int
 
     @property
     def values(self) -> int:
-        return sum(field.values for field in self.fields)
+        """Behind the header."""
+        return sum(align_up(field.values, self.unit) for field in self.fields)
 
     @property
     def byte_count(self) -> int:
-        """In float32, with the header, in whole words."""
-        return HEADER_BYTES + div_ceil(4 * self.values, WORD_BYTES) * WORD_BYTES
+        """In float32, with the header."""
+        return VALUE_BYTES * (self.unit + self.values)
 
     def bytes_of(self, *, value_bytes: int, row_bytes: int) -> int:
         """With values of `value_bytes`, and rows in a form of `row_bytes`."""
@@ -63,20 +69,51 @@ class StateForm:
         )
 
     def offset(self, name: Name, layer: int) -> int:
-        """Where a field begins, in values."""
+        """Where a field begins, in values behind the header."""
+        return self.place(name, layer)[1]
+
+    def place(self, name: Name, layer: int) -> tuple[Field, int]:
         at = 0
         for field in self.fields:
             if (field.name, field.layer) == (name, layer):
-                return at
-            at += field.values
+                return field, at
+            at += align_up(field.values, self.unit)
         raise AssertionError(f"layer {layer} has no {name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryPages:
+    """Where entries lie that all tokens attend to, behind the state: pages with as many entries of
+    each of these layers as a page of the pools has tokens for."""
+
+    layers: tuple[int, ...]
+    per_page: int
+
+    @property
+    def page_units(self) -> int:
+        return len(self.layers) * self.per_page
+
+    def unit(self, layer: int, entries: Any) -> Any:
+        """Behind the state; `entries` is a number, or whatever has many of them."""
+        before = entries // self.per_page * len(self.layers) + self.layers.index(layer)
+        return before * self.per_page + entries % self.per_page
+
+
+def entry_pages(config: ModelConfig) -> EntryPages:
+    own = _own(config)
+    layers = tuple(n for n, kind in enumerate(own.kinds) if kind == "heavy")
+    page_tokens = PAGE_ROWS * own.sparse_rate
+    if layers and page_tokens % own.heavy_rate:
+        raise BadInput(
+            f"entries of {own.heavy_rate} tokens do not divide a page of {page_tokens} tokens"
+        )
+    return EntryPages(layers=layers, per_page=page_tokens // own.heavy_rate)
 
 
 def state_form(config: ModelConfig, *, drafts: int) -> StateForm:
     if drafts < 0:
         raise BadInput(f"{drafts} drafts cannot be taken back")
-    own = config.compressed
-    assert own is not None, f"{config.family} keeps nothing beside its rows"
+    own = _own(config)
     fields = []
     for layer, kind in enumerate(own.kinds):
         made: list[tuple[Name, int, int]] = [("window", own.window - 1, config.value_dim)]
@@ -89,4 +126,9 @@ def state_form(config: ModelConfig, *, drafts: int) -> StateForm:
             Field(name=name, layer=layer, lines=lines + drafts, width=width)
             for name, lines, width in made
         ]
-    return StateForm(fields=tuple(fields), drafts=drafts)
+    return StateForm(fields=tuple(fields), drafts=drafts, unit=config.value_dim)
+
+
+def _own(config: ModelConfig) -> Compressed:
+    assert config.compressed is not None, f"{config.family} keeps nothing beside its rows"
+    return config.compressed

@@ -16,6 +16,7 @@ from ess.models.compressed.streams import Ending, Mixing
 from ess.models.config import ModelConfig
 from ess.models.indexer import Probe
 from ess.models.layers import Norm, RotaryPositions, Rotation, Source, TensorSource, linear
+from ess.models.model import Model
 from ess.models.weights.kept import plain
 
 
@@ -69,20 +70,27 @@ class Layer:
         return self.around_experts.write(streams, read, made)
 
 
-class CompressedModel:
+class CompressedModel(Model):
+    """Its `blocks` are no decoder layers of other families: of those it has none."""
+
+    has_stages = False
+
     def __init__(self, config: ModelConfig, tensor: TensorSource) -> None:
         c, source, own = config, Source(tensor), config.compressed
         if own is None:
             raise BadInput(f"{c.family} does not attend to entries of several tokens")
         self.config = c
-        self.layers = tuple(
+        self.is_first = self.is_last = True
+        self.layers, self.mtp = (), None
+        self.blocks = tuple(
             Layer(c, source.under(f"layers.{number}"), number) for number in range(c.layer_count)
         )
-        self._embedding = source.matrix("embed", c.vocab_size, c.hidden_dim)
-        self._norm = Norm(source.under("norm"), c.hidden_dim, c.norm_eps)
-        self._head = source.matrix("head", c.vocab_size, c.hidden_dim)
-        self._ending = Ending(c, source)
-        device = self._embedding.device
+        self.chosen_layers = tuple(each.number for each in self.blocks if each.kind == "sparse")
+        self._table = source.matrix("embed", c.vocab_size, c.hidden_dim)
+        self._last_norm = Norm(source.under("norm"), c.hidden_dim, c.norm_eps)
+        self._out = source.matrix("head", c.vocab_size, c.hidden_dim)
+        self._joining = Ending(c, source)
+        self.device = device = self._table.device
         self.positions = RotaryPositions(c, device)
         self._window_positions = RotaryPositions(in_windows(c), device)
 
@@ -92,11 +100,19 @@ class CompressedModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[tokens, streams, hidden], all streams the same."""
-        embedded = self._embedding[tokens].float()
+        embedded = self._table[tokens].float()
         return embedded[:, None].repeat(1, self.config.stream_count, 1)
 
-    def logits(self, streams: Tensor) -> Tensor:
-        return linear(self._norm(self._ending(streams)), plain(self._head))
+    def rotation(self, positions: Tensor) -> Rotation:
+        """What layers with entries turn by."""
+        return self.positions.at(positions)
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The streams as one, normed."""
+        return self._last_norm(self._joining(hidden))
+
+    def logits(self, finished: Tensor) -> Tensor:
+        return linear(finished, plain(self._out))
 
 
 def in_windows(config: ModelConfig) -> ModelConfig:

@@ -148,7 +148,7 @@ class Plain:
         """The state is in `memory`, if others keep it."""
         self._model = model
         self.state = State(state_form(model.config, drafts=drafts), memory)
-        self.layers = tuple(map(self.layer, model.layers))
+        self.layers = tuple(map(self.layer, model.blocks))
 
     def layer(self, layer: Layer) -> PlainLayer:
         return PlainLayer(self._model, layer, self.state)
@@ -172,7 +172,7 @@ class Plain:
         for layer in self.layers:
             streams = layer.run(streams, positions, ids)
         self.state.advance(len(ids))
-        return self._model.logits(streams)
+        return self._model.logits(self._model.finish(streams))
 
     @torch.inference_mode()
     def keep(self, length: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.models.compressed.form import HEADER_BYTES, Field, Name, StateForm
+from ess.models.compressed.form import HEADER_BYTES, VALUE_BYTES, Field, Name, StateForm
 
 
 class State:
@@ -26,7 +26,7 @@ class State:
             memory = torch.full((form.byte_count,), 0xFF, dtype=torch.uint8)
             memory[:HEADER_BYTES] = 0
         self._header = memory[:HEADER_BYTES].view(torch.int64)
-        values = memory[HEADER_BYTES : HEADER_BYTES + 4 * form.values]
+        values = memory[VALUE_BYTES * form.unit : form.byte_count]
         self._values = values.view(torch.float32)
 
     @property
@@ -35,8 +35,7 @@ class State:
 
     def ring(self, name: Name, layer: int) -> Ring:
         """A field of one layer. It stays valid over `load`."""
-        field = next(f for f in self.form.fields if (f.name, f.layer) == (name, layer))
-        return Ring(self, field, self.form.offset(name, layer))
+        return Ring(self, *self.form.place(name, layer))
 
     def lines(self, field: Field, at: int) -> Tensor:
         return self._values[at : at + field.values].view(field.lines, field.width)
@@ -74,7 +73,7 @@ class State:
         return header + self._values.numpy().tobytes()
 
     def load(self, saved: bytes) -> None:
-        needed = HEADER_BYTES + 4 * self.form.values
+        needed = HEADER_BYTES + VALUE_BYTES * self.form.values
         if len(saved) != needed:
             raise BadInput(f"a saved state has {len(saved):,} bytes, expected {needed:,}")
         length, written = struct.unpack("<qq", saved[:HEADER_BYTES])

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ess.errors import BadInput
-from ess.models.config import NOT_SERVED, ModelConfig
+from ess.models.config import ModelConfig
 from ess.models.reading import parse, said_layers
 from ess.models.rope import read_rope
 
@@ -241,5 +241,8 @@ def build(
     tp: int = 1,
     company: Company | None = None,
 ) -> Model:
-    """For an engine there is none; `ess.models.compressed` has the model."""
-    raise BadInput(f"{config.family} is not served yet: {NOT_SERVED}")
+    from ess.models.compressed.model import CompressedModel
+
+    if layers is not None or tp > 1 or company is not None:
+        raise BadInput(f"{config.family}: its layers, heads and experts are not divided yet")
+    return CompressedModel(config, tensor)

@@ -1,43 +1,23 @@
 """The stages of one layer in one decode step: what `overlap`'s schedules put in order.
 
-This is where the model, the door and the kernels meet. It holds what one stage hands to a later
-one and nothing that outlives the step.
+This is where the model meets the door and the kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-from ess.door import Resolution
-from ess.engine.layers.batch import attend, queries, select, select_scored, select_window
-from ess.engine.layers.front import Asking, stored
+from ess.engine.layers.batch import queries
+from ess.engine.layers.front import stored
+from ess.engine.layers.selected import SelectedRows
 from ess.engine.step.half import Half
 from ess.errors import BadState
-from ess.kernels.merge import Partial, merge
 from ess.models.decoder import DecoderLayer
-from ess.overlap.policy import Mode
 from ess.overlap.timeline import Timeline, timed
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A part of the batch and where its rows are; `where` is None if they were only located."""
-
-    part: range
-    slots: Tensor
-    where: Resolution | None = None
-
-    @property
-    def resolution(self) -> Resolution:
-        assert self.where is not None, "rows that were only located are attended in one pass"
-        return self.where
-
-
-class LayerStep:
-    """`Stages` for a layer: made with the layer's input, asked by a schedule, then dropped."""
+class LayerStep(SelectedRows):
+    """`Stages` for a decoder layer, made with the layer's input."""
 
     def __init__(
         self,
@@ -48,96 +28,13 @@ class LayerStep:
         *,
         waits: bool = False,
     ) -> None:
-        """`waits`: the schedule waits for a fetch before anything else runs."""
-        self.timeline = timeline
-        self._waits = waits
-        self.number = layer.number
-        self.first_query = half.queries.start
-        self._half = half
-        self._batch = half.batch
+        super().__init__(half, layer.number, timeline, window=layer.window, waits=waits)
         self._layer = layer
-        self._group = half.batch.layout.group_of(layer.number)
         self._hidden = hidden
-        self._asking: Asking | None = None
-        self._queries: Tensor | None = None
-
-    def parts(self, count: int) -> list[range]:
-        return self._half.parts(count)
 
     @timed
     def index(self) -> None:
         self._asking = stored(self._batch, self._layer, self._hidden, self._half.queries)
-
-    @timed
-    def select(self, part: range) -> Tensor | None:
-        """The part's selection; None when the group's first layer has made it already."""
-        asking = self._asking
-        if asking is None or not (self._layer.window or asking.queries is not None):
-            return None
-        selected = self._batch.selected.setdefault(self._group, {})
-        if part in selected:
-            return selected[part]
-        span = None if part == self._half.queries else self._half.local(part)
-        chosen, logits = self._selected(asking, span)
-        if logits is not None:
-            self._batch.step.observe(self.number, chosen, logits, queries=part)
-        assert len(chosen) == len(part), f"{len(chosen)} selections for {len(part)} queries"
-        selected[part] = chosen
-        return chosen
-
-    def _selected(self, asking: Asking, span: slice | None) -> tuple[Tensor, Tensor | None]:
-        """Where slots give way by score, with all the scores that it chose among."""
-        batch, asked, weights = self._batch, asking.queries, asking.weights
-        if self._layer.window:
-            return select_window(batch, self._layer.window, span)
-        assert asked is not None, f"layer {self.number} has no indexer"
-        assert weights is not None, f"layer {self.number} has no weights of its indexer's heads"
-        if span is not None:
-            asked, weights = asked[span], weights[span]
-        if batch.offload.wants_scores:
-            return select_scored(batch, self.number, asked, weights, span)
-        return select(batch, self.number, asked, weights, span), None
-
-    def resolve(self, part: range) -> Found:
-        selection = self.select(part)
-        where = self.plan(part, selection)
-        return Found(part, where.slots, where)
-
-    @timed
-    def plan(self, part: range, selection: Tensor | None) -> Resolution:
-        batch = self._batch
-        workspace = self._half.first_workspace + (part.start > self.first_query)
-        where = batch.step.resolve(
-            self.number, selection, queries=part, workspace=workspace, waits=self._waits
-        )
-        assert len(where.slots) == len(part), f"{len(where.slots)} queries resolved of {len(part)}"
-        if selection is not None:
-            batch.warmth.resolved(part, where)
-        return where
-
-    def locate(self, part: range) -> Found | None:
-        """Every selected row's slot without a plan; None when one of them has no slot."""
-        batch, group = self._batch, self._group
-        selection = self.select(part)
-        if selection is not None:
-            slots = batch.step.locate_all(self.number, selection, queries=part)
-            batch.located[group] = slots
-            if slots is not None:
-                batch.warmth.located(part)
-        assert group in batch.located, f"layer {self.number} comes before its group's first layer"
-        located = batch.located[group]
-        return None if located is None else Found(part, located)
-
-    def ran(self, mode: Mode) -> Mode:
-        """The mode that the layer did run, when it was to run `mode`."""
-        if mode is Mode.RESIDENT and self._batch.located[self._group] is None:
-            return Mode.NONE
-        return mode
-
-    @timed
-    def wait(self, found: Found) -> None:
-        if found.where is not None:
-            found.where.wait()
 
     @timed
     def pre_attn(self) -> None:
@@ -145,44 +42,6 @@ class LayerStep:
             raise BadState("index comes before pre_attn")
         self._queries = queries(self._batch, self._layer, self._asking.query)
 
-    @timed
-    def attend_all(self, found: Found) -> Partial:
-        """Rows that were located have slots; of those that were resolved some may be in place."""
-        placed = found.where is not None
-        return self.attend_codes(found.part, found.slots, whole=True, placed=placed)
-
-    @timed
-    def attend_resident(self, found: Found) -> Partial:
-        """Hits, and rows in place: both can be read before the fetch has landed."""
-        place = found.resolution.place
-        assert found.resolution.hit.shape[0] == place.shape[0], "hits and places of other queries"
-        codes = torch.where(place >= 0, -2 - place, -1)
-        return self.attend_codes(found.part, torch.cat((found.resolution.hit, codes), dim=1))
-
-    @timed
-    def attend_fetched(self, found: Found) -> Partial:
-        return self.attend_codes(found.part, found.resolution.miss)
-
-    @timed
-    def merge(self, resident: Partial, fetched: Partial) -> Partial:
-        return merge(resident, fetched)
-
     def attend_truth(self) -> Tensor:
         """What this layer's attention is over the host's own rows: for verify mode."""
-        batch, parts = self._batch, self._batch.selected[self._group]
-        assert sum(map(len, parts)) == len(self._half.queries), (
-            f"{[*parts]} overlap, or leave a gap"
-        )
-        selection = torch.cat([parts[part] for part in sorted(parts, key=lambda p: p.start)])
-        codes = batch.step.host_codes(self.number, selection, queries=self._half.queries)
-        return self._layer.mla.attended(self.attend_codes(self._half.queries, codes))
-
-    def attend_codes(
-        self, part: range, codes: Tensor, *, whole: bool = False, placed: bool = True
-    ) -> Partial:
-        if self._queries is None:
-            raise BadState("pre_attn comes before attention")
-        is_whole = part == self._half.queries
-        mine = self._queries if is_whole else self._queries[self._half.local(part)]
-        assert len(mine) == len(codes), f"{len(codes)} lists of codes for {len(mine)} queries"
-        return attend(self._batch, self._layer.number, mine, codes, whole=whole, placed=placed)
+        return self._layer.mla.attended(self.attend_host())

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ess.door.device.memory.uploads import Download
 from ess.door.side import Differing
-from ess.engine.layers.attention import LayerStep
 from ess.engine.layers.batch import Batch
 from ess.errors import EssError
 
@@ -44,6 +43,15 @@ class Mismatch:
     step: int
     layer: int
     sentence: str
+
+
+class Truth(Protocol):
+    """A layer of a step that can attend to the host's own rows."""
+
+    number: int
+    first_query: int
+
+    def attend_truth(self) -> Tensor: ...
 
 
 class Brought(Protocol):
@@ -95,7 +103,7 @@ class Verifier:
         finally:
             self.every = every
 
-    def check(self, batch: Batch, stages: LayerStep, attended: Tensor) -> None:
+    def check(self, batch: Batch, stages: Truth, attended: Tensor) -> None:
         """Compare one layer of this step; call before the step is committed."""
         layer, step, is_here = stages.number, batch.step.number, attended.device.type == "cpu"
         slots = batch.offload.compare(layer, most=LISTED_MAX)

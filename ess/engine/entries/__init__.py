@@ -1,0 +1,1 @@
+"""Models that attend to entries of several tokens, through the engine."""

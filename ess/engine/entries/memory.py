@@ -1,0 +1,150 @@
+"""What requests keep beside their rows, as the engine reads and writes it for a whole batch.
+
+All of it is one matrix, a row of which is a row of a window or an entry: attention reads both in
+place. A token is written to its lines before anything reads them, so a window of n tokens is n
+lines of its ring, the token's own among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ess.door import Offload, Step
+from ess.models.compressed.compressor import Compressor
+from ess.models.compressed.form import HEADER_BYTES, VALUE_BYTES, Name, entry_pages, state_form
+from ess.models.compressed.layout import UNDER_WAY
+from ess.models.compressed.model import CompressedModel
+from ess.models.config import ModelConfig
+from ess.models.layers import RotaryPositions
+
+HEADER_UNITS: Final = 1
+
+
+class Memory:
+    """`rows` are all units as bytes, `lines` [sequences, lines, width] those of each field."""
+
+    def __init__(self, offload: Offload, config: ModelConfig) -> None:
+        assert config.compressed is not None, "memory of another family"
+        self.form = form = state_form(config, drafts=UNDER_WAY)
+        self.pages = entry_pages(config)
+        self.window = config.compressed.window
+        held = offload.beside
+        self.rows = held.view(-1, VALUE_BYTES * form.unit)
+        self._values = held.view(torch.float32)
+        self.line_units = self._values.shape[1] // form.unit
+        self.headers = held[:, :HEADER_BYTES].view(torch.int64)
+        self.first_entry = HEADER_UNITS + form.values // form.unit
+        """The unit of a line at which entries begin that all tokens attend to."""
+        self.lines: Mapping[tuple[Name, int], Tensor] = {
+            (field.name, field.layer): self._lines(field.lines, field.width, at)
+            for field, at in (form.place(f.name, f.layer) for f in form.fields)
+        }
+
+    def _lines(self, lines: int, width: int, at: int) -> Tensor:
+        count, apart = self._values.shape
+        first = HEADER_UNITS * self.form.unit + at
+        return self._values.as_strided((count, lines, width), (apart, width, 1), first)
+
+    def window_unit(self, layer: int) -> int:
+        """The unit of a line at which this layer's window begins."""
+        return HEADER_UNITS + self.form.offset("window", layer) // self.form.unit
+
+    def entries(self, layer: int, line: int, numbers: Tensor) -> Tensor:
+        """Rows of this matrix in which entries of one sequence lie."""
+        rows: Tensor = self.pages.unit(layer, numbers) + (line * self.line_units + self.first_entry)
+        return rows
+
+    def put_entries(self, rows: Tensor, entries: Tensor) -> None:
+        self.rows.view(torch.float32)[rows] = entries
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """Of one rate: the tokens of a step that are the last ones of an entry, and its numbers."""
+
+    which: Tensor
+    numbers: Tensor
+
+
+class Tokens:
+    """One token of each sequence of a step, and where what belongs to it lies."""
+
+    def __init__(self, memory: Memory, model: CompressedModel, step: Step) -> None:
+        own = model.config.compressed
+        assert own is not None, "tokens of another family"
+        assert set(step.query_counts) == {1}, f"{step!r} verifies drafts"
+        self.memory = memory
+        self.positions = torch.as_tensor(step.positions).long()
+        self._line = torch.as_tensor(step.query_line).long()
+        self._first = self._line * memory.line_units
+        written = memory.headers[self._line, 0]
+        assert torch.equal(written, self.positions), f"states of {written.tolist()} tokens"
+        self._windows = self._in_windows(memory.window)
+        self.closing = {
+            rate: self._closing(rate) for rate in {own.rate(n) for n in range(len(own.kinds))} - {0}
+        }
+        self._entry_rate = own.heavy_rate
+
+    def _in_windows(self, window: int) -> tuple[Tensor, Tensor]:
+        """Of each token where the last ones stand in a ring, the oldest first; and which of them
+        are there."""
+        lines = window - 1 + UNDER_WAY
+        last = self.positions[:, None] - torch.arange(window - 1, -1, -1)
+        return self._first[:, None] + last % lines, last >= 0
+
+    def _closing(self, rate: int) -> Closing:
+        which = ((self.positions + 1) % rate == 0).nonzero()[:, 0]
+        return Closing(which, self.positions[which] // rate)
+
+    def write(self, name: Name, layer: int, values: Tensor) -> None:
+        lines = self.memory.lines[name, layer]
+        lines[self._line, self.positions % lines.shape[1]] = values
+
+    def seen(self, layer: int, *, entries: bool = False) -> Tensor:
+        """Rows of the memory that each token attends to: its window in this layer, and behind it
+        all entries, -1 padded."""
+        rows, there = self._windows
+        slots = (rows + self.memory.window_unit(layer)).where(there, -1)
+        if entries:
+            slots = torch.cat((slots, self._all_entries(layer)), 1)
+        return slots.int()
+
+    def _all_entries(self, layer: int) -> Tensor:
+        counts = (self.positions + 1) // self._entry_rate
+        numbers = torch.arange(int(counts.max()))
+        rows = self._first[:, None] + self.memory.entries(layer, 0, numbers)
+        return rows.where(numbers < counts[:, None], -1)
+
+    def compressed(
+        self,
+        name: Name,
+        layer: int,
+        compressor: Compressor,
+        hidden: Tensor,
+        positions: RotaryPositions,
+    ) -> Tensor:
+        """What the tokens give is written; entries of those that close one, in their order."""
+        self.write(name, layer, compressor.tokens(hidden))
+        which, numbers = (closing := self.closing[compressor.rate]).which, closing.numbers
+        lines = self.memory.lines[name, layer]
+        if not len(which):
+            return hidden.new_empty(0, compressor.dim)
+        last = self.positions[which][:, None] - torch.arange(compressor.span - 1, -1, -1)
+        windows = lines[self._line[which][:, None], last % lines.shape[1]]
+        return compressor.made(windows, numbers, positions)
+
+    def store(self, layer: int, rate: int, entries: Tensor) -> None:
+        """Those that all tokens attend to."""
+        which, numbers = (closing := self.closing[rate]).which, closing.numbers
+        rows = self._first[which] + self.memory.entries(layer, 0, numbers)
+        self.memory.put_entries(rows, entries)
+
+    def end(self) -> None:
+        """All layers have these tokens now."""
+        lengths = self.positions + 1
+        self.memory.headers[self._line] = torch.stack((lengths, lengths), 1)

@@ -1,0 +1,47 @@
+"""How a step goes through a model that attends to entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ess.door import Offload
+from ess.engine.entries.memory import Memory
+from ess.engine.entries.prompt import run_spans
+from ess.engine.entries.step import Over
+from ess.engine.layers.batch import Batch, ended
+from ess.engine.layers.heads import AllHeads
+from ess.engine.prompt.pack import Span, packed
+from ess.engine.prompt.run import Prefilled
+from ess.engine.step.feeding import Fed, Said
+from ess.engine.step.runner import Runner
+from ess.engine.step.way import Here, Way
+from ess.models.compressed.model import CompressedModel
+from ess.models.model import Model
+
+
+class OverEntries:
+    def __init__(self, model: CompressedModel, offload: Offload) -> None:
+        self.heads = AllHeads()
+        self._memory = Memory(offload, model.config)
+        [self._scale] = {layer.attention.scale for layer in model.blocks}
+
+    def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> Said:
+        assert not draft_count, f"{draft_count} drafts of a model without a module for them"
+        scaled = replace(batch, scale=self._scale)
+        streams = Over(runner, self._memory, scaled, fed.tokens).through()
+        _, logits = ended(scaled, runner.model, streams)
+        return fed.choose(logits).with_drafts(None)
+
+    def prefilled(
+        self, runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None
+    ) -> list[Prefilled]:
+        assert on_layer is None, "nobody takes the rows of these layers"
+        pack, ran = packed(runner, spans), run_spans(runner, self._memory, spans)
+        pairs = zip(spans, ran, strict=True)
+        return [Prefilled(pack, span, made.windows, made.streams) for span, made in pairs]
+
+
+def way_of(model: Model, offload: Offload) -> Way:
+    """Of an engine by itself."""
+    return OverEntries(model, offload) if isinstance(model, CompressedModel) else Here()

@@ -1,0 +1,58 @@
+"""What the pools need to know of a model that attends to entries. Needs no torch.
+
+Their layers are those whose indexer chooses among entries, counted by themselves. Beside its rows a
+request keeps a state, and the entries of other layers, to which all tokens attend.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from ess.errors import BadInput
+from ess.layout import IndexCodec, IndexForm, ModelLayout, RowCodec, RowForm
+from ess.models.compressed.form import HEADER_BYTES, VALUE_BYTES, entry_pages, state_form
+
+if TYPE_CHECKING:
+    from ess.models.config import ModelConfig
+
+UNDER_WAY: Final = 1
+"""Tokens of a request in a step: its rings have a line for each."""
+
+
+def layout_of(config: ModelConfig, *, name: str, row: RowForm, index: IndexForm) -> ModelLayout:
+    own, unit_bytes = config.compressed, VALUE_BYTES * config.value_dim
+    assert own is not None, f"{config.family} keeps rows of tokens"
+    count = own.kinds.count("sparse")
+    where = f"config.json of {config.family}"
+    if not count:
+        raise BadInput(f"{where}: no layer has an indexer that chooses entries: none is offloaded")
+    if row == "fp8":
+        raise BadInput(
+            f"{where}: entries are turned in their last {config.rope_dim} of {config.value_dim}"
+            " dimensions, which fp8 rows would round to e4m3: choose row bf16 or f32"
+        )
+    if unit_bytes < HEADER_BYTES:
+        raise BadInput(f"{where}: head_dim {config.value_dim} is less than 4")
+    return ModelLayout(
+        name=name or config.family,
+        layer_count=count,
+        groups=tuple((layer,) for layer in range(count)),
+        row=RowCodec(form=row, latent_dim=config.value_dim, rope_dim=0),
+        index=IndexCodec(
+            form=index,
+            key_dim=config.index_dim,
+            head_count=config.index_head_count,
+            hadamard=False,
+            rope_style="interleaved",
+        ),
+        top_k=config.top_k,
+        head_count=config.head_count,
+        hidden_dim=config.hidden_dim,
+        nope_dim=config.nope_dim,
+        value_dim=config.value_dim,
+        query_rank=config.query_rank,
+        slot_floor=max(1024, 25 * config.top_k // 8),
+        row_tokens=own.sparse_rate,
+        state_bytes=state_form(config, drafts=UNDER_WAY).byte_count,
+        state_page_bytes=entry_pages(config).page_units * unit_bytes,
+    )
