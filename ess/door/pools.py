@@ -206,9 +206,7 @@ def build_pools(
         evict=sizes.evict,
         slots_each=layout.slots_of(sizes.length_max, sizes.slot_floor),
     )
-    tables = PageTables(
-        sequence_max=sizes.sequence_max, page_max=layout.pages_of(sizes.length_max)
-    )
+    tables = PageTables(sequence_max=sizes.sequence_max, page_max=layout.pages_of(sizes.length_max))
     states = make_states(layout, sizes)
     if states is not None:
         latent.prefix.listeners.append(states.kept)

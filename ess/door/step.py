@@ -406,8 +406,8 @@ class Step:
     # ---- its end
 
     def commit(self, *, accepted: Many[int], tokens: Tokens = None) -> None:
-        """Keep the first `accepted` new rows of each sequence; the others are gone. Where a row is of
-        several tokens, keep so many tokens, and the rows that they complete.
+        """Keep the first `accepted` new rows of each sequence; the others are gone. Where a row is
+        of several tokens, it is so many tokens, and the rows that they complete.
 
         `tokens` are the ids that the kept rows were computed from: of each sequence exactly
         `accepted` ids. The first is the pending token, known already; a bonus token, sampled by

@@ -85,7 +85,8 @@ class Engine:
         self.moved_count = 0
         self._clock = clock or RealClock()
         self._config = config
-        self._way = way or way_of(model, offload)
+        is_alone = port is None and ranks is None
+        self._way = way or way_of(model, offload, config, is_alone=is_alone)
         self.runner = made_runner(model, offload, config, self._way.heads)
         self.tuning = self.runner.tuning
         self.verifier = self.runner.verifier

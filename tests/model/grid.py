@@ -30,6 +30,7 @@ from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
 from ess.pool.lru.eviction import POLICIES
+from tests.compressed import world
 from tests.support.checkpoints import (
     TINY_AXK2,
     TINY_DOTS3,
@@ -67,6 +68,7 @@ RANDOM: Final = {
     "mistral_large4": TINY_MISTRAL4,
     "dots3_note": TINY_DOTS3,
     "glm5_next": TINY_GLM5_NEXT,
+    "deepseek_v4": world.LISTED,
 }
 Case = Mapping[str, str]
 HEADING: Final = "## In float32: the full grid, once"
@@ -74,6 +76,8 @@ HEADING: Final = "## In float32: the full grid, once"
 
 @functools.cache
 def checkpoint(name: str) -> Model:
+    if name == "deepseek_v4":
+        return world.tiny()
     return load_model(EMBEDDED, form="f32") if name == "embedded" else model(RANDOM[name])
 
 

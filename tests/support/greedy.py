@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput
+from ess.models.compressed import plain as compressed
+from ess.models.compressed.model import CompressedModel
 from ess.models.model import Model
 from ess.models.mtp import Mtp
 from ess.models.plain import Plain, PlainLayer
@@ -66,7 +68,16 @@ class PlainDrafter:
 
 def greedy(model: Model, prompt: Sequence[int], count: int) -> list[int]:
     """`count` tokens after the prompt, one at a time."""
+    if isinstance(model, CompressedModel):
+        return _over_entries(compressed.Plain(model), prompt, count)
     return continued(Plain(model), prompt, count)
+
+
+def _over_entries(plain: compressed.Plain, prompt: Sequence[int], count: int) -> list[int]:
+    tokens = [int(plain.run(prompt)[-1].argmax())]
+    while len(tokens) < count:
+        tokens.append(int(plain.run(tokens[-1:])[-1].argmax()))
+    return tokens
 
 
 def continued(plain: Plain, prompt: Sequence[int], count: int) -> list[int]:

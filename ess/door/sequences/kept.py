@@ -1,4 +1,4 @@
-"""States that were kept for prompts to come: what a request has beside its rows, where it may begin.
+"""States that were kept for prompts to come: what requests had beside their rows.
 
 Rows of a cached prefix are not enough where a request keeps something beside them: it begins where
 a state was kept too. One is kept at the end of a page: of the last page before a prompt's last
@@ -75,7 +75,8 @@ class KeptStates:
 
 
 def kept_ends(start: int, stop: int, *, prompt_end: int, page_tokens: int) -> list[int]:
-    """Where states are kept of tokens `start` + 1 to `stop`, of a prompt with so many to compute."""
+    """Where states are kept, behind `start` up to `stop` tokens, of a prompt with so many to make
+    rows of."""
     every = -(-KEPT_TOKENS // page_tokens) * page_tokens
     ends = set(range(start // every * every + every, stop + 1, every))
     last = prompt_end // page_tokens * page_tokens

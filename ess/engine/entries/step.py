@@ -143,9 +143,7 @@ class Over:
     def entries(self, layer: Layer, hidden: Tensor) -> Tensor:
         assert layer.compressor is not None, f"layer {layer.number} has no entries"
         positions = self._model.turning(layer.kind)
-        return self._tokens.compressed(
-            "entries", layer.number, layer.compressor, hidden, positions
-        )
+        return self._tokens.compressed("entries", layer.number, layer.compressor, hidden, positions)
 
     def keys(self, layer: Layer, hidden: Tensor) -> Tensor:
         assert layer.indexer is not None, f"layer {layer.number} has no index keys"

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ess.door import Offload
+from ess.engine.config import EngineConfig
 from ess.engine.entries.memory import Memory
 from ess.engine.entries.prompt import run_spans
+from ess.engine.entries.refusals import check_settings
 from ess.engine.entries.step import Over
 from ess.engine.layers.batch import Batch, ended
 from ess.engine.layers.heads import AllHeads
@@ -16,6 +18,7 @@ from ess.engine.prompt.run import Prefilled
 from ess.engine.step.feeding import Fed, Said
 from ess.engine.step.runner import Runner
 from ess.engine.step.way import Here, Way
+from ess.errors import BadInput
 from ess.models.compressed.model import CompressedModel
 from ess.models.model import Model
 
@@ -42,6 +45,11 @@ class OverEntries:
         return [Prefilled(pack, span, made.windows, made.streams) for span, made in pairs]
 
 
-def way_of(model: Model, offload: Offload) -> Way:
-    """Of an engine by itself."""
-    return OverEntries(model, offload) if isinstance(model, CompressedModel) else Here()
+def way_of(model: Model, offload: Offload, config: EngineConfig, *, is_alone: bool) -> Way:
+    """Of an engine that hands nothing over and divides nothing, if it `is_alone`."""
+    if not isinstance(model, CompressedModel):
+        return Here()
+    check_settings(model.config.family, config)
+    if not is_alone:
+        raise BadInput(f"{model.config.family}: its states and experts stay in one engine")
+    return OverEntries(model, offload)

@@ -78,6 +78,8 @@ def _memory(plan: MemoryPlan) -> Table:
     table.add_row("host pool", format_bytes(plan.host_bytes), held)
     table.add_row("slots", format_bytes(plan.slot_bytes), "the working set of rows")
     table.add_row("index", format_bytes(plan.index_bytes), "keys of running requests")
+    if plan.state_bytes:
+        table.add_row("states", format_bytes(plan.state_bytes), "beside rows, and kept for prompts")
     table.add_row("together", format_bytes(plan.total_bytes), "")
     return table
 

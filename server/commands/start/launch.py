@@ -22,6 +22,7 @@ import zmq.asyncio
 from ess import console
 from ess.clock import Clock, RealClock
 from ess.engine.config import ProcessConfig
+from ess.engine.entries.refusals import check_settings
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -219,13 +220,18 @@ def port_of(listener: socket.socket) -> int:
 
 
 def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
-    """What the checkpoint and the machine decide, where no setting does."""
+    """What the checkpoint and the machine decide, where no setting does. BadInput where a setting
+    does not go together with the checkpoint."""
     settings = resolved.settings
+    if checkpoint.config.compressed is not None:
+        check_settings(checkpoint.config.family, settings)
     fresh: dict[str, Any] = {}
     if not settings.served_model_name:
         fresh["served_model_name"] = checkpoint.name
     if checkpoint.config.mtp_layer_count and resolved.origins["mtp"] == "default":
         fresh["mtp"] = 2
+    if checkpoint.config.compressed is not None and resolved.origins["row"] == "default":
+        fresh["row"] = "bf16"
     if settings.threads == 0:
         here = settings.processes_here
         fresh["threads"] = max(1, ((os.cpu_count() or 1) - 1) // here)

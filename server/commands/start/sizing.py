@@ -16,7 +16,6 @@ from ess.pool.capacity import (
     WINDOW_SLOTS,
     capacity_of,
     needs,
-    page_count,
 )
 from ess.server.commands.start.settings import Settings
 from ess.server.process.memory import memory_free
@@ -63,7 +62,8 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`weight_bytes` are those of the files. With a `device`, slots and index are there."""
+    """`weight_bytes` are those of the files, `state_bytes` what requests keep beside their rows, with
+    as much for what prompts to come may begin with. With a `device`, slots and index are there."""
 
     length_max: int
     host_bytes: int
@@ -72,12 +72,14 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     token_capacity: int
     rooms: tuple[Room, ...]
+    state_bytes: int = 0
     graph_bytes: int = 0
     device: DevicePlan | None = None
 
     @property
     def total_bytes(self) -> int:
-        return self.host_bytes + self.slot_bytes + self.index_bytes + self.weight_bytes
+        pools = self.host_bytes + self.slot_bytes + self.index_bytes
+        return pools + self.state_bytes + self.weight_bytes
 
 
 def plan_memory(
@@ -94,7 +96,7 @@ def plan_memory(
     host_bytes = _host_bytes(settings, layout, longest, free)
     length_max, token_capacity = check_host(settings, layout, host_bytes, longest, free)
     slot_bytes = _slot_bytes(settings, layout, length_max, free)
-    index_bytes = token_capacity // PAGE_ROWS * layout.index_page_bytes
+    index_bytes = token_capacity // layout.page_tokens * layout.index_page_bytes
     if settings.index_bytes != AUTO:
         index_bytes = size_of(settings.index_bytes, of=free)
     plan = MemoryPlan(
@@ -105,6 +107,7 @@ def plan_memory(
         weight_bytes=weight_bytes,
         token_capacity=token_capacity,
         rooms=(),
+        state_bytes=2 * settings.max_running * layout.request_state_bytes(length_max),
     )
     _check_fit(plan, settings, free)
     return with_rooms(plan, settings, layout)
@@ -127,7 +130,7 @@ def check_host(
 ) -> tuple[int, int]:
     """The longest request that the host's rows allow, and how many tokens they are for."""
     _check_size("host_bytes", host_bytes, free)
-    token_capacity = host_bytes // layout.host_page_bytes * PAGE_ROWS
+    token_capacity = host_bytes // layout.host_page_bytes * layout.page_tokens
     if token_capacity < 2:
         raise BadInput(
             f"host_bytes is {format_bytes(host_bytes)}, less than one page of"
@@ -164,6 +167,7 @@ def _check_fit(plan: MemoryPlan, settings: Settings, free: int) -> None:
     parts = {
         "weights": plan.weight_bytes,
         **{name: getattr(plan, name) for name in ("host_bytes", "slot_bytes", "index_bytes")},
+        **({"state_bytes": plan.state_bytes} if plan.state_bytes else {}),
     }
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     raise BadInput(
@@ -177,7 +181,7 @@ def _to_lower(parts: Mapping[str, int], settings: Settings) -> str:
     largest = max(parts, key=lambda name: parts[name])
     if largest == "weights":
         return "nothing: this model is too large for it"
-    if getattr(settings, largest) != AUTO:
+    if getattr(settings, largest, AUTO) != AUTO:
         return f"{largest}, now {getattr(settings, largest)}"
     return f"max_running, now {settings.max_running:,}, or max_model_len: {largest} follows them"
 
@@ -187,7 +191,7 @@ def _check_rooms(plan: MemoryPlan, layout: ModelLayout) -> None:
     [last] = plan.rooms[-1:]
     if last.count:
         return
-    pages, slot_bytes = page_count(last.length), _bytes_for(layout, last.length)
+    pages, slot_bytes = layout.pages_of(last.length), _bytes_for(layout, last.length)
     least = {
         "host_bytes": pages * layout.host_page_bytes,
         "index_bytes": pages * layout.index_page_bytes,
@@ -202,7 +206,7 @@ def _check_rooms(plan: MemoryPlan, layout: ModelLayout) -> None:
 def _host_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: int) -> int:
     if settings.host_bytes != AUTO:
         return size_of(settings.host_bytes, of=free)
-    enough = settings.max_running * page_count(length_max) * layout.host_page_bytes
+    enough = settings.max_running * layout.pages_of(length_max) * layout.host_page_bytes
     return min(enough, free // HOST_SHARE, HOST_BYTES_MAX)
 
 
@@ -216,7 +220,7 @@ def _slot_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: 
 def _bytes_for(layout: ModelLayout, length: int, *, times: int = 1, share: int = 1) -> int:
     """Slots in all groups for `times` / `share` requests of this length, one page more in each, and
     what lies between slabs."""
-    each, size = min(length, layout.slot_floor), 0
+    each, size = layout.slots_of(length, layout.slot_floor), 0
     for group in range(layout.group_count):
         floor = min(each, layout.window_floor) if layout.window_of(group) else each
         pages = div_ceil(times * floor, share * PAGE_ROWS) + 1
@@ -231,10 +235,11 @@ def _room(plan: MemoryPlan, settings: Settings, layout: ModelLayout, length: int
         slot_bytes=plan.slot_bytes,
         host_bytes=plan.host_bytes,
         index_bytes=plan.index_bytes,
-        slots_each=min(plan.length_max, layout.slot_floor),
+        slots_each=layout.slots_of(plan.length_max, layout.slot_floor),
     )
-    slots = min(length, layout.slot_floor)
-    most = capacity.request_max(needs(length, slots=slots, window_floor=layout.window_floor))
+    slots, floor = layout.slots_of(length, layout.slot_floor), layout.window_floor
+    needed = needs(length, slots=slots, window_floor=floor, page_tokens=layout.page_tokens)
+    most = capacity.request_max(needed)
     counts = {
         "max_running": settings.max_running,
         "host_bytes": most[HOST_PAGES],

@@ -1,0 +1,38 @@
+"""What engines of these models cannot do yet, each by its name. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Final
+
+from ess.engine.config import EngineConfig
+from ess.errors import BadInput
+
+LACKS: Final[Mapping[str, str]] = {
+    "mtp": "weights of its MTP module are not read",
+    "tbo": "the steps of its layers are not cut in two halves",
+    "sbo": "its experts compute in one go",
+    "deterministic": "it has no compiled stages",
+    "backend": "its layers are computed on the CPU",
+    "fake_prefill": "rows that are invented have no state beside them",
+    "device": "its layers are computed on the CPU",
+    "role": "states beside rows are not handed over",
+    "pp_size": "its layers are not divided",
+    "tp_size": "its heads are not divided",
+    "cp_size": "its chunks are not divided",
+    "dp_size": "its experts are not divided",
+    "prefix_cache_dir": "states beside rows are not kept on a disk",
+    "kv_events": "routers are told of pages of 64 tokens, and a page has 64 entries",
+}
+ALLOWED: Final = {"backend": ("cpu", "reference")}
+
+
+def check_settings(family: str, config: EngineConfig) -> None:
+    """In one sentence, for each of a server's settings too."""
+    for field in fields(config):
+        given = getattr(config, field.name)
+        usual = ALLOWED.get(field.name, (field.default,))
+        if field.name in LACKS and given not in usual:
+            why = LACKS[field.name]
+            raise BadInput(f"{field.name} is {given}, and the model is {family}: {why}")
