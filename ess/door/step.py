@@ -27,14 +27,14 @@ import numpy as np
 from torch import Tensor
 
 from ess.door.arrays import Array, Brought, Kept, StepArrays
-from ess.door.checks import in_range, kept_counts, part_of, token_ids
+from ess.door.checks import in_range, kept_counts, part_of
 from ess.door.owner import Owner
 from ess.door.placement import Resolution
 from ess.door.sequences.sequence import Sequence, key_layer
+from ess.door.texts import Tokens, known_texts
 from ess.errors import BadInput, BadState
 
 StepState = Literal["open", "sealed", "learned"]
-Tokens = Many[Many[int]] | None
 
 
 class _Answer(NamedTuple):
@@ -417,7 +417,7 @@ class Step:
         self._require_open()
         if self.owner.sealed:
             raise BadState(f"learn step {self.owner.sealed[0].number} before this commit")
-        self._known(kept_counts(accepted, self._accepted_max), tokens)
+        known_texts(self.sequences, kept_counts(accepted, self._accepted_max), tokens)
         self.seal(accepted=accepted)
         self.learn(accepted=accepted, tokens=tokens)
 
@@ -449,7 +449,7 @@ class Step:
         if oldest is not self:
             raise BadState(f"learn step {oldest.number} before step {self.number}")
         kept = kept_counts(accepted, self._accepted_max)
-        texts = self._known(kept, tokens)
+        texts = known_texts(self.sequences, kept, tokens)
         self.arrays.learned(kept, number=self.number)
         rows = kept if self._brought is None else self._brought.rows_of(kept)
         for place, sequence in enumerate(self.sequences):
@@ -476,24 +476,6 @@ class Step:
                 f"appended: layer {missing[0]} has rows of "
                 f"{self._row_counts.get(missing[0], 0)} of {self.row_count} queries"
             )
-
-    def _known(self, accepted: list[int], tokens: Tokens) -> list[list[int]] | None:
-        """What the kept rows were computed from, which must match what is known."""
-        if tokens is None:
-            return None
-        if not hasattr(tokens, "__iter__"):
-            raise BadInput(f"tokens is {tokens!r}, must have a list of ids for each sequence")
-        texts = [token_ids(f"tokens[{place}]", ids) for place, ids in enumerate(tokens)]
-        sizes = [len(ids) for ids in texts]
-        if sizes != accepted:
-            raise BadInput(f"tokens have lengths {sizes}, accepted {accepted}")
-        for sequence, ids in zip(self.sequences, texts, strict=True):
-            known = sequence.tokens[sequence.text_length : sequence.text_length + len(ids)]
-            if known != ids[: len(known)]:
-                raise BadInput(
-                    f"sequence {sequence.number}: tokens differ from those it was opened with"
-                )
-        return texts
 
     def _require_open(self) -> None:
         self.owner.require()

@@ -29,7 +29,7 @@ from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.engine.admission import Admission
 from ess.engine.config import EngineConfig
-from ess.engine.entries.way import way_of
+from ess.engine.entries.over import way_of
 from ess.engine.entry import Entry
 from ess.engine.handoff import Ended, Handoffs
 from ess.engine.intake import Intake, Wishes

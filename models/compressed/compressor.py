@@ -77,8 +77,8 @@ class Compressor:
     def _overlapping(
         self, values: Tensor, gates: Tensor, *, has_before: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """A of the window before, then B of its own. Without a window before it, its A are gates that
-        weigh nothing."""
+        """A of the window before, then B of its own. Without a window before it, its A are gates
+        that weigh nothing."""
         dim, rate, bias = self.dim, self.rate, self._bias
         there = has_before[:, None, None]
         before = values[:, :rate, :dim].where(there, 0.0)

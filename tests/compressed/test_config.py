@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from safetensors.torch import save_file
 
 from ess.errors import BadInput
 from ess.models.compressed.form import state_form
 from ess.models.compressed.gain import Machine, gain, read_bytes
 from ess.models.compressed.memory import entry_bytes, needs
-from ess.models.load import load_model
 from ess.models.registry import build, read_config
 from ess.models.weights.__main__ import main
 from ess.models.weights.dry_run import make_plan
@@ -127,12 +121,34 @@ def test_what_is_not_computed_is_refused(change: dict[str, Any], said: str) -> N
     assert str(refusal.value).startswith("config.json of deepseek_v4: ")
 
 
-def test_no_engine_is_made_for_it() -> None:
+def test_what_the_pools_are_told() -> None:
+    """Of the published sizes: entries of the layers whose indexer chooses, a state, and beside it
+    two entries of 128 tokens in each of 20 layers for 256 tokens."""
+    config = flash()
+    layout = config.layout(row="bf16")
+    assert (layout.layer_count, layout.row_tokens, layout.page_tokens) == (21, 4, 256)
+    assert (layout.row_bytes, layout.top_k, layout.slot_floor) == (1024, 512, 1600)
+    assert layout.state_page_bytes == 2 * 20 * 512 * 4
+    assert layout.index is not None
+    assert layout.index.form == "fp8"
+    form = state_form(config, drafts=1)
+    assert layout.state_bytes == form.byte_count == 4 * (512 + form.values)
+    assert all(field.lines == 128 for field in form.fields if field.name == "window")
+
+
+def test_what_cannot_lie_in_pages_is_refused() -> None:
+    odd = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 100}
+    with pytest.raises(BadInput, match="entries of 100 tokens do not divide a page of 256 tokens"):
+        read_config({**world.LISTED, "compress_rates": odd}).layout(row="f32")
+    plain = {**world.LISTED, "layer_types": ["sliding_attention"] * 5}
+    with pytest.raises(BadInput, match="no layer has an indexer that chooses entries"):
+        read_config(plain).layout(row="f32")
+
+
+def test_it_is_built_whole() -> None:
     config = read_config(world.LISTED)
-    with pytest.raises(BadInput, match=r"deepseek_v4 is not served yet: .*docs.families.md"):
-        build(config, {}.__getitem__)
-    with pytest.raises(BadInput, match="deepseek_v4 is not served yet"):
-        config.layout()
+    with pytest.raises(BadInput, match="its layers, heads and experts are not divided yet"):
+        build(config, {}.__getitem__, tp=2)
 
 
 def test_the_published_configuration_counts_what_transformers_makes_of_it() -> None:
@@ -231,18 +247,3 @@ def test_whatever_a_file_says_is_read_or_refused(spelling: str) -> None:
     said = [refusal({**raw, name: value}) for name in names for value in ODD]
     assert sum(map(bool, said)) > 200
     assert max(map(len, said)) < 300
-
-
-@pytest.mark.slow
-def test_serving_it_is_refused_by_what_is_missing(tmp_path: Path) -> None:
-    """Before a weight is read."""
-    (tmp_path / "config.json").write_text(json.dumps(world.LISTED))
-    drawn = world.published(world.weights(read_config(world.LISTED)))
-    save_file(drawn, tmp_path / "model.safetensors")
-    with pytest.raises(BadInput, match="deepseek_v4 is not served yet: the pools keep a row for"):
-        load_model(tmp_path)
-    command = [sys.executable, "-m", "ess.server.commands.cli", "serve", "--model", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
-    assert "deepseek_v4 is not served yet: the pools keep a row for each token" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -161,6 +161,12 @@ class Holding:
         assert self._pools.states is not None, "the layout has nothing beside rows"
         self._pools.states.kept.keep(content, self._pools.states.line(self.line, text))
 
+    def copy_page(self, other: Holding, page: int) -> None:
+        """The rows and keys of a page that is there in part."""
+        pools, lines = self._pools, self._pools.tables.lines
+        pools.latent.copy_page(int(self.host_pages[page]), int(other.host_pages[page]))
+        pools.index.copy_page(int(lines[self.line, page]), int(lines[other.line, page]))
+
     def copy_state(self, other: Holding) -> None:
         if self._pools.states is not None:
             self._pools.states.copy(self.line, other.line)

@@ -41,7 +41,7 @@ class Progress:
         self.published_count = published_count
         self._layout = pools.layout
         self._text_length = text_length
-        self._is_withheld = False
+        self.is_withheld = False
         self._pools = pools
         self._holding = holding
         self._noticed_count = 0
@@ -69,7 +69,7 @@ class Progress:
         """Where one is to be kept, unless a step that is not learned has changed it."""
         end, line = self.text_length, self._holding.line
         size, states = self._layout.page_tokens, self._pools.states
-        if states is None or self._is_withheld or end != self._pools.tables.texts[line]:
+        if states is None or self.is_withheld or end != self._pools.tables.texts[line]:
             return
         if end in kept_ends(max(0, end - 1), end, prompt_end=prompt_end, page_tokens=size):
             done = self.published_count * size
@@ -143,7 +143,7 @@ class Progress:
 
     def withhold(self) -> None:
         """From now on no page of its text is published."""
-        self._is_withheld = True
+        self.is_withheld = True
         self.published_count = self._holding.page_count
 
     def publish(self) -> None:

@@ -426,15 +426,11 @@ class Sequence:
         page_count = div_ceil(self.length, PAGE_ROWS)
         child.holding.open(shared, page_count, length=self.length, text=self.text_length)
         if self.length % PAGE_ROWS:
-            self._copy_page(child, len(shared))
+            self.holding.copy_page(child.holding, len(shared))
         self.holding.copy_state(child.holding)
+        if self.progress.is_withheld:
+            child.progress.withhold()
         return child
-
-    def _copy_page(self, child: Sequence, page: int) -> None:
-        pools, here, there = self.owner.pools, self.holding, child.holding
-        pools.latent.copy_page(int(here.host_pages[page]), int(there.host_pages[page]))
-        lines = pools.tables.lines
-        pools.index.copy_page(int(lines[here.line, page]), int(lines[there.line, page]))
 
     def close(self) -> None:
         """Its full stored pages stay as prefix cache while there is room. A second call does

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ess.door import Sequence as Opened
-from ess.engine.entries.attention import (
+from ess.engine.entries.memory import Memory
+from ess.engine.entries.parts import (
     asked_queries,
     attend,
     coded_keys,
@@ -22,7 +23,6 @@ from ess.engine.entries.attention import (
     plain_rows,
     with_sink,
 )
-from ess.engine.entries.memory import Memory
 from ess.engine.layers.batch import compute_threads
 from ess.engine.prompt.pack import Span
 from ess.engine.step.runner import Runner

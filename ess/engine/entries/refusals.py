@@ -14,9 +14,9 @@ LACKS: Final[Mapping[str, str]] = {
     "tbo": "the steps of its layers are not cut in two halves",
     "sbo": "its experts compute in one go",
     "deterministic": "it has no compiled stages",
+    "device": "its layers are computed on the CPU",
     "backend": "its layers are computed on the CPU",
     "fake_prefill": "rows that are invented have no state beside them",
-    "device": "its layers are computed on the CPU",
     "role": "states beside rows are not handed over",
     "pp_size": "its layers are not divided",
     "tp_size": "its heads are not divided",
@@ -30,9 +30,8 @@ ALLOWED: Final = {"backend": ("cpu", "reference")}
 
 def check_settings(family: str, config: EngineConfig) -> None:
     """In one sentence, for each of a server's settings too."""
-    for field in fields(config):
-        given = getattr(config, field.name)
-        usual = ALLOWED.get(field.name, (field.default,))
-        if field.name in LACKS and given not in usual:
-            why = LACKS[field.name]
-            raise BadInput(f"{field.name} is {given}, and the model is {family}: {why}")
+    usual = {field.name: (field.default,) for field in fields(config)} | ALLOWED
+    for name, why in LACKS.items():
+        given = getattr(config, name, None)
+        if name in usual and given not in usual[name]:
+            raise BadInput(f"{name} is {given}, and the model is {family}: {why}")

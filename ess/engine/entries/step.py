@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ess.engine.entries.attention import (
+from ess.engine.entries.memory import Memory, Tokens
+from ess.engine.entries.parts import (
     asked_queries,
     attend,
     coded_keys,
@@ -15,7 +16,6 @@ from ess.engine.entries.attention import (
     plain_rows,
     with_sink,
 )
-from ess.engine.entries.memory import Memory, Tokens
 from ess.engine.layers.batch import Batch
 from ess.engine.layers.front import Asking
 from ess.engine.layers.selected import SelectedRows

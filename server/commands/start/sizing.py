@@ -62,8 +62,9 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`weight_bytes` are those of the files, `state_bytes` what requests keep beside their rows, with
-    as much for what prompts to come may begin with. With a `device`, slots and index are there."""
+    """`weight_bytes` are those of the files, `state_bytes` what requests keep beside their rows,
+    and as much for what prompts to come may begin with. With a `device`, slots and index are
+    there."""
 
     length_max: int
     host_bytes: int

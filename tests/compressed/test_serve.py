@@ -1,0 +1,123 @@
+"""`ess serve` of a DeepSeek-V4 checkpoint: what it says, what it prints, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from ess.errors import BadInput
+from ess.models.load import EMBEDDED, load_model
+from ess.models.registry import read_config
+from ess.server.commands.start.checkpoint import read_checkpoint
+from ess.server.commands.start.launch import derived, layout_of, planned
+from ess.server.commands.start.settings import resolve
+from tests.compressed import world
+from tests.ranks.test_serve import COUNT, PROMPT, tokens
+from tests.support.greedy import greedy
+from tests.support.process import Process
+
+MODEL = "the-model"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint by published names, with the tokenizer of the model in the box."""
+    made = tmp_path_factory.mktemp("v4") / MODEL
+    made.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, made / name)
+    (made / "config.json").write_text(json.dumps(world.LISTED))
+    drawn = world.weights(read_config(world.LISTED))
+    save_file(world.published(drawn), made / "model.safetensors")
+    return made
+
+
+def resolved(folder: Path, **flags: Any) -> Any:
+    found = resolve({"model": str(folder), **flags}, environment={})
+    return derived(found, read_checkpoint(str(folder)))
+
+
+@pytest.mark.slow
+def test_a_server_says_what_the_plain_model_says_and_again_when_its_engine_is_lost(
+    folder: Path,
+) -> None:
+    expected = greedy(load_model(folder, form="f32"), PROMPT, COUNT)
+    flags = ("--dtype", "f32", "--row", "f32", "--recover", "resume", "--max-running", "2")
+    names = ("--model", str(folder), "--served-model-name", "ess-embedded")
+    with Process(*flags, *names).wait_ready() as process:
+        layout = read_config(world.LISTED).layout(row="f32")
+        assert process.greeting["memory"]["state_bytes"] == 4 * layout.request_state_bytes(2048)
+        assert list(tokens(process.url)) == expected
+        going = tokens(process.url)
+        first = [next(going), next(going)]
+        os.kill(process.engine_pid, signal.SIGKILL)
+        assert [*first, *going] == expected
+        with urllib.request.urlopen(process.url + "/metrics", timeout=60) as answer:
+            assert b"ess_" in answer.read()
+
+
+def test_what_a_server_plans(folder: Path) -> None:
+    """Rows are in bf16 unless it is said; a page is of 256 tokens."""
+    found = resolved(folder, max_model_len="2k", max_running=4)
+    checkpoint = read_checkpoint(str(folder))
+    layout = layout_of(found.settings, checkpoint)
+    plan = planned(found.settings, checkpoint, layout)
+    assert (found.settings.row, found.origins["row"]) == ("bf16", "derived")
+    assert plan.token_capacity == 4 * 2048
+    assert plan.host_bytes == 4 * 8 * layout.host_page_bytes
+    assert plan.state_bytes == 2 * 4 * layout.request_state_bytes(2048)
+    assert plan.total_bytes > plan.state_bytes + plan.host_bytes
+    assert [(room.length, room.count) for room in plan.rooms] == [(2048, 4)]
+
+
+REFUSED = [
+    ({"mtp": 2}, "mtp is 2, and the model is deepseek_v4: weights of its MTP module are not"),
+    ({"tbo": "1"}, "tbo is 1, and the model is deepseek_v4: the steps of its layers"),
+    ({"tp_size": 2}, "tp_size is 2, and the model is deepseek_v4: its heads are not divided"),
+    ({"pp_size": 2}, "pp_size is 2, and the model is deepseek_v4: its layers are not divided"),
+    ({"dp_size": 2}, "dp_size is 2, and the model is deepseek_v4: its experts are not divided"),
+    ({"device": "cuda"}, "device is cuda, and the model is deepseek_v4: its layers are computed"),
+    ({"prefix_cache_dir": "x"}, "prefix_cache_dir is x, and the model is deepseek_v4: states"),
+    ({"kv_events": "ipc://x"}, "kv_events is ipc://x, and the model is deepseek_v4: routers"),
+    ({"deterministic": True}, "deterministic is True, and the model is deepseek_v4: it has no"),
+    ({"role": "decode", "peers": "127.0.0.1:1", "peer_secret": "s" * 16}, "role is decode, and"),
+    ({"role": "prefill", "peer_secret": "s" * 16}, "role is prefill, and the model is deepseek_v4"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED, ids=lambda value: str(value)[:24])
+def test_what_a_server_cannot_do_is_refused_by_name(
+    folder: Path, flags: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(BadInput, match=said):
+        resolved(folder, **flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--mtp", "2"), "mtp is 2, and the model is deepseek_v4"),
+        (("--row", "fp8"), "fp8 rows would round to e4m3: choose row bf16 or f32"),
+        (("--pd", "1p1d"), "pd is given, and the model is deepseek_v4"),
+    ],
+)
+def test_a_refusal_is_one_sentence(folder: Path, flags: tuple[str, ...], said: str) -> None:
+    """Before a weight is read."""
+    command = [sys.executable, "-m", "ess.server.commands.cli", "serve", "--model", str(folder)]
+    done = subprocess.run(
+        [*command, *flags], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
