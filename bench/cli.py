@@ -72,6 +72,11 @@ BENCHMARKS: Final = (
         summary="What TBO and the orders of SBO cost on one rank.",
     ),
     Command(
+        name="entries",
+        home="ess.bench.engine.entries:entries_benchmark",
+        summary="Decode of entries of several tokens: offload against everything resident.",
+    ),
+    Command(
         name="comm",
         home="ess.bench.ranks.exchange:comm_benchmark",
         summary="Ranks that divide the experts: bytes they send, waits that TBO and SBO hide.",
@@ -160,6 +165,7 @@ SUITES: Final = {
         "slow-link",
         "locality",
         "orders",
+        "entries",
         "overhead",
         "vs-transformers",
         "precision",
