@@ -432,6 +432,11 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         return self.norm_eps if self.latent_norm_eps is None else self.latent_norm_eps
 
     @property
+    def usual_row(self) -> RowForm:
+        """How its rows are kept where nobody says it."""
+        return "bf16" if self.compressed is not None else "fp8"
+
+    @property
     def attention_scale(self) -> float:
         return float((self.nope_dim + self.rope_dim) ** -0.5 * self.rope.softmax_scale)
 

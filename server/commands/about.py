@@ -31,7 +31,8 @@ NAMES: Final = (*PRESETS, *(name for name in PUBLISHED if name not in PRESETS))
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layout costs. A token counts its rows and index keys in all layers, MTP included."""
+    """What a layout costs. A token counts its rows and index keys in all layers, MTP included, and
+    its share of those that are of several tokens."""
 
     layout: str
     row_form: str
@@ -41,6 +42,9 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     row_bytes: int
     row_sizes: tuple[int, ...]
+    row_tokens: int
+    state_bytes: int
+    state_page_bytes: int
     key_bytes: int
     key_group_count: int
     window_floor: int
@@ -81,7 +85,7 @@ def layout(
     name: str,
     /,
     *,
-    row: RowForm = "fp8",
+    row: RowForm | None = None,
     host_bytes: str | None = None,
     json: bool = False,
 ) -> None:
@@ -91,10 +95,10 @@ def layout(
     ----------
     name
         A preset (deepseek-v3.2, glm-5, glm-5.2, ess-embedded) or a published configuration:
-        a.x-k2-light, hy4-preview, mistral-large-4, dots3-note. Of deepseek-v4-flash and
+        a.x-k2-light, hy4-preview, mistral-large-4, dots3-note, deepseek-v4-flash. Of
         glm-5.3-flash, which no engine serves yet, what a request takes.
     row
-        How a latent row is stored.
+        How a latent row is stored; by default in fp8, entries of several tokens in bf16.
     host_bytes
         Host memory for the latent pool, such as 24GiB: adds how many tokens fit.
     json
@@ -110,13 +114,14 @@ def layout(
         _print_cost(cost)
 
 
-def _layout_of(name: str, row: RowForm) -> ModelLayout:
+def _layout_of(name: str, row: RowForm | None) -> ModelLayout:
     if name not in NAMES:
         raise BadInput(f"layout {name!r} is unknown; choose from {', '.join(NAMES)}")
     preset = PRESETS.get(name)
     if preset is not None:
-        return preset(row=RowCodec(form=row))
-    return parse_config(read_config(name)).layout(name=name, row=row)
+        return preset(row=RowCodec(form=row or "fp8"))
+    config = parse_config(read_config(name))
+    return config.layout(name=name, row=row or config.usual_row)
 
 
 def _cost(model: ModelLayout, host_size: str | None) -> Cost:
@@ -131,10 +136,13 @@ def _cost(model: ModelLayout, host_size: str | None) -> Cost:
         top_k=model.top_k,
         row_bytes=model.row_bytes,
         row_sizes=model.row_sizes,
+        row_tokens=model.row_tokens,
+        state_bytes=model.state_bytes,
+        state_page_bytes=model.state_page_bytes,
         key_bytes=0 if model.index is None else model.index.key_bytes,
         key_group_count=model.key_layer_count,
         window_floor=model.window_floor,
-        token_host_bytes=model.host_page_bytes // PAGE_ROWS,
+        token_host_bytes=model.host_page_bytes // model.page_tokens,
         wire_page_bytes=model.page_bytes,
         host_page_bytes=model.host_page_bytes,
         active_page_bytes=model.index_page_bytes,
@@ -143,7 +151,7 @@ def _cost(model: ModelLayout, host_size: str | None) -> Cost:
         + model.window_floor * model.window_slot_bytes,
         host_bytes=host_bytes,
         host_page_count=page_count,
-        host_token_count=None if page_count is None else page_count * PAGE_ROWS,
+        host_token_count=None if page_count is None else page_count * model.page_tokens,
     )
 
 
@@ -158,22 +166,23 @@ def _print_cost(cost: Cost) -> None:
 
 
 def _cost_lines(cost: Cost) -> list[tuple[str, str, str]]:
-    keyed, windows = "one token in one layer group", ""
+    unit = "one token" if cost.row_tokens == 1 else f"{cost.row_tokens} tokens"
+    keyed, windows, page = f"{unit} in one layer group", "", PAGE_ROWS * cost.row_tokens
     if cost.key_group_count < cost.group_count:
         keyed = f"one token in {cost.key_group_count} groups: the others attend to a window"
         windows = f", {cost.window_floor:,} for a window"
     lines = [
         (cost.layout, "", f"{cost.layer_count} layers + {cost.mtp_layer_count} MTP"),
         ("layer groups", f"{cost.group_count}", f"each picks {cost.top_k:,} rows per query"),
-        ("row", _bytes_of(cost.row_sizes), f"{cost.row_form}, one token in one layer"),
+        ("row", _bytes_of(cost.row_sizes), f"{cost.row_form}, {unit} in one layer"),
         ("index key", f"{cost.key_bytes:,} B", keyed),
         ("token", f"{cost.token_host_bytes:,} B", "on the host: all rows and index keys"),
         ("wire page", f"{cost.wire_page_bytes:,} B", f"{PAGE_ROWS} rows of one layer"),
-        ("host page", format_bytes(cost.host_page_bytes), f"{PAGE_ROWS} tokens on the host"),
+        ("host page", format_bytes(cost.host_page_bytes), f"{page} tokens on the host"),
         (
             "active page",
             format_bytes(cost.active_page_bytes),
-            f"{PAGE_ROWS} tokens on the device: index keys and the row map",
+            f"{page} tokens on the device: index keys and the row map",
         ),
         (
             "slot floor",
@@ -181,6 +190,9 @@ def _cost_lines(cost: Cost) -> list[tuple[str, str, str]]:
             f"{cost.slot_floor:,} slots in every group{windows}, per running request",
         ),
     ]
+    if cost.state_bytes:
+        more = f"beside rows, and {cost.state_page_bytes:,} B for each page, per running request"
+        lines.append(("state", format_bytes(cost.state_bytes), more))
     if cost.host_token_count is not None and cost.host_bytes is not None:
         held = f"tokens in {format_bytes(cost.host_bytes)} of host memory"
         lines.append(("capacity", f"{cost.host_token_count:,}", held))

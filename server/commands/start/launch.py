@@ -230,8 +230,8 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
         fresh["served_model_name"] = checkpoint.name
     if checkpoint.config.mtp_layer_count and resolved.origins["mtp"] == "default":
         fresh["mtp"] = 2
-    if checkpoint.config.compressed is not None and resolved.origins["row"] == "default":
-        fresh["row"] = "bf16"
+    if resolved.origins["row"] == "default" and settings.row != checkpoint.config.usual_row:
+        fresh["row"] = checkpoint.config.usual_row
     if settings.threads == 0:
         here = settings.processes_here
         fresh["threads"] = max(1, ((os.cpu_count() or 1) - 1) // here)
