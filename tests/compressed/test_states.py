@@ -108,6 +108,40 @@ def test_nothing_is_published_that_is_not_to_be() -> None:
         again.close()
 
 
+def test_what_is_not_published_keeps_no_state() -> None:
+    """Nor do its forks: the text that they count from is not theirs."""
+    with opened(sequence_max=3) as offload:
+        sequence = offload.open(list(range(520)), publishes=False)
+        rows = torch.ones(128, LAYOUT.row_bytes, dtype=torch.uint8)
+        for layer in range(WITH_STATE.layer_count):
+            sequence.import_rows(layer, 0, rows)
+        sequence.reached(512)
+        fork = sequence.fork()
+        states = offload.owner.pools.states
+        assert states is not None
+        assert len(states.kept) == 0
+        for each in (fork, sequence):
+            each.close()
+        again = offload.open(list(range(520)))
+        again.import_rows(0, 0, rows)
+        again.import_rows(1, 0, rows)
+        again.reached(512)
+        assert len(states.kept) == 1
+        again.close()
+        assert offload.open(list(range(520))).cached_count == 512
+
+
+def test_a_fork_without_a_row_goes_on_when_it_comes_back() -> None:
+    with opened() as offload:
+        sequence = offload.open([0])
+        fork = sequence.fork()
+        fork.preempt()
+        fork.resume()
+        for each in (fork, sequence):
+            each.close()
+        offload.check()
+
+
 def test_what_has_no_state_says_so() -> None:
     with ess.Offload.create(LAYOUT, slot_bytes="64KiB", host_bytes="1MiB") as offload:
         sequence = offload.open([0])

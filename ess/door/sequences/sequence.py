@@ -423,7 +423,7 @@ class Sequence:
             published_count=self.progress.published_count,
         )
         shared = self.holding.host_pages[: self.length // PAGE_ROWS]
-        page_count = div_ceil(self.length, PAGE_ROWS)
+        page_count = max(1, div_ceil(self.length, PAGE_ROWS))
         child.holding.open(shared, page_count, length=self.length, text=self.text_length)
         if self.length % PAGE_ROWS:
             self.holding.copy_page(child.holding, len(shared))
