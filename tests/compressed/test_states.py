@@ -117,6 +117,7 @@ def test_what_is_not_published_keeps_no_state() -> None:
             sequence.import_rows(layer, 0, rows)
         sequence.reached(512)
         fork = sequence.fork()
+        fork.progress.keep_state(prompt_end=512)
         states = offload.owner.pools.states
         assert states is not None
         assert len(states.kept) == 0
