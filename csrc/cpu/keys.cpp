@@ -79,7 +79,8 @@ bool all_below(const int32_t* ids, int64_t count, int64_t bound) {
 }
 
 // The end of a step: `kept` rows go home with their keys and are clean, the others leave. What the
-// host has of a row is marked. `left` counts, per group, the rows that left.
+// host has of a row is marked. `left` counts, per group, the rows that left. Where another process
+// writes the host's rows (`writes` is 0), nothing is copied: they are there when it says so.
 struct Sealed {
     ess::Arena* arena;
     const int32_t* slots;
@@ -100,6 +101,7 @@ struct Seal {
     const uint8_t* kept;
     int64_t* left;
     int64_t group_count;
+    int64_t writes;
 
     int64_t host_row(int32_t row) const {
         return host_page_of[row >> 6] * int64_t(64) + (row & 63);
@@ -129,12 +131,13 @@ void send_home(const Seal& in, const Sealed& group, int64_t number, int32_t row,
     const uint64_t bit = uint64_t(1) << (to & 63);
     for (int64_t j = 0; j < group.layer_count; ++j) {
         const int64_t layer = group.first_layer + j;
-        std::memcpy(group.host + (j * page_count * 64 + to) * group.row_bytes,
-                    in.slab + (slot + j * 64) * group.row_bytes, group.row_bytes);
+        if (in.writes)
+            std::memcpy(group.host + (j * page_count * 64 + to) * group.row_bytes,
+                        in.slab + (slot + j * 64) * group.row_bytes, group.row_bytes);
         in.stored[layer * page_count + (to >> 6)] |= bit;
     }
     if (group.is_keyed) {
-        copy_key(in.keys, number, row, to);
+        if (in.writes) copy_key(in.keys, number, row, to);
         in.keyed[number * page_count + (to >> 6)] |= bit;
     }
     group.arena->dirty[slot] = 0;
@@ -188,7 +191,7 @@ ESS_EXPORT int32_t ess_seal(const Seal* in) {
         const Sealed& group = in->groups[g];
         in->left[g] = 0;
         for (int64_t i = 0; i < in->keys.count; ++i)
-            if (in->kept[i]) request_home(*in, group, in->keys.source_rows[i]);
+            if (in->kept[i] && in->writes) request_home(*in, group, in->keys.source_rows[i]);
         for (int64_t i = 0; i < in->keys.count; ++i) {
             const int32_t row = in->keys.source_rows[i], slot = group.slots[i];
             if (in->kept[i]) {

@@ -24,6 +24,7 @@ from ess.flashtrans.lanes import open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import DiskTier
+from ess.pool.latent import Common
 from ess.pool.ledger import Promise
 from ess.pool.lru.eviction import PolicyName, check_policy
 from ess.pool.prefix import PrefixListener
@@ -70,6 +71,7 @@ class Offload:
         clock: Clock | None = None,
         poison: bool = False,
         shared: bool = False,
+        common: Common | None = None,
         evict: PolicyName = "lru",
         placement: MakePlacement | None = None,
         disk: DiskTier | None = None,
@@ -86,6 +88,8 @@ class Offload:
         Copies run beside compute unless another `lane` is given; waits for them are timed on
         `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
         `shared` puts the host's rows and keys into memory that other processes can map.
+        `common` is for processes that make the same calls in the same order: they have the host's
+        rows and keys once, and one of them writes there.
         `evict` says which row gives way: the longest unused (lru), by SIEVE's walk, or the one that
         the indexer scores lowest; score needs `Step.observe` before each `resolve`.
         `placement` is given the slots and returns what a step uses in their place.
@@ -116,11 +120,12 @@ class Offload:
             evict=evict,
         )
         _check_disk(disk, layout)
+        _check_common(common, device, disk)
         now = clock or RealClock()
         if device != "cpu":
             return cls(_device_side(layout, sizes, device, now, lane, placement, disk), now)
         opened = open_lane() if lane is None else lane
-        pools = build_pools(layout, sizes, opened, disk)
+        pools = build_pools(layout, sizes, opened, disk, common)
         return cls(HostSide(pools, opened, now, placement), now)
 
     # ---- what may be read
@@ -387,6 +392,15 @@ def _check_eviction(evict: str, device: str) -> None:
     check_policy("evict", evict)
     if device != "cpu" and evict != "lru":
         raise BadInput(f"evict is {evict!r}: on {device} rows give way by lru alone")
+
+
+def _check_common(common: Common | None, device: str, disk: DiskTier | None) -> None:
+    if common is None:
+        return
+    if device != "cpu":
+        raise BadInput(f"common is given, but {device!r} has its own way to the host's rows")
+    if disk is not None:
+        raise BadInput("disk is given, and common: several processes would write to the disk")
 
 
 def _check_disk(disk: DiskTier | None, layout: ModelLayout) -> None:

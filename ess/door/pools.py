@@ -33,7 +33,7 @@ from ess.pool.capacity import (
 )
 from ess.pool.disk.tier import DiskTier
 from ess.pool.index import ActivePages, IndexPool, PageTables
-from ess.pool.latent import Bytes, LatentPool
+from ess.pool.latent import Bytes, Common, LatentPool
 from ess.pool.ledger import Ledger
 from ess.pool.lru.eviction import PolicyName
 from ess.pool.pages import PageIds
@@ -185,12 +185,20 @@ class Counts:
 
 
 def build_pools(
-    layout: ModelLayout, sizes: PoolSizes, lane: Lane, disk: DiskTier | None = None
+    layout: ModelLayout,
+    sizes: PoolSizes,
+    lane: Lane,
+    disk: DiskTier | None = None,
+    common: Common | None = None,
 ) -> HostPools:
     counts = Counts.of(layout, sizes)
-    rows, rows_fd = _memory(sizes, "host", counts.host_pages * layout.host_page_bytes)
+    host_bytes = counts.host_pages * layout.host_page_bytes
+    if common is None:
+        rows, rows_fd = _memory(sizes, "host", host_bytes)
+    else:
+        rows, rows_fd = common.memory(host_bytes), None
     keys, keys_fd = _memory(sizes, "index", max(counts.index_pages * layout.key_page_bytes, 1))
-    latent = LatentPool(layout, rows, fd=rows_fd, poison=sizes.poison)
+    latent = LatentPool(layout, rows, fd=rows_fd, poison=sizes.poison, common=common)
     index = IndexPool(
         layout,
         keys,

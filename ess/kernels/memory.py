@@ -73,19 +73,44 @@ def memory_file(byte_count: int, *, name: str = "memory", touch_threads: int = 0
     return MemoryFile(memory, fd)
 
 
-def map_memory_file(pid: int, fd: int, byte_count: int, *, begin: int = 0) -> npt.NDArray[np.uint8]:
+def map_memory_file(
+    pid: int, fd: int, byte_count: int, *, begin: int = 0, writes: bool = True
+) -> npt.NDArray[np.uint8]:
     """`byte_count` bytes from `begin` on of a file that process `pid` has open. OSError where
-    there is no such file, or no longer."""
-    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    there is no such file, or no longer. Memory that the caller does not write to is mapped for
+    reading: whatever writes there ends the process."""
+    access = os.O_RDWR if writes else os.O_RDONLY
+    opened = os.open(f"/proc/{pid}/fd/{fd}", access | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         file_bytes = os.fstat(opened).st_size
         if not 0 <= begin < begin + byte_count <= file_bytes:
             raise OSError(f"{byte_count} bytes at {begin} of a file of {file_bytes}")
         first = begin - begin % mmap.ALLOCATIONGRANULARITY
-        region = mmap.mmap(opened, begin + byte_count - first, offset=first)
+        region = mmap.mmap(
+            opened,
+            begin + byte_count - first,
+            prot=mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0),
+            offset=first,
+        )
     finally:
         os.close(opened)
-    return _on_huge_pages(region)[begin - first :]
+    whole = _on_huge_pages(region)
+    return (whole if writes else np.asarray(_Read(whole)))[begin - first :]
+
+
+class _Read:
+    """Memory that is only read, under an array that does not know it: torch warns of one that
+    does. It keeps the memory mapped."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
+        self._memory = memory
+        address = memory.__array_interface__["data"][0]
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": memory.shape,
+            "data": (address, False),
+        }
 
 
 def _check_size(byte_count: int) -> None:

@@ -120,6 +120,7 @@ class IndexPool(ActivePages):
         self.keys = KeyPages(layout, memory, page_count)
 
     def _load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
+        assert not latent.is_unsaid, "keys are read before they are said"
         self.keys.copy_pages(latent.keys, host_pages, active)
 
     def write_keys(self, layer: int, rows: RowIds, keys: Bytes) -> None:

@@ -5,6 +5,10 @@ whether it has been stored: `stored[layer, host page]`. That one mask answers fo
 prefetch read this row, is an import a duplicate, how long is a sequence, and may a page be
 published for reuse (all 64 bits in every layer, MTP and index keys included). Freed rows are filled
 with 0xFF when `poison` is set: NaN in e4m3, bf16 and f32, so that a stale read shouts.
+
+Processes may have the rows and keys in common (`Common`). Each has marks of its own, and they are
+alike, since all make the same calls. One process writes; the others mark what it writes, and `say`
+returns to them when it has.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +37,32 @@ POISON: Final = 0xFF
 FULL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
+class Common(Protocol):
+    """Host memory that several processes have in common. They make the same calls in one order."""
+
+    @property
+    def writes(self) -> bool:
+        """One process alone does."""
+
+    def memory(self, byte_count: int) -> Bytes: ...
+
+    def written(self) -> None:
+        """Whatever was to be written before this call lies in memory when it returns."""
+
+
 class LatentPool:
     """`fd` is the memory file that the pool lies in from its first byte on, where it lies in one:
-    other processes can map it."""
+    other processes can map it. `is_unsaid` between a change and the `say` behind it: until then no
+    process reads what has changed."""
 
     def __init__(
-        self, layout: ModelLayout, memory: Bytes, *, fd: int | None = None, poison: bool = False
+        self,
+        layout: ModelLayout,
+        memory: Bytes,
+        *,
+        fd: int | None = None,
+        poison: bool = False,
+        common: Common | None = None,
     ) -> None:
         self.layers, self.keys, self.row_memory = laid_out(layout, memory)
         page_count = len(self.layers[0]) // PAGE_ROWS
@@ -46,10 +70,13 @@ class LatentPool:
         self.fd = fd
         self.pages = PagePool(page_count)
         self.prefix = PrefixIndex()
-        self._poison = poison
+        self.writes = common is None or common.writes
+        self.is_unsaid = False
+        self._common = common
+        self._poison = poison and self.writes
         self.stored = np.zeros((layout.layer_total, page_count), np.uint64)
         self.keyed = np.zeros((layout.key_layer_count, page_count), np.uint64)
-        if poison:
+        if self._poison:
             memory.fill(POISON)
 
     @property
@@ -57,6 +84,20 @@ class LatentPool:
         """[layer][host row], where all rows are of one size."""
         assert not self.layout.rows, "rows of layers are of several sizes"
         return self.row_memory.reshape(len(self.layers), *self.layers[0].shape)
+
+    @property
+    def is_common(self) -> bool:
+        return self._common is not None
+
+    def change(self) -> None:
+        """Rows or keys are written, here or by the process that writes."""
+        self.is_unsaid = self.is_common
+
+    def say(self) -> None:
+        """Whatever has changed may be read when this returns, by every process."""
+        if self._common is not None and self.is_unsaid:
+            self.is_unsaid = False
+            self._common.written()
 
     @property
     def free_count(self) -> int:
@@ -126,9 +167,23 @@ class LatentPool:
     def mark_rows(self, layers: Layers, host_rows: RowIds) -> None:
         """These rows of these layers hold their values now."""
         _mark(self.stored, layers, host_rows)
+        self.change()
 
     def mark_keys(self, key_layers: Layers, host_rows: RowIds) -> None:
         _mark(self.keyed, key_layers, host_rows)
+        self.change()
+
+    def write_keys(self, key_layer: int, host_rows: RowIds, keys: Bytes) -> None:
+        if self.writes:
+            self.keys.write(key_layer, host_rows, keys)
+        self.mark_keys(key_layer, host_rows)
+
+    def copy_keys(
+        self, source: KeyPages, source_rows: RowIds, host_rows: RowIds, *, layers: Sequence[int]
+    ) -> None:
+        if self.writes:
+            self.keys.copy_keys(source, source_rows, host_rows, layers=layers)
+        self.mark_keys(layers, host_rows)
 
     def mark_arrived(self, pages: PageIds, row_count: int) -> None:
         """The first `row_count` rows of these pages lie there in all layers, with their keys; what
@@ -139,6 +194,7 @@ class LatentPool:
         for mask in (self.stored, self.keyed):
             mask[:, pages[:full_count]] = FULL
             mask[:, pages[full_count:]] = np.uint64((1 << rest) - 1)
+        self.change()
         if rest and self._poison:
             self._poison_rows(int(pages[-1]), rest)
 
@@ -187,10 +243,12 @@ class LatentPool:
         assert source != target, f"page {source} onto itself"
         assert target not in self.prefix, f"page {target} is published: its text cannot change"
         assert self.pages.hold_count(target) == 1, f"page {target} is not the fork's alone"
-        here, there = source * PAGE_ROWS, target * PAGE_ROWS
-        for rows in self.layers:
-            rows[there : there + PAGE_ROWS] = rows[here : here + PAGE_ROWS]
-        self.keys.copy_page(source, target)
+        if self.writes:
+            here, there = source * PAGE_ROWS, target * PAGE_ROWS
+            for rows in self.layers:
+                rows[there : there + PAGE_ROWS] = rows[here : here + PAGE_ROWS]
+            self.keys.copy_page(source, target)
+        self.change()
         self.stored[:, target] = self.stored[:, source]
         self.keyed[:, target] = self.keyed[:, source]
 

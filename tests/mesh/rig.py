@@ -11,6 +11,7 @@ import torch
 from ess.comm.group import Group
 from ess.comm.local import local_group
 from ess.door import Offload
+from ess.door.team_host import TeamHost
 from ess.engine.config import EngineConfig
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
 from ess.flashtrans.patient import PatientLane
@@ -67,6 +68,7 @@ def engine(shape: Shape, group: Group, **config) -> MeshEngine:
         length_max=1024,
         slot_floor=24,
         lane=PatientLane(ManualLane(seed=shape.chunks + group.rank, delay_max=3)),
+        common=TeamHost(group.team) if shape.tp > 1 else None,
         poison=True,
     )
     settings = EngineConfig(**{"mtp": shape.mtp, "chunk_tokens": 48, "budget_every": 0, **config})

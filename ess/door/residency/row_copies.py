@@ -152,7 +152,7 @@ def seal_at_once(
     keys = latent.keys.copying(index.keys, lists, (len(step.row_ids), len(groups)))
     memory = (pools.slabs[0][0].address, at(latent.stored), at(latent.keyed))
     of_step = (at(index.host_page_of), at(sealed), at(kept), at(left))
-    done = _seal()(struct.pack("20q", *keys, *memory, *of_step, len(groups)))
+    done = _seal()(struct.pack("21q", *keys, *memory, *of_step, len(groups), latent.writes))
     assert done, f"step {step.number}: a slot that does not hold its new row"
     assert (left == len(kept) - kept.sum()).all(), f"step {step.number}: {left} rejected rows left"
     pools.sparse.left(groups, left.tolist())
@@ -174,6 +174,7 @@ def start_fetch(pools: HostPools, plan: FetchPlan, host_rows: Rows) -> tuple[Eve
     if not plan.is_pending:
         return ()
     assert not plan.is_landed, f"group {plan.group}: what has landed waits for another copy"
+    assert not pools.latent.is_unsaid, f"group {plan.group}: a fetch before its rows are said"
     copies = fetch_copies(pools, plan, host_rows)
     nothing: Callable[[], None] = lambda: None  # noqa: E731
     commits = [nothing] * (len(copies) - 1) + [lambda: pools.sparse.commit(plan)]

@@ -232,12 +232,14 @@ class Slots:
         if 0 < sum(stored.values()) <= pools.at_once_bytes:
             claimed = [self._claimed[group] for group in groups]
             row_copies.seal_at_once(pools, step, groups, claimed, kept)
+            pools.latent.change()
             for sequence in step.sequences:
                 sequence.progress.publish()
         else:
             self._store(step, groups, kept)
             self._drop(groups, step.row_ids[~kept])
         self._drop([group for group in self._claimed if group not in stored], step.row_ids)
+        pools.latent.say()
         self._counters.stored(stored)
         self._timings.landed()
         self._claimed.clear()
@@ -258,7 +260,8 @@ class Slots:
             self.pools.sparse.drop(groups, rows)
 
     def _store(self, step: Step, groups: list[int], kept: Mask) -> None:
-        """Sends the kept rows home; they are stored, and clean, when the copy has landed."""
+        """Sends the kept rows home; they are stored, and clean, when the copy has landed. Where
+        other processes read them, that is waited for."""
         if not groups or not kept.any():
             return
         pools, rows, keyed = self.pools, step.row_ids[kept], sorted(step.keyed)
@@ -266,8 +269,7 @@ class Slots:
         layers = [layer for group in groups for layer in pools.layout.groups[group]]
         to_host = pools.index.host_rows(rows)
         if keyed:
-            pools.latent.keys.copy_keys(pools.index.keys, rows, to_host, layers=keyed)
-            pools.latent.mark_keys(keyed, to_host)
+            pools.latent.copy_keys(pools.index.keys, rows, to_host, layers=keyed)
 
         def stored() -> None:
             pools.sparse.settle(np.concatenate(list(slots_of.values())))
@@ -275,7 +277,12 @@ class Slots:
             for sequence in step.sequences:
                 sequence.progress.publish()
 
-        pools.inflight.submit(row_copies.store_copies(pools, slots_of, to_host), stored)
+        if pools.latent.writes:
+            pools.inflight.submit(row_copies.store_copies(pools, slots_of, to_host), stored)
+        else:
+            pools.inflight.after(stored)
+        if pools.latent.is_common:
+            pools.inflight.drain()
 
     # ---- ahead of selections
 

@@ -166,6 +166,7 @@ class Holding:
         pools, lines = self._pools, self._pools.tables.lines
         pools.latent.copy_page(int(self.host_pages[page]), int(other.host_pages[page]))
         pools.index.copy_page(int(lines[self.line, page]), int(lines[other.line, page]))
+        pools.latent.say()
 
     def copy_state(self, other: Holding) -> None:
         if self._pools.states is not None:

@@ -260,7 +260,8 @@ class Sequence:
             raise BadInput(
                 f"layer {layer}: row {start + int(stored.argmax())} was imported already"
             )
-        scatter_rows(source=array, target=latent.layers[layer], target_rows=to_host)
+        if latent.writes:
+            scatter_rows(source=array, target=latent.layers[layer], target_rows=to_host)
         latent.mark_rows(layer, to_host)
         self.progress.arrival_count += 1
 
@@ -285,8 +286,7 @@ class Sequence:
         keyed = pools.latent.is_keyed(number, to_host)
         if keyed.any():
             raise BadInput(f"layer {layer}: key {start + int(keyed.argmax())} was imported already")
-        pools.latent.keys.write(number, to_host, array)
-        pools.latent.mark_keys(number, to_host)
+        pools.latent.write_keys(number, to_host, array)
         if self.state == "active" and not is_placed:
             pools.index.write_keys(number, self.holding.row_ids(start, len(array)), array)
         self.progress.arrival_count += 1

@@ -30,6 +30,7 @@ from ess.door import Offload
 from ess.engine.mesh.words import Call, Holds, Met, Told, Word, receive, send
 from ess.engine.ranks.accord import Accord, Wish, agreed
 from ess.errors import BadInput
+from ess.pool.latent import LatentPool
 
 W = TypeVar("W", bound=Met | Told | Holds)
 
@@ -56,6 +57,10 @@ class Lockstep:
     @property
     def is_lead(self) -> bool:
         return self.group.rank == 0
+
+    @property
+    def latent(self) -> LatentPool:
+        return self._offload.owner.pools.latent
 
     def agree(self) -> None:
         """No rank admits more than the smallest pools hold: once, before the first call."""

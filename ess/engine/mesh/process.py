@@ -17,7 +17,9 @@ import zmq
 
 from ess.clock import RealClock
 from ess.comm.group import Group
+from ess.comm.team import Team
 from ess.door import Offload
+from ess.door.team_host import TeamHost
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
 from ess.engine.process.member import join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
@@ -56,7 +58,9 @@ def load_part(launch: Launch, rank: Rank) -> tuple[Model, ModelLayout]:
     return model, config.layout(row=chosen.row)
 
 
-def part_offload(launch: Launch, whole: ModelLayout, layers: tuple[int, int]) -> Offload:
+def part_offload(
+    launch: Launch, whole: ModelLayout, layers: tuple[int, int], team: Team
+) -> Offload:
     """The share of these layers in the memory that is for all stages: as many pages as every other
     stage has, and for each group the slots that it has in one process."""
     chosen, part = launch.config, whole.part(*layers)
@@ -74,6 +78,7 @@ def part_offload(launch: Launch, whole: ModelLayout, layers: tuple[int, int]) ->
         query_max=chosen.query_max,
         evict=chosen.evict,
         lane=PatientLane(open_lane()),
+        common=TeamHost(team) if team.size > 1 else None,
     )
 
 
@@ -82,7 +87,7 @@ def made_engine(launch: Launch, group: Group) -> MeshEngine:
     each rank's own misses would let one rank admit what another cannot."""
     rank = rank_of(launch)
     model, whole = load_part(launch, rank)
-    offload = part_offload(launch, whole, rank.layers[rank.rank // rank.team])
+    offload = part_offload(launch, whole, rank.layers[rank.rank // rank.team], group.team)
     greet(group, {"model": fingerprint(launch.model).hex()})
     kind = MeshEngine if group.rank else Lead
     settings = replace(launch.config, budget_every=0)

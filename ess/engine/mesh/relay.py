@@ -35,7 +35,7 @@ class Relay:
         self._lockstep = lockstep
         self._group = lockstep.group
         team = self._group.team
-        self._share = TeamHeads(team) if team.size > 1 else None
+        self._share = TeamHeads(team, lockstep.latent) if team.size > 1 else None
         self.heads: Heads = self._share or AllHeads()
 
     # ---- decode

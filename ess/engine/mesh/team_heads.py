@@ -13,14 +13,19 @@ from ess.comm.team import Team
 from ess.engine.layers.batch import Shared, values
 from ess.engine.prompt.share import Whole, Work
 from ess.models.decoder import DecoderLayer
+from ess.pool.latent import LatentPool
 
 
 class TeamHeads(Whole):
     """`Heads` of a decode step, and `Share` of a pack of prompts, of which each member makes all
-    rows for itself."""
+    rows for itself. One of them writes these where all read them."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, latent: LatentPool) -> None:
         self._team = team
+        self._latent = latent
+
+    def stored(self, work: Work, layer: int) -> None:
+        self._latent.say()
 
     def joined(self, batch: Shared, layer: DecoderLayer, attended: Tensor) -> Tensor:
         made = values(batch, layer, attended).contiguous()
