@@ -70,10 +70,9 @@ class LatentPool:
         self.fd = fd
         self.pages = PagePool(page_count)
         self.prefix = PrefixIndex()
-        self.writes = common is None or common.writes
         self.is_unsaid = False
         self._common = common
-        self._poison = poison and self.writes
+        self._poison = poison and (common is None or common.writes)
         self.stored = np.zeros((layout.layer_total, page_count), np.uint64)
         self.keyed = np.zeros((layout.key_layer_count, page_count), np.uint64)
         if self._poison:
@@ -84,6 +83,10 @@ class LatentPool:
         """[layer][host row], where all rows are of one size."""
         assert not self.layout.rows, "rows of layers are of several sizes"
         return self.row_memory.reshape(len(self.layers), *self.layers[0].shape)
+
+    @property
+    def writes(self) -> bool:
+        return self._common is None or self._common.writes
 
     @property
     def is_common(self) -> bool:

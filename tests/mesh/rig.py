@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import Queue
+from typing import Literal
 
 import msgspec
 import torch
 
 from ess.comm.group import Group
 from ess.comm.local import local_group
+from ess.comm.team import Team
 from ess.door import Offload
 from ess.door.team_host import TeamHost
 from ess.engine.config import EngineConfig
@@ -40,6 +45,77 @@ class Shape:
     index_pages: int | None = None
 
 
+@dataclass
+class Skew:
+    """One member of each stage's team is as late as it can be without the other: `writer` writes
+    when all others wait for its word; `reader` runs behind an exchange when member 0 waits in the
+    next one, and has freed, written and poisoned whatever it may before that."""
+
+    late: Literal["writer", "reader"] | None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    words: Counter[tuple[int, str]] = field(default_factory=Counter)
+    exchanges: Counter[tuple[int, int]] = field(default_factory=Counter)
+    has_begun: bool = False
+    has_ended: bool = False
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.has_ended or holds(), PATIENCE_S)
+
+    def count(self, counter: Counter, key: tuple) -> int:
+        with self.changed:
+            counter[key] += 1
+            self.changed.notify_all()
+            return counter[key]
+
+    def end(self) -> None:
+        with self.changed:
+            self.has_ended = True
+            self.changed.notify_all()
+
+
+class OneWay:
+    """A team of two whose broadcasts nobody waits for but who hears them, as between processes."""
+
+    def __init__(self, team: Team, stage: int, skew: Skew, heard: Queue[bytes]) -> None:
+        self.rank, self.size = team.rank, team.size
+        self.stage, self.skew = stage, skew
+        self._team, self._heard = team, heard
+
+    def broadcast(self, content: bytes, root: int = 0) -> bytes:
+        if self.rank != root:
+            return self._heard.get(timeout=PATIENCE_S)
+        self._heard.put(content)
+        return content
+
+    def all_gather(self, tensor, dim=0, *, sizes=None):
+        skew, key = self.skew, (self.stage, self.rank)
+        number = skew.count(skew.exchanges, key)
+        made = self._team.all_gather(tensor, dim, sizes=sizes)
+        if self.rank and skew.late == "reader":
+            skew.until(lambda: skew.exchanges[self.stage, 0] > number)
+        return made
+
+
+class LateHost(TeamHost):
+    def __init__(self, team: OneWay) -> None:
+        super().__init__(team)
+        self._of, self._skew = team, team.skew
+
+    @property
+    def writes(self) -> bool:
+        """Whoever is about to write asks this."""
+        if self._of.rank == 0 and self._skew.has_begun and self._skew.late == "writer":
+            words, stage = self._skew.words, self._of.stage
+            self._skew.until(lambda: words[stage, "waits"] > words[stage, "said"])
+        return super().writes
+
+    def written(self) -> None:
+        words, stage = self._skew.words, self._of.stage
+        self._skew.count(words, (stage, "waits" if self._of.rank else "said"))
+        super().written()
+
+
 def part_of(shape: Shape, group: Group) -> Model:
     config, whole = weights(shape.family)
     layers = range(*PARTS[shape.pp][group.rank // shape.tp])
@@ -68,7 +144,7 @@ def engine(shape: Shape, group: Group, **config) -> MeshEngine:
         length_max=1024,
         slot_floor=24,
         lane=PatientLane(ManualLane(seed=shape.chunks + group.rank, delay_max=3)),
-        common=TeamHost(group.team) if shape.tp > 1 else None,
+        common=_common(group.team),
         poison=True,
     )
     settings = EngineConfig(**{"mtp": shape.mtp, "chunk_tokens": 48, "budget_every": 0, **config})
@@ -76,18 +152,32 @@ def engine(shape: Shape, group: Group, **config) -> MeshEngine:
     return made(model, offload, settings, group)
 
 
-def run_mesh(shape: Shape, act: Callable[[Lead], object], **config) -> object:
+def _common(team: Team) -> TeamHost | None:
+    if isinstance(team, OneWay):
+        return LateHost(team)
+    return TeamHost(team) if team.size > 1 else None
+
+
+def run_mesh(
+    shape: Shape, act: Callable[[Lead], object], *, late: str | None = None, **config
+) -> object:
     """What `act` makes of the lead; then all ranks close, and their pools must be empty."""
 
     def run(group: Group) -> object:
         try:
-            return _ran(engine(shape, group, **config), act)
+            return _ran(engine(shape, group, **config), act, skew)
         except BaseException as wrong:
+            skew.end()
             group.fail(f"{type(wrong).__name__}: {wrong}")
             raise
 
     weights(shape.family)  # read once, before there are threads
     groups = local_group(shape.tp * shape.pp, team=shape.tp, patience_s=PATIENCE_S)
+    skew = Skew(late)
+    for stage in range(shape.pp if late else 0):
+        heard = Queue[bytes]()
+        for group in groups[2 * stage : 2 * stage + 2]:
+            group.team = OneWay(group.team, stage, skew, heard)
     results = each(groups, run)
     wrong = [result for result in results if isinstance(result, BaseException)]
     if wrong:
@@ -95,10 +185,12 @@ def run_mesh(shape: Shape, act: Callable[[Lead], object], **config) -> object:
     return results[0]
 
 
-def _ran(made: MeshEngine, act: Callable[[Lead], object]) -> object:
+def _ran(made: MeshEngine, act: Callable[[Lead], object], skew: Skew) -> object:
     result = None
     if isinstance(made, Lead):
+        skew.has_begun = True
         result = act(made)
+        skew.end()
         made.close()
     else:
         Follower(made).run()
