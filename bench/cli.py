@@ -79,7 +79,7 @@ BENCHMARKS: Final = (
     Command(
         name="comm",
         home="ess.bench.ranks.exchange:comm_benchmark",
-        summary="Ranks that divide the experts: bytes they send, waits that TBO and SBO hide.",
+        summary="Ranks: bytes they send, waits that TBO and SBO hide, memory in common.",
     ),
     Command(
         name="overhead",

@@ -5,6 +5,7 @@ Two ranks decode the embedded model, a thread each, over a line of a stated late
     volume    bytes per token and layer, beside the formula for experts that are chosen evenly
     exposed   milliseconds of a step in which a rank only waits for the line: with TBO, with each
               order of SBO and with both, against none of them in the same run
+    pool      MiB of a host pool that two processes of one engine have in common
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ess.bench.engine.calibrate import SETTLE_STEPS, settled_engine
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
 from ess.bench.ranks.line import LateTeam, Line
+from ess.bench.ranks.members import member_rows
 from ess.comm.company import Company, Traffic
 from ess.comm.group import Group
 from ess.comm.local import local_group
@@ -77,7 +79,7 @@ def comm_benchmark(*, smoke: bool = False) -> list[Row]:
                 config={"ranks": RANKS, "batch": batch, "context": CONTEXT, **line},
             )
         )
-    return rows
+    return [*rows, *member_rows(smoke=smoke)]
 
 
 def exposed(ranks: list[Decoded]) -> list[float]:

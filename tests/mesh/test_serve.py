@@ -7,6 +7,8 @@ import signal
 
 import pytest
 
+from ess.door.team_host import NAME
+from ess.kernels.mappings import mappings
 from ess.models.load import load_model
 from tests.ranks.test_serve import COUNT, PROMPT, tokens
 from tests.server.harness import until
@@ -16,6 +18,7 @@ from tests.support.process import Process
 
 pytestmark = pytest.mark.slow
 
+POOL = f"/memfd:ess-{NAME}"
 FLAGS = ("--dtype", "f32", "--row", "f32", "--recover", "resume")
 
 
@@ -23,19 +26,45 @@ def engines(process: Process) -> list[int]:
     return [pid for pid in kin(process.process.pid) if "mesh.process" in told(pid, "cmdline")]
 
 
+def check_pools(pids: list[int], tp: int, pp: int) -> set[int]:
+    """Of each stage the members have one pool, which one of them may write to, and no other memory
+    that is so large; what it costs them together is its pages, once. Returns the files."""
+    if tp == 1:
+        return set()
+    found = {pid: mappings(pid) for pid in pids}
+    pools = [m for each in found.values() for m in each if m.file.startswith(POOL)]
+    files = {pool.inode for pool in pools}
+    assert len(files) == pp
+    for inode in files:
+        members = [pool for pool in pools if pool.inode == inode]
+        assert sorted(pool.access for pool in members) == ["r--s"] * (tp - 1) + ["rw-s"]
+        resident = max(pool.resident_bytes for pool in members)
+        together = sum(pool.share_bytes for pool in members)
+        print(f"pool {inode}: {resident >> 10} KiB in memory, {together >> 10} KiB of {tp} members")
+        assert 0 < together < 1.05 * resident
+    least = min(pool.byte_count for pool in pools)
+    for each in found.values():
+        others = [m for m in each if m.byte_count >= least and not m.file.startswith(POOL)]
+        assert not [m for m in others if m.resident_bytes and "w" in m.access], "a second copy"
+    return files
+
+
 @pytest.mark.parametrize(("tp", "pp", "mtp", "victim"), [(2, 1, 2, 1), (1, 2, 4, 0), (2, 2, 1, 3)])
 def test_one_text_from_several_processes_and_again_when_one_is_killed(tp, pp, mtp, victim):
     expected = greedy(load_model(form="f32"), PROMPT, COUNT)
-    size = ("--tp-size", str(tp), "--pp-size", str(pp), "--mtp", str(mtp))
+    size = ("--tp-size", str(tp), "--pp-size", str(pp), "--mtp", str(mtp), "--host-bytes", "1GiB")
     with Process(*FLAGS, *size).wait_ready() as process:
         assert list(tokens(process.url)) == expected
         before = sorted(engines(process))
         assert len(before) == tp * pp
+        pools = check_pools(before, tp, pp)
         going = tokens(process.url)
         first = [next(going), next(going)]
         os.kill(before[victim], signal.SIGKILL)
         assert [*first, *going] == expected
-        assert not {*before} & {*engines(process)}, "a process has outlived its engine"
+        after = sorted(engines(process))
+        assert not {*before} & {*after}, "a process has outlived its engine"
+        assert not pools & check_pools(after, tp, pp), "a pool of lost members is used again"
         everybody = [process.process.pid, *kin(process.process.pid)]
         process.process.terminate()
         assert process.ended(120) == 0

@@ -45,5 +45,8 @@ def test_the_formula_is_the_mean_over_all_choices_of_experts(ranks):
 @pytest.mark.slow
 def test_the_benchmark_runs_in_small():
     rows = comm_benchmark(smoke=True)
-    assert [row.name.partition(":")[0] for row in rows] == ["volume"] * 2 + ["exposed"] * 6
+    kinds = ["volume"] * 2 + ["exposed"] * 6 + ["host pool of a stage"]
+    assert [row.name.partition(":")[0] for row in rows] == kinds
     assert all(row.value > 0 for row in rows)
+    assert rows[-1].ratio == pytest.approx(2, rel=0.02)
+    assert (rows[-1].config["files"], rows[-1].config["writers"]) == (1, 1)

@@ -1,0 +1,70 @@
+"""How often the host pool of a stage lies in memory when the stage is several processes.
+
+A real server with `--tp-size` reads prompts that fill a part of its pool. Then the system says how
+much of the pool each process has in memory, and what its share of these pages is: the shares of all
+are what the pool costs. The baseline is a pool for each process.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from ess.bench.engine.serve import started
+from ess.bench.harness.report import Row, compare
+from ess.door.team_host import NAME
+from ess.kernels.mappings import Mapping, mappings
+
+PROMPTS: Final = 6
+TOKENS: Final = 1500
+MIB: Final = 1 << 20
+
+
+def member_rows(tp_size: int = 2, *, smoke: bool = False) -> list[Row]:
+    count, tokens = (1, 100) if smoke else (PROMPTS, TOKENS)
+    flags = ("--tp-size", str(tp_size), "--host-bytes", "256MiB", "--max-model-len", "2k")
+    with started("serve", *flags, "--threads", "1") as (process, url):
+        for first in range(count):
+            read_prompt(url, [(first + at) % 90 + 5 for at in range(tokens)])
+        found = [mapping for pid in kin(process.pid) for mapping in pools(pid)]
+    return [
+        compare(
+            name=f"host pool of a stage: {len(found)} processes",
+            unit="MiB",
+            ours=[sum(mapping.share_bytes for mapping in found) / MIB],
+            baseline=(
+                "one for each process",
+                [max(mapping.resident_bytes for mapping in found) * len(found) / MIB],
+            ),
+            config={
+                "tp_size": tp_size,
+                "share_mib": [round(mapping.share_bytes / MIB, 1) for mapping in found],
+                "resident_mib": [round(mapping.resident_bytes / MIB, 1) for mapping in found],
+                "files": len({mapping.inode for mapping in found}),
+                "writers": sum("w" in mapping.access for mapping in found),
+            },
+        )
+    ]
+
+
+def read_prompt(url: str, prompt: list[int]) -> None:
+    asked = {"model": "ess-embedded", "prompt": prompt, "max_tokens": 1}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
+    )
+    urllib.request.urlopen(request, timeout=300).close()
+
+
+def pools(pid: int) -> list[Mapping]:
+    return [each for each in mappings(pid) if each.file.startswith(f"/memfd:ess-{NAME}")]
+
+
+def kin(pid: int) -> Iterator[int]:
+    """A process and all below it."""
+    yield pid
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield from kin(int(child))
