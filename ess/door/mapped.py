@@ -25,7 +25,7 @@ from ess.flashtrans.rows import scatter_rows
 from ess.kernels.memory import map_memory_file
 from ess.layout import ModelLayout
 from ess.pool.keys import Bytes, KeyPages
-from ess.pool.latent import laid_out
+from ess.pool.latent import laid_out, split
 from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
 
@@ -105,7 +105,7 @@ class MappedPools:
             raise Unavailable(
                 f"the pools of process {shared.pid} cannot be mapped: {error}"
             ) from error
-        rows, keys, _ = laid_out(layout, host)
+        rows, keys, _ = laid_out(layout, *split(layout, host))
         return cls(layout, rows, keys, KeyPages(layout, index, shared.index_pages))
 
     @property

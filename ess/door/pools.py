@@ -33,7 +33,7 @@ from ess.pool.capacity import (
 )
 from ess.pool.disk.tier import DiskTier
 from ess.pool.index import ActivePages, IndexPool, PageTables
-from ess.pool.latent import Bytes, Common, LatentPool
+from ess.pool.latent import Bytes, Common, CommonMemory, LatentPool
 from ess.pool.ledger import Ledger
 from ess.pool.lru.eviction import PolicyName
 from ess.pool.pages import PageIds
@@ -192,13 +192,9 @@ def build_pools(
     common: Common | None = None,
 ) -> HostPools:
     counts = Counts.of(layout, sizes)
-    host_bytes = counts.host_pages * layout.host_page_bytes
-    if common is None:
-        rows, rows_fd = _memory(sizes, "host", host_bytes)
-    else:
-        rows, rows_fd = common.memory(host_bytes), None
+    host, host_fd = _host(layout, sizes, counts, common)
     keys, keys_fd = _memory(sizes, "index", max(counts.index_pages * layout.key_page_bytes, 1))
-    latent = LatentPool(layout, rows, fd=rows_fd, poison=sizes.poison, common=common)
+    latent = LatentPool(layout, host, fd=host_fd, poison=sizes.poison, common=common)
     index = IndexPool(
         layout,
         keys,
@@ -234,6 +230,14 @@ def build_pools(
         host_layers=tuple(known(rows) for rows in latent.layers),
         at_once_bytes=lane.at_once_bytes if isinstance(lane, WorkerLane | PatientLane) else 0,
     )
+
+
+def _host(
+    layout: ModelLayout, sizes: PoolSizes, counts: Counts, common: Common | None
+) -> tuple[Bytes | CommonMemory, int | None]:
+    if common is not None:
+        return common.memory(counts.host_pages), None
+    return _memory(sizes, "host", counts.host_pages * layout.host_page_bytes)
 
 
 def make_states(layout: ModelLayout, sizes: PoolSizes) -> States | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,13 @@ POISON: Final = 0xFF
 FULL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
+class CommonMemory(NamedTuple):
+    """Rows [layer][host row] and index keys of some layers; bytes behind them are not used."""
+
+    rows: Bytes
+    keys: Bytes
+
+
 class Common(Protocol):
     """Host memory that several processes have in common. They make the same calls in one order."""
 
@@ -44,7 +51,7 @@ class Common(Protocol):
     def writes(self) -> bool:
         """One process alone does."""
 
-    def memory(self, byte_count: int) -> Bytes: ...
+    def memory(self, page_count: int) -> CommonMemory: ...
 
     def written(self) -> None:
         """Whatever was to be written before this call lies in memory when it returns."""
@@ -58,13 +65,14 @@ class LatentPool:
     def __init__(
         self,
         layout: ModelLayout,
-        memory: Bytes,
+        memory: Bytes | CommonMemory,
         *,
         fd: int | None = None,
         poison: bool = False,
         common: Common | None = None,
     ) -> None:
-        self.layers, self.keys, self.row_memory = laid_out(layout, memory)
+        rows, keys = memory if isinstance(memory, CommonMemory) else split(layout, memory)
+        self.layers, self.keys, self.row_memory = laid_out(layout, rows, keys)
         page_count = len(self.layers[0]) // PAGE_ROWS
         self.layout = layout
         self.fd = fd
@@ -76,7 +84,8 @@ class LatentPool:
         self.stored = np.zeros((layout.layer_total, page_count), np.uint64)
         self.keyed = np.zeros((layout.key_layer_count, page_count), np.uint64)
         if self._poison:
-            memory.fill(POISON)
+            for part in (self.row_memory, self.keys.pages):
+                part.fill(POISON)
 
     @property
     def rows(self) -> Bytes:
@@ -273,16 +282,24 @@ class LatentPool:
         assert kept == self.pages.page_count, "free + held + idle pages != all pages"
 
 
-def laid_out(layout: ModelLayout, memory: Bytes) -> tuple[tuple[Bytes, ...], KeyPages, Bytes]:
-    """How a pool lies in its memory: rows [layer][host row], then the keys; and the memory of all
-    rows."""
+def split(layout: ModelLayout, memory: Bytes) -> CommonMemory:
+    """How a pool lies in its memory: rows [layer][host row], then the keys."""
     page_count = len(memory) // layout.host_page_bytes
     assert page_count > 0, f"{len(memory)} bytes hold no page of {layout.host_page_bytes}"
-    row_count, layers, end = page_count * PAGE_ROWS, list[Bytes](), 0
+    end = page_count * PAGE_ROWS * layout.token_row_bytes
+    return CommonMemory(memory[:end], memory[end:])
+
+
+def laid_out(
+    layout: ModelLayout, memory: Bytes, keys: Bytes
+) -> tuple[tuple[Bytes, ...], KeyPages, Bytes]:
+    """Each layer's rows; the keys; and the memory of all rows."""
+    row_count, layers, end = len(memory) // layout.token_row_bytes, list[Bytes](), 0
+    assert row_count % PAGE_ROWS == 0, f"{row_count} rows are no whole pages"
     for row_bytes in layout.layer_bytes(range(layout.layer_total)):
         start, end = end, end + row_count * row_bytes
         layers.append(memory[start:end].reshape(row_count, row_bytes))
-    return tuple(layers), KeyPages(layout, memory[end:], page_count), memory[:end]
+    return tuple(layers), KeyPages(layout, keys, row_count // PAGE_ROWS), memory[:end]
 
 
 def _bits(host_rows: RowIds) -> npt.NDArray[np.uint64]:

@@ -16,10 +16,11 @@ from ess.comm.group import Group
 from ess.comm.local import local_group
 from ess.comm.team import Team
 from ess.door import Offload
-from ess.door.team_host import TeamHost
+from ess.door.common_host import CommonHost
 from ess.engine.config import EngineConfig
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
 from ess.flashtrans.patient import PatientLane
+from ess.layout import ModelLayout
 from ess.models.model import Model
 from ess.models.registry import build
 from ess.models.weights.split import HEAD_TENSORS
@@ -97,10 +98,10 @@ class OneWay:
         return made
 
 
-class LateHost(TeamHost):
-    def __init__(self, team: OneWay) -> None:
-        super().__init__(team)
-        self._of, self._skew = team, team.skew
+class LateHost(CommonHost):
+    def __init__(self, group: Group, whole: ModelLayout, part: ModelLayout) -> None:
+        super().__init__(group, whole, part)
+        self._of, self._skew = group.team, group.team.skew
 
     @property
     def writes(self) -> bool:
@@ -144,7 +145,7 @@ def engine(shape: Shape, group: Group, **config) -> MeshEngine:
         length_max=1024,
         slot_floor=24,
         lane=PatientLane(ManualLane(seed=shape.chunks + group.rank, delay_max=3)),
-        common=_common(group.team),
+        common=_common(group, whole, layout),
         poison=True,
     )
     settings = EngineConfig(**{"mtp": shape.mtp, "chunk_tokens": 48, "budget_every": 0, **config})
@@ -152,10 +153,9 @@ def engine(shape: Shape, group: Group, **config) -> MeshEngine:
     return made(model, offload, settings, group)
 
 
-def _common(team: Team) -> TeamHost | None:
-    if isinstance(team, OneWay):
-        return LateHost(team)
-    return TeamHost(team) if team.size > 1 else None
+def _common(group: Group, whole: ModelLayout, part: ModelLayout) -> CommonHost:
+    kind = LateHost if isinstance(group.team, OneWay) else CommonHost
+    return kind(group, whole, part)
 
 
 def run_mesh(

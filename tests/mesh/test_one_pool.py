@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import os
+from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ess.door import Offload
-from ess.door.team_host import TeamHost
+from ess.comm.local import local_group
+from ess.door.common_host import CommonHost
 from ess.engine.mesh.engines import Lead
 from ess.errors import BadInput
 from ess.kernels.memory import map_memory_file, memory_file
@@ -71,9 +72,9 @@ def test_members_map_one_file_and_only_the_first_may_write():
 
     before = pools()
     files = run_mesh(Shape(tp=2, pp=2), act)
-    assert len(files) == 4
-    for inode in {inode for inode, _ in files}:
-        assert sorted(way for at, way in files if at == inode) == ["r--s", "rw-s"]
+    assert len({inode for inode, _ in files}) == 1
+    # Rank 0 has all of it; each other rank has the rows of its layers, and the keys.
+    assert Counter(way for _, way in files) == {"rw-s": 1 + 2, "r--s": 2 * 2}
 
 
 def test_what_is_mapped_for_reading_follows_the_file_and_is_not_written_to():
@@ -90,25 +91,15 @@ def test_what_is_mapped_for_reading_follows_the_file_and_is_not_written_to():
     assert made.memory[4097] == 7
 
 
-class Told:
-    """A team of which member 0 has said this."""
-
-    rank, size = 1, 2
-
-    def __init__(self, said: bytes) -> None:
-        self._said = said
-
-    def broadcast(self, content: bytes, root: int = 0) -> bytes:
-        return self._said
-
-
 def test_pools_of_other_sizes_are_refused():
-    said = np.array([os.getpid(), 0, 4096], "<u8").tobytes()
-    with pytest.raises(BadInput, match="pays for 8192 bytes on member 1 of a stage, for 4096"):
-        TeamHost(Told(said)).memory(8192)
+    hosts = [CommonHost(group, PLAIN, PLAIN) for group in local_group(2, team=2)]
+    hosts[0].memory(3)
+    with pytest.raises(BadInput, match="pays for 5 pages on rank 1, for 3 on rank 0"):
+        hosts[1].memory(5)
 
 
-def test_common_memory_has_no_disk_and_no_device():
-    sizes = {"slot_bytes": "1MiB", "host_bytes": "1MiB", "common": TeamHost(Told(b""))}
+def test_common_memory_has_no_device():
+    common = CommonHost(local_group(1)[0], PLAIN, PLAIN)
+    sizes = {"slot_bytes": "1MiB", "host_bytes": "1MiB", "common": common}
     with pytest.raises(BadInput, match="'cuda' has its own way"):
         Offload.create(PLAIN, **sizes, device="cuda")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from ess.door.team_host import NAME
+from ess.door.common_host import NAME
 from ess.kernels.mappings import mappings
 from ess.models.load import load_model
 from tests.ranks.test_serve import COUNT, PROMPT, tokens
@@ -27,26 +28,28 @@ def engines(process: Process) -> list[int]:
 
 
 def check_pools(pids: list[int], tp: int, pp: int) -> set[int]:
-    """Of each stage the members have one pool, which one of them may write to, and no other memory
-    that is so large; what it costs them together is its pages, once. Returns the files."""
-    if tp == 1:
-        return set()
+    """All have one file mapped, a process of each stage for writing, and no other memory that is so
+    large; what it costs them together is its pages, once. Returns the file."""
     found = {pid: mappings(pid) for pid in pids}
     pools = [m for each in found.values() for m in each if m.file.startswith(POOL)]
-    files = {pool.inode for pool in pools}
-    assert len(files) == pp
-    for inode in files:
-        members = [pool for pool in pools if pool.inode == inode]
-        assert sorted(pool.access for pool in members) == ["r--s"] * (tp - 1) + ["rw-s"]
-        resident = max(pool.resident_bytes for pool in members)
-        together = sum(pool.share_bytes for pool in members)
-        print(f"pool {inode}: {resident >> 10} KiB in memory, {together >> 10} KiB of {tp} members")
-        assert 0 < together < 1.05 * resident
-    least = min(pool.byte_count for pool in pools)
+    ways = [{m.access for m in each if m.file.startswith(POOL)} for each in found.values()]
+    assert sorted(map(sorted, ways)) == [["r--s"]] * (tp - 1) * pp + [["rw-s"]] * pp
+    blocks = [path.stat().st_blocks for pid in pids for path in files(pid)]
+    together, pool = sum(pool.share_bytes for pool in pools), 512 * max(blocks)
+    print(f"{pool >> 10} KiB of rows and keys, {together >> 10} KiB of {tp * pp} processes")
+    assert 0.95 * pool < together < 1.05 * pool
+    least = max(pool.byte_count for pool in pools) // pp // 2
     for each in found.values():
         others = [m for m in each if m.byte_count >= least and not m.file.startswith(POOL)]
         assert not [m for m in others if m.resident_bytes and "w" in m.access], "a second copy"
-    return files
+    [file] = {pool.inode for pool in pools}
+    return {file}
+
+
+def files(pid: int) -> list[Path]:
+    """The pool, where the process has it open."""
+    paths = Path(f"/proc/{pid}/fd").iterdir()
+    return [path for path in paths if os.readlink(path).startswith(POOL)]
 
 
 @pytest.mark.parametrize(("tp", "pp", "mtp", "victim"), [(2, 1, 2, 1), (1, 2, 4, 0), (2, 2, 1, 3)])

@@ -17,9 +17,8 @@ import zmq
 
 from ess.clock import RealClock
 from ess.comm.group import Group
-from ess.comm.team import Team
 from ess.door import Offload
-from ess.door.team_host import TeamHost
+from ess.door.common_host import CommonHost
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
 from ess.engine.process.member import join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
@@ -59,11 +58,11 @@ def load_part(launch: Launch, rank: Rank) -> tuple[Model, ModelLayout]:
 
 
 def part_offload(
-    launch: Launch, whole: ModelLayout, layers: tuple[int, int], team: Team
+    launch: Launch, part: ModelLayout, whole: ModelLayout, common: CommonHost
 ) -> Offload:
     """The share of these layers in the memory that is for all stages: as many pages as every other
     stage has, and for each group the slots that it has in one process."""
-    chosen, part = launch.config, whole.part(*layers)
+    chosen = launch.config
     host_pages = whole_count("host_bytes", launch.host_bytes, whole.host_page_bytes)
     index_pages = whole_count("index_bytes", launch.index_bytes, whole.index_page_bytes)
     chunks = even_chunks(whole, launch.slot_bytes // whole.chunk_bytes)
@@ -78,7 +77,7 @@ def part_offload(
         query_max=chosen.query_max,
         evict=chosen.evict,
         lane=PatientLane(open_lane()),
-        common=TeamHost(team) if team.size > 1 else None,
+        common=common,
     )
 
 
@@ -87,7 +86,9 @@ def made_engine(launch: Launch, group: Group) -> MeshEngine:
     each rank's own misses would let one rank admit what another cannot."""
     rank = rank_of(launch)
     model, whole = load_part(launch, rank)
-    offload = part_offload(launch, whole, rank.layers[rank.rank // rank.team], group.team)
+    part = whole.part(*rank.layers[rank.rank // rank.team])
+    common = CommonHost(group, whole, part)
+    offload = part_offload(launch, part, whole, common)
     greet(group, {"model": fingerprint(launch.model).hex()})
     kind = MeshEngine if group.rank else Lead
     settings = replace(launch.config, budget_every=0)

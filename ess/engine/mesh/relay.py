@@ -17,7 +17,7 @@ from ess.comm.company import OutOfStep
 from ess.engine.layers.batch import Batch
 from ess.engine.layers.heads import AllHeads, Heads
 from ess.engine.mesh.lockstep import Lockstep
-from ess.engine.mesh.team_heads import TeamHeads
+from ess.engine.mesh.team_heads import AllMake, TeamHeads
 from ess.engine.mesh.words import Said, Told, packed, unpacked
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import Prefilled, run_part
@@ -35,8 +35,10 @@ class Relay:
         self._lockstep = lockstep
         self._group = lockstep.group
         team = self._group.team
-        self._share = TeamHeads(team, lockstep.latent) if team.size > 1 else None
-        self.heads: Heads = self._share or AllHeads()
+        self._share = AllMake(lockstep.latent)
+        self.heads: Heads = AllHeads()
+        if team.size > 1:
+            self._share = self.heads = TeamHeads(team, lockstep.latent)
 
     # ---- decode
 

@@ -16,16 +16,23 @@ from ess.models.decoder import DecoderLayer
 from ess.pool.latent import LatentPool
 
 
-class TeamHeads(Whole):
-    """`Heads` of a decode step, and `Share` of a pack of prompts, of which each member makes all
-    rows for itself. One of them writes these where all read them."""
+class AllMake(Whole):
+    """`Share` of a pack of prompts, of which each member makes all rows for itself. One of them
+    writes these where all read them."""
 
-    def __init__(self, team: Team, latent: LatentPool) -> None:
-        self._team = team
+    def __init__(self, latent: LatentPool) -> None:
         self._latent = latent
 
     def stored(self, work: Work, layer: int) -> None:
         self._latent.say()
+
+
+class TeamHeads(AllMake):
+    """And `Heads` of a decode step."""
+
+    def __init__(self, team: Team, latent: LatentPool) -> None:
+        super().__init__(latent)
+        self._team = team
 
     def joined(self, batch: Shared, layer: DecoderLayer, attended: Tensor) -> Tensor:
         made = values(batch, layer, attended).contiguous()
