@@ -238,14 +238,7 @@ class ProcessConfig(EngineConfig):
 
 def check_stages(config: ProcessConfig) -> None:
     """What cannot be combined is refused by name, before anything starts."""
-    several = {"pp_size": config.pp_size, "tp_size": config.tp_size, "cp_size": config.cp_size}
-    for name, size in several.items():
-        if size > 1 and config.role == "decode":
-            raise BadInput(
-                f"{name} is {size}, and role is decode: `ess serve` and `ess prefill` have several"
-                " processes, a decode worker has not yet"
-            )
-    if config.world_size > 1 and config.role == "both":
+    if config.world_size > 1 and config.role != "prefill":
         _check_mesh(config)
     if config.dynamic_chunking and config.role != "prefill":
         raise BadInput(
@@ -274,7 +267,7 @@ MESH_LACKS: Final[Mapping[str, str]] = {
     "mtp_auto": "it follows each process's own clock",
     "tpot_ms": "it follows each process's own clock",
     "deterministic": "a share of the heads may be rounded in another order than all",
-    "fake_prefill": "nothing is handed over",
+    "fake_prefill": "rows are invented in one process only",
 }
 
 

@@ -26,12 +26,11 @@ from torch import Tensor
 
 from ess.clock import Clock, RealClock
 from ess.door import Offload
-from ess.door.handoff.port import Port
 from ess.engine.admission import Admission
 from ess.engine.config import EngineConfig
 from ess.engine.entries.over import way_of
 from ess.engine.entry import Entry
-from ess.engine.handoff import Ended, Handoffs
+from ess.engine.handoff import Ended, Exchange, Handoffs
 from ess.engine.intake import Intake, Wishes
 from ess.engine.loads import Loads
 from ess.engine.plan import Chunk, Made, StepPlan, StepResult
@@ -72,7 +71,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
-        port: Port | None = None,
+        port: Exchange | None = None,
         ranks: Ranks | None = None,
         way: Way | None = None,
     ) -> None:

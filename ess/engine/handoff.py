@@ -14,13 +14,12 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
 from ess.door import Sequence as Opened
 from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent
-from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
 from ess.engine.plan import Chunk
 from ess.engine.request import Request
@@ -35,6 +34,50 @@ ENDED_MAX: Final = 32
 SALT_BYTES: Final = 16
 
 
+class Arrivals(Protocol):
+    """What a receiver does for an engine (`door.handoff.receiver`)."""
+
+    def expect(self, sequence: Opened, *, uid: int, peer: int) -> object: ...
+
+    def give_up(self, uid: int) -> None: ...
+
+    def outcomes(self) -> list[Landed | Missed]: ...
+
+
+class Departures(Protocol):
+    """What a sender does (`door.handoff.sender`)."""
+
+    def offer(
+        self, uid: int, sequence: Opened, *, prompt: Sequence[int], salt: bytes
+    ) -> None: ...
+
+    def made(self, uid: int, layer: int, stop: int) -> None: ...
+
+    def finish(self, uid: int, windows: Any) -> None: ...
+
+    def give_up(self, uid: int) -> None: ...
+
+    def outcomes(self) -> list[Sent | Lapsed]: ...
+
+
+class Exchange(Protocol):
+    """A port, or what stands for it where several processes are one engine."""
+
+    @property
+    def receiver(self) -> Arrivals: ...
+
+    @property
+    def sender(self) -> Departures: ...
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    @property
+    def now_s(self) -> float: ...
+
+    def pump(self) -> None: ...
+
+
 class Handoffs:
     """`_coming` are requests whose rows are awaited, `_claimed` those that give theirs, `_offered`
     what the port knows of these, all by the number of the handoff; `_told` are requests of
@@ -45,7 +88,7 @@ class Handoffs:
 
     def __init__(
         self,
-        port: Port | None,
+        port: Exchange | None,
         runner: Runner,
         config: EngineConfig,
         *,

@@ -17,6 +17,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,8 @@ class Common(Protocol):
 
 class LatentPool:
     """`fd` is the memory file that the pool lies in from its first byte on, where it lies in one:
-    other processes can map it. `is_unsaid` between a change and the `say` behind it: until then no
+    other processes can map it. `taken_digest` is of all pages that were taken, in their order.
+    `is_unsaid` between a change and the `say` behind it: until then no
     process reads what has changed."""
 
     def __init__(
@@ -78,6 +80,7 @@ class LatentPool:
         self.fd = fd
         self.pages = PagePool(page_count)
         self.prefix = PrefixIndex()
+        self.taken_digest = 0
         self.is_unsaid = False
         self._common = common
         self._poison = poison and (common is None or common.writes)
@@ -121,6 +124,7 @@ class LatentPool:
         while self.pages.free_count < count:
             self._clear(np.array([self.prefix.forget_oldest()], np.int32))
         pages = self.pages.take(count)
+        self.taken_digest = crc32(pages.tobytes(), self.taken_digest)
         assert not self.stored[:, pages].any(), "a page was taken with rows of another text"
         return pages
 

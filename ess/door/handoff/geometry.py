@@ -11,14 +11,13 @@ depend on its pages and on how many its pool has.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ess.door.pools import Pools
 from ess.layout import ModelLayout
-from ess.pool.latent import LatentPool
+from ess.pool.keys import KeyPages
 from ess.transfer.arrivals import Share
 from ess.transfer.messages import Piece, PieceKind, Reserved
 from ess.transfer.runs import Region, Runs, page_runs
@@ -34,24 +33,40 @@ PACKED: Final = 4
 SLOT_ALIGN: Final = 4096
 
 
-def pool_regions(latent: LatentPool) -> list[Region]:
-    """Rows [layer][host row] and index keys [key layer][page], flat."""
-    rows, keys = latent.row_memory, latent.keys.pages.reshape(-1)
-    regions = [Region(ROWS, rows, latent.fd), Region(KEYS, keys, latent.fd, begin=rows.size)]
+class Ground(Protocol):
+    """Rows [layer][host row] and index keys [key layer][page]: a latent pool, or what a pool is a
+    part of."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+
+    @property
+    def row_memory(self) -> NDArray[np.uint8]: ...
+
+    @property
+    def keys(self) -> KeyPages: ...
+
+    @property
+    def fd(self) -> int | None: ...
+
+
+def pool_regions(ground: Ground) -> list[Region]:
+    """Its rows and its keys, flat."""
+    rows, keys = ground.row_memory, ground.keys.pages.reshape(-1)
+    regions = [Region(ROWS, rows, ground.fd), Region(KEYS, keys, ground.fd, begin=rows.size)]
     return [region for region in regions if region.memory.size]
 
 
-def fresh_region(number: int, size: int, latent: LatentPool) -> Region:
-    """More registered memory, of the pool's kind: of a memory file or of this process alone."""
-    if latent.fd is None:
+def fresh_region(number: int, size: int, ground: Ground) -> Region:
+    """More registered memory of its kind: of a memory file or of this process alone."""
+    if ground.fd is None:
         return Region(number, np.zeros(size, np.uint8))
     return shared_region(number, size)
 
 
-def window_slot_bytes(pools: Pools) -> int:
-    """Room for the windows of any prompt, from as many workers as there are layer groups, to the
-    next page of memory."""
-    layout, length = pools.layout, pools.sizes.length_max
+def window_slot_bytes(layout: ModelLayout, length: int) -> int:
+    """Room for the windows of any prompt of at most this length, from as many workers as there are
+    layer groups, to the next page of memory."""
     heads = (layout.group_count - 1) * window_bytes_max(0, 0)
     return align_up(heads + window_bytes_max(layout.group_count, length, layout.top_k), SLOT_ALIGN)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.clock import Clock
+from ess.door.handoff.geometry import Ground
 from ess.door.handoff.receiver import Receiver
 from ess.door.handoff.sender import Sender
 from ess.door.offload import Offload
@@ -75,9 +76,16 @@ class Port:
         wait_s: float = 30.0,
         lease_s: float = 30.0,
         arrivals_max: int = 64,
+        ground: Ground | None = None,
+        defers: bool = False,
     ) -> None:
         self.receiver = Receiver(
-            *(offload, transport, seal), clock=clock, wait_s=wait_s, arrivals_max=arrivals_max
+            *(offload, transport, seal),
+            clock=clock,
+            wait_s=wait_s,
+            arrivals_max=arrivals_max,
+            ground=ground,
+            defers=defers,
         )
         self.sender = Sender(
             *(offload, transport, seal), clock=clock, lease_s=lease_s, wait_s=wait_s

@@ -27,6 +27,8 @@ from ess.door.handoff.origins import Origin, Origins
 from ess.door.offload import Offload
 from ess.door.sequences.sequence import Sequence, require_state
 from ess.errors import BadInput, PoolFull
+from ess.pool.latent import LatentPool
+from ess.pool.pages import PageIds
 from ess.transfer.messages import (
     PAGES_MAX,
     UID_MAX,
@@ -48,7 +50,10 @@ HANDOFFS: Final = "handoffs"
 class Receiver:
     """Handoffs to this worker, at most `arrivals_max` at once, those at rest included.
 
-    It registers the host pool and `arrivals_max` slots for windows with the transport.
+    It registers the host pool and `arrivals_max` slots for windows with the transport. Where the
+    pool is a part of a model, `ground` is the memory of all of it, where every layer's rows lie.
+
+    With `defers` a handoff that is over changes nothing in the pool before `conclude` is called.
     """
 
     def __init__(
@@ -60,6 +65,8 @@ class Receiver:
         clock: Clock,
         wait_s: float,
         arrivals_max: int,
+        ground: geometry.Ground | None = None,
+        defers: bool = False,
     ) -> None:
         if not 0 < wait_s < float("inf"):
             raise BadInput(f"wait_s is {wait_s}, must be a number of seconds above 0")
@@ -68,26 +75,32 @@ class Receiver:
         self.missed_count = 0
         self._offload = offload
         self._pools = offload.owner.pools
+        lies_in = ground or self._pools.latent
+        self._layout = lies_in.layout
+        self._defers = defers
         self._clock = clock
-        self.origins = Origins(self._pools.layout)
+        self.origins = Origins(self._layout)
         self._legs = Legs(
             *(transport, seal),
             clock=clock,
             wait_s=wait_s,
-            legs_max=arrivals_max * self._pools.layout.group_count,
+            legs_max=arrivals_max * self._layout.group_count,
             read=self._read,
             accept=self._accept,
             knows=self.origins.knows,
         )
         self._arrivals_max = arrivals_max
         self._entries: dict[int, Arriving] = {}
-        self._slot_bytes = geometry.window_slot_bytes(self._pools)
+        self._slot_bytes = geometry.window_slot_bytes(
+            self._layout, self._pools.sizes.length_max
+        )
         self._free_slots = [slot * self._slot_bytes for slot in range(arrivals_max)][::-1]
         self._ticket = 0
         self._outcomes: list[Landed | Missed] = []
-        latent, size = self._pools.latent, arrivals_max * self._slot_bytes
-        slots = geometry.fresh_region(geometry.WINDOWS, size, latent)
-        listed = [*geometry.pool_regions(latent), slots]
+        self._over: list[Arriving] = []
+        size = arrivals_max * self._slot_bytes
+        slots = geometry.fresh_region(geometry.WINDOWS, size, lies_in)
+        listed = [*geometry.pool_regions(lies_in), slots]
         self._regions = {region.number: region for region in listed}
         transport.register(listed)
 
@@ -121,7 +134,7 @@ class Receiver:
             sequence=sequence,
             pages=np.array(rooms[0].pages, np.int32),
             slot=self._free_slots.pop(),
-            row_count=rooms[0].token_count - rooms[0].first_page * PAGE_ROWS,
+            row_count=awaited_count(sequence),
             began_s=self._clock.now_s(),
         )
         self._pools.latent.hold(entry.pages)
@@ -181,7 +194,7 @@ class Receiver:
 
     def _check_entry(self, entry: Arriving) -> None:
         uid, latent, end = entry.uid, self._pools.latent, entry.slot + self._slot_bytes
-        assert not entry.is_over, f"handoff {uid} is over and kept"
+        assert entry.is_over == (entry in self._over), f"handoff {uid} is over and kept"
         for leg in entry.legs:
             assert self.knows(uid, peer=leg.peer) != leg.is_over, f"handoff {uid}: {leg.peer:016x}"
             assert entry.slot <= leg.room.window_at < end, f"handoff {uid}: {leg.room.window_at}"
@@ -215,12 +228,12 @@ class Receiver:
 
     def _rooms(self, sequence: Sequence, uid: int, origins: tuple[Origin, ...]) -> list[Reserved]:
         """The same pages for each of them; a ticket and a place for windows of its own."""
-        tokens, layout = sequence.tokens[:-1], self._pools.layout
-        first, page_end = sequence.cached_count // PAGE_ROWS, div_ceil(len(tokens), PAGE_ROWS)
-        if page_end - first > PAGES_MAX:
-            raise BadInput(f"handoff {uid} has {page_end - first} pages, at most {PAGES_MAX}")
+        tokens, layout = sequence.tokens[:-1], self._layout
+        first, awaited = sequence.cached_count // PAGE_ROWS, awaited_pages(sequence)
+        if len(awaited) > PAGES_MAX:
+            raise BadInput(f"handoff {uid} has {len(awaited)} pages, at most {PAGES_MAX}")
         text = text_digest(tokens, sequence.salt)
-        pages = tuple(sequence.holding.host_pages[first:page_end].tolist())
+        pages = tuple(awaited.tolist())
         sizes = (window_bytes_max(len(of.groups), len(tokens), layout.top_k) for of in origins)
         places = accumulate(sizes, initial=self._free_slots[-1])
         self._ticket += len(origins)
@@ -240,7 +253,7 @@ class Receiver:
 
     def _leg(self, origin: Origin, room: Reserved) -> Leg:
         listed = geometry.shares(
-            self._pools.layout,
+            self._layout,
             *(origin.layers, origin.groups),
             first_page=room.first_page,
             token_count=room.token_count,
@@ -250,7 +263,7 @@ class Receiver:
     # ---- what comes
 
     def _read(self, leg: Leg, piece: Piece) -> list[memoryview]:
-        return views(geometry.piece_runs(self._pools.layout, piece, leg.room), self._regions)
+        return views(geometry.piece_runs(self._layout, piece, leg.room), self._regions)
 
     def _accept(self, leg: Leg) -> None:
         at, size = leg.room.window_at, leg.arrival.window_bytes
@@ -273,8 +286,17 @@ class Receiver:
                 if not leg.is_whole and entry.missed is None:
                     entry.missed = leg
                     self._end_others(entry)
-                if entry.is_over:
-                    self._end(entry)
+                if entry.is_over and entry not in self._over:
+                    self._over.append(entry)
+        if not self._defers:
+            self.conclude()
+
+    def conclude(self) -> list[Arriving]:
+        """What the ends of handoffs mean for their pages and sequences."""
+        ended, self._over = self._over, []
+        for entry in ended:
+            self._end(entry)
+        return ended
 
     def _end_others(self, entry: Arriving) -> None:
         for leg in entry.legs:
@@ -296,10 +318,24 @@ class Receiver:
         self._free_slots.append(entry.slot)
 
     def _land(self, entry: Arriving) -> None:
-        progress = entry.sequence.progress
-        self._pools.latent.mark_arrived(entry.pages, entry.row_count)
-        progress.arrival_count += 1
-        progress.refresh()
+        land(self._pools.latent, entry.sequence, entry.pages, entry.row_count)
         self.landed_count += 1
         timeline = entry.timeline(self._clock.now_s())
         self._outcomes.append(Landed(entry.uid, entry.windows(), timeline))
+
+
+def awaited_pages(sequence: Sequence) -> PageIds:
+    """Host pages of the rows that are not cached; the last token's row is made here."""
+    first, count = sequence.cached_count // PAGE_ROWS, len(sequence.tokens) - 1
+    return sequence.holding.host_pages[first : div_ceil(count, PAGE_ROWS)]
+
+
+def awaited_count(sequence: Sequence) -> int:
+    return len(sequence.tokens) - 1 - sequence.cached_count // PAGE_ROWS * PAGE_ROWS
+
+
+def land(latent: LatentPool, sequence: Sequence, pages: PageIds, row_count: int) -> None:
+    """The rows lie on these pages."""
+    latent.mark_arrived(pages, row_count)
+    sequence.progress.arrival_count += 1
+    sequence.progress.refresh()

@@ -9,10 +9,12 @@ from typing import Unpack
 from ess.comm.group import Group
 from ess.door import Offload
 from ess.door.checks import token_ids
+from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
 from ess.engine.intake import Wishes
 from ess.engine.mesh.lockstep import Lockstep
+from ess.engine.mesh.port import EchoPort, LeadPort
 from ess.engine.mesh.relay import Relay
 from ess.engine.mesh.words import (
     Added,
@@ -21,11 +23,12 @@ from ess.engine.mesh.words import (
     Closed,
     Forgot,
     Preempted,
+    Pumped,
     Resumed,
     Stepped,
 )
 from ess.engine.plan import StepResult
-from ess.engine.request import Request
+from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState, PoolFull
 from ess.models.model import Model
@@ -43,11 +46,22 @@ class MeshEngine(Engine):
         group: Group,
         *,
         tokenizer: Tokenizer | None = None,
+        port: Port | None = None,
     ) -> None:
+        """Where handoffs arrive, rank 0 has the `port`."""
         self.lockstep = Lockstep(group, offload)
         self.lockstep.agree()
-        way = Relay(self.lockstep)
-        super().__init__(model, offload, config, tokenizer=tokenizer, ranks=self.lockstep, way=way)
+        self._arrivals = LeadPort(port, self.lockstep) if port is not None else None
+        self._is_in_step = False
+        super().__init__(
+            model,
+            offload,
+            config,
+            tokenizer=tokenizer,
+            port=self._arrivals if self.lockstep.is_lead else EchoPort(self.lockstep),
+            ranks=self.lockstep,
+            way=Relay(self.lockstep),
+        )
 
 
 class Lead(MeshEngine):
@@ -59,7 +73,7 @@ class Lead(MeshEngine):
     ) -> Request:
         asked = sampling or Sampling()
         _check(asked, wishes)
-        leader = wishes.get("leader")
+        leader, take = wishes.get("leader"), wishes.get("take")
         if leader is not None:
             self._intake.require_own(leader)
         added = Added(
@@ -69,6 +83,7 @@ class Lead(MeshEngine):
             None if leader is None else leader.number,
             wishes.get("salt", b""),
             list(wishes.get("said", ())),
+            None if take is None else (take.uid, take.peer),
         )
         self.lockstep.say(added)
         return super().add(prompt, asked, **wishes)
@@ -94,7 +109,17 @@ class Lead(MeshEngine):
 
     def step(self) -> StepResult:
         self.lockstep.say(Stepped())
-        return super().step()
+        self._is_in_step = True
+        try:
+            return super().step()
+        finally:
+            self._is_in_step = False
+
+    def pump(self) -> None:
+        """By itself it is a call, where the others may hear of something."""
+        if not self._is_in_step and self._arrivals is not None and self._arrivals.awaits:
+            self.lockstep.say(Pumped())
+        super().pump()
 
     def close(self) -> None:
         self.lockstep.say(Closed())
@@ -138,6 +163,8 @@ class Follower:
                 engine.resume(self._requests[number])
             case Forgot():
                 engine.forget_prefixes()
+            case Pumped():
+                engine.pump()
             case Closed():
                 engine.close()
                 self._is_closed = True
@@ -150,6 +177,7 @@ class Follower:
             leader=None if added.leader is None else self._requests.get(added.leader),
             salt=added.salt,
             said=added.said,
+            take=None if added.take is None else Take(*added.take),
         )
         self._requests[request.number] = request
 
@@ -168,5 +196,5 @@ def _check(sampling: Sampling, wishes: Wishes) -> None:
         raise BadInput("a grammar is not served where ranks divide the model: not yet")
     if sampling.prompt_logprobs is not None:
         raise BadInput("prompt_logprobs are not served where ranks divide the model: not yet")
-    if wishes.get("give") is not None or wishes.get("take") is not None:
-        raise BadInput("a handoff is not served where ranks divide the model: not yet")
+    if wishes.get("give") is not None:
+        raise BadInput("an engine whose ranks divide the model hands no prompts over")

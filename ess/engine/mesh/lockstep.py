@@ -11,8 +11,8 @@ passes on both, and nothing else decides:
     modes        each rank's own: they change when rows are copied, and no page and no token
 
 Ranks that have come apart are found out before they do harm. At the head of each step every rank
-compares with rank 0 what the step has and what is free in its pools, and behind it what the tokens
-were made from. The first difference ends the group, in words.
+compares with rank 0 what the step has, what is free in its pools and which pages were taken, and
+behind it what the tokens were made from. The first difference ends the group, in words.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from ess.comm.company import OutOfStep
 from ess.comm.group import Group
 from ess.comm.link import Link
 from ess.door import Offload
-from ess.engine.mesh.words import Call, Holds, Met, Told, Word, receive, send
+from ess.engine.mesh.words import Aside, Call, Holds, Met, Told, Word, receive, send
 from ess.engine.ranks.accord import Accord, Wish, agreed
 from ess.errors import BadInput
+from ess.layout import ModelLayout
 from ess.pool.latent import LatentPool
 
-W = TypeVar("W", bound=Met | Told | Holds)
+W = TypeVar("W", bound=Aside)
 
 
 class Lockstep:
@@ -83,7 +84,7 @@ class Lockstep:
     def heard(self) -> Call:
         """The other ranks: the next call."""
         word = receive(self._to_lead)
-        if isinstance(word, Met | Told | Holds):
+        if isinstance(word, Aside):
             raise self._apart(f"a call was due, and {type(word).__name__} came")
         return word
 
@@ -131,7 +132,20 @@ class Lockstep:
             return mine
         return self._as(receive(self._to_lead), kind)
 
+    def pass_on(self, word: Aside) -> None:
+        """Rank 0, at a place where all others are `passed` it."""
+        assert self.is_lead, f"rank {self.group.rank} is told what happens"
+        send(self._others, word)
+
+    def passed(self, kind: type[W]) -> W:
+        return self._as(receive(self._to_lead), kind)
+
     # ---- pools
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Of this rank's part."""
+        return self._offload.layout
 
     def _free(self) -> tuple[int, ...]:
         pools = self._offload.owner.pools
@@ -139,6 +153,7 @@ class Lockstep:
         return (
             latent.pages.free_count,
             latent.prefix.idle_count,
+            latent.taken_digest,
             pools.index.pages.free_count,
             pools.tables.free_count,
         )

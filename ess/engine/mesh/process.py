@@ -19,9 +19,11 @@ from ess.clock import RealClock
 from ess.comm.group import Group
 from ess.door import Offload
 from ess.door.common_host import CommonHost
+from ess.door.handoff.port import Port
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
 from ess.engine.process.member import join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
+from ess.engine.process.peers import open_port
 from ess.engine.process.rank import greet
 from ess.engine.process.wire import SocketWire
 from ess.engine.process.worker import Built, serve
@@ -81,7 +83,7 @@ def part_offload(
     )
 
 
-def made_engine(launch: Launch, group: Group) -> MeshEngine:
+def made_engine(launch: Launch, group: Group) -> tuple[MeshEngine, Port | None]:
     """When all ranks have loaded the same model. Slots stay with their groups: budgets that follow
     each rank's own misses would let one rank admit what another cannot."""
     rank = rank_of(launch)
@@ -90,9 +92,20 @@ def made_engine(launch: Launch, group: Group) -> MeshEngine:
     common = CommonHost(group, whole, part)
     offload = part_offload(launch, part, whole, common)
     greet(group, {"model": fingerprint(launch.model).hex()})
-    kind = MeshEngine if group.rank else Lead
-    settings = replace(launch.config, budget_every=0)
-    return kind(model, offload, settings, group, tokenizer=Tokenizer(launch.model))
+    settings, tokenizer = replace(launch.config, budget_every=0), Tokenizer(launch.model)
+    if group.rank:
+        return MeshEngine(model, offload, settings, group, tokenizer=tokenizer), None
+    port = lead_port(launch, offload, whole, common)
+    return Lead(model, offload, settings, group, tokenizer=tokenizer, port=port), port
+
+
+def lead_port(
+    launch: Launch, offload: Offload, whole: ModelLayout, common: CommonHost
+) -> Port | None:
+    """For rows that come from prefill workers, of all layers."""
+    if launch.config.role == "both":
+        return None
+    return open_port(launch, offload, RealClock(), whole=whole, ground=common.whole())
 
 
 def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
@@ -101,8 +114,8 @@ def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
     wire.watch(sys.stdin.fileno())
 
     def built(*_: object) -> Built:
-        engine = made_engine(launch, group)
-        return Built(engine, None, engine.runner.model.config.vocab_size)
+        engine, port = made_engine(launch, group)
+        return Built(engine, port, engine.runner.model.config.vocab_size)
 
     try:
         serve(launch, wire, RealClock(), context, built)
@@ -112,7 +125,7 @@ def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
 
 
 def follow(launch: Launch, group: Group) -> None:
-    engine = made_engine(launch, group)
+    engine, _ = made_engine(launch, group)
     Follower(engine).run()
     engine.offload.close()
 

@@ -2,6 +2,7 @@
 
     rank 0 to all      calls: what was asked of its engine; Met: how a step begins
     last stage to all  Told: what a step says, by way of rank 0
+    rank 0 to all      Room, Came: what becomes of a handoff that arrives (`mesh.port`)
     all to all         Holds: once, what the pools hold, by way of rank 0
 
 A message of any size travels as frames of bounded size: the first byte of each says whether more
@@ -26,7 +27,7 @@ PIECE_BYTES: Final = HEAD_BYTES_MAX - 1
 
 
 class Added(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`leader` is the number of an earlier request."""
+    """`leader` is the number of an earlier request, `take` those of a handoff and its peer."""
 
     prompt: list[int]
     sampling: Sampling
@@ -34,6 +35,7 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag=True):
     leader: int | None = None
     salt: bytes = b""
     said: list[int] = []
+    take: tuple[int, int] | None = None
 
 
 class Cancelled(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -56,11 +58,15 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
+class Pumped(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-Call: TypeAlias = Added | Cancelled | Preempted | Resumed | Forgot | Stepped | Closed
+Call: TypeAlias = Added | Cancelled | Preempted | Resumed | Forgot | Stepped | Pumped | Closed
 
 
 class Met(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -81,6 +87,40 @@ class Holds(msgspec.Struct, frozen=True, array_like=True, tag=True):
     capacities: dict[str, int]
 
 
+class Full(msgspec.Struct, frozen=True, array_like=True):
+    """Of a PoolFull."""
+
+    limiter: str
+    needed: int
+    free: int
+
+
+class Room(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A handoff is awaited, on pages with this digest; or it is refused, and why."""
+
+    uid: int
+    pages: int = 0
+    fault: str = ""
+    full: Full | None = None
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """Of a handoff: it has landed, with windows of all groups; or will not, and why; or neither,
+    where it had been given up."""
+
+    uid: int
+    has_landed: bool = False
+    fault: str = ""
+    windows: tuple[tuple[bytes, bytes], ...] = ()
+    window_count: int = 0
+
+
+class Came(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Handoffs that have ended since the last one."""
+
+    ends: tuple[End, ...]
+
+
 class Said(msgspec.Struct, frozen=True, array_like=True):
     """Of one request: what `Choice` has, and drafts."""
 
@@ -97,7 +137,8 @@ class Told(msgspec.Struct, frozen=True, array_like=True, tag=True):
     said: tuple[Said, ...]
 
 
-Word: TypeAlias = Call | Holds | Met | Told
+Aside: TypeAlias = Holds | Met | Told | Room | Came
+Word: TypeAlias = Call | Aside
 
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=as_dict)
 _DECODER: Final[msgspec.msgpack.Decoder[Word]] = msgspec.msgpack.Decoder(Word)

@@ -8,6 +8,7 @@ from typing import Final, Literal
 from ess.clock import Clock
 from ess.door import Offload
 from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent
+from ess.door.handoff.geometry import Ground
 from ess.door.handoff.port import Port
 from ess.engine.handoff import Ended
 from ess.engine.process.messages import (
@@ -29,10 +30,16 @@ ADDRESSES_MAX: Final = 1024
 
 
 def open_port(
-    launch: Launch, offload: Offload, clock: Clock, *, whole: ModelLayout | None = None
+    launch: Launch,
+    offload: Offload,
+    clock: Clock,
+    *,
+    whole: ModelLayout | None = None,
+    ground: Ground | None = None,
 ) -> Port | None:
     """None for a worker that has no secret: it hands nothing over. `whole` is the layout of the
-    model where the offload has a part of it."""
+    model where the offload has a part of it. With a `ground`, which has all rows of several
+    processes, ends of handoffs are concluded when they all can (`engine.mesh.port`)."""
     config = launch.config
     if not launch.secret:
         if config.role != "both":
@@ -52,6 +59,8 @@ def open_port(
         clock=clock,
         wait_s=config.handoff_wait_s,
         lease_s=config.handoff_lease_s,
+        ground=ground,
+        defers=ground is not None,
     )
 
 
