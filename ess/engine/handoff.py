@@ -47,9 +47,7 @@ class Arrivals(Protocol):
 class Departures(Protocol):
     """What a sender does (`door.handoff.sender`)."""
 
-    def offer(
-        self, uid: int, sequence: Opened, *, prompt: Sequence[int], salt: bytes
-    ) -> None: ...
+    def offer(self, uid: int, sequence: Opened, *, prompt: Sequence[int], salt: bytes) -> None: ...
 
     def made(self, uid: int, layer: int, stop: int) -> None: ...
 

@@ -129,7 +129,8 @@ def part_of(shape: Shape, group: Group) -> Model:
     return build(config, own, layers=layers, tp=shape.tp)
 
 
-def engine(shape: Shape, group: Group, **config) -> MeshEngine:
+def engine(shape: Shape, group: Group, *, port_of=None, **config) -> MeshEngine:
+    """On rank 0 `port_of` makes a port of the offload and of all rows."""
     model = part_of(shape, group)
     kept = model.config
     if shape.mtp == 1:
@@ -137,6 +138,7 @@ def engine(shape: Shape, group: Group, **config) -> MeshEngine:
     whole = kept.layout(row="f32", index="f32")
     layout = whole.part(*PARTS[shape.pp][group.rank // shape.tp])
     pages = shape.index_pages
+    common = _common(group, whole, layout)
     offload = Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * shape.chunks,
@@ -145,12 +147,14 @@ def engine(shape: Shape, group: Group, **config) -> MeshEngine:
         length_max=1024,
         slot_floor=24,
         lane=PatientLane(ManualLane(seed=shape.chunks + group.rank, delay_max=3)),
-        common=_common(group, whole, layout),
+        common=common,
         poison=True,
     )
     settings = EngineConfig(**{"mtp": shape.mtp, "chunk_tokens": 48, "budget_every": 0, **config})
-    made = MeshEngine if group.rank else Lead
-    return made(model, offload, settings, group)
+    if group.rank:
+        return MeshEngine(model, offload, settings, group)
+    port = None if port_of is None else port_of(offload, common.whole())
+    return Lead(model, offload, settings, group, port=port)
 
 
 def _common(group: Group, whole: ModelLayout, part: ModelLayout) -> CommonHost:

@@ -27,15 +27,19 @@ def engines(process: Process) -> list[int]:
     return [pid for pid in kin(process.process.pid) if "mesh.process" in told(pid, "cmdline")]
 
 
-def check_pools(pids: list[int], tp: int, pp: int) -> set[int]:
+def check_pools(pids: list[int], tp: int, pp: int, *, writer: int | None = None) -> set[int]:
     """All have one file mapped, a process of each stage for writing, and no other memory that is so
-    large; what it costs them together is its pages, once. Returns the file."""
+    large; what it costs them together is its pages, once. Returns the file. A `writer` is no process
+    of the engine, and has mapped it to hand rows over."""
     found = {pid: mappings(pid) for pid in pids}
     pools = [m for each in found.values() for m in each if m.file.startswith(POOL)]
     ways = [{m.access for m in each if m.file.startswith(POOL)} for each in found.values()]
     assert sorted(map(sorted, ways)) == [["r--s"]] * (tp - 1) * pp + [["rw-s"]] * pp
     blocks = [path.stat().st_blocks for pid in pids for path in files(pid)]
-    together, pool = sum(pool.share_bytes for pool in pools), 512 * max(blocks)
+    shared = (
+        [*pools, *(m for m in mappings(writer) if m.file.startswith(POOL))] if writer else pools
+    )
+    together, pool = sum(each.share_bytes for each in shared), 512 * max(blocks)
     print(f"{pool >> 10} KiB of rows and keys, {together >> 10} KiB of {tp * pp} processes")
     assert 0.95 * pool < together < 1.05 * pool
     least = max(pool.byte_count for pool in pools) // pp // 2

@@ -91,9 +91,7 @@ class Receiver:
         )
         self._arrivals_max = arrivals_max
         self._entries: dict[int, Arriving] = {}
-        self._slot_bytes = geometry.window_slot_bytes(
-            self._layout, self._pools.sizes.length_max
-        )
+        self._slot_bytes = geometry.window_slot_bytes(self._layout, self._pools.sizes.length_max)
         self._free_slots = [slot * self._slot_bytes for slot in range(arrivals_max)][::-1]
         self._ticket = 0
         self._outcomes: list[Landed | Missed] = []

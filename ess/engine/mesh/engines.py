@@ -74,6 +74,8 @@ class Lead(MeshEngine):
         asked = sampling or Sampling()
         _check(asked, wishes)
         leader, take = wishes.get("leader"), wishes.get("take")
+        if take is not None and (take.fake or self._arrivals is None):
+            raise BadInput(f"handoff {take.uid}: no rows come to this engine from elsewhere")
         if leader is not None:
             self._intake.require_own(leader)
         added = Added(
