@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
 import torch
@@ -88,8 +89,7 @@ class Offload:
         Copies run beside compute unless another `lane` is given; waits for them are timed on
         `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
         `shared` puts the host's rows and keys into memory that other processes can map.
-        `common` is for processes that make the same calls in the same order: they have the host's
-        rows and keys once, and one of them writes there.
+        `common` has rows and keys of the host once for processes that make the same calls.
         `evict` says which row gives way: the longest unused (lru), by SIEVE's walk, or the one that
         the indexer scores lowest; score needs `Step.observe` before each `resolve`.
         `placement` is given the slots and returns what a step uses in their place.
@@ -119,11 +119,11 @@ class Offload:
             shared=shared,
             evict=evict,
         )
-        _check_disk(disk, layout)
-        _check_common(common, device, disk)
+        _check_disk(disk, layout, common)
         now = clock or RealClock()
         if device != "cpu":
-            return cls(_device_side(layout, sizes, device, now, lane, placement, disk), now)
+            own = {"lane": lane, "placement": placement, "common": common}
+            return cls(_device_side(layout, sizes, device, now, own, disk), now)
         opened = open_lane() if lane is None else lane
         pools = build_pools(layout, sizes, opened, disk, common)
         return cls(HostSide(pools, opened, now, placement), now)
@@ -367,12 +367,11 @@ def _device_side(
     sizes: PoolSizes,
     device: str,
     clock: Clock,
-    lane: Lane | None,
-    placement: MakePlacement | None,
+    own: Mapping[str, object],
     disk: DiskTier | None,
 ) -> Side:
-    """On a device its lane and its placement are its own."""
-    for name, value in {"lane": lane, "placement": placement}.items():
+    """On a device what it may have of its `own` is not given."""
+    for name, value in own.items():
         if value is not None:
             raise BadInput(f"{name} is given, but {device!r} has its own")
     if layout.rows:
@@ -394,16 +393,9 @@ def _check_eviction(evict: str, device: str) -> None:
         raise BadInput(f"evict is {evict!r}: on {device} rows give way by lru alone")
 
 
-def _check_common(common: Common | None, device: str, disk: DiskTier | None) -> None:
-    if common is None:
-        return
-    if device != "cpu":
-        raise BadInput(f"common is given, but {device!r} has its own way to the host's rows")
-    if disk is not None:
-        raise BadInput("disk is given, and common: several processes would write to the disk")
-
-
-def _check_disk(disk: DiskTier | None, layout: ModelLayout) -> None:
+def _check_disk(disk: DiskTier | None, layout: ModelLayout, common: Common | None) -> None:
+    if disk is not None and common is not None:
+        raise BadInput("disk and common are given: several processes would write to the disk")
     if disk is not None and disk.page_bytes != layout.host_page_bytes:
         raise BadInput(
             f"disk has pages of {disk.page_bytes} bytes, {layout.name!r} has "

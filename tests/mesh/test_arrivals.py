@@ -115,7 +115,7 @@ def test_what_is_given_up_or_missed_ends_alike_everywhere():
         unknown = lead.add(prompt(90), WISH, take=Take(77, 5))
         tier.uid += 1
         alone = tier.take(lead, 65)
-        tier.run(lead, lambda: alone.state == "landing" and not second.state == "landing")
+        tier.run(lead, lambda: alone.state == "landing" and second.state != "landing")
         tier.is_lost = True
         tier.prefill.port.close()
         tier.run(lead)

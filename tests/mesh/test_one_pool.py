@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ess.door import Offload
 from ess.comm.local import local_group
+from ess.door import Offload
 from ess.door.common_host import CommonHost
 from ess.engine.mesh.engines import Lead
 from ess.errors import BadInput
@@ -101,5 +101,5 @@ def test_pools_of_other_sizes_are_refused():
 def test_common_memory_has_no_device():
     common = CommonHost(local_group(1)[0], PLAIN, PLAIN)
     sizes = {"slot_bytes": "1MiB", "host_bytes": "1MiB", "common": common}
-    with pytest.raises(BadInput, match="'cuda' has its own way"):
+    with pytest.raises(BadInput, match="common is given, but 'cuda' has its own"):
         Offload.create(PLAIN, **sizes, device="cuda")

@@ -29,8 +29,8 @@ def engines(process: Process) -> list[int]:
 
 def check_pools(pids: list[int], tp: int, pp: int, *, writer: int | None = None) -> set[int]:
     """All have one file mapped, a process of each stage for writing, and no other memory that is so
-    large; what it costs them together is its pages, once. Returns the file. A `writer` is no process
-    of the engine, and has mapped it to hand rows over."""
+    large; what it costs them together is its pages, once. Returns the file. A `writer` is another
+    worker, which has mapped it to hand rows over."""
     found = {pid: mappings(pid) for pid in pids}
     pools = [m for each in found.values() for m in each if m.file.startswith(POOL)]
     ways = [{m.access for m in each if m.file.startswith(POOL)} for each in found.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -45,23 +46,23 @@ def test_handed_over_prompts(tp, pp, mtp, transport, asked, expected, tmp_path):
     with another pool."""
     exact = (*EXACT, *ROOM, "--mtp", str(mtp), "--transport", transport)
     size = ("--tp-size", str(tp), "--pp-size", str(pp))
-    with kept_port("127.0.0.1") as first, kept_port("127.0.0.1") as second:
-        with Worker("prefill-1", tmp_path, *exact, port=first) as prefill:
-            prefill.wait_ready()
-            words = ("--peers", prefill.address, *size, *exact)
-            with Worker("decode-1", tmp_path, *words, port=second) as decode:
-                decode.wait_ready()
-                until(lambda: decode.peers_up, "the prefill worker")
-                with before(prefill, [decode.url], tmp_path / "smg.txt") as router:
-                    assert results(router.url, asked) == expected
-                    until(lambda: landed(decode.url) >= COUNT - 1, "what has landed")
-                    pids = sorted(engines(decode))
-                    assert len(pids) == tp * pp
-                    pools = check_pools(pids, tp, pp, writer=prefill.engine_pid)
-                    os.kill(pids[-1], signal.SIGKILL)
-                    until(lambda: not {*pids} & {*engines(decode)} and is_up(decode), "another")
-                    until(lambda: results(router.url, asked[:1]) == expected[:1], "service")
-                    after = sorted(engines(decode))
-                    assert not pools & check_pools(after, tp, pp, writer=prefill.engine_pid)
-                    assert results(router.url, asked) == expected
-                    assert landed(decode.url) > COUNT // 2
+    with contextlib.ExitStack() as kept:
+        ports = [kept.enter_context(kept_port("127.0.0.1")) for _ in range(2)]
+        prefill = kept.enter_context(Worker("prefill-1", tmp_path, *exact, port=ports[0]))
+        words = ("--peers", prefill.wait_ready().address, *size, *exact)
+        decode = kept.enter_context(Worker("decode-1", tmp_path, *words, port=ports[1]))
+        decode.wait_ready()
+        until(lambda: decode.peers_up, "the prefill worker")
+        router = kept.enter_context(before(prefill, [decode.url], tmp_path / "smg.txt"))
+        assert results(router.url, asked) == expected
+        until(lambda: landed(decode.url) >= COUNT - 1, "what has landed")
+        pids = sorted(engines(decode))
+        assert len(pids) == tp * pp
+        pools = check_pools(pids, tp, pp, writer=prefill.engine_pid)
+        os.kill(pids[-1], signal.SIGKILL)
+        until(lambda: not {*pids} & {*engines(decode)} and is_up(decode), "another")
+        until(lambda: results(router.url, asked[:1]) == expected[:1], "service")
+        after = sorted(engines(decode))
+        assert not pools & check_pools(after, tp, pp, writer=prefill.engine_pid)
+        assert results(router.url, asked) == expected
+        assert landed(decode.url) > COUNT // 2
