@@ -96,16 +96,12 @@ class Offload:
         `disk` keeps pages of the prefix cache beyond the host's memory and beyond this process; its
         pages have `layout.host_page_bytes`, and `close` closes it too.
         """
-        for name, value in {
-            "sequence_max": sequence_max,
-            "query_max": query_max,
-            "part_max": part_max,
-            "slot_floor": layout.slot_floor if slot_floor is None else slot_floor,
-        }.items():
+        floor = layout.slot_floor if slot_floor is None else slot_floor
+        named = {"sequence_max": sequence_max, "query_max": query_max, "part_max": part_max}
+        for name, value in {**named, "slot_floor": floor}.items():
             in_range(name, value, 1, 1 << 31)
         _check_eviction(evict, device)
-        if lane is not None and not hasattr(lane, "submit"):
-            raise BadInput(f"lane is {lane!r}, must be a lane of ess.flashtrans")
+        _check_lane(lane)
         sizes = PoolSizes(
             slot_bytes=parse_size(slot_bytes),
             host_bytes=parse_size(host_bytes),
@@ -114,7 +110,7 @@ class Offload:
             length_max=in_range("length_max", parse_size(length_max), 1, 1 << 31),
             query_max=query_max,
             part_max=part_max,
-            slot_floor=layout.slot_floor if slot_floor is None else slot_floor,
+            slot_floor=floor,
             poison=poison,
             shared=shared,
             evict=evict,
@@ -385,6 +381,11 @@ def _device_side(
     from ess.door.device.device_side import open_device_side
 
     return open_device_side(layout, sizes, device, clock, disk)
+
+
+def _check_lane(lane: Lane | None) -> None:
+    if lane is not None and not hasattr(lane, "submit"):
+        raise BadInput(f"lane is {lane!r}, must be a lane of ess.flashtrans")
 
 
 def _check_eviction(evict: str, device: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ess.kernels.mappings import mappings
 from ess.ports import kept_port
 from tests.team.member_process import CHUNK, FAMILY, FORM, LENGTHS, digest
 from tests.team.rig import alone
@@ -45,14 +45,9 @@ def said(process: subprocess.Popen[str]) -> str:
 
 
 def pool_bytes(process: subprocess.Popen[str], what: str) -> int:
-    """What the process has in memory of the pools' files: all (Rss), or its share of it (Pss)."""
-    text = Path(f"/proc/{process.pid}/smaps").read_text()
-    total = 0
-    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
-        if "/memfd:ess-" in part.splitlines()[0]:
-            found = re.search(rf"^{what}:\s+(\d+) kB", part, re.MULTILINE)
-            total += int(found[1]) << 10 if found is not None else 0
-    return total
+    """What the process has in memory of the pools' files: all of it, or its share."""
+    pools = [each for each in mappings(process.pid) if each.file.startswith("/memfd:ess-")]
+    return sum(getattr(pool, what) for pool in pools)
 
 
 @pytest.mark.slow
@@ -63,8 +58,8 @@ def test_processes_leave_what_one_rank_leaves_in_one_copy_of_the_pools(kind: str
         assert [said(process) for process in started] == ["ready"] * size
         assert said(started[0]) == wanted
         assert [said(process) for process in started[1:]] == ["ran"] * (size - 1)
-        resident = [pool_bytes(process, "Rss") for process in started]
-        shares = sum(pool_bytes(process, "Pss") for process in started)
+        resident = [pool_bytes(process, "resident_bytes") for process in started]
+        shares = sum(pool_bytes(process, "share_bytes") for process in started)
         print(f"resident {resident}, shares {shares}")
         assert min(resident[1:]) > 1 << 20
         assert resident[0] <= shares * 1.01 <= resident[0] * 1.02
