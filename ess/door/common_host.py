@@ -1,4 +1,5 @@
-"""The host pool of an engine of several processes: once, in a memory file that all of them map.
+"""The host pool of an engine of several processes: once on a machine, in a memory file that all of
+them map.
 
 A stage of the engine has the rows and keys of its own layers in it. Of its processes, which share
 the heads of these layers, member 0 writes them, and the others have mapped them for reading.
@@ -57,10 +58,16 @@ class WholeHost:
 
 
 class CommonHost:
-    """`Common`, of one process, which has the layers of `part`."""
+    """`Common`, of one process, which has the layers of `part`. The ranks are divided equally over
+    so many machines, none of a stage among two; each machine has a file of its own, in which the
+    rows of stages elsewhere take no memory."""
 
-    def __init__(self, group: Group, whole: ModelLayout, part: ModelLayout) -> None:
+    def __init__(
+        self, group: Group, whole: ModelLayout, part: ModelLayout, *, machines: int = 1
+    ) -> None:
+        assert group.size % (machines * group.team.size) == 0, f"{machines} machines"
         self._group = group
+        self._here = group.size // machines
         self._whole = whole
         self._part = part
         self._made: tuple[MemoryFile, int] | None = None
@@ -92,7 +99,8 @@ class CommonHost:
         self._group.team.broadcast(b"")
 
     def whole(self) -> WholeHost:
-        """On rank 0, which has made the file."""
+        """On rank 0, where all run on one machine: it has made the file."""
+        assert self._here == self._group.size, "rows of stages elsewhere are not in this file"
         assert self._made is not None, f"rank {self._group.rank} has made no file"
         (made, page_count), layout = self._made, self._whole
         end = layout.token_row_bytes * page_count * PAGE_ROWS
@@ -100,20 +108,36 @@ class CommonHost:
         return WholeHost(layout, made.memory[:end], keys, made.fd)
 
     def _file(self, page_count: int) -> tuple[int, int, int]:
-        """Whose it is, its number there, and for how many pages it is; rank 0 makes it, and keeps
-        it open."""
-        if self._group.rank:
-            frame = self._group.reports[0].receive(TOLD_S)
-            if frame is None:
-                raise Unavailable(f"rank 0 has made no host pool within {TOLD_S:g} s")
-            pid, fd, count = _FILE.unpack(frame.head)
-            return pid, fd, count
+        """Whose it is, its number there, and for how many pages it is. The first rank of a machine
+        makes it, and keeps it open; rank 0 passes on where it is."""
+        rank = self._group.rank
+        said = None if rank % self._here else self._make(page_count)
+        if rank == 0:
+            assert said is not None, "rank 0 is the first of its machine"
+            self._pass_on(said)
+        elif said is not None:
+            self._group.reports[0].send(said)
+        else:
+            said = self._heard(0)
+        pid, fd, count = _FILE.unpack(said)
+        return pid, fd, count
+
+    def _make(self, page_count: int) -> bytes:
         made = memory_file(page_count * self._whole.host_page_bytes, name=NAME)
         self._made = made, page_count
-        said = os.getpid(), made.fd, page_count
-        for link in self._group.reports.values():
-            link.send(_FILE.pack(*said))
-        return said
+        return _FILE.pack(os.getpid(), made.fd, page_count)
+
+    def _pass_on(self, of_mine: bytes) -> None:
+        for first in range(0, self._group.size, self._here):
+            said = self._heard(first) if first else of_mine
+            for rank in range(first + 1, first + self._here):
+                self._group.reports[rank].send(said)
+
+    def _heard(self, rank: int) -> bytes:
+        frame = self._group.reports[rank].receive(TOLD_S)
+        if frame is None:
+            raise Unavailable(f"rank {rank} has said of no host pool within {TOLD_S:g} s")
+        return frame.head
 
     def _mapped(self, pid: int, fd: int, begin: int, byte_count: int) -> Bytes:
         if self._made is not None:
@@ -122,6 +146,6 @@ class CommonHost:
             return map_memory_file(pid, fd, max(byte_count, 1), begin=begin, writes=self.writes)
         except OSError as error:
             raise Unavailable(
-                f"the host pool of process {pid} cannot be mapped: {error}; all processes of an "
-                "engine must run on one machine"
+                f"the host pool of process {pid} cannot be mapped: {error}; it must run on this "
+                "machine"
             ) from error

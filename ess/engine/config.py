@@ -262,7 +262,6 @@ def check_stages(config: ProcessConfig) -> None:
 MESH_LACKS: Final[Mapping[str, str]] = {
     "cp_size": "only prefill workers divide the tokens of a chunk",
     "dp_size": "the experts are divided among whole engines",
-    "nnodes": "all processes of a serving engine are on one machine so far",
     "prefix_cache_dir": "the stages' parts of a page would come from the disk at different times",
     "mtp_auto": "it follows each process's own clock",
     "tpot_ms": "it follows each process's own clock",
@@ -279,6 +278,11 @@ def _check_mesh(config: ProcessConfig) -> None:
                 f"{field.name} is {given}, and tp_size is {config.tp_size}, pp_size"
                 f" {config.pp_size}: {MESH_LACKS[field.name]}"
             )
+    if config.role == "decode" and config.nnodes > 1:
+        raise BadInput(
+            f"nnodes is {config.nnodes}, and role is decode: rows that are handed over go to one"
+            " machine, where all stages have them"
+        )
 
 
 def _check_ranks(config: ProcessConfig) -> None:

@@ -89,7 +89,7 @@ def made_engine(launch: Launch, group: Group) -> tuple[MeshEngine, Port | None]:
     rank = rank_of(launch)
     model, whole = load_part(launch, rank)
     part = whole.part(*rank.layers[rank.rank // rank.team])
-    common = CommonHost(group, whole, part)
+    common = CommonHost(group, whole, part, machines=launch.config.nnodes)
     offload = part_offload(launch, part, whole, common)
     greet(group, {"model": fingerprint(launch.model).hex()})
     settings, tokenizer = replace(launch.config, budget_every=0), Tokenizer(launch.model)

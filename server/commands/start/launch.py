@@ -430,6 +430,11 @@ def split_of(settings: Settings, port: int, link: EngineLink) -> Split:
     )
 
 
+def has_others(settings: Settings) -> bool:
+    """Its engine meets processes that this command does not start."""
+    return settings.role != "both" or settings.dp_size > 1 or settings.nnodes > 1
+
+
 def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> Launch:
     told = {
         field.name: getattr(settings, field.name) for field in dataclasses.fields(ProcessConfig)
@@ -443,7 +448,7 @@ def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> L
         slot_bytes=plan.slot_bytes,
         host_bytes=plan.host_bytes,
         index_bytes=plan.index_bytes,
-        secret=settings.peer_secret if settings.role != "both" or settings.dp_size > 1 else "",
+        secret=settings.peer_secret if has_others(settings) else "",
     )
 
 

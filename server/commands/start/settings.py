@@ -277,9 +277,12 @@ def _check_role(settings: Settings) -> None:
 
 
 def _check_ranks_secret(settings: Settings) -> None:
-    """Ranks that divide the experts believe what they hear at the address where they meet."""
+    """Ranks believe what they hear at the address where they meet."""
     host = settings.dist_init_addr.rpartition(":")[0].strip("[]")
-    is_open = settings.dp_size > 1 and settings.dp_rank >= 0 and not is_loopback(host)
+    is_met = (settings.dp_size > 1 and settings.dp_rank >= 0) or (
+        settings.world_size > 1 and settings.nnodes > 1
+    )
+    is_open = is_met and not is_loopback(host)
     if is_open and len(settings.peer_secret.encode()) < SECRET_BYTES_MIN:
         raise BadInput(
             f"dist_init_addr is {settings.dist_init_addr}, which other machines reach: give all"

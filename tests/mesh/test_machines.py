@@ -1,0 +1,124 @@
+"""`ess serve --pp-size 2 --tp-size 2 --nnodes 2`: one engine on two machines."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ess.models.load import load_model
+from tests.mesh.test_serve import POOL
+from tests.server.harness import until
+from tests.support.greedy import greedy
+from tests.support.kin import is_running, kin, told
+from tests.support.machines import Machine, two_machines
+from tests.support.process import READY_S, ROOT, RUN, SMALL
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [5 + 7 * at % 90 for at in range(70)]
+COUNT = 24
+PORT = 29500
+FLAGS = ("--dtype", "f32", "--row", "f32", "--recover", "resume", "--mtp", "2", "--nnodes", "2")
+ASKED = {
+    "model": "ess-embedded",
+    "prompt": PROMPT,
+    "max_tokens": COUNT,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+class Connection(http.client.HTTPConnection):
+    """To a server at a path: it is reached from every network."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=120)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(120)
+        self.sock.connect(str(self._path))
+
+
+def asked(path: Path, method: str, url: str, body: object = None) -> tuple[int, dict]:
+    connection = Connection(path)
+    with contextlib.closing(connection):
+        text = None if body is None else json.dumps(body)
+        connection.request(method, url, text, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read() or b"{}")
+
+
+def is_ready(path: Path) -> bool:
+    try:
+        return asked(path, "GET", "/ready")[0] == 200
+    except OSError:
+        return False
+
+
+def tokens(path: Path) -> list[int]:
+    status, document = asked(path, "POST", "/v1/completions", ASKED)
+    assert status == 200, document
+    return document["choices"][0]["token_ids"]
+
+
+@contextlib.contextmanager
+def node(machine: Machine, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    small = [word for name, value in SMALL.items() if name != "--port" for word in (name, value)]
+    words = [sys.executable, "-c", RUN, "serve", *small, *FLAGS, *flags]
+    secret = "a secret of the tests, shared"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ESS_PEER_SECRET": secret}
+    process = subprocess.Popen(
+        machine.words(*words), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
+    )
+    try:
+        yield process
+    finally:
+        everybody = [process.pid, *kin(process.pid)]
+        process.terminate()
+        process.wait(60)
+        until(lambda: not any(map(is_running, everybody)), "the end of everybody")
+
+
+def engines(process: subprocess.Popen[bytes]) -> list[int]:
+    everybody = [process.pid, *kin(process.pid)]
+    return sorted(pid for pid in everybody if "mesh.process" in told(pid, "cmdline"))
+
+
+def pools(pids: list[int]) -> set[str]:
+    """Inodes of what they have mapped."""
+    lines = [line.split() for pid in pids for line in told(pid, "maps").splitlines()]
+    return {words[4] for words in lines if POOL in words[5:6]}
+
+
+def test_the_tokens_of_one_process_and_again_when_a_machine_loses_one(tmp_path):
+    expected = greedy(load_model(form="f32"), PROMPT, COUNT)
+    path = tmp_path / "http"
+    with two_machines() as (first, second):
+        shape = ("--tp-size", "2", "--pp-size", "2", "--dist-init-addr", f"{first.address}:{PORT}")
+        with (
+            node(second, *shape, "--node-rank", "1") as other,
+            node(first, *shape, "--uds", str(path)) as server,
+        ):
+            until(lambda: is_ready(path), "readiness", within_s=READY_S)
+            assert tokens(path) == expected
+            here, there = engines(server), engines(other)
+            assert len(here) == len(there) == 2
+            assert len(pools(here)) == len(pools(there)) == 1
+            assert not pools(here) & pools(there), "a pool on two machines"
+            os.kill(there[1], signal.SIGKILL)
+            until(lambda: not {*here} & {*engines(server)}, "another engine")
+            until(lambda: is_ready(path), "readiness")
+            assert tokens(path) == expected
