@@ -29,22 +29,21 @@ def member_rows(tp_size: int = 2, *, smoke: bool = False) -> list[Row]:
     with started("serve", *flags, "--threads", "1") as (process, url):
         for first in range(count):
             read_prompt(url, [(first + at) % 90 + 5 for at in range(tokens)])
-        found = [mapping for pid in kin(process.pid) for mapping in pools(pid)]
+        found = [mapped for pid in kin(process.pid) if (mapped := pools(pid))]
+    shares = [sum(each.share_bytes for each in mapped) / MIB for mapped in found]
+    resident = [sum(each.resident_bytes for each in mapped) / MIB for mapped in found]
     return [
         compare(
             name=f"host pool of a stage: {len(found)} processes",
             unit="MiB",
-            ours=[sum(mapping.share_bytes for mapping in found) / MIB],
-            baseline=(
-                "one for each process",
-                [max(mapping.resident_bytes for mapping in found) * len(found) / MIB],
-            ),
+            ours=[sum(shares)],
+            baseline=("one for each process", [max(resident) * len(found)]),
             config={
                 "tp_size": tp_size,
-                "share_mib": [round(mapping.share_bytes / MIB, 1) for mapping in found],
-                "resident_mib": [round(mapping.resident_bytes / MIB, 1) for mapping in found],
-                "files": len({mapping.inode for mapping in found}),
-                "writers": sum("w" in mapping.access for mapping in found),
+                "share_mib": [round(mib, 1) for mib in shares],
+                "resident_mib": [round(mib, 1) for mib in resident],
+                "files": len({each.inode for mapped in found for each in mapped}),
+                "writers": sum(any("w" in each.access for each in mapped) for mapped in found),
             },
         )
     ]

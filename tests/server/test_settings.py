@@ -154,8 +154,8 @@ def test_the_document_has_every_setting(section: str):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--pp-size", "2", "--deterministic"], "deterministic is True, and tp_size is 1"),
-        (["--tensor-parallel-size", "8", "--dp", "2"], "dp_size is 2, and tp_size is 8, pp_size 1"),
+        (["--pp-size", "2", "--deterministic"], "deterministic is True, and tp_size is 1, pp_size 2"),
+        (["--tensor-parallel-size", "8", "--dp", "2"], "dp_size is 2, and tp_size is 8"),
         (["--disable-radix-cache"], "always shared"),
         (["--enable-dynamic-chunking"], "there tpot_ms sizes the chunks"),
         (["--chunked-prefil-size", "512"], "--chunked-prefill-size"),
@@ -173,7 +173,7 @@ def test_the_document_has_every_setting(section: str):
             ["--dp", "2", "--dp-rank", "0", "--dist-init-addr", "10.1.2.3:29500"],
             "10.1.2.3:29500, which other machines reach: give all ranks --peer-secret-file",
         ),
-        (["--log-level", "info", "--tp", "2", "--nnodes", "2"], "nnodes is 2, and tp_size is 2"),
+        (["--log-level", "info", "--tp", "2", "--cp-size", "2"], "cp_size is 2, and tp_size is 2"),
         (["--enable-metrics", "--max-num-seqs", "0"], "--enable-metrics has no effect: /metrics"),
     ],
 )

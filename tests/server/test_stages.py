@@ -56,12 +56,13 @@ PACED = ("--engine", "paced", "--pace-ms", "20")
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"pp_size": 2, "role": "decode"}, "pp_size is 2, and role is decode: `ess serve` and"),
+        ({**NODES, "role": "decode"}, "nnodes is 2, and role is decode: rows that are handed over"),
+        ({**NODES, "role": "both", "peer_secret": ""}, "10.0.0.1:9, which other machines reach"),
         ({"pp_size": 2, "dp_size": 2}, "dp_size is 2, and tp_size is 1, pp_size 2: the experts"),
         ({"tp_size": 2, "mtp_auto": True}, "mtp_auto is True, and tp_size is 2"),
         ({"tp_size": 2, "cp_size": 2}, "cp_size is 2, and tp_size is 2, pp_size 1: only prefill"),
         ({"cp_size": 2}, "cp_size is 2, and tp_size is 1"),
-        ({"cp_size": 3, "role": "decode"}, "cp_size is 3, and role is decode"),
+        ({"cp_size": 3, "role": "decode"}, "cp_size is 3, and tp_size is 1, pp_size 1: only"),
         ({**PREFILL, "tp_size": 2, "cp_size": 4}, "tp_size is 2 and cp_size is 4"),
         ({**PREFILL, "pp_layer_partition": "3,3"}, "'3,3', and pp_size is 1: one stage"),
         ({**NODES, "nnodes": 3}, "nnodes is 3: 4 processes .pp_size 4 x 1 of a stage. do not"),
