@@ -12,6 +12,7 @@ import torch
 from ess.comm.company import Company
 from ess.errors import BadInput
 from ess.kernels.backend import ops
+from ess.models.config import ModelConfig
 from ess.models.guest.coded import CodedFile
 from ess.models.layers import TensorSource
 from ess.models.model import Model
@@ -50,8 +51,9 @@ def load_model(
     if form == "stored" and place.type == "cpu":
         raise BadInput("form 'stored' is for a device; on the CPU weights are in 'bf16' or 'f32'")
     with Checkpoint(path, links=links) as checkpoint:
-        weights = RankWeights(checkpoint, form=form, split=heads or split_of(company))
-        tp, config = 1 if heads is None else heads.tp, checkpoint.model_config
+        config = checkpoint.model_config
+        weights = RankWeights(checkpoint, form=form, split=heads or split_of(company, config))
+        tp = 1 if heads is None else heads.tp
         if top_k is not None:
             config = msgspec.structs.replace(config, top_k=top_k)
         source = placed(weights, place)
@@ -70,8 +72,11 @@ def coded(source: TensorSource, file: CodedFile, checkpoint: Checkpoint) -> Tens
     return weight
 
 
-def split_of(company: Company | None) -> Split | None:
-    return None if company is None else Split(ep=company.team.size, ep_rank=company.team.rank)
+def split_of(company: Company | None, config: ModelConfig) -> Split | None:
+    if company is None:
+        return None
+    own = {layer: frozenset(company.own(layer)) for layer in range(config.layer_total)}
+    return Split(ep=company.team.size, ep_rank=company.team.rank, own=own)
 
 
 def placed(weights: RankWeights, device: torch.device) -> TensorSource:

@@ -76,7 +76,7 @@ class Moe:
         self._config = c
         self._number = number
         self._company = company
-        self._own = range(c.expert_count) if company is None else company.own
+        self._own = range(c.expert_count) if company is None else company.own(number)
         self._gate = source.matrix("gate", c.expert_count, c.hidden_dim).float()
         self._correction = None
         if c.expert_scores == "sigmoid":

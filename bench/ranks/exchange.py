@@ -22,9 +22,9 @@ from ess.bench.harness.threads import compute_threads
 from ess.bench.ranks.line import LateTeam, Line
 from ess.bench.ranks.members import member_rows
 from ess.comm.company import Company, Traffic
+from ess.comm.experts.placement import even
 from ess.comm.group import Group
 from ess.comm.local import local_group
-from ess.comm.placement import even
 from ess.engine.ranks.accord import Many
 from ess.errors import EssError
 from ess.models.config import ModelConfig

@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from ess.comm.placement import Placement, check_ranks
+from ess.comm.experts.loads import Loads
+from ess.comm.experts.placement import Placement, Places
 from ess.comm.tensors import as_bytes
 from ess.errors import EssError
 
@@ -72,17 +73,17 @@ class Traffic:
 class Company:
     """Owns the order of its exchanges: one at a time is begun, by the thread that runs the step."""
 
-    def __init__(self, team: Team, placement: Placement) -> None:
-        check_ranks(placement, team.size)
+    def __init__(self, team: Team, places: Places | Placement) -> None:
+        self.places = Places(places) if isinstance(places, Placement) else places
+        self.places.check_ranks(team.size)
         self.team = team
-        self.placement = placement
         self.traffic = Traffic()
+        self.loads = Loads(self.places.usual.expert_count)
         self._step = self._number = 0
 
-    @property
-    def own(self) -> tuple[int, ...]:
+    def own(self, layer: int) -> tuple[int, ...]:
         """The experts of this rank, by place."""
-        return self.placement.places[self.team.rank]
+        return self.places.of(layer).places[self.team.rank]
 
     def enter(self, step: int) -> None:
         """All ranks are at the head of this step."""
@@ -95,6 +96,7 @@ class Company:
         self._number += 1
         self.traffic.exchange_count += 1
         self.traffic.token_count += len(tokens)
+        self.loads.count(layer, experts)
         return Journey(self, tokens, experts, where)
 
     def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
@@ -115,8 +117,9 @@ class Journey:
         self._tokens = tokens
         self._shape = experts.shape
         self._where = where
-        size, each = company.team.size, company.placement.place_count
-        places = company.placement.at(experts, first=company.team.rank)
+        placement = company.places.of(where[-1])
+        size, each = company.team.size, placement.place_count
+        places = placement.at(experts, first=company.team.rank)
         ranks, self._own_places = places // each, places % each
         goes = torch.zeros((size, len(tokens)), dtype=torch.bool)
         goes[ranks, torch.arange(len(tokens))[:, None]] = True

@@ -190,6 +190,15 @@ class ProcessConfig(EngineConfig):
     ep_size: int = setting(
         0, "pipeline", "Ranks that the experts are divided over: dp_size, or 0.", (0, 1024)
     )
+    redundant_experts: int = setting(
+        0, "pipeline", "Second places that the most used experts get, in each layer.", (0, 1 << 16)
+    )
+    expert_load: str = setting(
+        "", "pipeline", "A file of --record-expert-load, by which rank 0 places the experts."
+    )
+    record_expert_load: str = setting(
+        "", "pipeline", "Where rank 0 writes how often each expert was chosen of late."
+    )
     dynamic_chunking: bool = setting(
         False, "pipeline", "Chunks that take equally long, from --chunk-tokens on."
     )
@@ -296,7 +305,7 @@ def _check_ranks(config: ProcessConfig) -> None:
     if rank >= size:
         raise BadInput(f"dp_rank is {rank}, must be 0 to {size - 1} for a dp_size of {size}")
     if size == 1:
-        return
+        return _check_one_place(config)
     if config.role == "prefill":
         raise BadInput(
             f"dp_size is {size}, and role is prefill: several prefill workers behind a router make"
@@ -311,6 +320,12 @@ def _check_ranks(config: ProcessConfig) -> None:
         )
     if rank >= 0 and not config.dist_init_addr:
         raise BadInput(f"dist_init_addr is missing: {size} ranks must know where they meet")
+
+
+def _check_one_place(config: ProcessConfig) -> None:
+    for name in ("redundant_experts", "expert_load", "record_expert_load"):
+        if given := getattr(config, name):
+            raise BadInput(f"{name} is {given!r:.80}, and dp_size is 1: all experts are here")
 
 
 def _check_nodes(config: ProcessConfig) -> None:

@@ -34,7 +34,7 @@ from ess.engine.handoff import Ended, Exchange, Handoffs
 from ess.engine.intake import Intake, Wishes
 from ess.engine.loads import Loads
 from ess.engine.plan import Chunk, Made, StepPlan, StepResult
-from ess.engine.process.messages import GraphLine, StageLine
+from ess.engine.process.messages import ExpertLine, GraphLine, StageLine
 from ess.engine.prompt.run import span_of
 from ess.engine.prompt.scores import score
 from ess.engine.ranks.accord import Alone, Ranks, Wish
@@ -272,6 +272,9 @@ class Engine:
     def graph_line(self) -> GraphLine | None:
         replays = self._flights.replays
         return None if replays is None else replays.line()
+
+    def expert_line(self) -> ExpertLine | None:
+        return self._ranks.line()
 
     def close(self) -> None:
         """Ends the processes of the grammars. Other ranks are stood by until all end."""

@@ -155,6 +155,9 @@ class Lead:
     def graph_line(self) -> None:
         """It has no device."""
 
+    def expert_line(self) -> None:
+        """Each of its ranks has all experts of its layers."""
+
     def stage_lines(self) -> tuple[StageLine, ...]:
         now_s, silences = self._clock.now_s(), self.stages.silences()
         return tuple(

@@ -11,6 +11,7 @@ The last block of a side may be partial (576 rows): the end of the tensor is alw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,7 +51,8 @@ class Split:
     """One rank's place: `tp_rank` of `tp`, `ep_rank` of `ep`.
 
     `by_heads` cuts only what makes queries, keys and values of the heads: for ranks that share the
-    attention of some tokens, and each do the rest of the layer for tokens of their own.
+    attention of some tokens, and each do the rest of the layer for tokens of their own. `own` are
+    the rank's experts by layer, where they are not the contiguous run of its place.
     """
 
     tp: int = 1
@@ -58,6 +60,7 @@ class Split:
     ep: int = 1
     ep_rank: int = 0
     by_heads: bool = False
+    own: Mapping[int, frozenset[int]] | None = None
 
     def __post_init__(self) -> None:
         for name, size, rank in (
@@ -68,7 +71,7 @@ class Split:
                 raise BadInput(f"{name}_rank {rank} of {name} {size} does not exist")
 
     def check(self, config: ModelConfig) -> None:
-        if config.expert_count % self.ep:
+        if self.own is None and config.expert_count % self.ep:
             raise BadInput(
                 f"{config.expert_count} routed experts cannot be shared equally"
                 f" by {self.ep} expert-parallel ranks"
@@ -84,6 +87,9 @@ class Split:
         """Is any part of this tensor on this rank?"""
         if spec.expert is None or self.ep == 1:
             return True
+        if self.own is not None:
+            assert spec.layer is not None, f"{spec.name} is of no layer"
+            return spec.expert in self.own[spec.layer]
         share = expert_count // self.ep
         return spec.expert // share == self.ep_rank
 

@@ -52,6 +52,7 @@ class Written(Collector):
         yield from _stages(service)
         yield from _disk(service)
         yield from _graphs(service)
+        yield from _experts(service)
         for name in service.compat:
             yield from COMPAT[name](service)
 
@@ -223,6 +224,16 @@ def _graphs(service: Service) -> Iterator[Metric]:
     counts = {"replayed": said.replayed, "captured": said.captured}
     yield _by_name("ess_graph_steps", "steps that ran as graphs", "how", counts)
     yield _by_name("ess_eager_steps", "steps that did not", "cause", said.eager)
+
+
+def _experts(service: Service) -> Iterator[Metric]:
+    """Of servers that divide the experts, over the last steps."""
+    said = service.board.status.experts
+    if said is None:
+        return
+    yield _gauge("ess_expert_steps", "steps in which choices were counted", said.step_count)
+    yield _gauge("ess_experts_chosen", "how often a token chose an expert", said.chosen_count)
+    yield _gauge("ess_expert_balance", "a rank's share of the busiest rank's", said.balance)
 
 
 def _transfers(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ess.comm.company import Company, OutOfStep
+from ess.comm.experts.placement import Placement, even
 from ess.comm.link import LinkLost
 from ess.comm.local import local_group
-from ess.comm.placement import Placement, even
 from ess.errors import BadInput
 from tests.comm.test_local import each
 
@@ -45,7 +45,7 @@ def through(company: Company, given: Tensor, asked: Tensor, blocks: Sequence[ran
     for block in blocks:
         mine = [at for at in order.tolist() if int(guests.places[at]) in block]
         lines = [
-            made_by(company.own[int(guests.places[at])], guests.tokens[guests.lines[at]][None])
+            made_by(company.own(3)[int(guests.places[at])], guests.tokens[guests.lines[at]][None])
             for at in mine
         ]
         none = given.new_empty(0, given.shape[1] + 1)
@@ -147,7 +147,7 @@ def alone(act: Callable[[Company], object], *, rank: int) -> Callable[[object], 
         company.enter(5)
         if group.rank == rank:
             return act(company)
-        return through(company, tokens(2, 0), chosen(2, 0), in_blocks(company.placement, 1))
+        return through(company, tokens(2, 0), chosen(2, 0), in_blocks(company.places.usual, 1))
 
     return run
 

@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from ess.comm.company import Company
+from ess.comm.experts.placement import Places, even
 from ess.comm.group import Group
 from ess.comm.local import local_group
-from ess.comm.placement import even
 from ess.door import Offload
 from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
@@ -44,8 +44,9 @@ def share(family: str, company: Company) -> Model:
     config, whole = weights(family)
 
     def own(name: str) -> torch.Tensor:
-        _, is_routed, rest = name.partition(".mlp.experts.")
-        assert not is_routed or int(rest.split(".")[0]) in company.own, name
+        above, is_routed, rest = name.partition(".mlp.experts.")
+        layer = int(above.rpartition(".")[2]) if is_routed else 0
+        assert not is_routed or int(rest.split(".")[0]) in company.own(layer), name
         return whole[name]
 
     return build(config, own, company=company)
@@ -72,9 +73,10 @@ class Rank:
         chunks: int = 1,
         mtp: int = 1,
         index_pages: int | None = None,
+        places: Places | None = None,
         **config,
     ) -> None:
-        self.company = Company(group.team, even(EXPERTS, group.size))
+        self.company = Company(group.team, places or Places(even(EXPERTS, group.size)))
         made = share(family, self.company)
         kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
         layout = kept.layout(row="f32", index="f32")

@@ -74,7 +74,7 @@ def test_a_rank_has_its_own_experts_and_no_others():
         layer = rank.engine.runner.model.layers[1]
         assert layer.experts.own_count == EXPERTS // 2
         assert len(layer.experts._down[0]) == EXPERTS // 2
-    assert [rank.company.own for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [rank.company.own(1) for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 def test_preempted_requests_go_on_while_others_run():

@@ -11,8 +11,8 @@ import torch
 from ess.bench.ranks.exchange import comm_benchmark, even_bytes
 from ess.bench.ranks.line import LateTeam, Line
 from ess.comm.company import Company
+from ess.comm.experts.placement import even
 from ess.comm.local import local_group
-from ess.comm.placement import even
 from tests.comm.test_company import EXPERTS, PER_TOKEN, in_blocks, through
 from tests.comm.test_local import each
 
@@ -28,7 +28,7 @@ def test_the_formula_is_the_mean_over_all_choices_of_experts(ranks):
         company = Company(LateTeam(group.team, line), even(EXPERTS, ranks))
         asked = choices if group.rank == 0 else choices[:0]
         given = torch.zeros((len(asked), 7), dtype=torch.bfloat16)
-        through(company, given, asked, in_blocks(company.placement, 1))
+        through(company, given, asked, in_blocks(company.places.usual, 1))
         return company
 
     companies = each(local_group(ranks, team=ranks), act)

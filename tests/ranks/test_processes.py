@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from ess.engine.process.messages import Add, Fault, Stop
+from ess.engine.ranks.placing import read_loads
 from ess.engine.tokens.sampling import Sampling
-from ess.models.load import load_model
+from ess.models.load import EMBEDDED, load_model
+from ess.models.weights.checkpoint import Checkpoint
 from ess.ports import kept_port
 from tests.pd.processes import EngineProcess, engines
 from tests.support.greedy import greedy
@@ -58,11 +60,15 @@ def fault(engine: EngineProcess) -> str:
 
 
 @pytest.mark.parametrize(
-    ("size", "mtp", "tbo", "sbo"), [(2, 2, "on", "combine-down"), (4, 1, "off", "off")]
+    ("size", "mtp", "tbo", "sbo", "redundant"),
+    [(2, 2, "on", "combine-down", 0), (4, 1, "off", "off", 4)],
 )
-def test_ranks_give_the_tokens_of_one_process(tmp_path, size, mtp, tbo, sbo):
-    """Requests come to rank 0 alone, then also to the last, while others only stand by."""
-    with ranks(tmp_path, size, mtp=mtp, tbo=tbo, sbo=sbo) as made:
+def test_ranks_give_the_tokens_of_one_process(tmp_path, size, mtp, tbo, sbo, redundant):
+    """Requests come to rank 0 alone, then also to the last, while others only stand by. With copies
+    of experts too; what was chosen is recorded at the end."""
+    path, common = tmp_path / "loads.json", {"mtp": mtp, "tbo": tbo, "sbo": sbo}
+    record = {"redundant_experts": redundant, "record_expert_load": str(path)}
+    with ranks(tmp_path, size, **common, **record) as made:
         for engine in made:
             engine.ready()
         first, last = made[0], made[-1]
@@ -84,6 +90,9 @@ def test_ranks_give_the_tokens_of_one_process(tmp_path, size, mtp, tbo, sbo):
         for engine in made[1:]:
             engine.say(Stop())
         assert [first.stop(), *(engine.process.wait(60) for engine in made[1:])] == [0] * size
+    with Checkpoint(EMBEDDED) as checkpoint:
+        loads = read_loads(path, checkpoint.model_config)
+        assert all(sum(chosen) > 200 for chosen in loads.values())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -84,6 +84,9 @@ NEEDS = {
     "cp_size": STAGES[:2],
     "dynamic_chunking": STAGES[:2],
     "pp_layer_partition": STAGES,
+    "redundant_experts": ("--dp-size", "2"),
+    "expert_load": ("--dp-size", "2"),
+    "record_expert_load": ("--dp-size", "2"),
     "nnodes": NODES,
     "node_rank": (*NODES, "--nnodes", "2"),
 }
@@ -154,8 +157,8 @@ def test_the_document_has_every_setting(section: str):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--pp-size", "2", "--deterministic"], "deterministic is True, and tp_size is 1, pp_size 2"),
-        (["--tensor-parallel-size", "8", "--dp", "2"], "dp_size is 2, and tp_size is 8"),
+        (["--pp-size", "2", "--mtp-auto"], "mtp_auto is True, and tp_size is 1, pp_size 2"),
+        (["--tensor-parallel-size", "8", "--tpot", "9"], "tpot_ms is 9.0, and tp_size is 8"),
         (["--disable-radix-cache"], "always shared"),
         (["--enable-dynamic-chunking"], "there tpot_ms sizes the chunks"),
         (["--chunked-prefil-size", "512"], "--chunked-prefill-size"),
@@ -173,7 +176,10 @@ def test_the_document_has_every_setting(section: str):
             ["--dp", "2", "--dp-rank", "0", "--dist-init-addr", "10.1.2.3:29500"],
             "10.1.2.3:29500, which other machines reach: give all ranks --peer-secret-file",
         ),
-        (["--log-level", "info", "--tp", "2", "--cp-size", "2"], "cp_size is 2, and tp_size is 2"),
+        (["--ep-num-redundant-experts", "8"], "redundant_experts is 8, and dp_size is 1"),
+        (["--dp", "2", "--eplb-config.num_redundant_experts", "9999"], "must be 0 to 8 for 8"),
+        (["--dp", "3"], "8 experts cannot be shared equally by 3 ranks"),
+        (["--log-level", "info", "--tp", "2", "--cp-size", "2"], "cp_size is 2"),
         (["--enable-metrics", "--max-num-seqs", "0"], "--enable-metrics has no effect: /metrics"),
     ],
 )

@@ -63,6 +63,9 @@ class Lockstep:
     def latent(self) -> LatentPool:
         return self._offload.owner.pools.latent
 
+    def line(self) -> None:
+        """Each process has all experts of its layers."""
+
     def agree(self) -> None:
         """No rank admits more than the smallest pools hold: once, before the first call."""
         ledger = self._offload.owner.pools.ledger

@@ -10,7 +10,7 @@ from ess.engine.handoff import Ended
 from ess.engine.intake import Wishes
 from ess.engine.layers.verifier import Verifier
 from ess.engine.plan import StepResult
-from ess.engine.process.messages import GraphLine, StageLine
+from ess.engine.process.messages import ExpertLine, GraphLine, StageLine
 from ess.engine.request import Request
 from ess.engine.step.tuning import Tuning
 from ess.engine.step.warmth import Warmth
@@ -53,6 +53,9 @@ class Driven(Protocol):
 
     def graph_line(self) -> GraphLine | None:
         """None where no step is a graph."""
+
+    def expert_line(self) -> ExpertLine | None:
+        """None where all experts are here."""
 
     @property
     def is_idle(self) -> bool: ...

@@ -245,6 +245,15 @@ class GraphLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     eager: dict[str, int]
 
 
+class ExpertLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Experts that several engines divide, over their last steps: how often one was chosen, and
+    what an engine had to do on average of what the busiest had, as a mean over the layers."""
+
+    step_count: int
+    chosen_count: int
+    balance: float
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The engine at one moment: counts since it started; lists are per layer group.
 
@@ -256,7 +265,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     configured. `open_counts` are the requests of each front that have not ended. `handoff` is None
     in an engine that takes part in no handoffs. `stages` are those of a pipelined worker, whose
     pools and counts above are those of its first stage. `disk` is None without a disk tier,
-    `graphs` where no step is a graph.
+    `graphs` where no step is a graph, `experts` where they are not divided, or not yet counted.
     """
 
     step_count: int = 0
@@ -293,6 +302,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     stages: tuple[StageLine, ...] = ()
     disk: DiskLine | None = None
     graphs: GraphLine | None = None
+    experts: ExpertLine | None = None
 
     @property
     def fullness(self) -> float:

@@ -10,29 +10,32 @@ own server why; the servers start them again, and they meet as they did at first
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import msgspec
 import zmq
 
+from ess import console
 from ess.clock import Clock, RealClock
 from ess.comm.company import Company
 from ess.comm.group import Group
 from ess.comm.meeting import join_group
-from ess.comm.placement import even
 from ess.engine.config import ProcessConfig
 from ess.engine.process.member import main, membership
 from ess.engine.process.messages import Launch
 from ess.engine.process.wire import SocketWire
 from ess.engine.process.worker import Built, build, serve
 from ess.engine.ranks.accord import Many
+from ess.engine.ranks.placing import agreed_places, write_loads
 from ess.errors import BadInput, Unavailable
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.fingerprint import fingerprint
 
 JOIN_S: Final = 120.0
 LOAD_S: Final = 3600.0
-ALIKE: Final = ("mtp", "tbo", "sbo", "form", "dp_size")
+ALIKE: Final = ("mtp", "tbo", "sbo", "form", "dp_size", "redundant_experts")
 """Settings that all ranks must have in common: the order of the exchanges follows from them, and
 the values that they carry. Each of the others is a rank's own affair."""
 
@@ -54,16 +57,37 @@ def company_of(launch: Launch, group: Group) -> Company:
         config = checkpoint.model_config
     if not config.expert_count:
         raise BadInput(f"dp_size is {group.size}, and a model of {config.family} has no experts")
-    return Company(group.team, even(config.expert_count, group.size))
+    told = launch.config
+    places = agreed_places(
+        group.team, config, redundant=told.redundant_experts, path=told.expert_load
+    )
+    return Company(group.team, places)
 
 
 def loaded(launch: Launch, group: Group, clock: Clock) -> Built:
     """Returns when all ranks have loaded the same model in the same way."""
     company = company_of(launch, group)
-    built = build(launch, clock, company=company, ranks=Many(company, on_meet=group.advance))
+    record = recorder(launch.config, company)
+    ranks = Many(company, on_meet=group.advance, on_census=record)
+    built = build(launch, clock, company=company, ranks=ranks)
     said = {name: str(getattr(launch.config, name)) for name in ALIKE}
     greet(group, {**said, "model": fingerprint(launch.model).hex()})
     return built
+
+
+def recorder(config: ProcessConfig, company: Company) -> Callable[[], None]:
+    """Writes the loads, if this is rank 0 and was told where. A rank that cannot write goes on."""
+    path = config.record_expert_load
+
+    def record() -> None:
+        if not path or company.team.rank:
+            return
+        try:
+            write_loads(Path(path), company)
+        except OSError as error:
+            console.note(f"ess: record_expert_load {path} cannot be written: {error.strerror}")
+
+    return record
 
 
 def greet(group: Group, mine: dict[str, str]) -> None:

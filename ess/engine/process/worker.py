@@ -358,6 +358,7 @@ class EngineLoop:
             disk=disk_line(stats.disk),
             stages=engine.stage_lines(),
             graphs=engine.graph_line(),
+            experts=engine.expert_line(),
         )
 
     def _lines(self) -> Iterator[RequestLine]:

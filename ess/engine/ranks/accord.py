@@ -23,6 +23,9 @@ from typing import Final, Protocol
 import torch
 
 from ess.comm.company import Company, OutOfStep
+from ess.comm.experts.balance import balance
+from ess.comm.experts.loads import WINDOW_STEPS
+from ess.engine.process.messages import ExpertLine
 
 TICK_S: Final = 0.01
 """How long a rank waits for requests of its own, while no rank has any, before it asks again."""
@@ -86,6 +89,9 @@ class Ranks(Protocol):
 
     def meet(self, wish: Wish) -> Accord: ...
 
+    def line(self) -> ExpertLine | None:
+        """None where all experts are here."""
+
 
 class Alone:
     """An engine whose experts are all here: it may leave whenever it wants to."""
@@ -99,15 +105,27 @@ class Alone:
         self.latest = agreed([replace(wish, leaves=True)])
         return self.latest
 
+    def line(self) -> None:
+        return None
+
 
 class Many:
-    """Every rank meets the others once a step, whether it has requests or not."""
+    """Every rank meets the others once a step, whether it has requests or not. `on_census` is
+    called when the ranks have told one another how often each expert was chosen."""
 
-    def __init__(self, company: Company, *, on_meet: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        company: Company,
+        *,
+        on_meet: Callable[[], None],
+        on_census: Callable[[], None] = lambda: None,
+    ) -> None:
         self.latest = agreed([Wish()])
         self._company = company
         self._on_meet = on_meet
-        self._step = 0
+        self._on_census = on_census
+        self._step = self._busy_count = 0
+        self._line: ExpertLine | None = None
 
     @property
     def rest_s(self) -> float:
@@ -125,7 +143,31 @@ class Many:
         self._step += 1
         self._on_meet()
         self.latest = agreed([_wish(*said) for _, *said in table])
+        self._census()
         return self.latest
+
+    def _census(self) -> None:
+        """All ranks count steps alike, quiet ones not; what the last ones chose is told too."""
+        if self._busy_count == WINDOW_STEPS or (self.latest.all_leave and self._busy_count):
+            self._company.loads.share(self._company.team, self._busy_count)
+            self._busy_count = 0
+            self._line = expert_line(self._company)
+            self._on_census()
+        self._busy_count += not self.latest.is_quiet
+
+    def line(self) -> ExpertLine | None:
+        """As of the last census."""
+        return self._line
+
+
+def expert_line(company: Company) -> ExpertLine:
+    recent = company.loads.recent()
+    each = [balance(company.places.of(layer).places, loads) for layer, loads in recent.items()]
+    return ExpertLine(
+        step_count=company.loads.step_count,
+        chosen_count=sum(map(sum, recent.values())),
+        balance=sum(each) / max(len(each), 1),
+    )
 
 
 def _wish(token_count: int, chunk_tokens: int, draft_count: int, splits: int, leaves: int) -> Wish:

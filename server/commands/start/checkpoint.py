@@ -36,13 +36,16 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     defaults: SamplingDefaults
     weight_bytes: int
 
-    def share_bytes(self, rank_count: int) -> int:
-        """Of a rank that has its share of the experts, and all else."""
+    def share_bytes(self, rank_count: int, *, redundant: int = 0) -> int:
+        """Of a rank that has its share of the experts, which have so many second places in each
+        layer, and all else."""
         values = {True: 0, False: 0}
         for spec in expected_tensors(self.config):
             values[spec.expert is not None] += math.prod(spec.shape)
         routed = self.weight_bytes * values[True] // sum(values.values())
-        return self.weight_bytes - routed + routed // rank_count
+        place_count = self.config.expert_count + redundant
+        kept = routed * place_count // max(self.config.expert_count, 1) // rank_count
+        return self.weight_bytes - routed + kept
 
 
 def read_checkpoint(model: str) -> Checkpoint:

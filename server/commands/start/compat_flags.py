@@ -45,6 +45,11 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "dp_size": ("--data-parallel-size", "--dp"),
     "dp_rank": ("--data-parallel-rank",),
     "ep_size": ("--expert-parallel-size", "--ep"),
+    "redundant_experts": (
+        "--ep-num-redundant-experts",
+        "--num-redundant-experts",
+        "--eplb-config.num_redundant_experts",
+    ),
     "cp_size": ("--prefill-context-parallel-size", "--attn-cp-size"),
     "dynamic_chunking": ("--enable-dynamic-chunking",),
     "watchdog_s": ("--watchdog-timeout",),
@@ -147,6 +152,8 @@ class ForeignFlags:
     ] = None
     enable_expert_parallel: bool = False
     enable_dp_attention: bool = False
+    enable_eplb: bool = False
+    eplb_config: str | None = None
     page_size: Annotated[int, Parameter(name=["--page-size", "--block-size"])] = 64
     speculative_eagle_topk: int = 1
     disable_radix_cache: Annotated[
@@ -166,6 +173,8 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "enable_cache_report": "usage always says how many tokens were cached",
     "enable_expert_parallel": "experts are divided over all ranks of --dp-size",
     "enable_dp_attention": "each rank of --dp-size has requests of its own",
+    "enable_eplb": "experts are placed at the start, by --expert-load, and stay there",
+    "eplb_config": "--redundant-experts says how many second places experts have",
     "enable_hisparse": "rows are always offloaded",
     "skip_server_warmup": "no request is run at the start",
     "hisparse_config": "--slot-bytes and --host-bytes say how much is kept where",

@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from ess import console
 from ess.clock import Clock, RealClock
+from ess.comm.experts.balance import check_places
 from ess.engine.config import ProcessConfig
 from ess.engine.entries.refusals import check_settings
 from ess.engine.process.messages import Launch
@@ -120,6 +121,8 @@ def checked(settings: Settings) -> Checkpoint:
     chat_template(settings)
     check_tls(settings.tls_cert, settings.tls_key)
     check_events(settings)
+    if settings.dp_size > 1 and (count := checkpoint.config.expert_count):
+        check_places(count, settings.dp_size, settings.redundant_experts)
     if settings.engine == "model":
         read_entries(Path(checkpoint.path))
     return checkpoint
@@ -174,7 +177,8 @@ def planned(
         settings,
         layout,
         positions_max=checkpoint.config.positions_max,
-        weight_bytes=checkpoint.share_bytes(settings.dp_size) * settings.team_size,
+        weight_bytes=settings.team_size
+        * checkpoint.share_bytes(settings.dp_size, redundant=settings.redundant_experts),
         free=free * (settings.nnodes if settings.dp_size == 1 else 1),
     )
 

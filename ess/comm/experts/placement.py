@@ -6,13 +6,15 @@ does not depend on the place, for its weights are the same everywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from ess.comm.experts.balance import check_places
 from ess.errors import BadInput
 
 PLACES_MAX: Final = (1 << 15) - 1
@@ -77,14 +79,32 @@ def even(expert_count: int, rank_count: int) -> Placement:
     >>> even(4, 2).places
     ((0, 1), (2, 3))
     """
-    if rank_count < 1 or expert_count % rank_count:
-        raise BadInput(f"{expert_count} experts cannot be shared equally by {rank_count} ranks")
+    check_places(expert_count, rank_count, 0)
     share = expert_count // rank_count
     return Placement(
         tuple(tuple(range(rank * share, (rank + 1) * share)) for rank in range(rank_count))
     )
 
 
-def check_ranks(placement: Placement, count: int) -> None:
-    if placement.rank_count != count:
-        raise BadInput(f"a placement for {placement.rank_count} ranks in a team of {count}")
+@dataclass(frozen=True)
+class Places:
+    """The placement of every layer: one for all but those that have one of their own."""
+
+    usual: Placement
+    own: Mapping[int, Placement] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shapes = {_shape(placement) for placement in (self.usual, *self.own.values())}
+        if len(shapes) > 1:
+            raise BadInput(f"placements have {sorted(shapes)} ranks, places and experts each")
+
+    def of(self, layer: int) -> Placement:
+        return self.own.get(layer, self.usual)
+
+    def check_ranks(self, count: int) -> None:
+        if self.usual.rank_count != count:
+            raise BadInput(f"a placement for {self.usual.rank_count} ranks in a team of {count}")
+
+
+def _shape(placement: Placement) -> tuple[int, int, int]:
+    return placement.rank_count, placement.place_count, placement.expert_count

@@ -1,0 +1,105 @@
+"""Where the experts of each layer go, as rank 0 decides from a file of measured loads and tells all
+ranks; and that file, which rank 0 writes.
+
+    {"form": "ess expert loads 1", "steps": 2048, "ranks": 4, "experts": 256,
+     "layers": {"3": [812, 90, ...], ...}}     of each layer how often each expert was chosen
+
+Layers that the file does not name are placed as if all their experts were chosen alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ess.comm.company import Company
+from ess.comm.experts.balance import Shares, balanced, check_places
+from ess.comm.experts.placement import Placement, Places, even
+from ess.comm.team import Team
+from ess.errors import BadInput
+from ess.models.config import ModelConfig
+
+FORM: Final = "ess expert loads 1"
+FILE_BYTES_MAX: Final = 64 << 20
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    form: str
+    steps: int
+    ranks: int
+    experts: int
+    layers: dict[int, list[int]]
+
+
+class Told(msgspec.Struct, frozen=True):
+    """The shares of all layers without one of their own, and of those that have."""
+
+    usual: Shares
+    own: dict[int, Shares] = {}
+
+
+def agreed_places(team: Team, config: ModelConfig, *, redundant: int, path: str) -> Places:
+    """The same on all ranks; only rank 0 needs the file, and only its settings count."""
+    told = b""
+    if team.rank == 0:
+        told = msgspec.json.encode(decided(config, team.size, redundant=redundant, path=path))
+    made = msgspec.json.decode(team.broadcast(told), type=Told)
+    own = {layer: Placement(shares) for layer, shares in made.own.items()}
+    return Places(Placement(made.usual), own)
+
+
+def decided(config: ModelConfig, rank_count: int, *, redundant: int, path: str) -> Told:
+    """Without a file or copies experts are where checkpoints have them: in contiguous runs."""
+    count = config.expert_count
+    check_places(count, rank_count, redundant)
+    if not path and not redundant:
+        return Told(even(count, rank_count).places)
+    loads = {} if not path else read_loads(Path(path), config)
+    own = {layer: balanced(chosen, rank_count, redundant) for layer, chosen in loads.items()}
+    return Told(balanced([1] * count, rank_count, redundant), own)
+
+
+def read_loads(path: Path, config: ModelConfig) -> Mapping[int, list[int]]:
+    """By layer; BadInput names the file and what is wrong with it."""
+    try:
+        if path.stat().st_size > FILE_BYTES_MAX:
+            raise BadInput(f"expert_load {path} has more than {FILE_BYTES_MAX:,} bytes")
+        recorded = msgspec.json.decode(path.read_bytes(), type=Recorded)
+    except OSError as error:
+        raise BadInput(f"expert_load {path} cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise BadInput(f"expert_load {path} has no expert loads: {error}") from None
+    if recorded.form != FORM:
+        raise BadInput(f"expert_load {path} has the form {recorded.form!r:.40}, not {FORM!r}")
+    _check_loads(path, recorded, config)
+    return recorded.layers
+
+
+def _check_loads(path: Path, recorded: Recorded, config: ModelConfig) -> None:
+    count = config.expert_count
+    for layer, loads in recorded.layers.items():
+        if not 0 <= layer < config.layer_total or not config.has_experts(layer):
+            raise BadInput(f"expert_load {path} has layer {layer}, which has no experts here")
+        if len(loads) != count or min(loads, default=0) < 0:
+            raise BadInput(
+                f"expert_load {path} has {len(loads)} loads for layer {layer}, the least"
+                f" {min(loads, default=0)}; this model has {count} experts a layer"
+            )
+
+
+def write_loads(path: Path, company: Company) -> None:
+    """What was chosen of late; whoever reads meanwhile has the former file."""
+    recorded = Recorded(
+        form=FORM,
+        steps=company.loads.step_count,
+        ranks=company.team.size,
+        experts=company.places.usual.expert_count,
+        layers=company.loads.recent(),
+    )
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+    draft.write_bytes(msgspec.json.encode(recorded))
+    draft.replace(path)
