@@ -5,7 +5,9 @@
 Two engines divide the experts of the model in the box, as processes; one decodes, the other stands
 by and is killed, or stopped where it stands. Printed is the longest time, of so many, from the
 signal to the sentence that the engine sends its server. Then the server of a rank is killed, with
-its engine: how long after it the other server answers 503, and both answer 200 again.
+its engine: how long after it the other server answers 503, and both answer 200 again. At last four
+servers on four hosts (network namespaces): how long after one is killed the three others have said
+so, and all are ready again.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.ranks.test_hosts import answers, launched
 from tests.ranks.test_processes import add, fault, ranks
 from tests.ranks.test_serve import said, tokens
 from tests.server.harness import until
+from tests.support.hosts import hosts
 from tests.support.routers import ask
 
 
@@ -51,6 +55,18 @@ def server_lost_s(folder: Path, victim: int) -> tuple[float, float]:
         return missed_s, time.monotonic() - began_s
 
 
+def host_lost_s(folder: Path) -> tuple[float, float]:
+    folder.mkdir()
+    with hosts(4) as net, launched(net, folder) as launchers:
+        began_s = time.monotonic()
+        os.kill(launchers[2].server, signal.SIGKILL)
+        others = [launchers[host] for host in (0, 1, 3)]
+        until(lambda: all(other.said("LinkLost.*is lost") for other in others), "three sentences")
+        said_s = time.monotonic() - began_s
+        until(lambda: all(answers(net, each) for each in launchers), "200")
+        return said_s, time.monotonic() - began_s
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=3)
@@ -66,6 +82,10 @@ def main() -> None:
         missed_s, back_s = (max(seconds) for seconds in zip(*both, strict=True))
         said_s = f"503 after {missed_s:.1f} s at most, 200 after {back_s:.1f} s"
         print(f"server of rank {victim}: {said_s}, of {count}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        both = [host_lost_s(Path(folder) / str(at)) for at in range(count)]
+    said_s, back_s = (max(seconds) for seconds in zip(*both, strict=True))
+    print(f"four hosts: said after {said_s:.1f} s at most, 200 after {back_s:.1f} s, of {count}")
 
 
 if __name__ == "__main__":

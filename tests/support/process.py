@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ SMALL = {
 
 
 class Process:
-    """`ess serve`, or another command that serves, on a free port, of this tree or another."""
+    """`ess serve`, or another command that serves, on a free port, of this tree or another. Words
+    `before` the command may let it run on another host."""
 
     def __init__(
         self,
@@ -41,12 +42,13 @@ class Process:
         stderr: int = subprocess.PIPE,
         tree: Path = ROOT,
         command: str = "serve",
+        before: Sequence[str] = (),
         **environment: str,
     ) -> None:
         given = {name: value for name, value in SMALL.items() if name not in flags}
         small = [word for pair in given.items() for word in pair]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, command, "--json", *small, *flags],
+            [*before, sys.executable, "-c", RUN, command, "--json", *small, *flags],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree), **environment},
             stdout=subprocess.PIPE,
