@@ -47,15 +47,22 @@ WHY_NOT: Final[Mapping[str, str]] = {
     "kv_events_replay": "each rank publishes at an address of its own: start the ranks by hand",
 }
 OF_RANK: Final = frozenset(
-    ("nnodes", "node_rank", "dist_init_addr", "dp_rank", "host", "port", "peer_secret_file")
+    (
+        *("nnodes", "node_rank", "dist_init_addr", "dp_rank", "host", "port"),
+        *("peer_secret", "peer_secret_file", "executor"),
+    )
 )
+
+
+def check_alike(resolved: Resolved) -> None:
+    """Refuses what several ranks cannot be told alike."""
+    for name, why in WHY_NOT.items():
+        if resolved.origins[name] != "default":
+            raise BadInput(f"{name} makes no sense with several ranks at once: {why}")
 
 
 def serve_ranks(resolved: Resolved, *, json: bool) -> int:
     """Serve until told to end; the exit code."""
-    for name, why in WHY_NOT.items():
-        if resolved.origins[name] != "default":
-            raise BadInput(f"{name} makes no sense with several ranks at once: {why}")
     told = divided(resolved)
     for sentence in told.notes:
         console.note(f"ess: {sentence}")
@@ -111,7 +118,8 @@ class RankCrew:
         try:
             if not await self._kept.unless_stopped(self._begin()):
                 return 0
-            self._show(json=json)
+            kept = [(keeper.name, keeper.url, keeper.pid) for _, keeper in self._kept.all()]
+            show(kept, json=json)
             return 1 if await self._kept.unless_stopped(self._kept.watch()) else 0
         finally:
             await self._kept.end("rank", within_s=self._resolved.settings.drain_s + HANG_S)
@@ -129,13 +137,13 @@ class RankCrew:
     @property
     def _secret(self) -> str:
         """That of all machines, or of this one alone."""
-        return self._resolved.settings.peer_secret or secrets.token_urlsafe(SECRET_BYTES)
+        return self._resolved.settings.peer_secret or new_secret()
 
     def _start(self, rank: int, port: int, secret: Path) -> Keeper:
         """Its settings are a file in our folder: the table of processes shows none of them."""
         settings, path = self._resolved.settings, self._folder / f"rank-{rank}.json"
         given: dict[str, Any] = {
-            **told_settings(self._resolved, but=OF_RANK | {"peer_secret"}),
+            **told_settings(self._resolved, but=OF_RANK),
             "dp_rank": rank,
             "dist_init_addr": self._address,
             "host": settings.host,
@@ -151,16 +159,21 @@ class RankCrew:
         )
         return self._kept.keep("rank", order, is_worker_ready)
 
-    def _show(self, *, json: bool) -> None:
-        """Ranks whose table nobody takes serve all the same."""
-        lines = [{"name": k.name, "url": k.url, "pid": k.pid} for _, k in self._kept.all()]
-        try:
-            if json:
-                console.print_json({"url": lines[0]["url"], "processes": lines})
-            else:
-                for line in lines:
-                    print(f"{line['name']}   {line['url']}   process {line['pid']}")
-            sys.stdout.flush()
-        except OSError as error:
-            console.drop_stdout()
-            console.note(f"ess: what is served cannot be printed: {error.strerror}")
+
+def new_secret() -> str:
+    return secrets.token_urlsafe(SECRET_BYTES)
+
+
+def show(ranks: Sequence[tuple[str, str, int]], *, json: bool) -> None:
+    """The name, URL and process of each. Ranks whose table nobody takes serve all the same."""
+    try:
+        if json:
+            lines = [{"name": name, "url": url, "pid": pid} for name, url, pid in ranks]
+            console.print_json({"url": lines[0]["url"], "processes": lines})
+        else:
+            for name, url, pid in ranks:
+                print(f"{name}   {url}   process {pid}")
+        sys.stdout.flush()
+    except OSError as error:
+        console.drop_stdout()
+        console.note(f"ess: what is served cannot be printed: {error.strerror}")

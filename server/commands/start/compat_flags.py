@@ -50,6 +50,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
         "--num-redundant-experts",
         "--eplb-config.num_redundant_experts",
     ),
+    "executor": ("--distributed-executor-backend",),
     "cp_size": ("--prefill-context-parallel-size", "--attn-cp-size"),
     "dynamic_chunking": ("--enable-dynamic-chunking",),
     "watchdog_s": ("--watchdog-timeout",),
@@ -74,6 +75,7 @@ SAME: Final[Mapping[str, tuple[str, str]]] = {
 # Our setting, and values of theirs with what each is called here.
 VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "device": {"auto": "cpu"},
+    "executor": {"mp": "processes"},
     "device_bytes": {"1": "100%", "1.0": "100%"},
     "backend": {"auto": "cpu"},
     "form": {"auto": "bf16", "bfloat16": "bf16", "float32": "f32"},

@@ -165,6 +165,9 @@ class Settings(ProcessConfig):
     otlp_endpoint: str = setting(
         "", "telemetry", "Where OpenTelemetry spans go, as http://127.0.0.1:4318/v1/traces."
     )
+    executor: Literal["processes", "ray"] = setting(
+        "processes", "pipeline", "What starts the ranks of --dp-size: this command, or Ray."
+    )
     engine: Literal["model", "paced"] = setting(
         "model", "trials", "paced makes tokens without a model, to try routers and clients."
     )
@@ -180,6 +183,7 @@ class Settings(ProcessConfig):
         _check_keys(self)
         _check_role(self)
         _check_equal(self)
+        _check_executor(self)
         unknown = {*self.compat} - {"vllm", "sglang"}
         if unknown:
             raise BadInput(f"metrics_compat has {sorted(unknown)}; vllm and sglang are known")
@@ -309,7 +313,7 @@ def _check_flags(settings: Settings, names: Iterable[str]) -> None:
 
 def _check_equal(settings: Settings) -> None:
     """All processes of a worker count pages alike: no machine decides for itself."""
-    if settings.nnodes == 1 and settings.only_rank is None:
+    if settings.nnodes == 1 and settings.only_rank is None and settings.executor == "processes":
         return
     for name in ("host_bytes", "slot_bytes", "index_bytes"):
         given = getattr(settings, name)
@@ -319,6 +323,17 @@ def _check_equal(settings: Settings) -> None:
                 f"{name} is {given}, which each process would work out for itself, and all must"
                 " have equally many pages: give a size, such as 64GiB"
             )
+
+
+def _check_executor(settings: Settings) -> None:
+    if settings.executor == "processes":
+        return
+    if settings.dp_size == 1 or settings.dp_rank >= 0:
+        raise BadInput("executor is ray, which starts all ranks of a dp_size of 2 or more")
+    if settings.nnodes > 1 or settings.dist_init_addr:
+        raise BadInput(
+            "executor is ray, which finds nodes itself: leave out nnodes and dist_init_addr"
+        )
 
 
 def is_loopback(host: str) -> bool:
