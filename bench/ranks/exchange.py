@@ -1,8 +1,12 @@
-"""`ess-bench comm`: what ranks that divide the experts send, and how much of it is waited for.
+"""`ess-bench comm`: what ranks that divide a model send, and how much of it is waited for.
 
-Two ranks decode the embedded model, a thread each, over a line of a stated latency and bandwidth.
+Two ranks run the embedded model, a thread each; those that divide experts over a line of a stated
+latency and bandwidth.
 
-    volume    bytes per token and layer, beside the formula for experts that are chosen evenly
+    volume    bytes per token and layer, beside the formula: of heads, tokens and layers that are
+              divided (`volumes`), and for experts that are chosen evenly
+    balance   what a rank has to do on average of what the busiest has, where experts are chosen
+              with favourites: placed by load, and with copies, against contiguous runs
     exposed   milliseconds of a step in which a rank only waits for the line: with TBO, with each
               order of SBO and with both, against none of them in the same run
     pool      MiB of a host pool that two processes of one engine have in common
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
+import random
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,12 +25,14 @@ from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
 from ess.bench.ranks.line import LateTeam, Line
 from ess.bench.ranks.members import member_rows
+from ess.bench.ranks.together import together
+from ess.bench.ranks.volumes import volume_rows
 from ess.comm.company import Company, Traffic
+from ess.comm.experts.balance import balance, balanced
 from ess.comm.experts.placement import even
 from ess.comm.group import Group
 from ess.comm.local import local_group
 from ess.engine.ranks.accord import Many
-from ess.errors import EssError
 from ess.models.config import ModelConfig
 from ess.models.load import EMBEDDED, load_model
 from ess.models.weights.checkpoint import Checkpoint
@@ -39,6 +45,11 @@ BATCH: Final = 8
 STEPS: Final = 12
 LATENCY_S: Final = 500e-6
 BYTES_PER_S: Final = 200e6
+MANY: Final = 32
+EXPERTS: Final = 256
+LAYERS: Final = 58
+STEEPNESS: Final = 0.5
+"""Of Zipf's law in the balance rows: the busiest expert is chosen 8 times as often as the mean."""
 LEAST_MS: Final = 1e-3
 """Nothing at all has no ratio."""
 
@@ -66,7 +77,7 @@ class Decoded:
 def comm_benchmark(*, smoke: bool = False) -> list[Row]:
     steps, batch = (2, 2) if smoke else (STEPS, BATCH)
     serial = decoded(batch, steps, tbo="off", sbo="off")
-    rows = volumes(serial, load_model().config)
+    rows = [*volume_rows(), *volumes(serial, load_model().config), *balance_rows()]
     baseline = exposed(serial)
     line = {"latency_us": LATENCY_S * 1e6, "bytes_per_us": BYTES_PER_S / 1e6}
     for tbo, sbo in ORDERS:
@@ -86,6 +97,30 @@ def exposed(ranks: list[Decoded]) -> list[float]:
     """Of each step, that of the rank which waited longest."""
     each = zip(*(rank.exposed_ms for rank in ranks), strict=True)
     return [max(LEAST_MS, *ms) for ms in each]
+
+
+def balance_rows() -> list[Row]:
+    """Of ranks and experts as many as DeepSeek has, in layers with favourites of their own."""
+    layers = [favourites(seed) for seed in range(LAYERS)]
+    plain = [balance(even(EXPERTS, MANY).places, loads) for loads in layers]
+    return [
+        compare(
+            name=f"balance: {how}",
+            unit="mean/max",
+            ours=[balance(balanced(loads, MANY, copies), loads) for loads in layers],
+            baseline=("contiguous runs", plain),
+            better="higher",
+            config={"ranks": MANY, "experts": EXPERTS, "copies": copies, "zipf": STEEPNESS},
+        )
+        for how, copies in (("placed by load", 0), ("placed by load, with copies", MANY))
+    ]
+
+
+def favourites(seed: int) -> list[float]:
+    """How often each expert is chosen, by Zipf's law in any order."""
+    loads = [1e6 / (1 + at) ** STEEPNESS for at in range(EXPERTS)]
+    random.Random(seed).shuffle(loads)
+    return loads
 
 
 def volumes(ranks: list[Decoded], config: ModelConfig) -> list[Row]:
@@ -117,28 +152,10 @@ def even_bytes(config: ModelConfig, ranks: int) -> tuple[float, float]:
 
 def decoded(batch: int, steps: int, *, tbo: Tbo, sbo: Sbo) -> list[Decoded]:
     line = Line(LATENCY_S, BYTES_PER_S)
-    groups = local_group(RANKS, team=RANKS)
-    made: list[Decoded | EssError] = [EssError("a rank has not ended")] * RANKS
-
-    def run(group: Group) -> None:
-        try:
-            made[group.rank] = decode(group, line, batch, steps, tbo=tbo, sbo=sbo)
-        except Exception as wrong:
-            group.fail(f"{type(wrong).__name__}: {wrong}")
-            made[group.rank] = EssError(f"rank {group.rank}: {wrong}")
-
-    threads = [threading.Thread(target=run, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [_whole(rank) for rank in made]
-
-
-def _whole(rank: Decoded | EssError) -> Decoded:
-    if isinstance(rank, EssError):
-        raise rank
-    return rank
+    return together(
+        local_group(RANKS, team=RANKS),
+        lambda group: decode(group, line, batch, steps, tbo=tbo, sbo=sbo),
+    )
 
 
 @functools.cache

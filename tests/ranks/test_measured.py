@@ -45,8 +45,10 @@ def test_the_formula_is_the_mean_over_all_choices_of_experts(ranks):
 @pytest.mark.slow
 def test_the_benchmark_runs_in_small():
     rows = comm_benchmark(smoke=True)
-    kinds = ["volume"] * 2 + ["exposed"] * 6 + ["host pool of a stage"]
-    assert [row.name.partition(":")[0] for row in rows] == kinds
+    kinds = [row.name.partition(":")[0] for row in rows]
+    wanted = ["volume"] * 6 + ["balance"] * 2 + ["exposed"] * 6
+    assert kinds == [*wanted, "host pool of a stage"]
     assert all(row.value > 0 for row in rows)
+    assert [row.ratio for row in rows[:4]] == [1.0] * 4, "a formula is not what was sent"
     assert rows[-1].ratio == pytest.approx(2, rel=0.02)
     assert (rows[-1].config["files"], rows[-1].config["writers"]) == (1, 1)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from ess.comm.company import Company
 from ess.comm.experts.balance import balance, balanced
+from ess.comm.experts.loads import WINDOW_STEPS
 from ess.comm.experts.placement import Placement, Places, even
 from ess.comm.local import local_group
+from ess.engine.config import ProcessConfig
+from ess.engine.process.rank import loads_file, recorder
 from ess.engine.ranks.accord import Many, Wish, expert_line
 from ess.engine.ranks.placing import agreed_places, decided, read_loads, write_loads
 from ess.errors import BadInput
@@ -89,6 +94,29 @@ def test_a_census_is_held_in_the_same_step_by_all_and_at_the_end(monkeypatch):
         return held
 
     assert each(local_group(2, team=2), act) == [[5, 8, 9]] * 2
+
+
+def test_a_file_is_recorded_and_read_by_the_same_ranks(tmp_path: Path, capsys):
+    """It need not be there the first time; a few steps replace no file; a rank goes on without."""
+    path = tmp_path / "loads.json"
+    both = ProcessConfig(dp_size=2, expert_load=str(path), record_expert_load=str(path))
+    assert loads_file(both) == ""
+    assert loads_file(replace(both, record_expert_load="")) == str(path)
+    company = Company(local_group(1)[0].team, even(EXPERTS, 1))
+    record = recorder(both, company)
+    company.loads.count(LAYERS[0], torch.arange(EXPERTS)[None])
+    company.loads.share(company.team, 5)
+    record()
+    assert read_loads(Path(loads_file(both)), CONFIG) == {LAYERS[0]: [1] * EXPERTS}
+    company.loads.count(LAYERS[0], torch.arange(EXPERTS)[None])
+    company.loads.share(company.team, WINDOW_STEPS - 6)
+    record()
+    assert read_loads(path, CONFIG) == {LAYERS[0]: [1] * EXPERTS}
+    company.loads.share(company.team, 1)
+    record()
+    assert read_loads(path, CONFIG) == {LAYERS[0]: [2] * EXPERTS}
+    recorder(replace(both, record_expert_load="/never/there"), company)()
+    assert "/never/there cannot be written: No such file" in capsys.readouterr().err
 
 
 def test_without_loads_and_copies_experts_are_where_checkpoints_have_them():

@@ -20,6 +20,7 @@ import zmq
 from ess import console
 from ess.clock import Clock, RealClock
 from ess.comm.company import Company
+from ess.comm.experts.loads import WINDOW_STEPS
 from ess.comm.group import Group
 from ess.comm.meeting import join_group
 from ess.engine.config import ProcessConfig
@@ -59,9 +60,16 @@ def company_of(launch: Launch, group: Group) -> Company:
         raise BadInput(f"dp_size is {group.size}, and a model of {config.family} has no experts")
     told = launch.config
     places = agreed_places(
-        group.team, config, redundant=told.redundant_experts, path=told.expert_load
+        group.team, config, redundant=told.redundant_experts, path=loads_file(told)
     )
     return Company(group.team, places)
+
+
+def loads_file(config: ProcessConfig) -> str:
+    """The file to place experts by. One that is also recorded need not be there the first time."""
+    path = config.expert_load
+    is_yet_to_come = path == config.record_expert_load and not Path(path).exists()
+    return "" if is_yet_to_come else path
 
 
 def loaded(launch: Launch, group: Group, clock: Clock) -> Built:
@@ -76,14 +84,17 @@ def loaded(launch: Launch, group: Group, clock: Clock) -> Built:
 
 
 def recorder(config: ProcessConfig, company: Company) -> Callable[[], None]:
-    """Writes the loads, if this is rank 0 and was told where. A rank that cannot write goes on."""
-    path = config.record_expert_load
+    """Writes the loads, if this is rank 0 and was told where. A rank that cannot write goes on.
+    What fewer steps than a window have chosen replaces no file."""
+    path = Path(config.record_expert_load)
 
     def record() -> None:
-        if not path or company.team.rank:
+        if not config.record_expert_load or company.team.rank:
+            return
+        if company.loads.step_count < WINDOW_STEPS and path.exists():
             return
         try:
-            write_loads(Path(path), company)
+            write_loads(path, company)
         except OSError as error:
             console.note(f"ess: record_expert_load {path} cannot be written: {error.strerror}")
 
