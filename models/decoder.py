@@ -218,6 +218,10 @@ class CompiledLayer:
     def _back(self) -> Stage:
         return self._layer.back_stage()
 
+    def stages(self) -> tuple[Stage, Stage, Stage]:
+        """What `front`, `queries` and `back` call."""
+        return self._front, self._queries, self._back
+
     def front(self, hidden: Tensor, rotation: Rotation, *, threads: int = 1) -> Front:
         """`enter`, `index` and the new rows."""
         return Front(*self._front([hidden], turns=rotation.turns, threads=threads))

@@ -23,6 +23,10 @@ class Around:
         return self
 
     @property
+    def direct(self) -> None:
+        """Every call comes through here."""
+
+    @property
     def new_rows_max(self) -> int:
         return self.slots.new_rows_max
 

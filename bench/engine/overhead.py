@@ -1,21 +1,24 @@
 """How much of a decode step is not model math, in thread time, so that a busy machine counts less.
 
 Model math is the compiled stages (projections, experts, head, and the norms and rotations between
-them), the indexer and attention. The share of products in the stages is measured in further steps,
-which run every stage again and then its products alone; in the stricter of the two rows, what of a
-stage is not a product counts as overhead.
+them), the indexer and attention. Where layers run in one native call, its thread time is shared out
+as the wall clock shares it among the call's parts. The share of products in the stages is measured
+in further steps, which go by schedules and run every stage again and then its products alone; in
+the stricter of the two rows, what of a stage is not a product counts as overhead.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 from unittest import mock
+
+import numpy as np
 
 from ess.bench.engine.decode_arm import Arm, Shape, Way
 from ess.bench.harness.folders import default_folder
@@ -23,21 +26,29 @@ from ess.bench.harness.lists import size, sizes
 from ess.bench.harness.prefix import Prefix, embedded_prefix
 from ess.bench.harness.report import Row
 from ess.bench.harness.threads import compute_threads
+from ess.engine.layers.direct import DirectLayers
 from ess.errors import BadInput, Unavailable
-from ess.kernels.cpu import attend, index, native, records, stage
+from ess.kernels.cpu import attend, index, layer, native, records, stage
 
 STEPS: Final = 24
 WARM_UP_STEPS: Final = 4
 INSIDE_STEPS: Final = 5
 TARGET: Final = 0.15
 MODES: Final = ("resident", "none")
+MATH: Final = (
+    (layer.Part.FRONT, "stages"),
+    (layer.Part.SELECT, "ess_index_top_k"),
+    (layer.Part.ASK, "stages"),
+    (layer.Part.ATTEND, "ess_attend"),
+    (layer.Part.BACK, "stages"),
+)
 
 
 class Meter:
     """Thread time inside native compute calls, by name."""
 
     def __init__(self) -> None:
-        self.ns: Counter[str] = Counter()
+        self.ns: dict[str, float] = defaultdict(float)
         self._products: dict[int, Any] = {}
 
     def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +57,21 @@ class Meter:
             result = run(*arguments)
             self.ns[name] += time.thread_time_ns() - started
             return result
+
+        return call
+
+    def layers(self, run: Callable[..., int]) -> Callable[..., int]:
+        """Of layers in one call: by what each part is."""
+
+        def call(layers: layer.Layers, which: range, step: Any, *, threads: int) -> int:
+            begun, started = time.monotonic_ns(), time.thread_time_ns()
+            done = run(layers, which, step, threads=threads)
+            spent = time.thread_time_ns() - started
+            began, ended = layers.column("began", which), layers.column("ended", which)
+            taken = np.where(began >= begun, ended - began, 0).sum(axis=0)
+            for part, name in MATH:
+                self.ns[name] += spent * float(taken[part]) / max(1.0, float(taken.sum()))
+            return done
 
         return call
 
@@ -69,11 +95,15 @@ class Meter:
             return self.timed(name, untimed(name, *types))
 
         run = self.twice(stage._run()) if twice else self.timed("stages", stage._run())
+        alone: Any = lambda *_: 0  # noqa: E731
+        layers = layer.Layers
         with ExitStack() as stack:
             for home, name, value in (
                 (attend, "function", function),
                 (index, "function", function),
                 (stage, "_run", lambda: run),
+                (layers, "run", self.layers(layers.run)),
+                (DirectLayers, "count", alone if twice else DirectLayers.count),
             ):
                 stack.enter_context(mock.patch.object(home, name, value))
             yield
@@ -150,7 +180,7 @@ def _rows(prefix: Prefix, shape: Shape, mode: str) -> list[Row]:
     ]
 
 
-def _measured(arm: Arm) -> Counter[str]:
+def _measured(arm: Arm) -> Mapping[str, float]:
     """Thread time of one step: of everything, and of each kind of native call."""
     meter = Meter()
     with meter.reading(twice=False):
@@ -168,7 +198,7 @@ def _inside(arm: Arm) -> float:
     return min(1.0, meter.ns["products"] / meter.ns["again"])
 
 
-def _outside(ns: Counter[str], inside: float) -> float:
+def _outside(ns: Mapping[str, float], inside: float) -> float:
     math = inside * ns["stages"] + ns["ess_attend"] + ns["ess_index_top_k"]
     return 1 - math / ns["step"]
 

@@ -17,11 +17,17 @@ import torch
 from torch import Tensor
 
 from ess.door import LayerMemory, Resolution, Sequence, Step
+from ess.door.direct import Direct
 from ess.door.placement import Array, Kept
+from ess.door.pools import HostPools
+from ess.door.residency.direct_slots import bind_append
 from ess.door.residency.row_copies import write_new
 from ess.door.residency.slots import Slots, layer_memory
 from ess.errors import BadState
 from ess.flashtrans.views import known
+from ess.kernels.cpu import native
+from ess.kernels.cpu.layer import Find, Layers
+from ess.kernels.streams import Known
 from ess.pool.lru import planner
 from ess.pool.warmup import WindowSet
 from ess.units import PAGE_ROWS
@@ -33,6 +39,7 @@ class EveryRow:
 
     def __init__(self, slots: Slots) -> None:
         pools = self._pools = slots.pools
+        self._slots = slots
         layout = pools.layout
         shape = layout.layer_total, pools.index.pages.page_count * PAGE_ROWS, layout.row_bytes
         self._rows = torch.zeros(shape, dtype=torch.uint8)
@@ -43,6 +50,10 @@ class EveryRow:
             for rows, memory in zip(self._rows, on_host, strict=True)
         ]
         self._begun: set[int] = set()
+
+    @property
+    def direct(self) -> Direct | None:
+        return _DirectRows(self._pools, self._slots, self._slabs)
 
     @property
     def new_rows_max(self) -> int:
@@ -121,3 +132,32 @@ class EveryRow:
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
         return 0
+
+
+class _DirectRows:
+    """`Direct` by address."""
+
+    def __init__(self, pools: HostPools, slots: Slots, slabs: Many[Known]) -> None:
+        self._pools = pools
+        self._space = slots.workspaces[0]
+        self._slabs = slabs
+
+    def bind(self, layers: Layers, which: range) -> None:
+        for layer in which:
+            record = layers.records[layer]
+            lookup = self._space.of(self._pools.layout.group_of(layer))
+            _, record.lookup = planner.bound(self._space.split, lookup)
+            record.find = Find.ADDRESS
+            bind_append(self._pools, layers, layer, self._slabs[layer])
+
+    def enter(self, step: Step, layers: Layers, which: range, *, resident: list[bool]) -> None:
+        layers.column("append.slots", which)[:] = native.address(step.row_ids)
+
+    def resolve(self, layers: Layers, layer: int) -> NoReturn:
+        raise BadState(f"layer {layer}: a row without an address")
+
+    def settle(self, step: Step, layers: Layers, layer: int) -> NoReturn:
+        raise BadState(f"layer {layer}: a fetch of a row that is here")
+
+    def leave(self, step: Step, layers: Layers, which: range) -> None:
+        """Nothing has moved."""

@@ -156,3 +156,10 @@ enum class Use { attend, index, select, screen, logits, stage, count };
 void* scratch(Use use, int64_t bytes);
 
 }  // namespace ess
+
+// Calls of Python's that ess_layers makes too.
+ESS_EXPORT int32_t ess_attend(const ess::Attend* call, int32_t threads, int64_t* span);
+ESS_EXPORT int32_t ess_index_top_k(const ess::Index* call, int64_t k, int32_t* out,
+                                   int32_t threads, int64_t* span);
+ESS_EXPORT void ess_stage(const ess::Stage* stage, const ess::Bound* bound, int64_t tokens,
+                          int32_t threads);

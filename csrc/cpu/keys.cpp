@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../residency/arena.h"
+#include "keys.h"
 
 namespace {
 
@@ -46,24 +47,7 @@ void copy_key(const KeyCopy& in, int64_t layer, int64_t from_row, int64_t to_row
                 in.scale_bytes);
 }
 
-// Rows [count, row_bytes] and keys [count, value_bytes + scale_bytes] of one layer; `slab` and
-// `pages` begin where this layer's do.
-struct Append {
-    uint8_t* slab;
-    int64_t slot_count;
-    const int32_t* slots;
-    const uint8_t* rows;
-    int64_t row_bytes;
-    int64_t count;
-    uint8_t* pages;
-    int64_t page_count;
-    const int32_t* row_ids;
-    const uint8_t* keys;
-    int64_t value_bytes;
-    int64_t scale_bytes;
-};
-
-void write_key(const Append& in, int64_t i) {
+void write_key(const ess::Append& in, int64_t i) {
     const int64_t each = in.value_bytes + in.scale_bytes, at = in.row_ids[i] & 63;
     const uint8_t* key = in.keys + i * each;
     uint8_t* page = in.pages + (in.row_ids[i] >> 6) * 64 * each;
@@ -158,7 +142,7 @@ ESS_EXPORT int32_t ess_keys_copy(const KeyCopy* in) {
 }
 
 // 1; or 0 with nothing written: a slot or a row id that is not there. Without keys, rows alone.
-ESS_EXPORT int32_t ess_append(const Append* in) {
+ESS_EXPORT int32_t ess_append(const ess::Append* in) {
     if (!all_below(in->slots, in->count, in->slot_count)) return 0;
     if (in->keys && !all_below(in->row_ids, in->count, in->page_count * 64)) return 0;
     for (int64_t i = 0; i < in->count; ++i)

@@ -12,6 +12,7 @@ from ess.clock import Clock, RealClock
 from ess.door.arrays import Brought
 from ess.door.beginning import begin
 from ess.door.checks import counts, in_list, in_range, token_ids
+from ess.door.direct import Direct
 from ess.door.owner import Owner
 from ess.door.placement import LayerMemory
 from ess.door.pools import PoolSizes, build_pools
@@ -51,6 +52,7 @@ class Offload:
         self.stopwatch = side.stopwatch
         self.owner = Owner(pools, side.placement)
         self._side = side
+        self._direct = side.placement.direct
         self._pools = pools
         self._is_followed = False
 
@@ -125,6 +127,11 @@ class Offload:
         return cls(HostSide(pools, opened, now, placement), now)
 
     # ---- what may be read
+
+    @property
+    def direct(self) -> Direct | None:
+        """For an engine whose layers run in one native call; None where they cannot."""
+        return self._direct
 
     def memory(self, layer: int) -> LayerMemory:
         """Where this layer's slots, host rows and index keys lie."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from ess.door.arrays import Array, Kept
+from ess.door.direct import Direct
 from ess.pool.warmup import WindowSet
 
 if TYPE_CHECKING:
@@ -90,6 +91,10 @@ class Resolution:
 
 
 class Placement(Protocol):
+    @property
+    def direct(self) -> Direct | None:
+        """For layers that run in one native call; None where there are none."""
+
     @property
     def new_rows_max(self) -> int:
         """The most queries that a step may bring."""

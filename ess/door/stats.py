@@ -96,6 +96,18 @@ class Counters:
         self._counts["moved_bytes"][plan.group] += len(plan.rows) * self._row_bytes[plan.group]
         self.moved(plan)
 
+    def took(self, groups: slice, *, hits: Counts, misses: Counts, evicted: Counts) -> None:
+        """Neighbouring groups had all that they missed copied at once."""
+        moved = misses * np.array(self._row_bytes[groups])
+        for name, counts in (
+            ("hit_count", hits),
+            ("miss_count", misses),
+            ("evicted_count", evicted),
+            ("moved_bytes", moved),
+            ("fetched_bytes", moved),
+        ):
+            self._counts[name][groups] += counts
+
     def located(self, group: int, selection: npt.NDArray[np.int32]) -> None:
         """All of it was resident. At full length no row has padding, and none is looked through."""
         padded = selection[selection[:, -1] < 0]
@@ -184,6 +196,20 @@ class Timings:
         """All layers of a group were copied while the caller waited."""
         for layer, (started_ns, finished_ns) in zip(layers, times, strict=True):
             self.count(layer, started_ns, finished_ns, None, is_ahead=layer != layers[0])
+
+    def took(self, layers: range, times: Counts) -> None:
+        """Each of these neighbours, alone in its group, was copied between these [start, end) while
+        the caller waited, or not at all."""
+        mine, taken_ns = slice(layers.start, layers.stop), times[:, 1] - times[:, 0]
+        for name in ("transfer_ns", "exposed_ns"):
+            self.counts[name][mine] += taken_ns
+        self.counts["fetch_count"][mine] += taken_ns > 0
+        if self.keeps_spans:
+            self.spans += [
+                (layer, started_ns, finished_ns)
+                for layer, (started_ns, finished_ns) in zip(layers, times.tolist(), strict=True)
+                if finished_ns > started_ns
+            ]
 
     def landed(self) -> None:
         """The step is over, and so are its fetches."""

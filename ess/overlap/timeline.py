@@ -7,7 +7,7 @@ moments of the device's own clock, for some steps only, and tells their times wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -92,6 +92,19 @@ class Timeline:
             self.stopwatch.note(
                 lambda at: self._took(Span(layer, first_query, stage, at(started), at(ended)))
             )
+
+    def took(self, stage: str, layers: Sequence[int], started_ns: Any, finished_ns: Any) -> None:
+        """The stage ran in each of these layers, over all queries; arrays of moments."""
+        assert len(layers) == len(started_ns) == len(finished_ns), (
+            f"moments of other layers: {stage}"
+        )
+        taken_ns = int((finished_ns - started_ns).sum())
+        assert taken_ns >= 0, f"{stage} ends before it starts"
+        self.total_ns[stage] += taken_ns
+        self.run_count[stage] += len(layers)
+        if self.keeps_spans:
+            times = zip(layers, started_ns.tolist(), finished_ns.tolist(), strict=True)
+            self.spans += [Span(layer, 0, stage, *moments) for layer, *moments in times]
 
     def _took(self, span: Span) -> None:
         taken_ns = span.finished_ns - span.started_ns

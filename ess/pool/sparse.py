@@ -172,7 +172,7 @@ class SparsePool:
 
     def plan(self, group: int, rows: RowIds, split: Split) -> FetchPlan:
         """Claim what the selected `rows` [queries, k] need; where each row is goes to `split`."""
-        arena, ticket = self._arenas[group], self._next_ticket()
+        arena, ticket = self._arenas[group], self.ticket()
         return self._counted(planner.plan(arena, rows, step=self.step, ticket=ticket, split=split))
 
     def resolve(
@@ -194,10 +194,22 @@ class SparsePool:
             length,
             layers=range(layers[0], layers[-1] + 1),
             step=self.step,
-            ticket=self._next_ticket(),
+            ticket=self.ticket(),
             split=split,
         )
         return self._counted(plan)
+
+    def resolved(
+        self, group: int, lookup: Lookup, split: Split, *, ticket: int, claimed: int
+    ) -> FetchPlan:
+        """What native code has resolved by `addresses` of this group."""
+        plan = planner.resolved(self._arenas[group], lookup, split, ticket=ticket, claimed=claimed)
+        return self._counted(plan)
+
+    def took(self, group: int, *, claimed_count: int, evicted_count: int) -> None:
+        """Native code has resolved, and what it claimed has landed."""
+        self._used_count[group] += claimed_count - evicted_count
+        self._departed(group, evicted_count)
 
     def observe(
         self,
@@ -231,15 +243,16 @@ class SparsePool:
 
     def warm(self, group: int, rows: RowIds, ages: RowIds) -> FetchPlan:
         """Rows of late prefill windows, newest first, as if they had been used `ages` steps ago."""
-        arena, ticket = self._arenas[group], self._next_ticket()
+        arena, ticket = self._arenas[group], self.ticket()
         return self._counted(planner.warm(arena, rows, ages, step=self.step, ticket=ticket))
 
     def fill(self, group: int, rows: RowIds) -> FetchPlan:
         """Rows for free slots while these last; no row gives way."""
-        arena, ticket = self._arenas[group], self._next_ticket()
+        arena, ticket = self._arenas[group], self.ticket()
         return self._counted(planner.fill(arena, rows, step=self.step, ticket=ticket))
 
-    def _next_ticket(self) -> int:
+    def ticket(self) -> int:
+        """The name of the next copy."""
         self._ticket += 1
         assert self._ticket < 1 << 31, "tickets ran out with copies in flight"
         return self._ticket

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from ess.door.arrays import Kept
+from ess.door.direct import Direct
 from ess.door.placement import LayerMemory, Resolution
 from ess.door.pools import HostPools
 from ess.door.residency import row_copies
+from ess.door.residency.direct_slots import DirectSlots
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Counters, TimedFetch, Timings
 from ess.door.step import Step
@@ -45,12 +47,19 @@ class Slots:
 
     def __init__(self, pools: HostPools, counters: Counters, timings: Timings) -> None:
         self.pools = pools
-        self._counters = counters
-        self._timings = timings
+        self.counters = counters
+        self.timings = timings
         self._memory = [layer_memory(pools, layer) for layer in range(pools.layout.layer_total)]
-        self._workspaces = [Workspace(pools) for _ in range(pools.sizes.part_max)]
+        self.workspaces = [Workspace(pools) for _ in range(pools.sizes.part_max)]
         self._claimed: dict[int, Ints] = {}
         self._last_event: Event | None = None
+
+    @property
+    def direct(self) -> Direct | None:
+        """None where a copy is never made at once, or scores are kept."""
+        if not self.pools.at_once_bytes or self.pools.sizes.evict == "score":
+            return None
+        return DirectSlots(self)
 
     @property
     def new_rows_max(self) -> int:
@@ -75,15 +84,15 @@ class Slots:
             step.row_ids[mine],
             keys,
             slab=self.pools.slabs[group][member],
-            slots=self._claim(step, group)[mine],
+            slots=self.claim(step, group)[mine],
             rows=rows,
         )
 
     def places(self, step: Step, layer: int, queries: range) -> Tensor:
         group = self.pools.layout.group_of(layer)
-        return torch.from_numpy(self._claim(step, group)[queries.start : queries.stop])
+        return torch.from_numpy(self.claim(step, group)[queries.start : queries.stop])
 
-    def _claim(self, step: Step, group: int) -> Ints:
+    def claim(self, step: Step, group: int) -> Ints:
         """The slots of the step's new rows in this group; all main groups are claimed together."""
         if group not in self._claimed:
             assert step.state == "open", f"{step!r} claims slots for new rows"
@@ -113,31 +122,37 @@ class Slots:
         workspace: int,
         waits: bool,
     ) -> tuple[Resolution, ...]:
-        pools, space = self.pools, self._workspaces[workspace]
+        pools, space = self.pools, self.workspaces[workspace]
         lookup, split, layers = space.of(group), space.split, pools.layout.groups[group]
         lines, lengths = _context(step, layers[0], queries)
         lookup.at_once_bytes = pools.at_once_max(waits=waits)
         if group not in self._claimed:
             rows = lookup.rows[: len(selection)]
             planner.translate(selection, lookup.lines, lines, lengths, out=rows)
-            self._claim(step, group)  # the selection is right: nothing has changed if it was not
+            self.claim(step, group)  # the selection is right: nothing has changed if it was not
         plan = pools.sparse.resolve(group, lookup, selection, lines, lengths, split)
-        if plan.place_count or lookup.unwritten_count:
-            self._refuse_unwritten(plan, split, len(selection))
-            assert not lookup.unwritten_count, f"{step!r}: a row never written is to be fetched"
-        if plan.place_count:
-            name_host_rows(split, len(selection), pools.index)
-        self._counters.planned(plan)
+        fetches = self.started(plan, lookup, split, len(selection))
         views = space.views(len(selection))
-        fetches = self._fetches(plan, lookup, layers)
         return tuple(Resolution(*views, fetch) for fetch in fetches)
+
+    def started(
+        self, plan: FetchPlan, lookup: Lookup, split: Split, query_count: int
+    ) -> tuple[TimedFetch | None, ...]:
+        """What each layer of the plan's group has to wait for; rows in place go by host row."""
+        if plan.place_count or lookup.unwritten_count:
+            self._refuse_unwritten(plan, split, query_count)
+            assert not lookup.unwritten_count, "a row never written is to be fetched"
+        if plan.place_count:
+            name_host_rows(split, query_count, self.pools.index)
+        self.counters.planned(plan)
+        return self._fetches(plan, lookup, self.pools.layout.groups[plan.group])
 
     def observe(
         self, step: Step, layer: int, queries: range, selection: Ints, logits: Scores
     ) -> None:
         lines, lengths = _context(step, layer, queries)
         group = self.pools.layout.group_of(layer)
-        lookup = self._workspaces[0].of(group)
+        lookup = self.workspaces[0].of(group)
         self.pools.sparse.observe(group, lookup, selection, lines, lengths, logits)
 
     def _fetches(
@@ -146,7 +161,7 @@ class Slots:
         """What each layer of the group has to wait for."""
         if plan.is_landed:
             times = lookup.times[: len(layers) + 1].tolist()
-            self._timings.copied(layers, list(pairwise(times)))
+            self.timings.copied(layers, list(pairwise(times)))
         if not plan.is_pending:
             return (None,) * len(layers)
         host_rows = lookup.host_rows[: len(plan.rows)]
@@ -154,7 +169,7 @@ class Slots:
         self._last_event = events[-1]
         settle = self.pools.inflight.settle_until
         return tuple(
-            self._timings.fetch(layer, event, settle)
+            self.timings.fetch(layer, event, settle)
             for layer, event in zip(layers, events, strict=True)
         )
 
@@ -176,7 +191,7 @@ class Slots:
         slots, absent_count = self._located(step, layer, queries, selection)
         if absent_count:
             return None
-        self._counters.located(self.pools.layout.group_of(layer), selection)
+        self.counters.located(self.pools.layout.group_of(layer), selection)
         return torch.from_numpy(slots)
 
     def _located(
@@ -184,12 +199,12 @@ class Slots:
     ) -> tuple[Ints, int]:
         """Slots, -1 where a row has none that has landed, and how many have none."""
         group = self.pools.layout.group_of(layer)
-        lookup = self._workspaces[0].of(group)
+        lookup = self.workspaces[0].of(group)
         lines, lengths = _context(step, layer, queries)
         slots = np.empty_like(selection)
         if group not in self._claimed:
             planner.translate(selection, lookup.lines, lines, lengths, out=slots)
-            self._claim(step, group)
+            self.claim(step, group)
         absent_count = self.pools.sparse.locate_into(
             slots, group, lookup, selection, lines, lengths
         )
@@ -240,8 +255,8 @@ class Slots:
             self._drop(groups, step.row_ids[~kept])
         self._drop([group for group in self._claimed if group not in stored], step.row_ids)
         pools.latent.say()
-        self._counters.stored(stored)
-        self._timings.landed()
+        self.counters.stored(stored)
+        self.timings.landed()
         self._claimed.clear()
         self._last_event = None
 
@@ -315,7 +330,7 @@ class Slots:
             self.pools.sparse.drop([plan.group], plan.rows)
             raise
         row_copies.start_fetch(self.pools, plan, host_rows)
-        self._counters.moved(plan)
+        self.counters.moved(plan)
         return len(plan.rows)
 
 

@@ -18,6 +18,7 @@ from ess.door import Offload, Step
 from ess.engine.config import EngineConfig
 from ess.engine.layers.attention import LayerStep
 from ess.engine.layers.batch import Batch, Course, back, ended
+from ess.engine.layers.direct import DirectLayers
 from ess.engine.layers.experts import ExpertStep
 from ess.engine.layers.heads import AllHeads, Heads
 from ess.engine.layers.verifier import Verifier
@@ -74,6 +75,7 @@ class Runner:
         self.heads = heads
         self.tuning = tuning
         self._balanced = balanced
+        self._direct = DirectLayers(tuning, heads)
         self.on_layer: Callable[[], None] | None = None
         self._runs = layer_runs(model.layers, offload.layout)
         self.standby = Standby(model, self._runs, tuning.sbo, tuning.timeline)
@@ -135,19 +137,30 @@ class Runner:
 
     def through(self, batch: Batch, hidden: Tensor) -> Tensor:
         """What the main layers make of it."""
-        counts, pair = batch.course.counts, None
-        if batch.course.splits:
-            pair = halves(batch, tbo.first_half(counts) if len(counts) > 1 else 0)
+        counts = batch.course.counts
+        if not batch.course.splits:
+            return self.layers(batch, self.model.layers, hidden)
+        pair = halves(batch, tbo.first_half(counts) if len(counts) > 1 else 0)
         for can_split, layers in self._runs:
-            if pair is not None and can_split:
+            if can_split:
                 hidden = self._in_turn(pair, layers, hidden)
             else:
-                for layer in layers:
-                    hidden = self.layer(batch, layer, hidden)
+                hidden = self.layers(batch, layers, hidden)
+        return hidden
+
+    def layers(self, batch: Batch, layers: Sequence[DecoderLayer], hidden: Tensor) -> Tensor:
+        """One after the other, for the whole batch."""
+        while layers:
+            count = self._direct.count(batch, layers) if self.on_layer is None else 0
+            if count:
+                hidden = self._direct.run(batch, layers[:count], hidden)
+            else:
+                hidden, count = finish(self._stages(whole(batch), layers[0], hidden)), 1
+            layers = layers[count:]
         return hidden
 
     def layer(self, batch: Batch, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        return finish(self._stages(whole(batch), layer, hidden))
+        return self.layers(batch, [layer], hidden)
 
     def _in_turn(
         self, pair: tuple[Half | None, Half], layers: Sequence[DecoderLayer], hidden: Tensor

@@ -37,6 +37,9 @@ class SeenRows(Protocol):
 class Watch(Protocol):
     def resolved(self, part: range, where: Resolution) -> None: ...
     def located(self, part: range) -> None: ...
+    def counted(self, hits: Counts, resolved_count: int, located_count: int) -> None:
+        """Of layers that were resolved or located in one go, all queries: their hits together."""
+
     def seen(self) -> SeenRows:
         """The step's layers are launched."""
 
@@ -70,6 +73,10 @@ class StepWarmth:
         self.hits[mine] += self._each[mine]
         self.asked[mine] += self._each[mine]
 
+    def counted(self, hits: Counts, resolved_count: int, located_count: int) -> None:
+        self.hits += hits + located_count * self._each
+        self.asked += (resolved_count + located_count) * self._each
+
     def seen(self) -> StepWarmth:
         return self
 
@@ -92,6 +99,9 @@ class DeviceWatch:
     def located(self, part: range) -> None:
         mine = slice(part.start, part.stop)
         self._both[:, mine] += self._each[mine]
+
+    def counted(self, hits: Counts, resolved_count: int, located_count: int) -> None:
+        raise AssertionError("a device resolves layer by layer")
 
     def seen(self) -> DeviceSeen:
         return DeviceSeen(Download(self._both))

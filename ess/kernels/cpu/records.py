@@ -8,6 +8,9 @@ from typing import Any, Final
 _COUNT: Final = ctypes.c_int64
 _POINTER: Final = ctypes.c_void_p
 
+PART_COUNT: Final = 6
+"""Parts of `Layer`."""
+
 
 def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names]
@@ -86,6 +89,12 @@ class Stage(ctypes.Structure):
     ]
 
 
+class Bound(ctypes.Structure):
+    """`ess::Bound` of kernels.h."""
+
+    _fields_ = [*_fields(_POINTER, "base"), *_fields(_COUNT, "stride", "form")]
+
+
 class Strides(ctypes.Structure):
     """`ess::Strides` of encoding.h."""
 
@@ -100,3 +109,48 @@ class Encoding(ctypes.Structure):
     """`ess::Encoding` of encoding.h."""
 
     _fields_ = [("strides", Strides), *_fields(_COUNT, "scale_at", "tail_at")]
+
+
+class Append(ctypes.Structure):
+    """`ess::Append` of keys.h."""
+
+    _fields_ = [
+        *_fields(_POINTER, "slab"),
+        *_fields(_COUNT, "slot_count"),
+        *_fields(_POINTER, "slots", "rows"),
+        *_fields(_COUNT, "row_bytes", "count"),
+        *_fields(_POINTER, "pages"),
+        *_fields(_COUNT, "page_count"),
+        *_fields(_POINTER, "row_ids", "keys"),
+        *_fields(_COUNT, "value_bytes", "scale_bytes"),
+    ]
+
+
+class StepSide(ctypes.Structure):
+    """`ess::StepSide` of layer.cpp."""
+
+    _fields_ = [
+        *_fields(_POINTER, "table"),
+        *_fields(_COUNT, "table_width", "table_stride"),
+        *_fields(_POINTER, "lengths", "lines", "row_ids", "hits"),
+        *_fields(_COUNT, "query_count", "number"),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """`ess::Layer` of layer.cpp."""
+
+    _fields_ = [
+        *_fields(_POINTER, "front", "front_sides", "ask", "ask_sides", "back", "back_sides"),
+        ("append", Append),
+        ("index", Index),
+        ("attend", Attend),
+        *_fields(_COUNT, "top_k"),
+        *_fields(_POINTER, "selection", "located"),
+        *_fields(_COUNT, "find"),
+        *_fields(_POINTER, "arena", "split", "lookup", "host"),
+        *_fields(_COUNT, "number", "ticket", "part", "stop"),
+        *_fields(_COUNT, "claimed", "hit_total", "evicted_count"),
+        *_fields(_COUNT * 2, "copied"),
+        *_fields(_COUNT * PART_COUNT, "began", "ended"),
+    ]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput
+from ess.kernels.checks import require
 from ess.kernels.cpu import native, records
 from ess.kernels.cpu.codes import CodedWeight
 from ess.layout import EXPERTS_MAX, SCALE_BYTES, SCALE_GROUP, IndexCodec, RopeStyle, RowCodec
@@ -357,6 +358,37 @@ class Stage:
         _run()(ready, struct.pack(f"{len(sides)}q", *sides), tokens, threads)
         del kept
         return results
+
+    def made(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each result for so many tokens."""
+        given = [side for side in self._sides if not isinstance(side, int)]
+        return [((tokens, *side.shape), side.dtype) for side in given]
+
+    def bind(
+        self, arguments: Sequence[Tensor], results: Sequence[Tensor], *, turns: Turns | None = None
+    ) -> tuple[records.Stage, Any]:
+        """The call over memory that stays, for `ess.kernels.cpu.layer`: the stage and its sides. A
+        result may be an argument."""
+        ready, tokens = self._ready or self._close(), arguments[0].shape[0]
+        made = zip(results, self.made(tokens), strict=True)
+        for tensor, (shape, dtype) in made:
+            require("a result", tensor, shape, (dtype,))
+        takes = iter(arguments)
+        gives = iter(results)
+        listed = [*(NO_TURNS if turns is None else turns.sides)]
+        for side in self._sides:
+            if isinstance(side, int):
+                tensor = next(takes)
+                assert _checked(tensor, tokens, side) is tensor, "an argument that is not dense"
+                listed += (tensor.data_ptr(), side * tensor.itemsize, FORMS[tensor.dtype])
+            else:
+                tensor = next(gives)
+                assert tensor.is_contiguous(), "a result that is not dense"
+                listed += (tensor.data_ptr(), side.stride, side.form)
+        sides = zip(listed[::3], listed[1::3], listed[2::3], strict=True)
+        return ready, (records.Bound * (len(listed) // 3))(
+            *(records.Bound(*each) for each in sides)
+        )
 
     def _close(self) -> records.Stage:
         ops = (records.Op * len(self._ops))(*self._ops)

@@ -271,8 +271,14 @@ def resolve(
     claimed = _symbol("ess_resolve", 6, 6)(home.at, into.at, room.at, *given, *numbers)
     if claimed == _BAD_POSITION:
         _refuse_positions(lookup, selection, line_of, length)
+    return resolved(arena, lookup, split, ticket=ticket, claimed=_accepted(claimed))
+
+
+def resolved(arena: Arena, lookup: Lookup, split: Split, *, ticket: int, claimed: int) -> FetchPlan:
+    """What the latest native `resolve` has decided, whoever has called it."""
+    home, into, room = arena.native, split.native, lookup.native
     lookup.unwritten_count = room.record.unwritten_count
-    claims = split.claimed[:, : _accepted(claimed)]
+    claims = split.claimed[:, :claimed]
     slots, missing = claims if room.record.is_landed else claims.copy()
     return FetchPlan(
         group=arena.group,
@@ -365,6 +371,18 @@ def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, abs
 def addresses(arenas: Sequence[Arena]) -> list[int]:
     """Where native code finds these arenas, until one of their arrays is replaced."""
     return [(arena.native or _bound_arena(arena)).at for arena in arenas]
+
+
+def bound(split: Split, lookup: Lookup) -> tuple[int, int]:
+    """Where native code finds these two; their arrays stay."""
+    into, room = split.native or _bound_split(split), lookup.native or _bound_lookup(lookup)
+    return into.at, room.at
+
+
+def copy_at_once(lookup: Lookup, byte_count: int) -> None:
+    """Claims of at most so many bytes are copied by native calls that are not made from here."""
+    lookup.at_once_bytes = byte_count
+    (lookup.native or _bound_lookup(lookup)).record.at_once_bytes = byte_count
 
 
 def _packed(arenas: Sequence[Arena]) -> bytes:

@@ -138,6 +138,10 @@ class DeviceSlots:
         ]
 
     @property
+    def direct(self) -> None:
+        """Layers run in graphs."""
+
+    @property
     def new_rows_max(self) -> int:
         return self.pools.sparse.slot_count_min
 

@@ -1,0 +1,227 @@
+"""Layers of a decode step that run in one native call, where nothing between them needs Python.
+
+What `overlap`'s schedules `resident` and `none` order is ordered there again, for a whole batch
+(csrc/cpu/layer.cpp), over the same kernels and the same planner: tokens, slots and counts are the
+same bits. Whatever is not alike goes the way of the schedules: DA and DBA, halves, ranks that
+divide heads or experts, windows, groups of several layers, verified layers, slots that give way by
+score, attention with sinks, and whoever times or watches single stages by another clock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ess.clock import RealClock
+from ess.door.direct import Direct
+from ess.engine.layers.batch import Batch, compute_threads
+from ess.engine.layers.heads import AllHeads, Heads
+from ess.engine.step.tuning import Tuning
+from ess.kernels.cpu import records
+from ess.kernels.cpu.attend import FORMS, QUERY_FORMS, matrix, strides
+from ess.kernels.cpu.layer import Layers, Part, Stop
+from ess.kernels.cpu.stage import look_at_turns
+from ess.models.decoder import DecoderLayer
+from ess.models.layers import Rotation
+from ess.overlap.policy import Mode
+
+ROOM_MAX: Final = 4
+TIMED: Final = (
+    ("index", Part.FRONT),
+    ("select", Part.SELECT),
+    ("pre_attn", Part.ASK),
+    ("attend_all", Part.ATTEND),
+)
+
+
+class DirectLayers:
+    """It keeps the memory of the latest batch sizes, the oldest of which gives way."""
+
+    def __init__(self, tuning: Tuning, heads: Heads) -> None:
+        self._tuning = tuning
+        self._is_whole = isinstance(heads, AllHeads) and tuning.sbo == "off"
+        self._rooms: dict[int, Room] = {}
+
+    def count(self, batch: Batch, layers: Sequence[DecoderLayer]) -> int:
+        """How many of these layers, from the first on, run in one call."""
+        if not self._is_whole or not batch.ops.has_stages() or batch.course.splits:
+            return 0
+        timeline = self._tuning.timeline
+        if timeline.ranges is not None or not isinstance(timeline.clock, RealClock):
+            return 0
+        if batch.offload.direct is None:
+            return 0
+        return sum(1 for _ in takewhile(lambda layer: _is_alike(batch, layer), layers))
+
+    def run(self, batch: Batch, layers: Sequence[DecoderLayer], hidden: Tensor) -> Tensor:
+        direct, which = batch.offload.direct, range(layers[0].number, layers[-1].number + 1)
+        assert direct is not None, "a placement without direct layers"
+        room = self._room(batch, direct, layers, hidden)
+        room.begin(batch, hidden, which)
+        resident = [batch.course.vector[layer] == Mode.RESIDENT for layer in which]
+        direct.enter(batch.step, room.layers, which, resident=resident)
+        at = room.layers.run(which, room.side, threads=compute_threads())
+        while at < which.stop:
+            resident[at - which.start] &= self._go_on(batch, direct, room.layers, at)
+            at = room.layers.run(range(at, which.stop), room.side, threads=compute_threads())
+        direct.leave(batch.step, room.layers, which)
+        self._note(batch, room, which, resident)
+        return room.hidden.clone()
+
+    def _go_on(self, batch: Batch, direct: Direct, layers: Layers, layer: int) -> bool:
+        """Takes what stopped this layer out of its way; whether it still runs as it was to run."""
+        record: Any = layers.records[layer]
+        part = Part(record.part - 1).name
+        assert record.stop != Stop.REFUSED, f"layer {layer}: an id that is not there, in {part}"
+        if record.stop == Stop.ABSENT:
+            direct.resolve(layers, layer)
+            return False
+        direct.settle(batch.step, layers, layer)
+        return True
+
+    def _note(self, batch: Batch, room: Room, which: range, resident: list[bool]) -> None:
+        for layer, is_resident in zip(which, resident, strict=True):
+            batch.step.wrote(layer, keys=True)
+            self._tuning.ran(layer, Mode.RESIDENT if is_resident else Mode.NONE)
+        located_count = sum(resident)
+        batch.warmth.counted(room.hits, len(which) - located_count, located_count)
+        timeline, layers = self._tuning.timeline, room.layers
+        began, ended = layers.column("began", which), layers.column("ended", which)
+        for stage, part in TIMED:
+            timeline.took(stage, which, began[:, part], ended[:, part])
+        if located_count < len(which):
+            planned = [not is_resident for is_resident in resident]
+            times = began[planned, Part.FIND], ended[planned, Part.FIND]
+            timeline.took("plan", [n for n, p in zip(which, planned, strict=True) if p], *times)
+
+    def _room(
+        self, batch: Batch, direct: Direct, layers: Sequence[DecoderLayer], hidden: Tensor
+    ) -> Room:
+        room = self._rooms.pop(len(hidden), None) or Room(batch, len(hidden), hidden.shape[1])
+        self._rooms[len(hidden)] = room
+        while len(self._rooms) > ROOM_MAX:
+            self._rooms.pop(next(iter(self._rooms)))
+        for layer in layers:
+            if layer.number not in room.bound:
+                room.bind(batch, layer)
+                direct.bind(room.layers, range(layer.number, layer.number + 1))
+        return room
+
+
+def _is_alike(batch: Batch, layer: DecoderLayer) -> bool:
+    number, layout = layer.number, batch.layout
+    return (
+        batch.course.vector[number] <= Mode.NONE
+        and batch.course.verified_layer != number
+        and len(layout.groups[layout.group_of(number)]) == 1
+        and layer.indexer is not None
+        and not layer.window
+        and not layer.is_divided
+        and layer.mla.sinks is None
+    )
+
+
+class Room:
+    """Memory for batches of so many queries, and the records of layers over it. What one layer
+    hands from part to part the next one writes over; `hidden` goes through all of them."""
+
+    def __init__(self, batch: Batch, query_count: int, hidden_dim: int) -> None:
+        self.layers = Layers(batch.layout.layer_total)
+        self.side = records.StepSide()
+        self.bound: set[int] = set()
+        self.hits = np.zeros(query_count, np.int64)
+        self.hidden = torch.empty(query_count, hidden_dim)
+        cos = torch.empty_like(batch.rotation.cos)
+        self._rotation = Rotation(cos, torch.empty_like(cos), batch.rotation.positions)
+        self._tensors: dict[tuple[Any, ...], Tensor] = {}
+        self._step: Any = None
+
+    def begin(self, batch: Batch, hidden: Tensor, which: range) -> None:
+        self.hidden.copy_(hidden)
+        for name in ("part", "claimed", "hit_total", "evicted_count", "copied"):
+            self.layers.column(name, which)[:] = 0
+        self.hits[:] = 0
+        if self._step is batch.step:
+            return
+        self._rotation.cos.copy_(batch.rotation.cos)
+        self._rotation.sin.copy_(batch.rotation.sin)
+        self._step, step, side = batch.step, batch.step, self.side
+        table, lengths = batch.page_table, batch.lengths
+        side.table, side.lengths = table.data_ptr(), lengths.data_ptr()
+        side.table_width, side.table_stride = table.shape[1], table.stride()[0]
+        side.lines, side.row_ids = step.query_line.ctypes.data, step.row_ids.ctypes.data
+        side.hits, side.query_count, side.number = (
+            self.hits.ctypes.data,
+            step.query_count,
+            step.number,
+        )
+
+    def bind(self, batch: Batch, layer: DecoderLayer) -> None:
+        """Writes what stays, but for what a placement knows."""
+        compiled, layout = layer.compiled(batch.layout), batch.layout
+        record: Any = self.layers.records[layer.number]
+        front, ask, back = compiled.stages()
+        fronts = [self._tensor(place, *made) for place, made in enumerate(front.made(self._count))]
+        query, rows, queries, weights, keys = fronts
+        turns = look_at_turns(self._rotation.cos, self._rotation.sin)
+        [asked] = (self._tensor("asked", *made) for made in ask.made(self._count))
+        codec = layout.row_of(layer.number)
+        shape = self._count, asked.shape[1]
+        out = self._tensor("out", (*shape, codec.latent_dim), torch.float32)
+        lse = self._tensor("lse", shape, torch.float32)
+        selection, located = (
+            self._tensor(name, (self._count, layout.top_k), torch.int32)
+            for name in ("selection", "located")
+        )
+        self._stages(record, "front", front.bind([self.hidden], fronts, turns=turns))
+        self._stages(record, "ask", ask.bind([query], [asked], turns=turns))
+        self._stages(record, "back", back.bind([self.hidden, out], [self.hidden]))
+        record.append.rows, record.append.keys = rows.data_ptr(), keys.data_ptr()
+        record.number, record.top_k = layer.number, layout.top_k
+        record.selection, record.located = selection.data_ptr(), located.data_ptr()
+        record.index = _index(batch, layer.number, queries, weights)
+        record.attend = _attend(batch, layer.number, asked, out, lse)
+        self.layers.kept.append(compiled)
+        self.bound.add(layer.number)
+
+    @property
+    def _count(self) -> int:
+        return len(self.hidden)
+
+    def _stages(self, record: Any, name: str, bound: tuple[records.Stage, Any]) -> None:
+        stage, sides = bound
+        self.layers.kept += [stage, sides]
+        setattr(record, name, ctypes.addressof(stage))
+        setattr(record, f"{name}_sides", ctypes.addressof(sides))
+
+    def _tensor(self, place: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Of that name, shape and type: layers share it."""
+        key = place, shape, dtype
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(shape, dtype=dtype)
+        return self._tensors[key]
+
+
+def _index(batch: Batch, layer: int, queries: Tensor, weights: Tensor) -> records.Index:
+    codec, pages = batch.layout.index, batch.offload.memory(layer).key_pages
+    assert codec is not None, "an indexer without an index codec"
+    return records.Index(
+        *(*queries.shape, FORMS[codec.form], QUERY_FORMS[queries.dtype], *strides(queries)),
+        *(0, 0, matrix(pages), queries.data_ptr(), weights.data_ptr(), 0, 0),
+    )
+
+
+def _attend(batch: Batch, layer: int, queries: Tensor, out: Tensor, lse: Tensor) -> records.Attend:
+    memory, codec = batch.offload.memory(layer), batch.layout.row_of(layer)
+    return records.Attend(
+        *(*queries.shape[:2], codec.latent_dim, codec.rope_dim),
+        *(FORMS[codec.form], QUERY_FORMS[queries.dtype], *strides(queries), 0, 0),
+        *(matrix(memory.slots), matrix(memory.host)),
+        *(queries.data_ptr(), 0, out.data_ptr(), lse.data_ptr(), batch.scale),
+    )

@@ -1,0 +1,179 @@
+"""Layers in one native call are the schedules to the bit: tokens, rows, slots, ages and counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from ess.door import Offload
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.tokens.sampling import Sampling
+from ess.flashtrans.patient import PatientLane
+from ess.kernels.cpu import native
+from ess.kernels.cpu.layer import Stop
+from tests.model.test_engine import prompt
+from tests.support.checkpoints import small
+from tests.support.manual_lane import ManualLane
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
+
+
+class LateLane(PatientLane):
+    """Copies that are not made at once land when the seed says so."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(ManualLane(seed=seed, delay_max=3))
+        self.at_once_bytes = 512 << 10
+
+    def submit(self, copies):
+        return self._lane.submit(copies)
+
+    def mark(self):
+        return self._lane.mark()
+
+
+def engine(codec: str, *, mode: str, chunks: int, mtp: int = 2, lengths=(1, 90, 130, 131), **more):
+    made = small("v32", layer_count=3)
+    layout = made.config.layout(row=codec, index="f32" if codec == "f32" else "fp8")
+    offload = Offload.create(
+        layout,
+        slot_bytes=layout.group_count * layout.page_bytes * chunks,
+        host_bytes=60 * layout.host_page_bytes,
+        length_max=1024,
+        slot_floor=24,
+        lane=LateLane(seed=chunks),
+        poison=True,
+        evict=more.pop("evict", "lru"),
+    )
+    eng = Engine(made, offload, EngineConfig(mtp=mtp, chunk_tokens=48, modes=mode, **more))
+    for length in lengths:
+        eng.add(prompt(length), Sampling(tokens_max=8 + length % 5, temperature=1.0, seed=length))
+    return eng
+
+
+def pair(codec: str, **config) -> tuple[Engine, Engine, Counter[Stop]]:
+    """The same engine twice: as it is, and with schedules alone; and what stopped native layers."""
+    direct, plain = (engine(codec, **config) for _ in range(2))
+    plain.runner._direct.count = lambda *_: 0
+    stops: Counter[Stop] = Counter()
+    run, go_on = direct.runner._direct.run, direct.runner._direct._go_on
+
+    def counted(batch, where, layers, layer):
+        stops[Stop(layers.records[layer].stop)] += 1
+        return go_on(batch, where, layers, layer)
+
+    def ran(*given):
+        stops[Stop.NONE] += 1
+        return run(*given)
+
+    direct.runner._direct._go_on, direct.runner._direct.run = counted, ran
+    return direct, plain, stops
+
+
+def same_state(one: Engine, other: Engine) -> None:
+    for name in ("slot_of", "_row_of", "_last_use", "_dirty", "_ticket_of"):
+        mine, theirs = (getattr(eng.offload._side.pools.sparse, name) for eng in (one, other))
+        assert np.array_equal(mine, theirs), name
+    pools = [eng.offload._side.pools for eng in (one, other)]
+    assert np.array_equal(*(pool.sparse.slab for pool in pools)), "rows in slots"
+    assert np.array_equal(*(pool.index.keys.pages for pool in pools)), "index keys"
+    for layer in range(one.offload.layout.layer_total):
+        assert np.array_equal(*(pool.latent.layers[layer] for pool in pools)), f"layer {layer}"
+    stats = [eng.offload.stats() for eng in (one, other)]
+    for field in fields(stats[0]):
+        if not field.name.endswith("_ns") and field.name != "disk":
+            assert np.array_equal(*(getattr(each, field.name) for each in stats)), field.name
+    assert np.array_equal(one.tuning.mode_counts, other.tuning.mode_counts)
+    for group in range(one.offload.layout.group_count):
+        assert np.array_equal(*(pool.sparse.hit_age(group) for pool in pools)), f"ages of {group}"
+    for name in ("hits", "asked"):
+        assert np.array_equal(getattr(one.warmth, name), getattr(other.warmth, name)), name
+
+
+def in_turn(one: Engine, other: Engine) -> None:
+    """A check asks the lane, and then copies land: only now and then."""
+    while not one.is_idle:
+        made = [[(m.request.number, m.tokens) for m in eng.step().made] for eng in (one, other)]
+        assert made[0] == made[1]
+        same_state(one, other)
+        for eng in (one, other) if one.step_count % 6 == 0 else ():
+            eng.check()
+    assert other.is_idle
+    for eng in (one, other):
+        eng.offload.close()
+
+
+@pytest.mark.parametrize("codec", ["f32", "bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("mode", "chunks", "met"),
+    [
+        ("resident", 9, {Stop.ABSENT, Stop.FETCH}),
+        ("resident", 2, {Stop.ABSENT}),
+        ("none", 9, {Stop.FETCH}),
+        ("none", 1, {Stop.FETCH}),
+    ],
+)
+def test_native_layers_are_the_schedules(codec, mode, chunks, met):
+    """Rows on their way stop a layer in a roomy arena, rows in place in a tight one."""
+    direct, plain, stops = pair(codec, mode=mode, chunks=chunks)
+    in_turn(direct, plain)
+    assert stops.pop(Stop.NONE) > 10, "no layer ran natively"
+    assert set(stops) >= met
+
+
+@pytest.mark.parametrize("evict", ["sieve", "score"])
+def test_slots_that_give_way_by_another_policy(evict):
+    direct, plain, stops = pair("fp8", mode="none", chunks=2, evict=evict)
+    in_turn(direct, plain)
+    assert bool(stops[Stop.NONE]) == (evict != "score"), "scores need all logits"
+
+
+@pytest.mark.parametrize(("mode", "sbo"), [("da", "off"), ("none", "combine-shared")])
+def test_what_is_not_alike_goes_by_its_schedule(mode, sbo):
+    direct, plain, stops = pair("fp8", mode=mode, chunks=2, sbo=sbo)
+    in_turn(direct, plain)
+    assert not stops
+
+
+def test_halves_go_by_their_schedules_and_single_requests_at_once():
+    direct, plain, stops = pair("fp8", mode="none", chunks=2, tbo="on")
+    in_turn(direct, plain)
+    steps = int(direct.tuning.mode_counts[0].sum())
+    assert 0 < direct.tuning.split_count < steps
+    assert stops[Stop.NONE] == 2 * (steps - direct.tuning.split_count), "layers, and the module's"
+
+
+def test_a_verified_layer_is_watched_and_the_others_run_at_once():
+    direct, plain, stops = pair("f32", mode="none", chunks=2, verify_every=1, verify_fatal=True)
+    in_turn(direct, plain)
+    assert direct.runner.verifier.checked_count == plain.runner.verifier.checked_count > 5
+    assert stops[Stop.NONE] > 10
+
+
+def test_an_id_that_is_not_there_is_an_assertion(monkeypatch):
+    made = engine("fp8", mode="none", chunks=2)
+    while not any(made.step().made):
+        pass
+    begin = type(made.runner._direct._rooms[next(iter(made.runner._direct._rooms))]).begin
+
+    def astray(room, batch, hidden, which):
+        begin(room, batch, hidden, which)
+        room.layers.column("append.slots", which)[:] = 0
+        batch.page_table.fill_(1 << 30)
+
+    monkeypatch.setattr("ess.engine.layers.direct.Room.begin", astray)
+    with pytest.raises(AssertionError, match=r"layer 0: an id that is not there, in SELECT"):
+        made.step()
+
+
+def test_memory_of_batch_sizes_is_bounded():
+    made = engine("fp8", mode="none", chunks=9, mtp=1, lengths=range(1, 8))
+    with torch.inference_mode():
+        for _ in made.run():
+            assert len(made.runner._direct._rooms) <= 4
+    made.offload.close()
+    assert len(made.runner._direct._rooms) == 4
