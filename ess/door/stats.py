@@ -98,15 +98,14 @@ class Counters:
 
     def took(self, groups: slice, *, hits: Counts, misses: Counts, evicted: Counts) -> None:
         """Neighbouring groups had all that they missed copied at once."""
+        self._counts["hit_count"][groups] += hits
+        if not misses.any():
+            return
         moved = misses * np.array(self._row_bytes[groups])
-        for name, counts in (
-            ("hit_count", hits),
-            ("miss_count", misses),
-            ("evicted_count", evicted),
-            ("moved_bytes", moved),
-            ("fetched_bytes", moved),
-        ):
-            self._counts[name][groups] += counts
+        self._counts["miss_count"][groups] += misses
+        self._counts["evicted_count"][groups] += evicted
+        for name in ("moved_bytes", "fetched_bytes"):
+            self._counts[name][groups] += moved
 
     def located(self, group: int, selection: npt.NDArray[np.int32]) -> None:
         """All of it was resident. At full length no row has padding, and none is looked through."""

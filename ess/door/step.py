@@ -198,6 +198,26 @@ class Step:
         self.owner.placement.places(self, layer, part)
         self._count(layer, part, has_keys=keys)
 
+    def wrote_each(self, layers: range) -> None:
+        """`wrote` with keys, all new rows of neighbours that are each alone in their group."""
+        self._require_open()
+        layout, count = self.owner.pools.layout, self.row_count
+        first = layout.group_of(layers.start)
+        number = key_layer(layout, layers.start)
+        assert layout.groups[first + len(layers) - 1] == (layers.stop - 1,), f"groups of {layers}"
+        assert layout.key_groups[number + len(layers) - 1] == first + len(layers) - 1, "no keys"
+        numbers = range(number, number + len(layers))
+        for made, names, counts in (
+            (self.appended, layers, self._row_counts),
+            (self.keyed, numbers, self._key_counts),
+        ):
+            if not count:
+                return
+            if not counts.keys().isdisjoint(names):
+                raise BadState(f"{layers} were appended in step {self.number} already, in part")
+            counts.update(dict.fromkeys(names, count))
+            made.update(names)
+
     def _require_keys_next(self, layer: int, part: range) -> None:
         layout = self.owner.pools.layout
         so_far = self._key_counts.get(key_layer(layout, layer), 0)

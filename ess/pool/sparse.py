@@ -206,10 +206,12 @@ class SparsePool:
         plan = planner.resolved(self._arenas[group], lookup, split, ticket=ticket, claimed=claimed)
         return self._counted(plan)
 
-    def took(self, group: int, *, claimed_count: int, evicted_count: int) -> None:
-        """Native code has resolved, and what it claimed has landed."""
-        self._used_count[group] += claimed_count - evicted_count
-        self._departed(group, evicted_count)
+    def took(self, groups: range, claimed: list[int], evicted: list[int]) -> None:
+        """Native code has resolved in these groups, and what it claimed has landed."""
+        for group, claimed_count, gone_count in zip(groups, claimed, evicted, strict=True):
+            assert 0 <= gone_count <= claimed_count, f"group {group}: {gone_count} rows gave way"
+            self._used_count[group] += claimed_count - gone_count
+            self._departed(group, gone_count)
 
     def observe(
         self,

@@ -34,6 +34,7 @@ def bind_append(pools: HostPools, layers: Layers, layer: int, slab: Known) -> No
 class DirectSlots:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+        self._bytes = slots.pools.at_once_max(waits=True)
 
     def bind(self, layers: Layers, which: range) -> None:
         pools, space = self._slots.pools, self._slots.workspaces[0]
@@ -46,16 +47,20 @@ class DirectSlots:
             bind_append(pools, layers, layer, pools.slabs[group][member])
 
     def enter(self, step: Step, layers: Layers, which: range, *, resident: list[bool]) -> None:
-        pools, space = self._slots.pools, self._slots.workspaces[0]
-        groups = [pools.layout.group_of(layer) for layer in which]
-        claimed = [self._slots.claim(step, group) for group in groups]
-        for lookup in space.lookups.values():
-            planner.copy_at_once(lookup, pools.at_once_max(waits=True))
-        layers.column("append.slots", which)[:] = [native.address(slots) for slots in claimed]
-        layers.column("arena", which)[:] = pools.sparse.addresses(groups)
+        slots, sparse = self._slots, self._slots.pools.sparse
+        groups = self._groups(which)
+        for lookup in slots.workspaces[0].lookups.values():
+            planner.copy_at_once(lookup, self._bytes)
+        claimed = [native.address(each) for each in slots.claims(step, groups)]
+        layers.column("append.slots", which)[:] = claimed
+        layers.column("arena", which)[:] = sparse.addresses(groups)
         layers.column("find", which)[:] = [Find.LOCATE if r else Find.RESOLVE for r in resident]
-        tickets = [0 if is_resident else pools.sparse.ticket() for is_resident in resident]
+        tickets = [0 if is_resident else sparse.ticket() for is_resident in resident]
         layers.column("ticket", which)[:] = tickets
+
+    def _groups(self, which: range) -> range:
+        first = self._slots.pools.layout.group_of(which.start)
+        return range(first, first + len(which))
 
     def resolve(self, layers: Layers, layer: int) -> None:
         record = layers.records[layer]
@@ -77,16 +82,14 @@ class DirectSlots:
                 fetch.wait()
 
     def leave(self, step: Step, layers: Layers, which: range) -> None:
-        slots, pools = self._slots, self._slots.pools
-        first = pools.layout.group_of(which.start)
-        groups = slice(first, first + len(which))
+        slots, pools, groups = self._slots, self._slots.pools, self._groups(which)
         hits: Counts = layers.column("hit_total", which)
         claimed, evicted = layers.column("claimed", which), layers.column("evicted_count", which)
-        asked = int(np.minimum(step.query_stop, pools.layout.top_k).sum())
-        hits[layers.column("find", which) == Find.LOCATE] = asked
-        slots.counters.took(groups, hits=hits, misses=claimed, evicted=evicted)
-        slots.timings.took(which, layers.column("copied", which))
-        for group, claims, gone in zip(
-            range(groups.start, groups.stop), claimed.tolist(), evicted.tolist(), strict=True
-        ):
-            pools.sparse.took(group, claimed_count=claims, evicted_count=gone)
+        is_located = layers.column("find", which) == Find.LOCATE
+        if is_located.any():
+            hits[is_located] = int(np.minimum(step.query_stop, pools.layout.top_k).sum())
+        mine = slice(groups.start, groups.stop)
+        slots.counters.took(mine, hits=hits, misses=claimed, evicted=evicted)
+        if claimed.any():
+            slots.timings.took(which, layers.column("copied", which))
+            pools.sparse.took(groups, claimed.tolist(), evicted.tolist())

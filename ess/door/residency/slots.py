@@ -110,6 +110,12 @@ class Slots:
             self._claimed.update(zip(groups, slots, strict=True))
         return self._claimed[group]
 
+    def claims(self, step: Step, groups: range) -> list[Ints]:
+        """The slots of the step's new rows in each of these groups."""
+        for group in (groups.start, groups.stop - 1):
+            self.claim(step, group)
+        return [self._claimed[group] for group in groups]
+
     # ---- selections
 
     def resolve(

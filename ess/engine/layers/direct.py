@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +26,7 @@ from ess.kernels.cpu import records
 from ess.kernels.cpu.attend import FORMS, QUERY_FORMS, matrix, strides
 from ess.kernels.cpu.layer import Layers, Part, Stop
 from ess.kernels.cpu.stage import look_at_turns
+from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import Rotation
 from ess.overlap.policy import Mode
@@ -47,6 +47,7 @@ class DirectLayers:
         self._tuning = tuning
         self._is_whole = isinstance(heads, AllHeads) and tuning.sbo == "off"
         self._rooms: dict[int, Room] = {}
+        self._known: dict[int, bool] = {}
 
     def count(self, batch: Batch, layers: Sequence[DecoderLayer]) -> int:
         """How many of these layers, from the first on, run in one call."""
@@ -57,7 +58,17 @@ class DirectLayers:
             return 0
         if batch.offload.direct is None:
             return 0
-        return sum(1 for _ in takewhile(lambda layer: _is_alike(batch, layer), layers))
+        vector, verified = batch.course.vector, batch.course.verified_layer
+        for count, layer in enumerate(layers):
+            number = layer.number
+            if vector[number] > Mode.NONE or number == verified or not self._can(batch, layer):
+                return count
+        return len(layers)
+
+    def _can(self, batch: Batch, layer: DecoderLayer) -> bool:
+        if layer.number not in self._known:
+            self._known[layer.number] = _is_alike(batch.layout, layer)
+        return self._known[layer.number]
 
     def run(self, batch: Batch, layers: Sequence[DecoderLayer], hidden: Tensor) -> Tensor:
         direct, which = batch.offload.direct, range(layers[0].number, layers[-1].number + 1)
@@ -86,8 +97,8 @@ class DirectLayers:
         return True
 
     def _note(self, batch: Batch, room: Room, which: range, resident: list[bool]) -> None:
+        batch.step.wrote_each(which)
         for layer, is_resident in zip(which, resident, strict=True):
-            batch.step.wrote(layer, keys=True)
             self._tuning.ran(layer, Mode.RESIDENT if is_resident else Mode.NONE)
         located_count = sum(resident)
         batch.warmth.counted(room.hits, len(which) - located_count, located_count)
@@ -114,12 +125,9 @@ class DirectLayers:
         return room
 
 
-def _is_alike(batch: Batch, layer: DecoderLayer) -> bool:
-    number, layout = layer.number, batch.layout
+def _is_alike(layout: ModelLayout, layer: DecoderLayer) -> bool:
     return (
-        batch.course.vector[number] <= Mode.NONE
-        and batch.course.verified_layer != number
-        and len(layout.groups[layout.group_of(number)]) == 1
+        len(layout.groups[layout.group_of(layer.number)]) == 1
         and layer.indexer is not None
         and not layer.window
         and not layer.is_divided
