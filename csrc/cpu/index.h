@@ -13,6 +13,7 @@
 
 constexpr int64_t kIndexKeys = kLanes == 16 ? 8 : 4;
 constexpr int kIndexVectors = kLanes == 4 ? 2 : 3;
+constexpr int kUsualWords = 64;  // of keys of 128 values in bf16
 
 // Whether tiles take the products of bf16: a sum over whole tiles of words.
 ESS_LANE bool in_tiles(const Index& call, bool half) {
@@ -145,13 +146,15 @@ ESS_LANE void weigh(const Work& work, int64_t vector, int64_t key, Floats (&sums
     store_keys(sums, work.logits + query * kPageKeys + key);
 }
 
-template <bool half, int spread, int vectors, int blocks>
+// `known`: the words of a key, or 0. With a distance that the compiler knows, the addresses of all
+// keys of a block are one register's; else they are spilled, into vector registers even.
+template <bool half, int spread, int vectors, int blocks, int known>
 ESS_LANE void index_block(const IndexWork& work, const uint32_t* keys, int64_t key, int64_t vector,
                           const NextPage& next) {
     Floats sums[blocks * kIndexKeys][vectors] = {};
-    multiply<half, spread>({keys + key * work.words, work.words, spread},
-                           work.packed + vector * work.panel, kLanes, work.steps, sums, next,
-                           work.panel);
+    const int64_t words = known ? known : work.words;
+    multiply<half, spread>({keys + key * words, words, spread}, work.packed + vector * work.panel,
+                           kLanes, words / spread, sums, next, work.panel);
     for (int v = 0; v < vectors; v++)
         for (int block = 0; block < blocks; block++) {
             Floats mine[kIndexKeys];
@@ -165,9 +168,13 @@ template <bool half, int spread, int vectors, int blocks = 1>
 ESS_LANE void index_vectors(const IndexWork& work, const uint32_t* keys, int64_t vector,
                             const NextPage& next) {
     constexpr int64_t step = blocks * kIndexKeys;
-    for (int64_t key = 0; key < kPageKeys; key += step)
-        index_block<half, spread, vectors, blocks>(work, keys, key, vector,
-                                                   next.part(key / step, kPageKeys / step));
+    for (int64_t key = 0; key < kPageKeys; key += step) {
+        const NextPage part = next.part(key / step, kPageKeys / step);
+        if (work.words == kUsualWords)
+            index_block<half, spread, vectors, blocks, kUsualWords>(work, keys, key, vector, part);
+        else
+            index_block<half, spread, vectors, blocks, 0>(work, keys, key, vector, part);
+    }
 }
 
 #if ESS_TILES
