@@ -32,6 +32,7 @@ constexpr int64_t kKeys = 8;  // block of the first product: keys by vectors of 
 constexpr int64_t kHeads = kHeadBlock;  // block of the second: heads by vectors of values
 constexpr int64_t kVectors = 4;
 constexpr int64_t kColumns = kVectors * kLanes;
+constexpr int64_t kUsualRow = 288;  // words of a decoded row of 512 + 64 values in bf16
 constexpr float kLowest = -3.402823466e38f;
 constexpr double kLog2 = 0.69314718055994530942;  // the natural logarithm of 2
 
@@ -101,7 +102,9 @@ struct Work {
     Work(const Attend& call, int64_t heads)
         : query(heads, call.head_count, (call.latent_dim + call.rope_dim) / (half ? 2 : 1)),
           head_rows(round_up(heads, kHeads)), columns(round_up(call.latent_dim, kColumns)),
-          row_words(round_up(query.words > columns ? query.words : columns, 16)) {
+          row_words(round_up(
+              query.words > columns / (half ? 2 : 1) ? query.words : columns / (half ? 2 : 1),
+              16)) {
         const uintptr_t bytes = carve(0, call.slot_count);
         carve((uintptr_t)scratch(Use::attend, int64_t(bytes)), call.slot_count);
         for (int64_t i = 0; i < kTile; i++) decoded[i] = (const uint8_t*)(rows + i * row_words);
@@ -259,6 +262,17 @@ struct NextTile {
     bool wants(int64_t step) const { return step < kKeys * lines; }
 };
 
+// The same for a block of twice as many keys: two lines at a time.
+struct NextTwice {
+    NextTile first, second;
+
+    __attribute__((always_inline)) void request(int64_t step) const {
+        first.request(step);
+        second.request(step);
+    }
+    bool wants(int64_t step) const { return first.wants(step); }
+};
+
 // sums[row][column] += rows times columns of `right`, as `multiply` does for rows that lie apart.
 template <bool half, int spread, int rows, int vectors, typename Later>
 ESS_LANE void multiply_rows(const uint8_t* const* left, const uint32_t* right,
@@ -292,9 +306,27 @@ ESS_LANE void logits_block(const Work<half>& work, const uint8_t* const* tile, f
                   fold<spread>(sums[i][v]) * scale);
 }
 
+// The logits of a decoded tile for one vector of heads. Twice as many sums are under way, and rows
+// lie so far apart as the compiler knows: it need not keep an address for each.
+template <bool half, int spread>
+ESS_LANE void logits_usual(const Work<half>& work, float scale, int64_t count,
+                           const NextTile& next) {
+    constexpr int64_t keys = 2 * kKeys;
+    for (int64_t key = 0; key < count; key += keys) {
+        Floats sums[keys][1] = {};
+        multiply<half, spread>({work.rows + key * kUsualRow, kUsualRow, spread}, work.packed,
+                               kLanes, work.query.steps(), sums,
+                               NextTwice{next.behind(key), next.behind(key + kKeys)});
+        for (int64_t i = 0; i < keys; i++)
+            store(work.logits + (key + i) * kLanes, fold<spread>(sums[i][0]) * scale);
+    }
+}
+
 template <bool half, int spread, int vectors>
 ESS_LANE void logits_tile(const Work<half>& work, const uint8_t* const* tile, float scale,
                           int64_t count, const NextTile& next) {
+    if (kLanes == 16 && vectors == 1 && tile == work.decoded && work.row_words == kUsualRow)
+        return logits_usual<half, spread>(work, scale, count, next);
     for (int64_t key = 0; key < count; key += kKeys)
         logits_block<half, spread, vectors>(work, tile, scale, key, 0, next.behind(key));
     constexpr int64_t width = vectors * kLanes;

@@ -151,18 +151,46 @@ ESS_AVX512 static inline void widen_32(__m512i bits, char* values) {
     _mm512_storeu_si512(values + 64, _mm512_slli_epi32(high, 16));
 }
 
-// Many codes: all 128 magnitudes are decoded first and then looked up as bytes, with less than half
+struct EvenBytes {
+    alignas(64) uint8_t at[64] = {};
+
+    constexpr EvenBytes() {
+        for (int i = 0; i < 64; i++) at[i] = uint8_t(2 * i);
+    }
+};
+constexpr EvenBytes kEvenBytes;
+
+// bf16 of all 128 magnitudes for a scale of one.
+struct Magnitudes {
+    alignas(64) uint16_t bits[128] = {};
+
+    constexpr Magnitudes() {
+        constexpr uint16_t tiny[8] = {0,      0x3B00, 0x3B80, 0x3BC0,
+                                      0x3C00, 0x3C20, 0x3C40, 0x3C60};
+        for (int i = 0; i < nan_code; i++)
+            bits[i] = i < 8 ? tiny[i] : uint16_t((120 << 7) + (i << 4));
+        bits[nan_code] = 0x7FC0;
+    }
+};
+constexpr Magnitudes kMagnitudes;
+
+// All magnitudes get the scale's exponent, but for zero and NaN, and are looked up as bytes: half
 // of the work per code. Only codes of numbers get a sign. Sizes are multiples of 64.
-ESS_VBMI static inline void decode_looked_up(const uint8_t* codes, const Table& table, int64_t size,
+ESS_VBMI static inline void decode_looked_up(const uint8_t* codes, float scale, int64_t size,
                                              char* values) {
-    uint8_t magnitudes[128], low[128], high[128];
-    uint16_t bits[128];
-    for (int i = 0; i < 128; i++) magnitudes[i] = uint8_t(i);
-    for (int i = 0; i < 128; i += 32)
-        _mm512_storeu_si512(bits + i, decode_32(magnitudes + i, table));
-    for (int i = 0; i < 128; i++) low[i] = uint8_t(bits[i]), high[i] = uint8_t(bits[i] >> 8);
-    const __m512i low_a = _mm512_loadu_si512(low), low_b = _mm512_loadu_si512(low + 64);
-    const __m512i high_a = _mm512_loadu_si512(high), high_b = _mm512_loadu_si512(high + 64);
+    const __m512i shift = _mm512_set1_epi16(short((int(as_bits(scale) >> 23) - 127) * 128));
+    const uint16_t* bits = kMagnitudes.bits;
+    const __m512i a = _mm512_load_si512(bits), b = _mm512_load_si512(bits + 32);
+    const __m512i c = _mm512_load_si512(bits + 64), d = _mm512_load_si512(bits + 96);
+    const __m512i first = _mm512_mask_add_epi16(a, ~__mmask32(1), a, shift);
+    const __m512i last = _mm512_mask_add_epi16(d, ~__mmask32(0) >> 1, d, shift);
+    const __m512i second = _mm512_add_epi16(b, shift), third = _mm512_add_epi16(c, shift);
+    const __m512i even = _mm512_load_si512(kEvenBytes.at);
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
+    const __m512i low_a = _mm512_permutex2var_epi8(first, even, second);
+    const __m512i low_b = _mm512_permutex2var_epi8(third, even, last);
+    const __m512i high_a = _mm512_permutex2var_epi8(first, odd, second);
+    const __m512i high_b = _mm512_permutex2var_epi8(third, odd, last);
     const __m512i halves = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t i = 0; i < size; i += 64) {
         const __m512i code = _mm512_permutexvar_epi64(halves, _mm512_loadu_si512(codes + i));
@@ -181,9 +209,9 @@ ESS_AVX512 static inline void decode_group_avx512(const uint8_t* codes, float sc
     uint32_t bits = as_bits(scale);
     bool plain = (bits & 0x7FFFFFu) == 0 && bits >= 10u << 23 && bits <= 246u << 23;
     if (!plain) return decode_group<bf16>(codes, scale, size, values);
+    if (bf16 && size % 64 == 0 && __builtin_cpu_supports("avx512vbmi"))
+        return decode_looked_up(codes, scale, size, values);
     Table table = table_of(scale);
-    if (bf16 && size % 64 == 0 && size >= 512 && __builtin_cpu_supports("avx512vbmi"))
-        return decode_looked_up(codes, table, size, values);
     for (int64_t i = 0; i < size; i += 32) {
         __m512i products = decode_32(codes + i, table);
         if (bf16)
