@@ -51,6 +51,13 @@ class Brought:
         return [(text + count) // rate - text // rate for text, count in pairs]
 
 
+def rows_of(brought: Brought | None, kept: Kept) -> Kept:
+    """How many new rows are kept with so many tokens; what a device counts are rows already."""
+    if brought is None or not isinstance(kept, list):
+        return kept
+    return brought.rows_of(kept)
+
+
 class StepArrays(Protocol):
     """The arrays of `Step`, int32 with an entry for each query or new row, and what is done with
     them."""

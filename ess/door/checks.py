@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ess.errors import BadInput
+from ess.errors import BadInput, BadState
 from ess.kernels.checks import fits
+from ess.layout import ModelLayout
 from ess.pool.warmup import WINDOW_MAX, WindowSet
 
 TYPES: Final = {"uint8": torch.uint8, "int32": torch.int32, "float32": torch.float32}
@@ -134,3 +135,19 @@ def token_ids(name: str, tokens: Any) -> list[int]:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def named(queries: range) -> str:
+    return f"queries {queries.start}..{queries.stop - 1}"
+
+
+def require_appended(
+    step: int, layout: ModelLayout, row_counts: Mapping[int, int], row_count: int
+) -> None:
+    """Every main layer has all new rows of a step."""
+    missing = [n for n in range(layout.layer_count) if row_counts.get(n, 0) < row_count]
+    if missing:
+        raise BadState(
+            f"step {step} accepts rows, but {len(missing)} layers have not been appended: layer "
+            f"{missing[0]} has rows of {row_counts.get(missing[0], 0)} of {row_count} queries"
+        )

@@ -26,8 +26,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ess.door.arrays import Array, Brought, Kept, StepArrays
-from ess.door.checks import in_range, kept_counts, part_of
+from ess.door.arrays import Array, Brought, Kept, StepArrays, rows_of
+from ess.door.checks import in_range, kept_counts, named, part_of, require_appended
 from ess.door.owner import Owner
 from ess.door.placement import Resolution
 from ess.door.sequences.sequence import Sequence, key_layer
@@ -164,7 +164,7 @@ class Step:
         """New rows of this layer, uint8 [queries, row_bytes], and their index keys, uint8 [queries,
         layout.index.key_bytes], which the first layer of a group has."""
         self._require_open()
-        pools, part = self.owner.pools, self._rows_part(queries)
+        pools, part = self.owner.pools, part_of(queries, self.row_count)
         pools.layout.check_layer(layer)
         width = pools.layout.row_of(layer).row_bytes
         array = self.arrays.given(rows, "rows", "uint8", (len(part), width))
@@ -184,12 +184,12 @@ class Step:
         nothing. -1 for a pad."""
         self._require_open()
         self.owner.pools.layout.check_layer(layer)
-        return self.owner.placement.places(self, layer, self._rows_part(queries))
+        return self.owner.placement.places(self, layer, part_of(queries, self.row_count))
 
     def wrote(self, layer: int, *, keys: bool = False, queries: range | None = None) -> None:
         """New rows of this layer lie where `places` says, and with `keys` their index keys."""
         self._require_open()
-        part = self._rows_part(queries)
+        part = part_of(queries, self.row_count)
         if not self.row_count:
             return
         self._require_next(f"layer {layer}", self._row_counts.get(layer, 0), part)
@@ -312,7 +312,7 @@ class Step:
         part_max = self.owner.pools.sizes.part_max
         if workspace is None and len(before) >= part_max:
             raise BadInput(
-                f"layer {layer}: {_named(part)} would be part {len(before) + 1} of group {group} "
+                f"layer {layer}: {named(part)} would be part {len(before) + 1} of group {group} "
                 f"in this step: part_max is {part_max}"
             )
         chosen = len(before) if workspace is None else workspace
@@ -334,10 +334,10 @@ class Step:
     def _require_behind(self, layer: int, part: range, resolved: list[range]) -> None:
         for other in resolved:
             if part.start < other.stop and other.start < part.stop:
-                raise BadState(f"layer {layer}: {_named(other)} are resolved already")
+                raise BadState(f"layer {layer}: {named(other)} are resolved already")
         if resolved and part.start < resolved[-1].stop:
             raise BadState(
-                f"layer {layer}: {_named(resolved[-1])} are resolved, and {_named(part)} come "
+                f"layer {layer}: {named(resolved[-1])} are resolved, and {named(part)} come "
                 f"before them: resolve ranges in batch order"
             )
 
@@ -350,8 +350,8 @@ class Step:
             raise BadState(f"resolve layer {leader} before layer {layer}: they share a selection")
         if answer.queries != part:
             raise BadInput(
-                f"layer {layer}: layer {leader} has resolved {_named(answer.queries)}, "
-                f"not {_named(part)}"
+                f"layer {layer}: layer {leader} has resolved {named(answer.queries)}, "
+                f"not {named(part)}"
             )
         return answer
 
@@ -395,9 +395,6 @@ class Step:
 
     def _part(self, queries: range | None) -> range:
         return part_of(queries, self.query_count)
-
-    def _rows_part(self, queries: range | None) -> range:
-        return part_of(queries, self.row_count)
 
     # ---- graphs of a device
 
@@ -451,7 +448,7 @@ class Step:
         On a device `accepted` may be a tensor, int32 [sequences], that the host has not read."""
         self._require_open()
         owner, kept = self.owner, self.arrays.kept(accepted, self._accepted_max)
-        rows = self._rows_of(kept)
+        rows = rows_of(self._brought, kept)
         self._require_complete(rows)
         owner.placement.seal(self, rows)
         self.arrays.sealed(kept)
@@ -479,23 +476,11 @@ class Step:
         self.owner.sealed.popleft()
         self.state = "learned"
 
-    def _rows_of(self, kept: Kept) -> Kept:
-        if self._brought is None or not isinstance(kept, list):
-            return kept
-        return self._brought.rows_of(kept)
-
     def _require_complete(self, accepted: Kept) -> None:
         """Accepted rows exist in every main layer; the MTP layer may lag."""
         if isinstance(accepted, list) and not any(accepted):
             return
-        layers = range(self.owner.pools.layout.layer_count)
-        missing = [layer for layer in layers if layer not in self.appended]
-        if missing:
-            raise BadState(
-                f"step {self.number} accepts rows, but {len(missing)} layers have not been "
-                f"appended: layer {missing[0]} has rows of "
-                f"{self._row_counts.get(missing[0], 0)} of {self.row_count} queries"
-            )
+        require_appended(self.number, self.owner.pools.layout, self._row_counts, self.row_count)
 
     def _require_open(self) -> None:
         self.owner.require()
@@ -513,7 +498,3 @@ class Step:
         for sequence in self.sequences:
             assert self.number in sequence.step_numbers, f"{sequence!r} does not know {self!r}"
             sequence.holding.check()
-
-
-def _named(queries: range) -> str:
-    return f"queries {queries.start}..{queries.stop - 1}"

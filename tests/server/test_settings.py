@@ -154,47 +154,6 @@ def test_the_document_has_every_setting(section: str):
     assert table in (ROOT / "docs" / "serving.md").read_text(), f"write into it:\n{table}"
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--pp-size", "2", "--mtp-auto"], "mtp_auto is True, and tp_size is 1, pp_size 2"),
-        (["--tensor-parallel-size", "8", "--tpot", "9"], "tpot_ms is 9.0, and tp_size is 8"),
-        (["--disable-radix-cache"], "always shared"),
-        (["--enable-dynamic-chunking"], "there tpot_ms sizes the chunks"),
-        (["--chunked-prefil-size", "512"], "--chunked-prefill-size"),
-        (["--max-num-seqs", "0"], "max_running is 0"),
-        (["--watchdog-timeout", "0"], "watchdog_s is 0"),
-        (["--mem-fraction-static", "200%", "--model-path", "x"], "'x' is not a folder"),
-        (["--page-size", "16"], "--page-size must be 64"),
-        (["--dp", "2", "--ep-size", "4"], "ep_size is 4 and dp_size is 2"),
-        (["--data-parallel-size", "2", "--data-parallel-rank", "2"], "dp_rank is 2, must be 0 to"),
-        (["--dp", "2", "--dp-rank", "1"], "dist_init_addr is missing: 2 ranks"),
-        (["--dp", "2", "--disaggregation-mode", "prefill"], "dp_size is 2, and role is prefill"),
-        (["--dp", "2", "--device", "cuda"], "dp_size is 2, and device is cuda"),
-        (["--dp", "2", "--deterministic"], "dp_size is 2, and deterministic is set"),
-        (
-            ["--dp", "2", "--dp-rank", "0", "--dist-init-addr", "10.1.2.3:29500"],
-            "10.1.2.3:29500, which other machines reach: give all ranks --peer-secret-file",
-        ),
-        (["--ep-num-redundant-experts", "8"], "redundant_experts is 8, and dp_size is 1"),
-        (["--dp", "2", "--eplb-config.num_redundant_experts", "9999"], "must be 0 to 8 for 8"),
-        (["--dp", "3"], "8 experts cannot be shared equally by 3 ranks"),
-        (["--log-level", "info", "--tp", "2", "--cp-size", "2"], "cp_size is 2"),
-        (["--enable-metrics", "--max-num-seqs", "0"], "--enable-metrics has no effect: /metrics"),
-    ],
-)
-def test_what_others_call_it_is_understood_or_explained(
-    flags: list[str],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    for start in ("listening", "run_node"):
-        monkeypatch.setattr(launch, start, lambda *_: pytest.fail("no flag is refused"))
-    assert cli.main(["serve", *flags]) == 2
-    assert says in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
 def test_every_flag_of_theirs_says_what_becomes_of_it():
     assert not set(NO_EFFECT) & set(NOT_HERE)
     assert set(NO_EFFECT) | set(NOT_HERE) == set(ForeignFlags.__dataclass_fields__)
