@@ -14,6 +14,7 @@ from ess.models.chat import glm_reply, hermes_reply
 from ess.models.chat.dots_reply import CALLS as DOTS_CALLS
 from ess.models.chat.dots_reply import DotsParser
 from ess.models.chat.glm_reply import GlmParser, Tags
+from ess.models.chat.grammars import dots, objects
 from ess.models.chat.grammars import glm as glm_grammar
 from ess.models.chat.grammars.calls import Calls
 from ess.models.chat.hermes_reply import HermesParser, MistralParser
@@ -44,10 +45,16 @@ GLM: Final = Replies(
     grammar=glm_grammar.write,
 )
 HERMES: Final = Replies(
-    name="hermes", parser=lambda thinking, tools: HermesParser(thinking=thinking)
+    name="hermes",
+    parser=lambda thinking, tools: HermesParser(thinking=thinking),
+    grammar=objects.hermes,
 )
-MISTRAL: Final = Replies(name="mistral", parser=lambda thinking, tools: MistralParser())
-DOTS: Final = Replies(name="dots", parser=lambda thinking, tools: DotsParser(tools=tools))
+MISTRAL: Final = Replies(
+    name="mistral", parser=lambda thinking, tools: MistralParser(), grammar=objects.mistral
+)
+DOTS: Final = Replies(
+    name="dots", parser=lambda thinking, tools: DotsParser(tools=tools), grammar=dots.write
+)
 
 
 def hy(suffix: str) -> Replies:
@@ -68,6 +75,7 @@ def hy(suffix: str) -> Replies:
         parser=lambda thinking, tools: GlmParser(
             thinking=thinking, tools=tools, tags=tags, ends=()
         ),
+        grammar=lambda tokenizer, calls: glm_grammar.write(tokenizer, calls, tags=tags),
         names=lambda thinking: {"reasoning_effort": "high" if thinking else "no_think"},
     )
 

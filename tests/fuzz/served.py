@@ -21,7 +21,11 @@ SERVER_FILES = (
     *("server/process/service.py", "server/process/tally.py", "engine/tokens/stops.py"),
     *("models/chat/deepseek_v32*.py", "models/chat/dsml.py", "models/chat/glm_reply.py"),
     *("models/chat/[mqt]*.py", "models/chat/reply.py", "models/chat/st*.py", "models/text/*.py"),
-    "models/chat/grammars/*.py",
+    *(
+        "models/chat/grammars/calls.py",
+        "models/chat/grammars/dsml.py",
+        "models/chat/grammars/glm.py",
+    ),
 )
 CPU_S_MAX = 1.0
 GROWTH_BYTES_MAX = 64 << 20

@@ -13,9 +13,12 @@ import pytest
 
 from ess.engine.tokens.grammar import Grammar, Grammars
 from ess.errors import BadInput
+from ess.models.chat.grammars import dots, objects
 from ess.models.chat.grammars import dsml as dsml_grammar
 from ess.models.chat.grammars import glm as glm_grammar
 from ess.models.chat.grammars.calls import Calls
+from ess.models.chat.replies import hy
+from ess.models.chat.styles import DeepSeekV4Style
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
 
@@ -50,7 +53,30 @@ GLM = (
     "<arg_key>days</arg_key><arg_value>[1, 2]</arg_value></tool_call>"
     "\n<tool_call>now\n</tool_call>"
 )  # fmt: skip
-FORMATS = [(dsml_grammar.write, DSML), (glm_grammar.write, GLM)]
+HY = "<tool_calls:x>" + GLM.replace(">", ":x>") + "</tool_calls:x>"
+HERMES = (
+    '<tool_call>\n{"name": "tide", "arguments": {"city": "Ulm </tool", "days": [1, 2]}}\n'
+    '</tool_call>\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+)
+MISTRAL = '[TOOL_CALLS]tide[ARGS]{"city": "Ulm", "days": [1, 2]}[TOOL_CALLS]now[ARGS]{}'
+DOTS = (
+    '<dots_function_call>\n<invoke name="tide">\n<parameter name="city">Ulm < </p</parameter>\n'
+    '<parameter name="unit">ft</parameter>\n<parameter name="days">[1, 2]</parameter>\n</invoke>\n'
+    '<invoke name="now">\n</invoke>\n</dots_function_call>'
+)
+FORMATS = [
+    (dsml_grammar.write, DSML),
+    (DeepSeekV4Style().call_grammar, DSML.replace("function_calls", "tool_calls")),
+    (glm_grammar.write, GLM),
+    (hy(":x").grammar, HY),
+    (objects.hermes, HERMES),
+    (objects.mistral, MISTRAL),
+    (dots.write, DOTS),
+]
+THINKS = {
+    objects.mistral: "[THINK]I think < so\n[/THINK]",
+    dots.write: "<think>I think < so\n</think>",
+}
 
 
 @functools.cache
@@ -108,6 +134,9 @@ def tokenizer(request: pytest.FixtureRequest, marked: Tokenizer) -> Tokenizer:
 @pytest.mark.parametrize(("write", "said"), FORMATS)
 @pytest.mark.parametrize("think", ["", "I think < so\n</think>"])
 def test_required_calls_and_nothing_else(tokenizer: Tokenizer, write: Write, said: str, think: str):
+    think = think and THINKS.get(write, think)
+    if write not in THINKS and said is HY:
+        think = think.replace(">", ":x>")
     text = write(tokenizer, calls(thinking=bool(think)))
     assert allows(tokenizer, text, think + said)
     for wrong in (
@@ -128,7 +157,18 @@ BLOCK = "\n\n<｜DSML｜function_calls>\n%s</｜DSML｜function_calls>"
 
 @pytest.mark.parametrize(
     ("write", "call", "around"),
-    [(dsml_grammar.write, NOW, BLOCK), (glm_grammar.write, "<tool_call>now</tool_call>", "%s")],
+    [
+        (dsml_grammar.write, NOW, BLOCK),
+        (glm_grammar.write, "<tool_call>now</tool_call>", "%s"),
+        (hy(":x").grammar, "<tool_call:x>now</tool_call:x>", "<tool_calls:x>%s</tool_calls:x>"),
+        (objects.hermes, '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "%s"),
+        (objects.mistral, "[TOOL_CALLS]now[ARGS]{}", "%s"),
+        (
+            dots.write,
+            '<invoke name="now">\n</invoke>\n',
+            "<dots_function_call>\n%s</dots_function_call>",
+        ),
+    ],
 )
 @pytest.mark.parametrize("must", [True, False])
 def test_one_call_alone_where_they_may_not_be_several(tokenizer, write, call, around, must):
