@@ -32,6 +32,11 @@ def layout(**more: object) -> ModelLayout:
     return ModelLayout(**{**given, **more})  # type: ignore[arg-type]
 
 
+def index_codec(form: str) -> IndexCodec:
+    given = {"form": form, "key_dim": 2 * DIM, "head_count": HEADS, "hadamard": False}
+    return IndexCodec(**given)  # type: ignore[arg-type]
+
+
 def obvious(probe: Probe, keys: torch.Tensor, length: int, query: int) -> list[int]:
     """Of one query that sees the first `length` keys."""
     scored = []
@@ -65,7 +70,7 @@ def test_a_selection_is_that_of_the_obvious_loop_at_every_length() -> None:
 def test_keys_in_pages_are_chosen_as_keys_in_a_row(form: str) -> None:
     """Pages anywhere, one of them not whole; what lies behind a sequence does not matter."""
     probe, keys = drawn(3, 150)
-    codec = IndexCodec(form=form, key_dim=2 * DIM, head_count=HEADS, hadamard=False)  # type: ignore[arg-type]
+    codec = index_codec(form)
     pages = torch.full((9, codec.page_bytes), 0xFF, dtype=torch.uint8)
     table = torch.tensor([7, 2, 5, 0], dtype=torch.int32)
     positions = torch.arange(150)
