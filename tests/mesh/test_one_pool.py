@@ -64,6 +64,22 @@ def pools() -> list[tuple[str, str]]:
     return [(words[4], words[1]) for words in lines if words[5:6] == ["/memfd:ess-host-pool"]]
 
 
+def test_pages_with_other_numbers_end_the_engine():
+    """As many are free on both ranks, in another order."""
+
+    def act(lead: Lead) -> None:
+        pages = lead.offload.owner.pools.latent.pages
+        taken = pages.take(2)
+        pages.give_back(pages.drop(taken))
+        add(lead, 40)
+        ended(lead)
+
+    with pytest.raises(ExceptionGroup) as wrong:
+        run_mesh(Shape(tp=2), act)
+    sentences = " ".join(str(each) for each in wrong.value.exceptions)
+    assert "rank 1 has come apart from rank 0 at 0" in sentences
+
+
 def test_members_map_one_file_and_only_the_first_may_write():
     def act(lead: Lead) -> list[tuple[str, str]]:
         add(lead, 70)
