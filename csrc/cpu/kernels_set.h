@@ -32,6 +32,8 @@ namespace ESS_SET {
 
 #include "tile.h"
 
+#include "powers.h"
+
 #include "attend.h"
 #include "index.h"
 #include "merge.h"

@@ -21,7 +21,7 @@ length), so memory without its row cannot be attended by mistake.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -32,31 +32,10 @@ from ess.door.owner import Owner
 from ess.door.placement import Resolution
 from ess.door.sequences.sequence import Sequence, key_layer
 from ess.door.texts import Tokens, known_texts
+from ess.door.told import Answer, Recording
 from ess.errors import BadInput, BadState
 
 StepState = Literal["open", "sealed", "learned"]
-
-
-class _Answer(NamedTuple):
-    """What a group's first layer was told about a part; for each layer of the group its own.
-
-    Layers that have appended fewer queries than `appended_min` may not read it: the selection may
-    name rows that they do not have yet.
-    """
-
-    queries: range
-    workspace: int
-    appended_min: int
-    resolutions: tuple[Resolution, ...]
-
-
-class Recording(NamedTuple):
-    """What the calls of a step were, between `begin` and `seal`."""
-
-    query_count: int
-    row_counts: dict[int, int]
-    key_counts: dict[int, int]
-    placed: object
 
 
 class Step:
@@ -115,7 +94,7 @@ class Step:
             self.appended.update(range(owner.pools.layout.layer_total))
         self._row_counts: dict[int, int] = {}
         self._key_counts: dict[int, int] = {}
-        self._answers: dict[tuple[int, int], _Answer] = {}
+        self._answers: dict[tuple[int, int], Answer] = {}
 
     def __repr__(self) -> str:
         sequences = f"{len(self.sequences)} sequences, {self.query_count} queries"
@@ -300,7 +279,7 @@ class Step:
         workspace: int | None,
         *,
         waits: bool,
-    ) -> _Answer:
+    ) -> Answer:
         if selection is None:
             raise BadInput(
                 f"layer {layer} is the first of its group and needs a selection; only layers that "
@@ -328,7 +307,7 @@ class Step:
         if self.arrays.row_offset is self.arrays.query_offset:
             appended_count = min(appended_min, part.stop)
             appended_min = appended_count if appended_count > part.start else 0
-        answer = self._answers[group, part.start] = _Answer(part, chosen, appended_min, resolutions)
+        answer = self._answers[group, part.start] = Answer(part, chosen, appended_min, resolutions)
         return answer
 
     def _require_behind(self, layer: int, part: range, resolved: list[range]) -> None:
@@ -341,7 +320,7 @@ class Step:
                 f"before them: resolve ranges in batch order"
             )
 
-    def _follow(self, layer: int, group: int, part: range, selection: Any) -> _Answer:
+    def _follow(self, layer: int, group: int, part: range, selection: Any) -> Answer:
         leader = self.owner.pools.layout.groups[group][0]
         if selection is not None:
             raise BadInput(f"layer {layer} shares the selection of layer {leader}: pass None")
