@@ -17,6 +17,7 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
+from ess.models.compressed.model import CompressedModel
 from ess.models.compressed.plain import Plain
 from tests.compressed import world
 from tests.model import grid
@@ -298,6 +299,37 @@ def test_verify_mode_sees_a_slot_that_differs() -> None:
             finish(engine)
             assert engine.verifier.checked_count > 0
             assert bool(engine.verifier.mismatch_count) == damages
+
+
+def test_rounded_rows_and_keys_are_the_same_offloaded_and_resident() -> None:
+    """Weights and rows in bf16, keys in fp8, as a server has them by default."""
+    config = world.tiny().config
+    drawn = {name: each.bfloat16() for name, each in world.weights(config).items()}
+    ids = {name: each for name, each in world.weights(config).items() if each.dtype == torch.int64}
+    model = CompressedModel(config, {**drawn, **ids}.__getitem__)
+    layout, said = config.layout(row="bf16"), []
+    for mode, chunks in (("resident", 4), ("none", 1)):
+        offload = Offload.create(
+            layout,
+            slot_bytes=chunks * layout.group_count * layout.page_bytes,
+            host_bytes=8 * layout.host_page_bytes,
+            length_max=512,
+            slot_floor=8,
+            poison=True,
+        )
+        with offload:
+            engine = Engine(model, offload, EngineConfig(modes=mode))
+            requests = [add(engine, line[:330]) for line in (LINE, OTHER)]
+            finish(engine)
+            said.append([request.output for request in requests])
+            missed = int(offload.stats().miss_count.sum())
+            assert bool(missed) == (chunks == 1)
+    assert said[0] == said[1]
+
+
+def test_the_slow_kernels_say_the_same() -> None:
+    with engines(backend="reference") as engine:
+        assert run(engine, LINE[:75]).output == told(75)
 
 
 REFUSED: Iterable[tuple[dict[str, Any], str]] = [
