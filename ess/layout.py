@@ -409,6 +409,11 @@ class ModelLayout:
         """Slots of a group that a request of at most so many tokens reserves."""
         return min(div_ceil(length, self.row_tokens), floor)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether requests keep something beside their rows."""
+        return self.state_bytes > 0 or self.state_page_bytes > 0
+
     def request_state_bytes(self, length: int) -> int:
         """What a request of at most so many tokens keeps beside its rows."""
         return self.state_bytes + self.pages_of(length) * self.state_page_bytes

@@ -379,7 +379,7 @@ def _device_side(
             raise BadInput(f"{name} is given, but {device!r} has its own")
     if layout.rows:
         raise BadInput(f"{layout.name!r} has rows of several sizes: not on {device!r} yet")
-    if layout.row_tokens > 1 or layout.state_bytes or layout.state_page_bytes:
+    if layout.row_tokens > 1 or layout.has_states:
         raise BadInput(f"{layout.name!r} has rows of several tokens: not on {device!r} yet")
     if any(layout.windows):
         raise BadInput(f"{layout.name!r} has layers that attend to a window: not on {device!r} yet")
@@ -404,6 +404,8 @@ def _check_eviction(evict: str, device: str) -> None:
 def _check_disk(disk: DiskTier | None, layout: ModelLayout, common: Common | None) -> None:
     if disk is not None and common is not None:
         raise BadInput("disk and common are given: several processes would write to the disk")
+    if disk is not None and layout.has_states:
+        raise BadInput(f"{layout.name!r} keeps states beside its rows: not on a disk yet")
     if disk is not None and disk.page_bytes != layout.host_page_bytes:
         raise BadInput(
             f"disk has pages of {disk.page_bytes} bytes, {layout.name!r} has "

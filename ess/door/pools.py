@@ -241,7 +241,7 @@ def _host(
 
 
 def make_states(layout: ModelLayout, sizes: PoolSizes) -> States | None:
-    if not layout.request_state_bytes(sizes.length_max):
+    if not layout.has_states:
         return None
     return States(layout, sequence_max=sizes.sequence_max, length_max=sizes.length_max)
 

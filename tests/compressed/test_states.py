@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import ess
+from ess.adapters.vllm.settings import read_layout
+from ess.clock import RealClock
+from ess.door.handoff.port import Port
 from ess.errors import BadInput, BadState, PoolFull
+from ess.pool.disk.tier import DiskTier
+from tests.compressed import world
 from tests.compressed.test_rows_apart import LAYOUT
 
 WITH_STATE = replace(LAYOUT, row_tokens=4, state_bytes=48, state_page_bytes=32)
@@ -151,3 +157,16 @@ def test_what_has_no_state_says_so() -> None:
         sequence.close()
     with pytest.raises(BadInput, match="rows of several tokens: not on 'cuda' yet"):
         ess.Offload.create(WITH_STATE, slot_bytes="64KiB", host_bytes="1MiB", device="cuda")
+
+
+def test_states_are_not_handed_over_nor_kept_on_a_disk(tmp_path: Path) -> None:
+    size = WITH_STATE.host_page_bytes
+    tier = DiskTier(tmp_path, identity=b"", page_bytes=size, capacity_bytes=1 << 22)
+    with pytest.raises(BadInput, match="keeps states beside its rows: not on a disk yet"):
+        ess.Offload.create(WITH_STATE, slot_bytes="64KiB", host_bytes="1MiB", disk=tier)
+    tier.close()
+    with opened() as offload, pytest.raises(BadInput, match="rows: not handed over yet"):
+        Port(offload, object(), object(), clock=RealClock())  # type: ignore[arg-type]
+    raw = {**world.LISTED, "num_nextn_predict_layers": 0}
+    with pytest.raises(BadInput, match="states beside its rows: they are not handed over"):
+        read_layout(raw, with_mtp=False)

@@ -103,4 +103,7 @@ def read_layout(model: Mapping[str, Any], *, with_mtp: bool) -> ModelLayout:
     """Of the model's config.json. Where vLLM does not run the MTP layers it keeps no rows for
     them; a decode worker that wants them has another layout and is refused when it meets us."""
     raw = dict(model) if with_mtp else {**model, "num_nextn_predict_layers": 0}
-    return read_config(raw).layout()
+    config = read_config(raw)
+    if config.compressed is not None:
+        raise BadInput(f"{config.family} keeps states beside its rows: they are not handed over")
+    return config.layout()
