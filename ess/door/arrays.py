@@ -23,29 +23,26 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """Of a step whose queries do not bring a row each: how many new rows each sequence brings, and
-    how many of them each query may select, behind all rows before them."""
+    """Of a step whose rows are of `rate` tokens: how many tokens each sequence had before it, how
+    many new rows it brings, those whose last token is among its queries', and how many of them each
+    query may select, behind all rows before them."""
 
+    texts: list[int]
     row_counts: list[int]
     seen_counts: list[int]
-    texts: tuple[int, ...] = ()
-    rate: int = 1
-    """Where a row is of `rate` tokens and each query has one: how many tokens each sequence had."""
+    rate: int
 
     @classmethod
-    def closing(cls, texts: list[int], query_counts: Many[int], rate: int) -> Brought:
-        """Of tokens behind so many of each sequence: rows whose last token is among them."""
+    def of(cls, texts: list[int], query_counts: Many[int], rate: int) -> Brought:
         seen = [
             [(text + number + 1) // rate - text // rate for number in range(count)]
             for text, count in zip(texts, query_counts, strict=True)
         ]
         rows = [each[-1] for each in seen]
-        return cls(rows, [count for each in seen for count in each], tuple(texts), rate)
+        return cls(texts, rows, [count for each in seen for count in each], rate)
 
     def rows_of(self, accepted: Many[int]) -> list[int]:
-        """How many new rows are kept with the first so many tokens, or rows, of each sequence."""
-        if not self.texts:
-            return [*accepted]
+        """How many new rows are kept with the first so many tokens of each sequence."""
         rate = self.rate
         pairs = zip(self.texts, accepted, strict=True)
         return [(text + count) // rate - text // rate for text, count in pairs]
@@ -93,8 +90,8 @@ class StepArrays(Protocol):
 
 
 class HostArrays:
-    """Of a step over `lines` of these tables; the k-th brings `query_counts[k]` rows, or what is
-    said to be `brought`."""
+    """Of a step over `lines` of these tables; the k-th brings `query_counts[k]` rows, or what
+    `brought` says."""
 
     def __init__(
         self,
@@ -123,8 +120,7 @@ class HostArrays:
             self.query_stop = self.query_start + rows.seen
             self.row_offset, row_lines = rows.offset, np.array(lines, np.int32)[rows.sequence_of]
             positions = tables.lengths[row_lines] + self.row_offset
-            if brought.texts:
-                self._positions = np.array(brought.texts, np.int32)[sequence_of] + offset
+            self._positions = np.array(brought.texts, np.int32)[sequence_of] + offset
         self.row_ids: Ints = tables.rows_at(row_lines, positions)
 
     @property
@@ -153,7 +149,7 @@ class HostArrays:
         assert isinstance(kept, list), "the host's step is sealed with numbers"
         rows = kept if self._brought is None else self._brought.rows_of(kept)
         self._tables.advance(self._lines, rows)
-        if self._brought is not None and self._brought.texts:
+        if self._brought is not None:
             self._tables.advance_texts(self._lines, kept)
         self._kept = kept
 

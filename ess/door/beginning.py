@@ -17,12 +17,10 @@ def begin(
     query_counts: list[int],
     starts: list[int] | None,
     room: int | None,
-    brought: Brought | None = None,
 ) -> Step:
     """PoolFull if the pages for the new rows do not fit: then nothing has changed."""
     pools, total = owner.pools, sum(query_counts)
-    if brought is None and pools.layout.row_tokens > 1:
-        brought = _closing(sequences, query_counts)
+    brought = _brought(owner, sequences, query_counts)
     row_counts = query_counts if brought is None else brought.row_counts
     row_total = sum(row_counts)
     if len(set(sequences)) != len(sequences):
@@ -35,8 +33,6 @@ def begin(
         raise BadInput(
             f"{row_total} new rows do not fit a group of {owner.placement.new_rows_max} slots"
         )
-    if brought is not None:
-        _check_brought(query_counts, brought)
     pools.inflight.settle()
     for place, sequence in enumerate(sequences):
         least, start = int(brought is None), None if starts is None else starts[place]
@@ -50,24 +46,23 @@ def begin(
     return step
 
 
-def _closing(sequences: tuple[Sequence, ...], query_counts: list[int]) -> Brought:
+def _brought(
+    owner: Owner, sequences: tuple[Sequence, ...], query_counts: list[int]
+) -> Brought | None:
     """A token brings the row that it is the last token of."""
-    for place, sequence in enumerate(sequences):
+    layout, sizes, tables = owner.pools.layout, owner.pools.sizes, owner.pools.tables
+    if layout.row_tokens == 1:
+        return None
+    for sequence, count in zip(sequences, query_counts, strict=True):
         require_state(sequence, "active")
-        in_range(f"query_counts[{place}]", query_counts[place], 1, 1 << 31)
-    tables, rate = sequences[0].owner.pools.tables, sequences[0].owner.pools.layout.row_tokens
+        text, limit = int(tables.texts[sequence.line]), sequence.length_max or sizes.length_max
+        if count < 1 or text + count > limit:
+            raise BadInput(
+                f"sequence {sequence.number}: {count} tokens after {text}, must be at least 1 and"
+                f" end within {limit}"
+            )
     texts = tables.texts[[sequence.line for sequence in sequences]].tolist()
-    return Brought.closing(texts, query_counts, rate)
-
-
-def _check_brought(query_counts: list[int], brought: Brought) -> None:
-    """Behind the rows before them, queries select new rows of their own sequence only."""
-    seen = iter(brought.seen_counts)
-    for place, (queries, rows) in enumerate(zip(query_counts, brought.row_counts, strict=True)):
-        in_range(f"query_counts[{place}]", queries, 1, sum(query_counts))
-        in_range(f"row_counts[{place}]", rows, 0, 1 << 31)
-        for count in (next(seen) for _ in range(queries)):
-            in_range(f"seen_counts of sequence number {place} of the step", count, 0, rows)
+    return Brought.of(texts, query_counts, layout.row_tokens)
 
 
 def _check_turn(sequence: Sequence, count: int, start: int | None, *, least: int) -> None:

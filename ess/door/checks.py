@@ -86,15 +86,16 @@ def in_list(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise BadInput(f"{name} is {value!r}, must be {' or '.join(map(repr, allowed))}")
 
 
-def counts(name: str, values: Any, size: int, each: str = "sequence") -> list[int]:
-    """A whole number for each sequence, or whatever there is `each` of."""
+def counts(name: str, values: Any, size: int) -> list[int]:
+    """A whole number for each sequence."""
     try:
         listed = list(map(operator.index, values))
     except TypeError:
-        raise BadInput(f"{name} is {values!r}, must have whole numbers, for each {each}") from None
+        raise BadInput(
+            f"{name} is {values!r}, must have whole numbers, for each sequence"
+        ) from None
     if len(listed) != size:
-        kinds = "queries" if each == "query" else f"{each}s"
-        raise BadInput(f"{name} has {len(listed)} entries for {size} {kinds}")
+        raise BadInput(f"{name} has {len(listed)} entries for {size} sequences")
     return listed
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ess.clock import Clock, RealClock
-from ess.door.arrays import Brought
 from ess.door.beginning import begin
 from ess.door.checks import counts, in_list, in_range, token_ids
 from ess.door.direct import Direct
@@ -285,17 +284,14 @@ class Offload:
         sequences: Many[Sequence],
         *,
         query_counts: Many[int],
-        row_counts: Many[int] | None = None,
-        seen_counts: Many[int] | None = None,
         starts: Many[int] | None = None,
         room: int | None = None,
     ) -> Step:
         """Each sequence brings `query_counts` new rows; PoolFull if their pages do not fit.
 
         Where a row is of several tokens, each query is of one token behind `text_length`, and
-        brings a row if it is that row's last token. For rows that close otherwise, `row_counts`
-        says how many each sequence brings, 0 too, and `seen_counts` of each query how many of these
-        it may select, behind all rows before them. Then verbs that take new rows count rows.
+        brings a row if it is that row's last token. It may select that one and all before it, and
+        verbs that take new rows count rows.
 
         A step starts at `sequence.length`: import n - 1 rows of n known tokens, and the step brings
         the row of the last. With nothing imported it starts at 0, or behind the cached prefix:
@@ -313,16 +309,7 @@ class Offload:
         batch = self.owner.own(sequences)
         listed = counts("query_counts", query_counts, len(batch))
         first = None if starts is None else counts("starts", starts, len(batch))
-        brought = None
-        if row_counts is not None or seen_counts is not None:
-            if self.layout.row_tokens > 1:
-                raise BadInput(
-                    f"row_counts are given, but rows of {self.layout.name!r} are of"
-                    f" {self.layout.row_tokens} tokens each: they follow from query_counts"
-                )
-            rows = counts("row_counts", row_counts, len(batch))
-            brought = Brought(rows, counts("seen_counts", seen_counts, sum(listed), "query"))
-        step = begin(self.owner, batch, listed, first, room, brought)
+        step = begin(self.owner, batch, listed, first, room)
         self._side.step_begun()
         return step
 

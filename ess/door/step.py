@@ -49,13 +49,13 @@ class Step:
     sequences       the batch
     query_counts    how many queries each sequence has
     query_count     all together, and pads behind them where the step has room for more
-    row_counts      how many new rows each brings: as many, unless a row is of several tokens or
-                    `begin` was told others
+    row_counts      how many new rows each brings: as many, unless a row is of several tokens
     firsts          of each sequence, the number of its first query
     appended        layers whose new rows are all there
     keyed           key layers whose new index keys are all there
 
-    Of rows counted apart, `queries` of `append` and `places` are the rows. Counts are the host's.
+    Where a row is of several tokens, `queries` of verbs that take new rows are rows. Counts are the
+    host's.
     These arrays are the device's, int32 with an entry for each query:
 
     row_ids         its new row: page * 64 + offset in `LayerMemory.key_pages`
@@ -85,7 +85,6 @@ class Step:
         self.row_counts = self.query_counts if brought is None else tuple(brought.row_counts)
         self.row_count = room if brought is None else sum(self.row_counts)
         self._brought = brought
-        self._accepted_max = self.query_counts if brought and brought.texts else self.row_counts
         self.firsts: list[int] = np.cumsum([0, *query_counts[:-1]]).tolist()
         self.arrays: StepArrays = owner.pools.step_arrays(lines, self.query_counts, room, brought)
         self.appended: set[int] = set()
@@ -413,7 +412,7 @@ class Step:
         self._require_open()
         if self.owner.sealed:
             raise BadState(f"learn step {self.owner.sealed[0].number} before this commit")
-        known_texts(self.sequences, kept_counts(accepted, self._accepted_max), tokens)
+        known_texts(self.sequences, kept_counts(accepted, self.query_counts), tokens)
         self.seal(accepted=accepted)
         self.learn(accepted=accepted, tokens=tokens)
 
@@ -426,7 +425,7 @@ class Step:
 
         On a device `accepted` may be a tensor, int32 [sequences], that the host has not read."""
         self._require_open()
-        owner, kept = self.owner, self.arrays.kept(accepted, self._accepted_max)
+        owner, kept = self.owner, self.arrays.kept(accepted, self.query_counts)
         rows = rows_of(self._brought, kept)
         self._require_complete(rows)
         owner.placement.seal(self, rows)
@@ -444,7 +443,7 @@ class Step:
         oldest = self.owner.sealed[0]
         if oldest is not self:
             raise BadState(f"learn step {oldest.number} before step {self.number}")
-        kept = kept_counts(accepted, self._accepted_max)
+        kept = kept_counts(accepted, self.query_counts)
         texts = known_texts(self.sequences, kept, tokens)
         self.arrays.learned(kept, number=self.number)
         rows = kept if self._brought is None else self._brought.rows_of(kept)

@@ -352,11 +352,9 @@ def test_rows_that_would_lose_their_turn_are_refused() -> None:
         config.layout()
 
 
-def test_rows_follow_from_the_rate_and_are_not_said() -> None:
+def test_rows_that_were_not_imported_are_not_reached() -> None:
     with engines() as engine:
         sequence = engine.offload.open(LINE[:5])
-        with pytest.raises(BadInput, match="of 4 tokens each: they follow from query_counts"):
-            engine.offload.begin([sequence], query_counts=[1], row_counts=[0], seen_counts=[0])
         with pytest.raises(BadInput, match="5 need 1 rows"):
             sequence.reached(5)
         sequence.close()

@@ -1,11 +1,11 @@
-"""Rows that are counted apart from queries: `ess.Offload` against plain selection attention.
+"""Rows of four tokens each: `ess.Offload` against plain selection attention.
 
-A row closes with each fourth token. Drafts close some too, of which none to all stay.
+A token brings the row that it is the last token of. Drafts bring some too, of which none to all
+stay.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -26,6 +26,7 @@ LAYOUT = ess.ModelLayout(
     index=None,
     top_k=TOP_K,
     slot_floor=16,
+    row_tokens=RATE,
 )
 
 
@@ -131,7 +132,7 @@ def opened(arena: str) -> ess.Offload:
         LAYOUT,
         slot_bytes=ARENAS[arena] * LAYOUT.row_bytes,
         host_bytes="1MiB",
-        length_max=512,
+        length_max=2048,
         poison=True,
     )
 
@@ -140,14 +141,11 @@ def advance(
     offload: ess.Offload, lines: list[Line], counts: list[int], kept: list[int], way: Way
 ) -> None:
     """One step; `kept` tokens of each line stay."""
-    seen = [line.seen(count) for line, count in zip(lines, counts, strict=True)]
-    rows = [each[-1] for each in seen]
-    step = offload.begin(
-        [line.sequence for line in lines],
-        query_counts=counts,
-        row_counts=rows,
-        seen_counts=list(itertools.chain(*seen)),
-    )
+    rows = [line.seen(count)[-1] for line, count in zip(lines, counts, strict=True)]
+    step = offload.begin([line.sequence for line in lines], query_counts=counts)
+    assert [*step.row_counts] == rows
+    places = [range(line.length, line.length + n) for line, n in zip(lines, counts, strict=True)]
+    assert step.positions.tolist() == [place for each in places for place in each]
     made = [line.drawn(LAYERS, count, DIM) for line, count in zip(lines, rows, strict=True)]
     for layer in range(LAYERS):
         step.append(layer, torch.cat([each[layer] for each in made]).view(torch.uint8))
@@ -164,11 +162,12 @@ def advance(
         (line.length + tokens) // RATE - line.length // RATE
         for line, tokens in zip(lines, kept, strict=True)
     ]
-    step.commit(accepted=accepted)
+    step.commit(accepted=kept)
     for line, new, rows_kept, tokens in zip(lines, made, accepted, kept, strict=True):
         line.rows = torch.cat((line.rows, new[:, :rows_kept]), 1)
         line.length += tokens
         assert line.sequence.length == line.length // RATE == line.rows.shape[1]
+        assert line.sequence.text_length == line.length
 
 
 @pytest.mark.parametrize("arena", ARENAS)
@@ -205,31 +204,24 @@ def test_rows_counted_apart_are_attended_and_kept(way: str, arena: str) -> None:
         offload.check()
 
 
-def test_rows_that_no_query_brings_are_refused() -> None:
+def test_what_does_not_fit_is_refused() -> None:
     with opened("tight") as offload:
-        line = Line(offload, 1)
-
-        def refused(match: str, *, queries: int, rows: object, seen: object) -> None:
-            with pytest.raises(BadInput, match=match):
-                offload.begin(
-                    [line.sequence],
-                    query_counts=[queries],
-                    row_counts=rows,  # type: ignore[arg-type]
-                    seen_counts=seen,  # type: ignore[arg-type]
-                )
-
-        refused("seen_counts is None", queries=2, rows=[1], seen=None)
-        refused("row_counts is None", queries=2, rows=None, seen=[0, 1])
-        refused("seen_counts has 1 entries for 2 queries", queries=2, rows=[1], seen=[1])
-        refused("row_counts has 2 entries for 1 sequences", queries=1, rows=[1, 1], seen=[1])
-        refused("sequence number 0 of the step is 2, must be 0..1", queries=1, rows=[1], seen=[2])
-        refused(r"row_counts\[0\] is -1", queries=1, rows=[-1], seen=[0])
-        refused("129 new rows do not fit", queries=1, rows=[129], seen=[1])
-        step = offload.begin([line.sequence], query_counts=[3], row_counts=[1], seen_counts=[0] * 3)
-        with pytest.raises(BadInput, match=r"rows has shape \[3, 128\], must be \[1, 128\]"):
-            step.append(0, torch.zeros(3, 128, dtype=torch.uint8))
+        line = offload.open([0], length_max=9)
+        for count in (0, 10):
+            with pytest.raises(
+                BadInput, match=f"{count} tokens after 0, must be at least 1 and end"
+            ):
+                offload.begin([line], query_counts=[count])
+        step = offload.begin([line], query_counts=[6])
+        with pytest.raises(BadInput, match=r"rows has shape \[6, 128\], must be \[1, 128\]"):
+            step.append(0, torch.zeros(6, 128, dtype=torch.uint8))
         with pytest.raises(BadState, match="layer 0 has rows of 0 of 1"):
-            step.commit(accepted=[1])
-        step.abandon()
-        line.sequence.close()
+            step.commit(accepted=[4])
+        with pytest.raises(BadInput, match=r"accepted is 7, must be 0\.\.6"):
+            step.commit(accepted=[7])
+        step.commit(accepted=[3])
+        assert (line.length, line.text_length) == (0, 3)
+        with pytest.raises(BadInput, match="7 tokens after 3, must be at least 1 and end within 9"):
+            offload.begin([line], query_counts=[7])
+        line.close()
         offload.check()
