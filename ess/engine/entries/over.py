@@ -10,7 +10,7 @@ from ess.engine.config import EngineConfig
 from ess.engine.entries.memory import Memory
 from ess.engine.entries.prompt import run_spans
 from ess.engine.entries.refusals import check_settings
-from ess.engine.entries.step import Over
+from ess.engine.entries.step import EntryBatch
 from ess.engine.layers.batch import Batch, ended
 from ess.engine.layers.heads import AllHeads
 from ess.engine.prompt.pack import Span, packed
@@ -32,7 +32,7 @@ class OverEntries:
     def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> Said:
         assert not draft_count, f"{draft_count} drafts of a model without a module for them"
         scaled = replace(batch, scale=self._scale)
-        streams = Over(runner, self._memory, scaled, fed.tokens).through()
+        streams = EntryBatch(runner, self._memory, scaled, fed.tokens).through()
         _, logits = ended(scaled, runner.model, streams)
         return fed.choose(logits).with_drafts(None)
 

@@ -35,7 +35,7 @@ class EntryStep(SelectedRows):
     there are queries, beside a fetch."""
 
     def __init__(
-        self, over: Over, layer: Layer, hidden: Tensor, timeline: Timeline, *, waits: bool
+        self, over: EntryBatch, layer: Layer, hidden: Tensor, timeline: Timeline, *, waits: bool
     ) -> None:
         super().__init__(whole(over.batch), over.number_of(layer), timeline, waits=waits)
         self._over, self._layer, self._input = over, layer, hidden
@@ -66,7 +66,7 @@ class EntryStep(SelectedRows):
         return self.attend_host().out
 
 
-class Over:
+class EntryBatch:
     """A batch of a step over its model, what its sequences keep beside their rows, and its
     tokens."""
 
