@@ -7,11 +7,11 @@ The MTP module is one more layer, the last, in a group of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ess.errors import BadInput
+from ess.layer_groups import check_part, shared_groups
 from ess.units import PAGE_ROWS, div_ceil
 
 RowForm = Literal["fp8", "bf16", "f32", "opaque"]
@@ -109,35 +109,6 @@ class IndexCodec:
     @property
     def page_bytes(self) -> int:
         return PAGE_ROWS * self.key_bytes
-
-
-def shared_groups(
-    *, layer_count: int, index_freq: int, index_skip_offset: int
-) -> tuple[tuple[int, ...], ...]:
-    """Layer i shares the selection before it when max(i - offset + 1, 0) % freq != 0."""
-    groups: list[list[int]] = []
-    for layer in range(layer_count):
-        shared = max(layer - index_skip_offset + 1, 0) % index_freq != 0
-        if shared and groups:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    return tuple(tuple(group) for group in groups)
-
-
-def check_part(groups: Sequence[Sequence[int]], layer_count: int, first: int, stop: int) -> None:
-    """May main layers first..stop-1 stand alone? Layers that share a selection stay together."""
-    _require(
-        0 <= first < stop <= layer_count,
-        f"layers {first}..{stop - 1} are no part of layers 0..{layer_count - 1}",
-    )
-    for group in groups:
-        for edge in (first, stop):
-            _require(
-                not group[0] < edge <= group[-1],
-                f"a part cannot begin at layer {edge}: layers {group[0]}..{group[-1]} share one"
-                f" selection, so a part begins at {group[0]} or {group[-1] + 1}",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,6 @@ GROUPED_DIM: Final = 8  # 16 bytes of bfloat16, which grouped products step by
 INDEX_NORM_EPS: Final = 1e-6
 KEY_STEP: Final = 4  # an index key in fp8 is whole words
 
-
 NO_STATES: Final = (
     "its layers of linear attention have a state of each request, and the pools keep rows alone"
     " (docs/families.md)"

@@ -15,7 +15,7 @@ from torch import Tensor
 from ess.comm.company import Company
 from ess.kernels.cpu.codes import CodedWeight
 from ess.kernels.cpu.stage import Panels, Stage, pack
-from ess.layout import check_part
+from ess.layer_groups import check_part
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from typing import NamedTuple
 
+from ess.door.checks import token_ids
 from ess.door.placement import Resolution
+from ess.door.sequences.sequence import Sequence
+from ess.errors import BadInput
+
+Tokens = Many[Many[int]] | None
 
 
 class Answer(NamedTuple):
@@ -27,3 +33,24 @@ class Recording(NamedTuple):
     row_counts: dict[int, int]
     key_counts: dict[int, int]
     placed: object
+
+
+def known_texts(
+    sequences: Many[Sequence], accepted: Many[int], tokens: Tokens
+) -> list[list[int]] | None:
+    """Of each sequence the ids of what was accepted, which must match what is known of it."""
+    if tokens is None:
+        return None
+    if not hasattr(tokens, "__iter__"):
+        raise BadInput(f"tokens is {tokens!r}, must have a list of ids for each sequence")
+    texts = [token_ids(f"tokens[{place}]", ids) for place, ids in enumerate(tokens)]
+    sizes = [len(ids) for ids in texts]
+    if sizes != accepted:
+        raise BadInput(f"tokens have lengths {sizes}, accepted {accepted}")
+    for sequence, ids in zip(sequences, texts, strict=True):
+        known = sequence.tokens[sequence.text_length : sequence.text_length + len(ids)]
+        if known != ids[: len(known)]:
+            raise BadInput(
+                f"sequence {sequence.number}: tokens differ from those it was opened with"
+            )
+    return texts
