@@ -107,6 +107,7 @@ class Heard:
 def test_attention_fills_a_device_unless_it_is_asked_for_bits(model, deterministic):
     """And the indexer is told how many queries every request has, once that is the same."""
     eng = engine(model, mtp=2, modes="none", deterministic=deterministic)
+    eng.tuning.timeline.keeps_spans = True  # a trace goes by the ops one by one
     heard = eng.runner.ops = Heard(eng.runner.ops)
     eng.add(text("embedded")[:9], Sampling(tokens_max=4, ignore_eos=True))
     while not eng.is_idle:
