@@ -224,7 +224,7 @@ def test_wrong_settings_are_one_sentence_and_a_code():
         (["--port", "99999"], {}, 2, "port is 99999"),
         (["--portt", "1"], {}, 2, "--port"),
         (["/no/such/folder"], {}, 2, "not a folder"),
-        (["--pp-size", "2"], {}, 2, "pp_size is 2, and role is both"),
+        (["--pp-size", "2", "--mtp-auto"], {}, 2, "mtp_auto is True, and tp_size is 1"),
         (["--host-bytes", "1KiB"], {}, 2, "less than one page"),
         ([], {"ESS_PROT": "1"}, 2, "did you mean 'ESS_PORT'"),
         (["--host", "203.0.113.1", "--without-key"], {}, 1, "cannot listen on 203.0.113.1"),
