@@ -1,7 +1,7 @@
 """What the system says of memory files that a process has mapped, and of its share in each.
 
 A page that n processes have mapped counts 1/n in the share of each (PSS). So the shares of a file
-that lies in memory once add up to its pages, whoever has mapped it.
+that lies in memory once add up to its pages, in whichever processes it is mapped.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ess.errors import BadInput
@@ -48,43 +48,38 @@ class ChatStyle(Protocol):
 
 
 class DeepSeekStyle:
+    """`write` writes prompts; `opening` and `closing` are around a block of calls."""
+
     stops: tuple[str, ...] = (dsml.END,)
     waits = False
     has_tools = True
 
-    def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
-        if goes_on:
-            _last_words(messages)
-            text = deepseek_v32.encode(messages, thinking=thinking, reply=False)
-            return text.removesuffix(dsml.END)
-        return deepseek_v32.encode(messages, thinking=thinking)
+    def __init__(
+        self,
+        write: Callable[..., str] = deepseek_v32.encode,
+        *,
+        opening: str = dsml.CALLS,
+        closing: str = dsml.CALLS_END,
+    ) -> None:
+        self._write = write
+        self._marks = {"opening": opening, "closing": closing}
 
-    def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
-        return dsml_grammar.write(tokenizer, calls)
-
-    def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
-        return DeepSeekParser(thinking=thinking)
-
-
-class DeepSeekV4Style:
-    stops: tuple[str, ...] = (dsml.END,)
-    waits = False
-    has_tools = True
+    @classmethod
+    def v4(cls) -> DeepSeekStyle:
+        return cls(deepseek_v4.encode, opening=dsml.CALLS_V4, closing=dsml.CALLS_V4_END)
 
     def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
         if goes_on:
             _last_words(messages)
-            text = deepseek_v4.encode(messages, thinking=thinking, reply=False)
+            text = self._write(messages, thinking=thinking, reply=False)
             return text.removesuffix(dsml.END)
-        return deepseek_v4.encode(messages, thinking=thinking)
+        return self._write(messages, thinking=thinking)
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
-        return dsml_grammar.write(
-            tokenizer, calls, opening=dsml.CALLS_V4, closing=dsml.CALLS_V4_END
-        )
+        return dsml_grammar.write(tokenizer, calls, **self._marks)
 
     def parser(self, *, thinking: bool, tools: Tools = ()) -> ReplyParser:
-        return DeepSeekParser(thinking=thinking, opening=dsml.CALLS_V4, closing=dsml.CALLS_V4_END)
+        return DeepSeekParser(thinking=thinking, **self._marks)
 
 
 class PlainStyle:
@@ -164,7 +159,8 @@ def style_of(
     folder = Folder(path, links=links)
     try:
         if is_deepseek:
-            return DeepSeekV4Style() if _model_type(folder) == "deepseek_v4" else DeepSeekStyle()
+            is_v4 = _model_type(folder) == "deepseek_v4"
+            return DeepSeekStyle.v4() if is_v4 else DeepSeekStyle()
         source = _template_source(folder)
     finally:
         folder.close()

@@ -6,8 +6,8 @@ then it is normed and turned as the window's first token is. Windows lie side by
 each. Where they overlap a token gives two series, A and B: entry e is made of A of window e - 1 and
 B of window e together, the first entry of B alone.
 
-Nothing here is summed up as tokens come: an entry is made once, of all its tokens. So whoever keeps
-the last tokens' values and gates can take tokens back.
+Nothing here is summed up as tokens come: an entry is made once, of all its tokens. So a state
+with the last tokens' values and gates can take tokens back.
 """
 
 from __future__ import annotations

@@ -113,19 +113,10 @@ class Delta(Mla):
 class RecurrentLayer(MixedLayer):
     """`attended` of its output is what tokens have read of its state."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        source: Source,
-        number: int,
-        *,
-        first: int = 0,
-        tp: int = 1,
-        company: Company | None = None,
-    ) -> None:
-        super().__init__(config, source, number, first=first, tp=tp, company=company)
+    @property
+    def delta(self) -> Delta:
         assert isinstance(self.mla, Delta), "a layer of another kind"
-        self.delta = self.mla
+        return self.mla
 
     def _attention(self, config: ModelConfig, source: Source, tp: int) -> Mla:
         return Delta(config, source)

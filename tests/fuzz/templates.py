@@ -28,7 +28,6 @@ from ess.models.chat.reply import (
 from ess.models.chat.styles import (
     ChatStyle,
     DeepSeekStyle,
-    DeepSeekV4Style,
     PlainStyle,
     TemplateStyle,
 )
@@ -160,7 +159,7 @@ class Templates:
     def __enter__(self) -> Templates:
         self._styles = {
             "deepseek": DeepSeekStyle(),
-            "deepseek_v4": DeepSeekV4Style(),
+            "deepseek_v4": DeepSeekStyle.v4(),
             "plain": PlainStyle(),
             "glm": TemplateStyle(TEMPLATE, replies=GLM),
             "template": TemplateStyle(TEMPLATE),

@@ -105,7 +105,7 @@ class LateHost(CommonHost):
 
     @property
     def writes(self) -> bool:
-        """Whoever is about to write asks this."""
+        """A writer asks this before it writes."""
         if self._of.rank == 0 and self._skew.has_begun and self._skew.late == "writer":
             words, stage = self._skew.words, self._of.stage
             self._skew.until(lambda: words[stage, "waits"] > words[stage, "said"])

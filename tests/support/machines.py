@@ -1,6 +1,6 @@
 """Machines that share nothing but a wire: network namespaces of this one, joined by a pair of ends.
 
-Whoever runs in one of them has its own loopback, and reaches the other at its address alone.
+A process in either of them has its own loopback, and reaches the other at its address alone.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _check_loads(path: Path, recorded: Recorded, config: ModelConfig) -> None:
 
 
 def write_loads(path: Path, company: Company) -> None:
-    """What was chosen of late; whoever reads meanwhile has the former file."""
+    """What was chosen of late; a reader has the former file until the new file is whole."""
     recorded = Recorded(
         form=FORM,
         steps=company.loads.step_count,

@@ -275,7 +275,7 @@ def resolve(
 
 
 def resolved(arena: Arena, lookup: Lookup, split: Split, *, ticket: int, claimed: int) -> FetchPlan:
-    """What the latest native `resolve` has decided, whoever has called it."""
+    """What the latest native `resolve` has decided, called from Python or from a native layer."""
     home, into, room = arena.native, split.native, lookup.native
     lookup.unwritten_count = room.record.unwritten_count
     claims = split.claimed[:, :claimed]

@@ -162,6 +162,16 @@ def call_parameters(
     )
 
 
+def lines_of_calls(rules: Rules, calls: Calls, invoke: Callable[..., str], *, closing: str) -> str:
+    """Behind the mark that opens calls: a call in each line, by `invoke`, and the closing mark."""
+    call = any_of(
+        invoke(rules, f"tool_{place}", tool, bound=calls.must or is_strict(tool))
+        for place, tool in enumerate(calls.tools)
+    )
+    body = rules.add("call", f'{call} "\\n"') + ("+" if calls.several else "")
+    return rules.add("block", f'"\\n" {body} {rules.mark(closing)}')
+
+
 def any_name(rules: Rules) -> str:
     """The name of a parameter that no schema lists."""
     return rules.add("ANY_NAME", r'/[^"<>\n]{1,256}/')

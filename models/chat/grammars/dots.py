@@ -24,8 +24,8 @@ from ess.models.chat.grammars.calls import (
     any_of,
     call_parameters,
     checked_name,
-    is_strict,
     json_of,
+    lines_of_calls,
     literal,
     string_values,
 )
@@ -36,12 +36,7 @@ if TYPE_CHECKING:
 
 def write(tokenizer: Tokenizer, calls: Calls) -> str:
     rules = Rules(tokenizer)
-    one_call = any_of(
-        _invoke(rules, f"tool_{place}", tool, bound=calls.must or is_strict(tool))
-        for place, tool in enumerate(calls.tools)
-    )
-    body = rules.add("call", f'{one_call} "\\n"') + ("+" if calls.several else "")
-    block = rules.add("block", f'"\\n" {body} {rules.mark(CALLS_END)}')
+    block = lines_of_calls(rules, calls, _invoke, closing=CALLS_END)
     if calls.must:
         think = ""
         if calls.thinking:

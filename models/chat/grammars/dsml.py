@@ -25,8 +25,8 @@ from ess.models.chat.grammars.calls import (
     branches,
     call_parameters,
     checked_name,
-    is_strict,
     json_of,
+    lines_of_calls,
     listed_values,
     literal,
     string_values,
@@ -41,12 +41,7 @@ def write(
 ) -> str:
     """`opening` and `closing` are around a block of calls."""
     rules = Rules(tokenizer)
-    one_call = any_of(
-        _invoke(rules, f"tool_{place}", tool, bound=calls.must or is_strict(tool))
-        for place, tool in enumerate(calls.tools)
-    )
-    body = rules.add("call", f'{one_call} "\\n"') + ("+" if calls.several else "")
-    block = rules.add("block", f'"\\n" {body} {rules.mark(closing)}')
+    block = lines_of_calls(rules, calls, _invoke, closing=closing)
     if calls.must:
         think = rules.until("think", THINK_END) if calls.thinking else ""
         return rules.text(f'{think} "\\n\\n" {rules.mark(opening)} {block}')

@@ -18,7 +18,7 @@ from ess.models.chat.grammars import dsml as dsml_grammar
 from ess.models.chat.grammars import glm as glm_grammar
 from ess.models.chat.grammars.calls import Calls
 from ess.models.chat.replies import hy
-from ess.models.chat.styles import DeepSeekV4Style
+from ess.models.chat.styles import DeepSeekStyle
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ DOTS = (
 )
 FORMATS = [
     (dsml_grammar.write, DSML),
-    (DeepSeekV4Style().call_grammar, DSML.replace("function_calls", "tool_calls")),
+    (DeepSeekStyle.v4().call_grammar, DSML.replace("function_calls", "tool_calls")),
     (glm_grammar.write, GLM),
     (hy(":x").grammar, HY),
     (objects.hermes, HERMES),

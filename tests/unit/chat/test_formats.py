@@ -14,7 +14,7 @@ from ess.errors import BadInput
 from ess.models.chat import deepseek_v4
 from ess.models.chat.messages import Reply, ToolCall, read_messages
 from ess.models.chat.reply import collect, parse
-from ess.models.chat.styles import ChatStyle, DeepSeekV4Style, TemplateStyle, style_of
+from ess.models.chat.styles import ChatStyle, DeepSeekStyle, TemplateStyle, style_of
 from ess.models.text.tokenizer import Tokenizer
 
 TOOLS = (
@@ -229,7 +229,7 @@ def test_v4_is_refused_where_nothing_is_to_be_answered() -> None:
 
 def test_v4_goes_on_where_the_assistant_stopped() -> None:
     messages = read_messages([user("a"), said("b and")])
-    text = DeepSeekV4Style().encode(messages, thinking=False, goes_on=True)
+    text = DeepSeekStyle.v4().encode(messages, thinking=False, goes_on=True)
     assert text.endswith("<｜User｜>a<｜Assistant｜></think>b and")
 
 
