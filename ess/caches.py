@@ -1,4 +1,4 @@
-"""The folder of this user in which ESS keeps what can be made again."""
+"""The user's folder for files that ESS can make again."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ PIPE_WIDTH: Final = 1000
 
 
 def _whole(of: Any, tokens: Sequence[cyclopts.Token]) -> int:
-    """A number as it was written: cyclopts alone would round 32.5 to 32."""
+    """Reads a whole number as it was written: cyclopts alone would round 32.5 to 32."""
     try:
         return int(tokens[0].value)
     except ValueError:
@@ -65,7 +65,7 @@ def make_app(name: str, *, summary: str, version: str, commands: Sequence[Comman
 
 
 def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
-    """One command line to one exit code; every refusal is a sentence on stderr."""
+    """Runs one command line, returns its exit code; every refusal is a sentence on stderr."""
     try:
         result = app(
             arguments, exit_on_error=False, print_error=False, result_action="return_value"
@@ -88,7 +88,7 @@ def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
 
 
 def _unknown(error: cyclopts.UnknownOptionError) -> str:
-    """The option without its value, which may be a secret, and the one that was meant, if any."""
+    """Names the option without its value, which may be secret, and suggests the nearest one."""
     given = (error.token.keyword or error.token.value).partition("=")[0]
     known = [name for argument in error.argument_collection for name in argument.names]
     close = difflib.get_close_matches(given, known, n=5, cutoff=0.75)
@@ -101,21 +101,21 @@ def print_json(document: Any) -> None:
 
 
 def drop_stdout() -> None:
-    """Nobody takes what is printed: what is left of it, and all that follows, goes nowhere."""
+    """The reader of stdout is gone: discards what is still buffered and all later output."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Before the work that would be lost: a file can only be written into a folder that exists."""
+    """Refuses, before any work, a file whose folder does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise BadInput(f"{option} {path}: the folder {path.parent} does not exist; make it first")
 
 
 def tables() -> Console:
-    """Where tables for people go: what stands in brackets is text, as in `pip install 'ess[nixl]'`.
-    A pipe or a log file has no width to wrap at."""
+    """A console for tables on stdout. Brackets are plain text, as in `pip install 'ess[nixl]'`; a
+    pipe or a log file has no width to wrap at."""
     from rich.console import Console
 
     out = Console(highlight=False, markup=False)
@@ -125,7 +125,7 @@ def tables() -> Console:
 
 
 def note(sentence: str) -> None:
-    """Prose for the person who waits: never on stdout, where documents go. Nobody may be there."""
+    """Prints prose on stderr, for the person who waits; a stderr that is closed is ignored."""
     with contextlib.suppress(OSError, ValueError):
         print(sentence, file=sys.stderr, flush=True)
 

@@ -31,7 +31,7 @@ class Exposed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hiding:
-    """What one layer can hide behind, and what splitting costs, in microseconds."""
+    """The times that can hide a layer's fetch, and what splitting costs, in microseconds."""
 
     window_us: float
     index_us: float
@@ -41,7 +41,7 @@ class Hiding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Constants of one model on one machine, from which windows follow for any batch.
+    """Constants of one model on one machine; `hiding` gives the windows of any batch.
 
     Times are `fixed + each * queries`; the indexer's follow the keys read, over all requests.
     """
@@ -90,7 +90,7 @@ def hiding(
     index_split_us: float,
     missing_share: float,
 ) -> Hiding:
-    """From the stages of one layer; `missing_share` of its attention waits for the fetch."""
+    """Windows from a layer's stage times; `missing_share` of its attention waits for the fetch."""
     return Hiding(
         window_us=max(0.0, pre_attn_us + attend_us * (1.0 - missing_share) - split_us),
         index_us=index_us,

@@ -1,4 +1,4 @@
-"""What msgspec raises for bytes that are not a document of the wanted kind."""
+"""The errors that msgspec raises for bytes that are not a document of the wanted kind."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Final
 import msgspec
 
 UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""In this order: another document, a text in no UTF-8, a document that is nested too deeply."""
+"""In this order: another document, text that is not UTF-8, a document nested too deeply."""

@@ -21,7 +21,7 @@ RopeStyle = Literal["half", "interleaved"]
 
 SCALE_GROUP: Final = 128
 SCALE_BYTES: Final = 4
-EXPERTS_MAX: Final = 512  # of one layer: what a compiled stage routes among
+EXPERTS_MAX: Final = 512  # of one layer: the most that a compiled stage routes among
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -122,21 +122,21 @@ class ModelLayout:
 
     `rows` is the codec of each group where they differ, and `row` is then the widest of them.
 
-    A row may be of `row_tokens` tokens. Then positions and pages count rows; what a text is long,
-    at most or by now, is counted in tokens. `state_bytes` are what a request keeps on the device
-    beside its rows however long it is, and `state_page_bytes` for each page that it may have.
+    A row may hold `row_tokens` tokens. Then positions and pages count rows, and the lengths of
+    texts count tokens. `state_bytes` are what a request of any length keeps on the device beside
+    its rows; `state_page_bytes` come on top for each page that it may have.
 
-    `windows` says of each group to how many of the last tokens it attends, 0 where an indexer
-    selects among all; none is said where all groups have an indexer. A group with a window has no
+    `windows` gives for each group the number of last tokens that it attends to, 0 where an indexer
+    selects among all; it is empty where all groups have an indexer. A group with a window has no
     index keys, and a sequence reserves slots for its window there, not the floor.
 
-    `select_unit` says how many neighbouring rows are chosen together: an indexer chooses among the
-    whole units of a sequence, and the rows behind the last whole one are always in. `top_k` is the
-    most rows of a selection, those included.
+    `select_unit` is the number of neighbouring rows that are chosen together: an indexer chooses
+    among the whole units of a sequence, and the rows behind the last whole unit are always
+    selected. `top_k` is the most rows of a selection, those included.
 
     A part of a model is a layout too, its layers and groups counted from 0; `first_layer`,
-    `first_group` and `first_key_layer` say where they begin in the whole, `bytes_before` how long a
-    token's rows in the layers before are, `mtp_elsewhere` that another part has its MTP layers.
+    `first_group` and `first_key_layer` are their numbers in the whole model, `bytes_before` the
+    bytes of a token's rows in earlier layers; `mtp_elsewhere`: another part has the MTP layers.
     """
 
     name: str
@@ -228,7 +228,7 @@ class ModelLayout:
 
     @property
     def has_mtp(self) -> bool:
-        """Of a part: whether the whole model has MTP layers."""
+        """Whether the whole model, of which this may be a part, has MTP layers."""
         return self.mtp_layer_count > 0 or self.mtp_elsewhere
 
     @property
@@ -237,7 +237,7 @@ class ModelLayout:
 
     @property
     def main_group_count(self) -> int:
-        """Groups of the main model's layers: the first ones."""
+        """The number of groups of main layers; they come first."""
         return self._places[self.layer_count - 1][0] + 1
 
     @property
@@ -246,12 +246,12 @@ class ModelLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Of the widest layer."""
+        """Bytes of a row in the widest layer."""
         return self.row.row_bytes
 
     @property
     def page_bytes(self) -> int:
-        """One page of the widest layer: the largest unit on the wire."""
+        """Bytes of a page in the widest layer: the largest unit on the wire."""
         return PAGE_ROWS * self.row.row_bytes
 
     def group_row(self, group: int) -> RowCodec:
@@ -261,21 +261,21 @@ class ModelLayout:
         return self.group_row(self.group_of(layer))
 
     def layer_bytes(self, layers: range) -> tuple[int, ...]:
-        """A row of each of these layers."""
+        """Bytes of a row in each of these layers."""
         return tuple(self.row_of(layer).row_bytes for layer in layers)
 
     @property
     def token_row_bytes(self) -> int:
-        """The rows of a token in all layers."""
+        """Bytes of a token's rows in all layers."""
         return sum(self.layer_bytes(range(self.layer_total)))
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """The bytes of rows that differ, the widest first."""
+        """The different sizes of rows in bytes, the widest first."""
         return tuple(sorted({row.row_bytes for row in self.rows or (self.row,)}, reverse=True))
 
     def size_groups(self, row_bytes: int) -> tuple[int, ...]:
-        """Groups whose rows have so many bytes."""
+        """The groups whose rows have `row_bytes` bytes."""
         groups = range(self.group_count)
         return tuple(g for g in groups if self.group_row(g).row_bytes == row_bytes)
 
@@ -284,19 +284,19 @@ class ModelLayout:
 
     @property
     def row_runs(self) -> tuple[range, ...]:
-        """Neighbouring layers with rows of one size."""
+        """Ranges of neighbouring layers whose rows have one size."""
         sizes = self.layer_bytes(range(self.layer_total))
         edges = [n for n in range(1, len(sizes)) if sizes[n] != sizes[n - 1]]
         return tuple(map(range, [0, *edges], [*edges, len(sizes)]))
 
     @property
     def slot_bytes(self) -> int:
-        """One slot in every layer that chooses among all tokens."""
+        """Bytes of one slot in every layer that chooses among all tokens."""
         return self._slot_bytes(has_window=False)
 
     @property
     def window_slot_bytes(self) -> int:
-        """One slot in every layer of a group with a window."""
+        """Bytes of one slot in every layer of a group with a window."""
         return self._slot_bytes(has_window=True)
 
     def _slot_bytes(self, *, has_window: bool) -> int:
@@ -311,82 +311,82 @@ class ModelLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """64 slots of the group with the most bytes: what moves between groups."""
+        """Bytes of 64 slots of the group with the most bytes: what moves between groups."""
         return max(map(self.size_chunk_bytes, self.row_sizes))
 
     def size_chunk_bytes(self, row_bytes: int) -> int:
-        """The same among groups whose rows have so many bytes."""
+        """`chunk_bytes` among the groups whose rows have `row_bytes` bytes."""
         return self.size_layers_max(row_bytes) * PAGE_ROWS * row_bytes
 
     @property
     def key_layer_count(self) -> int:
-        """Layers with index keys of their own: the first of each group that has an indexer."""
+        """How many layers have index keys of their own: the first of each group with an indexer."""
         return len(self.key_groups)
 
     def key_layer_of(self, group: int) -> int | None:
-        """The number of its keys among those of all groups; None where it has none."""
+        """The number of this group's key layer among all key layers; None without an indexer."""
         if group not in self.key_groups:
             return None
         return self.key_groups.index(group)
 
     def key_layers_of(self, groups: range) -> range:
-        """Numbers of the keys that some of these groups have."""
+        """The key layers of these groups."""
         before = sum(group < groups.start for group in self.key_groups)
         return range(before, before + sum(group in groups for group in self.key_groups))
 
     def window_of(self, group: int) -> int:
-        """How many of the last tokens it attends to; 0 where an indexer selects among all."""
+        """How many of the last tokens the group attends to; 0 if an indexer selects among all."""
         return self.windows[group] if self.windows else 0
 
     @property
     def units_max(self) -> int:
-        """Units that a query chooses at most."""
+        """The most units that a query chooses."""
         return self.top_k // self.select_unit
 
     def first_read(self, group: int, length: int) -> int:
-        """The first position that a query behind so many reads, if it is read by all of them."""
+        """The first position that the group must hold for a query at position `length`."""
         window = self.window_of(group)
         return max(0, length + 1 - window) if window else 0
 
     @property
     def key_page_bytes(self) -> int:
-        """All index keys of 64 tokens."""
+        """Bytes of all index keys of a page."""
         return self.key_layer_count * self.index.page_bytes if self.index is not None else 0
 
     @property
     def host_page_bytes(self) -> int:
-        """All layers and all index keys of 64 tokens, on the host."""
+        """Bytes of a page on the host: its rows in all layers and all its index keys."""
         return PAGE_ROWS * self.token_row_bytes + self.key_page_bytes
 
     @property
     def index_page_bytes(self) -> int:
-        """What an active page costs on the device: keys and the row -> slot map."""
+        """Bytes of an active page on the device: its keys and its part of the row -> slot maps."""
         return self.key_page_bytes + self.group_count * PAGE_ROWS * 4
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a full page."""
+        """How many tokens a full page holds."""
         return PAGE_ROWS * self.row_tokens
 
     def pages_of(self, length: int) -> int:
-        """Pages for so many tokens."""
+        """How many pages `length` tokens need."""
         return div_ceil(length, self.page_tokens)
 
     def rows_of(self, length: int) -> int:
-        """Rows of so many tokens: those whose tokens are all there."""
+        """How many rows `length` tokens fill; a row counts when all its tokens are there."""
         return length // self.row_tokens
 
     def slots_of(self, length: int, floor: int) -> int:
-        """Slots of a group that a request of at most so many tokens reserves."""
+        """Slots that a request of at most `length` tokens reserves in a group."""
         return min(div_ceil(length, self.row_tokens), floor)
 
     @property
     def has_states(self) -> bool:
-        """Whether requests keep something beside their rows."""
+        """Whether requests keep state beside their rows."""
         return self.state_bytes > 0 or self.state_page_bytes > 0
 
     def request_state_bytes(self, length: int) -> int:
-        """What a request of at most so many tokens keeps beside its rows."""
+        """Bytes that a request of at most `length` tokens keeps beside its rows."""
         return self.state_bytes + self.pages_of(length) * self.state_page_bytes
 
     def part(self, first: int, stop: int) -> ModelLayout:
@@ -417,7 +417,7 @@ class ModelLayout:
         return self.place_of(layer)[0]
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """Its group, and which of the group's layers it is."""
+        """The group of a layer, and the layer's number within the group."""
         self.check_layer(layer)
         return self._places[layer]
 

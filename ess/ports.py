@@ -1,9 +1,9 @@
-"""A port that is kept for a program which will listen there.
+"""A port that is reserved for a program which will listen on it.
 
-A port that was free a moment ago may be anybody's now: connections that leave this machine take
-theirs from the same range. A kept port is bound, and nobody listens on it. The system then gives it
-to nobody; but a program that asks for this very port with SO_REUSEADDR, as servers do, can listen
-on it, and listen again after its end.
+A port that was free a moment ago may be in use now: connections that leave this machine take theirs
+from the same range. A reserved port is bound, but has no listener. The system gives it to no other
+socket; but a program that asks for this very port with SO_REUSEADDR, as servers do, can listen on
+it, and again after a restart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ess.errors import Unavailable
 
 @contextlib.contextmanager
 def kept_port(host: str, port: int = 0) -> Iterator[int]:
-    """This port, or with 0 a free one, until the block ends. Unavailable if somebody listens."""
+    """Reserves this port, or for 0 any free one, until the block ends; Unavailable if in use."""
     with _bound(host, port) as kept:
         yield int(kept.getsockname()[1])
 

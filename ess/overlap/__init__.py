@@ -1,1 +1,1 @@
-"""Order: the stages of a layer, the schedules none, DA and DBA, and who chooses among them."""
+"""Order: the stages of a layer, the schedules none, DA and DBA, and the policy that chooses."""

@@ -38,7 +38,7 @@ class Calibrated:
     machine: str = ""
 
     def misses_at(self, context: int, layer_count: int) -> tuple[float, ...]:
-        """At the calibrated context nearest in ratio; none where nothing was calibrated.
+        """Misses at the calibrated context nearest in ratio; empty where nothing was calibrated.
 
         A file with the MTP layer, the last one, serves an engine without it.
         """
@@ -84,7 +84,7 @@ class _Document(msgspec.Struct):
 
 
 def shape_of(layout: ModelLayout) -> dict[str, int]:
-    """What two layouts have in common if one may run on what was measured of the other."""
+    """The dimensions that two layouts must share for one to run on the other's measurements."""
     return {
         "layers": layout.layer_count,
         "groups": layout.main_group_count,
@@ -95,7 +95,7 @@ def shape_of(layout: ModelLayout) -> dict[str, int]:
 
 
 def load(path: str | Path, layout: ModelLayout) -> Calibrated:
-    """What the file says; it must have been measured of this layout, with all of its layers."""
+    """Reads the file, which must have been measured of this layout, with all of its layers."""
     try:
         document = msgspec.json.decode(Path(path).read_bytes(), type=_Document)
     except (OSError, *UNDECODABLE) as error:
@@ -140,7 +140,7 @@ def _check_shape(path: str | Path, measured: Any, layout: ModelLayout) -> None:
 def _misses(
     path: str | Path, rows: list[_Row], layout: ModelLayout
 ) -> dict[int, tuple[float, ...]]:
-    """A row for each context and layer, layers ascending from 0."""
+    """Misses of all layers by context; there must be a row for each context and layer."""
     met: dict[int, tuple[float, ...]] = {}
     for row in rows:
         context, layer = row.config.get("context"), row.config.get("layer")

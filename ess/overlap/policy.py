@@ -8,7 +8,7 @@ schedules), the latest is taken. Misses, link rate and windows are exponential a
 single odd step neither starts a change nor stops one.
 
 RESIDENT is not weighed: it is right exactly when the ledger knows that every row of the batch is
-resident, and wrong otherwise, so it follows the ledger at once and leaves the state alone.
+resident, and wrong otherwise; so it follows the ledger and leaves the state alone.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def start(
     bytes_per_us: float,
     hiding: Hiding,
 ) -> PolicyState:
-    """From calibration: expected misses, link rate and windows; the best vector at once."""
+    """The state after calibration: expected misses, link rate, windows, and their best vector."""
     _check_rate(bytes_per_us)
     _check_counts(misses, request_count)
     first = PolicyState(
@@ -144,7 +144,7 @@ def vector_us(costs: Sequence[Exposed], vector: Vector) -> float:
 
 
 def advance(state: PolicyState, seen: Observation) -> PolicyState:
-    """Some steps further: averages follow, and the vector changes when another has won for long."""
+    """The state after one more observation; the vector changes when another has won for long."""
     assert seen.step_count > 0, f"an observation of {seen.step_count} steps"
     if len(seen.misses) != len(state.misses):
         raise BadInput(f"misses of {len(seen.misses)} layers, the policy has {len(state.misses)}")
@@ -170,7 +170,7 @@ def advance(state: PolicyState, seen: Observation) -> PolicyState:
 
 
 def modes(state: PolicyState, *, all_resident: bool) -> Vector:
-    """What this step runs."""
+    """The modes that this step runs, by layer."""
     assert Mode.RESIDENT not in state.vector, "RESIDENT was kept after the ledger's word"
     return (Mode.RESIDENT,) * len(state.vector) if all_resident else state.vector
 

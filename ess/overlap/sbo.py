@@ -32,7 +32,7 @@ class Experts(Protocol):
 
     def route(self) -> None: ...
     def dispatch(self) -> None:
-        """Tokens leave for the ranks of their experts."""
+        """Starts sending tokens to the ranks of their experts."""
 
     def arrive(self) -> None:
         """Returns when all tokens for this rank's experts are here."""
@@ -40,10 +40,10 @@ class Experts(Protocol):
     def up(self) -> None: ...
     def down(self, block: range) -> None: ...
     def combine(self, block: range) -> None:
-        """What these experts made leaves for the tokens' ranks."""
+        """Starts sending the outputs of these experts to the ranks of their tokens."""
 
     def collect(self) -> None:
-        """Returns when all that was made for this rank's tokens is here."""
+        """Returns when all expert outputs for this rank's tokens are here."""
 
     def shared(self) -> None: ...
 

@@ -46,7 +46,7 @@ class Stages(Protocol[Where, P]):
 
 
 def finish(run: Run[R]) -> R:
-    """Without a pause to its end."""
+    """Runs the schedule to its end without a pause."""
     while True:
         try:
             next(run)

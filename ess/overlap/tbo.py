@@ -30,7 +30,7 @@ Tbo = Literal["off", "on", "auto"] | int
 
 
 def interleave(first: Run[R], second: Run[R], *, delta: int = DELTA) -> tuple[R, R]:
-    """Both to their ends: `first` is `delta` stages ahead, then they take turns."""
+    """Runs both to their ends: `first` is `delta` stages ahead, then they take turns."""
     assert delta >= 0, f"the first half is {delta} stages ahead"
     assert first is not second, "a half cannot run beside itself"
     a, b = _Half(first), _Half(second)
@@ -72,7 +72,7 @@ class _Half(Generic[R]):
 
 
 def first_half(counts: Sequence[int]) -> int:
-    """How many sequences half a has: half of them, for each brings about as many queries."""
+    """How many sequences half a gets: half of them, as each has about as many queries."""
     assert len(counts) > 1, f"{len(counts)} sequences have no two halves"
     assert min(counts) > 0, f"a sequence brings no query: {list(counts)}"
     return len(counts) // 2
@@ -81,7 +81,7 @@ def first_half(counts: Sequence[int]) -> int:
 def reasons_off(
     tbo: Tbo, *, counts: Sequence[int], vector: Vector, has_experts: bool
 ) -> tuple[str, ...]:
-    """Why this step is not split, for people; none when it is."""
+    """The reasons, for people, why this step is not split; none when it is."""
     if tbo == "off":
         return ("tbo is off",)
     floor = FLOOR_TOKENS if tbo == "auto" else 0 if isinstance(tbo, str) else tbo

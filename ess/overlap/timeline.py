@@ -1,7 +1,7 @@
 """How long each stage of a step took, and on request when every run of a stage began and ended.
 
-On a device stages are queued, and what the host sees of them is the queueing. There a stopwatch has
-moments of the device's own clock, for some steps only, and tells their times when they are over.
+On a device the host sees only the queueing of stages. There a stopwatch records moments on the
+device's own clock, for some steps only, and reports them when the steps are over.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from ess.clock import Clock
 A = ParamSpec("A")
 T = TypeVar("T")
 At: TypeAlias = Callable[[Any], int]
-"""When a moment has been, in nanoseconds."""
+"""The time of a moment in nanoseconds."""
 Note: TypeAlias = Callable[[At], None]
 
 
 class Stopwatch(Protocol):
-    """Of a device. While it `rests` no step has its turn to be timed, and what is timed all the
-    same is told to nobody."""
+    """Times the steps of a device. While it `rests` it picks no step to be timed, and does not
+    report a step that is timed all the same."""
 
     rests: bool
 
     @property
     def is_on(self) -> bool:
-        """The step that is being queued is timed."""
+        """Whether the step that is being queued is timed."""
 
     def start(self) -> bool:
-        """Whether the step that has begun is timed: also out of turn, if that can be."""
+        """Begins a step; returns whether it is timed (out of turn too, where that is possible)."""
 
     def skip(self) -> None:
-        """The step that has begun is not timed after all; nothing of it is queued."""
+        """Gives up timing the step that has begun: nothing of it is queued."""
 
     def mark(self) -> Any:
-        """A moment: the device has done what is queued so far."""
+        """Queues a moment: the time when the device has done all that was queued before."""
 
     def note(self, note: Note) -> None:
-        """To be called when all moments of the step have been."""
+        """`note` is called when all moments of the step have passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Span:
 
 
 class Ranges(Protocol):
-    """As NVTX has them: what is pushed last is popped first."""
+    """NVTX ranges: the range pushed last is popped first."""
 
     def range_push(self, msg: str, /) -> object: ...
     def range_pop(self) -> object: ...
@@ -65,8 +65,8 @@ class Ranges(Protocol):
 @dataclass(slots=True, kw_only=True)
 class Timeline:
     """`total_ns` and `run_count` per stage until `restart`; spans of a step if `keeps_spans`. With
-    a `stopwatch` they are those of the steps that it has told of. A profiler's `ranges` are told of
-    every stage while it runs."""
+    a `stopwatch` they cover only the steps that it has reported. A profiler's `ranges` are pushed
+    and popped around every stage."""
 
     clock: Clock
     stopwatch: Stopwatch | None = None
@@ -77,13 +77,13 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
 
     def start(self) -> Any:
-        """A stage starts."""
+        """Marks the start of a stage, for `note`."""
         if self.stopwatch is None:
             return self.clock.now_ns()
         return self.stopwatch.mark() if self.stopwatch.is_on else None
 
     def note(self, of: Watched, stage: str, started: Any) -> None:
-        """A stage that started then ends now."""
+        """A stage that started at `started` ends now."""
         layer, first_query = of.number, of.first_query
         if self.stopwatch is None:
             self._took(Span(layer, first_query, stage, started, self.clock.now_ns()))
@@ -94,7 +94,7 @@ class Timeline:
             )
 
     def took(self, stage: str, layers: Sequence[int], started_ns: Any, finished_ns: Any) -> None:
-        """The stage ran in each of these layers, over all queries; arrays of moments."""
+        """Adds one run of the stage in each of these layers, over all queries; times are arrays."""
         assert len(layers) == len(started_ns) == len(finished_ns), (
             f"moments of other layers: {stage}"
         )
@@ -154,7 +154,7 @@ W = TypeVar("W", bound=Watched)
 
 
 def timed(stage: Callable[Concatenate[W, A], T]) -> Callable[Concatenate[W, A], T]:
-    """The stage's time goes to the timeline under the method's name."""
+    """Adds the method's time to the timeline, under the method's name."""
     name = stage.__name__
 
     def noted(self: W, /, *args: A.args, **kwargs: A.kwargs) -> T:

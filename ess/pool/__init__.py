@@ -1,1 +1,1 @@
-"""Pools decide: who lives where, who gives way, what is reserved. No torch in here."""
+"""Pools: where rows live, which row gives way, what is reserved. No torch in here."""

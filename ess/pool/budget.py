@@ -32,7 +32,7 @@ WIN: Final = 0.05
 def divide(
     curves: Sequence[Curve], *, total_slots: int, slots_min: int, block: int = BLOCK_SLOTS
 ) -> tuple[int, ...]:
-    """Slots per layer, whole blocks, so that the next block would save as much in every layer.
+    """Slots per layer, in whole blocks, such that the next block would save as much in every layer.
 
     Curves are replaced by their lower convex hulls, on which taking the steepest piece anywhere is
     optimal; a curve that is not convex is met wherever a whole piece was taken. Slots that would
@@ -106,9 +106,9 @@ def live_curve(
 def next_move(
     curves: Sequence[Curve], chunks: Sequence[int], floors: Sequence[int]
 ) -> tuple[int, int] | None:
-    """(source, target) of one chunk on the way to the best division, if that saves 5 %.
+    """Source and target of the next chunk on the way to the best division, if that saves 5 %.
 
-    Below its floor a group is beyond price, so it keeps its floor and gives nothing of it.
+    A group below its floor needs slots at any price; a group at its floor gives nothing.
     """
     assert len(curves) == len(chunks) == len(floors), "one curve, count and floor per group"
     price = 1 + sum(float(curve.max()) for curve in curves)

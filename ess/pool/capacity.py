@@ -1,4 +1,4 @@
-"""What fits: the slots and pages that given memory holds, and what a request needs of them.
+"""How many slots and pages given memory holds, and how many of them a request needs.
 
 Groups whose layers attend to a window need slots for it, however long a request is: they have an
 account of their own.
@@ -35,7 +35,7 @@ Needs = dict[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Slots of every layer group, those of groups with a window by themselves, and pages."""
+    """Slots of every layer group, slots of groups with a window, and pages."""
 
     slots: int
     index_pages: int
@@ -43,7 +43,7 @@ class Capacity:
     window_slots: int = 0
 
     def request_max(self, needs: Needs) -> Needs:
-        """By account: how many requests with these needs it holds."""
+        """How many requests with these needs each account holds."""
         held = {
             SLOTS: self.slots,
             WINDOW_SLOTS: self.window_slots,
@@ -59,8 +59,8 @@ class Capacity:
         index_page_bytes: int | None = None,
         used: Mapping[str, Callable[[], int]] | None = None,
     ) -> list[Account]:
-        """For a ledger. Nothing counts as drawn where `used` does not say; an index page costs the
-        layout's bytes where no others are given."""
+        """Accounts for a ledger. An account that `used` does not name counts nothing as drawn; an
+        index page costs the layout's bytes unless `index_page_bytes` says otherwise."""
         window_count = sum(window > 0 for window in layout.windows)
         groups = {SLOTS: layout.group_count - window_count, WINDOW_SLOTS: window_count}
         units = {
@@ -90,8 +90,8 @@ def needs(
     batch: int = 1,
     page_tokens: int = PAGE_ROWS,
 ) -> Needs:
-    """What `batch` requests of this length reserve, with so many slots each, and of them at most
-    the layout's `window_floor` in groups with a window."""
+    """What `batch` requests of this length reserve: `slots` each, and in groups with a window no
+    more than the layout's `window_floor`."""
     pages = batch * div_ceil(length, page_tokens)
     windows = {WINDOW_SLOTS: batch * min(slots, window_floor)} if window_floor else {}
     return {SLOTS: batch * slots, **windows, INDEX_PAGES: pages, HOST_PAGES: pages}
@@ -102,7 +102,7 @@ def page_count(length: int) -> int:
 
 
 def request_bytes(layout: ModelLayout, needed: Needs) -> int:
-    """On the device."""
+    """Device bytes of these needs."""
     windows = needed.get(WINDOW_SLOTS, 0) * layout.window_slot_bytes
     pages = needed[INDEX_PAGES] * layout.index_page_bytes
     return needed[SLOTS] * layout.slot_bytes + windows + pages
@@ -131,7 +131,7 @@ def capacity_of(
 
 
 def whole_count(name: str, size: int, unit: int, *, count_min: int = 1) -> int:
-    """How many units `size` bytes hold; the caller calls the size `name`."""
+    """How many units `size` bytes hold; errors call the size `name`."""
     count = size // unit
     if count < count_min:
         raise BadInput(
@@ -142,7 +142,7 @@ def whole_count(name: str, size: int, unit: int, *, count_min: int = 1) -> int:
 
 
 def slots_min(layout: ModelLayout, slots_of: Callable[[int], int]) -> dict[str, int]:
-    """Slots of the group that has the fewest, of both kinds, as a capacity names them."""
+    """The fewest slots of a group, among groups without and with a window, by Capacity's names."""
     kinds: dict[str, list[int]] = {"slots": [], "window_slots": []}
     for group in range(layout.group_count):
         kinds["window_slots" if layout.window_of(group) else "slots"].append(slots_of(group))
@@ -150,14 +150,14 @@ def slots_min(layout: ModelLayout, slots_of: Callable[[int], int]) -> dict[str, 
 
 
 def even_chunks(layout: ModelLayout, chunk_count: int, slots_each: int | None = None) -> list[int]:
-    """Chunks of each group such that as many requests find their slots in each of them, where all
-    rows are of one size.
+    """Chunks of each group such that all groups hold slots for equally many requests. All rows must
+    have one size.
     """
     return _even_counts(layout, range(layout.group_count), chunk_count, slots_each)
 
 
 def even_slabs(layout: ModelLayout, byte_count: int, slots_each: int | None = None) -> list[Slab]:
-    """How memory for slots is divided in the same sense; none if some group would get no chunk."""
+    """`even_chunks` for rows of several sizes, as slabs; none if a group would get no chunk."""
     return divided(
         layout,
         byte_count,
@@ -167,7 +167,7 @@ def even_slabs(layout: ModelLayout, byte_count: int, slots_each: int | None = No
 
 
 def least_chunks(layout: ModelLayout) -> int:
-    """Chunks of memory, each of `chunk_bytes`, in which every group has one."""
+    """The fewest chunks, of `chunk_bytes` each, in which every group has one."""
     return div_ceil(least_bytes(layout), layout.chunk_bytes)
 
 
@@ -186,7 +186,7 @@ def _even_counts(
 
 
 def _share(layout: ModelLayout, group: int, slots_each: int | None) -> float:
-    """What a request reserves of this group, of what it reserves where there is no window."""
+    """What a request reserves of this group, as a share of what it reserves without a window."""
     each = layout.slot_floor if slots_each is None else slots_each
     assert each > 0, f"{each} slots for a request"
     return min(1.0, layout.window_floor / each) if layout.window_of(group) else 1.0

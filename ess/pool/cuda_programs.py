@@ -1,4 +1,4 @@
-"""Every program that serving may load, so that all can be built ahead and all are checked."""
+"""Every program that serving may load: all can be built ahead, and all are checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def programs() -> Iterator[Program]:
 
 
 def rival_form(row_bytes: int, unit_bytes: int = 16) -> MoveForm:
-    """What the benchmark compares with."""
+    """The form of the copy kernel that the benchmark compares with."""
     return MoveForm(
         way="rival", row_bytes=row_bytes, unit_bytes=unit_bytes, in_flight=1, threads=1024
     )

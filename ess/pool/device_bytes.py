@@ -1,4 +1,4 @@
-"""What the pools of one worker take of a device, from numbers alone: bytes by what they are for.
+"""Bytes that the pools of one worker take of a device, by purpose, from numbers alone.
 
 For plans, before anything is allocated. A device's allocator rounds each array up by itself; these
 are the arrays' own bytes.
@@ -22,23 +22,23 @@ from ess.units import PAGE_ROWS
 INT: Final = 4
 LONG: Final = 8
 SEALS: Final = 3
-"""Steps that may be sealed and not stored at a time: one is being sealed, the step before may be
-neither learned nor landed, and the first is being learned. Each has lists and keys of its own."""
+"""The most steps that are sealed and not yet stored: one is being sealed, the step before may be
+neither learned nor landed, and the first is being learned. Each has its own lists and keys."""
 RING: Final = 3
-"""Copies of a step whose claims are kept at a time."""
+"""The most copies of a step whose claims are kept at a time."""
 LANDINGS: Final = 8
-"""Landings under way at a time, and rows of each at most."""
+"""The most landings under way at a time, and the most rows of each."""
 LANDING_ROWS: Final = 4096
 GROWTH: Final = 4
-"""Times its even share that a group may own of the slots."""
+"""A group may own this many times its even share of the slots."""
 QUERY_NUMBERS: Final = 6
 BEHIND: Final = 4
-"""Copies of the counted numbers that may be under way to the host; the latest is read meanwhile."""
+"""The most copies of the counted numbers on their way to the host; it reads the latest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolShape:
-    """Pages and chunks that sizes pay for, and the largest step."""
+    """Pages and chunks of a worker, and its largest step."""
 
     layout: ModelLayout
     chunks: int
@@ -54,19 +54,19 @@ class PoolShape:
 
     @property
     def blocks(self) -> list[int]:
-        """Blocks of 64 slots that each group may own at most."""
+        """The most blocks of 64 slots that each group may own."""
         counts = zip(chunks_max(self.layout, self.chunks), self.layout.groups, strict=True)
         return [chunks * (self.layout.group_layers_max // len(group)) for chunks, group in counts]
 
 
 def chunks_max(layout: ModelLayout, chunks: int) -> list[int]:
-    """The most chunks that each group may ever own: kernels are launched for so many."""
+    """The most chunks that each group may ever own: kernels are launched for as many."""
     others = layout.group_count - 1
     return [min(GROWTH * count, chunks - others) for count in even_chunks(layout, chunks)]
 
 
 def pool_bytes(shape: PoolShape) -> Mapping[str, int]:
-    """`slots`, `index keys` and `row maps` are what the settings of these sizes pay for."""
+    """Bytes by purpose; `slots`, `index keys` and `row maps` are sized by settings."""
     layout = shape.layout
     return {
         "slots": shape.chunks * layout.chunk_bytes,
@@ -80,7 +80,7 @@ def pool_bytes(shape: PoolShape) -> Mapping[str, int]:
 
 
 def locked_bytes(shape: PoolShape, *, host_pages: int) -> int:
-    """Memory of the host with pages locked: all rows and keys, and what comes behind steps."""
+    """Host bytes with locked pages: all rows and keys, and the lists that follow each step."""
     behind = BEHIND * _counted(shape) * LONG + SEALS * (
         _sealed_keys(shape) + shape.sequence_max * INT
     )
@@ -88,7 +88,7 @@ def locked_bytes(shape: PoolShape, *, host_pages: int) -> int:
 
 
 def _slot_maps(shape: PoolShape) -> int:
-    """Of each slot its row, when it was used last, its ticket, and whether it is dirty."""
+    """Bytes per slot: its row, its last use, its ticket, its dirty mark; and per-group tables."""
     groups, blocks = shape.layout.group_count, shape.blocks
     ages = groups * (AGE_MAX + 1) * LONG
     return shape.slot_total * (3 * INT + 1) + ages + (sum(blocks) + groups) * INT
@@ -101,7 +101,7 @@ def _tables(shape: PoolShape) -> int:
 
 
 def _residency(shape: PoolShape) -> int:
-    """What calls work in and answer with, of steps, of new rows, of landings and of leaving."""
+    """Bytes of the workspaces and reports of all calls: steps, new rows, landings, leaving rows."""
     layout, groups, query_max = shape.layout, shape.layout.group_count, shape.query_max
     most = max(shape.blocks)
     single = ResolveShape.of(query_max=1, top_k=1, block_max=most)
@@ -126,7 +126,7 @@ def _residency(shape: PoolShape) -> int:
 
 
 def _counted(shape: PoolShape) -> int:
-    """Numbers that the host hears of behind each step."""
+    """How many numbers the host reads after each step."""
     return len(KINDS) * shape.layout.group_count * (len(REPORT) + 1) + 2 * shape.sequence_max
 
 

@@ -28,7 +28,7 @@ NONE = -1
 
 
 class ActivePages(ABC):
-    """Which pages are active, and of which host pages. What has their keys is a subclass."""
+    """Which pages are active, and the host page of each. Subclasses hold the keys."""
 
     def __init__(self, *, page_count: int, host_page_count: int) -> None:
         self.pages = PagePool(page_count)
@@ -37,27 +37,27 @@ class ActivePages(ABC):
 
     @abstractmethod
     def _load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
-        """Keys of host pages into pages that have just become active."""
+        """Copies keys of host pages into pages that have just become active."""
 
     @abstractmethod
     def write_keys(self, layer: int, rows: RowIds, keys: Bytes) -> None:
-        """Keys that the host has, into active pages."""
+        """Writes keys that the host has into active pages."""
 
     @abstractmethod
     def copy_page(self, source: int, target: int) -> None:
-        """All keys of an active page into another."""
+        """Copies all keys of one active page into another."""
 
     def active_of(self, host_pages: PageIds) -> PageIds:
-        """The active page of each host page, -1 where it has none."""
+        """The active page of each host page, -1 where there is none."""
         active: PageIds = self._active_of[host_pages]
         return active
 
     def new_count(self, host_pages: PageIds) -> int:
-        """How many free pages `activate` would take."""
+        """How many free pages `activate` would take for these."""
         return int((self._active_of[host_pages] == NONE).sum())
 
     def activate(self, host_pages: PageIds, latent: LatentPool) -> PageIds:
-        """Active pages for these host pages: shared where they are active, else keys are loaded."""
+        """Active pages of these host pages: shared if active already, else with keys loaded."""
         active = self.active_of(host_pages)
         fresh = active == NONE
         self.pages.hold(active[~fresh])
@@ -69,14 +69,15 @@ class ActivePages(ABC):
         return active
 
     def leave(self, active: PageIds) -> PageIds:
-        """One holder less; returns the pages that leave, whose host pages may be active anew."""
+        """Drops a holder of each; returns the pages that leave, whose host pages may be
+        activated."""
         leaving = self.pages.drop(active)
         assert (self.host_page_of[active] != NONE).all(), "a page that is not active was left"
         self._active_of[self.host_page_of[leaving]] = NONE
         return leaving
 
     def free(self, leaving: PageIds) -> None:
-        """No slot and no copy refers to these ids any more."""
+        """Frees these ids: no slot and no copy refers to them any more."""
         assert (self.host_page_of[leaving] != NONE).all(), "a page was freed that had not left"
         active = self._active_of[self.host_page_of[leaving]]
         assert (active != leaving).all(), "a page that sequences still use was freed"
@@ -104,7 +105,7 @@ class ActivePages(ABC):
 
 
 class IndexPool(ActivePages):
-    """Keys in memory of the host. `fd` is the memory file that they lie in, if they lie in one."""
+    """Keys in host memory; `fd` is their memory file, if they lie in one."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class IndexPool(ActivePages):
 
 
 def page_rows(active: PageIds) -> RowIds:
-    """All row ids of these pages."""
+    """All row ids of these pages, page after page."""
     assert (active >= 0).all(), f"no page has the number {active[active < 0][:1]}"
     offsets = np.arange(PAGE_ROWS, dtype=np.int32)
     rows: RowIds = (active[:, None] * np.int32(PAGE_ROWS) + offsets).reshape(-1)
@@ -141,9 +142,9 @@ def page_rows(active: PageIds) -> RowIds:
 class PageTables:
     """A line of active pages for each active sequence: how kernels turn positions into rows.
 
-    `lengths` is the device's own count of each line's positions. It may be ahead of what the host
-    knows: a step adds what it accepts here at once, the host learns it later. `texts` is the same
-    of tokens, where a position is of several.
+    `lengths` is the device's own count of each line's positions. It may be ahead of the host's: a
+    step adds what it accepts here at once, the host learns it later. `texts` counts tokens in the
+    same way, where a position holds several.
     """
 
     def __init__(self, *, sequence_max: int, page_max: int) -> None:
@@ -167,14 +168,14 @@ class PageTables:
         return line
 
     def enter(self, active: PageIds, length: int) -> int:
-        """A free line, which has these pages and so many positions from now on."""
+        """Takes a free line for these pages and this many positions."""
         line = self.take()
         self.extend(line, 0, active)
         self.set_length(line, length)
         return line
 
     def extend(self, line: int, first: int, active: PageIds) -> None:
-        """Pages of a line from the first-th on. Its length may be known to a device only."""
+        """Sets pages of a line from number `first` on. Only a device may know the line's length."""
         assert first == 0 or self.lines[line, first - 1] != NONE, f"line {line} grows behind a gap"
         self.lines[line, first : first + len(active)] = active
 
@@ -183,7 +184,7 @@ class PageTables:
         self.lengths[line] = length
 
     def advance(self, lines: list[int], counts: list[int]) -> None:
-        """So many positions more on each of these lines."""
+        """Adds each count to the length of its line."""
         self.lengths[lines] += np.array(counts, np.int32)
 
     def set_text(self, line: int, length: int) -> None:
@@ -207,18 +208,18 @@ class PageTables:
         return self.rows_of(line, np.arange(start, start + count, dtype=np.int32))
 
     def rows_of(self, line: int, positions: RowIds) -> RowIds:
-        """Row ids of some positions of a line."""
+        """Row ids of some positions of one line."""
         return self.rows_at(np.full(len(positions), line, np.int32), positions)
 
     def rows_at(self, lines: RowIds, positions: RowIds) -> RowIds:
-        """Row ids of positions that each lie in a line of its own."""
+        """Row ids of positions, each in a line of its own."""
         pages = self.lines[lines, positions // PAGE_ROWS]
         assert (pages >= 0).all(), f"no page for position {positions[pages < 0][:1]}"
         rows: RowIds = pages * np.int32(PAGE_ROWS) + positions % np.int32(PAGE_ROWS)
         return rows
 
     def check(self, pages: PagePool) -> None:
-        """`pages` counts a holder for each line that names a page."""
+        """Audits; `pages` counts a holder for each line that names a page."""
         free = set(self._free)
         assert len(free) == len(self._free), "the free list names a line twice"
         assert (self.lines[self._free] == NONE).all(), "a free line has pages"

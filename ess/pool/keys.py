@@ -47,14 +47,14 @@ class KeyPages:
         return int(self._values.shape[3] + self._scales.shape[3])
 
     def write(self, layer: int, rows: RowIds, keys: Bytes) -> None:
-        """`keys` [n, key_bytes]: a record for each key, its values, then its scale."""
+        """Writes `keys` [n, key_bytes], each the values of a key, then its scale."""
         assert keys.shape == (len(rows), self.key_bytes), f"{len(rows)} rows, keys {keys.shape}"
         page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
         self._values[layer, page, offset] = keys[:, : self.value_bytes]
         self._scales[layer, page, offset] = keys[:, self.value_bytes :]
 
     def side(self, layer: int) -> tuple[int, int, int, int]:
-        """For native code: where the layer begins, its pages, the bytes of a value and a scale."""
+        """For native code: address, page count, bytes of a key's value part and of its scale."""
         assert 0 <= layer < self.layer_count, f"layer {layer} of {self.layer_count}"
         at = self._base + layer * self.pages.strides[0]
         return at, self.pages.shape[1], self.value_bytes, self._scales.shape[3]
@@ -68,7 +68,7 @@ class KeyPages:
     def copy_keys(
         self, source: KeyPages, source_rows: RowIds, rows: RowIds, *, layers: Sequence[int]
     ) -> None:
-        """The same keys of these layers from another tier, key by key."""
+        """Copies keys of these layers from another tier, key by key."""
         assert len(source_rows) == len(rows), f"{len(source_rows)} keys to {len(rows)} rows"
         assert self.key_bytes == source.key_bytes, f"keys of {source.key_bytes} bytes"
         if native.available():
@@ -91,7 +91,7 @@ class KeyPages:
     def copying(
         self, source: KeyPages, lists: tuple[int, ...], counts: tuple[int, int]
     ) -> tuple[int, ...]:
-        """A `KeyCopy` of csrc/cpu/keys.cpp: `lists` are where rows there, here and layers lie."""
+        """A `KeyCopy` of csrc/cpu/keys.cpp; `lists`: addresses of source rows, rows, layers."""
         assert self.value_bytes == source.value_bytes, f"values of {source.value_bytes} bytes"
         sides = (source._base, source.pages.shape[1], self._base, self.pages.shape[1])
         layer_max = min(self.layer_count, source.layer_count)
@@ -123,5 +123,5 @@ def _by_key(part: Bytes) -> Bytes:
 
 @functools.cache
 def _copy() -> Callable[[bytes], int]:
-    """Takes a `KeyCopy` of csrc/cpu/keys.cpp, packed."""
+    """The native function; it takes a packed `KeyCopy` of csrc/cpu/keys.cpp."""
     return native.function("ess_keys_copy", [ctypes.c_char_p], ctypes.c_int32)

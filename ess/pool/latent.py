@@ -6,9 +6,9 @@ prefetch read this row, is an import a duplicate, how long is a sequence, and ma
 published for reuse (all 64 bits in every layer, MTP and index keys included). Freed rows are filled
 with 0xFF when `poison` is set: NaN in e4m3, bf16 and f32, so that a stale read shouts.
 
-Processes may have the rows and keys in common (`Common`). Each has marks of its own, and they are
-alike, since all make the same calls. One process writes; the others mark what it writes, and `say`
-returns to them when it has.
+Processes may share the rows and keys (`Common`). Each has marks of its own, which are alike because
+all make the same calls. One process writes; the others mark what it writes, and their `say` returns
+when it has written.
 """
 
 from __future__ import annotations
@@ -39,30 +39,29 @@ FULL: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 class CommonMemory(NamedTuple):
-    """Rows [layer][host row] and index keys of some layers; bytes behind them are not used."""
+    """Rows [layer][host row] and index keys of some layers; bytes behind them are unused."""
 
     rows: Bytes
     keys: Bytes
 
 
 class Common(Protocol):
-    """Host memory that several processes have in common. They make the same calls in one order."""
+    """Host memory that several processes share. They make the same calls in the same order."""
 
     @property
     def writes(self) -> bool:
-        """One process alone does."""
+        """Whether this process writes; only one does."""
 
     def memory(self, page_count: int) -> CommonMemory: ...
 
     def written(self) -> None:
-        """Whatever was to be written before this call lies in memory when it returns."""
+        """Returns when all writes before this call lie in memory."""
 
 
 class LatentPool:
-    """`fd` is the memory file that the pool lies in from its first byte on, where it lies in one:
-    other processes can map it. `taken_digest` is of all pages that were taken, in their order.
-    `is_unsaid` between a change and the `say` behind it: until then no
-    process reads what has changed."""
+    """`fd` is the memory file that the pool lies in from its first byte on, if there is one: other
+    processes can map it. `taken_digest` covers all pages taken so far, in order. `is_unsaid`
+    between a change and the `say` behind it: until then no process reads what has changed."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class LatentPool:
 
     @property
     def rows(self) -> Bytes:
-        """[layer][host row], where all rows are of one size."""
+        """Rows as [layer][host row]; all must be of one size."""
         assert not self.layout.rows, "rows of layers are of several sizes"
         return self.row_memory.reshape(len(self.layers), *self.layers[0].shape)
 
@@ -105,11 +104,11 @@ class LatentPool:
         return self._common is not None
 
     def change(self) -> None:
-        """Rows or keys are written, here or by the process that writes."""
+        """Notes that rows or keys were written, here or by the process that writes."""
         self.is_unsaid = self.is_common
 
     def say(self) -> None:
-        """Whatever has changed may be read when this returns, by every process."""
+        """When this returns, every process may read what has changed."""
         if self._common is not None and self.is_unsaid:
             self.is_unsaid = False
             self._common.written()
@@ -135,8 +134,8 @@ class LatentPool:
             assert not self.prefix.is_idle(page), f"page {page} is held and idle"
 
     def undo_hold(self, pages: PageIds, idle_pages: list[int]) -> None:
-        """Where the sequence that held them is refused, before any page was taken: idle pages are
-        forgotten in the order of before, `idle_pages`, and then those that idle since."""
+        """Undoes `hold` for a sequence that was refused before it took a page. Idle pages get back
+        their order of `idle_pages`; pages idle since then follow."""
         unheld = self.pages.drop(pages)
         self.prefix.restore_idle(idle_pages)
         for page in unheld[::-1].tolist():
@@ -144,7 +143,7 @@ class LatentPool:
                 self.prefix.idle(page)
 
     def drop(self, pages: PageIds) -> None:
-        """Holders leave; a page without holders is kept when published, else forgotten at once."""
+        """Drops a holder of each; a page without holders is kept if published, else cleared."""
         idle = self.pages.drop(pages)
         published = np.array([page in self.prefix for page in idle.tolist()], np.bool_)
         for page in idle[published][::-1].tolist():
@@ -153,7 +152,7 @@ class LatentPool:
             self._clear(idle[~published])
 
     def forget(self) -> int:
-        """All idle pages are free again, no longer findable; returns how many."""
+        """Frees all idle pages, so that no prefix leads to them; returns how many."""
         idle = self.prefix.forget_idle()
         self._clear(np.array(idle, np.int32))
         assert self.prefix.idle_count == 0, "an idle page was not forgotten"
@@ -167,13 +166,13 @@ class LatentPool:
         self.pages.give_back(pages)
 
     def parts(self, page: int) -> list[Bytes]:
-        """Where the page's bytes lie: its rows layer by layer, then its keys."""
+        """The memory of a page: its rows layer by layer, then its keys."""
         first = page * PAGE_ROWS
         rows = [layer[first : first + PAGE_ROWS].reshape(-1) for layer in self.layers]
         return [*rows, *(keys[page] for keys in self.keys.pages)]
 
     def spoil(self, pages: PageIds) -> None:
-        """What lies in these pages is nobody's."""
+        """The content of these pages belongs to no text any more: poisons it under test."""
         assert not self.stored[:, pages].any(), "rows that are stored are somebody's"
         if self._poison:
             for page in pages.tolist():
@@ -181,7 +180,7 @@ class LatentPool:
                     part.fill(POISON)
 
     def mark_rows(self, layers: Layers, host_rows: RowIds) -> None:
-        """These rows of these layers hold their values now."""
+        """Notes that these rows of these layers hold their values now."""
         _mark(self.stored, layers, host_rows)
         self.change()
 
@@ -202,8 +201,8 @@ class LatentPool:
         self.mark_keys(layers, host_rows)
 
     def mark_arrived(self, pages: PageIds, row_count: int) -> None:
-        """The first `row_count` rows of these pages lie there in all layers, with their keys; what
-        came behind them is nobody's."""
+        """Notes that the first `row_count` rows of these pages are written in all layers, with
+        their keys; poisons the rest of the last page under test."""
         full_count, rest = divmod(row_count, PAGE_ROWS)
         assert len(pages) == full_count + (rest > 0), f"{row_count} rows on {len(pages)} pages"
         assert not self.stored[:, pages].any(), "a page that arrives had rows before"
@@ -231,7 +230,7 @@ class LatentPool:
         return _is_marked(self.keyed[key_layer], host_rows)
 
     def leading_count(self, pages: PageIds) -> int:
-        """Positions from 0 on that every main layer has: the length of these pages' sequence."""
+        """Length of the sequence on these pages: leading positions that every main layer has."""
         if len(pages) == 0:
             return 0
         common = np.bitwise_and.reduce(self.stored[: self.layout.layer_count, pages], axis=0)
@@ -244,7 +243,7 @@ class LatentPool:
         return full_count * PAGE_ROWS + (missing & -missing).bit_length() - 1
 
     def is_complete(self, page: int) -> bool:
-        """All 64 rows stored in all layers, MTP and index keys included."""
+        """Whether all 64 rows are stored in all layers, MTP and index keys included."""
         return bool((self.stored[:, page] == FULL).all() and (self.keyed[:, page] == FULL).all())
 
     def publish(
@@ -255,7 +254,7 @@ class LatentPool:
         return self.prefix.publish(page, content, parent=parent, text=text)
 
     def copy_page(self, source: int, target: int) -> None:
-        """A fork's own copy of a partial page."""
+        """Copies a partial page for a fork."""
         assert source != target, f"page {source} onto itself"
         assert target not in self.prefix, f"page {target} is published: its text cannot change"
         assert self.pages.hold_count(target) == 1, f"page {target} is not the fork's alone"
@@ -287,7 +286,7 @@ class LatentPool:
 
 
 def split(layout: ModelLayout, memory: Bytes) -> CommonMemory:
-    """How a pool lies in its memory: rows [layer][host row], then the keys."""
+    """Splits a pool's memory: rows [layer][host row], then the keys."""
     page_count = len(memory) // layout.host_page_bytes
     assert page_count > 0, f"{len(memory)} bytes hold no page of {layout.host_page_bytes}"
     end = page_count * PAGE_ROWS * layout.token_row_bytes
@@ -297,7 +296,7 @@ def split(layout: ModelLayout, memory: Bytes) -> CommonMemory:
 def laid_out(
     layout: ModelLayout, memory: Bytes, keys: Bytes
 ) -> tuple[tuple[Bytes, ...], KeyPages, Bytes]:
-    """Each layer's rows; the keys; and the memory of all rows."""
+    """The rows of each layer; the keys; and the memory of all rows."""
     row_count, layers, end = len(memory) // layout.token_row_bytes, list[Bytes](), 0
     assert row_count % PAGE_ROWS == 0, f"{row_count} rows are no whole pages"
     for row_bytes in layout.layer_bytes(range(layout.layer_total)):

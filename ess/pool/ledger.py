@@ -20,8 +20,8 @@ Promise = Literal["all", "some"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """`name` is the word for what it counts; `times` says in refusals how often each is held, and
-    `advice` what makes more of it."""
+    """`name` is the word for the things it counts; refusals say with `times` how often each is
+    held, and with `advice` how to get more."""
 
     name: str
     unit_bytes: int
@@ -57,7 +57,7 @@ class Ledger:
         return {name: account.capacity for name, account in self._accounts.items()}
 
     def limit(self, capacities: Mapping[str, int]) -> None:
-        """From now on no more is admitted than these hold, which may be less than the pools do."""
+        """Admits from now on no more than these, which may be less than the pools hold."""
         assert not self._open, "reservations were made before the limit"
         for name, count in capacities.items():
             account = self._accounts[name]
@@ -65,14 +65,14 @@ class Ledger:
             self._accounts[name] = replace(account, capacity=count)
 
     def reserve(self, needs: Mapping[str, int]) -> Reservation:
-        """All of `needs` or PoolFull, which names the account that falls shortest."""
+        """Reserves all of `needs`, or raises PoolFull naming the account that falls shortest."""
         self._refuse_if_short(needs)
         reservation = Reservation({name: needs.get(name, 0) for name in self._accounts})
         self._open.append(reservation)
         return reservation
 
     def require(self, needs: Mapping[str, int]) -> None:
-        """PoolFull for ever, if not even empty pools could hold `needs`."""
+        """Raises a permanent PoolFull if not even empty pools could hold `needs`."""
         for name, count in needs.items():
             if count > self._accounts[name].capacity:
                 raise self._refusal(self._accounts[name], count, self.free(name))
@@ -84,7 +84,7 @@ class Ledger:
             reservation.promised[name] += count
 
     def draw(self, reservation: Reservation, name: str, count: int) -> None:
-        """The pool has handed out `count`: they are no longer a promise."""
+        """The pool has handed out `count` units: they are a promise no longer."""
         assert reservation.is_open, "a released reservation was drawn on"
         assert 0 <= count <= reservation.promised[name], (name, count, reservation.promised[name])
         reservation.promised[name] -= count

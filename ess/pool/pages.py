@@ -1,9 +1,9 @@
 """Reference-counted pages of 64 rows.
 
-A page is free, held (count > 0), or idle: without a holder, but its owner has not given it back.
-Idle is where the two pools differ. The latent pool keeps idle pages as prefix cache until it needs
-room; the index pool keeps them until the last copy that touches them has landed, so that a reused
-id never serves another prompt's row. This class only counts; its owner decides what idle means.
+A page is free, held (count > 0), or idle: without a holder but not given back yet. The two pools
+differ in idle pages. The latent pool keeps them as prefix cache until it needs room; the index pool
+keeps them until the last copy that touches them has landed, so that a reused id never serves
+another prompt's row. This class only counts; its owner decides what idle means.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class PagePool:
         return pages
 
     def hold(self, pages: PageIds) -> None:
-        """One more holder for each page; an idle page is in use again."""
+        """Adds a holder to each page; an idle page is in use again."""
         assert not self._is_free[pages].any(), "a free page cannot be held, only taken"
         np.add.at(self._hold_count, pages, 1)
 
     def drop(self, pages: PageIds) -> PageIds:
-        """One holder less for each page; returns those that are idle now."""
+        """Removes a holder from each page; returns those that are idle now."""
         np.subtract.at(self._hold_count, pages, 1)
         assert (self._hold_count[pages] >= 0).all(), "a page was dropped more often than held"
         idle: PageIds = pages[self._hold_count[pages] == 0]
         return idle
 
     def give_back(self, pages: PageIds) -> None:
-        """Idle pages become free."""
+        """Frees idle pages."""
         assert not self._is_free[pages].any(), "a page was given back twice"
         assert (self._hold_count[pages] == 0).all(), "a held page cannot be given back"
         self._is_free[pages] = True

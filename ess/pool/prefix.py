@@ -21,7 +21,7 @@ HASH_BYTES = 16
 
 
 def root_hash(salt: bytes) -> bytes:
-    """The parent of first pages. Different salts never share pages."""
+    """The hash that stands for the parent of first pages. Different salts never share pages."""
     return hashlib.blake2b(salt, digest_size=HASH_BYTES).digest()
 
 
@@ -35,7 +35,7 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 def page_hashes(
     tokens: Sequence[int], *, salt: bytes = b"", page_tokens: int = PAGE_ROWS
 ) -> list[bytes]:
-    """A hash for each full page of so many tokens, over all tokens up to its end."""
+    """The hash of each full page, over all tokens up to its end."""
     hashes = []
     parent = root_hash(salt)
     for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
@@ -46,7 +46,7 @@ def page_hashes(
 
 
 class PrefixListener(Protocol):
-    """Told what the index knows, in the order in which it learns and forgets."""
+    """Hears of every change of the index, in order."""
 
     def published(self, content: bytes, *, parent: bytes, text: Sequence[int]) -> None: ...
 
@@ -56,7 +56,7 @@ class PrefixListener(Protocol):
 
 
 class PrefixIndex:
-    """`listeners` are told of every change; a publisher then gives the page's text too."""
+    """`listeners` hear of every change; with listeners a publisher passes the page's text too."""
 
     def __init__(self) -> None:
         self.listeners: list[PrefixListener] = []
@@ -77,7 +77,7 @@ class PrefixIndex:
         return page in self._hash_of
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Pages of the longest known prefix."""
+        """Pages of the longest prefix that is published."""
         pages = []
         for item in hashes:
             page = self._page_of.get(item)
@@ -88,13 +88,13 @@ class PrefixIndex:
         return pages
 
     def content_of(self, page: int) -> bytes | None:
-        """The hash of its text, if it is published."""
+        """The hash of the page's text, if it is published."""
         return self._hash_of.get(page)
 
     def publish(
         self, page: int, content: bytes, *, parent: bytes = b"", text: Sequence[int] = ()
     ) -> bool:
-        """False when this text is already published on another page: the earlier page stays."""
+        """Returns False when another page has this text already; that page stays."""
         assert page not in self._idle, "an idle page is complete and was published before"
         if self._page_of.get(content, page) != page:
             return False
@@ -118,12 +118,11 @@ class PrefixIndex:
         self._idle.pop(page, None)
 
     def idle_pages(self) -> list[int]:
-        """The page used longest ago first."""
+        """The idle pages, the longest unused first."""
         return list(self._idle)
 
     def restore_idle(self, pages: list[int]) -> None:
-        """Takes back every `busy` since the call of `idle_pages` that returned these. What has
-        become idle since comes behind them."""
+        """Undoes every `busy` since `idle_pages` returned these. Pages idle since then follow."""
         before = set(pages)
         assert before <= self._hash_of.keys(), "a page that was idle has been forgotten"
         since = [page for page in self._idle if page not in before]
@@ -133,14 +132,14 @@ class PrefixIndex:
         return page in self._idle
 
     def forget_oldest(self) -> int:
-        """The idle page that was used longest ago; from now on no prefix leads to it."""
+        """Unpublishes the longest unused idle page and returns it."""
         page, content = self._forget()
         for listener in self.listeners:
             listener.forgotten([content])
         return page
 
     def forget_idle(self) -> list[int]:
-        """All idle pages, the one used longest ago first."""
+        """Unpublishes all idle pages and returns them, the longest unused first."""
         forgotten = [self._forget() for _ in range(self.idle_count)]
         for listener in self.listeners:
             if not self._hash_of:

@@ -1,10 +1,10 @@
-"""How memory for slots is divided: a slab for each size of rows, in chunks, and whose they are.
+"""How memory for slots is divided: a slab for each size of rows, in chunks that groups own.
 
 The slabs lie behind one another in one memory, widest rows first. Slot s of a slab with rows of b
-bytes lies at byte s * b of that memory, so each slab is a matrix that begins where the memory does,
-and slots have numbers that no two slabs share: a slab begins at byte x with slot x / b, the one
-before it ends at most there, with wider rows, so with lower numbers. Numbers between them are
-nobody's. Chunks of a slab change between its own groups; no chunk leaves its slab.
+bytes lies at byte s * b of that memory, so each slab is a matrix that begins where the memory does.
+No two slabs share a slot number: a slab that begins at byte x has slots from x / b on; the slab
+before it ends at or before x and has wider rows, so its numbers are lower. Numbers in between
+belong to no slab. Chunks of a slab change between its own groups; no chunk leaves its slab.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Slab:
         return self.stop * self.row_bytes
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Of each chunk its owner and its first slot."""
+        """The owner and the first slot of each chunk."""
         owners = np.repeat(self.groups, self.counts).tolist()
         return ((group, self.first + at * self.chunk_rows) for at, group in enumerate(owners))
 
 
 def blocks_of(first: int, chunk_rows: int, layer_count: int) -> SlotIds:
-    """Where the blocks begin that a chunk gives to a group of so many layers."""
+    """First slots of the blocks that a chunk gives to a group of `layer_count` layers."""
     stride = layer_count * PAGE_ROWS
     starts = np.arange(0, chunk_rows - stride + 1, stride, dtype=np.int32)
     blocks: SlotIds = starts + np.int32(first)
@@ -61,9 +61,9 @@ def divided(
     share: Callable[[Sequence[int], int], list[int]],
     weigh: Callable[[int], float],
 ) -> list[Slab]:
-    """All slabs; none if some group would get no chunk. `share` says how many chunks of its slab
-    each of these groups gets, `weigh` how many slots a group should have beside others. The last
-    slab has what whole chunks for all groups leave."""
+    """Divides the memory; no slabs if a group would get no chunk. `share` gives these groups their
+    chunks of a slab, `weigh` says how many slots a group should have relative to others. The last
+    slab also gets the memory that is left."""
     fits, fails = -1, byte_count // (PAGE_ROWS * layout.row_sizes[-1]) + 1
     while fails - fits > 1:
         middle = (fits + fails) // 2
@@ -96,8 +96,8 @@ def _slabs(
 
 
 def _counts(layout: ModelLayout, blocks: int, weigh: Callable[[int], float]) -> list[int]:
-    """Chunks of each slab in which a group that weighs 1 has so many blocks of 64 slots, whatever
-    is lost where chunks are shared out: one for each group."""
+    """Chunks of each slab such that a group that weighs 1 gets `blocks` blocks of 64 slots. One
+    more for each group covers what rounding loses when chunks are shared out."""
     counts = []
     for size in layout.row_sizes:
         most, groups = layout.size_layers_max(size), layout.size_groups(size)
@@ -107,7 +107,7 @@ def _counts(layout: ModelLayout, blocks: int, weigh: Callable[[int], float]) -> 
 
 
 def _ends(layout: ModelLayout, counts: Sequence[int]) -> list[int]:
-    """Where slabs of so many chunks end, in bytes."""
+    """The byte at which each slab ends, given its chunks."""
     ends, end = list[int](), 0
     for size, count in zip(layout.row_sizes, counts, strict=True):
         end = align_up(end, PAGE_ROWS * size) + count * layout.size_chunk_bytes(size)
@@ -116,5 +116,5 @@ def _ends(layout: ModelLayout, counts: Sequence[int]) -> list[int]:
 
 
 def least_bytes(layout: ModelLayout) -> int:
-    """Enough for a chunk of each group."""
+    """The least memory that holds a chunk for each group."""
     return _ends(layout, [len(layout.size_groups(size)) for size in layout.row_sizes])[-1]

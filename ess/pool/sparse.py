@@ -44,10 +44,10 @@ TICKET_MAX: Final = 1 << 30
 
 
 class SparsePool:
-    """`departed_count` grows by the rows that leave under pressure or with their page, and by one
-    with a chunk that moves, be it empty: what was known of residency and of free slots at one count
-    holds while the count stands. Groups with a window count in `window_departed_count`: in the long
-    run each new row takes the slot of one behind the window."""
+    """`departed_count` grows by each row that leaves under pressure or with its page, and by one
+    for each chunk that moves, even an empty one: residency and free slots as known at one count
+    hold while the count stands. Groups with a window count in `window_departed_count` instead: in
+    the long run each of their new rows takes the slot of a row behind the window."""
 
     def __init__(
         self,
@@ -119,11 +119,11 @@ class SparsePool:
         return self._used_count[group]
 
     def hit_age(self, group: int) -> npt.NDArray[np.int64]:
-        """Hits found at each age since the start: the miss-ratio curve of exact batch LRU."""
+        """How many hits had each age since the start: the miss-ratio curve of exact batch LRU."""
         return self._arenas[group].hit_age.copy()
 
     def resident_age(self, group: int) -> npt.NDArray[np.int64]:
-        """Rows in slots by the age that they will have in the next step."""
+        """How many rows in slots will have each age in the next step."""
         slots = self._arenas[group].slots
         last_use = self._last_use[slots[self._row_of[slots] >= 0]]
         assert last_use.size == self._used_count[group], f"group {group}: used slots are miscounted"
@@ -132,7 +132,7 @@ class SparsePool:
 
     @property
     def slab(self) -> Bytes:
-        """Of the widest rows; where all are of one size, the only one."""
+        """The slab of the widest rows; the only one where all rows are of one size."""
         return self._views[0]
 
     def slab_of(self, group: int) -> Slab:
@@ -145,7 +145,7 @@ class SparsePool:
         return self._views[self._slab_of[group]][member * PAGE_ROWS :]
 
     def chunk_slots(self, group: int) -> int:
-        """Slots that one chunk gives to this group."""
+        """How many slots one chunk gives to this group."""
         rows, layers = self.slab_of(group).chunk_rows, self.layout.groups[group]
         return len(blocks_of(0, rows, len(layers))) * PAGE_ROWS
 
@@ -155,7 +155,7 @@ class SparsePool:
         return [int(count) for count in counts]
 
     def chunk_max(self, group: int) -> int:
-        """The most that the group may own."""
+        """The most chunks that the group may own."""
         assert 0 <= group < self.layout.group_count, f"there is no group {group}"
         slab = self.slab_of(group)
         return sum(slab.counts) - len(slab.groups) + 1
@@ -163,7 +163,8 @@ class SparsePool:
     # ---- a step
 
     def begin_step(self) -> int:
-        """A new age. Tickets start over, long before they run out, when none is in flight."""
+        """Starts a new age. When no copy is in flight tickets may start over, long before the
+        end."""
         self.step += 1
         if self._ticket > TICKET_MAX and not self._ticket_of.any():
             self._ticket = 0
@@ -171,7 +172,7 @@ class SparsePool:
         return self.step
 
     def plan(self, group: int, rows: RowIds, split: Split) -> FetchPlan:
-        """Claim what the selected `rows` [queries, k] need; where each row is goes to `split`."""
+        """Claims slots for the selected `rows` [queries, k]; `split` gets the place of each row."""
         arena, ticket = self._arenas[group], self.ticket()
         return self._counted(planner.plan(arena, rows, step=self.step, ticket=ticket, split=split))
 
@@ -184,7 +185,7 @@ class SparsePool:
         length: RowIds,
         split: Split,
     ) -> FetchPlan:
-        """`plan` for positions of page table lines; `lookup` has the sources of the claims."""
+        """`plan` for positions in page table lines; `lookup` gets the sources of the claims."""
         layers = self.layout.groups[group]
         plan = planner.resolve(
             self._arenas[group],
@@ -202,12 +203,12 @@ class SparsePool:
     def resolved(
         self, group: int, lookup: Lookup, split: Split, *, ticket: int, claimed: int
     ) -> FetchPlan:
-        """What native code has resolved by `addresses` of this group."""
+        """The plan of a native `resolve` that was called with `addresses` of this group."""
         plan = planner.resolved(self._arenas[group], lookup, split, ticket=ticket, claimed=claimed)
         return self._counted(plan)
 
     def took(self, groups: range, claimed: list[int], evicted: list[int]) -> None:
-        """Native code has resolved in these groups, and what it claimed has landed."""
+        """Counts claims that native code made in these groups and that have landed."""
         for group, claimed_count, gone_count in zip(groups, claimed, evicted, strict=True):
             assert 0 <= gone_count <= claimed_count, f"group {group}: {gone_count} rows gave way"
             self._used_count[group] += claimed_count - gone_count
@@ -222,7 +223,7 @@ class SparsePool:
         length: RowIds,
         logits: npt.NDArray[np.float32],
     ) -> None:
-        """What the indexer gave every position of each query: for eviction by score."""
+        """Scores every position of each query from the indexer's logits: for eviction by score."""
         planner.observe(self._arenas[group], lookup, selection, line_of, length, logits=logits)
 
     def locate_into(
@@ -234,27 +235,27 @@ class SparsePool:
         line_of: RowIds,
         length: RowIds,
     ) -> int:
-        """`locate` for positions of page table lines; returns how many have no landed slot."""
+        """`locate` for positions in page table lines; returns how many have no landed slot."""
         return planner.locate(self._arenas[group], lookup, selection, line_of, length, out=out)
 
     def locate(self, group: int, rows: RowIds) -> SlotIds:
-        """Slots of rows that have landed, -1 for all others. Decides and changes nothing."""
+        """Slots of rows that have landed, -1 for all others. Changes nothing."""
         slots = np.where(rows >= 0, self.slot_of[group, rows], np.int32(-1))
         landed: SlotIds = np.where(self._ticket_of[slots] == 0, slots, np.int32(-1))
         return landed
 
     def warm(self, group: int, rows: RowIds, ages: RowIds) -> FetchPlan:
-        """Rows of late prefill windows, newest first, as if they had been used `ages` steps ago."""
+        """Plans rows of late prefill windows, newest first, as if used `ages` steps ago."""
         arena, ticket = self._arenas[group], self.ticket()
         return self._counted(planner.warm(arena, rows, ages, step=self.step, ticket=ticket))
 
     def fill(self, group: int, rows: RowIds) -> FetchPlan:
-        """Rows for free slots while these last; no row gives way."""
+        """Plans rows into free slots while these last; no row gives way."""
         arena, ticket = self._arenas[group], self.ticket()
         return self._counted(planner.fill(arena, rows, step=self.step, ticket=ticket))
 
     def ticket(self) -> int:
-        """The name of the next copy."""
+        """A new ticket, for the next copy."""
         self._ticket += 1
         assert self._ticket < 1 << 31, "tickets ran out with copies in flight"
         return self._ticket
@@ -273,13 +274,13 @@ class SparsePool:
             self.departed_count += count
 
     def commit(self, plan: FetchPlan) -> None:
-        """The copy's event has passed: these rows are hits from now on."""
+        """The copy of this plan has landed: its rows are hits from now on."""
         assert not plan.is_landed, f"group {plan.group}: a plan that has landed was committed"
         planner.land(self._arenas[plan.group], plan.slots, ticket=plan.ticket)
 
     def claim_new(self, groups: range, rows: RowIds) -> SlotIds:
-        """Dirty slots for rows that this step writes: a line per group, up to the first group that
-        has too few of them, where nothing changes."""
+        """Claims dirty slots for rows that this step writes: a line per group, ending before the
+        first group that has too few slots; that group stays unchanged."""
         assert 0 <= groups.start <= groups.stop <= self.layout.group_count, f"groups {groups}"
         arenas = self._arenas[groups.start : groups.stop]
         slots = np.empty((len(groups), len(rows)), np.int32)
@@ -299,24 +300,24 @@ class SparsePool:
             self.slots_of(group, member)[slots] = POISON
 
     def settle(self, slots: SlotIds) -> None:
-        """Stores of these slots, of any groups, have landed."""
+        """The stores of these slots, in any groups, have landed."""
         planner.settle(self._arenas[0], slots)
 
     def drop(self, groups: Sequence[int], rows: RowIds) -> None:
         self.left(groups, planner.drop_each([self._arenas[group] for group in groups], rows))
 
     def left(self, groups: Sequence[int], counts: Sequence[int]) -> None:
-        """So many rows were dropped."""
+        """Counts dropped rows out of each group."""
         for group, count in zip(groups, counts, strict=True):
             self._used_count[group] -= count
             assert self._used_count[group] >= 0, f"group {group} lost rows that it did not have"
 
     def addresses(self, groups: Sequence[int]) -> list[int]:
-        """Of these groups' records, for a native call that is made at once."""
+        """Addresses of these groups' native records, to be used at once."""
         return planner.addresses([self._arenas[group] for group in groups])
 
     def drop_pages(self, active: PageIds) -> None:
-        """All rows of these pages leave every group: their ids may be used again."""
+        """All rows of these pages leave every group: the page ids may be used again."""
         rows = page_rows(active)
         before = self._used_count.copy()
         self.drop(range(self.layout.group_count), rows)
@@ -326,7 +327,7 @@ class SparsePool:
     # ---- budgets
 
     def move_chunk(self, source: int, target: int) -> bool:
-        """Give `target` a chunk of `source`: the last that no step and no copy holds on to."""
+        """Gives `target` the last chunk of `source` that no step and no copy uses, if any."""
         assert source != target, f"group {source} cannot give itself a chunk"
         assert self.slab_of(source) is self.slab_of(target), f"rows of {source} and {target} differ"
         for chunk in np.flatnonzero(self._owner_of == source)[:0:-1].tolist():
@@ -358,7 +359,7 @@ class SparsePool:
     # ---- audit
 
     def copies(self, group: int) -> tuple[SlotIds, RowIds]:
-        """Slots that must hold what the host holds, and their rows: landed and not dirty."""
+        """Slots that must equal the host's rows, being landed and not dirty, and these rows."""
         slots = self._arenas[group].slots
         clean = (self._dirty[slots] == 0) & (self._ticket_of[slots] == 0)
         slots = slots[clean & (self._row_of[slots] >= 0)].astype(np.int32)
@@ -387,7 +388,7 @@ class SparsePool:
 
 
 def chunk_blocks(layout: ModelLayout, group: int, chunk: int) -> SlotIds:
-    """Where the blocks begin that a chunk gives to this group, where all rows are of one size."""
+    """First slots of a chunk's blocks for this group, where all rows are of one size."""
     chunk_rows = layout.group_layers_max * PAGE_ROWS
     return blocks_of(chunk * chunk_rows, chunk_rows, len(layout.groups[group]))
 
@@ -399,7 +400,7 @@ def _matrix(memory: Bytes, row_bytes: int) -> Bytes:
 def even_owners(
     layout: ModelLayout, chunk_count: int, slots_each: int | None = None
 ) -> npt.NDArray[np.int32]:
-    """Owner of each chunk, as `even_chunks` shares them out."""
+    """The owner of each chunk, as `even_chunks` shares them out."""
     return owners_of(even_chunks(layout, chunk_count, slots_each))
 
 

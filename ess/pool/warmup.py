@@ -24,14 +24,14 @@ WINDOW_MAX: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmSet:
-    """Positions newest window first, and the age each has when decode begins."""
+    """Positions, newest window first, and the age of each when decode begins."""
 
     positions: Positions
     ages: Positions
 
 
 def last_windows(windows: Positions) -> WindowSet:
-    """`windows` [w, k], oldest first, -1 padded -> distinct positions and their last window."""
+    """Distinct positions of `windows` [w, k] (oldest first, -1 padded) and their last window."""
     assert windows.ndim == 2, f"windows of shape {windows.shape}, not [window, position]"
     number = np.repeat(np.arange(len(windows), dtype=np.int32), windows.shape[1])
     flat = windows.reshape(-1)
@@ -44,7 +44,7 @@ def last_windows(windows: Positions) -> WindowSet:
 
 
 def warm_set(positions: Positions, windows: Positions, window_count: int) -> WarmSet:
-    """(position, last window) pairs as an ordered set; window numbers count from 0, the oldest."""
+    """Orders (position, last window) pairs by window, newest first; window 0 is the oldest."""
     assert positions.shape == windows.shape, f"{positions.size} positions, {windows.size} windows"
     assert ((windows >= 0) & (windows < window_count)).all(), "a window outside the replay"
     order = np.lexsort((positions, -windows))

@@ -1,9 +1,8 @@
-"""Which text lies in which record: a SQLite file, written in transactions that are on the disk when
-they return.
+"""Which text lies in which record: a SQLite file. A transaction is on the disk when it returns.
 
-It is the only thing that makes a record findable. So a row is deleted before its record is
-overwritten, and written when the record's bytes are on the disk: at every moment each row names
-bytes that were stored under its hash, or bytes that their checksum refuses.
+Only the catalogue leads to a record. So a row is deleted before its record is overwritten, and
+written after the record's bytes are on the disk: at every moment each row names bytes that were
+stored under its hash, or bytes that their checksum refuses.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ USED_MAX: Final = 1 << 62
 KEY: Final = "what these pages are of"
 
 ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
-"""What SQLite raises: its messages may quote damaged bytes, which Python cannot decode then."""
+"""SQLite's errors; their messages may quote damaged bytes, which Python cannot decode then."""
 
 _TABLES: Final = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
@@ -30,12 +29,12 @@ CREATE TABLE pages (
 
 
 class Unusable(Exception):
-    """The catalogue cannot be used: a clause that says why."""
+    """The catalogue cannot be used; the message is a clause that says why."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A text's record. `used` grows with every use of any text."""
+    """The record of a text. `used` grows with every use of any text."""
 
     content: bytes
     record: int
@@ -44,10 +43,10 @@ class Entry:
 
 
 class Catalogue:
-    """One thread at a time calls it."""
+    """The open SQLite file, for one thread at a time."""
 
     def __init__(self, path: Path, *, identity: bytes, page_bytes: int) -> None:
-        """Unusable where it is damaged or of something else; a new one where there is none."""
+        """Creates the file if there is none; Unusable if it is damaged or of something else."""
         self._page_bytes = page_bytes
         is_new = not path.exists()
         path.touch(mode=0o600)
@@ -77,8 +76,8 @@ class Catalogue:
             raise Unusable("its pages are of another model, row form, layout or version")
 
     def entries(self, record_max: int) -> list[Entry]:
-        """Those in the first `record_max` records, the entry used longest ago first; rows of others
-        are deleted. Unusable where rows contradict one another."""
+        """Entries in the first `record_max` records, the longest unused first; deletes the other
+        rows. Unusable where rows contradict one another."""
         made = "SELECT content, record, crc, used, size FROM pages ORDER BY used"
         try:
             rows = self._base.execute(made).fetchall()
@@ -107,7 +106,7 @@ class Catalogue:
         come: Sequence[Entry] = (),
         used: Sequence[Entry] = (),
     ) -> None:
-        """One transaction, on the disk when this returns; one of ERRORS, and nothing is changed."""
+        """Makes one transaction, on the disk at return; after one of ERRORS nothing has changed."""
         lost = [(content,) for content in gone]
         if not (lost or come or used):
             return

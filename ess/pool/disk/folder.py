@@ -1,4 +1,4 @@
-"""The folder of a disk tier: one process at a time, its files, and when they begin anew."""
+"""The folder of a disk tier: its files, its lock, and when it starts empty."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
 
 
 class DiskFolder:
-    """`opened` says in a sentence why it starts empty, where it could have held pages."""
+    """An open folder; `opened` says in a sentence why a folder that had pages starts empty."""
 
     def __init__(self, path: Path, *, identity: bytes, page_bytes: int, record_max: int) -> None:
         self.opened = ""
@@ -35,8 +35,8 @@ class DiskFolder:
             raise Unavailable(f"{path} takes no pages: {error}") from error
 
     def _begun(self, path: Path, identity: bytes, record_max: int) -> tuple[Catalogue, list[Entry]]:
-        """Rows whose records the slab has lost are forgotten; what lies behind the last record, or
-        belongs to no catalogue, is cut off."""
+        """Forgets rows whose records the slab has lost, and cuts off what lies behind the last
+        record or belongs to no catalogue."""
         if (path / CATALOGUE).exists():
             try:
                 return self._read(path, identity, record_max)
@@ -64,7 +64,7 @@ class DiskFolder:
 
 
 def _locked(path: Path) -> int:
-    """A file that this process alone holds, until it ends in whatever way."""
+    """Opens and locks a file for this process, until the process ends in whatever way."""
     held = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Which records are whose, which was used longest ago, and which must stay: plain bookkeeping.
+"""Which record holds which text, which was used longest ago, which must stay: bookkeeping only.
 
-A record is free, taken by a batch that is being written, of a text, or leaving: its text is no
-longer found, and the catalogue has still to forget it before the record is free.
+A record is free, or taken by a batch that is being written, or holds a text, or is leaving: its
+text can no longer be found, and the catalogue must forget it before the record is free.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ess.pool.disk.catalogue import Entry
 
 
 class Records:
-    """Guarded by its tier's lock. `uses` are entries used since the catalogue was last told."""
+    """The tier's lock guards it. `uses` are the entries used since the catalogue was last told."""
 
     def __init__(self, entries: Iterable[Entry], *, record_max: int) -> None:
-        """`entries`: the entry used longest ago first."""
+        """`entries`: the longest unused first."""
         self.record_max = record_max
         self.uses: dict[bytes, Entry] = {}
         self._entries = OrderedDict((entry.content, entry) for entry in entries)
@@ -41,15 +41,15 @@ class Records:
         return self._entries.get(content)
 
     def leading(self, contents: Sequence[bytes]) -> Sequence[bytes]:
-        """The longest prefix of which every text is here."""
+        """The longest prefix of `contents` whose texts all have records."""
         for count, content in enumerate(contents):
             if content not in self._entries:
                 return contents[:count]
         return contents
 
     def use(self, contents: Iterable[bytes]) -> None:
-        """These are used now, the last of them last. Of a prompt's pages the deepest comes first: a
-        page without its parents can never be found again."""
+        """Marks these as used now, the last of them last. The deepest page of a prompt comes first
+        in `contents`: a page without its parents can never be found again."""
         for content in contents:
             entry = self._entries.get(content)
             if entry is not None:
@@ -59,7 +59,7 @@ class Records:
                 self.uses[content] = entry
 
     def hold(self, contents: Iterable[bytes]) -> None:
-        """Once more each: no other text takes their records."""
+        """Adds a hold to each: no other text takes their records."""
         self._holds.update(contents)
 
     def drop(self, contents: Iterable[bytes]) -> None:
@@ -70,8 +70,8 @@ class Records:
                 del self._holds[content]
 
     def take(self, count: int) -> tuple[list[int], list[Entry]]:
-        """Records for at most `count` texts, and the entries that gave theirs up: those used
-        longest ago, of which none is held."""
+        """Records for at most `count` texts, and the entries that gave up theirs: the longest
+        unused without a hold."""
         records = [self._free.pop() for _ in range(min(count, len(self._free)))]
         new_count = min(count - len(records), self.record_max - self._first_new)
         records += range(self._first_new, self._first_new + new_count)
@@ -87,7 +87,7 @@ class Records:
         return [*records, *(entry.record for entry in victims)], victims
 
     def remove(self, entry: Entry) -> None:
-        """From now on its text is not found; its record is still taken."""
+        """Its text cannot be found from now on; its record stays taken."""
         del self._entries[entry.content]
         self.uses.pop(entry.content, None)
 
@@ -99,7 +99,7 @@ class Records:
         return removed
 
     def stamp(self, entries: Iterable[Entry]) -> None:
-        """These are new; the last of them is used last."""
+        """Marks new entries as used now, the last of them last."""
         for entry in entries:
             self._used += 1
             entry.used = self._used
@@ -111,11 +111,11 @@ class Records:
         self.use([entry.content])
 
     def put_back(self, records: Iterable[int]) -> None:
-        """Taken records that hold no text."""
+        """Frees taken records that hold no text."""
         self._free += records
 
     def check(self, *, taken_count: int) -> None:
-        """`taken_count` records are of no text and not free: they are written, or leaving."""
+        """Audits; `taken_count` records are taken without a text: being written, or leaving."""
         numbers = [entry.record for entry in self._entries.values()] + self._free
         assert len(set(numbers)) == len(numbers), "a record is twice in use"
         assert all(0 <= number < self._first_new for number in numbers), "a record out of range"

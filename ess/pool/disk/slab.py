@@ -1,7 +1,7 @@
-"""One file of records of equal size, each a page's bytes: read and written in whole records.
+"""One file of equal records, each the bytes of a page: read and written in whole records.
 
-Nothing in here knows what a record holds or whether it is whole: the catalogue says where a text
-lies, and a record's checksum whether it lies there indeed. The checksum begins with the text's
+This module does not know what a record holds or whether it is whole: the catalogue says where a
+text lies, and the record's checksum whether it does lie there. The checksum begins with the text's
 hash, so that a whole record of another text is refused like a torn one.
 """
 
@@ -21,15 +21,15 @@ from ess.units import align_up
 
 Bytes = npt.NDArray[np.uint8]
 Parts = Sequence[Bytes]
-"""Where a record's bytes lie in memory, in their order."""
+"""The places in memory that take a record's bytes, in order."""
 
 ALIGN: Final = 4096
 PARTS_MAX: Final = 512
-"""Of one call to the kernel, which takes 1,024 at most."""
+"""Parts in one call to the kernel, which takes 1,024 at most."""
 
 
 def checksum(content: bytes, parts: Parts) -> int:
-    """CRC-32 over the text's hash and the record's bytes."""
+    """CRC-32 over the text's hash, then the record's bytes."""
     value = zlib.crc32(content)
     for part in parts:
         value = zlib.crc32(part.data, value)
@@ -44,7 +44,7 @@ class Slab:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, record: int, page: Bytes) -> None:
-        """All of it, or OSError; then nobody knows what the record holds."""
+        """Writes the whole record; after an OSError its content is unknown."""
         assert page.nbytes == self.record_bytes, f"{page.nbytes} bytes of {self.record_bytes}"
         left, at = page.data, record * self.stride
         while left:
@@ -54,7 +54,7 @@ class Slab:
             left, at = left[count:], at + count
 
     def read(self, record: int, parts: Parts) -> bool:
-        """Whether the file holds all of the record."""
+        """Reads the record into `parts`; False where the file does not hold all of it."""
         assert sum(part.nbytes for part in parts) == self.record_bytes, "other than one record"
         left, at = [part.data.cast("B") for part in parts], record * self.stride
         while left:
@@ -66,17 +66,17 @@ class Slab:
         return True
 
     def sync(self) -> None:
-        """What was written is on the disk."""
+        """Returns when everything written is on the disk."""
         os.fdatasync(self._file)
 
     @property
     def record_count(self) -> int:
-        """Records that the file holds from first to last byte."""
+        """How many records the file holds whole."""
         size = os.fstat(self._file).st_size
         return (size + self.stride - self.record_bytes) // self.stride
 
     def keep(self, record_count: int) -> None:
-        """Cuts off all records behind the first ones."""
+        """Cuts off all records behind the first `record_count`."""
         if os.fstat(self._file).st_size > record_count * self.stride:
             os.ftruncate(self._file, record_count * self.stride)
 
@@ -85,7 +85,7 @@ class Slab:
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of `parts` when the first `count` bytes are done."""
+    """The parts that remain when the first `count` bytes are done."""
     at = 0
     while at < len(parts) and count >= len(parts[at]):
         count -= len(parts[at])

@@ -1,8 +1,8 @@
-"""Pages by the hash of their text, on disk: what the host pool has forgotten, and what it had when
-the process ended.
+"""Pages on disk by the hash of their text: those that the host pool forgot, and those that it had
+when the process ended.
 
-The tier knows bytes, not pools. It never waits for the disk in the caller's thread, except where a
-method says so, and no failure of the disk leaves it: a page that cannot be read whole is not there.
+The tier knows bytes, not pools. Its methods never wait for the disk in the caller's thread unless
+they say so, and never raise for it: a page that cannot be read whole is not there.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ess.pool.disk.writer import Copy, Writer
 
 READERS: Final = 2
 READ_MAX: Final = 8
-"""Pages that a reader takes at a time."""
+"""The most pages that a reader takes at a time."""
 CLOSE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUse:
-    """Since the start: pages and seconds that reading and writing took; `damaged_count` pages were
-    found broken, `dropped_count` were not stored. `fault` says why none is stored any more."""
+    """Since the start: pages and seconds of reading and writing; `damaged_count` pages were found
+    broken, `dropped_count` were not stored. `fault` says why no more pages are stored."""
 
     page_count: int
     page_max: int
@@ -48,7 +48,7 @@ class DiskUse:
 
 
 class DiskTier:
-    """`opened` says why a folder that held pages starts empty."""
+    """Pages in a folder; `opened` says why a folder that had pages starts empty."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class DiskTier:
         page_bytes: int,
         capacity_bytes: int,
     ) -> None:
-        """`identity` is of all that a page's bytes depend on beside its text."""
+        """`identity` covers all that a page's bytes depend on besides its text."""
         stride = page_bytes + -page_bytes % 4096
         record_max = whole_count("prefix_cache_disk", capacity_bytes, stride)
         self.page_bytes = page_bytes
@@ -80,12 +80,12 @@ class DiskTier:
             return content in self._records
 
     def leading_count(self, contents: Sequence[bytes]) -> int:
-        """Of these texts in their order, how many are here before the first that is not."""
+        """How many leading texts of `contents` are here."""
         with self._lock:
             return len(self._records.leading(contents))
 
     def claim(self, contents: Sequence[bytes]) -> Claim:
-        """The leading pages stay until the claim is released, and count as used now."""
+        """Keeps the leading pages until the claim is released, and marks them as used now."""
         with self._lock:
             held = tuple(self._records.leading(contents))
             self._records.use(reversed(held))
@@ -93,7 +93,7 @@ class DiskTier:
         return Claim(self, held)
 
     def use(self, contents: Iterable[bytes]) -> None:
-        """Where these are here they are used now, the last of them last."""
+        """Marks those of `contents` that are here as used now, the last of them last."""
         with self._lock:
             self._records.use(contents)
 
@@ -102,8 +102,8 @@ class DiskTier:
             self._records.drop(contents)
 
     def load(self, content: bytes, parts: Parts) -> bool:
-        """Reads the page into `parts`; False where it is not here or not whole: then nobody knows
-        what they hold. In any thread."""
+        """Reads the page into `parts`, in any thread. False where it is not here or not whole;
+        `parts` may then hold anything."""
         began_s = time.monotonic()
         with self._lock:
             entry = self._records.find(content)
@@ -123,7 +123,7 @@ class DiskTier:
         return is_whole
 
     def begin_load(self, contents: Sequence[bytes], parts_of: Callable[[int], Parts]) -> Loading:
-        """Beside the caller, the first of `contents` first; `parts_of` says where each goes."""
+        """Loads in other threads, the first of `contents` first, to where `parts_of` says."""
 
         def load(first: int) -> int:
             last = min(first + READ_MAX, len(contents))
@@ -138,7 +138,7 @@ class DiskTier:
     # ---- pages that come and go
 
     def store(self, content: bytes, copy: Copy) -> None:
-        """Behind the caller: `copy` is called in another thread, soon or late, or never."""
+        """Queues a page; another thread calls `copy`, soon, late or never."""
         with self._lock:
             if content in self._records:
                 self._records.use([content])
@@ -146,18 +146,17 @@ class DiskTier:
                 self._writer.add(content, copy)
 
     def lose(self, contents: Iterable[bytes]) -> None:
-        """The pages of these texts get other texts now: what was not stored is dropped."""
+        """These texts' pages are about to hold other texts: drops those not yet stored."""
         with self._lock:
             for content in contents:
                 self._writer.lose(content)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all that was to be stored is on the disk; False where that took too long."""
+        """Waits until the queue is on the disk; False if that takes longer than `timeout_s`."""
         return self._writer.flush(timeout_s)
 
     def forget(self) -> int:
-        """Nothing is found any more, nor after a restart; returns how many pages that were. It
-        waits for the disk."""
+        """Forgets all pages, also for later starts, and returns their count. Waits for the disk."""
         with self._lock:
             if self._records.is_held:
                 raise BadState("pages on disk are held by sequences that wait there")
@@ -196,7 +195,7 @@ class DiskTier:
             self._writer.check()
 
     def close(self) -> None:
-        """Stores what is queued, for some seconds; the rest is dropped."""
+        """Stores queued pages for some seconds; drops the rest."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.flush(CLOSE_S)
         self._writer.end()
@@ -211,7 +210,7 @@ class Claim:
         self._tier = tier
 
     def keep(self, count: int) -> None:
-        """The first `count` stay, the others need not."""
+        """Keeps the first `count` pages, releases the others."""
         self._tier.release(self.contents[count:])
         self.contents = self.contents[:count]
 
@@ -236,15 +235,15 @@ class Loading:
                 run.result()
 
     def cancel(self) -> None:
-        """No page is written into memory any more when this returns; it waits for those that a
-        reader has begun."""
+        """Stops the readers and waits for the pages that they have begun; afterwards no page is
+        written into memory."""
         for run in self._runs:
             run.cancel()
         self.wait()
 
     @property
     def count(self) -> int:
-        """Leading pages that came whole, when it is done."""
+        """How many leading pages came whole; to be read when `is_done`."""
         count = 0
         for run in self._runs:
             assert run.done(), "pages are still on their way"

@@ -1,12 +1,12 @@
 """The thread that writes: a queue of pages in, records and rows of the catalogue out, in batches.
 
-Of a batch the order is what makes a crash harmless at any moment. The rows of the records that it
-will overwrite are deleted; then the bytes are written and synced; then the new rows are written. A
-transaction is on the disk before the next thing begins. So whatever was done when the power went, a
-row leads to its own bytes, to nothing, or to bytes that its checksum refuses.
+The order within a batch makes a crash harmless at any moment. The rows of the records to be
+overwritten are deleted; then the bytes are written and synced; then the new rows are written. Each
+transaction is on the disk before the next step begins. So whenever the power goes, a row leads to
+its own bytes, to none, or to bytes that its checksum refuses.
 
-A page is not copied when it is queued, nor is it held in its pool: the thread copies it when its
-turn comes, and then asks whether it still was that text (`Copy`).
+A queued page is neither copied nor held in its pool: the thread copies it when its turn comes, and
+then asks whether it still had that text (`Copy`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ess.pool.disk.records import Records
 from ess.pool.disk.slab import Bytes, Slab, checksum
 
 Copy = Callable[[Bytes], bool]
-"""Copies a page to where it is told; False where the page had another text before it was done."""
+"""Copies a page to the given place; False where its text changed before the copy was done."""
 
 BATCH_BYTES: Final = 64 << 20
 BATCH_MAX: Final = 256
@@ -32,8 +32,8 @@ QUEUE_MAX: Final = 1 << 16
 
 
 class Writer:
-    """`lock` guards the records, the queue and the counts. `fault` says why nothing is stored any
-    more; it is empty while all is well."""
+    """The writing thread. `lock` guards records, queue and counts. `fault` says why no more pages
+    are stored; it is empty while all is well."""
 
     def __init__(self, slab: Slab, catalogue: Catalogue, records: Records) -> None:
         self.lock = threading.Condition()
@@ -64,12 +64,12 @@ class Writer:
         self.lock.notify_all()
 
     def lose(self, content: bytes) -> None:
-        """The page of this text gets another text now."""
+        """The page of this text is about to hold another text."""
         if self._queue.pop(content, None) is not None:
             self.dropped_count += 1
 
     def remove(self, entry: Entry) -> None:
-        """The entry's record is free when the catalogue has forgotten it."""
+        """Makes the text unfindable now; frees its record once the catalogue has forgotten it."""
         self._records.remove(entry)
         self._leaving.append(entry)
         self.lock.notify_all()
@@ -96,12 +96,12 @@ class Writer:
     # ---- the caller's thread
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until nothing is left to write; False where that took too long."""
+        """Waits until nothing is left to write; False if that takes longer than `timeout_s`."""
         with self.lock:
             return self.lock.wait_for(lambda: self.is_idle or self._is_over, timeout_s)
 
     def end(self) -> None:
-        """What is queued is dropped."""
+        """Drops the queue and ends the thread."""
         with self.lock:
             self._is_ending = True
             self.clear_queue()
@@ -179,7 +179,7 @@ class Writer:
         return written
 
     def _stop(self, error: Exception, *, is_over: bool) -> None:
-        """Records that were taken stay taken: nobody knows what they hold."""
+        """Stores no more pages. Taken records stay taken: what they hold is unknown."""
         with self.lock:
             self.clear_queue()
             self._lost_count += self._taken_count

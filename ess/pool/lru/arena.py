@@ -37,7 +37,7 @@ def make_scratch(slot_count: int) -> Ints:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Arena:
-    """What one layer group knows: which row lives where, since when, and what must not leave.
+    """What one layer group knows: the slot of each row, its last use, and the rows that must stay.
 
     `group` is its number in the layout, which its plans carry.
     `scratch` is working room of the native twin (`make_scratch`). The groups of one slab may share
@@ -57,13 +57,13 @@ class Arena:
     native: Any = field(default=None, init=False, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """An array that is replaced (blocks move between groups) unbinds the native twin."""
+        """Replacing an array (blocks move between groups) unbinds the native twin."""
         object.__setattr__(self, name, value)
         if name != "native":
             object.__setattr__(self, "native", None)
 
     def assert_sound(self) -> None:
-        """The forms that native code relies on. Values are for `check`."""
+        """Asserts the shapes and types that native code relies on; `check` audits the values."""
         shapes = {
             name: getattr(self, name) for name in ("row_of", "last_use", "ticket_of", "dirty")
         }
@@ -115,12 +115,12 @@ class Arena:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Split:
-    """What a plan says of every selected entry, for at most [query_count, top_k] of them.
+    """Where a plan puts its answer for every selected entry, at most [query_count, top_k] of them.
 
-    A plan of rows [Q, k] writes the top-left [Q, k] of every array and the first Q counts, all of
-    it; the rest keeps what it had. `slots` is in the given order: the slot, -1 for a pad, -2 - row
-    for a row served in place. `hit`, `miss` (slots) and `place` (row ids) hold the same entries
-    sorted by kind, to the left in the given order, then -1.
+    A plan of rows [Q, k] writes the whole top-left [Q, k] of every array and the first Q counts;
+    the rest keeps its values. `slots` has the entries in their given order: a slot, -1 for a pad,
+    or -2 - row for a row served in place. `hit`, `miss` (slots) and `place` (row ids) hold the same
+    entries sorted by kind, to the left in the given order, then -1.
     """
 
     slots: Ints
@@ -163,10 +163,10 @@ class Lookup:
     """Where positions lead: by `lines` of pages to row ids, by `host_page_of` to host rows, by
     `stored[layer, host page]` to the bits that say which of these were ever written.
 
-    Of the latest `resolve` it holds the row ids in the top-left of `rows`, and in front of
-    `host_rows` the sources of the claims, `unwritten_count` of which no copy may read. The native
-    call copies claims of at most `at_once_bytes` from `host` [layer][host row] to `slab`, one layer
-    after another at these `times` (ns); they have landed. The specification copies none.
+    After a `resolve`, the top-left of `rows` has the row ids and the front of `host_rows` the
+    sources of the claims; no copy may read `unwritten_count` of these. The native call copies
+    claims of at most `at_once_bytes` from `host` [layer][host row] to `slab` itself, layer after
+    layer, ending at `times` (ns); they have landed. The specification copies none.
     """
 
     lines: Ints
@@ -186,9 +186,9 @@ class Lookup:
 class FetchPlan:
     """Rows that were claimed and must be copied: rows[i] of the host into slots[i] of the slab.
 
-    Where they have landed already nothing is left to copy, and the two lists live until the next
-    plan. `late_ticket` names the latest earlier copy that a selected row is still waiting for.
-    Counts are of entries, duplicates included, but for evictions.
+    If they have landed already there is nothing left to copy, and the two lists live until the next
+    plan. `late_ticket` names the latest earlier copy that a selected row still waits for. Counts
+    are of entries, duplicates included; `evicted_count` is of rows.
     """
 
     group: int
@@ -203,7 +203,7 @@ class FetchPlan:
 
     @property
     def is_pending(self) -> bool:
-        """The caller must wait: for these rows, or for rows that an earlier plan is bringing."""
+        """Whether the caller must wait, for these rows or for rows of an earlier plan."""
         return (len(self.rows) > 0 and not self.is_landed) or self.late_ticket > 0
 
 

@@ -1,11 +1,11 @@
-"""One layer group's residency on a device: plans and claims without the host.
+"""The residency of one layer group on a device: plans and claims without the host.
 
 The arrays are torch tensors of the device with the names of ess/pool/lru/arena.py, and with them
 `block_count`, int32 [1]; they belong to the caller. A call queues kernels on a stream and returns.
 What changes from step to step is written to `now`, so that a graph which holds a call can be
 replayed: write `now`, replay.
 
-Against the specification there are three differences, all of them about what a host would do:
+It differs from the specification in three things, all about work that the host would do:
 
 * nothing is done when a copy lands: `now` and each call's `Moment` say what has landed;
 * rows without a slot are named by host row at once, in `place` and in `slots` (-2 - host row);
@@ -77,7 +77,7 @@ class Residency:
         moment: Moment = FIRST,
         **options: Any,
     ) -> None:
-        """Row ids [query, column]; with positions, page_table and table_row the room for them."""
+        """Plans for row ids [query, column], or for positions, whose row ids `rows` then gets."""
         given = {"arena": self.arena, "split": split, "rows": rows, "moment": moment}
         given |= {"workspace": self._workspace(moment)}
         record = resolve_record(self.shape, **given, **options)
@@ -92,10 +92,10 @@ class Residency:
         moment: Moment = FIRST,
         **options: Any,
     ) -> None:
-        """Distinct rows as if they had been selected `ages` steps ago, newest first.
+        """Makes distinct rows resident as if they had been selected `ages` steps ago, newest first.
 
-        At most as many as the shape has entries; `count` on the device says how many. There is no
-        split: claims and report are all that is said of them.
+        There are at most as many as the shape has entries; `count` on the device says how many.
+        Only claims and a report come of it, no split.
         """
         given = {"arena": self.arena, "rows": rows, "moment": moment}
         given |= {"workspace": self._workspace(moment), "ages": ages}
@@ -103,11 +103,11 @@ class Residency:
         self._resolve(record, self.shape.launches(self.shape.query_max), stream)
 
     def fill(self, rows: Any, *, stream: int, **options: Any) -> None:
-        """Absent rows take free slots while there are any, and rank as the oldest of the used."""
+        """Puts absent rows into free slots while there are any, as the oldest of the used rows."""
         self.warm(rows, None, stream=stream, **options)
 
     def claims(self, moment: Moment = FIRST) -> Claims:
-        """What the call of this moment has claimed, for the copy behind it."""
+        """The claims of the call at this moment, for the copy behind it."""
         return self.workspaces.claims(self.group, moment)
 
     def locate(
@@ -119,21 +119,21 @@ class Residency:
         moment: Moment = FIRST,
         **selection: Any,
     ) -> None:
-        """RESIDENT: slots of rows that have all landed. Faults add up in the report."""
+        """RESIDENT: slots of rows that have all landed. The report counts others as faults."""
         given = {"arena": self.arena, "rows": rows, "slots": slots, "moment": moment}
         record = locate_record(**given, workspace=self._workspace(moment), **selection)
         self._launch("ess_locate", record, rows.shape[0], stream)
 
     def settle(self, slots: Any, *, stream: int, count: Any = None) -> None:
-        """The host has these slots' rows; negative ones are passed over, as below."""
+        """The host has the rows of these slots; negative slots are passed over, as in `drop`."""
         self._upkeep("ess_settle", slots, count, stream)
 
     def drop(self, rows: Any, *, stream: int, count: Any = None) -> None:
-        """How many left adds up in the report."""
+        """These rows leave; the report adds up how many did."""
         self._upkeep("ess_drop", rows, count, stream)
 
     def clear_blocks(self, blocks: Any, *, stream: int) -> None:
-        """All rows of these blocks leave, or none: the report has how many slots are `held`."""
+        """All rows of these blocks leave, or none: the report says how many slots are `held`."""
         record = upkeep_record(self.arena, blocks, workspace=self._workspace())
         self._launch("ess_clear_blocks", record, 1, stream)
 
@@ -179,6 +179,6 @@ class Residency:
 
 
 def forget_tickets(device: Device, ticket_of: Any, *, stream: int) -> None:
-    """Everything has landed, and tickets start over: at the latest when they come near 2^31."""
+    """All copies have landed; tickets start over. To be called before they come near 2^31."""
     device.make_current()
     call("cuMemsetD32Async", address(ticket_of), 0, ticket_of.shape[0], stream)

@@ -1,4 +1,4 @@
-"""What an audit of a group on a device has found, in words; the kernel is audit.cu."""
+"""The findings of an audit of a group on a device, in words; the kernel is audit.cu."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE_FOUND: Final = 2**31 - 1
 
 
 def assert_sound(findings: Sequence[int]) -> None:
-    """Used slots, resident rows, how many were found of each kind, the least slot or row of it."""
+    """`findings`: used slots, resident rows, then the count and the least place of each kind."""
     assert len(findings) == FINDINGS, f"{len(findings)} numbers for {KINDS} kinds"
     used, resident, *kinds = findings
     found, first = kinds[:KINDS], kinds[KINDS:]

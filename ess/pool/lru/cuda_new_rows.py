@@ -18,12 +18,12 @@ EACH: Final = "each.cu"
 
 
 class NewRows:
-    """The twin of `claim_each` on a device. `rows`, int32 [1, n], are distinct but for pads of -1:
-    the same memory in every step. `now` is that of the step.
+    """`claim_each` on a device. `rows`, int32 [1, n], are distinct but for pads of -1 and lie in
+    the same memory in every step; `now` is the step's.
 
-    The ledger has reserved room for them: should there be none in a group, its report counts
-    places. The records of the calls are written once, so that a claim can be captured; what they
-    name must outlive this object.
+    The ledger has reserved room for them: should a group have none, its report counts rows in
+    place. The records of the calls are written once, so that a claim can be captured; the arrays
+    they name must outlive this object.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class NewRows:
         ints: MakeInts,
         block_max: int,
     ) -> None:
-        """`block_max` is the most blocks that any of the groups may ever own."""
+        """`block_max` is the most blocks that any group may ever own."""
         self.shape = ResolveShape.of_new_rows(rows.shape[1], block_max)
         self.group_count = len(arenas)
         self._device = device
@@ -55,16 +55,16 @@ class NewRows:
 
     @property
     def slots(self) -> Any:
-        """int32 [group, n], flat: where the rows go; -1 where there is none."""
+        """int32 [group, n], flat: the slot of each row, -1 where there is none."""
         return self._arrays["slots"]
 
     @property
     def reports(self) -> Any:
-        """int32 [group, number of the report], flat; of each group's latest claim."""
+        """int32 [group, number of the report], flat: reports of each group's latest claim."""
         return self._arrays["report"]
 
     def claim(self, groups: range, *, stream: int) -> None:
-        """Dirty slots in these groups, neighbours."""
+        """Claims dirty slots in these neighbouring groups."""
         assert 0 <= groups.start < groups.stop <= self.group_count, f"groups {groups}"
         self._device.make_current()
         reports = self.reports[groups.start * len(REPORT) : groups.stop * len(REPORT)]
@@ -100,11 +100,11 @@ class NewRows:
 
 
 def call_words(group_count: int) -> int:
-    """int32 numbers of the groups' records, and one behind them that says there is one line."""
+    """int32 numbers of the groups' records, plus one: the query count, always 1."""
     return group_count * ctypes.sizeof(ResolveRecord) // ctypes.sizeof(ctypes.c_int32) + 1
 
 
 def new_row_sizes(shape: ResolveShape, group_count: int) -> dict[str, int]:
-    """How many int32 numbers NewRows takes, by name."""
+    """How many int32 numbers each array of NewRows takes, by name."""
     each = {"slots": shape.top_k, "report": len(REPORT)} | shape.scratch | shape.claims
     return {name: group_count * count for name, count in each.items()}

@@ -1,4 +1,4 @@
-"""What the residency kernels are told. Nothing in here touches a device.
+"""The records that the residency kernels are given. This module touches no device.
 
 Arrays are anything with an address: NumPy's on the host for the tests' emulated device, torch's on
 a real one.
@@ -116,9 +116,9 @@ def resolve_record(
     stored: Any = None,
     **selection: Any,
 ) -> ResolveRecord:
-    """How many queries the step has, the device knows: from `now`, or from a `query_count` of this
-    call. `stored` [layers of the group, host page] has the bits of the host rows that were ever
-    written. The arrays must outlive every launch and every replay of a graph with this record.
+    """The number of queries lies on the device: in `now`, or in the call's own `query_count`.
+    `stored` [layers of the group, host page] marks the host rows that were ever written. The arrays
+    must outlive every launch and every replay of a graph with this record.
     """
     _require_lines(shape, rows, split)
     if host_page_of is None:
@@ -155,9 +155,9 @@ def claim_record(
     slots: int,
     query_count: int,
 ) -> ResolveRecord:
-    """Slots, dirty at once, for a line of distinct rows that a step is about to write.
+    """Dirty slots for a line of distinct rows that a step is about to write.
 
-    Where the slots go, and where it is written that there is one query, are addresses.
+    `slots` and `query_count`, which holds 1, are addresses.
     """
     width = shape.top_k
     assert tuple(rows.shape) == (1, width), f"rows of shape {tuple(rows.shape)}, not a line"
@@ -179,9 +179,9 @@ def warm_record(
     host_page_of: Any = None,
     stored: Any = None,
 ) -> ResolveRecord:
-    """Distinct rows and their ages, ascending from 1; without ages they take free slots alone.
+    """Distinct rows and their ages, ascending from 1; without ages only free slots are taken.
 
-    `count` lies on the device; without it the list is as long as its array.
+    `count` lies on the device; without it the whole array counts.
     """
     assert len(rows.shape) == 1, f"rows of shape {tuple(rows.shape)}, not a list"
     room = shape.query_max * shape.top_k
@@ -228,7 +228,7 @@ def locate_record(
     query_count: Any = None,
     **selection: Any,
 ) -> LocateRecord:
-    """Positions or row ids [query, column] to slots of the same shape or wider."""
+    """Looks up the slots of positions or row ids [query, column], in the same shape or wider."""
     assert slots.shape[0] >= rows.shape[0], f"rows {rows.shape}, slots {slots.shape}"
     assert slots.shape[1] >= rows.shape[1], f"rows {rows.shape}, slots {slots.shape}"
     return LocateRecord(
@@ -246,7 +246,7 @@ def locate_record(
 def upkeep_record(
     arena: Any, numbers: Any, *, workspace: Mapping[str, Any], count: Any = None
 ) -> UpkeepRecord:
-    """Slots, the rows that leave, or blocks to clear; without a count all of them."""
+    """For slots, rows that leave, or blocks to clear; without a count, all of `numbers`."""
     assert len(numbers.shape) == 1, f"numbers of shape {tuple(numbers.shape)}, not a list"
     return UpkeepRecord(
         arena=arena_record(arena),
@@ -259,7 +259,7 @@ def upkeep_record(
 
 
 def audit_record(arena: Any, findings: Any, *, workspace: Mapping[str, Any]) -> AuditRecord:
-    """Findings are two counts, then a count and a place of each kind."""
+    """`findings` are two counts, then a count and a place for each kind."""
     assert findings.shape[0] % 2 == 0, "a count and a place of each kind, after two counts"
     home, number = address(findings) or 0, ctypes.sizeof(ctypes.c_int32)
     kinds = (findings.shape[0] - 2) // 2
@@ -289,7 +289,7 @@ def moment_record(workspace: Mapping[str, Any], moment: Moment) -> MomentRecord:
 
 
 def query_count_address(workspace: Mapping[str, Any], query_count: Any) -> int:
-    """Where the number of queries lies: that of the step, or one of the call's own."""
+    """Address of the number of queries: the step's, or the call's own."""
     if query_count is not None:
         return address(query_count) or 0
     return (address(workspace["now"]) or 0) + NOW.index("query_count") * ctypes.sizeof(
@@ -306,7 +306,7 @@ def selection_record(
     table_row: Any = None,
     length: Any = None,
 ) -> SelectionRecord:
-    """Row ids, or positions of contexts of `length` tokens and room for their row ids."""
+    """Row ids, or positions in contexts of `length` tokens with room for their row ids."""
     if len({array is None for array in (positions, page_table, table_row)}) > 1:
         raise BadInput("positions need a page_table and a table_row; row ids need none of these")
     return SelectionRecord(
@@ -318,7 +318,7 @@ def selection_record(
 
 
 def address(array: Any) -> int | None:
-    """Of the first element; None for no array."""
+    """Address of the array's first element; None for no array."""
     if array is None:
         return None
     if hasattr(array, "data_ptr"):

@@ -1,4 +1,4 @@
-"""The end of a step on a device, in all layer groups by one launch: csrc/residency/seal.cu."""
+"""The end of a step on a device, for all layer groups in one launch: csrc/residency/seal.cu."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class SealRecord(ctypes.Structure):
     )
 
     def give(self, **values: Any) -> SealRecord:
-        """Arrays by address, sizes as they are."""
+        """Sets fields: arrays by address, sizes as they are."""
         for name, value in values.items():
             assert name in _POINTERS or name in _SIZES, f"a seal has no {name}"
             setattr(self, name, address(value) if name in _POINTERS else value)
         return self
 
     def give_step(self, *, count: int, sequence_count: int, groups: range, stored: range) -> int:
-        """A step of `count` new rows, which `groups` have claimed slots for, neighbours; of these
-        the rows of `stored` are kept where they were accepted. Returns the blocks that it takes."""
+        """Describes a step of `count` new rows with slots in these neighbouring `groups`; accepted
+        rows of the groups `stored` are kept. Returns the blocks that the launch takes."""
         assert not stored or (stored.start in groups and stored[-1] in groups), (
             f"{stored}, {groups}"
         )
@@ -54,7 +54,7 @@ class SealRecord(ctypes.Structure):
 
 
 class SealKernel:
-    """Loaded here. `fixed` is what all steps have in common; its arrays are kept."""
+    """The loaded kernel. `fixed` holds the values of all steps; its arrays are kept alive."""
 
     def __init__(self, device: Device, **fixed: Any) -> None:
         self._fixed = fixed

@@ -1,4 +1,4 @@
-"""Which residency kernels run for a batch of a given size, and the memory that they work in."""
+"""The residency kernels that run for a batch of a given size, and the memory they work in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPORT: Final = (
     *("evicted", "unwritten", "faults", "left", "held"),
 )
 Kind = Literal["select", "write", "landing", "leave"]
-"""Calls whose reports are counted apart."""
+"""The most calls of a step with reports of their own."""
 KINDS: Final[tuple[Kind, ...]] = ("select", "write", "landing", "leave")
 
 
@@ -33,11 +33,11 @@ class Launch(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When in its step a call is made, and for which queries.
+    """A call's place in its step, and the queries it is for.
 
-    Its own copy is the copy-th of the step, and the stream that it is queued on has waited for the
-    first `waited` of them; for none, if it is 0. It is the part-th call of its group, counted from
-    0, and its lines are the step's queries from `first` on.
+    Its own copy is number `copy` of the step, and its stream has waited for the first `waited`
+    copies (for none if 0). It is call number `part` of its group, counted from 0, and its lines are
+    the step's queries from `first` on.
     """
 
     copy: int = 1
@@ -51,7 +51,7 @@ FIRST: Final = Moment()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolveShape:
-    """The largest call that a record is made for. Queries and blocks are counted on the device.
+    """The largest call that a record is made for. The device counts actual queries and blocks.
 
     `is_together`: one block runs all phases in one launch; else there is a launch for each phase,
     over the whole device.
@@ -65,7 +65,7 @@ class ResolveShape:
 
     @classmethod
     def of_new_rows(cls, row_max: int, block_max: int) -> ResolveShape:
-        """Of a call that finds slots for new rows, together with those of other groups."""
+        """For a call that finds slots for new rows, together with those of other groups."""
         shape = cls.of(query_max=1, top_k=row_max, block_max=block_max)
         return replace(shape, is_together=False, threads=PHASE_THREADS)
 
@@ -90,7 +90,7 @@ class ResolveShape:
 
     @property
     def claim_max(self) -> int:
-        """Rows that one call can claim slots for."""
+        """The most rows that one call can claim slots for."""
         return min(self.query_max * self.top_k, self.block_max * PAGE_ROWS)
 
     @property
@@ -98,7 +98,7 @@ class ResolveShape:
         return resolve_program(is_together=self.is_together, threads=self.threads)
 
     def launches(self, query_count: int) -> list[Launch]:
-        """Of a call with so many lines, in this order."""
+        """The launches, in order, of a call with this many lines."""
         queries, tiles = query_count, self.tile_max
         assert 0 < queries <= self.query_max, f"{queries} queries, at most {self.query_max}"
         assert tiles > 0, "a launch for no slot"
@@ -115,7 +115,7 @@ class ResolveShape:
 
     @property
     def launches_each(self) -> list[Launch]:
-        """Of the calls of several groups with a line of new rows each: blocks for one group."""
+        """The launches for new rows of several groups, a line each; blocks are per group."""
         assert self.query_max == 1, f"{self.query_max} lines of new rows"
         return [
             Launch("ess_each_probe", 1),
@@ -127,12 +127,12 @@ class ResolveShape:
 
     @property
     def claims(self) -> dict[str, int]:
-        """int32 numbers that a call leaves for the copy of what it has claimed, by name."""
+        """int32 numbers by name: the claims that a call leaves for its copy."""
         return dict.fromkeys(("claimed_slots", "claimed_host_rows"), self.claim_max)
 
     @property
     def scratch(self) -> dict[str, int]:
-        """int32 numbers that the phases of a call hand to one another, by name."""
+        """int32 numbers by name: what the phases of a call hand to one another."""
         return {
             "pending": self.query_max,
             "first_count": self.query_max,
@@ -142,11 +142,10 @@ class ResolveShape:
 
 
 def fits_one_block(entry_count: int, slot_count: int) -> bool:
-    """Whether one block does a call faster than six launches over the whole device.
+    """Whether a single block is faster for a call than six launches over the whole device.
 
-    Those leave about 8 us of gaps; the barriers of a single block cost nothing, but there is no
-    more to work with: it needs about 3 us for the queries and tiles of a request. So it pays up to
-    four requests.
+    The launches leave about 8 us of gaps. A single block has no gaps but fewer threads: it needs
+    about 3 us for the queries and tiles of a request. So it pays up to four requests.
     """
     assert entry_count > 0, "no entry to resolve"
     assert slot_count > 0, "no slot to resolve into"

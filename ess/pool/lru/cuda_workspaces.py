@@ -13,9 +13,9 @@ MakeInts = Callable[[int], Any]
 
 
 class Claims(NamedTuple):
-    """Rows of the host to copy into slots: the first `count` (int32 [1], on the device) of both.
+    """Host rows to copy into slots: the first `count` (int32 [1], on the device) of both arrays.
 
-    A negative host row is of a page that is on no host, which the report counts as unwritten.
+    A negative host row means a page that is on no host; the report counts it as unwritten.
     """
 
     host_rows: Any
@@ -24,17 +24,17 @@ class Claims(NamedTuple):
 
 
 class ResidencyWorkspaces:
-    """`now`, and for each call what it works in, what it claims and what it reports.
+    """`now`, and for each call its work memory, its claims and its report.
 
-    Calls are queued on one stream, so all share `now` and what their phases hand to one another. A
-    copy reads what a call has claimed while later calls run, so claims lie in a ring: the i-th call
-    of a step takes its i-th place. `ring` consecutive calls do not overwrite one another; the one
-    after them may be queued when its stream waits for the copy of the first. Two are enough where a
-    group's halves are planned one after the other, three where two halves of a batch take turns.
+    Calls are queued on one stream, so all share `now` and the memory between phases. A copy reads
+    the claims of a call while later calls run, so claims lie in a ring: call i of a step takes
+    place i. `ring` consecutive calls do not overwrite one another; the next may be queued when its
+    stream waits for the copy of the first. Two are enough where a group's halves are planned one
+    after the other, three where two halves of a batch take turns.
 
-    Reports are counted per group and part of a step, so that one reading behind the step has all
-    its counters. A report holds for one call: `begin` clears them all, at the head of a step, when
-    no copy of the step before it is under way.
+    There is a report per group and part, so that one reading after the step has all counters. It
+    holds for one step: `begin` clears all reports at the head of a step, when no copy of the step
+    before is under way.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ResidencyWorkspaces:
 
     @property
     def now(self) -> Any:
-        """int32 on the device, as `now_of` has it: written before the first call of a step."""
+        """int32 on the device, as `now_of` lists it; written before the first call of a step."""
         return self._arrays["now"]
 
     @property
@@ -67,26 +67,26 @@ class ResidencyWorkspaces:
         return self._arrays["reports"]
 
     def begin(self, *, stream: int) -> None:
-        """Reports are zero from here on."""
+        """Sets all reports to zero."""
         self._device.make_current()
         reports = self.reports
         call("cuMemsetD32Async", reports.data_ptr(), 0, reports.shape[0], stream)
 
     def of(self, group: int = 0, moment: Moment = FIRST) -> Mapping[str, Any]:
-        """What a call of this group at this moment works in."""
+        """The work memory of the call of this group at this moment."""
         shared = {name: self._arrays[name] for name in ("now", *self.shape.scratch)}
         turn = moment.copy % self.ring
         claims = {name: self._slice(name, turn, count) for name, count in self.shape.claims.items()}
         return shared | claims | {"report": self._report(group, moment.part)}
 
     def claims(self, group: int, moment: Moment) -> Claims:
-        """What this call has claimed; holds until the ring comes round."""
+        """The claims of this call; they hold until the ring comes round."""
         assert REPORT[0] == "claimed", "the first number of a report says how many were claimed"
         work = self.of(group, moment)
         return Claims(work["claimed_host_rows"], work["claimed_slots"], work["report"][:1])
 
     def report(self, group: int = 0, part: int = 0) -> dict[str, int]:
-        """Waits for the device; for tests and audits."""
+        """Reads a report; waits for the device, so for tests and audits."""
         numbers = self._report(group, part).tolist()
         assert min(numbers) >= 0, f"a count below zero: {numbers}"
         return dict(zip(REPORT, map(int, numbers), strict=True))
@@ -103,7 +103,7 @@ class ResidencyWorkspaces:
 def workspace_sizes(
     shape: ResolveShape, *, group_count: int = 1, part_max: int = 1, ring: int = 2
 ) -> dict[str, int]:
-    """How many int32 numbers ResidencyWorkspaces takes, by name."""
+    """How many int32 numbers each array of ResidencyWorkspaces takes, by name."""
     claims = {name: ring * count for name, count in shape.claims.items()}
     reports = part_max * group_count * len(REPORT)
     return {"now": len(NOW), "reports": reports} | claims | shape.scratch
@@ -118,10 +118,10 @@ def now_of(
     behind: int = 0,
     stamps: bool = True,
 ) -> list[int]:
-    """The numbers of `now`, in their order.
+    """The numbers of `now`, in order.
 
-    `ticket` is the last one given before this step on its lane: even for steps, odd for landings,
-    two apart. Up to `landed` all copies of steps have landed, up to `behind` those of landings.
+    `ticket` is the last one given on its lane before this step: even for steps, odd for landings,
+    so two apart. Copies of steps have landed up to `landed`, those of landings up to `behind`.
     """
     numbers = [step, ticket, landed, behind, query_count, int(stamps)]
     assert len(numbers) == len(NOW), "one number for each name"

@@ -12,13 +12,14 @@ in flight. Of those that may go, the policy says which:
     sieve   a hand walks from the oldest admission to the newest and on from the oldest. It takes
             the first row that was not selected since it came, or since the hand last passed it, and
             spares the others once. Where none is left it goes round again and takes what it spared.
-
-An indexer's logits have no unit, so `scored` measures them by the selection they led to: its least
-logit is `SCORE_FLOOR`, its greatest 255, and all others lie on that line or at its ends. These are
+An indexer's logits have no unit, so `scored` scales them by the selection they led to: its least
+logit becomes `SCORE_FLOOR`, its greatest 255; all others are on that line, or cut off at 0 and 255.
+These are comparisons and one multiplication in float32, so every implementation gets the same
+bytes.
 comparisons and one multiplication in float32, so every implementation gets the same bytes.
 
-What is here decides; `specification` changes rows. Ages are kept under every policy: warming goes
-by age, and so does the curve of misses.
+This module decides; `specification` changes rows. Ages are kept under every policy: warming and the
+miss curve need them.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ Longs = npt.NDArray[np.int64]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Eviction:
-    """A policy by name and what it keeps; the arrays of the other policies are empty.
+    """A policy by name and its arrays; the arrays of the other policies are empty.
 
     came[slot]    -> the number of the admission, one count per group   (sieve)
     spared[slot]  -> the step of admission or of the hand's last pass   (sieve)
     hand          -> where the walk goes on, and the next admission     (sieve)
     rank_of[row]  -> 256 times the average of its scores, 0: none yet   (score)
 
-    `came` and `spared` are by slab as `last_use` is, and may be shared by the groups of one.
+    `came` and `spared` are indexed by slab slot, like `last_use`; groups of a slab may share them.
     """
 
     name: PolicyName = "lru"
@@ -95,7 +96,7 @@ def check_policy(name: str, value: str) -> None:
 
 
 def scored(logits: npt.NDArray[np.float32], selection: npt.NDArray[np.int32]) -> Longs:
-    """The scores 0..255 of one query's logits, of which `selection` are the greatest."""
+    """The scores 0..255 of one query's logits; `selection` names the greatest of them."""
     chosen = logits[selection[selection >= 0]]
     floor = np.fmin.reduce(chosen, initial=np.float32(np.inf))
     span = np.fmax.reduce(chosen, initial=np.float32(-np.inf)) - floor
@@ -108,6 +109,6 @@ def scored(logits: npt.NDArray[np.float32], selection: npt.NDArray[np.int32]) ->
 
 
 def follow(rank_of: npt.NDArray[np.uint16], rows: npt.NDArray[Any], scores: Longs) -> None:
-    """The ranks of these rows, each once, go a quarter of the way to their scores."""
+    """Moves the ranks of these distinct rows a quarter of the way to their scores."""
     before, aim = rank_of[rows].astype(np.int64), scores << 8
     rank_of[rows] = np.where(before == 0, aim, before + ((aim - before) >> SCORE_SHIFT))

@@ -1,7 +1,7 @@
-"""The operations of `specification`, by native code where it is built: same arrays, same bits.
+"""The operations of `specification` in native code, if it is built: same arrays, same bits.
 
-The addresses of an arena's and of a split's arrays are looked up once, at the first call, and kept
-with them; an array of an arena may be replaced (that unbinds it), an array of a split may not.
+The addresses of the arrays of an arena and of a split are looked up at the first call and kept with
+them; an array of an arena may be replaced (that unbinds it), one of a split may not.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _LookupRecord(ctypes.Structure):
 
     _fields_ = (
         *_pointer_fields("lines", "host_page_of", "stored", "rows", "host_rows"),
-        ("host", ctypes.c_int64),  # of a group's first layer: each call says it
+        ("host", ctypes.c_int64),  # of a group's first layer; set in each call
         *_pointer_fields("slab", "times"),
         ("line_count", ctypes.c_int64),
         ("page_max", ctypes.c_int64),
@@ -121,7 +121,7 @@ class _Bound(NamedTuple):
 
 @functools.cache
 def _symbol(name: str, pointer_count: int, integer_count: int) -> Callable[..., int]:
-    """Functions take their pointers first, then their integers."""
+    """A native function that takes its pointers first, then its integers."""
     types = [ctypes.c_void_p] * pointer_count + [ctypes.c_int64] * integer_count
     return native.function(name, types, ctypes.c_int64)
 
@@ -132,7 +132,7 @@ def _accepted(status: int) -> int:
 
 
 def _bind(record: ctypes.Structure, *owners: Any, **numbers: int) -> _Bound:
-    """Fills each pointer of the record from the array of that name, of the owner that has one."""
+    """Fills each pointer of the record from the owner that has an array of that name."""
     for name, kind in record._fields_:  # type: ignore[misc]
         if kind is ctypes.c_void_p:
             owner = next(owner for owner in owners if hasattr(owner, name))
@@ -215,7 +215,7 @@ def translate(
 
 @_twin_of(specification.plan)
 def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> FetchPlan:
-    """Stamp what is here, claim slots for what is not, and say of every entry where it is."""
+    """Stamps resident rows, claims slots for the others, and says where every entry is."""
     _assert_ids(2, rows)
     assert split.holds(rows.shape), f"rows {rows.shape}, split {split.slots.shape}"
     _assert_int32(ticket, "ticket", lowest=1)
@@ -249,10 +249,10 @@ def resolve(
     ticket: int,
     split: Split,
 ) -> FetchPlan:
-    """`translate`, then `plan`; then where the claims are on the host, in all of `layers`.
+    """`translate`, then `plan`; also finds the host rows of the claims, for all of `layers`.
 
     Claims that are few, all written and wait for no other copy are copied and landed at once: a
-    call more would cost more than the copy. The specification leaves every copy to the caller.
+    further call would cost more than the copy. The specification leaves every copy to the caller.
     """
     _assert_positions(selection, line_of, length)
     assert split.holds(selection.shape), f"{selection.shape}, split {split.slots.shape}"
@@ -275,7 +275,7 @@ def resolve(
 
 
 def resolved(arena: Arena, lookup: Lookup, split: Split, *, ticket: int, claimed: int) -> FetchPlan:
-    """What the latest native `resolve` has decided, called from Python or from a native layer."""
+    """The plan that the latest native `resolve` made, called from Python or from a native layer."""
     home, into, room = arena.native, split.native, lookup.native
     lookup.unwritten_count = room.record.unwritten_count
     claims = split.claimed[:, :claimed]
@@ -297,7 +297,7 @@ def resolved(arena: Arena, lookup: Lookup, split: Split, *, ticket: int, claimed
 def locate(
     arena: Arena, lookup: Lookup, selection: Ints, line_of: Ints, length: Ints, *, out: Ints
 ) -> int:
-    """Landed slots of these positions, -1 for all others; how many positions are others."""
+    """Writes landed slots to `out`, -1 for other positions; returns the number of these."""
     _assert_positions(selection, line_of, length)
     _assert_ids(2, out)
     assert out.shape == selection.shape, f"selection {selection.shape} into {out.shape}"
@@ -332,7 +332,7 @@ def observe(
     *,
     logits: npt.NDArray[np.float32],
 ) -> None:
-    """What the indexer gave each query's first `length` positions, and what it selected of them."""
+    """Scores each query's first `length` positions from the indexer's logits and its selection."""
     _assert_positions(selection, line_of, length)
     assert arena.eviction.name == "score", f"an arena under {arena.eviction.name} takes no scores"
     assert logits.dtype == np.float32, f"logits are {logits.dtype}, expected float32"
@@ -347,7 +347,7 @@ def observe(
 
 @_twin_of(specification.claim_new)
 def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
-    """Slots, dirty at once, for rows the step is about to write. False: nothing has changed."""
+    """Claims dirty slots for rows that the step will write. False: no room, nothing has changed."""
     _assert_ids(1, rows, out)
     assert out.shape == rows.shape, f"{rows.shape} rows into {out.shape} slots"
     _assert_int32(step, "step")
@@ -358,7 +358,7 @@ def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
 
 @_twin_of(specification.claim_each)
 def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, absent: Ints) -> int:
-    """`claim_new` in one arena after another, until one has no room; how many had."""
+    """`claim_new` in one arena after another until one has no room; returns how many had room."""
     _assert_ids(1, rows, absent)
     _assert_ids(2, out)
     assert out.shape == (len(arenas), rows.size), f"{rows.size} rows into {out.shape} slots"
@@ -369,18 +369,18 @@ def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, abs
 
 
 def addresses(arenas: Sequence[Arena]) -> list[int]:
-    """Where native code finds these arenas, until one of their arrays is replaced."""
+    """Addresses of these arenas' native records, valid until one of their arrays is replaced."""
     return [(arena.native or _bound_arena(arena)).at for arena in arenas]
 
 
 def bound(split: Split, lookup: Lookup) -> tuple[int, int]:
-    """Where native code finds these two; their arrays stay."""
+    """Addresses of the native records of these two; they stay valid."""
     into, room = split.native or _bound_split(split), lookup.native or _bound_lookup(lookup)
     return into.at, room.at
 
 
 def copy_at_once(lookup: Lookup, byte_count: int) -> None:
-    """Claims of at most so many bytes are copied by native calls that are not made from here."""
+    """Makes later native calls, not made from here, copy claims of at most `byte_count` at once."""
     lookup.at_once_bytes = byte_count
     (lookup.native or _bound_lookup(lookup)).record.at_once_bytes = byte_count
 
@@ -391,13 +391,13 @@ def _packed(arenas: Sequence[Arena]) -> bytes:
 
 @_twin_of(specification.fill)
 def fill(arena: Arena, rows: Ints, *, step: int, ticket: int) -> FetchPlan:
-    """Absent rows take free slots while there are any, and rank as the oldest of the used."""
+    """Puts absent rows into free slots while there are any, as the oldest of the used rows."""
     return warm(arena, rows, np.full(rows.shape, AGE_MAX, np.int32), step=step, ticket=ticket)
 
 
 @_twin_of(specification.warm)
 def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> FetchPlan:
-    """Rows as if they had been selected `ages` steps ago, newest first."""
+    """Makes rows resident as if they had been selected `ages` steps ago, newest first."""
     _assert_ids(1, rows, ages)
     assert ages.shape == rows.shape, f"{ages.shape} ages for {rows.shape} rows"
     _assert_int32(ticket, "ticket", lowest=1)
@@ -427,7 +427,7 @@ def land(arena: Arena, slots: Ints, *, ticket: int) -> None:
 
 @_twin_of(specification.drop)
 def drop(arena: Arena, rows: Ints) -> int:
-    """The rows leave, whatever their state; absent ones are ignored. Returns how many left."""
+    """These rows leave, whatever their state; absent ones are ignored. Returns how many left."""
     _assert_ids(1, rows)
     at = _bound_arena(arena).at
     return _accepted(_symbol("ess_drop", 2, 1)(at, native.address(rows), rows.size))
@@ -435,7 +435,7 @@ def drop(arena: Arena, rows: Ints) -> int:
 
 @_twin_of(specification.drop_each)
 def drop_each(arenas: Sequence[Arena], rows: Ints) -> list[int]:
-    """`drop` in each arena, and how many left it."""
+    """`drop` in each arena; returns how many rows left each."""
     _assert_ids(1, rows)
     left = np.empty(len(arenas), np.int64)
     homes, call = _packed(arenas), _symbol("ess_drop_each", 3, 2)
@@ -445,7 +445,7 @@ def drop_each(arenas: Sequence[Arena], rows: Ints) -> list[int]:
 
 @_twin_of(specification.settle)
 def settle(arena: Arena, slots: Ints) -> None:
-    """The host copies of these slots are as new as they are."""
+    """The host copies of these slots are up to date: they are no longer dirty."""
     _assert_ids(1, slots)
     at = _bound_arena(arena).at
     _accepted(_symbol("ess_settle", 2, 1)(at, native.address(slots), slots.size))

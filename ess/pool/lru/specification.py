@@ -7,13 +7,13 @@ descending, slot ascending): the oldest first, and among equals the lowest slot,
 implementation, with any number of threads, picks the same ones. `eviction` has the other policies,
 which differ in that order alone.
 
-A plan first stamps everything it finds, then looks for victims. So no row that any query of the
-call selected can give way to a row of the same call, and the order of queries decides nothing but
-which missing row takes which victim. When victims run out the remaining rows get no slot and are
-served in place from the host: a plan never fails, whatever the size of the arena.
+A plan first stamps every resident row of its selection, then looks for victims. So no row that any
+query of the call selected can give way to a row of the same call, and the order of queries decides
+only which missing row takes which victim. When victims run out the remaining rows get no slot and
+are served in place from the host: a plan never fails, whatever the size of the arena.
 
 Nothing here copies a row or reads a clock: a plan says what is to be copied. The native twin of
-`resolve` may copy what it has claimed in the same call (ADR 7).
+`resolve` may copy its claims in the same call (ADR 7).
 
 A row is published (slot_of, row_of) when it is claimed, before its copy has landed; its ticket
 names that copy. A later part of the step that selects it finds it *late*: nothing is fetched
@@ -68,8 +68,7 @@ def translate(
 ) -> None:
     """Positions [Q, k] to row ids through each query's page table; -1 stays -1.
 
-    Positions ascend, and behind the last there is only -1: a position that came twice would be
-    attended twice.
+    Positions ascend, with only -1 behind the last: a repeated position would be attended twice.
     """
     assert selection.shape == out.shape, f"selection {selection.shape} into {out.shape}"
     assert table_row.shape == length.shape == selection.shape[:1], "one table and length a query"
@@ -101,10 +100,10 @@ def _refuse(
 
 
 def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> FetchPlan:
-    """Stamp what is here, claim slots for what is not, and say of every entry where it is.
+    """Stamps resident rows, claims slots for the others, and says where every entry is.
 
-    `hit_age` counts each row that was found landed once per step, at the age it had: the stamp
-    makes it age 0, which is not counted. Late rows and rows claimed by this step are not counted.
+    `hit_age` counts each row that is found landed, once per step, at the age it had: its stamp then
+    gives it age 0, which is not counted, nor are late rows and rows claimed in this step.
     """
     _assert_rows(arena, rows, lowest=-1)
     assert rows.ndim == 2, f"rows of {rows.ndim} dimensions, expected [queries, top_k]"
@@ -157,9 +156,9 @@ def resolve(
     ticket: int,
     split: Split,
 ) -> FetchPlan:
-    """`translate`, then `plan`; then where the claims are on the host, in all of `layers`.
+    """`translate`, then `plan`; also finds the host rows of the claims, for all of `layers`.
 
-    Decides only: the claims are in flight, whatever `at_once_bytes` says.
+    Copies nothing: the claims stay in flight, whatever `at_once_bytes` says.
     """
     rows = lookup.rows[: len(selection)]
     translate(selection, lookup.lines, line_of, length, out=rows)
@@ -176,7 +175,7 @@ def resolve(
 def locate(
     arena: Arena, lookup: Lookup, selection: Ints, line_of: Ints, length: Ints, *, out: Ints
 ) -> int:
-    """Landed slots of these positions, -1 for all others; how many positions are others."""
+    """Writes landed slots to `out`, -1 for other positions; returns the number of these."""
     translate(selection, lookup.lines, line_of, length, out=out)
     _assert_rows(arena, out, lowest=-1)
     slot = np.where(out >= 0, arena.slot_of[out], -1)
@@ -193,9 +192,9 @@ def observe(
     *,
     logits: npt.NDArray[np.float32],
 ) -> None:
-    """What the indexer gave each query's first `length` positions, and what it selected of them.
+    """Scores each query's first `length` positions from the indexer's logits and its selection.
 
-    Queries count in their order, one after another.
+    Queries take effect in their order, one after another.
     """
     assert arena.eviction.name == "score", f"an arena under {arena.eviction.name} takes no scores"
     assert len(logits) == len(selection) == len(line_of) == len(length), "one line a query"
@@ -211,7 +210,7 @@ def observe(
 
 
 def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
-    """Slots, dirty at once, for rows the step is about to write. False: nothing has changed."""
+    """Claims dirty slots for rows that the step will write. False: no room, nothing has changed."""
     _assert_distinct(arena, rows)
     assert out.shape == rows.shape, f"{rows.shape} rows into {out.shape} slots"
     slot = arena.slot_of[rows]
@@ -232,8 +231,8 @@ def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
 
 
 def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, absent: Ints) -> int:
-    """`claim_new` in one arena after another, until one has no room; how many had, and how many of
-    the rows were new to each of these."""
+    """`claim_new` in one arena after another until one has no room. Returns how many had room;
+    `absent` gets how many rows were new to each of these."""
     for number, arena in enumerate(arenas):
         absent[number] = np.count_nonzero(arena.slot_of[rows] < 0)
         if not claim_new(arena, rows, step=step, out=out[number]):
@@ -242,12 +241,12 @@ def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, abs
 
 
 def fill(arena: Arena, rows: Ints, *, step: int, ticket: int) -> FetchPlan:
-    """Absent rows take free slots while there are any, and rank as the oldest of the used."""
+    """Puts absent rows into free slots while there are any, as the oldest of the used rows."""
     return warm(arena, rows, np.full(rows.shape, AGE_MAX, np.int32), step=step, ticket=ticket)
 
 
 def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> FetchPlan:
-    """Rows as if they had been selected `ages` steps ago, newest first.
+    """Makes rows resident as if they had been selected `ages` steps ago, newest first.
 
     All resident rows are stamped first. An absent row takes the next victim while that is older
     than itself; ages ascend and victims descend, so after the first refusal there is no other. This
@@ -280,14 +279,14 @@ def land(arena: Arena, slots: Ints, *, ticket: int) -> None:
 
 
 def settle(arena: Arena, slots: Ints) -> None:
-    """The host copies of these slots are as new as they are."""
+    """The host copies of these slots are up to date: they are no longer dirty."""
     assert _within(slots, 0, arena.row_of.size), "a slot outside the slab"
     assert (arena.row_of[slots] >= 0).all(), "a free slot cannot be settled"
     arena.dirty[slots] = 0
 
 
 def drop(arena: Arena, rows: Ints) -> int:
-    """The rows leave, whatever their state; absent ones are ignored. Returns how many left."""
+    """These rows leave, whatever their state; absent ones are ignored. Returns how many left."""
     _assert_rows(arena, rows, lowest=0)
     slot = np.unique(arena.slot_of[rows])
     slot = slot[slot >= 0]
@@ -318,7 +317,7 @@ def clear_block(arena: Arena, block: int, *, step: int) -> bool:
 
 
 def _hand_over(arena: Arena, slots: Ints, rows: Ints, *, last_use: Any, ticket: int) -> int:
-    """Victims change rows; returns how many rows lost a slot by it."""
+    """Gives victims to new rows; returns how many rows lost a slot by it."""
     assert slots.shape == rows.shape, f"{slots.size} victims for {rows.size} rows"
     before = arena.row_of[slots]
     assert not arena.dirty[slots].any(), "a dirty row was to give way"

@@ -1,4 +1,4 @@
-"""Who gives way, by policy: the specification of the order that `eviction` describes in words."""
+"""Which slots give way, by policy: the specification of the order that `eviction` describes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def oldest(arena: Arena, *, step: int, wanted: int) -> Ints:
 
 
 def victims(arena: Arena, *, step: int, wanted: int) -> Ints:
-    """The first `wanted` victims in the policy's order. Nothing changes."""
+    """The first `wanted` victims in the policy's order. Changes nothing."""
     slots, ages = _eligible(arena, step, wanted)
     policy = arena.eviction.name
     if policy == "lru":
@@ -43,7 +43,7 @@ def victims(arena: Arena, *, step: int, wanted: int) -> Ints:
 
 
 def pass_by(arena: Arena, taken: Ints, *, step: int) -> None:
-    """SIEVE's hand has walked to the last of these victims, which still hold their rows."""
+    """Moves SIEVE's hand to the last of these victims, which still hold their rows."""
     taken = taken[arena.row_of[taken] >= 0]
     if arena.eviction.name != "sieve" or not taken.size:
         return
@@ -58,7 +58,7 @@ def pass_by(arena: Arena, taken: Ints, *, step: int) -> None:
 
 
 def admit(arena: Arena, slots: Ints) -> None:
-    """These slots have new rows, in the order in which SIEVE is to meet them."""
+    """Records new rows in these slots, in the order in which SIEVE is to meet them."""
     eviction = arena.eviction
     if eviction.name == "sieve":
         eviction.came[slots] = eviction.hand[1] + np.arange(slots.size)
@@ -87,7 +87,7 @@ def _is_visited(arena: Arena, slots: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def _walk(arena: Arena, slots: npt.NDArray[Any]) -> Longs:
-    """How far the hand is from each of these slots: it goes on from the oldest at the end."""
+    """How far the hand is from each slot; after the newest it goes on from the oldest."""
     distance: Longs = arena.eviction.came[slots] - arena.eviction.hand[0]
     distance[distance < 0] += _WRAPPED
     return distance
