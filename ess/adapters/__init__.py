@@ -1,1 +1,1 @@
-"""Engines of others that feed ESS workers, or run over ESS pools."""
+"""Other engines that feed ESS workers, or run over ESS pools."""

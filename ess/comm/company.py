@@ -1,25 +1,25 @@
-"""The ranks that divide the experts of every layer: tokens go to them, what they made comes back.
+"""The ranks that divide the experts of every layer: they exchange tokens and expert outputs.
 
     tokens' rank                               experts' rank
-    depart   who goes where; counts    --->    (counts of what comes)
-    send     a line per token and rank --->    arrive   lines, and which experts each one asks
-    collect  a line per token, expert  <---    give_back   what a block of experts has made
+    depart   destinations; counts      --->    (counts of what comes)
+    send     a line per token and rank --->    arrive   lines, and the experts that each asks for
+    collect  a line per token, expert  <---    give_back   the outputs of a block of experts
 
 A token's line goes once to each rank that has an expert of it, with the experts' places there; a
-line per token and expert comes back, unweighted, and the tokens' rank adds them up as a rank alone
+line per token and expert comes back, unweighted, and the tokens' rank adds them up as a single rank
 does: ascending experts, in float32. So the order of the sum, and with it the result, does not
-depend on where an expert is. What an expert makes of a token is one line of a product, which other
-lines touch only in how the product is cut: it is as exact as a batch of another size.
+depend on where an expert is. An expert's output for a token is one line of a product; other lines
+affect it only by how the product is cut: it is as exact as a batch of another size.
 
-Why ranks cannot fall out of step. Every exchange is begun by all ranks in the same order: which
-ones there are in a step follows from what the ranks have agreed at its head (`engine.ranks.accord`)
-and from the layers, never from a rank's own tokens; a rank without tokens sends none, but it takes
-part. And if a rank did fall out of step, the counts would say so: with them goes where the rank is,
-the step, the exchange's number in it and the layer, and a rank that hears of another place ends the
-group instead of taking one layer's tokens for another's.
+Why ranks cannot fall out of step. All ranks begin every exchange in the same order: the exchanges
+of a step follow from what the ranks agreed on at its head (`engine.ranks.accord`) and from the
+layers, never from a rank's own tokens; a rank without tokens sends none, but takes part. Should a
+rank fall out of step all the same, the counts reveal it: each carries its sender's step, the number
+of the exchange in the step, and the layer. A rank that receives another place ends the group
+instead of taking one layer's tokens for another's.
 
-How much is sent is known before it is received: of lines by their counts, of what comes back
-because the receiver has asked for it. Nothing waits for a count of what comes back.
+Sizes are known before data is received: of lines by their counts, of outputs because the receiver
+has asked for them. Nothing waits for a count of outputs.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class OutOfStep(EssError):
 
 @dataclass(frozen=True, slots=True)
 class Guests:
-    """What has come to a rank's experts: `tokens` [n, width], and which line each pair of a token
-    and an expert belongs to, and the expert's place here."""
+    """What came to a rank's experts: `tokens` [n, width]; and for each pair of a token and an
+    expert, the token's line and the expert's place here."""
 
     tokens: Tensor
     lines: Tensor
@@ -60,8 +60,8 @@ class Guests:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that left for other ranks: of counts, of lines out, of lines back; and how many tokens
-    they were for. What a rank sends itself is not counted."""
+    """Bytes sent to other ranks: counts, lines out, lines back; and how many tokens they were for.
+    What a rank sends to itself is not counted."""
 
     exchange_count: int = 0
     token_count: int = 0
@@ -71,7 +71,7 @@ class Traffic:
 
 
 class Company:
-    """Owns the order of its exchanges: one at a time is begun, by the thread that runs the step."""
+    """Begins the exchanges of a rank, in order, in the thread that runs the step."""
 
     def __init__(self, team: Team, places: Places | Placement) -> None:
         self.places = Places(places) if isinstance(places, Placement) else places
@@ -86,11 +86,11 @@ class Company:
         return self.places.of(layer).places[self.team.rank]
 
     def enter(self, step: int) -> None:
-        """All ranks are at the head of this step."""
+        """Every rank is at the head of this step."""
         self._step, self._number = step, 0
 
     def depart(self, tokens: Tensor, experts: Tensor, *, layer: int) -> Journey:
-        """`tokens` [n, width] are to see `experts` [n, per_token] of this layer."""
+        """Begins an exchange: `tokens` [n, width] go to `experts` [n, per_token] of this layer."""
         assert len(tokens) == len(experts), f"{len(tokens)} tokens, {len(experts)} choices"
         where = self._step, self._number, layer
         self._number += 1
@@ -107,8 +107,7 @@ class Company:
 
 
 class Journey:
-    """The tokens of one rank at one layer, on their way to their experts and back, and those of the
-    others that come here meanwhile."""
+    """One exchange: a rank's tokens travel to their experts and back; other ranks' tokens come."""
 
     def __init__(
         self, company: Company, tokens: Tensor, experts: Tensor, where: tuple[int, int, int]
@@ -131,14 +130,14 @@ class Journey:
         self._counts = self._announce()
 
     def _announce(self) -> Coming:
-        """To every rank: where we are, and how many lines come."""
+        """Tells every rank our place in the step, and how many lines it will get."""
         words = torch.tensor([[*self._where, count] for count in self._line_counts])
         sizes = [_WORDS * _WORD_BYTES] * len(words)
         self._company.traffic.count_bytes += self._company.abroad(sizes)
         return self._company.start(words, sizes, sizes)
 
     def send(self) -> None:
-        """The tokens leave, as bytes: a line and behind it the places that it asks for, or -1."""
+        """Sends the tokens as bytes: a line, then the places that it asks for, -1 padded."""
         heard = self._counts.wait().view(torch.int64).view(-1, _WORDS).tolist()
         for rank, (*where, _) in enumerate(heard):
             if tuple(where) != self._where:
@@ -158,7 +157,7 @@ class Journey:
         self._lines = self._company.start(lines, given, due)
 
     def arrive(self) -> Guests:
-        """Waits for all tokens for this rank's experts."""
+        """Waits for all tokens that go to this rank's experts."""
         width = self._tokens.shape[1] * self._tokens.element_size()
         came = self._lines.wait().view(sum(self._coming_counts), self._line_bytes)
         tokens = came[:, :width].contiguous().view(self._tokens.dtype)
@@ -170,8 +169,8 @@ class Journey:
         return Guests(tokens, lines, self._guest_places)
 
     def give_back(self, made: Tensor, pairs: Tensor, block: range) -> None:
-        """`made`, a line for each of these pairs of Guests, in any order, goes home: all that the
-        experts at the places `block` have made. Blocks are the same on all ranks."""
+        """Sends back `made`: a line for each of these pairs of Guests, in any order, from all
+        experts at the places `block`. Blocks are the same on all ranks."""
         ordered, order = pairs.sort()
         edges = torch.searchsorted(ordered, self._pair_edges).tolist()
         content = made[order].contiguous()
@@ -186,8 +185,8 @@ class Journey:
         self._returns.append((coming, self._pairs[is_due]))
 
     def collect(self, dtype: torch.dtype, width: int) -> Tensor:
-        """Waits for what all experts have made of this rank's tokens: float32 [n, per_token,
-        width], unweighted."""
+        """Waits for all outputs for this rank's tokens: float32 [n, per_token, width],
+        unweighted."""
         count, per_token = self._shape
         placed = torch.empty((count * per_token, width), dtype=torch.float32)
         found = 0
@@ -199,5 +198,5 @@ class Journey:
 
 
 def _lines(values: Tensor) -> Tensor:
-    """A line of bytes for each line."""
+    """The values as bytes, line by line."""
     return as_bytes(values.contiguous()).view(len(values), values.shape[1] * values.element_size())

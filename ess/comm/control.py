@@ -1,14 +1,14 @@
-"""Sealed messages over a TCP socket: heads of frames, what was taken, beats, ends.
+"""Sealed messages over a TCP socket: heads of frames, receipts, heartbeats, goodbyes.
 
     message = start | seal | body
     start   magic, kind, zero, bytes of body, number; the seal is an HMAC over start and body
 
-Both sides prove in the greeting that they know the group's secret, and derive from it and from two
-fresh nonces a key for each direction. Messages of a direction are numbered without a gap, so that
-none can be altered, repeated, left out or taken from another connection. What fails a check is
-BadInput and ends the connection; no message makes us allocate more than its kind allows.
+In the greeting both sides prove that they know the group's secret; from it and two fresh nonces
+they derive a key for each direction. The messages of a direction are numbered without a gap, so
+that none can be altered, repeated, left out or taken from another connection. A message that fails
+a check is BadInput and ends the connection; no message makes us allocate more than its kind allows.
 
-Writes wait for a peer that does not read, at most for the patience that the socket was given.
+A write waits for a peer that does not read, for at most the patience of the socket.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Message(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Which connection this is: what it is for, of which generation, who dials whom."""
+    """Identifies a connection: its purpose, its generation, the two ranks."""
 
     purpose: int
     generation: int
@@ -83,12 +83,12 @@ class Wire:
         self._writing = threading.Lock()
 
     def write(self, kind: Kind, body: bytes = b"") -> None:
-        """OSError when the peer is gone or does not read."""
+        """Sends a message; OSError when the peer is gone or does not read."""
         with self._writing:
             self._sock.sendall(self._sealed(kind, body))
 
     def try_write(self, kind: Kind, body: bytes = b"") -> bool:
-        """A small message if it leaves at once. A part of it that has left ends the connection."""
+        """Sends a small message if it can leave at once. A partial send ends the connection."""
         if not self._writing.acquire(timeout=LOCK_S):
             return False
         try:
@@ -109,7 +109,7 @@ class Wire:
         return start + _seal(self._key["write"], start + body) + body
 
     def read(self) -> Message | None:
-        """The next message; None at the end of the stream. BadInput when it is not the peer's."""
+        """The next message; None at the end of the stream; BadInput if the peer did not seal it."""
         start = self._exactly(_START.size + _SEAL_BYTES, may_end=True)
         if not start:
             return None
@@ -127,12 +127,12 @@ class Wire:
         return Message(Kind(kind), body)
 
     def limit_reading(self, timeout_s: float | None) -> None:
-        """From now on a read raises TimeoutError or BlockingIOError when nothing comes."""
+        """From now on a read raises TimeoutError or BlockingIOError when nothing comes in time."""
         seconds, rest = divmod(round((timeout_s or 0.0) * 1e6), 1_000_000)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, rest))
 
     def end_writing(self) -> None:
-        """The peer reads to the end of what was written, and then the end."""
+        """The peer reads what was written, and then the end of the stream."""
         self._shut(socket.SHUT_WR)
 
     def cut(self) -> None:
@@ -154,7 +154,7 @@ class Wire:
 
 
 def greet(sock: socket.socket, ends: Ends, secret: bytes, *, patience_s: float) -> Wire:
-    """The side that has dialled. BadInput when the answering side does not know the secret."""
+    """Greets as the side that dialled. BadInput when the other side does not know the secret."""
     sock.settimeout(GREETING_S)
     hello = _pack_hello(ends)
     with _closed_unless_met(sock):
@@ -170,7 +170,7 @@ def greet(sock: socket.socket, ends: Ends, secret: bytes, *, patience_s: float) 
 def answer(
     sock: socket.socket, secret: bytes, expected: set[Ends], *, patience_s: float
 ) -> tuple[Ends, Wire]:
-    """The side that is dialled. BadInput when we do not expect this dialler."""
+    """Greets as the side that was dialled. BadInput for a dialler that is not expected."""
     sock.settimeout(GREETING_S)
     with _closed_unless_met(sock):
         hello = _exactly(sock, _HELLO.size)

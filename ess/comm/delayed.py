@@ -1,8 +1,8 @@
-"""A link as slow as asked, for benchmarks: over one machine as over a network.
+"""A link slowed down for benchmarks, so that one machine behaves like a network.
 
-A frame occupies the line for its bytes, one frame after another, and arrives `latency_s` later.
-Asynchronous: a thread carries frames, and `send` waits only when `AHEAD_MAX` are on their way.
-Synchronous: `send` returns when the peer has taken the frame.
+A frame occupies the line for as long as its bytes take, one after another, and arrives `latency_s`
+later. Asynchronous: a thread carries frames, and `send` waits only when `AHEAD_MAX` are on their
+way. Synchronous: `send` returns when the peer has taken the frame.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Delayed:
             self._link.close()
 
     def restore(self) -> Link:
-        """The link as it was, when all frames have arrived."""
+        """The original link, once all frames have arrived."""
         try:
             if self._is_async:
                 self._wait(0)
@@ -77,7 +77,7 @@ class Delayed:
         return self._link
 
     def _due_s(self, size: int) -> float:
-        """When the last byte arrives, of a frame that enters the line as soon as it is free."""
+        """When the last byte of a frame arrives that enters the line as soon as it is free."""
         self._free_s = max(self._free_s, time.monotonic()) + size / self._bytes_per_s
         return self._free_s + self._latency_s
 

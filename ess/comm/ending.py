@@ -1,7 +1,7 @@
-"""How a group ends: once, for every rank, with the sentence of the first that saw it.
+"""How a group ends: once, for every rank, with the sentence of the first rank that failed.
 
-Peers are told before the threads of this rank learn of it: a thread may then leave at once, and no
-peer has to guess why.
+Peers are told before this rank's own threads learn of it: a thread may then leave at once, and no
+peer has to guess the reason.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Ending:
         self.lost: LinkLost | None = None
 
     def register(self, *, tell: Callable[[LinkLost], None], wake: Callable[[], None]) -> None:
-        """When the group fails, the thread that sees it calls all `tell`, and then all `wake`."""
+        """When the group fails, the failing thread calls every `tell`, then every `wake`."""
         self._tells.append(tell)
         self._wakes.append(wake)
 
     def fail(self, lost: LinkLost) -> None:
-        """Returns when all peers have been told. Only the first sentence is kept and told."""
+        """Returns when all peers are told. Only the first sentence is kept and told."""
         with self._lock:
             if self.lost is not None:
                 return

@@ -1,4 +1,4 @@
-"""What a rank holds of its group. World rank = stage * team size + member."""
+"""The group as one rank sees it. World rank = stage * team size + member."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ess.comm.team import Team
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A peer's counter, and for how long the peer was silent and its counter stood still."""
+    """A peer's counter, how long the peer was silent, and how long its counter has not moved."""
 
     progress: int
     silent_s: float
@@ -22,8 +22,8 @@ class Beat:
 class Group(Protocol):
     """`next` and `previous` lead to the same member of the neighbouring stages.
 
-    `reports` has links by rank: on rank 0 to every other rank, elsewhere to rank 0. They carry no
-    tensors.
+    `reports` are links by rank: rank 0 has one to every other rank, the others one to rank 0. They
+    carry no tensors.
     """
 
     @property
@@ -45,13 +45,13 @@ class Group(Protocol):
     def team(self) -> Team: ...
 
     def advance(self) -> None:
-        """Says that the main loop of this rank goes on: a beat carries the count of these calls."""
+        """Says that this rank's main loop is running: heartbeats carry the count of these calls."""
 
     def beats(self) -> Mapping[int, Beat]:
-        """By rank: on rank 0 of all others, elsewhere of rank 0. Beats come twice a second."""
+        """The beats of all other ranks on rank 0, elsewhere of rank 0. They come twice a second."""
 
     def fail(self, sentence: str) -> None:
         """Ends the group: every link of every rank raises LinkLost with this sentence."""
 
     def close(self) -> None:
-        """Leaves in order. The group of another generation may be joined after it."""
+        """Leaves in order. A group of another generation may be joined afterwards."""

@@ -1,4 +1,4 @@
-"""The group of a rank that is a process of its own."""
+"""The group of a rank that is its own process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class JoinedGroup:
         self._is_closed = False
 
     def start(self) -> None:
-        """A thread that is in torch when the interpreter ends would abort the process."""
+        """Ends the threads at exit: one inside torch would abort the interpreter's end."""
         atexit.register(self._abandon)
         for link in self._links:
             link.start()

@@ -2,15 +2,15 @@
 
 A frame is a head (bytes: an order, a report) and perhaps a tensor (a hidden state).
 
-- `send` does not wait for the peer while at most `AHEAD_MAX` frames have not been taken by it; a
-  frame is taken when it lies in the peer's memory, called for or not. Until `flush` has returned,
-  the sender does not change the tensor.
-- A peer holds at most `HELD_MAX` frames that it has taken and not been asked for; of reports
+- `send` does not wait while the peer has at most `AHEAD_MAX` frames still to take; a frame is taken
+  when it lies in the peer's memory, whether asked for or not. The sender must not change a tensor
+  until `flush` has returned.
+- A peer holds at most `HELD_MAX` frames that it has taken and that nobody has received; for reports
   `REPORTS_MAX`, so that a stage that reports never waits for a lead that waits for the stage.
 - Tensors go to the next stage only.
 - The tensor of a received frame is lent: it is valid until the next frame is received.
 - A lost peer raises LinkLost, as does a peer that takes nothing for `PATIENCE_S`. A peer that has
-  left in order is lost when the last of its frames has been received. Links are not mended: the
+  left in order counts as lost once its last frame is received. Links are not repaired: the
   group ends and another generation of it is joined.
 """
 
@@ -34,9 +34,9 @@ PATIENCE_S: Final = 60.0
 
 
 class LinkLost(EssError):
-    """A peer is gone or silent, and the whole group with it. The sentence names it and says why.
+    """A peer, and with it the group, is gone or silent. The sentence names the peer and says why.
 
-    rank    the rank that was lost first, as far as is known here
+    rank    the rank that was lost first, as far as this rank knows
     """
 
     def __init__(self, rank: int, sentence: str) -> None:
@@ -45,7 +45,7 @@ class LinkLost(EssError):
 
 
 class PeerLeft(LinkLost):
-    """The peer has left in order, and all that it sent has been received."""
+    """The peer has left in order, and everything that it sent has been received."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,13 +62,13 @@ class Link(Protocol):
     def send(self, head: bytes, tensor: Tensor | None = None) -> None: ...
 
     def flush(self) -> None:
-        """Waits until the peer has taken all that was sent."""
+        """Waits until the peer has taken everything that was sent."""
 
     def receive(self, timeout_s: float | None = 0.0) -> Frame | None:
-        """The next frame; None when none has come in time. A timeout of None: however long."""
+        """The next frame, or None when none comes in time; a timeout of None waits for ever."""
 
     def close(self) -> None:
-        """Leaves in order: what was sent is taken, or the peer is lost."""
+        """Leaves in order: waits until the peer has taken everything, or is lost."""
 
 
 def name_of(rank: int, team: int) -> str:

@@ -1,7 +1,7 @@
 """A group in one process: queues instead of sockets, a thread or a turn per rank.
 
-Frames are copied, kept in order and bounded as between processes; a lent tensor is filled with 0xFF
-(NaN in every float) when its time is over, so that a stale read shouts.
+Frames are copied, ordered and limited as between processes; a lent tensor is filled with 0xFF (NaN
+in every float) when the loan ends, so that a stale read shouts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True, eq=False)
 class _Post:
-    """An exchange that was started: by member, what it gives to each, and how many have theirs."""
+    """A started exchange: each member's parts for the others, and how many members have theirs."""
 
     parts: dict[int, Sequence[Tensor]] = field(default_factory=dict)
     taken_count: int = 0
@@ -49,7 +49,7 @@ class _Post:
 
 @dataclass(slots=True, eq=False)
 class _House:
-    """What all ranks share: one lock, who has left, why the group has ended."""
+    """What all ranks share: one lock, the ranks that have left, why the group has ended."""
 
     size: int
     team: int
@@ -74,7 +74,7 @@ class _House:
             raise LinkLost(self.lost.rank, str(self.lost))
 
     def gathered(self, posts: dict[int, _Post], number: int, rank: int, size: int) -> list[Tensor]:
-        """What all members have posted for this one. The last to take its parts clears up."""
+        """The parts of all members for this one. The last member to call this drops the post."""
         with self.changed:
             post = posts[number]
             if not self.wait(lambda: len(post.parts) == size, self.patience_s):
@@ -89,7 +89,7 @@ class _House:
             return [post.parts[member][rank] for member in range(size)]
 
     def wait(self, until: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Under the lock. True when it holds; LinkLost when the group ends before."""
+        """Called under the lock. True once `until` holds; LinkLost if the group ends first."""
         came = self.changed.wait_for(lambda: self.lost is not None or until(), timeout_s)
         self.check()
         return came
@@ -97,7 +97,7 @@ class _House:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """One direction of a link, and what it may hold."""
+    """One direction of a link, and how many frames it may hold."""
 
     ahead: int = REPORTS_MAX
     held: int = REPORTS_MAX
@@ -159,7 +159,7 @@ class LocalLink:
         return self.peer in self._house.left
 
     def _take(self, most: int) -> None:
-        """Waits until the peer has left at most so many frames."""
+        """Waits until the peer has no more than `most` frames to take."""
         self._house.check()
         came = self._house.wait(
             lambda: len(self._out.frames) <= most or self._is_left(), self._house.patience_s
@@ -171,7 +171,7 @@ class LocalLink:
 
 
 class LocalComing:
-    """The parts for one member of an exchange of this number."""
+    """The parts for one member in the exchange of this number."""
 
     def __init__(
         self, house: _House, posts: dict[int, _Post], number: int, rank: int, due: list[int]
@@ -241,7 +241,7 @@ class LocalTeam:
         return self._around(content, lambda slots: bytes(slots[root]))
 
     def _around(self, given: Any, make: Callable[[list[Any]], Made]) -> Made:
-        """Lays something down, makes something of what all have laid down, and waits for all."""
+        """Shares `given` with all members, makes a result of everybody's, and waits for all."""
         self._slots[self.rank] = given
         self.barrier()
         made = make(self._slots)

@@ -1,12 +1,12 @@
-"""How processes become a group: they meet at the lead's store, then dial one another.
+"""How processes become a group: they meet at the lead's store, then connect to one another.
 
-    store    the lead's, at `init`: who is there and where; it is left when all have met
+    store    the lead's, at `init`: the address of every rank; all leave it when all have met
     wires    the higher rank dials the lower: its reports to the lead, its stage to the one before
     ways     a process group of torch.distributed for each direction in which tensors go, and for
-             each team; none of them is the default group, so nothing of the process is touched
-    GO       the lead lets everybody begin when everybody has all of it
+             each team; none is the default group, so nothing else in the process is affected
+    GO       the lead lets every rank begin when all are fully connected
 
-Ranks that are missing when the time is over are named. A generation meets under names of its own,
+Ranks that are missing at the deadline are named. Each generation uses its own names in the store,
 so that late ranks of another generation do not disturb it.
 """
 
@@ -42,7 +42,7 @@ RANKS_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Who we are, in which group, where it meets, and until when."""
+    """This rank, its group, where the group meets, and the deadline."""
 
     rank: int
     size: int
@@ -83,13 +83,13 @@ def join_group(
     patience_s: float = PATIENCE_S,
     silent_s: float = SILENT_S,
 ) -> JoinedGroup:
-    """The group of this rank, when all `size` ranks have come.
+    """The group of this rank, once all `size` ranks have come.
 
     init        "tcp://host:port", where rank 0 listens, or "env://" (MASTER_ADDR, MASTER_PORT)
-    secret      what all ranks were started with; a process that does not know it is refused
+    secret      shared by all ranks; a process that does not know it is refused
     device      where tensors lie: they travel over gloo on a CPU, over NCCL on CUDA
     patience_s  how long a peer may take nothing before it counts as lost
-    silent_s    how long a peer's beats may stay away before it counts as lost
+    silent_s    how long a peer may send no heartbeat before it counts as lost
     """
     if not 0 <= rank < size <= RANKS_MAX or team < 1 or size % team:
         raise BadInput(f"rank {rank} of {size} in teams of {team}: no such rank")
@@ -113,7 +113,7 @@ def join_group(
 
 
 class Meeting:
-    """One attempt of a rank. Whatever it has opened is closed when it fails."""
+    """One attempt of a rank to join. If it fails, everything that it opened is closed."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -142,7 +142,7 @@ class Meeting:
         return group
 
     def _meet(self) -> str:
-        """Finds all ranks and has a wire to each neighbour; returns our own address."""
+        """Finds all ranks and connects a wire to each neighbour; returns this rank's address."""
         place = self._place
         family, own = _own_address(place.host, place.port)
         with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -156,7 +156,7 @@ class Meeting:
         return own
 
     def _gather(self, mine: str) -> dict[int, str]:
-        """Writes our address into the store and waits for all the others'."""
+        """Writes this rank's address into the store and waits for all others'."""
         place = self._place
         missing, addresses = set(range(place.size)), {}
         while missing:
@@ -225,7 +225,7 @@ class Meeting:
             raise Unavailable(f"{name} cannot be reached at {host}:{port}: {wrong}") from wrong
 
     def _answer(self, listener: socket.socket) -> None:
-        """Waits for all ranks that dial us. Strangers are sent away."""
+        """Waits for all ranks that dial this one; refuses strangers."""
         place = self._place
         expected = {ends for ends in _wires_of(place) if ends.answerer == place.rank}
         while expected:
@@ -245,7 +245,7 @@ class Meeting:
             expected.remove(ends)
 
     def _links(self, host: str) -> dict[str, WiredLink]:
-        """First the way from the stage before, then that to the next: no ring of waits."""
+        """First the way from the stage before, then the way to the next: waits form no ring."""
         place, links = self._place, {}
         if place.rank >= place.team:
             peer = place.rank - place.team
@@ -271,7 +271,7 @@ class Meeting:
         return WiredLink(self._wires[purpose, peer], terms, self._ending, **ways)
 
     def _way(self, sender: int, part: int, host: str) -> Way:
-        """The process group of the sender, rank 0 in it, and the same member of the next stage."""
+        """The process group of `sender`, its rank 0, and the same member of the next stage."""
         device = self._place.device
         made = self._process_group(f"way/{sender}", part, 2, host, device)
         return (
@@ -308,7 +308,7 @@ class Meeting:
             raise Unavailable(f"{self._place.where}: {name} was not connected: {wrong}") from wrong
 
     def _agree(self) -> None:
-        """Nobody begins, or leaves the store, before everybody is ready."""
+        """No rank begins, or leaves the store, before all are ready."""
         place = self._place
         reports = {peer: wire for (purpose, peer), wire in self._wires.items() if purpose == REPORT}
         if place.rank:
@@ -330,7 +330,7 @@ class Meeting:
 
 
 def _wires_of(place: Place) -> list[Ends]:
-    """The connections of this rank: reports of all to rank 0, stages to the stage before."""
+    """The connections of this rank: of every rank to rank 0, of each stage to the one before."""
     pairs = [(REPORT, rank, 0) for rank in range(1, place.size)]
     pairs += [(STAGE, rank, rank - place.team) for rank in range(place.team, place.size)]
     return [
@@ -341,7 +341,7 @@ def _wires_of(place: Place) -> list[Ends]:
 
 
 def _address(init: str) -> tuple[str, int, bool]:
-    """Host, port, and whether torchrun's agent keeps the store there."""
+    """Host, port, and whether torchrun's agent runs the store there."""
     if init == "env://":
         try:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -356,7 +356,7 @@ def _address(init: str) -> tuple[str, int, bool]:
 
 
 def _own_address(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """The address under which the way to the store leaves this machine."""
+    """The address from which this machine reaches the store."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

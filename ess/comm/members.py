@@ -1,7 +1,7 @@
 """A team of processes, over collectives of torch.distributed.
 
 Sizes go before contents, unless the caller knows them. A collective that fails, or that another
-rank's failure ends, is LinkLost; a member that is missing for `patience_s` ends the group.
+rank's failure ends, raises LinkLost; a member missing for `patience_s` ends the group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ess.comm.tensors import as_bytes, break_waits
 from ess.errors import BadInput
 
 GRACE_S: Final = 1.0
-"""How long a broken exchange waits for the report that names the rank that broke it."""
+"""How long a broken exchange waits for a report that names the rank that broke it."""
 _SIZES: Final = DIMS_MAX + 1
 
 
@@ -35,7 +35,7 @@ class Collectives:
 
 
 class WiredComing:
-    """Both sides' memory is kept until the exchange has ended."""
+    """An exchange under way; it keeps both sides' memory alive until its end."""
 
     def __init__(self, team: WiredTeam, work: Any, came: Tensor, content: Tensor) -> None:
         self._team = team
@@ -131,7 +131,7 @@ class WiredTeam:
         return [int(count) for count in counts]
 
     def _shapes(self, tensors: list[Tensor]) -> list[torch.Size]:
-        """What comes from whom: the shapes of all tensors that are meant for this member."""
+        """The shapes of all tensors that the members send to this one, by member."""
         mine = torch.zeros(self.size, _SIZES, dtype=torch.int64)
         for to, tensor in enumerate(tensors):
             mine[to, : tensor.dim() + 1] = torch.tensor([tensor.dim(), *tensor.shape])
@@ -157,7 +157,7 @@ class WiredTeam:
         self.end(self._guarded(begin))
 
     def end(self, work: Any) -> None:
-        """Waits for an exchange that was begun."""
+        """Waits for an exchange that has begun."""
         self._guarded(lambda: work.wait(self._patience))
 
     def _guarded(self, act: Callable[[], Any]) -> Any:
@@ -172,7 +172,7 @@ class WiredTeam:
             self._ending.check()
 
     def close(self) -> None:
-        """Lets go of the process groups, and they of the store of their meeting."""
+        """Releases the process groups, and with them the store."""
         self._host = self._tensors = None
 
     def _wake(self) -> None:

@@ -1,6 +1,6 @@
-"""A thread that says twice a second that this rank lives, and hears that the others do.
+"""A thread that twice a second sends a heartbeat to the peers and reads theirs.
 
-Silence counts only as far as we were there to hear it: after a pause of our own it begins anew.
+Silence counts only while this rank was running: after a pause of ours the count starts anew.
 """
 
 from __future__ import annotations

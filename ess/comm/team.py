@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Coming(Protocol):
-    """What the others send, while the caller goes on."""
+    """An exchange under way: what the other members send, while the caller goes on."""
 
     def wait(self) -> Tensor:
-        """All of it, the members' parts in rank order: bytes of the caller's own. Once."""
+        """Waits for the parts of all members, in rank order: the caller's own bytes. Only once."""
 
 
 class Team(Protocol):
-    """A member that is lost raises LinkLost in the others' next call."""
+    """When a member is lost, the others' next call raises LinkLost."""
 
     @property
     def rank(self) -> int: ...
@@ -33,29 +33,29 @@ class Team(Protocol):
     def all_gather(
         self, tensor: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """All members' tensors joined along `dim` in rank order; only along `dim` may they differ.
+        """All members' tensors joined along `dim` in rank order; they may differ only along `dim`.
 
-        The result is the caller's own. `sizes` are those of all members along `dim`: a caller who
+        The result is the caller's own. `sizes` are all members' sizes along `dim`: a caller that
         knows them saves a round.
         """
 
     def all_to_all(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Sends the i-th tensor to member i; returns what came, the i-th from member i.
+        """Sends tensor i to member i; returns the tensors that came, by member.
 
         Tensors may differ in size, not in dtype or number of dimensions.
         """
 
     def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
-        """Begins to send the first `given[0]` bytes of `content`, which is flat, to member 0, the
-        next ones to member 1, and so on; `due[i]` bytes come from member i, and both know it.
+        """Begins to send: of the flat `content` the first `given[0]` bytes go to member 0, the next
+        `given[1]` to member 1, and so on. `due[i]` bytes come from member i; both sides know it.
 
-        Several may be under way. They are begun in the same order by all members, and nothing else
-        is asked of the team until they have been waited for in some order. Until then `content`
-        does not change.
+        Several exchanges may be under way. All members begin them in the same order and use the
+        team for nothing else until they have waited for all of them, in any order. Until then
+        `content` must not change.
         """
 
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
-        """The root's bytes; those of the others are not looked at."""
+        """The root's bytes; other members' `content` is ignored."""
 
 
 def check_parts(team: Team, content: Tensor, given: Sequence[int], due: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ def check_parts(team: Team, content: Tensor, given: Sequence[int], due: Sequence
 
 
 class Come:
-    """What is here already."""
+    """An exchange whose content is already here."""
 
     def __init__(self, content: Tensor) -> None:
         self._content = content

@@ -1,15 +1,15 @@
 """Tensors from one rank to another over torch.distributed, one process group per direction.
 
-What torch.distributed does not do, its callers do: they know the size of what comes before they
-receive, for gloo ends the process when more comes; and they never leave a rank waiting for a dead
-peer, for NCCL waits for ever, and gloo too when the peer is only stopped. `wake` ends such a wait.
+torch.distributed leaves two things to its callers. They must know the size of a message before they
+receive it, as gloo ends the process when more comes. And they must never leave a rank waiting for a
+dead peer: NCCL waits for ever, gloo too if the peer is only stopped. `wake` ends such a wait.
 
-    on CPU   gloo. A receive that runs out of time breaks the connection of its pair and thereby
-             ends every other wait on it: this is how `wake` works, `abort` does nothing there. Not
-             so a receive whose sender died in the middle of a tensor: gloo forgets it, and only
-             its own patience ends it. It is a thread that waits there, and nobody for the thread.
-    on CUDA  NCCL, on a stream of the waiting thread's own, which asks the device whether the
-             receive has ended and asks `is_over` whether it ever will.
+    on CPU   gloo. A receive that times out breaks the connection of its pair and thereby ends every
+             other wait on it: this is how `wake` works; `abort` does nothing there. It does not
+             end a receive whose sender died in the middle of a tensor: gloo forgets that one, and
+             only its own timeout ends it. A thread of its own waits there; no one waits for it.
+    on CUDA  NCCL, on a stream of the waiting thread's own. The thread asks the device whether the
+             receive has ended, and `is_over` whether it ever will.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _POLL_S: Final = 50e-6
 
 
 def pack_shape(tensor: Tensor | None) -> bytes:
-    """A header of fixed size; no dimensions stand for no tensor."""
+    """A header of fixed size for a tensor's shape; no dimensions mean no tensor."""
     if tensor is None:
         return _SHAPE.pack(0, 0, 0, 0, 0, 0, 0)
     if tensor.dtype not in DTYPES:
@@ -52,7 +52,7 @@ def pack_shape(tensor: Tensor | None) -> bytes:
 
 
 def unpack_shape(header: bytes) -> tuple[torch.dtype, list[int]] | None:
-    """BadInput when no tensor of at most TENSOR_BYTES_MAX bytes is meant."""
+    """BadInput unless it describes no tensor, or one of at most TENSOR_BYTES_MAX bytes."""
     kind, dims, zero, *sizes = _SHAPE.unpack(header)
     if not dims and not any((kind, zero, *sizes)):
         return None
@@ -72,7 +72,7 @@ class Way(Protocol):
     """A direction: rank 0 of its process group sends, rank 1 receives."""
 
     def post(self, content: Tensor) -> Callable[[], object]:
-        """Begins to send; the result waits for the end of it."""
+        """Begins to send; the returned function waits until the send has ended."""
 
     def receive(self, content: Tensor, is_over: Callable[[], bool]) -> None: ...
 
@@ -96,7 +96,7 @@ class GlooWay:
 
 
 class NcclWay:
-    """Not run by any test here: NCCL wants a GPU for every rank."""
+    """Not run by any test here: NCCL needs a GPU for every rank."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
@@ -122,7 +122,7 @@ class NcclWay:
 
 
 def break_waits(group: Any) -> None:
-    """Ends all waits on a gloo group, here and at its other ranks."""
+    """Ends all waits on a gloo group, here and on its other ranks."""
     for rank in range(group.size()):
         if rank != group.rank():
             with suppress(RuntimeError):
@@ -130,7 +130,7 @@ def break_waits(group: Any) -> None:
 
 
 def gloo_group(store: Any, rank: int, size: int, *, host: str, timeout_s: float) -> Any:
-    """All ranks of it make it at once, and reach one another at the address of `host`."""
+    """All its ranks call this at once; they connect from the address of `host`."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)

@@ -1,10 +1,10 @@
-"""A link between two processes: heads over a wire of ours, tensors over torch.distributed.
+"""A link between two processes: heads over a `Wire`, tensors over torch.distributed.
 
 The sender writes a head, with the shape of the tensor, and posts the tensor. A thread of the
-receiver reads heads; it knows from a head that a tensor comes, and how large, and receives it into
-one of `held + 1` berths: one lent to the caller, the others full or free. It then says TAKEN. So
-data moves while both sides compute, no size is believed that has not been checked, and the sender
-counts what is taken instead of asking torch.distributed, whose gloo does not know.
+receiver reads heads; a head tells it whether a tensor comes and how large, and it receives the
+tensor into one of `held + 1` berths: one lent to the caller, the others full or free. Then it
+answers TAKEN. So data moves while both sides compute, sizes are checked before they are used, and
+the sender counts what is taken, which gloo does not know.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BEAT: Final = Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The peer of a link, and the bounds of what is on its way to it."""
+    """The peer of a link, and the limits on frames under way to it."""
 
     peer: int
     name: str
@@ -55,7 +55,7 @@ class Terms:
 
 @dataclass(slots=True)
 class Heard:
-    """What the peer's beats have said. Times are those of time.monotonic()."""
+    """What the peer's heartbeats have said. Times are those of time.monotonic()."""
 
     progress: int = 0
     heard_s: float = field(default_factory=time.monotonic)
@@ -68,13 +68,13 @@ class Heard:
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A frame that the peer has not taken; `settle` ends the posting of its tensor."""
+    """A frame that the peer has not taken; `settle` waits for the posted tensor."""
 
     settle: Callable[[], object] | None = None
 
 
 class Berths:
-    """Memory that tensors arrive in: `count` pieces, each grown to what it has had to hold."""
+    """Memory that tensors arrive in: `count` pieces, each as large as its largest tensor so far."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._device = device
@@ -91,7 +91,7 @@ class Berths:
         return berth
 
     def give(self, berth: Tensor) -> None:
-        """Kernels that the caller has started may still read it."""
+        """Takes a berth back. Kernels that the caller has started may still read it."""
         is_read = None
         if self._device.type == "cuda":
             is_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -100,9 +100,9 @@ class Berths:
 
 
 class WiredLink:
-    """`outward` and `inward` are the ways that tensors go and come, where they do.
+    """`outward` and `inward` are the ways that tensors go and come, if they do.
 
-    They hold on to the store of their meeting, so a closed link lets go of them.
+    The ways keep the store of the meeting alive, so a closed link drops them.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class WiredLink:
 
     @property
     def is_deaf(self) -> bool:
-        """Nothing is heard of the peer, and that is no wonder."""
+        """Whether the peer's silence has a reason: it has left, we have, or our queue is full."""
         return self._has_left or self._is_closed or len(self._queue) >= self._terms.held
 
     def send(self, head: bytes, tensor: Tensor | None = None) -> None:
@@ -176,7 +176,7 @@ class WiredLink:
         self.part(time.monotonic() + CLOSE_S)
 
     def leave(self) -> None:
-        """Says goodbye when all that was sent has been taken."""
+        """Says goodbye when the peer has taken everything."""
         if self._is_closed:
             return
         try:
@@ -188,7 +188,7 @@ class WiredLink:
         self._wire.end_writing()
 
     def part(self, until_s: float) -> None:
-        """Ends the connection when the peer has said goodbye too, or at that time."""
+        """Ends the connection when the peer has said goodbye too, at the latest at `until_s`."""
         self._thread.join(max(0.0, until_s - time.monotonic()))
         self._wire.cut()
         if self._thread.is_alive():
@@ -211,7 +211,7 @@ class WiredLink:
             sent.settle = self._outward.post(as_bytes(tensor))
 
     def _wait_taken(self, most: int) -> None:
-        """Until at most so many frames are under way."""
+        """Waits until at most `most` frames are under way."""
         with self._changed:
             came = self._changed.wait_for(
                 lambda: len(self._sent) <= most or self._is_over(), self._terms.patience_s
@@ -290,7 +290,7 @@ class WiredLink:
         return berth[:count].view(dtype).view(sizes), berth
 
     def _conclude(self) -> None:
-        """The oldest frame under way has been taken: its memory is the sender's again."""
+        """The peer has taken the oldest frame under way: its memory is the sender's again."""
         with self._changed:
             if not self._sent:
                 raise BadInput("a frame was taken that was never sent")
@@ -310,7 +310,7 @@ class WiredLink:
         self._ending.fail(lost)
 
     def _tell(self, lost: LinkLost) -> None:
-        """A peer that does not listen is cut off, so that nobody here waits for it."""
+        """Tells the peer; a peer that does not read is cut off, so that nothing waits for it."""
         if not self._is_closed and not self._wire.try_write(Kind.FAIL, _pack_fail(lost)):
             self._wire.cut()
 

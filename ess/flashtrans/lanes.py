@@ -28,7 +28,7 @@ from ess.kernels.streams import Event, Lane, RowCopy, closed_lane
 # Waits are cut into slices so that a signal, Ctrl-C above all, reaches Python.
 SLICE_S: Final = 0.2
 
-# So many bytes are copied in the time that waking a worker and waiting for it takes (docs/log.md).
+# # A copy of so many bytes takes as long as waking a worker and waiting for it (docs/log.md).
 AT_ONCE_BYTES: Final = 512 << 10
 
 
@@ -49,8 +49,8 @@ def open_lane(*, device: str = "cpu", threads: int = 1, at_once_bytes: int = AT_
 
 
 def _stream_lane(ordinal: int, threads: int) -> Lane:
-    """A job follows the stream that is torch's current one when the job is submitted; where torch
-    is not loaded, the default stream."""
+    """A lane whose jobs follow the stream that is torch's current one at submission, or the default
+    stream where torch is not loaded."""
     from ess.flashtrans.stream_lane import StreamLane
     from ess.kernels.cuda.driver import Device
 
@@ -62,7 +62,7 @@ def _stream_lane(ordinal: int, threads: int) -> Lane:
 
 
 class DoneEvent:
-    """A job that was copied during its submission."""
+    """An event of a job that was copied during submission: it is done."""
 
     def __init__(self, started_ns: int, finished_ns: int) -> None:
         assert started_ns <= finished_ns, f"started at {started_ns}, finished at {finished_ns}"
@@ -77,7 +77,7 @@ class DoneEvent:
 
 
 class InlineLane:
-    """The caller copies, at submission: for machines without the native library, and to debug."""
+    """Copies in the caller's thread at submission: without a native library, or to debug."""
 
     def __init__(self, *, threads: int = 1) -> None:
         rows.check_threads(threads)
@@ -113,14 +113,14 @@ class InlineLane:
 class WorkerLane:
     """One native thread that sleeps until there is a job.
 
-    A job of at most `at_once_bytes` that finds nothing under way is copied at submission.
+    A job of at most `at_once_bytes` is copied at submission if no other job is under way.
 
-    The native side keeps bare addresses. `_pending` keeps what lies there, matrices and timestamps,
-    until their job is complete; it outlives this object, because the finalizer, which waits for the
-    jobs, holds it too. Events hold the lane, so they may be waited for after close(), from any
-    thread. In a forked child, where the worker does not exist, every call but close() raises
-    BadState. For that each asks the native side before it takes the lock: if another thread held
-    the lock at the fork, nothing in the child would ever release it.
+    The native side keeps bare addresses. `_pending` keeps alive what lies there, matrices and
+    timestamps, until the job is complete; it outlives this object, because the finalizer, which
+    waits for the jobs, holds it too. Events hold the lane, so they may be waited for after close(),
+    from any thread. In a forked child, where the worker does not exist, every call but close()
+    raises BadState. For this, calls ask the native side before they take the lock: if another
+    thread held the lock at the fork, nothing in the child would ever release it.
     """
 
     def __init__(self, *, threads: int = 1, at_once_bytes: int = 0) -> None:
@@ -160,7 +160,8 @@ class WorkerLane:
         return WorkerEvent(self, self._last.sequence, self._last.times)
 
     def close(self) -> None:
-        """In a forked child there is nothing to finish: the parent's lane stays as it is."""
+        """Waits for all jobs; in a forked child does nothing, and leaves the parent's lane
+        alone."""
         _native("close")(self._handle)
         completed = _native("completed")(self._handle)
         if completed >= 0:
@@ -168,11 +169,11 @@ class WorkerLane:
                 self._forget(completed)
 
     def completed(self) -> int:
-        """The sequence number of the last complete job; jobs count from 1."""
+        """The number of the last complete job; jobs count from 1."""
         return _answer(_native("completed")(self._handle))
 
     def wait(self, sequence: int, timeout_s: float) -> bool:
-        """Whether job `sequence` is complete."""
+        """Waits for job `sequence`; returns whether it is complete."""
         done = _answer(_native("wait")(self._handle, sequence, int(timeout_s * 1e9)))
         if done:
             with self._order:
@@ -238,7 +239,7 @@ class _Job:
 
 
 def _release(handle: int, pending: deque[_Job]) -> None:
-    """`close` waits for the jobs; until then `pending` keeps what they read and write."""
+    """Closes the lane, which waits for its jobs; `pending` keeps their memory until then."""
     assert handle, "a lane that was never opened"
     _native("close")(handle)
     _native("free")(handle)

@@ -1,8 +1,9 @@
-"""Row copies queued into a stream of the caller's, whose lists and counts lie on the device.
+"""Row copies queued on the caller's stream, with lists and counts on the device.
 
-Nothing in here waits, asks an event, or passes numbers through memory that is used again. So what
-is queued may be captured into a graph: a replay moves the rows that the lists and the count name
-then. What a copy refers to is checked when it is prepared, and must live as long as it is replayed.
+Nothing here waits, asks an event, or passes numbers through memory that is used again. So the
+queued work may be captured into a graph: a replay moves the rows that the lists and the count name
+at that moment. A copy's memory is checked when the copy is prepared, and must live as long as
+replays do.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCopies:
-    """Checked copies: to queue them is one launch each, and no more."""
+    """Checked copies; queueing them costs one launch each."""
 
     launches: tuple[Launch, ...]
     kept: tuple[CheckedCopy, ...]
@@ -59,7 +60,7 @@ class PreparedCopies:
     def queue(
         self, stream: int, *, after: CudaEvent | None = None, then: CudaEvent | None = None
     ) -> None:
-        """The stream waits for `after` first, and records `then` behind the copies."""
+        """Makes the stream wait for `after`, queues the copies, then records `then`."""
         if after is not None:
             after.hold(stream)
         for launch in self.launches:
@@ -69,7 +70,7 @@ class PreparedCopies:
 
 
 class RowMover:
-    """Copies of a device by kernels, on up to `block_count_max` blocks each."""
+    """Copies rows of a device by kernels, on up to `block_count_max` blocks each."""
 
     def __init__(
         self, device: Device, *, way: KernelWay = "flat", block_count_max: int = 4
@@ -83,7 +84,7 @@ class RowMover:
         self._block_count_max = block_count_max
 
     def prepare(self, copies: Sequence[RowCopy]) -> PreparedCopies:
-        """BadInput if any copy is wrong. Programs that are not loaded yet are loaded now."""
+        """Checks copies and loads the programs they need. BadInput if any copy is wrong."""
         checked = tuple(self.check(copy) for copy in copies)
         for copy in checked:
             for side in (copy.source, copy.target):
@@ -117,7 +118,7 @@ class RowMover:
     def launch(
         self, copy: CheckedCopy, way: KernelWay, *, source_rows: int = 0, target_rows: int = 0
     ) -> Launch:
-        """Lists of the host are named by where their copies lie on the device."""
+        """A kernel for the copy; host lists are named by their copies' addresses on the device."""
         assert copy.count > 0, "a copy without rows"
         assert copy.target.count == copy.count, f"{copy.target.count} targets of {copy.count}"
         record = move_record(
@@ -149,7 +150,7 @@ class RowMover:
 
 
 def _is_pinned(owner: Any) -> bool:
-    """Memory that torch itself has registered."""
+    """Whether torch itself has registered this memory."""
     asks = getattr(owner, "is_pinned", None)
     return asks is not None and bool(asks())
 

@@ -1,4 +1,4 @@
-"""A checked copy as the native side reads it, and what it answers."""
+"""A checked copy as the native side reads it, and the native side's errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ess.errors import BadInput
 from ess.flashtrans.views import CheckedCopy, Side
 from ess.kernels.cpu import native
 
-# By the way that is settled on for such copies, not by a number of the table.
+# # Takes the way that was settled on for such copies, not one chosen by number.
 SETTLED: Final = -1
 
 
@@ -60,7 +60,7 @@ def pack(copy: CheckedCopy) -> NativeCopy:
 
 
 def packed(copy: CheckedCopy) -> bytes:
-    """The bytes of a NativeCopy. The native call trusts all of them but the row numbers."""
+    """The bytes of a NativeCopy. The native call checks the row numbers and trusts all else."""
     source, target = copy.source, copy.target
     count = source.count
     assert count == target.count, "the two lists differ in length"
@@ -83,7 +83,7 @@ def _numbers(side: Side) -> tuple[int, ...]:
 
 @functools.cache
 def copier() -> Callable[..., int]:
-    """ess_rows_copy of csrc/cpu/rows.cpp."""
+    """The function ess_rows_copy of csrc/cpu/rows.cpp."""
     numbers = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int32]
     arguments = [ctypes.c_void_p, *numbers, ctypes.c_void_p]
     return native.function("ess_rows_copy", arguments, ctypes.c_int32)

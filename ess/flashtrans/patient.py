@@ -1,8 +1,8 @@
-"""A lane whose jobs are done whenever somebody asks whether they are: the question waits.
+"""A lane whose events are done as soon as they are asked: the question waits for the copy.
 
-What an owner of pools does then follows from the calls alone, and not from how fast a copy was. So
-several processes that make the same calls have the same free pages at every moment. Copies still
-run beside compute, as long as nobody asks.
+So the pools' decisions follow from the calls alone, and not from the speed of a copy: several
+processes that make the same calls have the same free pages at every moment. Copies still run beside
+compute until somebody asks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Row numbers on their way to a device: a ring of pinned memory and its twin on the device."""
+"""Row numbers sent to a device: a ring of pinned memory and its copy on the device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from ess.kernels.cuda.streams import CudaEvent
 
 class RowLists:
     """Every list takes the next stretch of the ring. `seal` names the event after which the device
-    no longer reads the stretches that were put since the last `seal`.
+    no longer reads the stretches put since the last `seal`.
 
-    Where the ring is full, `put` waits for the events of the oldest stretches. A caller seals
-    before it has put more than half of `capacity`; so `put` never needs a stretch that has no event
-    yet.
+    When the ring is full, `put` waits for the events of the oldest stretches. A caller seals before
+    it has put more than half of `capacity`; so `put` never needs a stretch that has no event yet.
     """
 
     def __init__(self, device: Device, *, capacity: int = 1 << 20) -> None:
@@ -35,8 +34,8 @@ class RowLists:
 
     @property
     def piece_max(self) -> int:
-        """The longest list. Two of this length always have room between two seals, even when a list
-        does not fit behind the cursor and the end of the ring is skipped."""
+        """The longest list. Two of this length always fit between two seals, even when a list does
+        not fit behind the cursor and the end of the ring is skipped."""
         return self.capacity // 4
 
     def put(self, numbers: npt.NDArray[Any], stream: int) -> int:

@@ -1,6 +1,6 @@
-"""Copies of many small rows in one call. Native where it is built, NumPy otherwise: same results.
+"""Copies of many small rows in one call: native where built, else NumPy, with equal results.
 
-A call checks everything first: when it raises, nothing has been copied. The GIL is released.
+Each call checks everything first: if it raises, nothing was copied. The GIL is released.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ STREAM_ABOVE_BYTES: Final = 16 << 20
 def gather_rows(
     *, source: RowMatrix, source_rows: IndexList, target: RowMatrix, threads: int = 1
 ) -> None:
-    """Row source_rows[i] of `source` goes to row i of `target`."""
+    """Copies row source_rows[i] of `source` to row i of `target`."""
     copy_rows(source=source, source_rows=source_rows, target=target, threads=threads)
 
 
 def scatter_rows(
     *, source: RowMatrix, target: RowMatrix, target_rows: IndexList, threads: int = 1
 ) -> None:
-    """Row i of `source` goes to row target_rows[i] of `target`."""
+    """Copies row i of `source` to row target_rows[i] of `target`."""
     copy_rows(source=source, target=target, target_rows=target_rows, threads=threads)
 
 
@@ -43,7 +43,7 @@ def copy_rows(
     target_rows: IndexList = None,
     threads: int = 1,
 ) -> None:
-    """See RowCopy for what matrices and lists may be. `threads` share the rows of large copies."""
+    """Copies as RowCopy describes. `threads` threads share the rows of a large copy."""
     check_threads(threads)
     copy = RowCopy(source=source, source_rows=source_rows, target=target, target_rows=target_rows)
     run(check(copy), threads=threads)
@@ -61,7 +61,7 @@ def run(
     stream_above: int = STREAM_ABOVE_BYTES,
     way: int = SETTLED,
 ) -> None:
-    """By the way that is settled on for such copies, or by another of ess.flashtrans.ways."""
+    """Copies in the way settled on for such copies, or in another of ess.flashtrans.ways."""
     if not native.available():
         check_row_numbers(copy)
         run_numpy(copy)

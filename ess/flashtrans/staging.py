@@ -1,13 +1,13 @@
-"""Fetches through the copy engine: the host gathers, one DMA per chunk sends, no SM is kept busy.
+"""Fetches through the copy engine: the host gathers, one DMA per chunk sends, no SM is busy.
 
-A host function on a stream of its own gathers a chunk of rows into pinned memory, so no thread of
-Python is involved. Then the chunk is sent to a twin on the device, and a kernel that runs for some
-microseconds, at the speed of device memory, spreads it over its targets. Places take turns: the
-host gathers into some while others are sent. Two events for each place keep this order: after
-`gathered` the chunk may be sent, after `spread` the host may gather into the place again.
+A host function on a stream of its own gathers a chunk of rows into pinned memory, so no Python
+thread is involved. Then the chunk is copied to its twin on the device, and a kernel spreads it over
+its targets within microseconds, at the speed of device memory. Places take turns: the host gathers
+into some while others are sent. Two events per place keep the order: after `gathered` the chunk may
+be sent, after `spread` the host may gather into the place again.
 
-Native code queues all chunks of a fetch (csrc/cpu/copy_engine.cpp): the cost of a call from Python
-would be that of a megabyte on the wire. Chunks begin small, for nothing is sent while the first is
+Native code queues all chunks of a fetch (csrc/cpu/copy_engine.cpp): a call from Python would cost
+as much as a megabyte on the wire. Chunks begin small, as nothing is sent while the first is
 gathered, and double until they fill a place.
 """
 
@@ -121,17 +121,17 @@ class Staging:
         return self.place_bytes // row_bytes
 
     def there(self, copy: CheckedCopy) -> Side:
-        """The rows of a copy side by side on the device, from where the first place lies: what
-        spreading reads."""
+        """The source that the spreading kernel reads: the copy's rows side by side from the first
+        place on."""
         row_bytes, count = copy.source.row_bytes, copy.count
         return Side("source", self, self._twin.address, count, row_bytes, row_bytes, None, True)
 
     def send(self, copy: CheckedCopy, spreading: Launch, after: CudaEvent, stream: int) -> Any:
         """Gathers the sources of `copy` when `after` has passed, sends and spreads them.
 
-        `spreading` is the kernel for all rows at once, from where the first place lies; every chunk
-        gets its part of it. What is returned must live until the stream has come this far. The
-        source's list is copied: the host reads it when the caller may have changed it.
+        `spreading` is the kernel for all rows at once, from the first place on; every chunk gets
+        its part of it. The returned object must live until the stream has come this far. The
+        source's list is copied, as the host may read it after the caller has changed it.
         """
         assert not copy.source.on_device, "the host gathers rows of the host only"
         assert copy.source.device_rows is None, "the host cannot read a list on a device"
@@ -160,13 +160,13 @@ class Staging:
         fetch.block_count_max = spreading.block_count_max
 
     def check(self) -> None:
-        """What holds between two copies."""
+        """Audits the state between two copies."""
         assert 0 <= self._fetch.turn < PLACES, f"the next place is {self._fetch.turn} of {PLACES}"
         assert len(self._events) == 2 * PLACES, "a place without its events"
 
 
 def chunks(count: int, most: int) -> Iterator[int]:
-    """How many rows go together: few at first, then twice as many, up to `most`."""
+    """How many rows each chunk has: few at first, doubling up to `most`."""
     assert count > 0, f"{count} rows"
     assert most > 0, "a place holds no row"
     rows = max(1, most // FIRST_PART)

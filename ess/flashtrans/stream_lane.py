@@ -1,12 +1,12 @@
 """The copy lane of a CUDA device: a stream beside the compute stream, ordered by events.
 
-A job follows everything that the caller has queued on the compute stream so far, for rows are read
-that compute has written and slots are written that compute has read. Compute does not wait
-for the job by itself: `event.hold(stream)` makes a stream wait, `event.wait()` the host.
+A job follows everything that the caller has queued on the compute stream so far, as it reads rows
+that compute has written and writes slots that compute has read. Compute does not wait for the job
+by itself: `event.hold(stream)` makes a stream wait, `event.wait()` the host.
 
-Lists of the host are checked and copied at submission. Lists on the device are read in place: the
-caller may change them only when the event is done, and their numbers are trusted. Copies without a
-list of the host may also be queued into a stream of the caller's, then without a job: `queue`.
+Host lists are checked and copied at submission. Device lists are read in place: the caller must not
+change them before the event is done, and their numbers are trusted. Copies without a host list may
+also be queued on the caller's stream, without a job: `queue`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ANCHOR_US_MAX: Final = 1e6
 
 
 class StreamEvent:
-    """A job of the lane. Its times are on the host's clock; `anchor` relates the device's clock to
+    """A job of the lane, with times on the host's clock; `anchor` relates the device's clock to
     it."""
 
     def __init__(self, started: CudaEvent, finished: CudaEvent, anchor: Anchor) -> None:
@@ -66,7 +66,7 @@ class StreamEvent:
         return self.started_ns + int(1e3 * self._finished.us_since(self._started))
 
     def later_anchor(self) -> Anchor:
-        """The anchor for the next job: the same, or this job's end once the old anchor lies so far
+        """The anchor for the next job: the same, or this job's end when the old anchor lies so far
         back that float32 times from it are no longer exact."""
         if not self.done() or self._finished.us_since(self._anchor.event) < ANCHOR_US_MAX:
             return self._anchor
@@ -80,15 +80,15 @@ class StreamEvent:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """One moment on both clocks. The device counts from it in float32 milliseconds."""
+    """One moment on both clocks. The device counts float32 milliseconds from it."""
 
     event: CudaEvent
     ns: int
 
     @classmethod
     def now(cls, stream: CudaStream) -> Anchor:
-        """Spins until the event has passed. Nothing else is queued yet, so that takes microseconds;
-        a sleep instead would make every time wrong by its length."""
+        """Spins until the event has passed. Nothing else is queued yet, so this takes microseconds;
+        a sleep would make every time wrong by its length."""
         event = stream.record()
         while not event.done():
             pass
@@ -105,10 +105,10 @@ class _Job:
 
 
 class StreamLane:
-    """`compute_stream` names the stream that jobs follow, at each submission.
+    """Asks `compute_stream` at each submission for the stream that the job follows.
 
-    By the way `staged` the host gathers with `threads` threads and the copy engine sends: fetches
-    only, with lists of the host; what cannot go so is moved by the flat kernel.
+    In the way `staged` the host gathers with `threads` threads and the copy engine sends; this
+    serves fetches with host lists. All other copies use the flat kernel.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class StreamLane:
         launch.queue(self._stream.handle)
 
     def _put(self, side: Side) -> int:
-        """Where a list of the host will lie on the device; 0 where there is none."""
+        """Copies a host list to the device; returns its address there, 0 if there is no list."""
         return 0 if side.rows is None else self._lists.put(side.rows, self._stream.handle)
 
     def _forget(self) -> None:
@@ -266,7 +266,7 @@ def _side_piece(side: Side, first: int, count: int) -> Side:
 
 
 def _skipping(piece: CheckedCopy) -> Side:
-    """The target with the pairs left out that the source's list skips."""
+    """The target's list without the pairs that the source's list skips."""
     source, target = piece.source.rows, piece.target
     if source is None or not (source < 0).any():
         return target

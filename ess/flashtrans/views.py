@@ -1,7 +1,7 @@
-"""The door: row matrices and index lists of any library become addresses, checked once.
+"""Checks the row matrices and index lists of any library once, and turns them into addresses.
 
-A torch tensor is recognised by its `data_ptr`, so torch need not be installed. The code that copies
-checks row numbers, later in the same call; numbers in a list on a device are not checked.
+A torch tensor is recognised by its `data_ptr`, so torch need not be installed. Row numbers are
+checked later in the call, by the code that copies; numbers in device lists are never checked.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Side:
         return np.arange(self.row_count) if self.rows is None else self.rows
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
-        """The matrix itself, row by row, as bytes that may be written."""
+        """The matrix itself as writable bytes, row by row."""
         assert not self.on_device, "the host cannot read rows on a device"
         shape, strides = (self.row_count, self.row_bytes), (self.stride_bytes, 1)
         if self.row_count == 0:
@@ -74,7 +74,7 @@ class Side:
 
 @dataclass(slots=True)
 class CheckedCopy:
-    """`device_count`, where there is one, says how many of the pairs are copied."""
+    """A copy that passed the checks; `device_count`, if any, holds how many pairs are copied."""
 
     source: Side
     target: Side
@@ -86,7 +86,7 @@ class CheckedCopy:
 
 
 def check(copy: RowCopy, *, devices: bool = False) -> CheckedCopy:
-    """With `devices`, matrices and lists may be tensors on a device."""
+    """Checks a copy; with `devices`, matrices and lists may be tensors on a device."""
     source = _side("source", copy.source, copy.source_rows, devices=devices)
     target = _side("target", copy.target, copy.target_rows, devices=devices)
     if source.row_bytes != target.row_bytes:
@@ -101,7 +101,7 @@ def check(copy: RowCopy, *, devices: bool = False) -> CheckedCopy:
 
 
 def known(matrix: npt.NDArray[Any]) -> Known:
-    """Checks a matrix once, for many copies from it or to it; it must be writable."""
+    """Checks a writable matrix once, for many copies from it or to it."""
     if not matrix.flags.writeable:
         raise BadInput("a known matrix is read-only")
     side = _side("matrix", matrix, None, devices=False)

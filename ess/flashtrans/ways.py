@@ -1,12 +1,12 @@
-"""How gathers move rows on this machine: timed once, kept by CPU model.
+"""How gathers copy rows on this machine: timed once, kept by CPU model.
 
-Caches and prefetchers differ too much for one way to be best everywhere (csrc/cpu/ways.h lists
-them, docs/log.md has figures). The first copy or lane of a process reads what an earlier process
-has kept; where that is missing or damaged, the ways are timed in turn, in about a quarter of a
-second. Another way than the unmeasured one is taken only where it wins clearly, twice. All ways
-give the same bytes, so a wrong choice costs time and nothing else.
+Caches and prefetchers differ too much for one way to be best everywhere (csrc/cpu/ways.h lists the
+ways, docs/log.md has figures). The first copy or lane of a process reads the choices that an
+earlier process has kept; if they are missing or damaged, the ways are timed in turn, in about a
+quarter of a second. A way other than the unmeasured one is taken only if it wins clearly, twice.
+All ways copy the same bytes, so a wrong choice costs time and nothing else.
 
-ESS_ROWS=unmeasured skips all that; ESS_ROWS=plain, or another way's name, takes that way for every
+ESS_ROWS=unmeasured skips all that; ESS_ROWS=plain, or another way's name, sets that way for every
 gather.
 """
 
@@ -42,7 +42,7 @@ EDITION: Final = 2
 VARIABLE: Final = "ESS_ROWS"
 UNMEASURED: Final = "unmeasured"
 
-# A class of ways.h each: these sizes by these counts; of many rows a part that takes this long.
+# # Each size with each count is a class of ways.h; of many rows, a part that takes about this long.
 ROW_BYTES: Final = (264, 656, 2304)
 COUNTS: Final = (512, 2048, 65_536)
 PART_BYTES: Final = 4 << 20
@@ -54,7 +54,7 @@ CLEARLY: Final = 1.06
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A way for one class, and how many times as fast as the unmeasured way it was."""
+    """A way for one class, and how many times as fast as the unmeasured way it is."""
 
     row_bytes: int
     count: int
@@ -64,7 +64,7 @@ class Choice:
 
 @functools.cache
 def settle() -> tuple[Choice, ...]:
-    """What gathers of this process go by; measures, keeps and applies it at the first call."""
+    """The choices for this process; the first call measures, keeps and applies them."""
     named = os.environ.get(VARIABLE, "")
     if named == UNMEASURED or not native.available():
         return unmeasured()
@@ -92,7 +92,7 @@ def apply(choices: Sequence[Choice]) -> tuple[Choice, ...]:
 
 
 def unmeasured() -> tuple[Choice, ...]:
-    """What holds where nothing was measured."""
+    """The choices where nothing was measured."""
     if not native.available():
         return ()
     native.function("ess_rows_settle", [ctypes.c_void_p], ctypes.c_int32)(None)
@@ -116,7 +116,7 @@ def everywhere(name: str) -> tuple[Choice, ...]:
 
 
 def way_names() -> list[str]:
-    """Of the native table, in its order."""
+    """The names in the native table, in its order."""
     name = native.function("ess_rows_way", [ctypes.c_int32], ctypes.c_char_p)
     names: list[str] = []
     while (named := name(len(names))) is not None:
@@ -135,7 +135,7 @@ def place() -> Path:
 
 @functools.cache
 def machine() -> str:
-    """The CPU's maker, model and caches, and the instruction set that is used of it."""
+    """The CPU's maker, model and caches, and the instruction set in use."""
     lines = _text("/proc/cpuinfo").partition("\n\n")[0]
     fields = dict(re.findall(r"^(.+?)\s*: (.*)$", lines, re.MULTILINE))
     names = ("vendor_id", "model name", "cpu family", "model", "stepping")
@@ -152,7 +152,7 @@ def _text(path: str | Path) -> str:
 
 
 def read(path: Path) -> tuple[Choice, ...] | None:
-    """None where nothing is kept, or nothing that this edition on this machine can use."""
+    """The kept choices; None if there are none that this version can use on this machine."""
     try:
         kept = json.loads(path.read_bytes())
         choices = tuple(Choice(**choice) for choice in kept.pop("choices"))
@@ -174,7 +174,7 @@ def _origin() -> dict[str, Any]:
 
 
 def _complete(choices: tuple[Choice, ...]) -> bool:
-    """Every class once, in order, each with a way that this build has."""
+    """Whether there is a choice for every class, once and in order, with ways of this build."""
     return (
         [(choice.row_bytes, choice.count) for choice in choices] == list(classes())
         and all(choice.way in way_names() for choice in choices)
@@ -183,8 +183,8 @@ def _complete(choices: tuple[Choice, ...]) -> bool:
 
 
 def measured() -> tuple[Choice, ...]:
-    """Rows come from more memory than caches hold. Few go to the same place again and again, as
-    those of a step do; of many each sample goes elsewhere, to lines that no cache holds."""
+    """Times all classes. Rows come from more memory than caches hold. A few rows always go to the
+    same place, as in a step; many go elsewhere in each sample, to lines that no cache holds."""
     memory = host_memory(POOL_BYTES + TARGET_BYTES, touch_threads=1)
     random = np.random.default_rng(0)
     before = [way_names().index(choice.way) for choice in unmeasured()]
@@ -204,7 +204,7 @@ def _choice(
 
 
 def picked(time_ns: Callable[[int], int], candidates: list[int], usual: int) -> tuple[int, float]:
-    """The best of many owes some of its lead to chance, so it has to win once more, alone against
+    """The winner of many owes some of its lead to chance, so it must win once more, alone against
     the usual way; the gain is that of the second time."""
     way, gain = chosen(_timed(time_ns, candidates, ROUNDS), usual)
     if way == usual:
@@ -215,7 +215,7 @@ def picked(time_ns: Callable[[int], int], candidates: list[int], usual: int) -> 
 def _timed(
     time_ns: Callable[[int], int], candidates: list[int], rounds: int
 ) -> dict[int, list[int]]:
-    """Each candidate once a round, each round beginning with another; the first is dropped."""
+    """Times each candidate once a round, in rotating order; drops the first round."""
     times: dict[int, list[int]] = {way: [] for way in candidates}
     for number in range(1 + rounds):
         turn = number % len(candidates)
@@ -225,8 +225,8 @@ def _timed(
 
 
 def chosen(times: dict[int, list[int]], usual: int) -> tuple[int, float]:
-    """The way with the greatest gain over the usual one, round by round. It must be clear, and
-    more than three rounds in four must agree: what else runs here disturbs some of them."""
+    """The way with the greatest gain over the usual one, round by round. It must be clear, and more
+    than three rounds in four must agree: other work on the machine disturbs some of them."""
     gains = {
         way: [before / now for before, now in zip(times[usual], taken, strict=True)]
         for way, taken in times.items()
@@ -240,7 +240,7 @@ def chosen(times: dict[int, list[int]], usual: int) -> tuple[int, float]:
 
 
 class Samples:
-    """Gathers of one class, each of new rows."""
+    """Gathers of one class, each of other rows."""
 
     def __init__(
         self, memory: npt.NDArray[np.uint8], row_bytes: int, count: int, random: Any

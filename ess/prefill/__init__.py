@@ -1,1 +1,1 @@
-"""Prompts through a pipeline of stages: the lead decides, every stage obeys in the same order."""
+"""Prompts through a pipeline of stages: the lead decides, all stages obey in the same order."""

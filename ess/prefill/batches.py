@@ -1,4 +1,4 @@
-"""Micro-batches under way, and how busy each stage is with them."""
+"""The micro-batches under way, and how busy each stage is with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SPANS_MAX: Final = 1 << 12
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """`seconds` are those of each stage that has run it. `done` and `count` say where the chunk
-    lies of which it consists; several chunks have none."""
+    """`seconds` holds the time of each stage that has run it. `done` and `count` place its chunk in
+    the prompt; they are unset if it has several chunks."""
 
     number: int
     parts: tuple[Part, ...]
@@ -25,7 +25,7 @@ class Batch:
 
 
 class Batches:
-    """From the first stage until all stages have reported."""
+    """Batches from the start of their first stage until all stages have reported."""
 
     def __init__(self, stage_count: int) -> None:
         self._stage_count = stage_count
@@ -53,12 +53,12 @@ class Batches:
         return batch
 
     def drop(self, batch: Batch) -> None:
-        """It could not begin."""
+        """Removes a batch that could not begin."""
         assert not batch.seconds, f"batch {batch.number} has run"
         del self._by_number[batch.number]
 
     def ran(self, stage: int, number: int, seconds: float, *, now_s: float) -> Batch:
-        """What a stage has reported."""
+        """Records the report of a stage."""
         batch = self._by_number.get(number)
         assert batch is not None, f"stage {stage} has run batch {number}, which is not under way"
         assert stage not in batch.seconds, f"stage {stage} has run batch {number} twice"
@@ -76,7 +76,7 @@ class Batches:
         return self._counts[stage]
 
     def busy_share(self, stage: int, *, now_s: float) -> float:
-        """Of the last `WINDOW_S`."""
+        """The busy share of the last `WINDOW_S`."""
         spans = self._spans[stage]
         while spans and spans[0][0] < now_s - WINDOW_S:
             spans.popleft()

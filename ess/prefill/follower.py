@@ -1,7 +1,7 @@
 """A stage behind the first: it obeys the frames of orders as they come, and passes them on.
 
-A frame is passed on when it has been obeyed, with what this stage has made of its micro-batch. Then
-its report goes to the lead: what is free, how long chunks took, which handoffs are over.
+A stage passes a frame on once it has obeyed it, with its output for the micro-batch. Then it
+reports to the lead: what is free, how long chunks took, which handoffs are over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IDLE_S: Final = 0.1
 
 
 class Follower:
-    """Says what it is as soon as it is made."""
+    """Sends its Hello as soon as it is made."""
 
     def __init__(self, stage: Stage, group: Group, hello: Hello) -> None:
         assert group.previous is not None, "the first stage leads"
@@ -39,12 +39,12 @@ class Follower:
         return self._stage.is_stopped
 
     def run(self) -> None:
-        """Until the lead orders to stop. LinkLost if the group has ended before."""
+        """Obeys until the lead orders it to stop; LinkLost if the group ends first."""
         while not self.is_stopped:
             self.turn(wait_s=BUSY_S if self._stage.is_busy else IDLE_S)
 
     def turn(self, *, wait_s: float = 0.0) -> bool:
-        """Whether a frame had come; it was obeyed."""
+        """Obeys a frame if one comes in time; returns whether it did."""
         self._between()
         frame = self._previous.receive(wait_s)
         if frame is not None:
@@ -68,7 +68,7 @@ class Follower:
             self._reports.send(reports.pack(said))
 
     def _between(self) -> None:
-        """Between two layers and two frames: a sign of life, and LinkLost if the lead is gone."""
+        """Between layers and frames: gives a sign of life; raises LinkLost if the lead is gone."""
         self._group.advance()
         if self._reports.receive(0.0) is not None:
             raise Disagreement("the lead sent a report")

@@ -1,14 +1,14 @@
 """The first stage decides for all stages which prompts are admitted, run next, and are forgotten.
 
-    step: hear reports -> admit -> one micro-batch through the own layers -> on to the next stage
+    step: take reports -> admit -> one micro-batch through its own layers -> on to the next stage
 
-It stands where an engine stands: requests go in, and each ends as "sent" when the last stage has
-run its last chunk. Several requests are on their way at once, in order of rank; at most
-`stage count + AHEAD` micro-batches are. Every decision is obeyed here first, by this stage's own
-part, and then ordered of the others; so what this stage cannot do is never ordered.
+It takes the place of an engine: requests go in, and each ends as "sent" when the last stage has run
+its last chunk. Several requests are under way at once, in order of rank, in at most
+`stage count + AHEAD` micro-batches. The lead obeys every decision first, with its own part of the
+model, and then orders it of the others; so it never orders what this stage cannot do.
 
-A request that has ended leaves its prompt behind until every stage has reported that its handoff is
-over; then all stages close it.
+A request that has ended leaves its prompt in place until every stage has reported that its handoff
+is over; then all stages close the prompt.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ POLL_S: Final = 0.05
 
 
 class Sizer(Protocol):
-    """How long the next chunk is, and what is learned of those that have run."""
+    """Chooses the length of the next chunk, and learns from the chunks that have run."""
 
     def next(self, done: int, left: int) -> int: ...
 
@@ -68,7 +68,7 @@ class Sizer(Protocol):
 
 
 class Lead:
-    """`stage` is its own part; `layers` are the main layers of every stage."""
+    """`stage` is this rank's own; `layers` are the main layers of every stage."""
 
     def __init__(
         self,
@@ -109,7 +109,8 @@ class Lead:
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
     ) -> Request:
-        """As an engine's. Every request gives its rows; none is decoded, scored or taken here."""
+        """As an engine's `add`. Every request hands over its rows; none is decoded or scored
+        here."""
         request = self._intake.made(prompt, sampling, **wishes)
         _check_wishes(request)
         vocabulary = self._stage.runner.model.config.vocab_size
@@ -118,7 +119,7 @@ class Lead:
         return request
 
     def cancel(self, request: Request) -> None:
-        """May be called at any moment; chunks on their way run to their end and are forgotten."""
+        """May be called at any moment; chunks under way are finished, and then dropped."""
         self._intake.leave(request)
         if request.reason is None:
             self._finish(request, "cancelled")
@@ -141,22 +142,22 @@ class Lead:
 
     @property
     def is_idle(self) -> bool:
-        """No request waits or is on its way. Handoffs of ended requests may be."""
+        """Whether no request waits or is under way. Handoffs of ended requests may be."""
         return not self._roster.count("waiting", "loading", "preempted", "prefilling")
 
     @property
     def is_handing_over(self) -> bool:
-        """The next `pump` should come soon: reports are due, or rows are under way."""
+        """Whether `pump` should be called soon: reports are due, or rows are under way."""
         return len(self._prompts) > 0 or len(self._batches) > 0 or self._stage.is_busy
 
     def depth_reasons(self) -> tuple[str, ...]:
         return ()
 
     def graph_line(self) -> None:
-        """It has no device."""
+        """None: there is no device."""
 
     def expert_line(self) -> None:
-        """Each of its ranks has all experts of its layers."""
+        """None: each rank has all experts of its layers."""
 
     def stage_lines(self) -> tuple[StageLine, ...]:
         now_s, silences = self._clock.now_s(), self.stages.silences()
@@ -172,17 +173,17 @@ class Lead:
         )
 
     def forget_prefixes(self) -> None:
-        """Cached prefixes, on every stage."""
+        """Forgets cached prefixes on every stage."""
         if len(self._prompts):
             raise BadState(f"{len(self._prompts)} prompts are made, or handed over")
         self._order(Forget())
 
     def meet(self, metadata: bytes) -> None:
-        """The other stages meet the worker that this stage has met."""
+        """Makes the other stages meet the worker that this stage has met."""
         self.stages.order(Meet(metadata))
 
     def close(self) -> None:
-        """The other ranks end in order. The lead may leave when all have obeyed."""
+        """Ends the other ranks in order; returns when all have obeyed."""
         self._stage.ranks.stop()
         self.stages.order(orders.Stop())
         self.stages.finish()
@@ -198,8 +199,8 @@ class Lead:
         assert here == {prompt.number for prompt in opened}, "a request without its prompt"
 
     def measure(self, count: int) -> float | None:
-        """Seconds of the slowest stage for `count` invented tokens, with nothing else under way.
-        None: the pools do not hold them."""
+        """Seconds that the slowest stage takes for `count` made-up tokens, with nothing else under
+        way; None if the pools cannot hold them."""
         assert self.is_idle, "a measurement beside requests"
         batch = self._batches.begin()
         try:
@@ -246,23 +247,23 @@ class Lead:
         self._order(Run(batch.number, batch.parts))
 
     def _order(self, order: orders.Order) -> None:
-        """Obeyed here, then by the others."""
+        """Obeys the order here, then sends it to the other stages."""
         self.stages.order(order, self._stage.obey(order))
 
     def _between(self) -> None:
-        """Between two layers: reports are taken, and acted on after the step."""
+        """Between two layers: takes reports; they are acted on after the step."""
         self._group.advance()
         self.stages.listen()
 
     # ---- admission
 
     def _ask_again(self) -> None:
-        """Pools change by our orders alone: until a prompt ends no other fits."""
+        """Lets admission try again: pools change only by our orders, so nothing fits in between."""
         self._may_admit = True
         self._admission.ask_again()
 
     def _open(self, request: Request) -> None:
-        """PoolFull if it must wait. What can never fit ends as refused."""
+        """Opens the prompt; PoolFull if it must wait. One that can never fit ends as refused."""
         assert request.gives is not None, f"request {request.number} gives no rows"
         if len(self._prompts) >= OPEN_MAX:
             sentence = f"all {OPEN_MAX} prompts are open; wait until a handoff has ended"
@@ -284,14 +285,14 @@ class Lead:
         self._opened(request, count, load_max)
 
     def _refuse(self, request: Request, refusal: PoolFull | BadInput) -> None:
-        """Unless it may wait."""
+        """Ends the request as refused, unless it may wait: then raises the refusal."""
         if isinstance(refusal, PoolFull) and not refusal.permanent:
             raise refusal
         request.refusal = refusal
         self._finish(request, "refused")
 
     def _resume(self, request: Request) -> None:
-        """It has loaded. PoolFull if it must wait for room on the device."""
+        """The prompt has loaded: enters it. PoolFull if it must wait for room on the device."""
         prompt = self._prompts.get(request.number)
         assert prompt is not None, f"request {request.number} has loaded, and is not open"
         try:
@@ -336,7 +337,7 @@ class Lead:
     # ---- reports
 
     def pump(self) -> None:
-        """Moves what can be moved of handoffs, and acts on what the stages have reported."""
+        """Moves handoffs on, and acts on the stages' reports."""
         self._group.advance()
         self.stages.listen()
         for stage, report in self.stages.heard():
@@ -346,7 +347,7 @@ class Lead:
         self.stages.flush()
 
     def stand_by(self) -> None:
-        """No other engine waits for a pipeline."""
+        """Does nothing: no other engine waits for a pipeline."""
 
     @property
     def rest_s(self) -> float:
@@ -364,8 +365,8 @@ class Lead:
                 raise AssertionError(f"stage {stage} reports {report} in the middle")
 
     def _counted(self, stage: int, number: int, page_count: int) -> None:
-        """What is on the disk of some stages only is computed. A prompt may have been given up
-        while its pages came."""
+        """Loads the pages that all stages have on disk; the others are computed. The prompt may
+        have been given up while its pages came."""
         prompt = self._prompts.get(number)
         if prompt is None:
             return
@@ -392,7 +393,7 @@ class Lead:
                 self._made(part)
 
     def _made(self, part: Part) -> None:
-        """The chunk has come through the last stage."""
+        """The chunk has passed the last stage."""
         prompt = self._prompts.get(part.number)
         if prompt is None or prompt.request.reason is not None:
             return
@@ -402,7 +403,8 @@ class Lead:
             self._send(prompt.request)
 
     def _send(self, request: Request) -> None:
-        """The request has ended, and so have its followers to the same place; others enter."""
+        """Ends the request as sent, and with it followers to the same destination; admits
+        others."""
         followers = self._intake.followers.release(request)
         self._finish(request, "sent")
         for follower in followers:
@@ -415,7 +417,7 @@ class Lead:
         self._prompts.give_up(prompt)
 
     def _released(self, stage: int, report: Released) -> None:
-        """Behind its `Ran`, as every stage reports in order."""
+        """Comes after the stage's `Ran`, as every stage reports in order."""
         prompt = self._prompts.get(report.number)
         assert prompt is not None, f"stage {stage} released {report.number}, which is not open"
         assert stage not in prompt.released, f"stage {stage} released {report.number} twice"

@@ -1,14 +1,14 @@
-"""What the lead orders. Every stage obeys the same orders in the same sequence. Needs no torch.
+"""The lead's orders. Every stage obeys the same orders in the same sequence. Needs no torch.
 
-    Open    room for a prompt; `cached_count` rows of it are there already, on every stage alike
-    Load    so many pages of a prompt have come from the disk of every stage: they count from now on
+    Open    room for a prompt; `cached_count` of its rows are in the pools already, on every stage
+    Load    this many pages of a prompt have come from every stage's disk: they count from now on
     Enter   a prompt that has loaded takes its room on the device, and its handoff begins
-    Run     chunks of opened prompts, as one micro-batch: the only order that a tensor goes with
-    GiveUp  no more chunks of it come; a prompt that was not all made is closed at once
-    Close   every stage has let go of the rows that were handed over
+    Run     chunks of open prompts, as one micro-batch: the only order that carries a tensor
+    GiveUp  no more chunks of the prompt come; a prompt that is incomplete is closed at once
+    Close   every stage has finished handing over the prompt's rows
 
-Pools are changed by orders alone. Their allocators are deterministic, so the pools of all stages
-evolve alike: the same pages, the same cached prefixes, without further agreement.
+Only orders change pools. Their allocators are deterministic, so the pools of all stages stay alike:
+the same pages, the same cached prefixes, without further agreement.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS_MAX: Final = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens of the prompt `number`, before it is opened: those that do not fit into its Open."""
+    """Tokens of the prompt `number` that do not fit into its Open; they come before it."""
 
     number: int
     tokens: tuple[int, ...]
@@ -38,8 +38,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """The handoff `uid` gives its rows. Where it says `load_max`, every stage reads what its disk
-    has behind the cached rows, at most so many pages, and reports how many have come (Counted)."""
+    """Opens a prompt whose rows handoff `uid` gives. With `load_max` every stage reads from its
+    disk at most so many pages behind the cached rows, and reports how many came (Counted)."""
 
     number: int
     uid: int
@@ -76,7 +76,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A micro-batch. No prompt has two parts in it."""
+    """A micro-batch; each prompt has at most one part in it."""
 
     batch: int
     parts: tuple[Part, ...]
@@ -103,19 +103,19 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Another worker, by what it says of itself, sealed."""
+    """Makes the stage meet another worker, by its sealed metadata."""
 
     metadata: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Cached prefixes."""
+    """Forgets cached prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A micro-batch of `count` invented tokens, which leaves nothing behind: to measure."""
+    """A micro-batch of `count` made-up tokens, to measure; it leaves nothing behind."""
 
     batch: int
     count: int
@@ -123,7 +123,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The group ends in order."""
+    """Ends the group in order."""
 
 
 Order = Text | Open | Load | Enter | Run | GiveUp | Close | Meet | Forget | Profile | Stop
@@ -171,7 +171,7 @@ def unpack(content: bytes) -> list[Order]:
 
 
 def cut(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """A prompt's tokens for Texts, and last those for the Open behind them."""
+    """Splits a prompt's tokens for Texts; the last piece is for the Open behind them."""
     return [tuple(tokens[at : at + TEXT_MAX]) for at in range(0, len(tokens), TEXT_MAX)]
 
 

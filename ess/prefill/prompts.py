@@ -1,10 +1,10 @@
 """The prompts that the stages hold, and which of their chunks the next micro-batch runs.
 
-    opened --> chunks on their way, chunk by chunk --> all on their way --> made --> released
-       `--> loading --> entered: its chunks may go out, too
+    opened --> chunks under way, one by one --> all under way --> complete --> released
+       `--> loading --> entered: its chunks may start, too
 
-A chunk goes out as soon as the one before it has left the first stage. So a prompt counts as
-prefilled here what is on its way, while its request counts what has come through the last stage.
+A chunk starts as soon as the one before it has left the first stage. So a prompt counts tokens as
+prefilled here once they are under way; its request counts those that have passed the last stage.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ess.transfer.messages import Reason
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """`number` is its request's; `released` is by stage, as is `counted`: pages that have come from
-    the disk. It is loading until it has entered on all stages."""
+    """`number` is its request's. `released` is by stage, and so is `counted`: the pages that came
+    from disk. It is loading until all stages have entered it."""
 
     number: int
     request: Request
@@ -52,11 +52,11 @@ class Prompt:
 
     @property
     def is_underway(self) -> bool:
-        """All of its chunks are on their way."""
+        """Whether all of its chunks are under way."""
         return self.state == "finished"
 
     def ending(self, now_s: float) -> Sent | Lapsed:
-        """Of its handoff, when every stage has released it: the first that was not sent tells."""
+        """How its handoff ended, when every stage has released it; the first failure counts."""
         timeline = Timeline(self.opened_s, ())
         if self.made_s is not None:
             timeline = timeline.marked("made", self.made_s)
@@ -70,7 +70,7 @@ class Prompt:
 
 
 class Prompts:
-    """By number; and a roster of those that have chunks left."""
+    """All prompts by number, and a roster of those with chunks left."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, Prompt] = {}
@@ -108,7 +108,7 @@ class Prompts:
         self._go(prompt)
 
     def _go(self, prompt: Prompt) -> None:
-        """Its chunks may go out."""
+        """From now on its chunks may run."""
         if prompt.prefilled_count == prompt.prefill_count:
             self._empty.append(prompt)
             prompt.state = "finished"
@@ -116,12 +116,12 @@ class Prompts:
             self._left.add(prompt)
 
     def first(self) -> Prompt | None:
-        """Of those with chunks left, the first in rank."""
+        """The first in rank of the prompts with chunks left."""
         return min(self._left.of("prefilling"), key=lambda prompt: prompt.rank, default=None)
 
     def parts(self, chunk_tokens: int) -> tuple[Part, ...]:
-        """What the next micro-batch runs, as many tokens together: it is on its way from now on.
-        With it go prompts that were all there already, which run through no layer."""
+        """Takes the parts of the next micro-batch, `chunk_tokens` tokens together. It includes
+        prompts that were cached whole, which run through no layer."""
         empty, self._empty = self._empty, []
         cached = [Part(p.number, p.prefill_count, p.prefill_count, True) for p in empty]
         if not self._left.count("prefilling"):
@@ -138,7 +138,7 @@ class Prompts:
         return Part(prompt.number, start, stop, is_last)
 
     def give_up(self, prompt: Prompt) -> None:
-        """No more of its chunks go out. Whose chunks are not all on their way is gone at once."""
+        """Runs no more of its chunks, and removes it at once unless all are under way already."""
         if prompt.state == "loading":
             self.remove(prompt)
         elif prompt in self._empty:

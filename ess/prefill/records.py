@@ -1,10 +1,9 @@
-"""What the stages of a pipeline say to one another, as bytes. Needs no torch.
+"""What the stages of a pipeline send one another, as bytes. Needs no torch.
 
     head    magic, version; then records to the end
     record  kind, bytes of body; body          little endian
 
-A head is read in full or refused as BadInput; nothing is allocated that its own length does not
-bound.
+A head is read in full or refused as BadInput; allocations are limited by its own length.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def head(records: Iterable[bytes]) -> bytes:
 
 
 def records(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """(kind, body) of each."""
+    """The kind and the body of each record."""
     if content[: len(MAGIC)] != MAGIC or len(content) > HEAD_BYTES_MAX:
         raise BadInput(
             f"a head of {len(content)} bytes that begins {content[:8]!r} is none of ours"
@@ -53,14 +52,14 @@ def records(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def fixed(struct: Struct, body: bytes, what: str) -> tuple[int, ...]:
-    """The values of a body that is nothing but this struct."""
+    """The values of a body that is exactly this struct."""
     if len(body) != struct.size:
         raise BadInput(f"{what} has {len(body)} bytes, not {struct.size}")
     return struct.unpack(body)
 
 
 def leading(struct: Struct, body: bytes, what: str) -> tuple[tuple[int, ...], bytes]:
-    """The values of the struct that a body begins with, and what comes behind it."""
+    """The values of the struct at the front of a body, and the bytes behind it."""
     if len(body) < struct.size:
         raise BadInput(f"{what} has {len(body)} bytes, not {struct.size} and more")
     return struct.unpack_from(body), body[struct.size :]

@@ -1,10 +1,10 @@
 """What a stage reports to the lead. Needs no torch.
 
-Hello     once: what it is, so that the lead can see that all stages fit together
-Took      a frame of orders was obeyed; what is free in its pools, which must be free in all
-Counted   so many pages of a prompt have come from its disk, from the first that was wanted on
+Hello     once: describes the stage, so that the lead can check that all stages fit together
+Took      a frame of orders was obeyed; what is free in its pools, which must be equal in all
+Counted   how many pages of a prompt came from its disk, from the first wanted page on
 Ran       a micro-batch went through its layers
-Released  the handoff of its rows is over, and nothing reads them any more
+Released  the handoff of a prompt's rows is over, and nothing reads them any more
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SENTENCE_BYTES_MAX: Final = 1 << 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Its layers, the pages of its pools, a digest of the whole model, and for other workers how
-    its rows are to be fetched."""
+    """A stage's layers, the pages of its pools, a digest of the whole model, and the metadata by
+    which other workers connect to it."""
 
     first_layer: int
     stop_layer: int
@@ -36,7 +36,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """What is free in a stage's pools, and how many pages are kept as cached prefix."""
+    """What is free in a stage's pools, and how many pages are kept as cached prefixes."""
 
     host_pages: int
     index_pages: int

@@ -1,7 +1,7 @@
 """The pools of a stage: its part of the layout, with as many pages as every other stage has.
 
-Nothing of a stage is sparse: chunks read the rows of their prompts on the host. So there is a slot
-for each sequence and no more.
+A stage needs no sparse pool, as chunks read their prompts' rows on the host: it has one slot for
+each sequence and no more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def stage_offload(
     shared: bool = False,
     disk: DiskTier | None = None,
 ) -> Offload:
-    """`layout` is that of the whole model, and the memory is that of all stages together."""
+    """`layout` is the whole model's, and the memory is that of all stages together."""
     part = layout.part(*layers)
     host_pages = whole_count("host_bytes", host_bytes, layout.host_page_bytes)
     index_pages = whole_count("index_bytes", index_bytes, layout.index_page_bytes)

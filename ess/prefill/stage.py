@@ -1,8 +1,8 @@
 """One stage: a part of the model, the rows of its layers, and the handoffs of these rows.
 
-It obeys orders, in the caller's thread. What happens to a handoff in the meantime is reported and
-changes no pool: the rows stay until the lead, which has heard of it from all stages, orders Close.
-So it is with pages that come from the disk: they count when the lead orders Load.
+A stage obeys orders, in the caller's thread. Events of a handoff are reported and change no pool:
+the rows stay until the lead, which has reports from all stages, orders Close. Pages from disk count
+when the lead orders Load.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ PROFILE_SALT: Final = b"\xffprofile"
 
 
 class Disagreement(EssError):
-    """An order that a stage cannot obey as the lead has: the group must end."""
+    """This stage cannot obey an order that the lead has obeyed: the group must end."""
 
 
 @dataclass(slots=True, eq=False)
 class Held:
     """A prompt with rows here. It has entered when it is on the device and its handoff has begun:
-    at once, or behind what comes from the disk, of which the lead must know the count. It is free
-    when it was made and no handoff reads it any more."""
+    at once, or after its pages came from disk, whose count the lead must know. It can be closed
+    when it is complete and no handoff reads it any more."""
 
     number: int
     uid: int
@@ -75,7 +75,7 @@ class Held:
 
 
 class Stage:
-    """`between` is called between layers; `ranks` are its team, where it has one."""
+    """`between` is called between layers; `ranks` are its team, if it has one."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Stage:
 
     @property
     def is_busy(self) -> bool:
-        """Handoffs are under way: `pump` should come soon."""
+        """Whether handoffs are under way: then `pump` should come soon."""
         is_loading = any(not held.is_counted for held in self._held.values())
         return bool(self._freed) or is_loading or (self.port is not None and self.port.is_busy)
 
@@ -133,8 +133,8 @@ class Stage:
 
     @torch.inference_mode()
     def obey(self, order: Order, hidden: Tensor | None = None) -> Tensor | None:
-        """`hidden` is what the stage before has made of a micro-batch; what this stage makes of it
-        comes back."""
+        """`hidden` is the previous stage's output for a micro-batch; returns this stage's
+        output."""
         match order:
             case Text(number, tokens):
                 self._texts.setdefault(number, []).extend(tokens)
@@ -164,8 +164,8 @@ class Stage:
     def open(
         self, number: int, tokens: Sequence[int], *, uid: int, salt: bytes, load_max: int = 0
     ) -> int:
-        """How many rows are there already. PoolFull, BadInput: nothing has changed. With `load_max`
-        pages come from the disk, and it enters behind them."""
+        """Opens a prompt; returns how many rows are cached. With `load_max` pages come from disk,
+        and the prompt enters afterwards. After PoolFull or BadInput nothing has changed."""
         assert number not in self._held, f"prompt {number} was opened twice"
         opened = self.offload.open(
             tokens, length_max=len(tokens), salt=salt, load_max=load_max or None
@@ -181,7 +181,7 @@ class Stage:
         return opened.cached_count
 
     def enter(self, number: int) -> None:
-        """PoolFull, BadInput: nothing has changed."""
+        """Enters a prompt that has loaded. After PoolFull or BadInput nothing has changed."""
         held = self._of(number)
         held.sequence.resume()
         try:
@@ -228,8 +228,7 @@ class Stage:
             )
 
     def _meet(self, metadata: bytes) -> None:
-        """A worker that cannot be met here gets no rows from here, and does without: it is told by
-        its own deadlines."""
+        """A worker that cannot connect here gets no rows from here; its own deadlines tell it."""
         if self.port is not None:
             try:
                 self.port.meet(metadata)
@@ -269,7 +268,7 @@ class Stage:
             raise Disagreement(f"a batch of {count} tokens came with a state of {shape}")
 
     def _while_made(self, given: Sequence[tuple[int, int]]) -> Callable[[int], None]:
-        """What is called with each layer whose rows, up to these positions, are stored."""
+        """The function to call with each layer whose rows, up to these positions, are stored."""
 
         def stored(layer: int) -> None:
             if self.port is not None:
@@ -295,7 +294,7 @@ class Stage:
     # ---- the end of a prompt
 
     def _finish(self, held: Held, windows: Tensor | None) -> None:
-        """The prompt is made. Its pages of the device are free, its full pages can be reused."""
+        """The prompt is complete: frees its device pages; its full pages may be reused."""
         assert not held.is_made, f"prompt {held.number} was made before"
         held.is_made = True
         if self.port is None:
@@ -326,7 +325,7 @@ class Stage:
         del self._held[held.number]
 
     def pump(self) -> list[Report]:
-        """Moves what can be moved of handoffs; what is to be reported."""
+        """Moves handoffs on; returns the reports for the lead."""
         self.ranks.rest()
         if self.port is not None:
             self.port.pump()
@@ -339,7 +338,7 @@ class Stage:
         return [*ran, *self._counted(), *(held.released() for held in freed)]
 
     def _counted(self) -> list[Report]:
-        """Of prompts whose pages have come from the disk since the last call."""
+        """Reports prompts whose pages have come from disk since the last call."""
         counted: list[Report] = []
         for held in self._held.values():
             if not held.is_counted and (count := held.sequence.loaded_count) is not None:

@@ -1,12 +1,12 @@
-"""The lead's view of its stages: orders go down the pipeline, reports come from each stage.
+"""The stages as the lead sees them: orders go down the pipeline, reports come from each stage.
 
-Orders wait here until stage 1 has obeyed all but `FRAMES_AHEAD` of the frames before; so the lead
-never waits in a send, and orders that wait go as one frame. A micro-batch with its tensor ends a
-frame. Reports are taken in between the lead's own layers and acted on between its steps.
+Orders wait here while more than `FRAMES_AHEAD` frames are not yet obeyed by stage 1; so the lead
+never waits in a send, and waiting orders go as one frame. A micro-batch with its tensor ends a
+frame. Reports are taken between the lead's own layers and acted on between its steps.
 
-Every frame that a stage has obeyed comes back with what is free in its pools, which must be what
-was free here behind the same orders. A stage that differs, that is lost, or that has orders and
-stands still for the stage timeout ends the group: StageLost names it.
+Every obeyed frame comes back with what is free in the stage's pools; this must equal what was free
+here after the same orders. A stage that differs, is lost, or has orders and makes no progress for
+the stage timeout ends the group: StageLost names it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StageLost(EssError):
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """An order that was obeyed here, and what was free behind it; None where that is not known."""
+    """An order that was obeyed here, and what was free afterwards; None where that is unknown."""
 
     record: bytes
     hidden: Tensor | None
@@ -45,7 +45,7 @@ class _Waiting:
 
 class Stages:
     """`layers` are the main layers of each stage. The rank of a stage's first member is its number
-    times the team's size; the others have no say here."""
+    times the team's size; only first members are spoken to."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Stages:
 
     @property
     def is_clear(self) -> bool:
-        """No order waits to be sent."""
+        """Whether no order waits to be sent."""
         return not self._waiting
 
     @property
     def is_behind(self) -> bool:
-        """A micro-batch waits to be sent."""
+        """Whether a micro-batch waits to be sent."""
         return any(order.hidden is not None for order in self._waiting)
 
     def name(self, stage: int) -> str:
@@ -88,8 +88,7 @@ class Stages:
     def gather(
         self, own: Hello, timeout_s: float, *, rest: Callable[[], None] = lambda: None
     ) -> tuple[Hello, ...]:
-        """What each stage says of itself, when all have; they must fit together. `rest` is called
-        meanwhile."""
+        """Waits for the Hello of every stage; they must fit together. Calls `rest` meanwhile."""
         hellos = [own]
         for stage in range(1, self.count):
             frame = self._hello_of(stage, timeout_s, rest)
@@ -121,7 +120,7 @@ class Stages:
     # ---- orders
 
     def order(self, order: Order, hidden: Tensor | None = None) -> None:
-        """It was obeyed here just now; the other stages obey it behind the next `flush`."""
+        """This stage has just obeyed the order; the others get it with the next `flush`."""
         if self.count > 1:
             free = None if isinstance(order, Text) else self._free()
             self._waiting.append(_Waiting(orders.pack(order), hidden, free))
@@ -150,8 +149,8 @@ class Stages:
     # ---- reports
 
     def listen(self, *, wait_s: float = 0.0) -> None:
-        """Takes what has come, without acting on it; StageLost if a stage is gone. Where `wait_s`
-        is given the last stage is waited for."""
+        """Takes reports without acting on them; StageLost if a stage is gone. With `wait_s`, waits
+        for the last stage."""
         for stage in reversed(range(1, self.count)):
             while (content := self._receive(stage, wait_s)) is not None:
                 self._take(stage, content)
@@ -167,7 +166,7 @@ class Stages:
                 self._heard.append((stage, report))
 
     def heard(self) -> Iterator[tuple[int, Report]]:
-        """(stage, report) of each that was taken and not given out."""
+        """Yields (stage, report) for the reports taken since the last call."""
         while self._heard:
             yield self._heard.popleft()
 
@@ -179,7 +178,7 @@ class Stages:
         return None if frame is None else frame.head
 
     def finish(self) -> None:
-        """Until every stage has obeyed every order. A stage that has obeyed the last may leave."""
+        """Waits until every stage has obeyed every order. A stage may leave after its last."""
         while behind := self._behind():
             self._group.advance()
             self.flush()
@@ -194,7 +193,7 @@ class Stages:
         return [s for s in stages if self._taken[s] < self._sent_count or not self.is_clear]
 
     def _took(self, stage: int, took: Took) -> None:
-        """Frames are obeyed in order, so stage s has taken the next frame that it was sent."""
+        """Stage s has obeyed its next frame: frames are obeyed in order."""
         self._taken[stage] += 1
         frame = self._taken[stage]
         first = self._expected[0][0] if self._expected else self._sent_count + 1
@@ -210,7 +209,8 @@ class Stages:
             self._expected.popleft()
 
     def _look(self) -> None:
-        """A rank with orders must get on with them. Of silence and loss the links tell."""
+        """StageLost for a rank with orders that makes no progress; links report silence and
+        loss."""
         for rank, beat in self._group.beats().items():
             stage = rank // self._team
             is_busy = stage > 0 and self._taken[stage] < self._sent_count
@@ -234,7 +234,7 @@ class Stages:
 
 
 def members(hellos: Sequence[Hello], layer_total: int) -> list[tuple[bytes, range]]:
-    """What other workers must know of each stage, and its layers: of the last also MTP layers."""
+    """Each stage's sealed Hello and layers, for other workers; the last has the MTP layers."""
     stops = [*(hello.stop_layer for hello in hellos[:-1]), layer_total]
     return [
         (hello.metadata, range(hello.first_layer, stop))

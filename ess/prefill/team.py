@@ -1,9 +1,9 @@
 """A stage as a team of ranks, which run its micro-batches together (`engine.prompt.share`).
 
-Member 0 owns the pools and the sequences and obeys the orders. For each micro-batch it tells the
-others what runs: tokens, positions and the pages of each sequence. So they remember nothing from
-one micro-batch to the next, and no page that was freed in between can be read or written; a
-sequence of 128K tokens has 16 KB of page numbers, against a hidden state of megabytes.
+Member 0 owns the pools and the sequences and obeys the orders. For each micro-batch it sends the
+others the tokens, positions and pages of each sequence. So they keep no state between
+micro-batches, and never read or write a page that was freed in between; a sequence of 128K tokens
+has 16 KB of page numbers, against a hidden state of megabytes.
 
 Each member receives its slice of the hidden state from the same member of the stage before, and
 sends its slice on. While nothing runs member 0 says so from time to time (`rest`): a member that
@@ -51,8 +51,8 @@ _INT: Final = np.dtype("<i4")
 
 
 def check_team(kind: Kind, size: int, *, head_count: int, deterministic: bool) -> None:
-    """Compiled attention adds up a head's products in an order that depends on whether the call has
-    up to 4 heads, up to 8, or more: so a split that crosses one of these bounds changes bits."""
+    """Compiled attention sums a head's products in an order that depends on whether the call has up
+    to 4 heads, up to 8, or more: a split that crosses one of these bounds changes bits."""
     if kind == "cp" or size == 1:
         return
     if head_count % size:
@@ -70,21 +70,21 @@ def _order_of(head_count: int) -> int:
 
 
 def share_of(kind: Kind, team: Team) -> Share:
-    """A team of one shares nothing."""
+    """What the ranks of a team share; None for a team of one."""
     if team.size == 1:
         return Whole()
     return ByHeads(team) if kind == "tp" else ByTokens(team)
 
 
 def heads_of(kind: Kind, team: Team) -> Split | None:
-    """Which heads a member loads; None for all."""
+    """The heads that a member loads; None for all."""
     if kind == "cp" or team.size == 1:
         return None
     return Split(tp=team.size, tp_rank=team.rank, by_heads=True)
 
 
 class OwnRows(MappedRows):
-    """On member 0, which marks what all members have written."""
+    """A sequence's rows on member 0, which marks what all members have written."""
 
     def __init__(self, pools: MappedPools, sequence: Opened, stop: int) -> None:
         count = div_ceil(stop, PAGE_ROWS)
@@ -98,8 +98,8 @@ class OwnRows(MappedRows):
 
 
 class Ranks(Protocol):
-    """Who runs the micro-batches of a stage: its member 0, or that with its team. `given` and what
-    comes back are member 0's slice of the hidden states."""
+    """Runs the micro-batches of a stage: member 0 alone, or with its team. `given` and the returned
+    tensor are member 0's slice of the hidden states."""
 
     def run_part(
         self,
@@ -110,10 +110,10 @@ class Ranks(Protocol):
     ) -> tuple[list[Prefilled], Tensor]: ...
 
     def own_count(self, count: int) -> int:
-        """How many lines of a hidden state of so many tokens come here."""
+        """How many lines of a hidden state of `count` tokens come to this member."""
 
     def rest(self) -> None:
-        """Nothing runs now; called often, it says so now and then."""
+        """Called often while nothing runs: tells the other members so from time to time."""
 
     def stop(self) -> None: ...
 
@@ -193,7 +193,7 @@ class _Computer:
 
 
 class TeamMember:
-    """Any other member. `layout` is that of member 0's offload."""
+    """Any other member. `layout` is that of member 0's pools."""
 
     def __init__(
         self, model: Model, ops: Ops, layout: ModelLayout, group: Group, kind: Kind
@@ -208,7 +208,7 @@ class TeamMember:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Until member 0 says stop. LinkLost if the group has ended before."""
+        """Obeys until member 0 says stop; LinkLost if the group ends first."""
         while (said := self._team.broadcast(b"")) != _STOP:
             self._group.advance()
             if said != _REST:

@@ -3,10 +3,10 @@
     python -m ess.prefill.worker ENDPOINT...     (a Launch as one JSON line on stdin)
 
 Rank 0 is the first stage and leads: it speaks to the server as an engine's process does, at the
-ENDPOINTs. The others are told the same Launch but for their rank, and need no endpoint.
+ENDPOINTs. The others get the same Launch with another rank, and need no endpoint.
 
-Fail-stop: where one rank is lost, stands still or cannot obey, all ranks end, and rank 0 tells the
-server why. A rank that is in the middle of a layer when that happens is ended `GRACE_S` later.
+Fail-stop: when a rank is lost, makes no progress or cannot obey, all ranks end, and rank 0 tells
+the server why. A rank in the middle of a layer is ended `GRACE_S` later.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LOAD_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A stage over its weights; what it says of itself."""
+    """A stage over its weights, and its Hello."""
 
     stage: Stage
     hello: Hello
@@ -65,7 +65,7 @@ class Loaded:
 
 
 def load_weights(launch: Launch, rank: Rank, team: Team) -> tuple[Model, ModelLayout]:
-    """A member's part of the model, and the layout of the whole."""
+    """A member's part of the model, and the whole model's layout."""
     chosen = launch.config
     torch.set_num_threads(chosen.threads)
     model = load_model(
@@ -107,7 +107,7 @@ def load(launch: Launch, rank: Rank, team: Team, clock: Clock) -> Loaded:
 
 
 def led(launch: Launch, rank: Rank, group: Group, clock: Clock) -> Built:
-    """The lead, when all stages have loaded and, where chunks are dynamic, have been timed."""
+    """The lead, once all stages have loaded and, with dynamic chunks, have been timed."""
     loaded = load(launch, rank, group.team, clock)
     sizer = ChunkSizer(
         launch.config.chunk_tokens,
@@ -154,7 +154,7 @@ def follow(launch: Launch, group: Group) -> None:
 
 
 def assist(launch: Launch, group: Group) -> None:
-    """A member of a stage's team that is not its first."""
+    """Runs a member of a stage's team other than the first."""
     rank = rank_of(launch)
     model, whole = load_weights(launch, rank, group.team)
     layout = whole.part(*rank.layers[rank.rank // rank.team])
@@ -162,7 +162,7 @@ def assist(launch: Launch, group: Group) -> None:
 
 
 class Watch:
-    """A thread that ends this process when the group has ended, or its parent, and the main thread
+    """A thread that ends this process when the group or the parent has ended and the main thread
     has not noticed in time."""
 
     def __init__(self, link: Link | None, *, stdin: int | None) -> None:
@@ -181,7 +181,7 @@ class Watch:
             return not os.read(self._stdin, 1)
         try:
             return self._link is not None and self._link.receive(0.0) is not None
-        except PeerLeft:  # this rank has been told to stop, and may take its time
+        except PeerLeft:  # told to stop: this rank may take its time
             return False
         except EssError:
             return True

@@ -1,4 +1,4 @@
-"""Recorded selections: which positions every query picked, per step and layer group, on disk.
+"""Recorded selections: the positions that every query picked, per step and layer group, on disk.
 
 A file is a preamble, then frames that are only ever appended:
 

@@ -1,4 +1,4 @@
-"""The parts of a trace file: preamble, frames, trailer, and what a header and a step hold."""
+"""The parts of a trace file: preamble, frames, trailer, and the fields of a header and a step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _PLACE: Final = struct.Struct("<4sIQ")
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the trace was recorded from. Every position is below `context`.
 
-    `mtp` is the most queries that one request has in one step: 1 without drafts. Where it is
-    `scored`, every selection comes with the scores that led to it, of all positions.
+    `mtp` is the most queries that one request has in one step: 1 without drafts. In a `scored`
+    trace every selection comes with the scores, of all positions, that led to it.
     """
 
     layout: str
@@ -106,7 +106,7 @@ def decode_step(
 
 
 def encode_preamble(header: TraceHeader) -> tuple[bytes, int]:
-    """The first bytes of a file, and their check: the seed of every later check."""
+    """The first bytes of a file, and their check, which is the seed of every later check."""
     version = VERSION_SCORED if header.scored else VERSION
     fields = msgspec.structs.asdict(header)
     if not header.scored:

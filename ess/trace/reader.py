@@ -1,4 +1,4 @@
-"""Read a trace step by step, or any step by its place; recover a trace that was never closed."""
+"""Reads a trace step by step, or any step by its place; recovers a trace that was never closed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ess.trace.form import RequestStep, TraceHeader
 
 
 class Source:
-    """Bytes of one file whose size is known; a range outside it is refused before it is read."""
+    """The bytes of one file of known size; a range outside it is refused before it is read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -55,7 +55,7 @@ class Source:
 class TraceStep:
     """One recorded step. Selections are read and checked when they are asked for.
 
-    `offsets` says where the frame of each group begins, and where the last one ends.
+    `offsets` says where the frame of each group begins, and where the last frame ends.
     """
 
     number: int
@@ -79,7 +79,7 @@ class TraceStep:
             raise BadInput(f"{self.source.path}, step {self.number}: {error}") from None
 
     def scores(self, group: int) -> npt.NDArray[np.uint8]:
-        """[queries, positions]: what the indexer gave each position, 0 behind a query's last."""
+        """[queries, positions]: the indexer's score of each position, 0 behind a query's last."""
         try:
             _, payload = self._frames(group)
             if payload is None:
@@ -91,7 +91,7 @@ class TraceStep:
             raise BadInput(f"{self.source.path}, step {self.number}: {error}") from None
 
     def _frames(self, group: int) -> tuple[bytes, bytes | None]:
-        """A group's selection, and its scores where there are any."""
+        """A group's selection, and its scores if there are any."""
         if not 0 <= group < self.header.group_count:
             raise BadInput(f"group {group} is outside 0..{self.header.group_count - 1}")
         start, end = self.offsets[group], self.offsets[group + 1]
@@ -105,9 +105,9 @@ class TraceStep:
 
 
 class TraceReader:
-    """Steps of a closed trace; with `recover`, the whole steps of any trace, walked from the front.
+    """The steps of a closed trace; with `recover`, the whole steps of any trace, from the front.
 
-    `dropped_bytes` says how much a recovery left behind.
+    `dropped_bytes` is how much a recovery left out.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, recover: bool = False) -> None:
@@ -187,7 +187,7 @@ class TraceReader:
         return offsets
 
     def _walk(self) -> npt.NDArray[np.int64]:
-        """Where whole, sound steps begin, and where the last of them ends."""
+        """The offsets of whole, sound steps, and the end of the last one."""
         offsets = [self._start]
         try:
             while True:
@@ -201,7 +201,7 @@ class TraceReader:
         return np.array(offsets, dtype=np.int64)
 
     def _tail_bytes(self, end: int) -> int:
-        """What lies behind the last whole step, unless it is the index of exactly these steps."""
+        """The bytes behind the last whole step; 0 if they are the index of exactly these steps."""
         try:
             return 0 if int(self._read_index()[-1]) == end else self._source.size - end
         except BadInput:

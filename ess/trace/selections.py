@@ -1,7 +1,7 @@
 """One group of one step as bytes: the counts of its queries, then the gaps between positions.
 
-A selection is ascending, so a gap is small: of 2,048 positions among 131,072 most take one byte.
-Pads are not stored; the counts imply them. Scores are one byte a position, by zlib.
+A selection is ascending, so gaps are small: most of 2,048 positions among 131,072 take one byte.
+Pads are not stored; the counts imply them. Scores are one byte a position, zlib-compressed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHAPE: Final = struct.Struct("<II")
 
 
 def check(selection: npt.NDArray[Any], header: TraceHeader) -> None:
-    """[queries, up to top_k] of signed integers, ascending, each once, -1 only at the end."""
+    """Requires [queries, up to top_k] signed integers, ascending, distinct, -1 only at the end."""
     if selection.ndim != 2 or selection.dtype.kind != "i":
         raise BadInput(
             f"a selection is [queries, top_k] of signed integers, "

@@ -1,4 +1,4 @@
-"""Append whole steps to a trace."""
+"""Appends whole steps to a trace."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TraceWriter:
         self._pending.append(frames)
 
     def commit_step(self, number: int, requests: Sequence[RequestStep]) -> None:
-        """Publish the groups written since the last commit, with what was accepted."""
+        """Publishes the groups written since the last commit; `requests` says what was accepted."""
         self._check_open()
         if len(self._pending) != self.header.group_count:
             raise BadState(
@@ -91,7 +91,7 @@ class TraceWriter:
         self._pending.clear()
 
     def close(self) -> None:
-        """Write the index. Groups that were never committed are dropped, with a BadState."""
+        """Writes the index. Groups that were never committed are dropped, with a BadState."""
         if self._file.closed:
             return
         offset = self._offset
@@ -133,7 +133,7 @@ class TraceWriter:
         return bytes(step)
 
     def _append(self, piece: bytes) -> None:
-        """All of it, or close for good: after a full disk nothing may follow the torn tail."""
+        """Writes all of it or closes for good: nothing may follow a torn tail (of a full disk)."""
         left = memoryview(piece)
         try:
             while left:

@@ -1,15 +1,15 @@
-"""What has come: the receiver's own count of each handoff. No torch.
+"""What has come of each handoff, by the receiver's own count. No torch.
 
-A handoff, or what one sender brings of it, exists here because the receiver reserved room for it,
-never because a message named it; so a million unknown uids cost a million refusals and no memory.
-What must come is fixed at that moment as shares: for each kind of piece, which layers, which pages,
-how many bytes a unit. A unit is one page of one layer.
+A handoff, or one sender's part of it, exists here because the receiver reserved room for it, never
+because a message named it; so a million unknown uids cost a million refusals and no memory. What
+must come is fixed at that moment as shares: for each kind of piece its layers, its pages, and the
+bytes of a unit. A unit is one page of one layer.
 
-A piece is taken when it is of this handoff, from the peer and the boot it was promised to, inside a
-share, of the size that its range has, and when the bytes that lie in our memory give its checksum.
-Bytes land before they are looked at, so a piece that fails the check takes back every unit of its
-range: a corrupt second copy must not hide behind a good first one. The handoff is complete when all
-units are taken, and only then; no sender can say so.
+A piece is taken when it belongs to this handoff, comes from the promised peer and boot, lies inside
+a share, has the size of its range, and when the bytes in our memory give its checksum. Bytes land
+before they are checked, so a piece that fails the check takes back every unit of its range: a
+corrupt second copy must not hide behind a good first one. The handoff is complete when all units
+are taken, and only then; a sender cannot declare it complete.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ess.transfer.messages import Again, Count, Piece, PieceKind, Reason, checks
 HANDOFFS_MAX: Final = 4096
 
 Units = NDArray[np.bool_]
-"""[layers, pages] of a share: whether each has come."""
+"""[layers, pages] of a share: whether each unit has come."""
 
 ReadPiece = Callable[[Piece], Iterable[memoryview]]
-"""The bytes of a piece where they landed, layer by layer and page by page."""
+"""The bytes of a piece as they landed, layer by layer and page by page."""
 
 
 class Verdict(Enum):
@@ -48,10 +48,10 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What must come of one kind: in each of the layers, `page_count` units from `page_begin` on.
+    """What must come of one kind: in each of the layers `page_count` units from `page_begin` on.
 
-    Units have `unit_bytes`, or those of each layer its `layer_bytes`. Windows are of any size up to
-    `unit_bytes`: how much room they need depends on what they name.
+    Every unit has `unit_bytes`, or in each layer its entry of `layer_bytes`. Windows may have any
+    size up to `unit_bytes`: the room they need depends on their positions.
     """
 
     kind: PieceKind
@@ -76,7 +76,7 @@ class Share:
         return layers and pages and right_size
 
     def _bytes_of(self, layers: range) -> int:
-        """A page in each of these layers."""
+        """Bytes of a page in all of these layers."""
         if not self.layer_bytes:
             return len(layers) * self.unit_bytes
         first = self.layer_begin
@@ -84,9 +84,9 @@ class Share:
 
 
 class Arrival:
-    """The units of one handoff that have come, and those that have not.
+    """The units of one handoff that have come, and those that are missing.
 
-    `window_bytes` is the size of the windows that have come last.
+    `window_bytes` is the size of the windows that came last.
     """
 
     def __init__(self, *, uid: int, sender: int, shares: Sequence[Share]) -> None:
@@ -127,8 +127,8 @@ class Arrival:
         return Verdict.TAKEN if before < units.size else Verdict.DUPLICATE
 
     def missing(self) -> Iterator[Again]:
-        """What to ask for again: runs of pages, neighbouring layers together where they lack the
-        same."""
+        """Requests for what is missing: runs of pages; neighbouring layers that lack the same pages
+        share one."""
         for kind, share in self._shares.items():
             taken, first = self._taken[kind], share.layer_begin
             for begin, end in _alike(taken):
@@ -149,8 +149,8 @@ class Arrival:
 
 
 class Arrivals:
-    """What is on its way to this worker, by uid and sender: of a handoff several peers may bring
-    some each. Each is kept until it has been silent for `within_s`."""
+    """Everything on its way to this worker, by uid and sender: several peers may bring parts of one
+    handoff. Each part is kept until it has been silent for its `within_s`."""
 
     def __init__(self, *, clock: Clock, handoffs_max: int = HANDOFFS_MAX) -> None:
         self._clock = clock
@@ -171,8 +171,8 @@ class Arrivals:
     def expect(
         self, *, uid: int, sender: int, shares: Sequence[Share], within_s: float
     ) -> Reason | None:
-        """Begins to count what this sender brings, for which room has been reserved, or says why
-        that cannot begin."""
+        """Begins to count what this sender brings, with room reserved for it; or returns the reason
+        why it cannot."""
         key = uid, sender
         if key in self._open:
             return Reason.DUPLICATE
@@ -196,18 +196,18 @@ class Arrivals:
         return verdict
 
     def heard(self, uid: int, *, sender: int) -> bool:
-        """A sign of life, when it is of the handoff's own sender: the deadline begins anew."""
+        """Extends the deadline, if `sender` brings this handoff; returns whether it does."""
         is_ours = self.find(uid, sender=sender) is not None
         if is_ours:
             self._deadlines_s[uid, sender] = self._clock.now_s() + self._waits_s[uid, sender]
         return is_ours
 
     def find(self, uid: int, *, sender: int) -> Arrival | None:
-        """Only for the peer that sends it: others learn nothing, not even that it exists."""
+        """The arrival of this sender alone: other peers do not even learn that it exists."""
         return self._open.get((uid, sender))
 
     def close(self, uid: int, *, sender: int) -> None:
-        """It is over: what still comes of it is unknown."""
+        """Ends an arrival: later pieces of it are unknown."""
         key = uid, sender
         if self._open.pop(key, None) is None:
             return
@@ -217,7 +217,7 @@ class Arrivals:
             del self._uids[uid]
 
     def expired(self) -> list[Arrival]:
-        """Closes those whose deadline has passed."""
+        """Closes and returns the arrivals whose deadline has passed."""
         now_s = self._clock.now_s()
         late = [key for key, deadline_s in self._deadlines_s.items() if deadline_s <= now_s]
         arrivals = [self._open[key] for key in late]
@@ -235,14 +235,14 @@ class Arrivals:
 
 
 def _alike(taken: Units) -> Iterator[tuple[int, int]]:
-    """Runs of layers of which the same pages have come, as begin and end."""
+    """Runs of layers for which the same pages have come, as (begin, end)."""
     changes = np.flatnonzero((taken[1:] != taken[:-1]).any(axis=1)) + 1
     edges = [0, *changes.tolist(), len(taken)]
     yield from pairwise(edges)
 
 
 def _gaps(taken: Units) -> Iterator[tuple[int, int]]:
-    """Runs of what is not taken, as begin and end."""
+    """Runs of pages that are not taken, as (begin, end)."""
     edges = np.diff(np.concatenate(([0], ~taken, [0])).astype(np.int8))
     begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
     yield from zip(begins.tolist(), ends.tolist(), strict=True)

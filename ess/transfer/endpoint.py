@@ -1,4 +1,4 @@
-"""What every transport does alike: who we are, what is under way, what has happened."""
+"""The common part of all transports: our identity, transfers under way, events."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Identity:
         return self.seal.sealed(message, sender=self.epoch, receiver=to)
 
     def greeted(self, frame: bytes | memoryview) -> tuple[Envelope, Hello]:
-        """The Hello in a frame, when its sender may exchange rows with us."""
+        """The Hello in a frame; BadInput unless its sender may exchange rows with us."""
         envelope = self.seal.opened(frame)
         hello = envelope.message
         if not isinstance(hello, Hello):
@@ -117,7 +117,7 @@ class Underway:
 
 
 class Endpoint(ABC):
-    """The part of a transport that is no network: subclasses move the bytes."""
+    """The part of a transport that needs no network: subclasses move the bytes."""
 
     guards = True
 
@@ -166,10 +166,10 @@ class Endpoint(ABC):
 
     @abstractmethod
     def _start(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
-        """Begins to move; `here` and `there` are checked and merged."""
+        """Begins to move bytes; `here` and `there` are checked and merged."""
 
     def _fault(self, runs: Runs, ticket: int) -> str | None:
-        """Why a peer's transfer may not touch these runs of ours."""
+        """Why a peer's transfer may not touch these runs of ours; None if it may."""
         if ticket not in self._tickets:
             self._underway.stats.refused_count += 1
             return f"ticket {ticket} is not allowed here"

@@ -7,7 +7,7 @@ from ess.transfer.transport import Transfer, Transport
 
 
 class Mail:
-    """A message may be lost: its sender says again what matters, or ends it by a deadline."""
+    """Messages may be lost: a sender repeats what matters, or gives up at a deadline."""
 
     def __init__(self, transport: Transport, seal: Seal, *, within_s: float = 10.0) -> None:
         self._transport = transport
@@ -15,7 +15,7 @@ class Mail:
         self._within_s = within_s
 
     def sealed(self, message: Message, peer: int) -> bytes:
-        """For this peer alone, to be posted beside bytes of a transfer."""
+        """A message for this peer alone, to be posted with the bytes of a transfer."""
         return self._seal.sealed(message, sender=self._transport.epoch, receiver=peer)
 
     def post(self, message: Message, peer: int) -> None:

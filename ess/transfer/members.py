@@ -1,13 +1,13 @@
-"""How workers that hand prompts over together are met by others, all at once. No torch.
+"""How other workers connect, at once, to workers that hand prompts over together. No torch.
 
-A pipeline has a worker for each stage, each with some of the layers and an end of a transport of
-its own. Others meet them by what their lead says:
+A pipeline has a worker for each stage, each with some of the layers and its own end of a transport.
+Others connect to all of them by their lead's metadata:
 
     metadata = magic | version, count | bytes of each frame | Members, sealed | Hellos, sealed
 
-A worker that has all layers is met by its Hello alone. Whose layers are whose stands in Members,
-under the seal of the lead: without the secret nobody can claim layers, and Hellos of two boots
-cannot be put together into one group.
+The metadata of a worker that has all layers is its Hello alone. Members, under the seal of the
+lead, says who has which layers: without the secret nobody can claim layers, and Hellos of two boots
+cannot be combined into one group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZE: Final = Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """`metadata` is its sealed Hello. `layers` are None where it has all."""
+    """`metadata` is the member's sealed Hello. `layers` are None if it has all."""
 
     epoch: int
     metadata: bytes
@@ -52,8 +52,8 @@ def joined(seal: Seal, members: Sequence[tuple[bytes, range]]) -> bytes:
 
 
 def members_of(seal: Seal, metadata: bytes) -> tuple[Member, ...]:
-    """Whom metadata presents, the lead first. BadInput where it is not sealed with our secret, or
-    not exactly what `joined` makes or a Hello is."""
+    """The members that metadata describes, the lead first. BadInput unless it is sealed with our
+    secret, and exactly what `joined` makes or a Hello."""
     if metadata[:4] != _MAGIC:
         return (Member(_epoch(seal, metadata), metadata),)
     sealed, *hellos = _frames(metadata)
@@ -79,7 +79,7 @@ def _epoch(seal: Seal, hello: bytes) -> int:
 
 
 def _frames(metadata: bytes) -> Iterator[bytes]:
-    """Every byte belongs to a frame, and no frame is longer than one can be."""
+    """The frames that make up the bytes, each no longer than a frame can be."""
     if not _HEAD.size <= len(metadata) <= METADATA_BYTES_MAX:
         raise BadInput(f"metadata of {len(metadata):,} bytes, at most {METADATA_BYTES_MAX:,}")
     _, version, zero, count = _HEAD.unpack_from(metadata)

@@ -1,17 +1,17 @@
-"""What workers say to one another: fixed binary structs, sealed with a shared secret. No torch.
+"""Messages between workers: fixed binary structs, sealed with a shared secret. No torch.
 
     frame = head | body | tag        little endian
     head    magic, version, kind, body bytes, boot epoch of the sender, boot epoch of the receiver
     body    one fixed struct per kind; Hello, Reserved and Members end in a run whose length is sent
     tag     16 bytes of HMAC-SHA256 over head and body
 
-A boot epoch is a random number that a worker draws when it starts. A message names both ends by it,
-so neither a restarted sender nor a restarted receiver is taken for its former self. Only a first
-Hello is sent to epoch 0, to whom it concerns.
+A boot epoch is a random number that a worker draws at its start. A message names both ends by
+epoch, so neither a restarted sender nor a restarted receiver is taken for its former self. Only a
+first Hello is sent to epoch 0, which is any receiver.
 
-`Seal.opened` refuses what is not exactly one frame, before it allocates anything of a size that
+`Seal.opened` refuses everything but exactly one frame, before it allocates anything of a size that
 the frame names. The tag covers every bit, so a frame that parses was written by a holder of the
-secret. Rows do not pass through here: a Piece says what landed and carries the checksum of it.
+secret. Rows do not travel in messages: a Piece says what landed and carries its checksum.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PieceKind(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why a reservation was refused or a handoff given up. SETTLED is no reason but the answer to
-    one: of this handoff the sender has nothing under way any more."""
+    """Why a reservation was refused or a handoff given up. SETTLED answers a refusal: the sender
+    has nothing of this handoff under way any more."""
 
     FULL = 1
     DUPLICATE = 2
@@ -75,7 +75,7 @@ class Reason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who speaks and in which layout. `answer` is the nonce of the Hello that this one answers."""
+    """The sender and its layout. `answer` is the nonce of the Hello that this one answers."""
 
     layout: bytes
     page_rows: int
@@ -88,9 +88,9 @@ class Hello:
 class Reserved:
     """The receiver has room for the rows of the first `token_count` tokens, whose digest is `text`.
 
-    `pages[i]` is its host page, of `pool_pages`, for page `first_page + i` of the prompt; pages
-    before that it has already. `window_at` is the byte at which the windows land in their region.
-    `ticket` is that of this room alone: what is late for a former room of the uid lands nowhere.
+    Page `first_page + i` of the prompt goes to host page `pages[i]`, of `pool_pages`; earlier pages
+    are there already. `window_at` is the byte at which the windows land in their region. `ticket`
+    is valid for this room alone: late bytes for a former room of the uid land nowhere.
     """
 
     uid: int
@@ -112,7 +112,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Pages `page_begin..page_end` of the prompt in each of the layers have been written.
+    """Pages `page_begin..page_end` of the prompt have been written in each of the layers.
 
     `checksum` is the CRC-32 of the bytes, layer by layer and page by page.
     """
@@ -134,7 +134,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The receiver lacks these pages: they are to be sent once more."""
+    """The receiver lacks these pages: asks for them once more."""
 
     uid: int
     kind: PieceKind
@@ -156,7 +156,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The handoff is over on this side; the pages that the other side holds for it are free."""
+    """The handoff is over on this side: the other side may free the pages it holds for it."""
 
     uid: int
     reason: Reason
@@ -169,8 +169,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Workers that hand prompts over together: the epoch of each and the layers that it has,
-    `layer_begin..layer_end` of the whole model. The first is their lead, and seals this."""
+    """Workers that hand prompts over together: the epoch of each and its layers
+    `layer_begin..layer_end` of the whole model. The first is the lead, and seals this."""
 
     rows: tuple[tuple[int, int, int], ...]
 
@@ -183,7 +183,7 @@ _FORMS: Final[dict[type[Message], tuple[int, Struct]]] = {
     Refused: (3, Struct("<QHI")),
     Piece: (4, Struct("<QBHHIIQI")),
     Again: (5, Struct("<QBHHII")),
-    # 6 is free: the others keep their numbers.
+    # # 6 is free: the other kinds keep their numbers.
     Count: (7, Struct("<QQQ")),
     Release: (8, Struct("<QH")),
     Heartbeat: (9, Struct("<Q")),
@@ -200,7 +200,7 @@ class Envelope:
 
 
 class Seal:
-    """Closes and opens frames with a secret that all workers of a deployment share."""
+    """Seals and opens frames with the secret of all workers of a deployment."""
 
     __slots__ = ("_secret",)
 
@@ -219,7 +219,7 @@ class Seal:
         return head + body + self._tag(head + body)
 
     def opened(self, frame: bytes | memoryview) -> Envelope:
-        """The message of exactly one frame; BadInput says what is wrong with any other bytes."""
+        """The message of exactly one frame; for other bytes BadInput says what is wrong."""
         frame = bytes(frame[: FRAME_BYTES_MAX + 1])
         if not _HEAD.size + TAG_BYTES < len(frame) <= FRAME_BYTES_MAX:
             raise BadInput(f"a frame of {len(frame)} bytes, not of 45 to {FRAME_BYTES_MAX}")
@@ -242,7 +242,7 @@ def new_epoch() -> int:
 
 
 def checksum(parts: Iterable[bytes | memoryview]) -> int:
-    """CRC-32 of the parts as if they were one: finds every flip of up to 32 neighbouring bits."""
+    """CRC-32 of the joined parts: finds every flip of up to 32 neighbouring bits."""
     value = 0
     for part in parts:
         value = zlib.crc32(part, value)
@@ -250,20 +250,20 @@ def checksum(parts: Iterable[bytes | memoryview]) -> int:
 
 
 def text_digest(tokens: Sequence[int], salt: bytes) -> bytes:
-    """Equal on two workers when rows of these tokens, kept under this salt, are the same rows."""
+    """Equal on two workers if rows of these tokens, kept under this salt, are the same rows."""
     digest = hashlib.blake2b(len(salt).to_bytes(8, "little") + salt, digest_size=DIGEST_BYTES)
     digest.update(np.asarray(tokens, "<i8").tobytes())
     return digest.digest()
 
 
 def new_uid() -> int:
-    """The number of a handoff that only we name. Zero is a number like any other: routers of
-    SGLang draw from 0 to UID_MAX too."""
+    """A random number for a handoff that only we name. Zero is valid too: SGLang's routers draw
+    from 0 to UID_MAX."""
     return secrets.randbits(UID_BITS)
 
 
 def uid_of(transfer_id: object, place: int = 0) -> int:
-    """The number that both workers make of a router's id for the handoff of prompt `place`."""
+    """The handoff number that both workers derive from a router's id for prompt `place`."""
     if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= TRANSFER_ID_CHARS_MAX:
         raise BadInput(
             f"kv_transfer_params.transfer_id must be a text of 1 to {TRANSFER_ID_CHARS_MAX}"
@@ -274,7 +274,7 @@ def uid_of(transfer_id: object, place: int = 0) -> int:
 
 
 def layout_hash(layout: ModelLayout, *, weights: str = "") -> bytes:
-    """Equal on two workers when a row of one may be read by the other.
+    """Equal on two workers if one may read rows of the other.
 
     `weights` names what was loaded; the name under which a model is served does not matter.
     """

@@ -1,7 +1,7 @@
-"""Where bytes lie: regions of registered memory, and runs in them.
+"""Memory that transfers use: regions of registered memory, and runs of bytes in them.
 
-A run is (region, offset, bytes). Lists of runs are int64 arrays [n, 3], so page tables become
-runs without a loop. Two lists belong together run by run; neighbours on both sides are merged.
+A run is (region, offset, bytes). Lists of runs are int64 arrays [n, 3], so page tables become runs
+without a loop. Two lists match run by run; neighbours on both sides are merged.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ REGION_NUMBER_MAX: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Memory that peers may read and write, under a number. Where it lies in a memory file of ours,
-    that is `fd`, and the memory begins at its byte `begin`."""
+    """Numbered memory that peers may read and write. If it lies in a memory file of ours, `fd` is
+    that file, and the memory starts at its byte `begin`."""
 
     number: int
     memory: NDArray[np.uint8]

@@ -1,9 +1,9 @@
-"""64 MiB from this process to another of this machine, over a transport, beside a copy in memory.
+"""Times 64 MiB over a transport to another process of this machine, against a copy in memory.
 
     python -m ess.transfer.selfcheck KIND HOST         prints one JSON line
 
-The other process is a child: what moves between the two moves between workers of one user in one
-namespace of processes.
+The other process is a child, so it shares the user and the process namespace: what works here works
+between such workers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def trial(kind: Kind, host: str) -> Moved:
 
 
 def answer(kind: Kind, host: str) -> None:
-    """The child: takes what comes until it is asked for the sum."""
+    """The child: takes transfers until it is asked for the sum of its bytes."""
     secret, metadata = map(bytes.fromhex, sys.stdin.readline().split())
     memory = _region(kind)
     end = _end(kind, host, secret)

@@ -1,18 +1,18 @@
-"""How bytes move between workers: one interface, no call of which waits.
+"""How bytes move between workers: one interface, whose calls never wait.
 
-A transport copies runs of registered memory, one-sided: the other worker takes no part beyond its
+A transport copies runs of registered memory, one-sided: the other worker does nothing but call its
 own `poll`. A transfer may carry a notification, which the other worker sees after the bytes.
 
-- Every transfer has a deadline and ends in exactly one event: Completed or Failed. Nothing a
-  network or a library does is raised; only arguments that are wrong by themselves are (BadInput).
+- Every transfer has a deadline and ends in exactly one event: Completed or Failed. Trouble in a
+  network or a library is never raised; only arguments that are wrong in themselves are (BadInput).
 - A peer is named by its boot epoch. A worker that restarts at the same address is another peer.
-- A lost peer is told once. Its transfers have failed before; a later `connect` starts from nothing.
+- A lost peer is reported once, after its transfers have failed; a later `connect` starts afresh.
 - A ticket is the right to touch memory for one handoff. Where `guards` is true the owner's side
   refuses a transfer whose ticket it has not allowed, or no longer allows, before a byte lands, and
   after `disconnect` no byte of that peer lands. Where it is false, as in one-sided hardware, the
   owner keeps the pages of a given-up handoff out of use until the peer has answered or is dead.
-- Both sides `connect`: heartbeats and answers take the way of their own sender.
-- Progress is made inside `poll`, by the thread that calls it. There are no others.
+- Both sides `connect`: heartbeats and answers use the connection of their own sender.
+- Progress is made inside `poll`, in the thread that calls it. There are no other threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Op = Literal["write", "read"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transfer:
-    """Bytes between `here` and `there`, run by run, and then a notification for the peer."""
+    """Bytes between `here` and `there`, run by run, then a notification for the peer."""
 
     peer: int
     op: Op = "write"
@@ -82,24 +82,25 @@ class Transport(Protocol):
     def epoch(self) -> int: ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Memory for peers. Before `metadata`: a peer learns of regions when it connects."""
+        """Registers memory for peers; call it before `metadata`, which tells peers of regions."""
 
     def metadata(self) -> bytes:
-        """What a peer needs to `connect`: sealed, small, to be sent by any other way."""
+        """What a peer needs to `connect`: sealed and small; any channel may carry it."""
 
     def connect(self, metadata: bytes) -> int:
-        """The peer's epoch. BadInput where the metadata is not sealed or of another layout."""
+        """Connects; returns the peer's epoch. BadInput if not sealed, or of another layout."""
 
     def allow(self, ticket: int) -> None: ...
 
     def forbid(self, ticket: int) -> None: ...
 
     def is_landing(self, ticket: int) -> bool:
-        """Bytes may have come under the ticket that no event has told of. Where `guards` is false
-        nobody can know, and the answer says nothing."""
+        """Whether bytes under the ticket may be landing of which no event has told. Where `guards`
+        is false this cannot be known, and the answer means nothing."""
 
     def post(self, transfer: Transfer) -> int:
-        """A handle, found again in Completed or Failed. BadInput where `here` is not ours."""
+        """Starts a transfer, whose handle a Completed or Failed repeats. BadInput for bad
+        `here`."""
 
     def poll(self) -> list[Event]: ...
 

@@ -1,16 +1,16 @@
-"""The windows of a handoff in few bytes: which positions they select, and who selected each last.
+"""The windows of a handoff in few bytes: the positions they select, and each one's last window.
 
     packed = head | a bitmap per group | a byte per position set in the bitmaps
     head     magic, windows, groups, positions
     bitmap   bit p of group g: some window of g selects position p; low bits first
     bytes    the last window that selects it, counted from the oldest; position by position
 
-A working set is warmed from a position and its last window (`ess.pool.warmup`), so 32 selections of
-2,048 positions shrink to the few thousand that differ: of 16 MB for 61 groups at 128K remain 1.3 to
-1.8. Without windows there is a head alone.
+Warming needs only a position and its last window (`ess.pool.warmup`), so 32 selections of 2,048
+positions shrink to the few thousand different ones: 16 MB for 61 groups at 128K shrink to 1.3 to
+1.8. Without windows there is only a head.
 
-What comes may have been written by anyone. It holds nothing of a size that it names itself: its
-reader knows the groups and the positions, and no bit stands for a byte that is not there.
+The bytes may have been written by anyone. The reader knows the groups and the positions, so it
+allocates nothing by a size that the bytes name, and refuses a bit without its byte.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def packed_windows(windows: NDArray[np.int32], length: int) -> bytes:
     bitmaps, chosen = [], []
     for selected in windows:
         last[:] = 0
-        last[selected.reshape(-1)] = number  # the latest wins; -1 is the place behind the end
+        last[selected.reshape(-1)] = number  # the latest wins; -1 is behind the end
         is_chosen = last[:length] != 0
         bitmaps.append(np.packbits(is_chosen, bitorder="little").tobytes())
         chosen.append((last[:length][is_chosen] - np.uint8(1)).tobytes())
@@ -55,9 +55,9 @@ def packed_windows(windows: NDArray[np.int32], length: int) -> bytes:
 def unpacked_windows(
     raw: bytes | memoryview, *, group_count: int, length: int
 ) -> tuple[list[WindowSet], int]:
-    """A set for each group, as `last_windows` makes it, and how many windows there were.
+    """A WindowSet for each group, as `last_windows` makes it, and the number of windows.
 
-    BadInput for everything that `packed_windows` cannot have made of so many groups and positions.
+    BadInput for bytes that `packed_windows` cannot have made for these groups and positions.
     """
     window_count, body = _opened(raw, group_count, length)
     if window_count == 0:
@@ -75,7 +75,7 @@ def unpacked_windows(
 
 
 def window_bytes_max(group_count: int, length_max: int, top_k: int | None = None) -> int:
-    """The most that windows of `top_k` positions each can take."""
+    """The most bytes that windows of `top_k` positions each can take."""
     chosen_max = length_max if top_k is None else min(length_max, WINDOW_MAX * top_k)
     return _HEAD.size + group_count * (div_ceil(length_max, 8) + chosen_max)
 
@@ -92,7 +92,7 @@ def _check(windows: NDArray[np.int32], length: int) -> None:
 
 
 def _opened(raw: bytes | memoryview, group_count: int, length: int) -> tuple[int, Bytes]:
-    """How many windows the head names, and what is behind the head."""
+    """The number of windows in the head, and the bytes behind the head."""
     size_max = window_bytes_max(group_count, length)
     if not _HEAD.size <= len(raw) <= size_max:
         raise BadInput(f"windows of {len(raw)} bytes, not of {_HEAD.size} to {size_max}")

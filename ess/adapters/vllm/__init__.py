@@ -2,14 +2,14 @@
 
     connector   what vLLM loads by its module path; the only module here that imports vLLM
     settings    what is read of vLLM's own configuration
-    requests    in vLLM's scheduler: which requests leave, and what each step makes of them
-    departing   in each of vLLM's workers: what is made goes to the decode worker, layer by layer
-    outbox      the requests that leave from there: their pages, and the sender of them
-    blocks      vLLM's KV cache tensors read as pages of ours
-    staging     host memory that pages leave from
-    meeting     the small HTTP server by which decode workers meet this worker
+    requests    in vLLM's scheduler: which requests leave, and how far each step brings them
+    departing   in each of vLLM's workers: sends rows to the decode worker, layer by layer
+    outbox      the requests that leave a worker: their pages, and the sender of these
+    blocks      vLLM's KV cache tensors, read as ESS pages
+    staging     host memory from which pages are sent
+    meeting     the small HTTP server where decode workers exchange metadata with this worker
 
-It has been built against vLLM's interface as recorded in tests/golden/vllm_connector.json, and
-tested on tensors laid out as vLLM lays them out. It has not yet run inside a live vLLM.
-docs/vllm.md says how to start it and what vLLM makes differently, docs/adr/0011 why it is so.
+It was built against vLLM's interface as recorded in tests/golden/vllm_connector.json, and tested on
+tensors laid out as vLLM lays them out. It has not yet run inside a live vLLM. docs/vllm.md says how
+to start it and what vLLM does differently, docs/adr/0011 why it is built so.
 """

@@ -1,17 +1,17 @@
-"""vLLM's KV cache tensors, read as pages of ours.
+"""vLLM's KV cache tensors, read as ESS pages.
 
     rows     [block, row of block, 656]: one record for each token
     keys     [block, row of block, 132] by name, but block-split: the values of all keys of a block,
              then their scales
 
-A request lists blocks of `block_rows` tokens. A tensor may be cut into smaller blocks than that, as
-its kernels like them; a token's slot, block * block_rows + offset, is the same in both counts. A
-page of ours is 64 tokens of a request in order. Where a tensor's blocks are pages too they move
-whole; else rows, values and scales are picked one by one and joined.
+A request lists blocks of `block_rows` tokens. A tensor may be cut into smaller blocks, to suit its
+kernels; a token's slot, block * block_rows + offset, is the same in both counts. An ESS page is 64
+tokens of a request in order. Where a tensor's blocks are pages too they are copied whole; else
+rows, values and scales are picked one by one and joined.
 
-vLLM quantises index keys as they are; ESS turns them by a Hadamard transform before, and so it does
-with queries. Both give the same dot products only when both sides do the same, so keys are decoded,
-turned and encoded here where the layout says that keys are turned.
+vLLM quantises index keys as they are; ESS applies a Hadamard transform first, as it does to
+queries. Dot products agree only when both sides do the same, so keys are decoded, transformed and
+encoded here where the layout says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KEYS: Final = "indexer.k_cache"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a tensor holds. Of index keys, `layer` counts the layers that have an indexer."""
+    """What a tensor holds. For index keys, `layer` counts only layers that have an indexer."""
 
     kind: PieceKind
     layer: int
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Where a prompt's tokens are: block i has its tokens from `i * block_rows` on."""
+    """Where a prompt's tokens lie: block i has its tokens from `i * block_rows` on."""
 
     ids: NDArray[np.int64]
     block_rows: int
@@ -95,7 +95,7 @@ class Part:
         assert self.flat.data_ptr() == plain.data_ptr(), "a copy would never change again"
 
     def pages(self, slots: NDArray[np.int64]) -> Tensor | None:
-        """Whole blocks, when each of them is a page; `slots` are those of whole pages."""
+        """Whole blocks, if each is a page; `slots` are those of whole pages. None otherwise."""
         if self.rows != PAGE_ROWS:
             return None
         by_page = slots.reshape(-1, PAGE_ROWS)
@@ -106,7 +106,7 @@ class Part:
         return self.flat[self._on_device(first // PAGE_ROWS)]
 
     def records(self, slots: NDArray[np.int64], *, begin: int, size: int) -> Tensor:
-        """[slot, size] of the records of `size` bytes that begin `begin` bytes into each block."""
+        """[slot, size]: bytes of the records that begin `begin` bytes into each block."""
         span = self.flat[:, begin : begin + self.rows * size]
         each = span.view(len(span), self.rows, size)
         return each[self._on_device(slots // self.rows), self._on_device(slots % self.rows)]
@@ -132,8 +132,8 @@ class BlockReader:
         return PAGE_ROWS * self._record_bytes(kind)
 
     def read(self, place: Place, blocks: Blocks, pages: range, *, token_count: int) -> Tensor:
-        """[page, unit bytes] in host memory. Behind `token_count` tokens there is zero: what lies
-        in the rest of a block may be another prompt's."""
+        """Pages as [page, unit bytes] in host memory. Zero behind `token_count` tokens: the rest of
+        a block may be another prompt's."""
         part, start = self._parts[place], pages.start * PAGE_ROWS
         stop = min(pages.stop * PAGE_ROWS, token_count)
         slots = blocks.slots(start, stop)
@@ -181,7 +181,7 @@ def all_places(layout: ModelLayout) -> Iterable[Place]:
 
 
 def turned(pages: Tensor, codec: IndexCodec) -> Tensor:
-    """Block-split pages of plain keys as ESS keeps them: turned, and encoded anew."""
+    """Block-split pages of plain keys as ESS keeps them: transformed, and encoded anew."""
     split = PAGE_ROWS * codec.value_bytes
     values = pages[:, :split].reshape(-1, codec.key_dim).view(torch.float8_e4m3fn).float()
     scales = pages[:, split:].contiguous().view(torch.float32).reshape(-1, 1)
@@ -191,7 +191,7 @@ def turned(pages: Tensor, codec: IndexCodec) -> Tensor:
 
 
 def _filled(records: Tensor, page_count: int) -> Tensor:
-    """Records [n, size] as [page, 64 * size], zero behind the last."""
+    """Records [n, size] as pages [page, 64 * size], zero behind the last record."""
     pages = records.new_zeros(page_count * PAGE_ROWS, records.shape[1])
     pages[: len(records)] = records
     return pages.reshape(page_count, -1)

@@ -4,9 +4,9 @@
       "kv_connector": "EssConnector", "kv_connector_module_path": "ess.adapters.vllm.connector",
       "kv_role": "kv_producer", "kv_connector_extra_config": {"peers_host": "10.0.0.1"}}'
 
-vLLM makes one object of it in its scheduler and one in each worker. Both only pass on: what they
-decide is in `requests` and `departing`, which know nothing of vLLM's classes. Importing this module
-imports vLLM; nothing else of ESS imports this module.
+vLLM makes an object of it in its scheduler and one in each worker. Both only pass calls on to
+`requests` and `departing`, which decide and know nothing of vLLM's classes. Importing this module
+imports vLLM; no other module of ESS imports it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class EssConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Or a replayed graph would not say when a layer is made."""
+        """True: a replayed graph would not say when a layer is computed."""
         return True
 
     # ---- in the scheduler
@@ -103,7 +103,7 @@ class EssConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduling.sent(sorted(connector_output.finished_sending or ()))
 
     def has_pending_push_work(self) -> bool:
-        """vLLM goes on stepping while it is so, and hears from its workers what has been sent."""
+        """While this is True vLLM keeps stepping, and hears from its workers what has been sent."""
         return self._scheduling.is_pending
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -118,13 +118,13 @@ class EssConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return EssHandshake(self._sending.reached)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Called once before each step; nothing is loaded."""
+        """vLLM calls this once before each step; nothing is loaded."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded."""
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Before any block of the step is written: what was given up must not be read any more."""
+        """Before any block of the step is written: stops reading blocks that were given up."""
         super().bind_connector_metadata(connector_metadata)
         self._sending.begin(connector_metadata.step)
 

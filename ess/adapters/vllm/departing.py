@@ -1,15 +1,15 @@
-"""In each of vLLM's workers: what is made goes to the decode worker, layer by layer.
+"""In each of vLLM's workers: sends computed rows to the decode worker, layer by layer.
 
-vLLM's thread says what each step brings (`begin`), which layer is made (`layer_made`) and that the
-step is over (`step_made`). Of layers these calls only take notes: on a device a layer is not there
-yet, its kernels are queued. A thread of ours waits for them, copies pages into staging and lets
-them go; it also hears the decode workers when vLLM has nothing to do. One lock guards all of it.
+vLLM's thread says what each step brings (`begin`), which layer is queued (`layer_made`) and that
+the step is queued (`step_made`). These calls only take notes: on a device the kernels of a layer
+have not run yet. A thread of ESS waits for them, copies pages into staging and sends them; it also
+hears the decode workers when vLLM is idle. One lock guards all of it.
 
-A request leaves from one rank: latents are the same on all of them. The others say at once that
-they have sent it.
+Each request leaves from one rank, as all ranks have the same latents. The other ranks report at
+once that they have sent it.
 
-Blocks are read under the lock, and not any more when `begin` has said that they are given up, which
-is before vLLM writes into them again. What has been sent stays right: rows of the same prompt.
+Blocks are read under the lock, and never after `begin` has said that they are given up, which is
+before vLLM writes into them again. Rows already sent stay right: they are of the same prompt.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ IDLE_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """These layers of these requests, each up to a token, once the device has come to the event.
-    `finished` requests are made, and vLLM keeps their blocks."""
+    """The rows of these layers and requests, each up to a token, are there once the event has
+    passed. `finished` names a request whose prompt is complete and whose blocks vLLM keeps."""
 
     layers: range = range(0)
     stops: tuple[tuple[Leaving, int], ...] = ()
@@ -73,7 +73,7 @@ class Departing:
     # ---- vLLM's thread
 
     def register(self, tensors: Mapping[str, Tensor]) -> None:
-        """From here on decode workers can meet us."""
+        """From here on decode workers can connect to this rank."""
         if self._outbox is not None:
             raise BadState("vLLM registers its caches a second time")
         settings = self._settings
@@ -96,7 +96,7 @@ class Departing:
         return Reached(epoch=self._open.epoch, port=self._meeting.port)
 
     def begin(self, step: StepOrders) -> None:
-        """What the steps before have brought is on its way; what is given up is read no more."""
+        """Before a step: notes that earlier steps are queued, and stops reading blocks given up."""
         self._note(range(self._layout.layer_total))
         with self._lock:
             for name in (*step.given_up, *step.preempted):
@@ -114,11 +114,11 @@ class Departing:
         self._note(range(layer, layer + 1))
 
     def step_made(self) -> None:
-        """Some versions say so before the MTP layers run: these wait for the next step."""
+        """Some vLLM versions call this before the MTP layers run: those wait for the next step."""
         self._note(range(self._layout.layer_count))
 
     def ended(self) -> set[str]:
-        """Finished requests whose blocks vLLM may have back, each said once."""
+        """Finished requests whose blocks vLLM may reuse, each returned once."""
         with self._lock:
             gone, self._sent = self._sent, set()
         return gone
@@ -133,7 +133,7 @@ class Departing:
             self._outbox.close()
 
     def _note(self, layers: range) -> None:
-        """Without the lock: vLLM does not wait for copies of ours while it queues its kernels."""
+        """Takes no lock: vLLM must not wait for a copy while it queues its kernels."""
         if self._stops:
             event = None
             if self._device is not None:
@@ -149,14 +149,14 @@ class Departing:
         assert self._outbox is not None, "vLLM registers its caches before its first step"
         return self._outbox
 
-    # ---- threads of ours
+    # # ---- threads of ESS
 
     def _met(self, metadata: bytes) -> bytes:
         with self._lock:
             return self._open.met(metadata)
 
     def _run(self) -> None:
-        """Copies run on a stream of their own, behind the event of what they copy."""
+        """Runs copies on a stream of their own, after the event of what they copy."""
         with contextlib.ExitStack() as stack:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
@@ -166,7 +166,7 @@ class Departing:
                 self.pump()
 
     def pump(self) -> None:
-        """What is noted and there may leave; what peers say is heard."""
+        """Sends the rows whose events have passed; acts on what peers say."""
         with self._lock:
             while self._notes and self._notes[0].is_there:
                 note = self._notes.popleft()

@@ -1,7 +1,7 @@
-"""POST /peers: a decode worker brings its sealed metadata and is answered with ours.
+"""POST /peers: a decode worker sends its sealed metadata and gets this worker's.
 
-Nothing else is served. What is not sealed with our secret is refused before it is looked at, a body
-has a bound, a slow caller a deadline, and callers at once are counted.
+Nothing else is served. Metadata that is not sealed with our secret is refused unread, a body has a
+size limit, a slow caller a deadline, and the number of callers at once is limited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Meet = Callable[[bytes], bytes]
 
 
 class MeetingPlace:
-    """Listens from its making until `close`; `meet` is called by the caller's own thread."""
+    """Listens from construction until `close`; `meet` runs in the caller's own thread."""
 
     def __init__(self, *, host: str, port: int, meet: Meet) -> None:
         try:
@@ -68,7 +68,7 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A caller that goes away, or says nonsense, is its own affair."""
+        """A caller that goes away or sends nonsense is ignored."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(400, str(wrong).encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Every decode worker comes every two seconds: nothing that belongs into vLLM's log."""
+        """Logs nothing: every decode worker calls every two seconds."""
 
     def _answer(self, status: int, content: bytes) -> None:
         self.send_response(status)

@@ -1,8 +1,7 @@
 """The requests that leave from one rank: their pages, the sender of them, the way to the peers.
 
-The sender is that of our own prefill workers. What is different is where pages come from: they are
-read out of vLLM's blocks into staging when they are to leave, and stay there until their transfer
-has ended.
+The sender is that of ESS prefill workers. Only the source of pages differs: they are read from
+vLLM's blocks into staging when they are to leave, and stay there until their transfer has ended.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class NoPools:
-    """A worker without pools of ours, as the sender asks about one."""
+    """Tells the sender that this worker has no ESS pools."""
 
     layout: ModelLayout
     sizes: Lengths
 
 
 class BlockPages:
-    """The pages of one prompt in vLLM's blocks. `is_closed` when vLLM may have the blocks back."""
+    """The pages of one prompt in vLLM's blocks. `is_closed`: vLLM may have the blocks back."""
 
     cached_count = 0
 
@@ -84,7 +83,7 @@ class BlockPages:
 
 @dataclass(slots=True, eq=False)
 class Leaving:
-    """A request from its first order until its blocks are vLLM's again."""
+    """A request from its first order until vLLM has its blocks back."""
 
     name: str
     uid: int
@@ -95,7 +94,7 @@ class Leaving:
 
 
 class Outbox:
-    """Not to be called by two threads at once."""
+    """The requests that leave. Not to be called by two threads at once."""
 
     def __init__(
         self, reader: BlockReader, settings: Settings, *, port: int, block_rows: int
@@ -132,7 +131,7 @@ class Outbox:
         return name in self._leaving
 
     def order(self, order: Order) -> Leaving | None:
-        """The request as it is now. None where it has ended, or could not begin to leave."""
+        """Updates the request; None where it has ended, or cannot leave."""
         leaving = self._begun(order) if order.prompt else self._leaving.get(order.name)
         if leaving is not None:
             leaving.blocks.extend(order.blocks)
@@ -151,14 +150,14 @@ class Outbox:
             self._sender.finish(leaving.uid, None)
 
     def give_up(self, name: str) -> None:
-        """Its blocks are to be written by others."""
+        """Gives a request up: vLLM will write other rows into its blocks."""
         leaving = self._leaving.pop(name, None)
         if leaving is not None:
             leaving.is_lost = True
             self._sender.give_up(leaving.uid)
 
     def gone(self) -> set[str]:
-        """Requests whose blocks are vLLM's again, each said once."""
+        """Requests whose blocks vLLM has back, each returned once."""
         names = {name for name, leaving in self._leaving.items() if leaving.pages.is_closed}
         for name in names:
             del self._leaving[name]
@@ -202,7 +201,7 @@ class Outbox:
                 self._told(event.peer, event.content)
 
     def _told(self, peer: int, content: bytes) -> None:
-        """What is not sealed, or by another, is no word of this peer."""
+        """Passes on messages that are sealed by this very peer; ignores others."""
         try:
             envelope = self._seal.opened(content)
         except BadInput as wrong:

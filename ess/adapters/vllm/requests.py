@@ -1,10 +1,10 @@
-"""In vLLM's scheduler: which requests leave for a decode worker, and what each step makes of them.
+"""In vLLM's scheduler: which requests leave for a decode worker, and how far each step is.
 
 A request leaves when its `kv_transfer_params` have do_remote_decode, as every router for prefill
-and decode sends it. Its room is the uid of the handoff: drawn here, or made of the router's
-transfer_id where it starts both legs at once. Every step tells the workers, per request, the blocks
-that were added and how many prompt tokens the step ends with. When the prompt is made vLLM keeps
-the blocks until a worker says that they have been sent; the answer says where the rows are.
+and decode sends it. Its room is the uid of the handoff: drawn here, or made from the router's
+transfer_id where it starts both legs at once. Every step tells the workers, per request, the added
+blocks and how many prompt tokens are computed at the end of the step. When the prompt is complete
+vLLM keeps the blocks until a worker says that they are sent; the answer says where the rows are.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SENT_STATES: Final = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """`stop` tokens of the prompt have rows when the step ends. With a `prompt` the request begins,
-    or begins anew in other blocks; without one, `blocks` are added to those of before."""
+    """The first `stop` tokens of the prompt have rows when the step ends. With a `prompt` the
+    request begins, or begins anew in other blocks; without, `blocks` are further ones."""
 
     name: str
     uid: int
@@ -35,7 +35,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """From the scheduler to all workers. `finished` prompts are made and their blocks are kept;
+    """From the scheduler to all workers. `finished` prompts are complete and their blocks are kept;
     `given_up` requests have lost their blocks, for good or until they are scheduled again."""
 
     orders: tuple[Order, ...] = ()
@@ -46,7 +46,7 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Where decode workers meet a rank of ours, and its boot."""
+    """The port where decode workers connect to a rank, and the rank's boot epoch."""
 
     epoch: int
     port: int
@@ -81,14 +81,14 @@ class Requests:
 
     @property
     def is_pending(self) -> bool:
-        """Blocks are kept for rows on their way, or workers have not heard the latest."""
+        """Whether blocks are kept for rows that are being sent, or workers lack the latest news."""
         return bool(self._kept or self._news.finished or self._news.given_up)
 
     def reached(self, ranks: Mapping[int, Reached]) -> None:
         self._reached.update(ranks)
 
     def admitted(self, request: Any) -> None:
-        """vLLM has found room for a request. It asks once more where rows come from elsewhere."""
+        """vLLM has found room for a request; it calls again if rows come from elsewhere."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") is not True or request.request_id in self._leaving:
             return
@@ -102,7 +102,7 @@ class Requests:
         )
 
     def step(self, output: Any) -> StepOrders:
-        """What vLLM is about to compute, of the requests that leave."""
+        """The part of vLLM's next step that concerns requests that leave."""
         preempted = tuple(sorted((output.preempted_req_ids or set()) & self._leaving.keys()))
         for name in preempted:
             self._leaving[name].made_count = 0
@@ -111,7 +111,7 @@ class Requests:
         return StepOrders(tuple(orders), tuple(news.finished), tuple(news.given_up), preempted)
 
     def finished(self, request: Any, blocks: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM is to keep the blocks, and what its answer is to carry."""
+        """Whether vLLM is to keep the blocks, and what its answer carries."""
         name = request.request_id
         leaving = self._leaving.pop(name, None)
         if leaving is None:
@@ -125,7 +125,7 @@ class Requests:
         return True, self._params(name, leaving, blocks)
 
     def sent(self, names: Sequence[str]) -> None:
-        """Workers have said so: vLLM frees the blocks."""
+        """Workers have sent these: vLLM may free their blocks."""
         self._kept.difference_update(names)
 
     def _new(self, output: Any) -> list[Order]:
@@ -167,8 +167,8 @@ class Requests:
         return stop
 
     def _params(self, name: str, leaving: _Leaving, blocks: Sequence[int]) -> dict[str, Any]:
-        """As vLLM's own connectors answer, and the room. What a router may turn into a double is
-        a text."""
+        """The answer of vLLM's own connectors, plus the room. Numbers that a router may turn into a
+        double are sent as text."""
         rank = self._ranks.source(leaving.uid)
         if rank not in self._reached:
             raise BadInput(f"rank {rank} has not said where it can be reached: update vLLM")
@@ -187,7 +187,8 @@ class Requests:
 
 
 def only_group(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """vLLM groups layers whose blocks differ. Sparse attention has its rows and keys in one."""
+    """The blocks of the only group. vLLM groups layers whose blocks differ; sparse attention has
+    its rows and keys in one."""
     if len(groups) != 1:
         raise BadInput(
             f"vLLM keeps this model's rows in {len(groups)} groups of layers, 1 is known"
@@ -196,5 +197,5 @@ def only_group(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def salt_of(cache_salt: str | None) -> str:
-    """As our own servers spell a request's salt: rows under different salts are different rows."""
+    """A request's salt as ESS servers spell it: rows under different salts are different rows."""
     return f"{len(cache_salt)} {cache_salt}" if cache_salt else ""

@@ -1,4 +1,4 @@
-"""What an operator sets under `kv_connector_extra_config`, and what is read of vLLM's own."""
+"""Settings of `kv_connector_extra_config`, and what is read from vLLM's own configuration."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ess.models.registry import read_config
 from ess.transfer.messages import Seal
 
 STAGING_MIN: Final = 1024
-"""What one transfer takes at most, in pages of keys."""
+"""The most that one transfer takes, in pages of keys."""
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`peers_host` is where decode workers and routers reach this node. Rank r of a node listens
-    on `peers_port + r`; transfers take any port unless `transfer_port` gives the first one.
+    """`peers_host` is the address of this node for decode workers and routers. Rank r of a node
+    listens on `peers_port + r`; transfers take any port unless `transfer_port` gives the first one.
     `weights` names the checkpoint where the decode workers name it too."""
 
     secret_file: str = ""
@@ -80,16 +80,16 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def source(self, uid: int) -> int:
-        """The rank that a request leaves from. All have the same rows; uids are random."""
+        """The rank that a request leaves from: all have the same rows, and uids are random."""
         return uid % self.tensor_count
 
     def port(self, first: int, rank: int) -> int:
-        """0 stays 0: any port."""
+        """A rank's port; 0 stays 0, which means any port."""
         return first and first + self.engine * self.tensor_count + rank
 
 
 def read_ranks(parallel: Any) -> Ranks:
-    """Of vLLM's ParallelConfig; the names are the same since 0.11."""
+    """Reads vLLM's ParallelConfig; the names are the same since 0.11."""
     return Ranks(
         tensor_count=parallel.tensor_parallel_size,
         pipeline_count=parallel.pipeline_parallel_size,
@@ -100,8 +100,8 @@ def read_ranks(parallel: Any) -> Ranks:
 
 
 def read_layout(model: Mapping[str, Any], *, with_mtp: bool) -> ModelLayout:
-    """Of the model's config.json. Where vLLM does not run the MTP layers it keeps no rows for
-    them; a decode worker that wants them has another layout and is refused when it meets us."""
+    """The layout from the model's config.json. Where vLLM does not run the MTP layers it keeps no
+    rows for them, and a decode worker that wants them refuses to connect."""
     raw = dict(model) if with_mtp else {**model, "num_nextn_predict_layers": 0}
     config = read_config(raw)
     if config.compressed is not None:

@@ -1,4 +1,4 @@
-"""Host memory that pages leave from: what vLLM's tensors hold may change, or lie on a device."""
+"""Host memory from which pages are sent: vLLM's tensors may change, or lie on a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REGION: Final = 1
 
 
 class Staging:
-    """Slots of one size. Who takes slots gives them back when their transfer has ended."""
+    """Slots of one size. Whoever takes slots gives them back when their transfer has ended."""
 
     def __init__(self, *, slot_bytes: int, slot_count: int) -> None:
         if slot_bytes <= 0 or slot_count <= 0:
@@ -36,7 +36,7 @@ class Staging:
         return Region(REGION, self._memory.numpy().reshape(-1))
 
     def put(self, pages: Tensor) -> NDArray[np.int64]:
-        """Copies pages into slots, neighbours where there are some, and returns the slots."""
+        """Copies pages into slots, neighbours if possible, and returns the slots."""
         count, size = pages.shape
         assert count <= len(self._free), f"{count} pages for {len(self._free)} slots"
         assert size <= self._slot_bytes, f"a page of {size} bytes in a slot of {self._slot_bytes}"

@@ -1,2 +1,1 @@
-"""Which rank has which experts of a layer: placements, how they come from loads, how loads are
-counted."""
+"""Which rank has which experts of a layer: placements, balancing, counted loads."""

@@ -1,14 +1,13 @@
-"""Where the experts of a layer go so that all ranks have about as much to do. Needs no torch.
+"""Places the experts of a layer so that all ranks have about equal work. Needs no torch.
 
-As DeepSeek's EPLB does it, without its groups: the places that there are beyond one for each expert
-go, one after the other, to the expert of which a copy has most to do; then all copies, those with
-most to do first, each to the rank that has least to do of those with a free place. Copies of an
-expert share its tokens evenly (`placement`), so they are on different ranks: a second one beside
-the first would take nothing off anybody.
+As DeepSeek's EPLB does it, without its groups: places beyond one per expert go, one by one, to the
+expert whose copies have the most work each. Then all copies, the busiest first, go to the least
+busy rank with a free place. Copies of an expert share its tokens evenly (`placement`), so they must
+be on different ranks: two on one rank would not relieve any rank.
 
-Why every copy finds a rank. Where all ranks with a free place have the expert already, some other
-rank has not, for an expert has at most as many copies as there are ranks. That rank is full, so it
-has an expert which a rank with a free place lacks: it moves there, and makes room.
+Why every copy finds a rank. If all ranks with a free place already have the expert, some full rank
+lacks it, as an expert has at most as many copies as there are ranks. That full rank has an expert
+which a rank with a free place lacks: moving this expert there makes room.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def check_places(expert_count: int, rank_count: int, redundant: int) -> None:
 
 
 def balanced(loads: Sequence[float], rank_count: int, redundant: int = 0) -> Shares:
-    """By rank the experts that it has, ascending; `loads` say how much there is to do for each.
+    """The experts of each rank, ascending; `loads` is the work for each expert.
 
     >>> balanced([90, 10, 10, 10], 2, redundant=2)
     ((0, 1, 2), (0, 1, 3))
@@ -54,7 +53,7 @@ def balanced(loads: Sequence[float], rank_count: int, redundant: int = 0) -> Sha
 
 
 def copy_counts(loads: Sequence[float], rank_count: int, redundant: int) -> list[int]:
-    """How many copies each expert has."""
+    """How many copies each expert gets."""
     counts = [1] * len(loads)
     queue = [(-load, expert) for expert, load in enumerate(loads)] if rank_count > 1 else []
     heapq.heapify(queue)
@@ -67,7 +66,7 @@ def copy_counts(loads: Sequence[float], rank_count: int, redundant: int) -> list
 
 
 def rank_loads(places: Shares, loads: Sequence[float]) -> list[float]:
-    """How much each rank has to do."""
+    """The work of each rank."""
     counts = [0] * len(loads)
     for own in places:
         for expert in own:
@@ -76,7 +75,7 @@ def rank_loads(places: Shares, loads: Sequence[float]) -> list[float]:
 
 
 def balance(places: Shares, loads: Sequence[float]) -> float:
-    """What a rank has to do on average, of what the busiest has: 1 where all have the same.
+    """A rank's average work as a share of the busiest rank's: 1 if all have the same.
 
     >>> balance(((0, 1), (2, 3)), [90, 10, 10, 10])
     0.6
@@ -86,7 +85,7 @@ def balance(places: Shares, loads: Sequence[float]) -> float:
 
 
 class _Ranks:
-    """What each rank has so far. `each` is what there is to do for one copy of an expert."""
+    """The experts of each rank so far. `each` is the work for one copy of each expert."""
 
     def __init__(self, each: Sequence[float], rank_count: int, place_count: int) -> None:
         self.own: list[set[int]] = [set() for _ in range(rank_count)]
@@ -102,8 +101,8 @@ class _Ranks:
         self._put(expert, min(fit, key=lambda rank: (self._loads[rank], rank)))
 
     def _make_room(self, expert: int, free: Sequence[int]) -> int:
-        """A full rank without this expert, once one of its experts has moved to a free place: of
-        all such moves the one after which the busier of the two ranks has least to do."""
+        """Moves an expert from a full rank without `expert` to a free place, and returns that rank.
+        Of all such moves, takes the one after which the busier of the two ranks has least work."""
         moves = [
             (
                 max(

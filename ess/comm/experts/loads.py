@@ -1,8 +1,8 @@
-"""How often each expert was chosen, by layer, of late: what `balance` places experts by.
+"""How often each expert of a layer was chosen recently: the loads that `balance` goes by.
 
-Every rank counts what its own tokens choose. At the end of a window all add up, so that each knows
-the choices of all; the last `WINDOWS` windows are kept. Ranks count the same steps and layers, for
-they go through the same exchanges.
+Every rank counts what its own tokens choose. At the end of a window all ranks add up, so that each
+knows the choices of all; the last `WINDOWS` windows are kept. Ranks count the same steps and
+layers, as they go through the same exchanges.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Loads:
         self._windows: deque[tuple[int, dict[int, Tensor]]] = deque(maxlen=WINDOWS)
 
     def count(self, layer: int, experts: Tensor) -> None:
-        """What tokens of this rank have chosen."""
+        """Counts the choices of this rank's tokens."""
         counts = torch.bincount(experts.flatten(), minlength=self._expert_count)
         own = self._own.get(layer)
         self._own[layer] = counts if own is None else own + counts
 
     def share(self, team: Team, step_count: int) -> None:
-        """A window of so many steps has ended, on all ranks."""
+        """Ends a window of `step_count` steps, on all ranks together."""
         layers = sorted(self._own)
         counts = [self._own[layer] for layer in layers]
         size = len(layers) * self._expert_count
@@ -46,11 +46,11 @@ class Loads:
 
     @property
     def step_count(self) -> int:
-        """Of the windows that are kept."""
+        """How many steps the kept windows have."""
         return sum(step_count for step_count, _ in self._windows)
 
     def recent(self) -> dict[int, list[int]]:
-        """By layer and expert, what the tokens of all ranks have chosen in these windows."""
+        """How often tokens of all ranks chose each expert in the kept windows, by layer."""
         total: dict[int, Tensor] = {}
         for _, counts in self._windows:
             for layer, count in counts.items():

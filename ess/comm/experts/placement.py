@@ -1,7 +1,7 @@
 """Which rank has which experts of a layer. Every rank has equally many places.
 
-An expert may have several places: then each of them serves a part of its tokens. A token's result
-does not depend on the place, for its weights are the same everywhere.
+An expert may have several places: then each serves a part of its tokens. A token's result does not
+depend on the place, as the weights are the same everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ess.comm.experts.balance import check_places
 from ess.errors import BadInput
 
 PLACES_MAX: Final = (1 << 15) - 1
-"""Of a rank: a place's number travels in 16 bits."""
+"""The most places of a rank: a place's number travels in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Placement:
 
     @property
     def place_count(self) -> int:
-        """Of a rank."""
+        """Places of one rank."""
         return len(self.places[0])
 
     @cached_property
@@ -53,8 +53,8 @@ class Placement:
         return 1 + max(max(own) for own in self.places)
 
     def at(self, experts: Tensor, *, first: int) -> Tensor:
-        """Where these experts [tokens, per_token] are asked: rank times `place_count` plus place.
-        The tokens, of which the first has the number `first`, take copies in turn."""
+        """The place for each of these experts [tokens, per_token], as rank times `place_count` plus
+        place. Tokens, numbered from `first` on, take copies in turn."""
         numbers, counts = self._table
         if numbers.shape[1] == 1:
             return numbers[:, 0][experts]
@@ -63,7 +63,7 @@ class Placement:
 
     @cached_property
     def _table(self) -> tuple[Tensor, Tensor]:
-        """The places of each expert, ascending, and how many they are."""
+        """The places of each expert, ascending, and how many it has."""
         found: list[list[int]] = [[] for _ in range(self.expert_count)]
         for rank, own in enumerate(self.places):
             for place, expert in enumerate(own):
@@ -74,7 +74,7 @@ class Placement:
 
 
 def even(expert_count: int, rank_count: int) -> Placement:
-    """Contiguous runs, as checkpoints are split (`models.weights.split`).
+    """Equal runs of consecutive experts, as checkpoints are split (`models.weights.split`).
 
     >>> even(4, 2).places
     ((0, 1), (2, 3))
@@ -88,7 +88,7 @@ def even(expert_count: int, rank_count: int) -> Placement:
 
 @dataclass(frozen=True)
 class Places:
-    """The placement of every layer: one for all but those that have one of their own."""
+    """The placement of every layer: `usual`, except for layers with their own."""
 
     usual: Placement
     own: Mapping[int, Placement] = field(default_factory=dict)

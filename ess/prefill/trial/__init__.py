@@ -1,1 +1,1 @@
-"""A pipeline that is timed: the stages and the lead of a worker, without a server."""
+"""A timed pipeline: the stages and the lead of a worker, without a server."""

@@ -1,6 +1,6 @@
-"""A timed pipeline, from outside: starts its processes, asks them, and gathers their times.
+"""Starts the processes of a timed pipeline, gives them prompts, and gathers their times.
 
-Nothing is handed over, and no server stands before it. Needs no torch.
+Nothing is handed over, and there is no server. Needs no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ess.prefill.trial.told import Answer, Ask, Line, Opened, Slow, Timed, Trial
 from ess.units import PAGE_ROWS, div_ceil
 
 Kind = Literal["wall", "core"]
-"""Time that passed, or time on a core: where stages share cores only the latter is their own."""
+"""Elapsed time, or time on a core: where stages share cores only the latter is their own."""
 MODULE: Final = "ess.prefill.trial.rank"
 HERE: Final = "127.0.0.1"
 END_S: Final = 20.0
@@ -42,8 +42,7 @@ ENDED: Final = "A timed pipeline has ended; its processes have said why above"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`layers` are those of each stage; `context` is the longest prompt, and as many as `prompts`
-    of them fit at once."""
+    """`layers` are those of each stage; `prompts` prompts of up to `context` tokens fit at once."""
 
     model: str
     layers: tuple[tuple[int, int], ...]
@@ -68,8 +67,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One micro-batch through all stages: seconds of each layer of each stage, and at last of what
-    came behind the layers."""
+    """One micro-batch through all stages: for each stage the seconds of its layers, and last those
+    of the work behind the layers."""
 
     chunks: tuple[tuple[int, int], ...]
     wall_s: tuple[tuple[float, ...], ...]
@@ -87,8 +86,8 @@ class Chunk:
         return tuple(map(sum, self._times(kind)))
 
     def layer_s(self, kind: Kind) -> tuple[float, ...]:
-        """Of every layer of the model, MTP's last. What came behind the layers of a stage goes with
-        its last layer."""
+        """Seconds of every layer of the model, MTP's last. The work behind the layers of a stage
+        counts with its last layer."""
         return tuple(
             seconds
             for *layers, last, behind in self._times(kind)
@@ -101,7 +100,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What came of an Ask: `answer.made_s[-1]` is how long all of it took."""
+    """The result of an Ask: `answer.made_s[-1]` is the time of the whole."""
 
     answer: Answer
     chunks: tuple[Chunk, ...]
@@ -113,14 +112,14 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Of a stage's process: the most memory it ever had, and what of it its pools may have."""
+    """The most memory that a stage's process has had, and what its pools may have of it."""
 
     bytes: int
     pool_bytes: int
 
 
 def kind_for(stage_count: int) -> Kind:
-    """The wall clock's only where every stage has a core, and nothing else wants it."""
+    """The clock to time by: "wall" only where every stage has an idle core of its own."""
     free = len(os.sched_getaffinity(0)) - os.getloadavg()[0]
     return "wall" if free > stage_count - BUSY_SHARE else "core"
 
@@ -134,7 +133,7 @@ def model_config(path: str) -> ModelConfig:
 
 
 class Pipe:
-    """A context: its processes end with the block."""
+    """A context manager: its processes end with the block."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -237,7 +236,7 @@ class Pipe:
         return [line for line in self._lines(stage) if isinstance(line, Timed)]
 
     def _lines(self, stage: int) -> list[Line]:
-        """Those that were written since the last call."""
+        """The lines that were written since the last call."""
         with self._log(stage).open("rb") as log:
             log.seek(self._read[stage])
             text = log.read()
@@ -247,7 +246,7 @@ class Pipe:
 
 
 def _joined(*stages: Timed) -> Chunk:
-    """All stages run the same micro-batches in the same order."""
+    """The times of one micro-batch from all stages; all run the same ones in the same order."""
     assert all(stage.chunks == stages[0].chunks for stage in stages), "stages disagree"
     return Chunk(
         tuple(stages[0].chunks),

@@ -1,6 +1,6 @@
 """`python -m ess.prefill.trial.rank`: a process of a timed pipeline.
 
-It loads, opens and runs as a worker's process does. Rank 0 leads, and is asked on stdin until that
+It loads, opens and runs as a worker's process does. Rank 0 leads, and takes Asks on stdin until it
 is closed; then all ranks end.
 """
 
@@ -40,7 +40,7 @@ END_S: Final = 1.0
 
 
 class Ends:
-    """Chunk sizes as they are asked for."""
+    """A sizer that cuts chunks at the ends that an Ask names."""
 
     def __init__(self) -> None:
         self.ends: Sequence[int] = ()
@@ -50,7 +50,7 @@ class Ends:
         return self.ends[place] - done if place < len(self.ends) else left
 
     def observe(self, done: int, count: int, seconds: float) -> None:
-        """Nothing is learned: what is run is what was asked for."""
+        """Learns nothing: chunks follow the Ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class SlowGroup:
 
 @contextlib.contextmanager
 def slowed(group: Group, links: Slow | None) -> Iterator[Group]:
-    """What is on its way arrives before the group is left."""
+    """The group over slow links; on exit, waits until everything under way has arrived."""
     if links is None or group.next is None:
         yield group
         return
@@ -197,12 +197,12 @@ def run(trial: Trial) -> None:
 
 
 def is_over() -> bool:
-    """Whether the trial is: then the others leave as they come to it."""
+    """Whether the trial is over: the other ranks then leave on their own."""
     return bool(select([sys.stdin], [], [], END_S)[0]) and not sys.stdin.buffer.read(1)
 
 
 def main() -> int:
-    """A group that has failed is not left in order: its ranks would wait for one another."""
+    """After a failure the group is not left in order: its ranks would wait for one another."""
     die_with_parent()
     try:
         run(msgspec.json.decode(sys.stdin.buffer.readline(), type=Trial))

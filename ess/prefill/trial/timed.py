@@ -1,4 +1,4 @@
-"""A stage that writes down what each layer of each micro-batch has taken."""
+"""A stage that records the time of each layer of each micro-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ess.prefill.trial.told import Line, Timed
 
 
 class TimedStage(Stage):
-    """Call `follow` when its `between` is set: between two layers it looks at the clocks."""
+    """Call `follow` once its `between` is set: it reads the clocks between layers."""
 
     def __init__(self, runner: Runner, log: FileIO) -> None:
         super().__init__(runner, port=None, clock=RealClock())

@@ -1,7 +1,7 @@
-"""What the processes of a timed pipeline are told, and what they say. Needs no torch.
+"""The messages to and from the processes of a timed pipeline. Needs no torch.
 
-Each is told a Trial, as one JSON line on stdin. Then rank 0 is asked: an Ask a line, an Answer a
-line. Every rank writes a Timed for each micro-batch into its own file, before it reports it.
+Each process gets a Trial, as one JSON line on stdin. Then rank 0 takes Asks and gives Answers, a
+line each. Every rank writes a Timed for each micro-batch into its own file, before it reports it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ess.engine.process.messages import Launch
 
 
 class Slow(msgspec.Struct, frozen=True, kw_only=True):
-    """Links between stages, as slow as over a network."""
+    """Links between stages with the delay and rate of a network."""
 
     latency_s: float
     bytes_per_s: float
@@ -29,8 +29,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts that come at once. A chunk ends at the next of `ends` behind its beginning, and at
-    the prompt's own end. `forgets` cached prefixes first."""
+    """Prompts that arrive together. A chunk ends at the next of `ends`, and at the prompt's own
+    end. `forgets`: cached prefixes are dropped first."""
 
     prompts: list[list[int]]
     ends: list[int]
@@ -46,15 +46,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A stage is there, with pools of so many bytes."""
+    """A stage is ready, with pools of this many bytes."""
 
     pool_bytes: int
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A micro-batch in a stage: its chunks, first and behind the last position; and what its layers
-    took one after another, as time that passed and as time on a core, then what came behind them.
-    The first layer has the embedding, or the taking of what the stage before has made."""
+    """A micro-batch in a stage: its chunks as first position and end; then the times of its layers,
+    elapsed and on a core, and of the work behind them. The first layer's time includes the
+    embedding, or receiving the output of the stage before."""
 
     chunks: list[tuple[int, int]]
     wall_s: list[float]

@@ -1,1 +1,1 @@
-"""The ways to move bytes behind `ess.transfer.transport`: in a process, by memory, TCP and NIXL."""
+"""The implementations of `ess.transfer.transport`: in a process, shared memory, TCP and NIXL."""

@@ -1,4 +1,4 @@
-"""A transport around another: what it does not change is passed on, handles are its own."""
+"""A transport that wraps another: passes calls on, under handles of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ess.transfer.transport import Completed, Event, Failed, Transfer, TransferS
 
 
 class Around:
-    """Subclasses decide in `post` and `poll` when a transfer is passed on, and as what."""
+    """Subclasses decide in `post` and `poll` when a transfer is passed on, and in what form."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -64,7 +64,7 @@ class Around:
         return [event for event in renamed if event is not None]
 
     def _renamed(self, event: Event) -> Event | None:
-        """None for a transfer that the subclass posted itself: its caller knows no such handle."""
+        """None for a transfer that the subclass itself posted: the caller knows no such handle."""
         match event:
             case Completed(inner):
                 handle = self._handle_of.pop(inner, None)

@@ -1,13 +1,13 @@
-"""Frames on a stream socket that never waits.
+"""Frames on a stream socket, without ever waiting.
 
     frame = head | runs | note | payload
     head    magic, kind, count of runs, bytes of note, checksum of runs and note, transfer, ticket,
             bytes of payload, checksum of the head so far
 
-Payload goes from registered memory to registered memory: the socket is told where to put it when
-the head and the runs have been checked, so nothing is copied in between, and no frame can make us
-allocate more than `RUNS_MAX` runs and a note. What fails a check is BadInput: the stream has lost
-its step, and the connection ends. A payload that is not wanted is read and thrown away.
+Payload goes from registered memory to registered memory: the socket reads it into place once the
+head and the runs have been checked, so nothing is copied in between, and no frame can make us
+allocate more than `RUNS_MAX` runs and a note. A failed check is BadInput: frame boundaries are
+lost, and the connection ends. An unwanted payload is read and discarded.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Frame:
 
 
 Place = Callable[[Frame], Sequence[memoryview] | str]
-"""Where a payload goes, or why it is refused."""
+"""The target of a payload, or the reason why it is refused."""
 Stage = Callable[[Place], Frame | None]
 
 
 class Channel:
-    """`queued_bytes`, `sent_bytes` and `read_bytes` count since the beginning."""
+    """`queued_bytes`, `sent_bytes` and `read_bytes` count from the start of the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -110,7 +110,7 @@ class Channel:
         self.queued_bytes += len(parts[0]) + size
 
     def push(self) -> None:
-        """Sends what the socket takes."""
+        """Sends as much as the socket takes."""
         try:
             while self._out:
                 sent = self._sock.sendmsg(list(islice(self._out, VECTORS)))
@@ -120,7 +120,7 @@ class Channel:
             pass
 
     def frames(self, place: Place) -> Iterator[Frame]:
-        """Complete frames as far as bytes have come. OSError when the peer has closed."""
+        """Yields the frames that are complete so far. OSError when the peer has closed."""
         budget = READ_BYTES
         while budget > 0 and (count := self._fill()) is not None:
             budget -= count
@@ -129,21 +129,21 @@ class Channel:
                 yield frame
 
     def is_landing(self, ticket: int) -> bool:
-        """The payload of a write under this ticket is under way to memory."""
+        """Whether the payload of a write under this ticket is being read into memory."""
         frame = self._landing
         if frame is None or frame.refusal is not None:
             return False
         return frame.kind is Kind.WRITE and frame.ticket == ticket
 
     def stop_landing(self, ticket: int) -> None:
-        """What is still to come of a payload under way goes nowhere."""
+        """Discards the rest of a payload that is being read under this ticket."""
         frame = self._landing
         if frame is not None and self.is_landing(ticket):
             frame.refusal = f"ticket {ticket} has ended"
             self._targets = self._nowhere(sum(map(len, self._targets)))
 
     def _fill(self) -> int | None:
-        """Reads into what is due; None when nothing has come."""
+        """Reads into the memory that is due; None when nothing has come."""
         if not self._targets:
             return 0
         try:

@@ -1,8 +1,8 @@
-"""Any transport, made worse on purpose: what networks and peers do, drawn from a seed.
+"""Wraps any transport and injects the faults of networks and peers, drawn from a seed.
 
-Faults strike transfers as they are posted, and each strikes at most once per transfer. Time is
-counted in polls, so a seed and a sequence of calls give the same faults again. `injected` tells how
-often each fault struck: a test that ran without any has shown nothing.
+Faults strike transfers as they are posted, each at most once per transfer. Time is counted in
+polls, so a seed and a sequence of calls give the same faults again. `injected` counts how often
+each fault struck: a test without any has shown nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class _Held:
 
 
 class FaultyTransport(Around):
-    """`odds` are chances per transfer. `scratch` is memory of the inner transport, registered by
-    the caller, in which corrupted copies are made."""
+    """`odds` are chances per transfer. `scratch` is memory for corrupted copies; the caller has
+    registered it with the inner transport."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class FaultyTransport(Around):
                 self._pass_on(handle, cut)
 
     def _corrupted(self, transfer: Transfer) -> Transfer:
-        """One run comes from a copy in which one bit is another."""
+        """The transfer with one run replaced by a copy in which one bit is flipped."""
         here = transfer.here.copy()
         row = self._random.randrange(len(here))
         source = views(here[row : row + 1], self._regions)[0]
@@ -160,7 +160,7 @@ class FaultyTransport(Around):
         return [Failed(handle, "not done in time: the network dropped it") for handle in late]
 
     def _give_up(self, peer: int) -> None:
-        """What was kept back for this peer fails."""
+        """Fails every transfer to this peer that was held back."""
         held = [held.handle for held in self._held if held.transfer.peer == peer]
         dropped = [handle for handle, (_, to) in self._dropped.items() if to == peer]
         self._held = [held for held in self._held if held.transfer.peer != peer]

@@ -13,7 +13,7 @@ from ess.transfer.transports.streams import LOST_S
 
 
 class Exchange:
-    """Where the transports of one process find one another, by name as others by address."""
+    """Where the transports of one process find one another: by name instead of by address."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -21,7 +21,7 @@ class Exchange:
 
 
 class InProcessTransport(Endpoint):
-    """The sender's `poll` copies; the exchange's lock keeps it from memory that is being shut."""
+    """The sender's `poll` copies; the exchange's lock keeps it off memory that is being closed."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class InProcessTransport(Endpoint):
     def _taken(
         self, sender: int, transfer: Transfer, theirs: list[memoryview], there: Runs
     ) -> str | None:
-        """The owner's side of a transfer, under the lock: why it is refused, or None."""
+        """The owner's part of a transfer, under the lock: why it is refused, or None."""
         if sender in self._fenced:
             return "it disconnected from us"
         fault = self._fault(there, transfer.ticket)

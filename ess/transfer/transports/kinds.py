@@ -31,7 +31,7 @@ def open_transport(
     port: int = 0,
     clock: Clock | None = None,
 ) -> Transport:
-    """TCP alone listens at `host` and `port`. Unavailable where this machine has no such way."""
+    """Opens a transport; only TCP listens at `host` and `port`. Unavailable where it cannot run."""
     match kind:
         case "tcp":
             return TcpTransport(identity, host=host, port=port, clock=clock)

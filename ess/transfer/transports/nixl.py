@@ -1,11 +1,11 @@
 """Over NIXL: RDMA where there is RDMA, one copy by the kernel on one machine, TCP elsewhere.
 
-What the library does, and what is made of it here:
-- it raises where its documents promise a status, so every call is guarded and becomes Failed;
+How the library behaves, and how this module deals with it:
+- it raises where its documents promise a status: every call is guarded, and becomes Failed;
 - a killed peer is an error at once, a stopped one never: deadlines and heartbeats are ours;
-- its progress thread spins, so it is off: asking for notifications is what makes progress;
-- a transfer that cannot be taken back at its deadline may still write: `guards` is false;
-- it writes its log to standard output and changes a setting of everybody's logging: undone;
+- its progress thread spins: it is off, and asking for notifications makes progress;
+- a transfer that cannot be cancelled at its deadline may still write: `guards` is false;
+- it logs to standard output and changes a global logging setting: both are undone;
 - an agent's name is the boot epoch, so a restarted worker is another agent;
 - the data path has no key: use a private interface (UCX_NET_DEVICES), register pools only.
 """
@@ -39,7 +39,7 @@ _REGION: Final = Struct("<QQQ")
 
 
 def nixl_api() -> Any:
-    """The library, or Unavailable with what to install."""
+    """The library; Unavailable with what to install if it is missing."""
     raising = logging.raiseExceptions
     for name in MODULES:
         try:
@@ -196,7 +196,7 @@ class NixlTransport(Endpoint):
             self._lose(transfer.peer, wrong)
 
     def _trouble(self, call: Callable[[], object]) -> str | None:
-        """What the library raised. Its exceptions share no base but Exception."""
+        """The message of what the library raised: its exceptions share no base but Exception."""
         try:
             call()
         except Exception as wrong:

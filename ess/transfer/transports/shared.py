@@ -1,13 +1,12 @@
 """Between processes of one machine: the sender copies into the peer's own memory.
 
 Registered memory lies in memory files (`ess.kernels.memory`), which a peer maps when it connects,
-through the descriptors under the owner's entry in /proc. What lies elsewhere can leave, and nothing
-comes there.
-A Unix socket carries the Hellos, the notifications and the heartbeats. A copy is cut into slices of
-one `poll`.
+through the descriptors under the owner's entry in /proc. Other memory can be sent from, but not
+written to. A Unix socket carries the Hellos, the notifications and the heartbeats. A copy is cut
+into slices, one per `poll`.
 
-The owner cannot stop a copy that the sender has begun, so `guards` is false: a refused ticket keeps
-the notification away, not the bytes.
+The owner cannot stop a copy that the sender has begun, so `guards` is false: a refused ticket stops
+the notification, not the bytes.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _OWNER: Final = Struct("<QI")
 _REGION: Final = Struct("<IIQQ")
 
 Copy = Iterator[int]
-"""Copies as it is asked for more, and says how many bytes each time."""
+"""A copy in slices: each `next` copies one and yields its bytes."""
 
 
 def shared_region(number: int, size: int) -> Region:
-    """Fresh memory that other processes can map."""
+    """New memory that other processes can map."""
     made = memory_file(size, name=f"region-{number}")
     return Region(number, made.memory, made.fd)
 

@@ -1,12 +1,12 @@
-"""Transfers over stream sockets. `TcpTransport` carries the bytes, `SharedTransport` only the word.
+"""Transfers over stream sockets. `SharedTransport` sends only messages this way, not the bytes.
 
 A connection begins with three Hellos, each sealed and each answering the nonce before it, so both
 sides know that the other holds the secret, runs this very boot and keeps rows in the same layout.
-Before that, a connection can make us keep one Hello and nothing else.
+Before that, a connection can make us store one Hello and nothing else.
 
-A transfer that misses its deadline ends the connection: a part of it is in the stream, and only so
-is it certain that the rest never lands. A peer that has sent nothing for `lost_s` is lost, unless
-we have not looked for so long ourselves.
+A transfer that misses its deadline ends the connection: part of it is in the stream, and only
+ending the stream makes sure that the rest never lands. A peer that has sent nothing for `lost_s` is
+lost, unless we ourselves have not looked for so long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOST_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Bytes of ours that a peer reads, in the stream up to `end`, and what it says when it has."""
+    """Our bytes that a peer reads from the stream, up to `end`, and the answer when it has."""
 
     ticket: int
     end: int
@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One connection. `peer` is the epoch that it is said to have, until `is_met` proves it."""
+    """One connection. `peer` is the epoch that it claims, until `is_met` proves it."""
 
     channel: Channel
     is_ours: bool
@@ -88,7 +88,7 @@ class StreamTransport(Endpoint):
         return envelope.sender
 
     def forbid(self, ticket: int) -> None:
-        """A peer that is just reading under the ticket is lost: its answer cannot be taken back."""
+        """Ends a ticket. A peer reading under it is lost: a running answer cannot be recalled."""
         super().forbid(ticket)
         for link in list(self._links):
             link.channel.stop_landing(ticket)
@@ -122,11 +122,11 @@ class StreamTransport(Endpoint):
 
     @abstractmethod
     def _address(self) -> bytes:
-        """Where peers reach us."""
+        """The address at which peers connect."""
 
     @abstractmethod
     def _dial(self, address: bytes) -> socket.socket:
-        """A socket on its way to a peer. OSError or BadInput where there is no way."""
+        """A socket connecting to a peer. OSError or BadInput where it cannot."""
 
     def _link(self, sock: socket.socket, *, peer: int, is_ours: bool) -> Link:
         now_s = self._clock.now_s()
@@ -154,7 +154,7 @@ class StreamTransport(Endpoint):
         link.channel.send(Kind.HELLO, note=note)
 
     def _serve(self, link: Link) -> None:
-        """Reads, acts and writes. Whatever a peer or its network does ends at most its link."""
+        """Reads, acts and writes. Faults of the peer or its network end at most its link."""
         channel = link.channel
         read, sent = channel.read_bytes, channel.sent_bytes
         try:
@@ -173,7 +173,7 @@ class StreamTransport(Endpoint):
             link.sent_s = self._clock.now_s()
 
     def _conclude(self, link: Link) -> None:
-        """Answers that have left us: their memory may change now."""
+        """Completes answers that were sent in full: their memory may change now."""
         while link.answers and link.answers[0].end <= link.channel.sent_bytes:
             answer = link.answers.pop(0)
             if answer.note:
@@ -232,7 +232,7 @@ class StreamTransport(Endpoint):
             self._underway.notified(link.peer, frame.note)
 
     def _meet(self, link: Link, frame: Frame) -> None:
-        """We dialled: Hello comes, goes with its answer, comes with ours. Accepted: the reverse."""
+        """A Hello came. The dialler answers it and awaits an answer; the accepter the reverse."""
         envelope, hello = self._identity.greeted(frame.note)
         is_first = link.is_ours and hello.answer == NOBODY
         if link.is_met or (link.is_ours and envelope.sender != link.peer):
@@ -271,7 +271,7 @@ class StreamTransport(Endpoint):
         )
 
     def _watch(self) -> None:
-        """Heartbeats, and the silence of others as far as we have been there to hear them."""
+        """Sends heartbeats, and drops peers that were silent while we were listening."""
         now_s = self._clock.now_s()
         was_away = now_s - self._looked_s > self._lost_s / 2
         self._looked_s = now_s

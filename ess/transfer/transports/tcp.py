@@ -40,7 +40,7 @@ class TcpTransport(StreamTransport):
         return f"{port} {host}".encode()
 
     def _dial(self, address: bytes) -> socket.socket:
-        """Numbers only: a name would ask the network for its meaning, and wait for it."""
+        """Takes numeric addresses only: resolving a name would wait for the network."""
         number, _, host = address.decode("ascii", "replace").partition(" ")
         try:
             family, port = _family(host), int(number)
