@@ -23,7 +23,7 @@ from ess.layout import (
     RowForm,
 )
 from ess.models.compressed.layout import layout_of
-from ess.models.linear import Pooled, Recurrent, Size
+from ess.models.linear import Pooled, Recurrent, Size, StateForm, state_form
 from ess.models.rope import LENGTH_MAX, Positive, Rope, Share, Theta
 
 LAYERS_MAX: Final = 4096
@@ -34,11 +34,6 @@ Groups = tuple[tuple[int, ...], ...]
 GROUPED_DIM: Final = 8  # 16 bytes of bfloat16, which grouped products step by
 INDEX_NORM_EPS: Final = 1e-6
 KEY_STEP: Final = 4  # an index key in fp8 is whole words
-
-NO_STATES: Final = (
-    "its layers of linear attention have a state of each request, and the pools keep rows alone"
-    " (docs/families.md)"
-)
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -440,13 +435,15 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         return float((self.nope_dim + self.rope_dim) ** -0.5 * self.rope.softmax_scale)
 
     @property
-    def unserved(self) -> str:
-        """Why no engine serves it; nothing where one does."""
-        return NO_STATES if self.recurrent_layers else ""
+    def row_layers(self) -> tuple[int, ...]:
+        """The main layers with rows. The pools count these alone."""
+        return tuple(n for n in range(self.layer_count) if n not in self.recurrent_layers)
 
-    def with_rows(self) -> ModelConfig:
-        """Its layers with rows alone."""
-        kept = [n for n in range(self.layer_count) if n not in self.recurrent_layers]
+    def _with_rows(self) -> ModelConfig:
+        """Of its layers those with rows alone."""
+        if not self.recurrent_layers:
+            return self
+        kept = self.row_layers
         return msgspec.structs.replace(
             self,
             layer_count=len(kept),
@@ -456,28 +453,26 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         )
 
     @property
-    def state_bytes(self) -> int:
-        """Of a request beside its rows."""
-        each = self.recurrent.state_bytes if self.recurrent is not None else 0
-        return len(self.recurrent_layers) * each
+    def states(self) -> StateForm:
+        """What a request keeps beside its rows, where its family's entries do not say it."""
+        return state_form(self)
 
     def layout(
         self, *, name: str = "", row: RowForm = "fp8", index: IndexForm | None = None
     ) -> ModelLayout:
         """What the pools need to know. The slot floor is 25/8 of what an indexer chooses, at least
         1,024. Index keys are in fp8 unless it is said; of entries in float32 as these are."""
-        if self.unserved:
-            raise BadInput(f"{self.family} is not served yet: {self.unserved}")
         if self.compressed is not None:
             keys = index or ("f32" if row == "f32" else "fp8")
             return layout_of(self, name=name, row=row, index=keys)
         index = index or "fp8"
         self._check_codecs(row, index)
-        rows = tuple(self._row(row, group[0]) for group in self.groups)
+        kept = self._with_rows()
+        rows = tuple(kept._row(row, group[0]) for group in kept.groups)
         return ModelLayout(
             name=name or self.family,
-            layer_count=self.layer_count,
-            groups=self.groups,
+            layer_count=kept.layer_count,
+            groups=kept.groups,
             row=max(rows, key=lambda each: each.row_bytes),
             rows=rows if len(set(rows)) > 1 else (),
             index=IndexCodec(
@@ -497,4 +492,5 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             query_rank=self.query_rank,
             slot_floor=max(1024, 25 * (self.top_k + 1 - self.select_unit) // 8),
             windows=self._windows(),
+            state_bytes=self.states.byte_count,
         )

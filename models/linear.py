@@ -1,15 +1,25 @@
-"""What a configuration says of units that are selected together, and of linear attention."""
+"""What a configuration says of units that are selected together and of linear attention, and what
+requests keep beside their rows for both. Needs no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, field
 
-from ess.units import PAGE_ROWS
+from ess.units import PAGE_ROWS, align_up
+
+if TYPE_CHECKING:
+    from ess.models.config import ModelConfig
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+Name = Literal["matrix", "channels"]
+
+HEADER_BYTES: Final = 64
+VALUE_BYTES: Final = 4
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +41,54 @@ class Recurrent(msgspec.Struct, frozen=True, kw_only=True):
     """Of the logarithm of what a state keeps a token; None: none."""
 
     @property
-    def state_bytes(self) -> int:
-        """Of a request in one layer: a matrix of each head in float32, and in bf16 the channels
-        of the tokens before."""
-        wide = self.head_count * self.head_dim
-        return 4 * wide * self.head_dim + 2 * 3 * wide * (self.kernel - 1)
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Of each head keys by values."""
+        return self.head_count, self.head_dim, self.head_dim
+
+    @property
+    def channel_shape(self) -> tuple[int, ...]:
+        """Of the tokens before, as many as the next one is made of with them."""
+        return self.kernel - 1, 3 * self.head_count * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateField:
+    """Of one layer, by its place in the whole model."""
+
+    name: Name
+    layer: int
+    shape: tuple[int, ...]
+
+    @property
+    def byte_count(self) -> int:
+        return VALUE_BYTES * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """The line of bytes that a request keeps: a header with its length, then the fields in float32,
+    one behind the other. Nothing at all where there are no fields."""
+
+    fields: tuple[StateField, ...]
+
+    @property
+    def byte_count(self) -> int:
+        held = sum(each.byte_count for each in self.fields)
+        return align_up(HEADER_BYTES + held, HEADER_BYTES) if held else 0
+
+    def offsets(self) -> list[int]:
+        """Where each field begins, in bytes."""
+        ends = [HEADER_BYTES]
+        for each in self.fields:
+            ends.append(ends[-1] + each.byte_count)
+        return ends[:-1]
+
+
+def state_form(config: ModelConfig) -> StateForm:
+    fields: list[StateField] = []
+    for layer in config.recurrent_layers:
+        own = config.recurrent
+        assert own is not None, f"layer {layer} is of another kind"
+        fields.append(StateField(name="matrix", layer=layer, shape=own.matrix_shape))
+        fields.append(StateField(name="channels", layer=layer, shape=own.channel_shape))
+    return StateForm(tuple(fields))

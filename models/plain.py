@@ -126,12 +126,14 @@ class PlainRecurrent:
         assert given is None, "a layer without rows got a selection"
         made = self._layer.delta.given(self._layer.normed(hidden))
         self.rows.append(made)
-        told, self._state = self._layer.delta.run(made, self._state)
-        return self._layer.mlp(self._layer.output(hidden, told)), None
+        told, self._state = self._layer.delta.run(made[None], self._state)
+        return self._layer.mlp(self._layer.output(hidden, told[0])), None
 
     def keep(self, length: int) -> None:
         self.rows.keep(length)
-        _, self._state = self._layer.delta.run(self.rows.filled, self._layer.delta.first())
+        self._state = self._layer.delta.first()
+        if length:
+            _, self._state = self._layer.delta.run(self.rows.filled[None], self._state)
 
 
 def alone(layer: DecoderLayer, config: ModelConfig) -> PlainLayer | PlainRecurrent:

@@ -27,7 +27,8 @@ UNIT_EPS = 1e-6
 
 
 class State(NamedTuple):
-    """float32 [heads, keys, values]; and of the tokens before, channels [kernel - 1, 3 * dim]."""
+    """Of some sequences: float32 [sequences, heads, keys, values]; and of the tokens before,
+    channels [sequences, kernel - 1, 3 * dim]."""
 
     matrix: Tensor
     channels: Tensor
@@ -67,10 +68,10 @@ class Delta(Mla):
         return 4 * self._dim + self.head_count
 
     def first(self) -> State:
-        """Before any token."""
-        dim = self._own.head_dim
-        matrix = torch.zeros(self.head_count, dim, dim, device=self.device)
-        return State(matrix, torch.zeros(self._own.kernel - 1, 3 * self._dim, device=self.device))
+        """Of one sequence, before any token."""
+        own = self._own
+        shapes = own.matrix_shape, own.channel_shape
+        return State(*(torch.zeros(1, *shape, device=self.device) for shape in shapes))
 
     def given(self, normed: Tensor) -> Tensor:
         """[tokens, given_dim] of the layer's normed input."""
@@ -87,21 +88,29 @@ class Delta(Mla):
         return (bound * (self._fade_rate * heads).sigmoid()).flatten(1)
 
     def run(self, given: Tensor, state: State) -> tuple[Tensor, State]:
-        """What each token reads, float32 [tokens, heads, dim], and the state behind them."""
+        """Of `given` [sequences, tokens, given_dim]: what each token reads, float32 [sequences,
+        tokens, heads, dim], and the states behind the last ones. What a sequence gets does not
+        depend on the others, nor on how its tokens are cut."""
         wide, heads = self._dim, self.head_count
         raw, fades, shares = torch.split(given, [3 * wide, wide, heads], -1)
-        channels = torch.cat((state.channels, raw))
-        summed = F.conv1d(channels.T[None], self._kernel[:, None], groups=3 * wide)[0].T
-        parts = F.silu(summed).view(len(given), 3, heads, -1).unbind(1)
+        channels = torch.cat((state.channels, raw), 1)
+        summed = self._summed(channels, given.shape[1])
+        parts = summed.view(*given.shape[:2], 3, heads, -1).unbind(2)
         queries, keys = (_unit(part) for part in parts[:2])
         queries, keep = queries * self._own.head_dim**-0.5, fades.exp().view_as(keys)
         matrix, told = state.matrix, []
-        for q, k, v, kept, share in zip(queries, keys, parts[2], keep, shares, strict=True):
+        tokens = (each.unbind(1) for each in (queries, keys, parts[2], keep, shares))
+        for q, k, v, kept, share in zip(*tokens, strict=True):
             matrix = matrix * kept[..., None]
-            change = (v - (matrix * k[..., None]).sum(1)) * share[:, None]
-            matrix = matrix + k[..., None] * change[:, None]
-            told.append((matrix * q[..., None]).sum(1))
-        return torch.stack(told), State(matrix, channels[len(given) :])
+            change = (v - (matrix * k[..., None]).sum(2)) * share[..., None]
+            matrix = matrix + k[..., None] * change[..., None, :]
+            told.append((matrix * q[..., None]).sum(2))
+        return torch.stack(told, 1), State(matrix, channels[:, given.shape[1] :])
+
+    def _summed(self, channels: Tensor, count: int) -> Tensor:
+        """Of the last `count` tokens, each with those before it."""
+        taps = [channels[:, at : at + count] * tap for at, tap in enumerate(self._kernel.T)]
+        return F.silu(torch.stack(taps).sum(0))
 
     def read(self, normed: Tensor, told: Tensor) -> Tensor:
         """[tokens, hidden] of what tokens have read; gates are made of the layer's normed input."""
@@ -138,5 +147,8 @@ def layer_of(
     tp: int = 1,
     company: Company | None = None,
 ) -> MixedLayer:
+    """The door counts layers with rows alone; one without has the number of the next."""
     kind = RecurrentLayer if number in config.recurrent_layers else MixedLayer
-    return kind(config, source, number, first=first, tp=tp, company=company)
+    layer = kind(config, source, number, first=first, tp=tp, company=company)
+    layer.number = sum(each < number for each in config.row_layers)
+    return layer

@@ -40,7 +40,7 @@ class PooledIndexer(Indexer):
 
 
 class MixedLayer(DecoderLayer):
-    """Hidden states are [tokens, streams * hidden]."""
+    """Hidden states are [tokens, streams * hidden]. `place` is where it is in the whole model."""
 
     mla: Mla
     has_stages = False
@@ -56,6 +56,7 @@ class MixedLayer(DecoderLayer):
         company: Company | None = None,
     ) -> None:
         super().__init__(config, source, number, first=first, tp=tp, company=company)
+        self.place = number
         self._around_mla = Mixing(config, source, "hc_attn_")
         self._around_mlp = Mixing(config, source, "hc_ffn_")
 

@@ -166,24 +166,24 @@ def request_needs(config: ModelConfig, *, tokens: int) -> Needs:
     """Host and device bytes of one request, at the slot floor and with everything resident."""
     if config.compressed is not None:
         return entries.needs(config, tokens=tokens)
-    layout = config.with_rows().layout()
+    layout, state = config.layout(), config.states.byte_count
     floor_bytes, resident_bytes = (
         request_bytes(layout, needs(tokens, slots=count, window_floor=layout.window_floor))
         for count in (min(tokens, layout.slot_floor), align_up(tokens, PAGE_ROWS))
     )
     return Needs(
         host=page_count(tokens) * layout.host_page_bytes,
-        offloaded=floor_bytes + config.state_bytes,
-        resident=resident_bytes + config.state_bytes,
-        state=config.state_bytes,
+        offloaded=floor_bytes + state,
+        resident=resident_bytes + state,
+        state=state,
     )
 
 
 def _memory_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
-    layout = plan.config.with_rows().layout()
+    layout = plan.layout
     assert layout.index is not None, "both families have an indexer"
     slots, asked = min(context, layout.slot_floor), request_needs(plan.config, tokens=context)
-    stateful = len(plan.config.recurrent_layers)
+    stateful = len({field.layer for field in plan.config.states.fields})
     state = f"state      {asked.state:,} bytes a request, in {stateful} layers"
     windows = f" ({layout.window_floor:,} for a window)" if layout.window_floor else ""
     return [

@@ -17,7 +17,6 @@ from ess.kernels.cpu import native
 from ess.layout import ModelLayout, RowCodec
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.dry_run import PUBLISHED, read_config
-from ess.server.commands.fits import unserved_of
 from ess.units import PAGE_ROWS, format_bytes, parse_size
 
 RowForm = Literal["fp8", "bf16", "f32"]
@@ -95,8 +94,8 @@ def layout(
     ----------
     name
         A preset (deepseek-v3.2, glm-5, glm-5.2, ess-embedded) or a published configuration:
-        a.x-k2-light, hy4-preview, mistral-large-4, dots3-note, deepseek-v4-flash. Of
-        glm-5.3-flash, which no engine serves yet, what a request takes.
+        a.x-k2-light, hy4-preview, mistral-large-4, dots3-note, deepseek-v4-flash,
+        glm-5.3-flash.
     row
         How a latent row is stored; by default in fp8, entries of several tokens in bf16.
     host_bytes
@@ -104,9 +103,6 @@ def layout(
     json
         Print one JSON document.
     """
-    if name in PUBLISHED and (unserved := unserved_of(name)) is not None:
-        console.print_json(unserved) if json else print(*unserved.lines, sep="\n")
-        return
     cost = _cost(_layout_of(name, row), host_bytes)
     if json:
         console.print_json(cost)

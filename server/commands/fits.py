@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -16,8 +16,6 @@ from ess.sim.operators.families import FAMILIES
 from ess.sim.operators.silicon.chip import chip_of
 from ess.sim.planning.planner import RESERVED_BYTES
 from ess.units import format_bytes
-
-CONTEXT: Final = 131_072
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,46 +37,6 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     batch_resident: int
     limiter: str
     marks: tuple[str, ...]
-
-
-class Unserved(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that no engine serves yet."""
-
-    layout: str
-    why: str
-    context: int
-    host_bytes: int
-    state_bytes: int
-    offloaded_bytes: int
-    resident_bytes: int
-
-    @property
-    def lines(self) -> list[str]:
-        return [
-            f"{self.layout}   no engine serves it yet: {self.why}",
-            f"request of {self.context:,} tokens",
-            f"  on the host      {format_bytes(self.host_bytes)}",
-            f"  on the device    {format_bytes(self.offloaded_bytes)} with offload,"
-            f" {format_bytes(self.resident_bytes)} with everything resident",
-            f"  of it its state  {format_bytes(self.state_bytes)}, whatever its length",
-        ]
-
-
-def unserved_of(name: str) -> Unserved | None:
-    """What a request takes of a published model that no engine serves."""
-    config = parse_config(read_config(name))
-    if not config.unserved:
-        return None
-    asked = request_needs(config, tokens=CONTEXT)
-    return Unserved(
-        layout=name,
-        why=config.unserved,
-        context=CONTEXT,
-        host_bytes=asked.host,
-        state_bytes=asked.state,
-        offloaded_bytes=asked.offloaded,
-        resident_bytes=asked.resident,
-    )
 
 
 def is_unmeasured(model: str) -> bool:
@@ -137,13 +95,10 @@ def _expert_ranks(config: ModelConfig, gpus: int) -> int:
 
 
 def _marks(config: ModelConfig) -> tuple[str, ...]:
-    marks = [
+    return (
         f"every operator of {config.family}: no time is said, and not whether offload pays",
         "misses: nobody has published which rows this model selects again",
-    ]
-    if config.unserved:
-        marks.append(f"an engine: {config.family} is not served yet, {config.unserved}")
-    return tuple(marks)
+    )
 
 
 def show(found: Fit, *, json: bool) -> None:

@@ -77,12 +77,11 @@ def damaged(raw: dict[str, Any], key: str, value: object) -> dict[str, Any]:
 
 
 def outcome(raw: dict[str, Any]) -> ModelConfig | str:
-    """What is read, or why not. Whatever is read has tensors, and rows if it is served."""
+    """What is read, or why not. Whatever is read has tensors and rows."""
     try:
         config = read_config(raw)
         expected_tensors(config)
-        if not config.unserved:
-            config.layout(row="f32", index="f32")
+        config.layout(row="f32", index="f32")
     except BadInput as error:
         return str(error)
     return config

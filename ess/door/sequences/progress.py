@@ -67,9 +67,8 @@ class Progress:
 
     def keep_state(self, *, prompt_end: int) -> None:
         """Where one is to be kept, unless a step that is not learned has changed it."""
-        end, line = self.text_length, self._holding.line
-        size, states = self._layout.page_tokens, self._pools.states
-        if states is None or self.is_withheld or end != self._pools.tables.texts[line]:
+        end, size, states = self.text_length, self._layout.page_tokens, self._pools.states
+        if states is None or self.is_withheld or end != self._device_length:
             return
         if end in kept_ends(max(0, end - 1), end, prompt_end=prompt_end, page_tokens=size):
             done = self.published_count * size
@@ -77,6 +76,13 @@ class Progress:
             for start in range(done, end, size):
                 content = page_hash(content, self.tokens[start : start + size])
             self._holding.keep_state(content, end)
+
+    @property
+    def _device_length(self) -> int:
+        """How many tokens what is beside the rows is of: steps that are not learned count."""
+        tables = self._pools.tables
+        counts = tables.lengths if self._layout.row_tokens == 1 else tables.texts
+        return int(counts[self._holding.line])
 
     def refresh(self) -> None:
         """Takes notice of what has been imported since."""
@@ -138,7 +144,7 @@ class Progress:
         self.ahead_count -= count
         self.step_numbers = self.step_numbers[1:]
         self.publish()
-        if self._layout.row_tokens > 1 and len(self.tokens) >= self.text_length:
+        if self._layout.has_states and len(self.tokens) >= self.text_length:
             self.keep_state(prompt_end=0)
 
     def withhold(self) -> None:

@@ -174,8 +174,9 @@ class Sequence:
 
     def reached(self, text_length: int) -> None:
         """Rows of its first `text_length` tokens have been imported, and what it has beside them is
-        of as many. Only where a row is of several tokens: there rows do not say it. A copy of what
-        is beside them is kept for other prompts, at each of `kept_ends`."""
+        of as many. Only where it has something beside them, or a row is of several tokens: there
+        rows do not say it. A copy of what is beside them is kept for other prompts, at each of
+        `kept_ends`."""
         self._require("active")
         self.progress.reached(whole("text_length", text_length))
 

@@ -17,6 +17,7 @@ from ess.engine.prompt.pack import Span, packed
 from ess.engine.prompt.run import Prefilled
 from ess.engine.step.feeding import Fed, Said
 from ess.engine.step.runner import Runner
+from ess.engine.step.stateful import Stateful
 from ess.engine.step.way import Here, Way
 from ess.errors import BadInput
 from ess.models.compressed.model import CompressedModel
@@ -47,9 +48,9 @@ class OverEntries:
 
 def way_of(model: Model, offload: Offload, config: EngineConfig, *, is_alone: bool) -> Way:
     """Of an engine that hands nothing over and divides nothing, if it `is_alone`."""
+    check_settings(model.config, config)
     if not isinstance(model, CompressedModel):
-        return Here()
-    check_settings(model.config.family, config)
+        return Stateful() if model.config.states.fields else Here()
     if not is_alone:
         raise BadInput(f"{model.config.family}: its states and experts stay in one engine")
     return OverEntries(model, offload)

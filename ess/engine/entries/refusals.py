@@ -1,4 +1,4 @@
-"""What engines of these models cannot do yet, each by its name. Needs no torch."""
+"""What engines of models with states cannot do yet, each by its name. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 
 from ess.engine.config import EngineConfig
 from ess.errors import BadInput
+from ess.models.config import ModelConfig
 
 LACKS: Final[Mapping[str, str]] = {
     "mtp": "weights of its MTP module are not read",
@@ -26,12 +27,23 @@ LACKS: Final[Mapping[str, str]] = {
     "kv_events": "routers are told of pages of 64 tokens, and a page has 64 entries",
 }
 ALLOWED: Final = {"backend": ("cpu", "reference")}
+WITH_STATES: Final = (
+    *("mtp", "deterministic", "device", "backend", "fake_prefill", "role"),
+    *("pp_size", "tp_size", "cp_size", "prefix_cache_dir"),
+)
+"""Of these what engines of models with rows of tokens, and states beside them, cannot do."""
 
 
-def check_settings(family: str, config: EngineConfig) -> None:
+def lacks(model: ModelConfig) -> Mapping[str, str]:
+    if model.compressed is not None:
+        return LACKS
+    return {name: LACKS[name] for name in WITH_STATES} if model.states.fields else {}
+
+
+def check_settings(model: ModelConfig, config: EngineConfig) -> None:
     """In one sentence, for each of a server's settings too."""
     usual = {field.name: (field.default,) for field in fields(config)} | ALLOWED
-    for name, why in LACKS.items():
+    for name, why in lacks(model).items():
         given = getattr(config, name, None)
         if name in usual and given not in usual[name]:
-            raise BadInput(f"{name} is {given}, and the model is {family}: {why}")
+            raise BadInput(f"{name} is {given}, and the model is {model.family}: {why}")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ess.door import Offload, Step
 from ess.engine.layers import units
+from ess.engine.layers.beside import Carried
 from ess.engine.step.warmth import Watch
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
@@ -49,7 +50,7 @@ class Course:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What all layers of a step share. Attention that is `balanced` fills a device, and its bits
-    follow from the batch."""
+    follow from the batch. `carried` are the states of its sequences, where they have some."""
 
     offload: Offload
     step: Step
@@ -62,6 +63,7 @@ class Batch:
     scale: float
     warmth: Watch
     balanced: bool
+    carried: Carried | None = None
     located: dict[int, Tensor | None] = field(default_factory=dict)
     selected: dict[int, dict[range, Tensor]] = field(default_factory=dict)
 

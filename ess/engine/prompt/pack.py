@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ess.door import LayerMemory
 from ess.door.device.memory.uploads import sent
+from ess.engine.layers.beside import Carried
 from ess.engine.prompt.plain_rows import PlainRows
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
@@ -60,8 +61,8 @@ class Span:
     """`tokens` of an open sequence, from position `start` on, that run through the model together.
 
     `following[i]` is the token behind `tokens[i]`: what the MTP module pairs with i. `windows` are
-    found on the way, one for each layer group. Of a part of a span `behind_count` are the tokens
-    behind it, which another rank runs.
+    found on the way, one for each layer group. `carried` is its state, of a sequence that has one.
+    Of a part of a span `behind_count` are the tokens behind it, which another rank runs.
     """
 
     sequence: Rows
@@ -69,6 +70,7 @@ class Span:
     tokens: Sequence[int]
     following: Sequence[int]
     windows: dict[int, Tensor] = field(default_factory=dict)
+    carried: Carried | None = None
     behind_count: int = 0
 
     def __post_init__(self) -> None:

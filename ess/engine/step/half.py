@@ -68,6 +68,7 @@ def _side(batch: Batch, counts: Sequence[int], start: int, stop: int, first_work
         row_ids=batch.row_ids[mine],
         page_table=batch.page_table[mine],
         lengths=batch.lengths[mine],
+        carried=batch.carried and batch.carried.part(mine),
         located={},
         selected={},
     )

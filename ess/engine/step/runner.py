@@ -18,6 +18,7 @@ from ess.door import Offload, Step
 from ess.engine.config import EngineConfig
 from ess.engine.layers.attention import LayerStep
 from ess.engine.layers.batch import Batch, Course, back, ended
+from ess.engine.layers.beside import Carried, beside_of
 from ess.engine.layers.direct import DirectLayers
 from ess.engine.layers.experts import ExpertStep
 from ess.engine.layers.heads import AllHeads, Heads
@@ -32,6 +33,7 @@ from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer
+from ess.models.families.delta import RecurrentLayer
 from ess.models.model import Model
 from ess.overlap import sbo, tbo
 from ess.overlap.da import da
@@ -74,6 +76,7 @@ class Runner:
         self.verifier = verifier
         self.heads = heads
         self.tuning = tuning
+        self.beside = beside_of(model.config, offload)
         self._balanced = balanced
         self._direct = DirectLayers(tuning, heads)
         self.on_layer: Callable[[], None] | None = None
@@ -125,6 +128,7 @@ class Runner:
             scale=self.model.config.attention_scale,
             warmth=watch(step.query_stop, self.offload.layout),
             balanced=self._balanced,
+            carried=None if self.beside is None else Carried.of_step(self.beside, step),
         )
 
     def decode(self, batch: Batch, tokens: Tensor) -> Forward:
@@ -186,6 +190,23 @@ class Runner:
     ) -> Run[Tensor]:
         if self.on_layer is not None:
             self.on_layer()
+        timeline = self.tuning.timeline
+        if isinstance(layer, RecurrentLayer):
+            assert half.batch.carried is not None, "a layer without rows, and no states"
+            attended = half.batch.carried.through(layer, hidden)
+            yield
+        else:
+            attended = yield from self._attended(half, layer, hidden, in_stages=in_stages)
+        if layer.experts is None or (self.tuning.sbo == "off" and not in_stages):
+            return back(half.batch, layer, hidden, attended)
+        output = layer.output(hidden, attended)
+        experts = ExpertStep(layer, output, timeline, half.queries.start)
+        yield from sbo.SCHEDULES[self.tuning.sbo](experts)
+        return experts.result()
+
+    def _attended(
+        self, half: Half, layer: DecoderLayer, hidden: Tensor, *, in_stages: bool
+    ) -> Run[Tensor]:
         course, timeline = half.batch.course, self.tuning.timeline
         mode = course.vector[layer.number]
         waits = mode <= Mode.NONE and not in_stages
@@ -197,13 +218,7 @@ class Runner:
         self.tuning.ran(layer.number, stages.ran(mode))
         if course.verified_layer == layer.number:
             self.verifier.check(half.batch, stages, attended)
-        attended = self.heads.joined(half.batch, layer, attended)
-        if layer.experts is None or (self.tuning.sbo == "off" and not in_stages):
-            return back(half.batch, layer, hidden, attended)
-        output = layer.output(hidden, attended)
-        experts = ExpertStep(layer, output, timeline, half.queries.start)
-        yield from sbo.SCHEDULES[self.tuning.sbo](experts)
-        return experts.result()
+        return self.heads.joined(half.batch, layer, attended)
 
     def check(self) -> None:
         if self._course is not None:
@@ -273,7 +288,8 @@ def layer_runs(
     goes with that layer."""
     runs: list[tuple[bool, list[DecoderLayer]]] = []
     for layer in layers:
-        leads = layout.groups[layout.group_of(layer.number)][0] == layer.number
+        selects = not isinstance(layer, RecurrentLayer)
+        leads = not selects or layout.groups[layout.group_of(layer.number)][0] == layer.number
         goes_on = bool(runs) and runs[-1][0]
         can_split = layer.experts is not None if leads else goes_on
         if not runs or can_split != goes_on:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from ess.engine.entries.refusals import LACKS
+from ess.engine.entries.refusals import lacks
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server.commands.start.checkpoint import Checkpoint, read_checkpoint, read_entries
@@ -102,9 +102,8 @@ def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None 
     if settings.engine == "model":
         read_entries(Path(checkpoint.path))
     resolved = derived(resolved, checkpoint)
-    if checkpoint.config.compressed is not None:
-        family = checkpoint.config.family
-        raise BadInput(f"pd is given, and the model is {family}: {LACKS['role']}")
+    if (why := lacks(checkpoint.config).get("role")) is not None:
+        raise BadInput(f"pd is given, and the model is {checkpoint.config.family}: {why}")
     layout = layout_of(resolved.settings, checkpoint)
     divided = _divided(resolved, layout, checkpoint, shape.count)
     plan = _plan(divided.settings, layout, checkpoint, weights=1)

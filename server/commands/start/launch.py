@@ -227,8 +227,7 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
     """What the checkpoint and the machine decide, where no setting does. BadInput where a setting
     does not go together with the checkpoint."""
     settings = resolved.settings
-    if checkpoint.config.compressed is not None:
-        check_settings(checkpoint.config.family, settings)
+    check_settings(checkpoint.config, settings)
     fresh: dict[str, Any] = {}
     if not settings.served_model_name:
         fresh["served_model_name"] = checkpoint.name

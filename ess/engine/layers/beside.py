@@ -1,0 +1,89 @@
+"""What requests keep beside their rows, where tokens have rows of their own (`ess.models.linear`).
+
+A state belongs to one length. A step brings one token of each of its sequences, and it is never
+taken back: it is the newest that was said, and preemption, forks and copies kept for prompts wait
+until the steps under way are learned. So every layer writes its state in place, and the length in
+a line's header is written when all layers have: a step or a chunk that begins elsewhere, or behind
+one that did not come to its end, is a fault that is seen at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ess.door import Offload
+from ess.models.config import ModelConfig
+from ess.models.families.delta import RecurrentLayer, State
+from ess.models.linear import Name, StateForm
+
+if TYPE_CHECKING:
+    from ess.door import Step
+
+
+class Beside:
+    """All lines at once: `lengths` [lines], and of each field [lines, *shape]."""
+
+    def __init__(self, form: StateForm, held: Tensor) -> None:
+        """`held` uint8 [lines, bytes]."""
+        self.lengths = held[:, :8].view(torch.int64)[:, 0]
+        self.fields: Mapping[tuple[Name, int], Tensor] = {
+            (each.name, each.layer): _values(held[:, at : at + each.byte_count], each.shape)
+            for each, at in zip(form.fields, form.offsets(), strict=True)
+        }
+
+
+def _values(held: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """In place: [lines, *shape] of float32."""
+    return held.view(torch.float32).view(len(held), *shape)
+
+
+def beside_of(config: ModelConfig, offload: Offload) -> Beside | None:
+    """None where its requests keep nothing of this kind."""
+    form = config.states
+    return Beside(form, offload.beside) if form.fields else None
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The states of some sequences, in these `lines`, that run on together, each by as many tokens,
+    and where these begin: `starts`."""
+
+    beside: Beside
+    lines: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of_step(cls, beside: Beside, step: Step) -> Carried:
+        assert set(step.query_counts) == {1}, f"{step!r} verifies drafts"
+        lines, positions = torch.as_tensor(step.query_line), torch.as_tensor(step.positions)
+        return cls(beside, lines.long(), positions.long())
+
+    def part(self, which: slice) -> Carried:
+        return Carried(self.beside, self.lines[which], self.starts[which])
+
+    def begin(self) -> None:
+        there = self.beside.lengths[self.lines]
+        assert torch.equal(there, self.starts), f"states of {there.tolist()} tokens"
+
+    def end(self, count: int) -> None:
+        """All layers have so many tokens more."""
+        self.beside.lengths[self.lines] = self.starts + count
+
+    def through(self, layer: RecurrentLayer, hidden: Tensor) -> Tensor:
+        """What the tokens read of the layer's states, [tokens, heads, dim]: those of the first
+        sequence, then those of the next."""
+        made = layer.delta.given(layer.normed(hidden))
+        given = made.view(len(self.lines), -1, made.shape[1])
+        matrix, channels = self._field("matrix", layer), self._field("channels", layer)
+        state = State(matrix[self.lines], channels[self.lines])
+        told, after = layer.delta.run(given, state)
+        matrix[self.lines], channels[self.lines] = after
+        return told.flatten(0, 1)
+
+    def _field(self, name: Name, layer: RecurrentLayer) -> Tensor:
+        return self.beside.fields[name, layer.place]
