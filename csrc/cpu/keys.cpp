@@ -181,9 +181,8 @@ ESS_EXPORT int32_t ess_seal(const Seal* in) {
             if (in->kept[i]) {
                 send_home(*in, group, in->keys.layers[g], row, slot);
             } else {
-                group.arena->slot_of[row] = group.arena->row_of[slot] = -1;
+                group.arena->leave(row, slot);
                 group.arena->forget(row);
-                group.arena->dirty[slot] = 0;
                 in->left[g]++;
             }
         }

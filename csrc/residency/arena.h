@@ -30,6 +30,8 @@ struct Arena {
     int64_t* hand;
     uint16_t* rank_of;
     Policy policy;
+    // No slot below this one is free, so a search for free slots begins here.
+    mutable int64_t free_from;
 
     int32_t* candidates() const { return scratch; }
     int32_t* candidate_ages() const { return scratch + slab_count; }
@@ -53,6 +55,14 @@ struct Arena {
         last_use[slot] = used;
         ticket_of[slot] = ticket;
         if (policy == Policy::sieve) came[slot] = hand[1]++, spared[slot] = used;
+    }
+
+    // The row leaves its slot, whatever its state.
+    void leave(int32_t row, int32_t slot) const {
+        slot_of[row] = row_of[slot] = -1;
+        dirty[slot] = 0;
+        ticket_of[slot] = 0;
+        if (slot < free_from) free_from = slot;
     }
 
     // The row id may stand for another row next time.

@@ -20,6 +20,8 @@
 //
 // What would break it: blocks that are not ascending; a used slot with last_use > step (taken for
 // age 255, never out of bounds); a free slot that is dirty or in flight (taken nevertheless).
+#include <algorithm>
+
 #include "arena.h"
 
 #if defined(__x86_64__)
@@ -189,17 +191,27 @@ __attribute__((always_inline)) inline void prefetch_block(const Arena& arena, in
     }
 }
 
+// The block of the first slot that may be free.
+int64_t first_block(const Arena& arena) {
+    const int32_t* end = arena.blocks + arena.block_count;
+    const int64_t from = arena.free_from - kBlockSlots;
+    return std::upper_bound(arena.blocks, end, from) - arena.blocks;
+}
+
 int64_t search_with(List list, const Arena& arena, int32_t step, int64_t wanted, int floor,
                     int32_t* victims) {
     if (wanted == 0) return 0;
     Search search{arena, step, wanted, floor, arena.candidates(), arena.candidate_ages()};
-    for (int64_t b = 0; b < arena.block_count && !search.complete(); b++) {
+    const bool only_free = floor > kAgeMax;
+    for (int64_t b = only_free ? first_block(arena) : 0; b < arena.block_count; b++) {
+        if (search.complete()) break;
         prefetch_block(arena, b + 8, search.floor <= kAgeMax);
         search.listed += list(arena, step, search.floor, arena.blocks[b],
                               search.slots + search.listed, search.ages + search.listed);
         if (search.listed - search.counted >= kBatch) search.admit();
     }
     search.admit();
+    if (only_free) arena.free_from = search.listed ? search.slots[0] : arena.slab_count;
     return search.sorted(victims);
 }
 

@@ -248,9 +248,7 @@ inline __attribute__((always_inline)) int64_t drop_rows(Arena& arena, const int3
         arena.forget(row);
         if (slot < 0) return;
         left++;
-        arena.slot_of[row] = arena.row_of[slot] = -1;
-        arena.dirty[slot] = 0;
-        arena.ticket_of[slot] = 0;
+        arena.leave(row, slot);
     };
     for (int64_t i = 0; i < n;) {
         if (n - i >= 16 && rows[i] + int64_t(16) <= arena.row_count) {

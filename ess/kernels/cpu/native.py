@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -47,8 +48,18 @@ def function(name: str, argtypes: list[Any], restype: Any = None) -> Callable[..
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Where the first element lies. `array.ctypes.data` costs microseconds; this does not."""
-    return int(array.__array_interface__["data"][0]) if array.size else 0
+    """Where the first element lies, 0 if there is none. `array.ctypes.data` costs microseconds, of
+    which a step would make dozens."""
+    at: int = _address()(array)
+    return at
+
+
+@functools.cache
+def _address() -> Callable[[npt.NDArray[Any]], int]:
+    if not available():
+        return lambda array: int(array.ctypes.data) if array.size else 0
+    at: Callable[[npt.NDArray[Any]], int] = importlib.import_module("ess._native").address
+    return at
 
 
 def isa() -> str:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ess.kernels.cpu import native
 from ess.pool.lru import specification
 from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Ints, Lookup, Split, make_scratch
-from ess.pool.lru.specification import check, clear_block
+from ess.pool.lru.specification import check
 
 __all__ = [
     "addresses",
@@ -79,6 +79,7 @@ class _ArenaRecord(ctypes.Structure):
         ("evicted_count", ctypes.c_int64),
         *_pointer_fields("came", "spared", "hand", "rank_of"),
         ("policy", ctypes.c_int64),
+        ("free_from", ctypes.c_int64),  # 0: not looked for yet
     )
 
 
@@ -387,6 +388,14 @@ def copy_at_once(lookup: Lookup, byte_count: int) -> None:
 
 def _packed(arenas: Sequence[Arena]) -> bytes:
     return struct.pack(f"{len(arenas)}q", *addresses(arenas))
+
+
+def clear_block(arena: Arena, block: int, *, step: int) -> bool:
+    """Empties a block, if nobody holds on to a row of it: then native code is to look for free
+    slots anew."""
+    cleared = specification.clear_block(arena, block, step=step)
+    arena.native = None
+    return cleared
 
 
 @_twin_of(specification.fill)

@@ -1,0 +1,58 @@
+"""What a decode step needs beside its layers, natively (csrc/cpu/step.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ess.kernels.cpu import native
+
+Ints = npt.NDArray[np.int32]
+
+
+def places(
+    tables: Ints, lengths: Ints, lines: Sequence[int], counts: Sequence[int]
+) -> tuple[Ints, ...] | None:
+    """Of `counts` new tokens behind the length of each line, query by query: its line, its place
+    among its sequence's, the length before, position, length with it, and row id. None where a line
+    or a page is not there."""
+    size, total = len(lines), sum(counts)
+    made = np.empty((6, total), np.int32)
+    given = struct.pack(f"{2 * size}i", *lines, *counts)
+    memory = native.address(tables), native.address(lengths), given, native.address(made)
+    done = _call("ess_places", 4, 4)(*memory, *tables.shape, size, total)
+    return tuple(made) if done else None
+
+
+def turns(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines [tokens, width] from a table [length, 2, width] of both; None where it
+    lacks a position."""
+    length, _, width = table.shape
+    made = torch.empty(2, len(positions), width)
+    pointers = table.data_ptr(), positions.data_ptr(), made.data_ptr()
+    done = _call("ess_turns", 3, 3)(*pointers, length, width, len(positions))
+    return (made[0], made[1]) if done else None
+
+
+def best(logits: Tensor) -> Tensor:
+    """Of each line of float32 logits the first place of the greatest; -1 if one is no number."""
+    assert logits.dtype == torch.float32, f"logits of {logits.dtype}"
+    assert logits.stride(1) == 1, f"logits with strides {logits.stride()}"
+    count, width = logits.shape
+    made = torch.empty(count, dtype=torch.int64)
+    _call("ess_best", 2, 3)(logits.data_ptr(), made.data_ptr(), count, width, logits.stride(0))
+    return made
+
+
+@functools.cache
+def _call(name: str, pointer_count: int, integer_count: int) -> Callable[..., Any]:
+    types = [ctypes.c_void_p] * pointer_count + [ctypes.c_int64] * integer_count
+    return native.function(name, types, ctypes.c_int32)
