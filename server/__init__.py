@@ -1,1 +1,1 @@
-"""The server speaks HTTP."""
+"""The HTTP server and the `ess` command."""

@@ -30,8 +30,8 @@ NAMES: Final = (*PRESETS, *(name for name in PUBLISHED if name not in PRESETS))
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layout costs. A token counts its rows and index keys in all layers, MTP included, and
-    its share of those that are of several tokens."""
+    """The cost of a layout. A token counts its rows and index keys in all layers, MTP included; of
+    rows that hold several tokens, its share."""
 
     layout: str
     row_form: str
@@ -196,7 +196,7 @@ def _cost_lines(cost: Cost) -> list[tuple[str, str, str]]:
 
 
 def _bytes_of(row_sizes: tuple[int, ...]) -> str:
-    """The narrowest first."""
+    """The row sizes as text, the narrowest first."""
     return " or ".join(f"{size:,} B" for size in row_sizes[::-1])
 
 

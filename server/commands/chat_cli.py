@@ -1,5 +1,5 @@
-"""Talking to a running server from the command line: `ess chat` and `ess top`. Standard library
-and rich only, so that they run where no server does."""
+"""Talks to a running server from the command line: `ess chat` and `ess top`. Needs only the
+standard library and rich, so that it runs without a server's packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ess.server.commands.client import URL, Client
 
 
 class Watch:
-    """When text came, and what the engine did meanwhile: exact if nobody else is served."""
+    """Records when text came and what the engine did; exact if it serves nobody else."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -160,7 +160,7 @@ def _answer(client: Client, body: dict[str, Any], *, stats: bool, json: bool) ->
 
 
 def _sentence(report: Mapping[str, Any]) -> str:
-    """What was measured, as a person says it; what was not is left out."""
+    """The measurements as a sentence; what was not measured is left out."""
     rate, turns, hits = (report[n] for n in ("tokens_per_s", "tokens_per_step", "row_hit_rate"))
     cached = f" ({report['cached_tokens']} cached)" if report["cached_tokens"] else ""
     parts = [
@@ -183,16 +183,16 @@ def top(
     api_key: str | None = None,
     json: bool = False,
 ) -> None:
-    """What a running server does, as it does it.
+    """Show what a running server does.
 
     Parameters
     ----------
     url
         The server.
     every
-        Seconds between looks.
+        Seconds between updates.
     once
-        Look once and end.
+        Show it once and end.
     api_key
         The server's key; ESS_API_KEY if not given.
     json
@@ -216,7 +216,7 @@ def top(
 
 
 def _looked(client: Client) -> Table | str:
-    """A server that is away may come back."""
+    """The table, or why there is none: an unreachable server may come back."""
     try:
         return _shown(client)
     except EssError as error:

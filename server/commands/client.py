@@ -33,7 +33,7 @@ class Client:
             raise BadInput("the API key has a character that is no visible ASCII")
 
     def wait_ready(self) -> None:
-        """Until the server takes requests; why it does not is shown."""
+        """Waits until the server takes requests, and shows why it does not."""
         shown = ""
         while why := self._why_not_ready():
             if why != shown:
@@ -52,7 +52,7 @@ class Client:
         return document
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a stream, up to the last; an error event is raised."""
+        """The events of a stream, to the last; an error event is raised."""
         with self._send("POST", path, body) as answer:
             for line in self._lines(answer):
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):

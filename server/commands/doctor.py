@@ -1,8 +1,8 @@
-"""`ess doctor`: what this machine can do, and what keeps it from more.
+"""`ess doctor`: what this machine can do, and what limits it.
 
-Each check is of something that has kept ESS from working somewhere. The last ones decode two
-layers, offloaded and resident, and on a device if there is one, in processes of their own, because
-this process has no torch.
+Each check is of something that has kept ESS from working somewhere. The last checks decode two
+layers, offloaded and resident, on the CPU and on a device if there is one; they run in their own
+processes, because this process has no torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PLACEHOLDERS: Final = ("flash-mla", "deep-gemm")
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """How something stands on this machine, and as a `hint` what to do about it."""
+    """The result of a check, and as a `hint` what to do about it."""
 
     name: str
     grade: Grade
@@ -62,7 +62,7 @@ def doctor(*, port: int = 8000, transfer_host: str = "127.0.0.1", json: bool = F
     port
         The port that a server would take.
     transfer_host
-        The address that rows of handoffs would come to.
+        The address at which rows of handoffs would arrive.
     json
         Print one JSON document.
     """
@@ -145,7 +145,7 @@ def _native() -> Check:
 
 
 def _rows() -> Check:
-    """Measured now, if no earlier process of this machine has."""
+    """Times the ways of gathering now, unless an earlier process on this machine has."""
     try:
         state = said_of(settle())
     except BadInput as error:
@@ -154,7 +154,7 @@ def _rows() -> Check:
 
 
 def said_of(choices: Sequence[Choice]) -> str:
-    """The way that most gathers go, then each that goes another."""
+    """The way for most gathers, then each way for others."""
     if not choices:
         return "by NumPy"
     usual = Counter(choice.way for choice in choices).most_common(1)[0][0]
@@ -167,7 +167,7 @@ def said_of(choices: Sequence[Choice]) -> str:
 
 
 def _memory() -> Check:
-    """What the pools of a server are cut from."""
+    """Free memory, which a server's pools are cut from."""
     free = memory_free()
     enough = free >= HOST_BYTES_MIN
     hint = "" if enough else "give --host-bytes less than a quarter of what is free"
@@ -214,7 +214,7 @@ def _huge_pages() -> Check:
 
 
 def _device() -> Iterator[Check]:
-    """A server needs none. Where there is one, a small model runs on it."""
+    """A server needs no device. If there is one, a small model runs on it."""
     missing = driver.why_missing()
     if missing is not None:
         yield _no_device(missing)
@@ -233,7 +233,7 @@ def _device() -> Iterator[Check]:
 
 
 def _no_device(missing: str) -> Check:
-    """One line. A GPU that only the system's own tools see is worth a look."""
+    """One line. A GPU that only the system's own tools see gets a hint."""
     why = missing.partition(":")[0].rstrip(".")
     if shutil.which("nvidia-smi") is None:
         state = f"none ({why}); `ess serve` runs on the CPU"
@@ -252,7 +252,7 @@ def _device_decode() -> Iterator[Check]:
 
 
 def judged_on_device(trial: dict[str, Any]) -> Iterator[Check]:
-    """The decode, then each kind of kernel with what was chosen and why."""
+    """The result of the decode, then the chosen kernel of each kind and the reason."""
     times = f"{trial['device_s']:.2f} s there, {trial['host_s']:.2f} s on the CPU"
     if trial["same"]:
         state = f"the CPU's tokens, {trial['miss_count']:,} rows fetched; {times}"
@@ -282,7 +282,7 @@ def _transport(kind: str, host: str) -> Check:
 
 
 def _stages() -> Check:
-    """What the stages of a prefill worker would meet and talk by; nothing else needs it."""
+    """Whether torch has gloo, which only the stages of a prefill worker need."""
     asked = "from torch import distributed as d; print(d.is_available() and d.is_gloo_available())"
     found, _ = answer_of("-c", asked, limit_s=TRIAL_S)
     if found == "True":

@@ -1,4 +1,4 @@
-"""What of a model fits on GPUs whose operators were not measured for it: memory, and no times."""
+"""What fits on GPUs for models without measured operators: memory, but no times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ess.units import format_bytes
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each GPU, and of one request on it."""
+    """What one GPU holds, and what one request takes of it."""
 
     model: str
     gpu: str
@@ -46,8 +46,8 @@ def is_unmeasured(model: str) -> bool:
 def fit(
     model: str, *, context: int, gpu: str, gpus: int, room_bytes: int | None, host_bytes: int
 ) -> Fit:
-    """Every GPU has all heads and its share of the experts; `room_bytes` are those for requests, by
-    default what weights and reserves leave. `host_bytes` are of all GPUs."""
+    """Every GPU has all heads and its share of the experts. `room_bytes` is its memory for
+    requests, by default what weights and reserves leave; `host_bytes` is for all GPUs."""
     raw, machine = read_config(model), chip_of(gpu).machine
     config = parse_config(raw)
     if not 0 < context <= config.positions_max:

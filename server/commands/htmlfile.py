@@ -9,8 +9,8 @@ import msgspec
 
 
 def whole(name: str, *, title: str, numbers: Any, code: str | None = None) -> str:
-    """The page of that name below the head that all share; `code` is the file of its script, where
-    that is one of its own."""
+    """The page of that name under the common head; `code` names its script, if that is a file of
+    its own."""
     folder = resources.files("ess.server.commands")
     head, body = (
         (folder / file).read_text(encoding="utf-8") for file in ("head.html", f"{name}.html")

@@ -1,4 +1,4 @@
-"""`ess plan`: what fits, how fast, what limits, before a GPU is bought."""
+"""`ess plan`: what fits, how fast it runs, and what limits it, before a GPU is bought."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ DURATION_US: Final = {"us": 1.0, "ms": 1e3, "s": 1e6}
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFlags:
-    """What decodes, and how fast it must."""
+    """The decoding model, and the time allowed per token."""
 
     ctx: str = "128k"
     "Context length, such as 32k."
     model: str = MODEL
     "deepseek-v3.2, glm-5 or glm-5.2; deepseek-v3 and -r1 attend to every row, and run resident. "
-    "Of a.x-k2-light, hy4-preview, mistral-large-4, dots3-note, deepseek-v4-flash and "
-    "glm-5.3-flash no operator was measured: of these, what fits."
+    "For a.x-k2-light, hy4-preview, mistral-large-4, dots3-note, deepseek-v4-flash and "
+    "glm-5.3-flash no operator was measured: the plan says only what fits."
     gpu: str = "h200"
     "A GPU with operator tables, h100, h200 or b200; h800 and h20 by stated ratios of these."
     stack: Stack = SGLANG
@@ -86,7 +86,7 @@ class WayFlags:
     "Stages of decode, each with its share of the layers."
 
     def over(self, gpus: int) -> Parallel | None:
-        """None where nothing is said."""
+        """The layout of the GPUs; None if no flag is set."""
         if (self.attention_tp, self.expert_tp, self.decode_pp) == (None, None, None):
             return None
         tp, expert_tp, pp = self.attention_tp or 1, self.expert_tp or 1, self.decode_pp or 1
@@ -113,11 +113,11 @@ class TierFlags:
     out: Whole = OUTPUT_TOKENS
     "Tokens that a request makes; what is left of --ctx is its prompt."
     cached: float = CACHED_SHARE
-    "Share of the prompt prefilled before; the default is a long conversation that goes on."
+    "Share of the prompt that is cached; the default is that of a long, continued conversation."
     price_per_gpu_hour: float | None = None
-    "What a GPU costs for an hour: then the cost of a million tokens is said. None is assumed."
+    "Price of a GPU hour; adds the cost of a million tokens. No default."
     rate: float | None = None
-    "Requests per second: then the fewest GPUs that serve them are searched, of all group sizes."
+    "Requests per second; searches the fewest GPUs that serve them, over all group sizes."
     ttft: str = "10s"
     "With --rate: the most time to the first token, for nine in ten requests."
 
@@ -157,7 +157,7 @@ class NodeFlags:
         )
 
     def host_bytes(self, gpus: int) -> int:
-        """Of all nodes."""
+        """Host bytes for this many GPUs, over all nodes."""
         if self.ram is not None:
             return parse_size(self.ram)
         return self.node.host_bytes_of(max(gpus, 1))
@@ -218,7 +218,7 @@ def _fit(
     nodes: NodeFlags,
     more: Mapping[str, object],
 ) -> fits.Fit:
-    """Flags that need times are refused; `more` are some of them."""
+    """What fits, without times; refuses flags that need times. `more` are some of them."""
     needing = {
         "--tpot": decode.tpot,
         "--batch": decode.batch,
@@ -273,7 +273,7 @@ def _question(ask: Ask, tiers: TierFlags, node: Node, *, is_searched: bool) -> Q
 
 
 def _document(answer: Answer, cut: Cut | None) -> dict[str, Any]:
-    """The plan's own fields at the top."""
+    """The answer as JSON, the plan's own fields at the top."""
     whole = msgspec.to_builtins(answer)
     stages = {} if cut is None else {"pipeline": msgspec.to_builtins(cut)}
     return {**whole.pop("plan"), **whole, "sources": dict(SOURCES), **stages}
@@ -286,7 +286,7 @@ def _write_page(html: Path, planner: Planner, model: str, gpu: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A model over the stages of a pipeline: how many layers each has, and what that means."""
+    """A model over the stages of a pipeline: the layers of each, and what follows from them."""
 
     layers: tuple[int, ...]
     explained: tuple[str, ...]
@@ -297,7 +297,7 @@ class Cut:
 
 
 def cut_of(model: str, ask: Ask, pp_size: int | None, given: str | None) -> Cut | None:
-    """None where neither says that there are stages. MTP is part of the work where it drafts."""
+    """None if no flag asks for stages. MTP is part of the work if it drafts."""
     counts = None if given is None else read_partition(given)
     if pp_size is None and counts is None:
         return None
@@ -337,7 +337,7 @@ def planner_of(
 
 
 def parse_duration(text: str) -> float:
-    """Microseconds.
+    """The duration in microseconds.
 
     >>> parse_duration("50ms")
     50000.0

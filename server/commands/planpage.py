@@ -1,7 +1,7 @@
-"""The planner as one page that needs no server: numbers simulated here, recomputed in a browser.
+"""The planner as a page that needs no server: numbers simulated here, plans made in a browser.
 
-Capacity is a few lines of arithmetic, so the page has them (plan.js). Step times come out of the
-simulator; the page carries them on a grid over context, batch and slots, for every depth of MTP.
+Capacity is a few lines of arithmetic, which the page has too (plan.js). Step times come from the
+simulator; the page has them on a grid of context, batch and slots, for every MTP depth.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def numbers_of(
     batches: Sequence[int] = BATCHES,
     slots: Sequence[int] = SLOTS,
 ) -> dict[str, Any]:
-    """What plan.js reads. The grid ends where the memory of a GPU ends."""
+    """The numbers that plan.js reads. The grid ends where the memory of a GPU ends."""
     ask, budget = planner.ask, planner.budget
     depths = sorted({*mtps, ask.queries_each})
     lengths = sorted({*contexts, ask.context})
@@ -81,7 +81,7 @@ def _grids(
     batches: Sequence[int],
     slots: Sequence[int],
 ) -> tuple[list[list[float]], list[list[list[float]]]]:
-    """Step time with everything resident [context][batch]; what slots add to it [..][slots]."""
+    """Step times with everything resident [context][batch], and what slots add [..][..][slots]."""
     steps, exposed = [], []
     for context in contexts:
         ask = replace(planner.ask, context=context, queries_each=mtp, batch=None, accepted=None)
@@ -93,7 +93,7 @@ def _grids(
 
 
 def _added(planner: Planner, whole: Point, slots: Sequence[int]) -> list[float]:
-    """For each count of slots; zeros for a batch far beyond what fits, which no plan reads."""
+    """The time that each count of slots adds; zeros for batches far beyond what fits."""
     if whole.batch * planner.budget.index_bytes(context=planner.ask.context, batch=1) > (
         2 * planner.device_bytes
     ):

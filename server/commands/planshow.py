@@ -31,7 +31,7 @@ def show(answer: Answer, ask: Ask, question: Question, lines: list[str]) -> None
 
 
 def print_sides(lines: Iterable[Line]) -> None:
-    """Each line: what it is about, with offload, resident, a remark."""
+    """Prints lines of a subject, its value with offload, its value resident, and a remark."""
     table = Table.grid(padding=(0, 3))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify)
@@ -101,7 +101,7 @@ def _waits(point: Point) -> str:
 
 
 def all_gpu_lines(answer: Answer, question: Question) -> list[Line]:
-    """Prefill counted."""
+    """Figures for all GPUs, prefill's included."""
     shared, work = answer.all_gpus, question.work
 
     def both(name: str, said: Callable[[Shared], str], remark: str = "") -> Line:

@@ -18,7 +18,7 @@ from ess.server.commands.start.settings import FIELDS, OF_DECODING, SECTIONS
 
 
 def explained(known: Setting) -> str:
-    """Its help, then what is allowed and the default."""
+    """The help of a flag: the setting's own, then the allowed values and the default."""
     facts = [known.allowed, f"default {shown}" if (shown := shown_default(known)) else ""]
     listed = "; ".join(filter(None, facts))
     return f"{known.help} [{listed}]" if listed else known.help
@@ -34,7 +34,7 @@ def shown_default(known: Setting) -> str:
 
 
 def _flag(known: Setting, *, show: bool) -> Any:
-    """Choices are plain text here: `settings.resolve` also takes their names elsewhere."""
+    """A choice is plain text here: `settings.resolve` also takes the names of other engines."""
     kind = known.type if known.type in (bool, int, float) else str
     parameter = Parameter(
         name=(known.flag, *FLAGS.get(known.name, ())),
@@ -47,8 +47,8 @@ def _flag(known: Setting, *, show: bool) -> Any:
 
 
 def _flags_but(*absent: str, refused: Collection[str] = ()) -> dict[str, Any]:
-    """The key for a router's control plane has no flag: processes are listed with theirs. A refused
-    flag is read, to say why, and not listed in the help."""
+    """The key for a router's control plane has no flag, as process lists show flags. A refused flag
+    is read, in order to say why, but not listed in the help."""
     absent = (*absent, "register_key")
     fields = {name: known for name, known in FIELDS.items() if name not in absent}
     return {name: _flag(known, show=name not in refused) for name, known in fields.items()}
@@ -93,9 +93,9 @@ def serve(
     Parameters
     ----------
     pd
-        As 1p3d: 1 worker for prompts and 3 for answers, with a stock router before them.
+        As 1p3d: 1 worker for prompts and 3 for answers, behind a stock router.
     router
-        Which of them; by default the first that is installed.
+        The router to use; by default the first that is installed.
     """
     given = {**(flags or {}), "model": model}
     if pd is not None:
@@ -123,8 +123,8 @@ def prefill(
     Parameters
     ----------
     tune
-        Serve nothing: find the chunks and the layers of each stage with which prompts are made
-        soonest on this machine, and print the flags to set.
+        Serve nothing: find the chunks, and the layers of each stage, that prefill prompts fastest
+        on this machine, and print the flags to set.
     tune_prompt
         The length of the prompts to tune for.
     tune_rounds

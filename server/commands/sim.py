@@ -1,4 +1,4 @@
-"""`ess sim`: what users would see of requests that arrive, with offload and without."""
+"""`ess sim`: what users would see of arriving requests, with offload and without."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REQUESTS: Final = 200
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFlags:
-    """Requests of a trace, or drawn ones."""
+    """The requests of a trace, or drawn at random."""
 
     trace: Path | None = None
     "Requests to replay: Mooncake JSONL or Azure CSV. Without it they are drawn."
@@ -45,7 +45,7 @@ class RequestFlags:
     "Requests per second that reach this decode GPU, or the GPUs that share its heads; stretches a "
     "trace in time."
     requests: MaybeWhole = None
-    "How many: the first of a trace, by default all; 200 when they are drawn."
+    "How many: the first of a trace, by default all; 200 if they are drawn."
     ctx: str = "32k"
     "Mean prompt of drawn requests."
     out: Whole = 512
@@ -53,7 +53,7 @@ class RequestFlags:
     spread: float = 0.0
     "Deviation of the logarithm of drawn lengths: 0 makes all alike, 1 is like chat."
     seed: Whole = 0
-    "Of arrivals, lengths and accepted drafts. The same seed prints the same."
+    "Seed of arrivals, lengths and accepted drafts. The same seed prints the same."
 
     def arrivals(self) -> list[Arrival]:
         if self.requests is not None and self.requests < 1:
@@ -76,7 +76,7 @@ class RequestFlags:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFlags:
-    """What serves them; names as in `ess plan`."""
+    """The worker that serves them; names as in `ess plan`."""
 
     model: str = MODEL
     "A model that selects rows: deepseek-v3.2, glm-5 or glm-5.2."
@@ -113,15 +113,15 @@ class WorkerFlags:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingFlags:
-    """Where prefill runs, and what is aimed at."""
+    """Where prefill runs, and the objectives."""
 
     prefill: str = AUTO
-    "Pipelines x GPUs of each that prefill for one decode GPU, such as 4x4; auto: as few as keep "
-    "--ttft; beside: chunks beside decode."
+    "Pipelines x GPUs of each that prefill for one decode GPU, such as 4x4; auto: the fewest that "
+    "keep --ttft; beside: chunks beside decode."
     cached: float | None = None
-    "Share of every prompt prefilled before; by default what the blocks of a trace say, or none."
+    "Cached share of every prompt; by default what the blocks of a trace say, or none."
     misses: MissesBy = "curve"
-    "Off the published curves, or counted: lru, the real planner on generated selections."
+    "curve: from the published curves; lru: counted by the real planner on generated selections."
     ttft: str = "10s"
     "Objective: time to the first token."
     tpot: str = "60ms"
@@ -312,7 +312,7 @@ def _both(
     *,
     figure: Callable[[Summary], float] | None = None,
 ) -> Line:
-    """With a band of the figure, by what all times and misses at their ends make of it."""
+    """A line with both sides; the band shows the figure with all times and misses at their ends."""
     sides = (served.offload, served.offload_ends), (served.resident, served.resident_ends)
     ours, theirs = (show(summary) + _off(figure, summary, ends) for summary, ends in sides)
     return name, ours, theirs, remark
@@ -340,7 +340,7 @@ def _tier(served: Served) -> str:
 
 
 def _ratio(served: Served, figure: Callable[[Summary], float]) -> str:
-    """Both sides are off alike: they have the same prefill, and share their operators."""
+    """The gain with its ends: errors move both sides alike, as they share prefill and operators."""
     pairs = zip(
         (served.offload, *served.offload_ends),
         (served.resident, *served.resident_ends),
@@ -353,7 +353,7 @@ def _ratio(served: Served, figure: Callable[[Summary], float]) -> str:
 
 
 def _sustained(served: Served) -> list[Line]:
-    """Per decode GPU, and per GPU of all that each side takes."""
+    """Sustained rates per decode GPU, and per GPU over all GPUs of each side."""
     if not served.sustained:
         return []
     offload, resident = served.sustained
@@ -378,7 +378,7 @@ def _sustained(served: Served) -> list[Line]:
 
 
 def _agreed(served: Served) -> list[str]:
-    """One line for each context."""
+    """Misses by LRU and as published, a line for each context."""
     lines = []
     for context in dict.fromkeys(misses.context for misses in served.agreed):
         pairs = [

@@ -34,7 +34,7 @@ def numbers_of(served: Served, replays: tuple[Replay, Replay], serving: Serving)
 
 
 def _side(replayed: Replay) -> dict[str, Any]:
-    """Spans of the rank, and of each request when it arrived and how long its first token took."""
+    """The spans of the rank, and for each request its arrival and time to the first token."""
     served = [life for life in replayed.lives if life.end_s is not None]
     stride = -(-len(served) // POINTS_MAX) or 1
     return {

@@ -1,8 +1,8 @@
-"""`ess prefill --tune`: the chunks and layers that make this pipeline's prompts soonest.
+"""`ess prefill --tune`: the chunks and layers with which this pipeline prefills fastest.
 
-profile   prompts in chunks of some sizes: what every layer takes, and how that grows
-search    on the virtual clock, with these times: chunk size, smoothing, layers of each stage
-confirm   the best two or three and the settings as they are, in turn, on the real pipeline
+profile   runs prompts in chunks of several sizes: the time of every layer, and how it grows
+search    simulates with these times: chunk size, smoothing, layers of each stage
+confirm   runs the best two or three and the present settings, in turn, on the real pipeline
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OF_PROCESS: Final = ("form", "row", "threads")
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting: what the clock expected of it, and what it took in each round."""
+    """A setting, its simulated time, and its measured time in each round."""
 
     flags: str
     expected_first_token_s: float
@@ -63,7 +63,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True):
-    """`tried` begins with the settings as they were."""
+    """The results; `tried` begins with the present settings."""
 
     prompt: int
     stages: int
@@ -80,7 +80,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 def tune(
     flags: Mapping[str, Any], *, config: Path | None, prompt: str, rounds: int, json: bool
 ) -> int:
-    """Prints what to set; the exit code."""
+    """Prints the flags to set; returns the exit code."""
     environment = {"ESS_PEER_SECRET": secrets.token_hex(16), **os.environ}
     resolved = resolve(flags, config=config, environment=environment)
     checkpoint = read_checkpoint(resolved.settings.model)
@@ -159,7 +159,7 @@ class Tuner:
         )
 
     def _plan(self, setting: Setting) -> Plan:
-        """An engine's settings; the stages are the trial's own, and nothing is handed over."""
+        """A trial's plan with the engine's settings; the trial has stages of its own."""
         names = [field.name for field in fields(EngineConfig)]
         given = {name: getattr(self._settings, name) for name in (*names, *OF_PROCESS)}
         return Plan(
@@ -170,7 +170,7 @@ class Tuner:
         )
 
     def _profile(self, pipe: Pipe, default: Setting) -> tuple[Model, int]:
-        """And the longest chunk that was measured: none longer is tried."""
+        """The fitted times, and the longest chunk measured: no longer chunk is tried."""
         longest = max(PAGE_ROWS, self._prompt // CHUNKS_MIN)
         wanted = [min(int(share * default.first), longest) for share in PROFILE_SHARES]
         sizes = sorted({max(PAGE_ROWS, size // PAGE_ROWS * PAGE_ROWS) for size in wanted})
@@ -183,7 +183,7 @@ class Tuner:
         return modelled(chunks), sizes[-1]
 
     def _confirm(self, settings: Sequence[Setting], model: Model) -> dict[Setting, list[float]]:
-        """Pipelines of equal layers are started once; their settings take turns."""
+        """Runs the settings in turn; pipelines with equal layers are started once."""
         seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
         for layers in dict.fromkeys(setting.layers for setting in settings):
             alike = [setting for setting in settings if setting.layers == layers]
@@ -198,11 +198,11 @@ class Tuner:
         return seconds
 
     def _text(self, count: int) -> list[int]:
-        """A new random prompt at each call: nothing of it is cached."""
+        """A new random prompt at each call, so that nothing of it is cached."""
         vocabulary = self._checkpoint.config.vocab_size
         return [self._random.randrange(vocabulary) for _ in range(count)]
 
-    # ---- what came of it
+    # # ---- results
 
     def _judged(self, tried: list[Tried], model: Model) -> Tuning:
         best = min(tried, key=lambda each: each.middle_s)
@@ -231,7 +231,7 @@ def _measured(ran: Ran, kind: Kind) -> list[Measured]:
 
 
 def _first_token_s(ran: Ran, kind: Kind) -> float:
-    """Where stages share cores no clock on a wall shows what they would take."""
+    """Where stages share cores the wall clock does not show what they would take alone."""
     if kind == "wall":
         return ran.span_s
     return on_clock([chunk.stage_s(kind) for chunk in ran.chunks]).span_s
@@ -264,9 +264,9 @@ def _times(kind: Kind, stages: int) -> str:
 
 
 def judged(default: Tried, best: Tried, tried: Sequence[Tried]) -> tuple[Tried, str, bool]:
-    """Which of the two to take, the sentence that says why, and whether to trust it: where every
-    round of the best was faster than every round of the default. The default is taken where the
-    middle round of the best was slower than its own."""
+    """Which of the two to take, a sentence that says why, and whether to trust it: only if every
+    round of the best was faster than every round of the default. Takes the default if the best was
+    slower in its middle round."""
     off = max(abs(each.expected_first_token_s / each.middle_s - 1) for each in tried)
     fit = f"expected times were up to {off:.0%} off those measured"
     rounds, gain = len(best.first_token_s), 1 - best.middle_s / default.middle_s
@@ -287,7 +287,7 @@ def judged(default: Tried, best: Tried, tried: Sequence[Tried]) -> tuple[Tried, 
 
 
 def lines(tuning: Tuning) -> list[str]:
-    """For people."""
+    """The results as lines for people."""
     title = f"{tuning.stages} stages, a prompt of {tuning.prompt:,} tokens"
     return [
         title,

@@ -1,4 +1,4 @@
-"""What the calls of a reply must be, as a grammar."""
+"""The grammar that a reply's tool calls must follow."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def require_calls(
     parallel: bool,
     thinking: bool,
 ) -> None:
-    """Gives `wanted` the grammar of the calls that tool_choice, `strict` and parallel_tool_calls
-    ask for; where the model chooses, another grammar goes first, and leaves no calls."""
+    """Gives `wanted` the grammar for the calls that tool_choice, `strict` and parallel_tool_calls
+    ask for. If the model may choose, the client's own grammar goes first, without calls."""
     must = choice == "required" or isinstance(choice, Mapping)
     functions = [tool["function"] for tool in tools]
     if must and wanted.grammar is not None:

@@ -1,4 +1,4 @@
-"""The form that an answer must have: one grammar, of whatever field a client gives it in."""
+"""The form that an answer must have: one grammar, whichever field a client gives it in."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _choice(where: str, options: Sequence[str] | None) -> Iterable[Grammar]:
 def _tags(
     where: str, asked: str | Mapping[str, Any] | None, tokenizer: Tokenizer
 ) -> Iterable[Grammar]:
-    """Free text, in which every trigger opens a structure: its begin, JSON of its schema, its end.
+    """Free text in which every trigger opens a structure: its begin, JSON of its schema, its end.
 
     `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`; the newer form, with a
     `format`, is not served.
@@ -152,7 +152,7 @@ def _tags(
 
 
 def _structure(where: str, asked: Any, rules: Rules) -> tuple[str, str]:
-    """The begin, and the grammar of what comes behind it."""
+    """The begin of a structure, and the grammar of what follows it."""
     given = asked if isinstance(asked, dict) else {}
     begin, end, schema = given.get("begin"), given.get("end"), given.get("schema", {})
     if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):

@@ -70,7 +70,7 @@ class Generation:
 
     @property
     def is_stopped_early(self) -> bool:
-        """A stop string ended the answer before the engine did."""
+        """Whether a stop string ended the answer before the engine did."""
         return self._stopped is not None
 
     @property

@@ -1,15 +1,15 @@
-"""What PD routers add to a body: to whom a prompt's rows go, or from whom they come.
+"""What PD routers add to a body: where a prompt's rows go, or where they come from.
 
     A, SGLang   bootstrap_host, bootstrap_port, bootstrap_room: the same in both legs, at once
-    B, vLLM     kv_transfer_params: do_remote_decode in the prefill leg; its answer has what the
-                decode leg brings back, with do_remote_prefill
-    B, Mooncake both legs at once have the same transfer_id, and the decode leg an address
+    B, vLLM     kv_transfer_params: do_remote_decode in the prefill leg, whose answer has what the
+                decode leg then gets, with do_remote_prefill
+    B, Mooncake both legs, at once, have the same transfer_id, and the decode leg an address
 
-A router of one kind passes on what a client has sent of the other's: A counts when it is whole, for
-its routers overwrite it, then B. A worker of role both ignores all of it. A
-prefill worker serves only such requests: its answer has no text, and ends when the prompt is made.
-A decode worker without them computes the prompt itself. Nothing that a request says is ever
-dialled: an address is looked up among the configured peers.
+A router of one kind passes on what a client has sent of the other's: a complete A counts first, as
+its routers overwrite it, then B. A worker of role both ignores all of it. A prefill worker serves
+only such requests: its answer has no text, and ends when the prompt is complete. A decode worker
+without them computes the prompt itself. No address in a request is ever dialled: it is looked up
+among the configured peers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _prefill_leg(service: Service, request: Request, ask: Generated, prompt_coun
 
 
 def _drop_wishes(ask: Generated) -> None:
-    """Clears fields about the answer's tokens: they have been checked, and there are no tokens."""
+    """Clears fields about the answer's tokens: they were checked, and there will be no tokens."""
     for asked in (ask, getattr(ask, "sampling_params", None)):
         for name in BY_TOKENS:
             if hasattr(asked, name):
@@ -89,8 +89,8 @@ def _drop_wishes(ask: Generated) -> None:
 
 
 def _answer_params(service: Service, request: Request, rooms: Sequence[int]) -> dict[str, Any]:
-    """The decode leg brings this back unchanged, but perhaps with its numbers as doubles: rooms
-    and epochs are texts. The host is the name by which the router has reached this worker."""
+    """The decode leg returns this unchanged, except that numbers may become doubles: so rooms and
+    epochs are texts. The host is the name by which the router reached this worker."""
     called = service.split.called(request.headers.get("host", ""))
     return {
         "do_remote_prefill": True,
@@ -172,7 +172,7 @@ def _bootstrap_address(params: Mapping[str, Any]) -> Address:
 
 
 def _peer(service: Service, address: Address, where: str) -> Peer:
-    """An address that --peers does not have is refused, without a look-up or a connection."""
+    """The peer at an address. An address that --peers lacks is refused, never looked up."""
     peers = service.split.peers
     peer = None if peers is None else peers.find(address)
     if peer is None:
@@ -220,13 +220,13 @@ def _per_prompt(name: str, ask: Generated, count: int) -> list[Any]:
 
 
 def _answer_count(ask: Generated) -> int:
-    """How many answers each prompt is to have; `n` is checked elsewhere."""
+    """How many answers each prompt gets; `n` is checked elsewhere."""
     count = getattr(getattr(ask, "sampling_params", ask), "n", 1)
     return count if isinstance(count, int) else 1
 
 
 def _rooms(ask: Generated, count: int) -> list[int]:
-    """A single room for several prompts is that of the first, and both legs count up from it."""
+    """The room of each prompt; a single room is the first's, and both legs count up from it."""
     given = ask.bootstrap_room
     rooms = given if isinstance(given, list) else [given]
     for room in rooms:

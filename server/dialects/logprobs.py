@@ -1,4 +1,4 @@
-"""Log probabilities in the two forms that OpenAI's API has."""
+"""Log probabilities in the two forms of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], chances: Sequence[Chance]
 ) -> list[dict[str, Any] | None]:
-    """vLLM's form: for each token of the prompt, by id, itself and the likeliest in its place; as
-    far as it came, if it was aborted."""
+    """vLLM's form: for each token of the prompt, by id, itself and the likeliest in its place. An
+    aborted prompt has fewer."""
     entries: list[dict[str, Any] | None] = [None]
     for token, chance in zip(prompt[1:], chances, strict=False):
         ranked = [

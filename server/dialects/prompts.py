@@ -1,8 +1,8 @@
-"""From the bytes of a body to what is asked and the prompts' ids: reading, templates, encoding.
+"""From a body's bytes to its parameters and the ids of its prompts: reading, templates, encoding.
 
-All of it is here, free of the event loop, because it runs in two places: in the server's process
+All of it is independent of the event loop, because it runs in two places: in the server's process
 for short bodies, in a text process for long ones (`ess.server.process.texts`). Whatever can be
-counted is counted before it is worked on. What leaves is small: the prompts as ids, and the ask
+counted is counted before it is worked on. The result is small: the prompts as ids, and the ask
 without its texts.
 """
 
@@ -62,8 +62,8 @@ NAMES: Final[Mapping[type[msgspec.Struct], str]] = {
 
 @dataclass(slots=True, kw_only=True)
 class Prepared(Generic[Ask]):
-    """`ask` has lost its prompt; `is_many` says that it was a list. A route that asks for no
-    generation has its whole answer in `document`."""
+    """`ask` has lost its prompt; `is_many` says that this was a list. A route that generates
+    nothing has its whole answer in `document`."""
 
     ask: Ask
     prompts: list[list[int]] = field(default_factory=list)
@@ -206,7 +206,7 @@ class PromptReader:
         shown: Any = texts if schemas.is_many(ask.tokens) else texts[0]
         return _json({"prompt": shown, "text": shown})
 
-    # ---- what they share
+    # # ---- common to all forms
 
     def _encoded(
         self,
@@ -231,8 +231,8 @@ class PromptReader:
         return prompts
 
     def _check_texts(self, texts: Sequence[str], *, where: str, is_cut: bool) -> None:
-        """Before anything is encoded: a text this long has too many tokens, whatever they are.
-        Where the prompt will be truncated, only the end of the text is kept."""
+        """Refuses texts, before they are encoded, that are too long for any encoding. Where the
+        prompt will be truncated, keeps only the end of the text."""
         total = sum(map(len, texts))
         if total > TEXT_CHARS_MAX:
             raise BadInput(
@@ -280,7 +280,7 @@ def _check_counts(ask: msgspec.Struct) -> None:
 
 
 def _drop_prompt(ask: msgspec.Struct) -> None:
-    """A ResponsesAsk has its prompt in `input`; its `prompt` and `text` mean something else."""
+    """Deletes the prompt. A ResponsesAsk has it in `input`; its `prompt` is something else."""
     if isinstance(ask, schemas.ResponsesAsk):
         ask.input = ""
         return

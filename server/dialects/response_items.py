@@ -1,6 +1,6 @@
-"""The items of /v1/responses: those that come in as messages of a chat, those that go out.
+"""The items of /v1/responses: those of a request as chat messages, and those of an answer.
 
-What the model says becomes items, one after the other, and events that say how each grows. A whole
+The model's output becomes items, one after the other, and events that say how each grows. A whole
 answer and a streamed one are made of the same items.
 """
 
@@ -18,7 +18,7 @@ TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[Item]:
-    """Chat messages. Reasoning and calls belong to the assistant's message beside them."""
+    """The items as chat messages. Reasoning and calls join the assistant's message beside them."""
     messages: list[Item] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
@@ -54,7 +54,7 @@ def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> Non
 
 
 def _say(messages: list[Item], item: Mapping[str, Any], *, where: str) -> None:
-    """An assistant's text goes to the reasoning before it."""
+    """Adds an assistant's text to the reasoning before it."""
     text = _text(item.get("content"), where, TEXT_PARTS)
     last = messages[-1] if messages else {}
     is_begun = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
@@ -129,7 +129,7 @@ class Items:
         return self._placed(kind, delta=text)
 
     def _last_words(self, item: Item, text: str) -> list[Item]:
-        """The whole text of an item, in the item and in events."""
+        """The events with the whole text of an item, which gets it too."""
         if item["type"] == "function_call":
             item["arguments"] = text
             return [
@@ -147,7 +147,7 @@ class Items:
         ]
 
     def _placed(self, kind: str, item: Item | None = None, **fields: Any) -> Item:
-        """An event inside of an item; only calls have no parts."""
+        """An event inside an item; only calls have no parts."""
         item = item or self._pending
         assert item is not None, f"{kind} without an item"
         part = {} if item["type"] == "function_call" else {"content_index": 0}

@@ -24,8 +24,8 @@ SEED_BITS: Final = 63
 
 
 class Wanted(Sampled, kw_only=True):
-    """What a client wants of any dialect, before bounds and defaults. `names` has the client's own
-    word for a field that a sentence of ours begins with."""
+    """What a client of any dialect asks for, before bounds and defaults. `names` has the client's
+    own name for a field, for errors that begin with the field."""
 
     tokens_max: int | None
     tokens_min: int | None = None
@@ -63,8 +63,8 @@ def wanted_of_openai(ask: Common, **named: Any) -> Wanted:
 def samplings(
     service: Service, wanted: Wanted, prompts: Sequence[list[int]]
 ) -> tuple[list[tuple[list[int], Sampling]], Ending]:
-    """One sampling per prompt and choice: the choices of a prompt beside each other, each its own
-    seed. The prompt is scored once, by its first choice."""
+    """One sampling per prompt and choice; choices of a prompt stand together, each with its own
+    seed. A prompt is scored once, by its first choice."""
     try:
         made, ending = _samplings(service, wanted, prompts)
     except BadInput as error:
@@ -73,13 +73,13 @@ def samplings(
 
 
 def _prompts_alone(made: Sequence[tuple[list[int], Sampling]]) -> list[tuple[list[int], Sampling]]:
-    """A prefill worker makes each prompt once, whatever is to be drawn and scored after it."""
+    """Each prompt once, neither drawn from nor scored: that is all a prefill worker needs."""
     prompts = {id(prompt): prompt for prompt, _ in made}
     return [(prompt, Sampling(tokens_max=1)) for prompt in prompts.values()]
 
 
 def _in_words_of_client(sentence: str, names: Mapping[str, str]) -> str:
-    """The field that a sentence opens with, as the client calls it.
+    """The sentence with the client's own name for the field that it begins with.
 
     >>> _in_words_of_client("max_tokens is 0", {"max_tokens": "max_new_tokens"})
     'max_new_tokens is 0'
@@ -133,7 +133,7 @@ def _check_count(most: int, wanted: Wanted, prompt_count: int) -> None:
 
 
 def _bad_words(service: Service, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is written at the beginning of a text and behind a space."""
+    """The ids of each word at the beginning of a text and after a space."""
     if len(words) > BAD_WORDS_MAX:
         raise BadInput(f"bad_words has {len(words):,} words; at most {BAD_WORDS_MAX} are read")
     forms: dict[tuple[int, ...], None] = {}

@@ -1,6 +1,6 @@
 """Request bodies as clients of OpenAI, vLLM and SGLang send them.
 
-Of the keys that are not listed, those in `unserved` are refused by name, and all others ignored:
+Keys that are not listed are refused by name if they are in `unserved`, and ignored otherwise:
 routers add their own.
 """
 
@@ -26,7 +26,7 @@ Prompt = Annotated[
     msgspec.Raw,
     msgspec.Meta(extra_json_schema={"anyOf": [{"type": "string"}, _TEXTS, _IDS, _MANY_IDS]}),
 ]
-"""Read later, by `read_ids` and `read_texts`: what they accept is said here."""
+"""Read later, by `read_ids` and `read_texts`; this is the form that they accept."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -46,9 +46,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class Addressed(msgspec.Struct, kw_only=True):
-    """Id, session and priority of a request; a lower priority runs earlier, as in vLLM. Requests
-    of different `cache_salt` (SGLang has `extra_key`) share no cached prefix. The other four are
-    of routers for prefill and decode: `legs` reads them, where they have an effect."""
+    """Id, session and priority of a request; a lower priority runs earlier, as in vLLM. Requests of
+    different `cache_salt` (SGLang: `extra_key`) share no cached prefix. The other four come from
+    routers for prefill and decode: `legs` reads them, where they have an effect."""
 
     bootstrap_host: Any = None
     bootstrap_port: Any = None
@@ -81,7 +81,7 @@ class Sampled(msgspec.Struct, kw_only=True):
 
 
 class AddressedSampled(Sampled, kw_only=True):
-    """A body with the sampling parameters beside the fields of Addressed, which stand here again: a
+    """A body with the sampling parameters and the fields of Addressed, which are repeated here: a
     Struct cannot have two bases with fields."""
 
     bootstrap_host: Any = None
@@ -95,7 +95,7 @@ class AddressedSampled(Sampled, kw_only=True):
 
 
 class Common(AddressedSampled, kw_only=True):
-    """What completions and chat completions share."""
+    """The common fields of completions and chat completions."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -169,7 +169,7 @@ class ResponsesAsk(AddressedSampled, kw_only=True):
 
 
 Generated = Addressed | AddressedSampled
-"""What a route that generates reads."""
+"""The bodies of routes that generate."""
 
 
 class TokenSampling(Sampled, kw_only=True):
@@ -247,7 +247,7 @@ class AbortAsk(msgspec.Struct, kw_only=True):
 
 
 def read(raw: bytes, kind: type[Ask]) -> Ask:
-    """Decodes a body; all of it must be UTF-8, also fields that are ignored."""
+    """Decodes a body; all of it must be UTF-8, even fields that are ignored."""
     try:
         raw.decode("utf-8")
         ask = msgspec.json.decode(raw or b"{}", type=kind)
@@ -295,7 +295,7 @@ def read_ids(raw: msgspec.Raw, *, where: str) -> list[list[int]]:
 
 
 def _count_ids(raw: bytes, *, where: str) -> None:
-    """Before they are read: there are no more ids than commas, and a bracket opens each list."""
+    """Counts ids before they are read: there are no more than commas and opening brackets."""
     if raw.count(b",") > PROMPT_IDS_MAX:
         raise BadInput(f"{where} has more than {PROMPT_IDS_MAX:,} token ids, the most read")
     if (count := raw.count(b"[") - 1) > PROMPTS_MAX:

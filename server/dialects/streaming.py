@@ -1,7 +1,7 @@
 """Streams and documents: waits for the engine, and cancels when the client disconnects.
 
 A dialect (completions, chat, ...) writes the pieces: a `Writer` for streams of events, a function
-for one document. This module has what they share: first pieces, keep-alives, stalled readers,
+for one document. This module has the common part: first pieces, keep-alives, stalled readers,
 disconnects, failures.
 
 Events leave as encoded bytes, all that are ready in one write. Once a stream is under way they go
@@ -69,7 +69,7 @@ class Answer:
         return self._going_count == 0
 
     def take(self, piece: Piece) -> tuple[int, Delta]:
-        """Turns a piece into text; after a stop string the engine is told to stop too."""
+        """Turns a piece into text; after a stop string tells the engine to stop too."""
         index = self.call.numbers.index(piece.number)
         generation = self.generations[index]
         if piece.reason in ("refused", "failed"):
@@ -94,7 +94,7 @@ class Answer:
 
 
 class Times:
-    """Records when tokens came in the server's tally: the tokens of a piece share the time since
+    """Records in the server's tally when tokens came: the tokens of a piece share the time since
     the piece before."""
 
     def __init__(self, clock: Clock, tally: Tally) -> None:
@@ -138,8 +138,8 @@ async def first_of(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any,
 
 
 async def read(request: Request, kind: type[Ask]) -> Prepared[Ask]:
-    """The body's ask and prompts; a long body is read in a text process, and no longer than the
-    client waits for it. Starlette would keep the bytes for as long as the request lives."""
+    """The body's ask and prompts. A text process reads a long body, for as long as the client
+    waits. The raw bytes are dropped, which Starlette would keep as long as the request."""
     service: Service = request.app.state.service
     raw = b"".join([chunk async for chunk in request.stream()])
     if service.texts.is_short(raw, kind):
@@ -161,7 +161,7 @@ async def gone(receive: Receive) -> None:
 
 
 class Gone(Response):
-    """An answer for a client that has disconnected."""
+    """Sends nothing: the client has disconnected."""
 
     def __init__(self) -> None:
         super().__init__(status_code=499)
@@ -206,7 +206,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": ready + DONE, "more_body": False})
 
     def _nudged(self) -> bytes:
-        """Sends a keep-alive, or ends a stream whose last bytes went straight to the socket."""
+        """A keep-alive, or nothing for a stream whose last bytes went straight to the socket."""
         return b"" if self._answer.is_done else KEEP_ALIVE
 
     def _pass_on(self, pieces: Sequence[Piece]) -> bool:
@@ -265,7 +265,7 @@ async def respond(
 
 
 def _with_params(document: Any, params: Mapping[str, Any] | None) -> Any:
-    """Several answers of /generate are a list; each has them."""
+    """The document with the params; several answers of /generate are a list, and each gets them."""
     if params is None:
         return document
     if isinstance(document, list):

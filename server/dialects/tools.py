@@ -1,4 +1,4 @@
-"""What a chat offers its model: which tools the prompt shows, and what their calls must be."""
+"""The tools of a chat: which of them the prompt shows, and in what form."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bo
 
 
 def goes_on(ask: schemas.ChatAsk) -> bool:
-    """Whether the reply goes on with the last message."""
+    """Whether the reply continues the last message."""
     if ask.continue_final_message and ask.add_generation_prompt:
         raise BadInput("continue_final_message is true, so add_generation_prompt must be false")
     if ask.add_generation_prompt is False and not ask.continue_final_message:
@@ -54,7 +54,7 @@ def goes_on(ask: schemas.ChatAsk) -> bool:
 
 
 def tools_of_responses(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
-    """The functions in the form of a chat."""
+    """The functions in the form of a chat's tools."""
     offered: list[Tool] = []
     for place, tool in enumerate(given or ()):
         if tool.get("type") != "function":

@@ -1,12 +1,12 @@
-"""Keys of a body that are known and not served: each is refused by its name.
+"""Keys of a body that are known but not served: each is refused by name.
 
-A key is looked up here only if the route does not read it. It is refused when it wishes for
-something: null, false, nothing and the value in `DEFAULTS` wish for nothing. A sampling parameter
-in the wrong place is refused too, because it would be dropped in silence.
+Only keys that the route does not read are looked up here. Such a key is refused when it asks for
+something: null, false, nothing and the value in `DEFAULTS` ask for nothing. A sampling parameter in
+the wrong place is refused too, because it would be dropped silently.
 
-Every other key is ignored. Known ones among those change no answer: `user`, `metadata`, `store`,
+Every other key is ignored. Of the known ones these change no answer: `user`, `metadata`, `store`,
 `service_tier`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, `prediction`
-(OpenAI); `data_parallel_rank`, `routed_dp_rank`, `disagg_prefill_dp_rank`, `routing_key` (what
+(OpenAI); `data_parallel_rank`, `routed_dp_rank`, `disagg_prefill_dp_rank`, `routing_key` (which
 routers add; the rest of that is read in `legs`); `log_metrics`, `no_logs`, `custom_params`,
 `spaces_between_special_tokens`, `guided_decoding_backend` (vLLM, SGLang).
 """
@@ -115,12 +115,12 @@ IN_SAMPLING_PARAMS: Final = frozenset(
 )
 
 
-# A router of vLLM writes these into the prefill leg of every body, also where they are not read.
+# # vLLM's router writes these into the prefill leg of every body, even where they are not read.
 BY_ROUTER: Final = frozenset(("max_tokens", "min_tokens"))
 
 
 def check(raw: bytes, kind: type[msgspec.Struct]) -> None:
-    """BadInput for the first key of a JSON object that wishes for what is not served."""
+    """Raises BadInput for the first key of a JSON object that asks for what is not served."""
     keys = _keys(raw)
     served = set(kind.__struct_encode_fields__)
     if b'"do_remote_decode"' in bytes(keys.get("kv_transfer_params", b"")):

@@ -1,13 +1,13 @@
-"""The application: which routes it has, and what happens to an error on its way out.
+"""The application: its routes, and how errors become answers.
 
 `ess serve` runs it, and it can be a part of another FastAPI or Starlette application:
 
     parent = FastAPI()
     parent.mount("/llm", create_app(service, keys=["secret"]))
 
-It keeps its state in itself and needs no lifespan: the caller that makes the service runs its
-link. Below a prefix its document, its pages and its errors name the right addresses. Middleware in
-front of it sees every byte: events go straight to the socket only where nothing is in between.
+It keeps its state in itself and needs no lifespan: the caller that makes the service runs its link.
+Below a prefix its document, its pages and its errors name the right addresses. Middleware in front
+of it still sees every byte: events go straight to the socket only without middleware.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ CLOSE: Final = 0.85
 
 
 class Application(FastAPI):
-    """FastAPI, with the schemas of our bodies in its document, and below any prefix.
+    """FastAPI with the schemas of our bodies in its document, and usable below any prefix.
 
-    Inside, paths are without the prefix, which stands in `app_root_path`: what compares a path with
-    a route, such as the check of the key, need not know where the app is mounted.
+    Inside, paths are without the prefix, which is in `app_root_path`: code that compares a path
+    with a route, such as the check of the key, need not know where the app is mounted.
     """
 
     def __init__(self, *, prefix: str, **given: Any) -> None:
@@ -96,7 +96,7 @@ class Application(FastAPI):
 
 
 def _is_of_socket(send: Send) -> bool:
-    """What wraps `send` would miss the events that go straight to the socket."""
+    """Whether nothing wraps `send`: a wrapper would miss events that go straight to the socket."""
     return isinstance(getattr(send, "__self__", None), RequestResponseCycle)
 
 
@@ -130,9 +130,9 @@ def create_app(
 
 
 def _add_routes(app: FastAPI) -> None:
-    """Into the app's own router: a router for each room would be searched as a whole.
+    """Adds routes to the app's own router: routers per room would be searched as a whole.
 
-    HEAD is served wherever GET is, behind all other routes and outside of the document.
+    HEAD is served wherever GET is; its routes come last and are not in the document.
     """
     for room, doors in ROOMS.items():
         for door in doors:
@@ -170,7 +170,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
-    """A path that is not there, or not for this method; other errors come from added routes."""
+    """A path that does not exist, or not for this method; other errors come from added routes."""
     assert isinstance(error, HTTPException), "registered for these"
     path = request.scope["path"][:100]
     if error.status_code == 405:
@@ -192,7 +192,7 @@ def _not_for(request: Request, path: str) -> Response:
 
 
 def _methods_at(request: Request) -> set[str]:
-    """Each method of a path has its own route."""
+    """The methods of a path, each of which has its own route."""
     return {
         method
         for route in request.app.routes
@@ -202,7 +202,7 @@ def _methods_at(request: Request) -> set[str]:
 
 
 def _nearest(path: str) -> str:
-    """The known path that was meant: often a base URL lacks /v1, or a slash is too many."""
+    """The known path that was probably meant: often /v1 is missing, or a slash is too many."""
     known = {path for door in DOORS for path in door.paths if door.listed and "{" not in path}
     path = path.rstrip("/").lower()
     meant = [near for near in (path, f"/v1{path}", path.removeprefix("/v1")) if near in known]

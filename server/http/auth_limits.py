@@ -1,15 +1,15 @@
 """ASGI middleware in front of every route: request id, API key, the body and its length.
 
-Plain ASGI, because it wraps streams too. When a key is set, every path needs it, also paths that do
-not exist. Exempt are those that probes call and the pages: dashboard, /docs, /redoc and what these
-load. A browser cannot send a key when it opens an address; a page holds no state of this server,
-asks the user for the key and sends it with its own requests.
+Plain ASGI, because it wraps streams too. When a key is set, every path needs it, even paths that do
+not exist. Exempt are probes and pages: dashboard, /docs, /redoc and their files. A browser cannot
+send a key when it opens an address; a page holds no state of this server, asks the user for the key
+and sends it with its own requests.
 
-A body is received here, once the key has been checked, and handed on whole: a route never sees half
-of one, and a client that leaves in its middle is counted and forgotten.
+A body is received here, once the key has been checked, and passed on whole: a route never sees part
+of a body, and a client that leaves before its end is counted and dropped.
 
-Workers that hand prompts over to one another have a secret of their own and no key: what they send
-is short, sealed, and checked by its route.
+Workers that hand prompts over to one another have a secret and no key: their messages are short,
+sealed, and checked by the route.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Gate:
     async def _admit(
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive
     ) -> bytes | None:
-        """The body; None if the client left. An open path gets no body."""
+        """Checks the request, returns its body: empty on an open path, None if the client left."""
         is_open, is_sealed = scope["path"] in OPEN_PATHS, scope["path"] in SEALED_PATHS
         if self._keys and not (is_open or is_sealed):
             self._check_key(headers)
@@ -91,7 +91,7 @@ class Gate:
         return await bodies.take(receive) if has_body and not is_open else b""
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
-        """All keys are compared, each in constant time: their digests, so that no length shows."""
+        """Compares all keys in constant time, as digests, so that not even their length leaks."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             given = headers.get(b"x-api-key", b"")
@@ -107,7 +107,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class Bodies:
-    """The bodies that are being received, bounded each and all together."""
+    """The bodies that are being received; limits each of them and their sum."""
 
     def __init__(self, body_max: int, tally: Tally) -> None:
         self._body_max = body_max
@@ -149,7 +149,7 @@ class Bodies:
 
 
 class Received:
-    """Gives a body that has been received, then what else comes from the connection."""
+    """Gives a received body, then whatever else comes from the connection."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body

@@ -1,7 +1,7 @@
 """/dashboard: one HTML file with its style and script inside; it loads nothing else.
 
-The content security policy allows that style and script by digest and requests to this server
-only. Recordings lie in recordings/ and are shown by /dashboard?replay=NAME.
+The content security policy allows only that style and script, by digest, and requests to this
+server. Recordings are in recordings/; /dashboard?replay=NAME shows one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """/v1/events: what engine and server are doing, as server-sent events, a few times a second.
 
-One frame is made per published status and encoded once for all viewers. A stream begins with
-the last minute, so that a new viewer's charts are not empty, and says at least once a second what
-the server itself knows: that it starts, drains, or has lost its engine. Then it ends.
+One frame is made per published status and encoded once for all viewers. A stream begins with the
+last minute, so that a new viewer's charts are not empty, and says at least once a second what the
+server itself knows: that it starts, drains, or has lost its engine. Then it ends.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _event(name: str, document: Any) -> bytes:
 
 
 def history(service: Service) -> list[dict[str, Any]]:
-    """The counts of the last minute, from which a viewer makes rates."""
+    """The counts of the last minute, from which a viewer computes rates."""
     return [counts(status, at_s) for at_s, status in service.board.recent]
 
 
@@ -169,7 +169,7 @@ def _waits(waits: Waits) -> list[int]:
 
 
 def _requests(status: Status) -> list[dict[str, Any]]:
-    """The engine's requests, of all fronts, under the ids that clients know."""
+    """The engine's requests, of all server processes, under the ids that clients know."""
     return [{**msgspec.structs.asdict(line), "id": line.name} for line in status.requests]
 
 

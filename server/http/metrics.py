@@ -1,7 +1,7 @@
 """/metrics: the engine's published status and the server's tally, in Prometheus' text form.
 
-Counters are kept where things happen, as plain numbers; here they are only written down. Names of
-vLLM and SGLang stand beside ours for routers and boards that know those.
+Counters are kept where things happen, as plain numbers; this module only writes them. Names of vLLM
+and SGLang are added for routers and dashboards that know those.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _waits(service: Service) -> Iterator[Metric]:
 
 
 def _stages(service: Service) -> Iterator[Metric]:
-    """Of a worker that runs in stages; a label per stage."""
+    """Metrics of a worker that runs in stages, with a label per stage."""
     lines = service.board.status.stages
     if not lines:
         return
@@ -212,7 +212,7 @@ def _disk(service: Service) -> Iterator[Metric]:
 
 
 def _graphs(service: Service) -> Iterator[Metric]:
-    """Of steps on a device."""
+    """Metrics of steps on a device."""
     said = service.board.status.graphs
     if said is None:
         return
@@ -227,7 +227,7 @@ def _graphs(service: Service) -> Iterator[Metric]:
 
 
 def _experts(service: Service) -> Iterator[Metric]:
-    """Of servers that divide the experts, over the last steps."""
+    """Metrics of servers that divide the experts, over the last steps."""
     said = service.board.status.experts
     if said is None:
         return
@@ -239,7 +239,7 @@ def _experts(service: Service) -> Iterator[Metric]:
 def _transfers(
     service: Service, said: HandoffStatus, prefix: str, labels: dict[str, str]
 ) -> Iterator[Metric]:
-    """Under SGLang's names: speed of late, and what each handoff that went well took."""
+    """Transfers under SGLang's names: recent speed, and the times of successful handoffs."""
     seen, count = service.board.handoffs, said.landed_count + said.sent_count
     speed = [(tuple(labels.values()), seen.gb_per_s)]
     yield _labelled(f"{prefix}kv_transfer_speed_gb_s", "of late", list(labels), speed)

@@ -1,15 +1,15 @@
-"""Without a key, who may ask? Everybody but the pages of other sites.
+"""Which requests are served without a key: all but those of other sites' pages.
 
 A page that the user happens to open can make the user's browser send requests to a server on the
-same machine, or behind the same firewall. Three signs give it away; what is not a browser shows
-none of them.
+same machine, or behind the same firewall. Three signs reveal it; programs that are not browsers
+show none of them.
 
     Host            is a name that is not ours: the page's own name now leads to this machine.
-                    An address cannot be made to lead elsewhere, so every address will do
-    Sec-Fetch-Site  the browser says that another site's page asks
-    Origin          is not the host that was asked, for browsers that do not say so
+                    An address cannot be made to lead elsewhere, so every address is accepted
+    Sec-Fetch-Site  the browser says that another site's page sends the request
+    Origin          is not the host that was asked, for browsers without Sec-Fetch-Site
 
-With a key nothing of this is needed: a browser adds no key of itself.
+With a key this check is unnecessary: a browser adds no key by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ANY: Final = "*"
 
 
 def check_page(headers: Sequence[tuple[bytes, bytes]], names: Collection[str]) -> None:
-    """`names` are ours beside localhost and all addresses; `*` stands for every name."""
+    """`names` are ours besides localhost and all addresses; `*` stands for every name."""
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     for host in hosts:
         if ANY not in names and not _is_ours(_split(host)[0], names):

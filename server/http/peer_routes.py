@@ -1,8 +1,8 @@
-"""What other workers and routers ask a prefill worker about handoffs; absent from other workers.
+"""Routes of a prefill worker for other workers and routers; absent from other workers.
 
-`/peers` is for our decode workers, who learn there of all stages of the engine. It is authenticated
-by the seal of the secret that they share, not by the API key, and answers nobody else. `/route` and
-`/query` have the forms that SGLang and vLLM's Mooncake connector give to their bootstrap servers.
+`/peers` is for our decode workers, which get the metadata of all stages of the engine there. It is
+authenticated by the seal of their common secret, not by the API key, and answers only that.
+`/route` and `/query` have the forms of SGLang's and vLLM's Mooncake bootstrap servers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def meet(request: Request) -> Response:
 
 
 async def route(request: Request) -> Response:
-    """Every stage is met here; of other kinds there is one rank."""
+    """The worker's topology: all its stages are reached here, as one rank of each other kind."""
     service = _prefill_service(request)
     service.check_loaded()
     for name in RANKS:

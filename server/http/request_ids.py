@@ -1,7 +1,7 @@
 """The id, session and trace of a request: read from it, returned in the answer's headers.
 
-An id and a session are taken from headers or bodies and come back as headers. Of a W3C traceparent
-the trace is kept and the parent is ours from here on: in the answer and in the log.
+An id and a session are taken from headers or bodies and come back as headers. A W3C traceparent
+keeps its trace, but its parent becomes ours: in the answer and in the log.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def address(headers: Mapping[bytes, bytes]) -> dict[str, Any]:
 
 
 def headers_of(state: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
-    """Response headers."""
+    """The headers of the answer."""
     said = (
         (b"x-request-id", state["request_id"]),
         (b"x-session-id", state["session_id"]),
@@ -58,8 +58,8 @@ def begin(
     *,
     named: str | None,
 ) -> Call:
-    """Hand the prompts to the engine under the name that the body gives, or the header's; with the
-    rows' destination or origin, if a router has said so."""
+    """Hands the prompts to the engine under the id in the body, or else in the header, and with the
+    rows' destination or origin if a router has named one."""
     service: Service = request.app.state.service
     priority = ask.priority or 0
     if abs(priority) > PRIORITY_MAX:
@@ -84,7 +84,7 @@ def begin(
 
 
 def _check_names(field: str, given: str | Sequence[str] | None) -> None:
-    """They come back in headers and in every event."""
+    """Refuses bad names: they come back in headers and in every event."""
     for name in [given] if isinstance(given, str) else given or ():
         if name and not NAME.fullmatch(name.encode(errors="replace")):
             raise BadInput(f"{field} must be 1 to {NAME_CHARS_MAX} visible ASCII characters")

@@ -1,8 +1,8 @@
-"""`--request-log`: a line per request, when its answer has left; nothing of what was said in it.
+"""`--request-log`: a line per request, when its answer has been sent; nothing of its content.
 
 Plain ASGI around the whole app, so that refusals have their line too. It reads what the layers
-below have left in the request's state: a `send` of its own would keep events from the short way to
-the socket. Tokens and times are those of the engine's requests, where there are any.
+below have left in the request's state: wrapping `send` would keep events from the short way to the
+socket. Tokens and times are those of the engine's requests, if there are any.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RequestLog:
 
 
 def line(state: Mapping[str, Any], method: str, *, began_s: float, took_s: float) -> str:
-    """The route's own path, not the client's; an id is visible ASCII, so it is one line."""
+    """The line, with the route's path, not the client's; an id is visible ASCII, so one line."""
     route, status = state.get("answered", ("other", "unanswered"))
     shown = f"ess: request {state.get('request_id', '-')} {method} {route}"
     shown += f" {status} after {took_s:.3f} s"

@@ -1,4 +1,4 @@
-"""Answers that are not streams: JSON, and errors in the form that OpenAI clients read.
+"""Answers that are not streams: JSON, and errors in the form of OpenAI clients.
 
     {"error": {"message", "type", "param", "code"}}
 
@@ -32,13 +32,13 @@ class Refused(EssError):
 
 
 class Interrupted(Unavailable):
-    """The engine that had the request is gone, and another may be asked in a while."""
+    """The engine that had the request is gone; another can be asked in a while."""
 
     retry_after_s: float = 5.0
 
 
 class Broken(EssError):
-    """The model made no numbers of this request; the others go on."""
+    """The model's output for this request is not numbers; other requests are not affected."""
 
 
 class Denied(EssError):
@@ -46,7 +46,7 @@ class Denied(EssError):
 
 
 class Foreign(EssError):
-    """A page of another site had a browser send this."""
+    """Another site's page had a browser send this request."""
 
 
 class Absent(EssError):
@@ -82,7 +82,7 @@ def answer(document: Any, *, status: int = 200, headers: dict[str, str] | None =
 
 
 def error_body(error: EssError) -> tuple[int, dict[str, Any]]:
-    """`param` is the field that the sentence opens with."""
+    """The status and body of an error; `param` is the field that the sentence begins with."""
     named = FIELD.match(str(error)) if isinstance(error, BadInput) else None
     param = named[1] if named is not None and named[1] != "body" else None
     for kind, status, name in STATUS_OF:

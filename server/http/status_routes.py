@@ -39,7 +39,7 @@ async def models(request: Request) -> Response:
 
 
 async def one_model(request: Request) -> Response:
-    """Names may have slashes, as those of checkpoints on a hub have."""
+    """One model; its name may have slashes, as names on a model hub do."""
     service = _service(request)
     name: str = request.path_params["model"]
     if name not in service.names:
@@ -52,7 +52,7 @@ def _listed(service: Service, name: str) -> dict[str, Any]:
         "id": name,
         "object": "model",
         "created": service.started_unix,
-        # smg takes a worker for one of vLLM, and sends it no handoffs, unless this says otherwise.
+        # # Without this smg takes the worker for vLLM's, and sends it no handoffs.
         "owned_by": "ess" if service.split.role == "both" else "sglang",
         "root": service.name,
         "parent": None,
@@ -65,8 +65,8 @@ async def version(request: Request) -> Response:
 
 
 async def server(request: Request) -> Response:
-    """Names that routers read come first; `settings` has each setting and its origin, `bounds` how
-    much may come in."""
+    """Names that routers read come first; `settings` has each setting and its origin, `bounds` the
+    limits on what may come in."""
     service = _service(request)
     settings = {name: shown["value"] for name, shown in service.described.items()}
     return answer(
@@ -117,7 +117,7 @@ def _size(service: Service, name: str) -> int:
 
 
 def _split(service: Service) -> dict[str, Any]:
-    """As SGLang says it; `peers` are a decode worker's."""
+    """The worker's role in SGLang's terms; `peers` are a decode worker's."""
     split = service.split
     facts: dict[str, Any] = {"disaggregation_mode": "null" if split.role == "both" else split.role}
     if split.role == "prefill":
@@ -139,8 +139,8 @@ def _engine(service: Service) -> dict[str, Any]:
 
 
 async def health(request: Request) -> Response:
-    """200 while the first engine loads and while one runs, 503 when it is lost, until another is
-    there. While the stages of a worker come together it names those that are missing."""
+    """200 while the first engine loads and while any engine runs; 503 from the loss of an engine
+    until the next is ready. While the stages of a worker connect it names the missing ones."""
     service = _service(request)
     if service.link.why_lost:
         return error_answer(Interrupted(service.link.why_lost + service.awaited))
@@ -150,7 +150,7 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """200 when requests are welcome: not while the model loads or the server drains. A decode
-    worker computes prompts itself too, so it is ready when prefill workers are `missing`."""
+    worker can compute prompts itself, so it is ready even if prefill workers are `missing`."""
     service = _service(request)
     try:
         service.check_state()
@@ -163,7 +163,7 @@ async def ready(request: Request) -> Response:
 
 
 async def health_generate(request: Request) -> Response:
-    """200 after the engine has made one token, or while it is too busy and makes others."""
+    """200 after the engine has made a token for this, or while it is too busy and makes others."""
     service = _service(request)
     service.check_state()
     try:
@@ -231,7 +231,7 @@ async def load_vllm(request: Request) -> Response:
 
 
 async def load_sglang(request: Request) -> Response:
-    """As older routers read it: a list with an entry per rank. There is a single rank."""
+    """The load as older routers read it: a list with an entry per rank, of which there is one."""
     load = _load(_service(request))
     ours = {
         "dp_rank": load["dp_rank"],
@@ -273,7 +273,7 @@ def _load(service: Service) -> dict[str, Any]:
 
 
 def _graphs(service: Service) -> dict[str, Any] | None:
-    """None where no step is a graph."""
+    """Counts of graphs; None if no step is a graph."""
     said = service.board.status.graphs
     return None if said is None else msgspec.structs.asdict(said)
 
@@ -291,7 +291,7 @@ def _handoff(service: Service) -> dict[str, Any] | None:
 
 
 def _stages(service: Service) -> list[dict[str, Any]]:
-    """Of a worker that runs in stages."""
+    """The stages of a worker that runs in stages."""
     return stages.view(service.board.status.stages)
 
 
@@ -306,7 +306,7 @@ def _queues(service: Service) -> dict[str, Any]:
 
 
 def _disagg(service: Service) -> dict[str, Any]:
-    """What routers of SGLang read: the role, who waits for rows or to be fetched, how rows came."""
+    """The role, queues and transfers, as SGLang's routers read them."""
     status, handoffs, role = (
         service.board.status.handoff,
         service.board.handoffs,

@@ -1,4 +1,4 @@
-"""An OpenTelemetry span per generating request, if the package and an endpoint are there.
+"""An OpenTelemetry span per generating request, if the package and an endpoint are given.
 
 Plain ASGI inside auth_limits: a request without a valid key has no span. The request's
 `traceparent` is the span's parent. The span ends with the answer's last byte, so its length is the
@@ -27,7 +27,7 @@ TRACED: Final = frozenset(
 
 @contextlib.contextmanager
 def provided(endpoint: str, *, model: str) -> Iterator[TracerProvider | None]:
-    """None without an endpoint; spans not exported yet are flushed at the end."""
+    """The provider, or None without an endpoint; remaining spans are flushed at the end."""
     provider = provider_to(endpoint, model=model) if endpoint else None
     try:
         yield provider
@@ -37,7 +37,7 @@ def provided(endpoint: str, *, model: str) -> Iterator[TracerProvider | None]:
 
 
 def provider_to(endpoint: str, *, model: str) -> TracerProvider:
-    """Exports spans in batches from its own thread."""
+    """A provider that exports spans in batches from its own thread."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor

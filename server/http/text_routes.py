@@ -1,4 +1,4 @@
-"""Texts to ids and back; aborting by id; forgetting prefixes."""
+"""Routes: texts to ids and back, aborting by id, forgetting cached prefixes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def abort(request: Request) -> Response:
-    """Ignores unknown ids; the answer counts the requests that were aborted."""
+    """Aborts requests by id; ignores unknown ids. The answer counts what was aborted."""
     service: Service = request.app.state.service
     ask = (await read(request, schemas.AbortAsk)).ask
     if ask.abort_all:

@@ -1,4 +1,4 @@
-"""/trace/start and /trace/stop: every stage, fetch and step between them, as a file for Perfetto.
+"""/trace/start and /trace/stop: all stages, fetches and steps in between, as a file for Perfetto.
 
 The answer of stop is a trace-event document: ui.perfetto.dev and chrome://tracing open it.
 """

@@ -1,8 +1,8 @@
-"""The engine's latest status: published here, and read by metrics, load reports and dashboards.
+"""The engine's latest status: published here, read by metrics, load reports and dashboards.
 
-Routes read `status` or subscribe. A status describes a moment, it is no stream of events: a slow
-subscriber gets the newest status and misses those between. The statuses of the last minute are kept
-in `recent`, without their requests.
+Routes read `status` or subscribe. A status is a snapshot, not a stream of events: a slow subscriber
+gets the newest status and misses those before. The last minute's statuses are kept in `recent`,
+without their requests.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Board:
             fresh.set()
 
     def _rate(self, status: Status) -> None:
-        """Tokens per second over the last second or so."""
+        """Updates the rate: tokens per second over about the last second."""
         now_s, (since_s, since_count) = self._clock.now_s(), self._rated
         if now_s - since_s >= RATE_OVER_S:
             self.tokens_per_s = (status.made_count - since_count) / (now_s - since_s)

@@ -1,8 +1,8 @@
-"""How much may come in: one bound for everything that a client decides.
+"""Limits on everything that a client decides, in one table.
 
-docs/serving.md has the table, and /server_info what holds for a server. A bound that an operator
-sets names its setting, and the value here is the default. Everything is checked before the work it
-would cause, and before the key only what is read before the key is known.
+docs/serving.md has the table, and /server_info the values of a server. If an operator can set a
+bound, it names the setting, and the value here is the default. Everything is checked before the
+work that it would cause; before the key, only what is read before the key.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LINGER_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """`beyond` says what the client gets; `setting` is empty where nobody sets it."""
+    """`beyond` says what happens beyond it; `setting` is empty if it cannot be set."""
 
     what: str
     most: str
@@ -74,7 +74,7 @@ class Bound:
     setting: str = ""
 
     def set_to(self, value: Any) -> Bound:
-        """With what a setting says: a count, seconds, or a size as somebody wrote it."""
+        """The bound with a setting's value: a count, seconds, or a size as written."""
         if isinstance(value, int):
             return replace(self, most=f"{value:,}")
         return replace(self, most=f"{value:g} s" if isinstance(value, float) else str(value))

@@ -1,4 +1,4 @@
-"""A process of ours, as its parent sees it: the engine, or another process of the server."""
+"""A child process as its parent sees it: the engine, or another process of the server."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LINE_BYTES_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a process has ended; `is_by_code` where no signal ended it."""
+    """How a process has ended; `is_by_code` unless a signal ended it."""
 
     how: str
     is_by_code: bool
 
 
 class Child:
-    """Started in a session of its own, so that Ctrl-C reaches the server alone, which drains. Its
-    stdin stays open as long as we live: when that closes, it ends too."""
+    """Started in its own session, so that Ctrl-C reaches only the server, which drains. Its stdin
+    stays open as long as this process lives: when stdin closes, it ends too."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -41,7 +41,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         is_heard: bool = False,
     ) -> Child:
-        """With `is_heard`, `printed` and `logged` give what the process prints and logs."""
+        """Starts a process; with `is_heard`, its output is read from `printed` and `logged`."""
         piped = asyncio.subprocess.PIPE if is_heard else None
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -78,7 +78,7 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP or SIGTSTP, and not continued since."""
+        """Whether SIGSTOP or SIGTSTP has stopped it and it was not continued."""
         try:
             wanted = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
             return os.waitid(os.P_PID, self.pid, wanted) is not None
@@ -93,7 +93,7 @@ class Child:
         return End(f"its process ended with code {code}", is_by_code=True)
 
     async def stop(self, *, within_s: float) -> None:
-        """Wait for its end, which it has been told to come to; kill it if it takes longer."""
+        """Waits for the end that it has been told to come to; kills it after `within_s`."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(TimeoutError):

@@ -1,10 +1,10 @@
-"""The server's other processes, as the first one keeps them.
+"""The server's other processes, kept by the first one.
 
-Each serves HTTP from a listener of its own on the same address, with its own socket to the engine;
-the kernel divides connections among them. The first process is one of them too. It starts the
-others, hands on when to drain, when to end and when to hear another engine, and starts another
-front where a front has ended. It accepts connections for a front that is not up (`StandIn`). They
-end when it does: their stdin closes.
+Each serves HTTP from its own listener on the same address, with its own socket to the engine; the
+kernel divides connections among them. The first process also serves. It starts the others, tells
+them when to drain, when to end and where another engine listens, and replaces a front that has
+ended. It accepts connections for a front that is not up (`StandIn`). When the first process ends,
+so do they: their stdin closes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ess.server.process.listening.stand_in import StandIn
 AGAIN_S: Final = 0.5
 AGAIN_MAX_S: Final = 10.0
 CALM_S: Final = 60.0
-"""Behind so long a life the pause is short again."""
+"""After a front has lived this long, the pause is short again."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What every such process is told at its start: `told` is for its program, `listener` and `up`
-    are descriptors that it inherits; it writes a byte to `up` when it accepts connections."""
+    """What every such process gets at its start. `told` is for its program; `listener` and `up` are
+    inherited descriptors: it writes a byte to `up` when it accepts connections."""
 
     told: msgspec.Raw
     folder: str
@@ -42,7 +42,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def endpoint_of(folder: str, front: int, engine: int = 0) -> str:
-    """Where a front hears the server's first engine, or one that took the place of another."""
+    """Where a front connects to engine number `engine` of the server, counted from 0."""
     return f"ipc://{folder}/engine-{front}-{engine}"
 
 
@@ -68,18 +68,18 @@ class Fronts:
         self._tell("drain")
 
     def _end_stuck(self, front: int) -> None:
-        """Kills a front that takes nothing; when it has ended, another takes its place."""
+        """Kills a front that reads nothing; once it has ended, another takes its place."""
         if front in self._children:
             console.note(f"ess: server process {front} takes nothing from the engine; it is ended")
             self._children[front].kill()
 
     def succeed(self, engine: int, sentence: str) -> None:
-        """An engine is lost, as the sentence says, and this one is heard next."""
+        """An engine is lost, as the sentence says; fronts connect to this one next."""
         self._succession = [f"succeed {engine} {' '.join(sentence.split())}"]
         self._say(*self._succession)
 
     def end(self, sentence: str) -> None:
-        """Ends all fronts, and with them the streams that they still serve."""
+        """Ends all fronts, and with them their open streams."""
         self._tell(f"end {' '.join(sentence.split())}")
 
     async def stop(self, *, within_s: float) -> None:
@@ -106,7 +106,7 @@ class Fronts:
             start = msgspec.structs.replace(start, life=start.life + 1)
 
     async def _live(self, start: Start) -> str:
-        """Runs a front from its start to its end, and says how it ended."""
+        """Runs a front from start to end, and says how it ended."""
         said, up = os.pipe()
         loop = asyncio.get_running_loop()
         try:
@@ -128,7 +128,7 @@ class Fronts:
         return child
 
     def _hear(self, listener: int, said: int) -> None:
-        """A byte says that the front is up, an end that it never will be."""
+        """Waits for a byte, which says that the front is up, or for the end of the pipe."""
         asyncio.get_running_loop().remove_reader(said)
         if os.read(said, 1):
             self._stand_in.leave(listener)

@@ -1,6 +1,6 @@
-"""What a worker's statuses say of its handoffs: how fast rows move, and how long each took.
+"""Handoff figures from a worker's statuses: how fast rows move, and how long each took.
 
-The engine shows the last handoffs that ended; each is counted once, when a status first shows it.
+A status shows the last handoffs that ended; each is counted once, when first seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENDED_WELL: Final = ("landed", "sent")
 
 
 class Handoffs:
-    """Fed with every status that is published."""
+    """Gets every status that is published."""
 
     def __init__(self) -> None:
         self.latency = Waits()
@@ -35,7 +35,7 @@ class Handoffs:
         self.gb_per_s = _gb_per_s(recent)
 
     def _count(self, line: HandoffLine) -> None:
-        """A sender's begins with the request: what it waits for its target is no transfer."""
+        """Counts one. A sender's transfer time excludes its wait for the receiver."""
         marks = dict(line.marks)
         if line.outcome in ENDED_WELL and marks:
             end_s = marks.get("landed", max(marks.values()))
@@ -49,7 +49,7 @@ def moved_bytes(status: HandoffStatus) -> int:
 
 
 def _gb_per_s(recent: Iterable[tuple[float, Status]]) -> float:
-    """Over the last seconds; a status of an engine that has started afresh begins a new count."""
+    """The rate over the last seconds; a restarted engine begins a new count."""
     moved = [(at_s, moved_bytes(s.handoff)) for at_s, s in recent if s.handoff is not None]
     if not moved:
         return 0.0
@@ -59,7 +59,7 @@ def _gb_per_s(recent: Iterable[tuple[float, Status]]) -> float:
 
 
 def view(status: Status, handoffs: Handoffs) -> dict[str, Any] | None:
-    """For people's pages. A uid has more digits than a number of JSON can be trusted with."""
+    """The figures for dashboards. A uid is text, as JSON numbers have too few digits."""
     said = status.handoff
     if said is None:
         return None

@@ -8,17 +8,17 @@
                                     |
                                     `-- lost too often --> ended (1)
 
-The server outlives its engine: `engines.succession` starts another in its place, and requests fail
+The server outlives its engine: `engines.succession` replaces a lost one, and requests fail
 meanwhile, each with a sentence that says how the engine was lost. The server gives up where that
-does not help: `--engine-restarts` many were lost within ten minutes, or the first engine has ended
-by itself while it loaded.
+does not help: after `--engine-restarts` losses within ten minutes, or if the first engine ended by
+itself while it loaded.
 
 The listener is open in every state but the last: while a model loads and while the server drains a
-probe meets 503, never a refused connection. uvicorn would close it at the first signal, so
-signals are ours.
+probe gets 503, never a refused connection. uvicorn would close it at the first signal, so this
+module handles signals.
 
-The end comes whatever hangs. From its beginning on two timers run that need neither the event loop
-nor the interpreter: the first prints where every thread stands, the second is the kernel's SIGALRM.
+The end comes whatever hangs. As it begins, two timers start that need neither the event loop nor
+the interpreter: the first prints where every thread stands, the second is the kernel's SIGALRM.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HANG_S: Final = 10.0
 
 
 class QuietServer(uvicorn.Server):
-    """Leaves signals alone."""
+    """uvicorn's server without its signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -60,7 +60,7 @@ class QuietServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def end_in_time() -> Iterator[None]:
-    """Without the timers of `limit_end` afterwards: what it is around has come to its end."""
+    """Stops the timers of `limit_end` after the block: the end was reached."""
     try:
         yield
     finally:
@@ -69,20 +69,20 @@ def end_in_time() -> Iterator[None]:
 
 
 def limit_end(within_s: float) -> None:
-    """Past this time the process says where it hangs, and a second later the system ends it."""
+    """After this time the process prints where it hangs; a second later the system ends it."""
     faulthandler.dump_traceback_later(within_s, file=STDERR)
     signal.setitimer(signal.ITIMER_REAL, within_s + 1.0)
 
 
 async def let_out(server: uvicorn.Server, clock: Clock) -> None:
-    """The last events leave, as far as readers take them."""
+    """Sends the last events, as far as clients read them."""
     deadline_s = clock.now_s() + FLUSH_S
     while server.server_state.tasks and clock.now_s() < deadline_s:
         await asyncio.sleep(0.02)
 
 
 async def tell(service: Service) -> None:
-    """The server's other processes learn what this one counts."""
+    """Sends the server's other processes the counts of this one."""
     assert service.shelf is not None, "a process of several has a shelf"
     await service.link.until_ready()
     while True:
@@ -91,20 +91,20 @@ async def tell(service: Service) -> None:
 
 
 async def settled(service: Service) -> None:
-    """What is loaded now stays: no garbage collection need walk it while streams wait."""
+    """Freezes the loaded objects, so that garbage collection need not walk them during streams."""
     await service.link.until_ready()
     gc.collect()
     gc.freeze()
 
 
 async def keep_meeting(service: Service) -> None:
-    """A decode worker's prefill workers; each process of the server knows them by itself."""
+    """Keeps a decode worker connected to its prefill workers, in each process of the server."""
     if service.split.peers is not None:
         await service.split.peers.run()
 
 
 class Running:
-    """Owns the listener, the engine and the order in which they end."""
+    """Owns the listener, the engine, and the order in which they end."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Running:
         return self._service.link
 
     async def run(self, listeners: list[socket.socket]) -> int:
-        """0 if it was asked to end, 1 if the engine was lost."""
+        """Returns 0 if it was asked to end, 1 if the engine was lost."""
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -162,8 +162,8 @@ class Running:
     def _on_signal(self, number: int, frame: object) -> None:
         """The first signal drains, the second ends the server at once.
 
-        Python runs this between two instructions of whatever runs, so also where the event loop is
-        stuck: the timer is set here, and the loop is only told.
+        Python runs this between any two instructions, so even when the event loop is stuck: the
+        timer is set here, and the loop is only told.
         """
         self._signals += 1
         if self._signals == 1:
@@ -180,7 +180,7 @@ class Running:
             self._loop.call_soon_threadsafe(act, *given)
 
     def _begin_drain(self, number: int) -> None:
-        """Probes are told for a while before the listener closes, unless they never saw 200."""
+        """Lets probes see 503 for a while before the listener closes, unless they never saw 200."""
         self._service.draining = True
         self._engines.end()
         is_told = number == signal.SIGTERM and self._engines.was_ready
@@ -188,7 +188,7 @@ class Running:
         self._draining = asyncio.ensure_future(self._to_the_end(work))
 
     async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does the work, then ends the server and its engine, also where the work has failed."""
+        """Does the work, then ends the server and its engine, even if the work has failed."""
         try:
             await work
         finally:
@@ -196,12 +196,12 @@ class Running:
             await self._end_engine()
 
     async def _end_engine(self) -> None:
-        """An engine that shares the experts goes on until the other ranks' streams have ended."""
+        """Ends the engine; one that shares experts waits for the other ranks' streams."""
         others_s = self._settings.drain_s if self._settings.dp_size > 1 else 0.0
         await self._engines.stop(within_s=max(others_s, ENGINE_STOP_S))
 
     async def _drain(self, grace_s: float) -> None:
-        """Streams finish; after `drain_s` the rest end with an error."""
+        """Lets streams finish; after `drain_s` the rest end with an error."""
         began_s = self._clock.now_s()
         self._fronts.drain()
         leaving = asyncio.ensure_future(self._leave())

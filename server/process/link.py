@@ -1,16 +1,16 @@
 """The server's end of the wire to the engine process.
 
-A `Call` is what one HTTP request wants of the engine: one or several requests there. The link
-numbers requests, hands pieces out, and is the only place that knows whether the engine is loading,
-ready or lost. A server of several processes, its fronts, has a link in each: what concerns the
-requests of all fronts is asked of the engine.
+A `Call` is one HTTP request's requests to the engine, one or several. The link numbers requests,
+hands pieces out, and is the only place that knows whether the engine is loading, ready or lost. A
+server of several processes, its fronts, has a link in each; what concerns the requests of all
+fronts is asked of the engine.
 
     starting --Ready--> ready --interrupt--> restarting --Ready--> ready ...
-                 each of them --lose--> lost, which is the end
+                 from each of them --lose--> lost, which is the end
 
-An engine that is started in the place of a lost one is heard at an endpoint of its own, so that
-nothing the lost one has said is taken for the new one's word. Numbers of requests go on. Calls that
-are in the journal wait while the engine is restarted, and then go on; the others have ended.
+An engine that replaces a lost one has its own endpoint, so that no message of the lost one is taken
+for the new one's. Request numbers continue. Calls in the journal wait while the engine is
+restarted, and then continue; the others have ended.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ LIVES: Final = 1 << 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which of the server's processes this is. A front that takes the place of one that was lost is
-    the next `life` there, so that no number is used twice."""
+    """A process of the server. A front that replaces a lost front is the next `life` at its place,
+    so that no number is used twice."""
 
     front: int = 0
     count: int = 1
@@ -133,13 +133,13 @@ class EngineLink:
 
     @property
     def oldest_wait_s(self) -> float:
-        """How long the oldest call that has had nothing from the engine has waited."""
+        """How long the oldest call without any piece from the engine has waited."""
         silent = [call.started_s for call in self._calls.values() if not call.heard_at_s]
         return self._clock.now_s() - min(silent) if silent else 0.0
 
     @property
     def open_elsewhere_count(self) -> int:
-        """Of other fronts; it may be a moment old."""
+        """Open requests of the other fronts; the count may be a moment old."""
         counts = self._board.status.open_counts
         return sum(count for front, count in enumerate(counts) if front != self.place.front)
 
@@ -152,8 +152,9 @@ class EngineLink:
         salt: str = "",
         handoffs: Sequence[Handoff] = (),
     ) -> Call:
-        """One engine request per prompt, all in one call; a prompt that comes again, the same list,
-        is another choice. `handoffs` is empty, or has an entry per prompt, for its first choice."""
+        """Starts one engine request per prompt, all in one call; a prompt that comes again, as the
+        same list, is a further choice. `handoffs` is empty, or has one per prompt, for its first
+        choice."""
         if self.state in ("restarting", "lost"):
             raise Interrupted(self.why_lost)
         step, first = self.place.count, self._next_number
@@ -181,12 +182,12 @@ class EngineLink:
         return call
 
     def abort(self, call: Call) -> None:
-        """Give up what has not ended; harmless if all has."""
+        """Aborts what has not ended; harmless if all has."""
         for number in sorted(call.pending):
             self.abort_one(call, number)
 
     def abort_one(self, call: Call, number: int) -> None:
-        """End one of the call's requests; the call hears of it as of any other ending."""
+        """Ends one of the call's requests; the call gets its end like any other."""
         if self._calls.pop(number, None) is not None:
             self._journal.close(number)
             with contextlib.suppress(Unavailable):
@@ -195,9 +196,9 @@ class EngineLink:
             call.nudge()
 
     async def abort_ids(self, request_ids: set[str] | None) -> int:
-        """Abort by the ids that clients know; None means all. Returns how many calls it met.
+        """Aborts by the ids that clients know; None means all. Returns how many calls were aborted.
 
-        The engine hears of our own first, so that it does not count them again."""
+        This link's own are aborted first, so that the engine does not count them again."""
         met_count = self._abort_own(request_ids)
         if self.place.count == 1 or self.state != "ready":
             return met_count
@@ -217,7 +218,7 @@ class EngineLink:
         return len(met)
 
     async def flush(self) -> str:
-        """Forget cached prefixes; a sentence says why not, if not."""
+        """Forgets cached prefixes; returns why it cannot, if it cannot."""
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}: nothing can be flushed")
         answer = await self._ask("flush", Flush(self.place.front))
@@ -225,7 +226,7 @@ class EngineLink:
         return answer.sentence
 
     async def meet(self, address: str, metadata: bytes) -> Met:
-        """How the engine takes another worker's metadata, with its own metadata for that worker."""
+        """Passes another worker's metadata to the engine; returns the engine's own for it."""
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}: it meets nobody")
         answer = await self._ask("meet", Meet(address, metadata, self.place.front))
@@ -233,7 +234,7 @@ class EngineLink:
         return answer
 
     async def start_trace(self) -> None:
-        """A single trace at a time, for all clients of all fronts."""
+        """Starts the one trace of all clients of all fronts."""
         answer = await self._trace(True)
         assert isinstance(answer, Tracing), f"{answer} answers the start of a trace"
         if answer.sentence:
@@ -252,22 +253,23 @@ class EngineLink:
         return await self._ask("trace", Trace(is_on, self.place.front))
 
     async def _ask(self, question: Question, message: ToEngine) -> Answered:
-        """The engine answers questions of a kind in order, also those of clients that left."""
+        """Asks the engine, which answers a kind of question in order, even to clients that left."""
         answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         self._send(message)
         self._asked[question].append(answer)
         return await answer
 
-    # ---- for the server that runs it
+    # # ---- for the server
 
     def front_lost(self, front: int) -> None:
-        """Another front has ended: the engine gives up its requests."""
+        """Tells the engine that another front has ended: it gives up its requests."""
         with contextlib.suppress(Unavailable):
             self._send(Lost(front))
 
     async def run(self) -> None:
-        """After every message the other tasks get a turn: a message that has arrived is received
-        without waiting, so an engine faster than the readers would keep them from ever running."""
+        """Receives messages. After each the other tasks get a turn: a message that has arrived is
+        received without waiting, so an engine faster than the readers would keep them from
+        running."""
         while True:
             raw = await self._socket.recv()
             self.heard_at_s = self._clock.now_s()
@@ -275,14 +277,14 @@ class EngineLink:
             await asyncio.sleep(0)
 
     async def until_ready(self) -> Ready | None:
-        """What the engine has said of itself, once it can be used; None if there will be none."""
+        """The engine's Ready, once there is one; None if there will be none."""
         while self.ready is None and self.state != "lost":
             await self.became_ready.wait()
         return self.ready
 
     def interrupt(self, sentence: str) -> None:
-        """The engine is lost, and another will take its place: calls that cannot go on there end
-        with the sentence, and no other may start before that one is ready."""
+        """The engine is lost and will be replaced: calls that cannot continue end with the
+        sentence, and no other may start before the next engine is ready."""
         if self.state in ("starting", "ready"):
             self._journal.lose()
             self._end("restarting", sentence)
@@ -291,7 +293,7 @@ class EngineLink:
             self._waiting = asyncio.get_running_loop().call_later(wait_s, self._give_up)
 
     def renew(self, endpoint: str) -> None:
-        """Hears another engine from now on. Nobody is in `run` meanwhile."""
+        """Listens to another engine from now on. `run` must not be running."""
         assert self.state == "restarting", f"the engine is {self.state}, another comes"
         self._socket.close(linger=0)
         self._socket = self._bound(endpoint)
@@ -300,14 +302,13 @@ class EngineLink:
         self.restart_count += 1
 
     def lose(self, sentence: str) -> None:
-        """From now on there is no engine for us, as the sentence says to all who ask: every call
-        ends with it, and no other may start."""
+        """There will be no engine: every call ends with the sentence, and no other may start."""
         if self.state != "lost":
             self._end("lost", sentence)
             self.became_ready.set()
 
     def _give_up(self) -> None:
-        """No call waits any longer for another engine."""
+        """Ends the calls that wait for another engine."""
         late = f"{self.why_lost}; no other was ready within {self._recovery.wait_s:g} s"
         for call in set(self._calls.values()):
             self._fail(call, late)
@@ -348,8 +349,8 @@ class EngineLink:
         return made
 
     def _send(self, message: ToEngine) -> bytes:
-        """What was sent. The queue is unbounded, so this never waits; without a peer there is no
-        queue."""
+        """Sends a message, and returns its bytes. The queue is unbounded, so this never waits;
+        without a peer there is no queue."""
         packed = self._packer.pack(message)
         sent = cast("asyncio.Future[None]", self._socket.send(packed, zmq.NOBLOCK))
         if sent.done() and sent.exception() is not None:
@@ -357,7 +358,7 @@ class EngineLink:
         return packed
 
     def _go_on(self) -> None:
-        """All that another engine has begun. If this one is lost meanwhile, the next gets it."""
+        """Sends all records to the new engine. If it is lost meanwhile, the next one gets them."""
         self._stop_waiting()
         self.going_on_count = 0
         with contextlib.suppress(Unavailable):
@@ -404,7 +405,7 @@ class EngineLink:
             asker.set_result(answer)
 
     def _deliver(self, pieces: Sequence[Piece], at_s: float) -> None:
-        """All pieces are handed out before a waiter is told: all choices leave together."""
+        """Hands all pieces out before a waiter is woken: all choices leave together."""
         told: list[Call] = []
         for piece in pieces:
             call = self._calls.get(piece.number)
@@ -420,6 +421,6 @@ class EngineLink:
             asyncio.get_running_loop().call_soon(self._written, at_s, len(pieces))
 
     def _written(self, at_s: float, count: int) -> None:
-        """The loop writes to sockets at the end of each of its turns, so in this one the step's
-        pieces are out; each counts as late as the last."""
+        """The loop writes to sockets at the end of each turn, so by now the step's pieces are out;
+        each counts as late as the last."""
         self.to_socket.add(self._clock.now_s() - at_s, count)

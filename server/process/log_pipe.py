@@ -1,11 +1,11 @@
-"""The server's own stderr: whatever becomes of the log, no write to it waits or fails.
+"""The server's own stderr: no write to it waits or fails, whatever happens to the log.
 
-The reader of a log may end (EPIPE), its disk may be full (ENOSPC), a pipe may be full and have no
-reader (a write that never returns). So descriptor 2 is made the end of a pipe of ours that does
-not block, and a thread carries what comes out of it to the stderr that was given. What that does
-not take is kept up to `KEPT_BYTES`; more is dropped and counted, and the count is written once
-there is room. Everything passes here: sentences, logging, tracebacks, what libraries print, and the
-engine process, which inherits the descriptor.
+The log's reader may end (EPIPE), its disk may be full (ENOSPC), or it is a full pipe that is not
+read (a write that never returns). So descriptor 2 becomes the end of a pipe of ours that does not
+block, and a thread copies from it to the original stderr. What cannot be written is kept up to
+`KEPT_BYTES`; more is dropped and counted, and the count is written once there is room. Everything
+passes here: notes, logging, tracebacks, output of libraries, and the engine process, which inherits
+the descriptor.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Final
 STDERR: Final = 2
 KEPT_BYTES: Final = 256 << 10
 LAST_S: Final = 1.0
-PIECE_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes so many without blocking
+PIECE_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes this many without blocking
 
 
 @contextlib.contextmanager
 def unblocked_stderr() -> Iterator[None]:
-    """Afterwards stderr is as it was if all was written, else nowhere: the end must not wait."""
+    """Restores stderr after the block if all was written, else discards: the end must not wait."""
     outside = os.dup(STDERR)
     inside, into = os.pipe()
     os.set_blocking(into, False)
@@ -49,7 +49,7 @@ def unblocked_stderr() -> Iterator[None]:
 
 
 class Carrier(threading.Thread):
-    """From `inside` to `outside`, until all writers of the pipe have closed it."""
+    """Copies from `inside` to `outside` until all writers of the pipe have closed it."""
 
     def __init__(self, inside: int, outside: int) -> None:
         super().__init__(name="ess-log", daemon=True)
@@ -80,7 +80,7 @@ class Carrier(threading.Thread):
         return bool(piece)
 
     def _give(self) -> None:
-        """Writes a piece of what is kept; after all of it, how many bytes were lost."""
+        """Writes a piece of what is kept; after the last, the number of bytes lost."""
         try:
             count = os.write(self._outside, self._waiting[:PIECE_BYTES])
         except OSError:

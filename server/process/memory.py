@@ -1,4 +1,4 @@
-"""How much memory this process may still take: of the machine, and of its control group."""
+"""How much more memory this process may take, of the machine and of its control group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-# Limit and use of a control group, as a container sees its own: version 2, then version 1.
+# # Limit and use of a control group as a container sees its own: version 2, then version 1.
 GROUPS: Final = (
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat"),
     (
@@ -18,7 +18,7 @@ GROUPS: Final = (
 
 
 def memory_free(root: Path = Path("/")) -> int:
-    """Bytes that can be had now without taking them from other processes."""
+    """Bytes available now without taking them from other processes."""
     return min([_of_machine(root), *(_of_group(root, *names) for names in GROUPS)])
 
 
@@ -33,7 +33,7 @@ def _of_machine(root: Path) -> int:
 
 
 def _of_group(root: Path, limit: str, use: str, stat: str) -> int:
-    """Unlimited where there is no group; file pages that can be dropped count as free."""
+    """Bytes left in the group; unlimited without one. Its droppable file pages count as free."""
     try:
         most = (root / limit).read_text().strip()
         if most == "max":

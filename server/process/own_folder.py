@@ -1,9 +1,9 @@
-"""The folder in which server and engine meet, for this user alone; gone when the server is.
+"""A folder for the sockets of server and engine, private to this user, removed at the end.
 
-A server that is killed cannot remove it. So each holds a lock on a file in its own, which the
-system lets go with the process, and the next server removes what nobody holds. A folder gets its
-lock under another name first: between making the file and locking it there is a moment in which
-another server would take it for a dead one's.
+A killed server cannot remove its folder. So each holds a lock on a file in its own, which the
+system releases with the process, and the next server removes folders without a held lock. A folder
+gets its lock under another name first: between creating the file and locking it, another server
+would take the folder for a dead one's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOCK: Final = "server.lock"
 
 @contextlib.contextmanager
 def own_folder() -> Iterator[str]:
-    """As mkdtemp makes it: nobody else may look into it."""
+    """Made by mkdtemp: other users cannot look into it."""
     remove_dead(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     fresh = folder / "fresh.lock"
@@ -38,7 +38,7 @@ def own_folder() -> Iterator[str]:
 
 
 def remove_dead(parent: Path) -> None:
-    """Folders of this user, and no links to any; what cannot be removed stays."""
+    """Removes dead folders of this user, but no links; what cannot be removed stays."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():

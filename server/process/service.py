@@ -1,4 +1,4 @@
-"""What every route works with: the tokenizer, the link to the engine, the limits and admission."""
+"""What every route works with: tokenizer, link to the engine, limits and admission."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ REASON_OF: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`waiting_max` are requests beyond the `running_max` that the engine runs.
+    """`waiting_max` requests may wait beyond the `running_max` that the engine runs.
 
-    `names` are what the server's host is called, beside localhost and addresses.
+    `names` are the server's host names, besides localhost and addresses.
     """
 
     running_max: int
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """The checkpoint's own recommendation, for what a request leaves open."""
+    """The checkpoint's recommendation for what a request leaves open."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -96,17 +96,17 @@ class Service:
 
     @property
     def tally_of_all(self) -> Tally:
-        """Of all the server's processes; the others' is a moment old."""
+        """The counts of all the server's processes; the others' are a moment old."""
         return together([self.tally, *([] if self.shelf is None else self.shelf.others())])
 
     @property
     def epoch(self) -> int:
-        """Of this boot of the engine, as other workers know it."""
+        """The engine's boot epoch, by which other workers know it."""
         return self._members[0].epoch
 
     @property
     def stage_count(self) -> int:
-        """Of the engine: each has some of the layers, and hands their rows over."""
+        """The engine's stages: each has some of the layers, and hands their rows over."""
         return len(self._members)
 
     @property
@@ -117,7 +117,7 @@ class Service:
 
     @property
     def missing_stages(self) -> list[str]:
-        """Stages that an engine which is not ready yet waits for."""
+        """The stages that the engine still waits for before it is ready."""
         if self.link.state not in ("starting", "restarting"):
             return []
         return missing(self.layers, self.board.status.stages)
@@ -133,11 +133,11 @@ class Service:
 
     @property
     def open_count(self) -> int:
-        """Of all fronts."""
+        """Open requests of all fronts."""
         return self.link.open_count + self.link.open_elsewhere_count
 
     def check_model(self, model: str | None) -> None:
-        """A router that does not know the name sends `unknown`, or no name."""
+        """Refuses a model we do not have; a router without its name sends `unknown`, or none."""
         if model and model != "unknown" and model not in self.names:
             raise self.absent(model)
 
@@ -154,13 +154,13 @@ class Service:
         salt: str = "",
         handoffs: Sequence[Handoff] = (),
     ) -> Call:
-        """Hand the prompts to the engine, or say why not."""
+        """Hands the prompts to the engine, or raises why it cannot."""
         self.check_state()
         self._check_room(len(prompts))
         return self.link.start(request_id, prompts, priority=priority, salt=salt, handoffs=handoffs)
 
     def watch(self) -> asyncio.Event:
-        """A place before the board, for as long as `board.leave` is not called."""
+        """An event that board updates set, until `board.leave` is called with it."""
         if self.board.is_full:
             sentence = f"{SUBSCRIBERS_MAX} viewers are watching, and no more are served"
             raise self.refused(sentence, "viewers", 5.0)
@@ -174,7 +174,7 @@ class Service:
         self.check_loaded()
 
     def check_loaded(self) -> None:
-        """A worker that drains still answers other workers that meet it."""
+        """Refuses until the engine is loaded; a draining worker still answers other workers."""
         self._check_engine()
         if self.link.state == "starting" or not (self.shelf is None or self.shelf.has_all()):
             sentence = "the model is being loaded; try again soon"
@@ -207,6 +207,6 @@ class Service:
         raise self.refused(f"{sentence}; try again in {again_s:.0f} s", reason, again_s)
 
     def refused(self, sentence: str, reason: str, retry_after_s: float) -> Refused:
-        """The error for it, counted; the caller raises it."""
+        """Counts a refusal and returns its error, which the caller raises."""
         self.tally.refusals[reason] += 1
         return Refused(sentence, reason=reason, retry_after_s=retry_after_s)

@@ -1,8 +1,8 @@
-"""What the server itself counts: answers, refusals, and how long clients waited.
+"""The server's own counts: answers, refusals, and how long clients waited.
 
-Each of the server's processes counts by itself and writes what it has into a file that the others
-read: whichever of them is asked, it answers for all. A process that takes the place of a lost
-process writes a file of its own, so no count ever falls.
+Each of the server's processes counts by itself and writes its counts into a file that the others
+read: any of them can answer for all. A process that replaces a lost one writes a new file, so no
+count ever falls.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Waits:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """`connection_count` is of now, all else since the start."""
+    """`connection_count` is the present number, all else counts since the start."""
 
     answers: dict[tuple[str, int], int] = field(default_factory=Counter)
     refusals: dict[str, int] = field(default_factory=Counter)
@@ -102,7 +102,7 @@ class Shelf:
         return [tally for path in paths if (tally := _read(path)) is not None]
 
     def has_all(self) -> bool:
-        """Every process has been ready once, this one included."""
+        """Whether every process has been ready once, this one included."""
         self._has_all = self._has_all or len([*self._folder.glob("*-0.tally")]) == self._count
         return self._has_all
 
@@ -110,7 +110,7 @@ class Shelf:
         return self._folder / f"{front}-{life}.tally"
 
     def _close(self, path: Path) -> None:
-        """The former process at this place has ended, and with it its connections."""
+        """The former process at this place has ended: its connections no longer count."""
         before = _read(path)
         if before is not None:
             before.connection_count = 0
@@ -118,7 +118,7 @@ class Shelf:
 
 
 def _write(path: Path, tally: Tally) -> None:
-    """A reader sees the whole new file or the whole old one."""
+    """Replaces the file at once: a reader sees all of the new one or all of the old one."""
     fresh = path.with_suffix(".new")
     fresh.write_bytes(msgspec.msgpack.encode(tally))
     fresh.replace(path)

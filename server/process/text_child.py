@@ -1,12 +1,12 @@
 """The text process: reads bodies, renders and encodes them, one after the other.
 
-Its memory is limited by the system, its time by its parent, who kills it. It ends when its input
-does. No torch is imported here.
+The system limits its memory; its parent limits its time, and kills it. It ends when its input ends.
+No torch is imported here.
 
     in:  a byte, the length of a name; 8 bytes, the length of a body; the name, the body
     out: 8 bytes, a length; Done or Failed, as msgpack
 
-The first name is "Desk", the others are those of asks.
+The first name is "Desk", the others are names of asks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ASKS: Final = (
 
 
 class Desk(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to know before the first body; `model` is the checkpoint's folder."""
+    """What the process must know before the first body; `model` is the checkpoint's folder."""
 
     model: str
     length_max: int
@@ -79,7 +79,7 @@ def send(stream: BinaryIO, said: Done | Failed) -> None:
 
 
 def answered(reader: PromptReader, kind: str, raw: bytes) -> Done | Failed:
-    """Refusals and faults alike are for the parent to tell; a fault is shown here too."""
+    """Answers a body; its parent reports refusals and faults, and faults are logged here too."""
     [form] = [ask for ask in ASKS if ask.__name__ == kind]
     try:
         return packed(reader.read(raw, form))
@@ -103,7 +103,7 @@ def packed(prepared: Prepared[Any]) -> Done:
 
 
 def _rest(ask: msgspec.Struct) -> bytes:
-    """What is left of the ask, which the parent reads on its event loop."""
+    """The rest of the ask, which the parent reads on its event loop."""
     try:
         made = msgspec.msgpack.encode(ask)
         count = _count_of(msgspec.to_builtins(ask, builtin_types=(msgspec.Raw,)))
@@ -132,7 +132,7 @@ def _count_of(document: Any) -> int:
 
 
 def main() -> None:
-    """What is loaded stays, so garbage collection need not walk it, nor what dies with a body."""
+    """Freezes the loaded objects, so that garbage collection need not walk them."""
     resource.setrlimit(resource.RLIMIT_AS, (READ_BYTES_MAX, READ_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer

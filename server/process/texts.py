@@ -1,14 +1,14 @@
-"""Bodies read and encoded where they cannot hold up the event loop.
+"""Reads and encodes bodies where that cannot hold up the event loop.
 
-Decoding, templates and the tokenizer hold the interpreter for as long as they take, in a thread
-too, and a body of 32 MiB can make that a minute. So only short bodies are read here, on the loop.
-The others go, as the bytes they are, to a text process (`text_child`), which gives back ids and
-what is left of the ask: bounded both, so that taking them over is quick as well.
+Decoding, templates and the tokenizer hold the interpreter lock while they run, even in a thread,
+and for a body of 32 MiB that can take a minute. So only short bodies are read here, on the loop.
+The others go, as raw bytes, to a text process (`text_child`), which returns ids and the rest of the
+ask: both are bounded, so that taking them over is quick as well.
 
-There are three such processes, for bodies of up to LOOP_BODY_BYTES (conversations for a template),
-up to SHORT_BODY_BYTES and beyond, so that a short body does not wait behind a long one. In each,
-bodies take turns. One that takes too long is killed with its work, as is one whose client has left,
-after a moment. One that dies is replaced, and its work tried again once.
+There are three such processes: for bodies of up to LOOP_BODY_BYTES (with a template), of up to
+SHORT_BODY_BYTES, and beyond, so that a short body does not wait behind a long one. In each, bodies
+take turns. A process that takes too long is killed with its work, as is one whose client has left,
+after a moment. If a process dies it is replaced, and its work tried again once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Texts:
         self._warming: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> None:
-        """Starts the processes; if a start fails, it is tried again when the process is needed."""
+        """Starts the processes; a failed start is tried again when the process is needed."""
         needed = self.lanes if self._style_waits else self.lanes[1:]
         self._warming = [asyncio.ensure_future(lane.warm()) for lane in needed]
 
@@ -73,11 +73,11 @@ class Texts:
 
     @property
     def reading_count(self) -> int:
-        """Bodies that a text process has or that wait for it."""
+        """How many bodies text processes have or are waiting for them."""
         return sum(len(lane.sizes) for lane in self.lanes)
 
     def is_short(self, raw: bytes, kind: type[Ask]) -> bool:
-        """Whether it may be read on the loop; a template that waits for its process may not."""
+        """Whether a body may be read on the loop: a short one without a template to wait for."""
         if len(raw) > LOOP_BODY_BYTES:
             return False
         if self._style_waits and kind is TokenizeAsk:
@@ -85,11 +85,11 @@ class Texts:
         return not (self._style_waits and kind is ChatAsk)
 
     def read(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
-        """On the loop, for what is short."""
+        """Reads a short body, on the loop."""
         return self._reader.read(raw, kind)
 
     async def read_apart(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
-        """Cancel it and the work ends too."""
+        """Reads a body in a text process; if cancelled, the work there ends too."""
         self._check_queue(len(raw))
         lane = self.lanes[sum(len(raw) > most for most in LANE_BYTES)]
         done = await lane.ask(raw, kind.__name__)
@@ -182,7 +182,7 @@ class Lane:
         return cast("Done | Failed", msgspec.msgpack.decode(packed, type=Done | Failed))
 
     async def _start(self) -> None:
-        """In a session of its own: Ctrl-C does not reach it, and what it starts ends with it."""
+        """Starts it in its own session: Ctrl-C does not reach it, and its children end with it."""
         await self._kill()
         self.process = await asyncio.create_subprocess_exec(
             *_command(),

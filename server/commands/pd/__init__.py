@@ -1,1 +1,1 @@
-"""`ess serve --pd`: prefill and decode workers on this machine, a stock router before them."""
+"""`ess serve --pd`: prefill and decode workers on this machine, behind a stock router."""

@@ -1,11 +1,11 @@
-"""`ess serve --pd 1p3d`: prefill and decode workers here, a stock router before them, as one.
+"""`ess serve --pd 1p3d`: prefill and decode workers here, behind a stock router, run as one.
 
-    prefill workers --listen--> decode workers (told where) --all ready--> router --> table, example
+    prefill workers --listen--> decode workers (get addresses) --all ready--> router --> table
 
 Every process is an ordinary one, `ess prefill`, `ess decode` or the router's own script, and could
-be started by hand. What ends is started again at the same port. At the end decode workers finish
-their streams first, which need the others; then prefill workers end, then the router. None of them
-outlives us, however we end.
+be started by hand. A process that ends is started again at the same port. At the end decode workers
+first finish their streams, which need the others; then prefill workers end, then the router. None
+of them outlives this process, however it ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ess.server.process.own_folder import own_folder
 HOST: Final = "127.0.0.1"
 ESS: Final = "ess.server.commands.cli:main"
 SECRET_BYTES: Final = 32
-ROUTER_END_S: Final = 1.0  # nothing is open then; smg takes five seconds of rest
+ROUTER_END_S: Final = 1.0  # nothing is open then; smg sleeps five seconds
 
 
 def serve_pd(
@@ -55,7 +55,7 @@ def serve_pd(
     config: Path | None,
     json: bool,
 ) -> int:
-    """Serve until told to end; the exit code."""
+    """Serves until told to end; returns the exit code."""
     shape = shape_of(text)
     flags, stages = stages_of(flags)
     resolved = resolve(flags, config=config, environment=os.environ)
@@ -71,7 +71,7 @@ def serve_pd(
 
 @contextlib.contextmanager
 def kept_place(settings: Settings) -> Iterator[Place]:
-    """The router starts last: nobody else is to have its ports by then."""
+    """Reserves the router's ports: it starts last, and no other program may take them by then."""
     host = settings.host
     with kept_port(host, settings.port) as port, kept_port(HOST) as metrics_port:
         yield Place(host=host, port=port, metrics_port=metrics_port)
@@ -100,7 +100,7 @@ class Crew:
         self._kept = Kept(roles, environment=clean(os.environ), clock=clock)
 
     async def run(self, *, json: bool) -> int:
-        """0 if it was asked to end; 1 if too few workers or no router is left."""
+        """Returns 0 if it was asked to end, 1 if too few workers or no router is left."""
         self._kept.heed_signals()
         try:
             if not await self._kept.unless_stopped(self._begin()):
@@ -129,7 +129,7 @@ class Crew:
         await self._kept.wait_until(router, router.ready, "ready")
 
     def _worker(self, role: Role, name: str, secret: Path, **told: str) -> Keeper:
-        """Its settings are a file in our folder: the table of processes shows none of them."""
+        """Starts a worker with its settings in a file: the process table must not show them."""
         path = self._folder / f"{name}.json"
         given = {**self._share.settings, "host": HOST, "peer_secret_file": str(secret), **told}
         if role == "prefill":
@@ -162,7 +162,7 @@ class Crew:
         return sum(bool(worker.get("is_healthy")) for worker in listed) == self._shape.count
 
     async def _end(self) -> None:
-        """Decode workers first: their streams need the others. Nothing is left afterwards."""
+        """Ends decode workers first, as their streams need the others. No process is left."""
         within_s = self._settings.drain_s + HANG_S
         for kind in ("decode", "prefill"):
             await self._kept.end(kind, within_s=within_s)

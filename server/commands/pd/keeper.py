@@ -1,8 +1,8 @@
 """A worker or a router as a process that is started again when it ends.
 
-Pauses between starts grow. A program whose first start does not make it ready is not started again:
-what kept it from that would keep it again. Later, `STARTS_MAX` such starts in a row are the last.
-`why_lost` then says how it ended, with its last words.
+Pauses between starts grow. A program that was never ready is not started again after its first
+start: whatever stopped it would stop it again. Later, `STARTS_MAX` such starts in a row are the
+last. Then `why_lost` says how it ended, with its last lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLL_S: Final = 0.05
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. Without a `url` it takes `--port`, and says its URL in a JSON document first."""
+    """The program to run. Without a `url` it takes `--port`, and first prints its URL as JSON."""
 
     name: str
     home: str
@@ -38,9 +38,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Keeper:
-    """`ready` is set while its program is: `is_ready` is asked for its URL until it says so. What
-    the program logs is passed on under its name; of a router, which starts with a poster, only what
-    it says once it is ready."""
+    """`ready` is set while the program is ready: `is_ready` is asked with its URL until it agrees.
+    The program's log is passed on under its name; a router prints a banner first, so its log is
+    passed on only once it is ready."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Keeper:
         self._keeping: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
-        """A task that is done when the program is given up, or has been ended."""
+        """Starts it; the task is done when the program is given up or was ended."""
         self._keeping = asyncio.ensure_future(self._keep())
         return self._keeping
 
     async def end(self, *, within_s: float) -> None:
-        """Asks it to end and waits; past the time it is killed. A pause has nothing to wait for."""
+        """Asks the program, if it runs, to end; kills it after `within_s`."""
         self._is_ending = True
         if self._keeping is None:
             return
@@ -108,7 +108,7 @@ class Keeper:
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
 
     async def _live(self) -> str:
-        """Runs the program from its start to its end, and says how it ended."""
+        """Runs the program from start to end, and says how it ended."""
         self._last_lines.clear()
         self.listens.clear()
         program = Program(home=self._order.home, words=self._words(), parent=os.getpid())
@@ -132,7 +132,7 @@ class Keeper:
             await asyncio.gather(*hearing, watching, return_exceptions=True)
 
     def _words(self) -> tuple[str, ...]:
-        """A program started again listens at its former address, by which routers know it."""
+        """The command line; a restarted program keeps its address, by which routers know it."""
         if self._order.url:
             return self._order.words
         port = self.url.rpartition(":")[2] or "0"

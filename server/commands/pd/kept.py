@@ -1,4 +1,4 @@
-"""Processes that are kept together: started in an order, watched, and told to end by one signal."""
+"""Processes that run together: started in order, watched, and ended by one signal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TELL_EVERY_S: Final = 10.0
 
 
 class Kept:
-    """Owns the keepers, by role. `environment` is that of their processes."""
+    """Owns the keepers, by role; their processes get `environment`."""
 
     def __init__(
         self, roles: Sequence[str], *, environment: Mapping[str, str], clock: Clock

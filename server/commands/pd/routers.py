@@ -1,4 +1,4 @@
-"""The stock routers, as `ess serve --pd` starts them: which is installed, and its command line."""
+"""The stock routers as `ess serve --pd` starts them: the choice and the command line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ess.errors import BadInput, Unavailable
 
 RouterName = Literal["smg", "vllm_router", "sglang_router"]
 
-# A worker is asked every second whether it is ready; one that hangs is left out after three times
-# two seconds. A breaker takes our 503 for a failure: it
-# opens after fewer failures than a request has attempts, and closes after a second.
+# # A worker is asked every second whether it is ready; one that hangs is left out after three times
+# two seconds. A circuit breaker counts our 503 as a failure: it opens after fewer failures than a
+# request has attempts, and closes after a second.
 FLAGS: Final = (
     *("--policy", "round_robin", "--health-check-endpoint", "/ready"),
     *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "2"),
@@ -25,7 +25,7 @@ FLAGS: Final = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
     """`meets_at_port`: it tells a decode worker the prefill worker's bootstrap port. `hides_keys`:
-    workers get its own key instead of the client's."""
+    it sends workers its own key instead of the client's."""
 
     name: RouterName
     home: str
@@ -34,8 +34,8 @@ class Router:
     hides_keys: bool = False
 
 
-# By preference: smg passes tokens on as the decode worker makes them; sglang-router passes none
-# before the prefill worker's answer has ended.
+# # In order of preference: smg passes tokens on as the decode worker makes them; sglang-router
+# passes on none before the prefill worker's answer has ended.
 ROUTERS: Final = (
     Router(name="smg", home="smg.cli:main", words=("launch", "--pd-disaggregation")),
     Router(
@@ -55,7 +55,7 @@ ROUTERS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a router is to listen, and where it shows its own metrics."""
+    """Where a router listens, and where it shows its own metrics."""
 
     host: str
     port: int
@@ -71,7 +71,7 @@ class Place:
 
 
 def choose(name: RouterName | None, *, has_keys: bool) -> Router:
-    """The router that is asked for, or the first that is installed."""
+    """The named router, or the first that is installed."""
     wanted = [router for router in ROUTERS if name in (None, router.name)]
     present = [router for router in wanted if importlib.util.find_spec(router.name)]
     if not present:
@@ -94,7 +94,7 @@ def words_for(
     decodes: Sequence[str],
     key: str = "",
 ) -> tuple[str, ...]:
-    """A prefill worker's bootstrap port is its only port."""
+    """The command line. A prefill worker's only port is also its bootstrap port."""
     words = [*router.words, "--host", place.host, "--port", str(place.port)]
     words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(place.metrics_port)]
     for url in prefills:

@@ -1,4 +1,4 @@
-"""From `ess serve --pd 1p3d` and its settings to what each worker is told, and what it gets of the
+"""From `ess serve --pd 1p3d` and its settings to the settings of each worker and its share of the
 machine."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Role = Literal["prefill", "decode"]
 WORKERS_MAX: Final = 64
 SHAPE: Final = re.compile(r"(\d{1,3})p(\d{1,3})d", re.IGNORECASE)
 
-# Settings that make no sense here, each with the reason.
+# # Settings that make no sense here, each with the reason.
 WHY_NOT: Final[Mapping[str, str]] = {
     "uds": "a router listens at a host and a port",
     "root_path": "a router knows no other path",
@@ -73,7 +73,7 @@ def shape_of(text: str) -> Shape:
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What each worker has; all workers have the same, but that `stages` is for prefill workers."""
+    """What each worker gets: the same for all, except `stages`, which is for prefill workers."""
 
     settings: dict[str, Any]
     plan: MemoryPlan
@@ -83,7 +83,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stages_of(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The flags of all workers, and those that only prefill workers are told, which are checked."""
+    """Splits off the flags that only prefill workers get, and checks them."""
     given = {name: value for name, value in flags.items() if value is not None}
     stages = {name: given.pop(name) for name in [*given] if FIELDS[name].section == "pipeline"}
     for name in sorted(NODES & {*stages}):
@@ -93,8 +93,8 @@ def stages_of(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None = None) -> Share:
-    """What `ess serve` would take, divided by the number of workers. All is checked here that a
-    worker would check: a start that must fail starts nothing."""
+    """Divides what `ess serve` would take by the number of workers. Checks everything that a worker
+    would check: a start that must fail starts nothing."""
     check_settings(resolved)
     settings = resolved.settings
     checkpoint = read_checkpoint(settings.model)
@@ -118,7 +118,7 @@ def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None 
 
 
 def _stages_told(stages: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """With the threads of one worker divided among its processes."""
+    """The stages' settings, with the threads of one worker divided among its processes."""
     sizes = [int(stages.get(name, 1)) for name in ("pp_size", "tp_size", "cp_size")]
     count = math.prod(sizes)
     return {**stages, "threads": max(1, threads // count)} if count > 1 else dict(stages)
@@ -134,7 +134,7 @@ def check_settings(resolved: Resolved) -> None:
 def _divided(
     resolved: Resolved, layout: ModelLayout, checkpoint: Checkpoint, count: int
 ) -> Resolved:
-    """Slots sized by the machine are enough for a request, however many the workers are."""
+    """Divides the sizes. Automatic slots suffice for a request, however many workers there are."""
     settings = resolved.settings
     whole = _plan(settings, layout, checkpoint, weights=count)
     slots = whole.slot_bytes // count
@@ -154,7 +154,7 @@ def _divided(
 def _plan(
     settings: Settings, layout: ModelLayout, checkpoint: Checkpoint, *, weights: int
 ) -> MemoryPlan:
-    """Memory is planned with `weights` copies of the weights in it."""
+    """The memory plan with `weights` copies of the weights in it."""
     return plan_memory(
         settings,
         layout,
@@ -164,7 +164,7 @@ def _plan(
 
 
 def told_settings(resolved: Resolved, *, but: Set[str]) -> dict[str, Any]:
-    """All that is not a default, as a worker's file has it; keys are in it, not their file."""
+    """All settings that are not defaults, for a worker's file; it has the keys, not their file."""
     return {
         name: getattr(resolved.settings, name)
         for name, origin in resolved.origins.items()
@@ -173,7 +173,7 @@ def told_settings(resolved: Resolved, *, but: Set[str]) -> dict[str, Any]:
 
 
 def clean(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what the settings were read from, since the worker's file says it all, and without a
-    key that a router would send to workers."""
+    """The environment without variables that set settings, as the worker's file has them all, and
+    without a key that a router would send to workers."""
     families = (PREFIX, *FAMILY, "OPENAI_API_KEY")
     return {name: value for name, value in environment.items() if not name.startswith(families)}

@@ -1,4 +1,4 @@
-"""What `ess serve --pd` prints once everything is ready: who listens where, and an example."""
+"""What `ess serve --pd` prints once everything is ready: the addresses, and an example."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show(lines: Sequence[Line], share: Share, *, json: bool) -> None:
-    """The router is the last line. Processes whose table nobody takes serve all the same."""
+    """Prints a line for each process, the router last; a closed stdout is ignored."""
     try:
         _print(lines, share, json=json)
         sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""`ess serve --dp-size N`: servers that divide the experts, started and kept as one."""
+"""`ess serve --dp-size N`: servers that divide the experts, started and kept together."""

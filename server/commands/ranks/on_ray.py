@@ -1,17 +1,17 @@
 """`ess serve --dp-size 4 --executor ray`: Ray finds room for the ranks and starts them again.
 
     this command              a Ray actor per rank, which holds its bundle of a placement group
-    place        ------->     the node's address, a port for HTTP and one to meet at
+    place        ------->     reserves the node's address, a port for HTTP and one to meet at
     serve        ------->     runs an ordinary `ess serve` with this rank until that ends
     ready        ------->     returns when /ready of that server says 200
 
-Ray is not on the way of any token. A server that ends unasked takes its actor with it; Ray starts
-the actor again on its bundle and repeats what was asked of it (`max_restarts`, `max_task_retries`),
-so the server comes back at the same address. A server that was never ready is not started again:
-what kept it from that would keep it again. Logs of servers are their actors', where Ray keeps them.
+No token passes through Ray. A server that ends without being asked takes its actor with it; Ray
+starts the actor again on its bundle and repeats the calls (`max_restarts`, `max_task_retries`), so
+the server comes back at the same address. A server that was never ready is not started again:
+whatever stopped it would stop it again. A server's log is its actor's, where Ray keeps it.
 
-This module is imported where Ray is asked for, and by Ray's workers, which need ess and the model's
-folder on every node. RAY_ADDRESS says which cluster; without it Ray starts on this machine alone.
+This module is imported by `--executor ray`, and by Ray's workers, which need ess and the model's
+folder on every node. RAY_ADDRESS names the cluster; without it Ray starts on this machine alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ POLL_S: Final = 0.1
 LOOK_S: Final = 0.5
 PAUSE_S: Final = 0.5
 OBJECT_BYTES: Final = 80 << 20
-"""For Ray's objects, where we start it: none of ours is large."""
+"""Ray's object store, if we start Ray: our objects are small."""
 
 
 class Place(NamedTuple):
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 class RankActor:
-    """Runs in a process of Ray's, its methods in threads of it."""
+    """The actor: its methods run in threads of a Ray process."""
 
     def __init__(self) -> None:
         self._kept = contextlib.ExitStack()
@@ -65,7 +65,7 @@ class RankActor:
         self._ending = threading.Event()
 
     def place(self, host: str, port: int) -> Place:
-        """The ports are kept from now on."""
+        """The node's address and ports, which are reserved from now on."""
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -73,7 +73,7 @@ class RankActor:
         return Place(address, own, self._kept.enter_context(kept_port(address)))
 
     def serve(self, told: Mapping[str, Any], secret: str) -> str:
-        """Returns when it was asked to end; or how a server ended that was never ready."""
+        """Runs the server until it is asked to end; returns how it ended if it was never ready."""
         if self._ending.is_set():
             return ""
         with own_folder() as folder, kept_port(told["host"], told["port"]):
@@ -89,7 +89,7 @@ class RankActor:
         os._exit(1)
 
     def ready(self, url: str) -> int:
-        """The process of the server, once that is ready."""
+        """Waits until the server is ready; returns its process id."""
         while ask(url, "/ready")[0] != 200 or self._server is None:
             time.sleep(POLL_S)
         self._was_ready = True
@@ -102,7 +102,7 @@ class RankActor:
 
 
 def _started(folder: Path, told: Mapping[str, Any], secret: str) -> subprocess.Popen[bytes]:
-    """It ends with us. What it prints joins its log."""
+    """Starts the server, which ends with this process and writes to its log."""
     write_private(folder / "peer.secret", secret)
     given = {**told, "peer_secret_file": str(folder / "peer.secret")}
     path = folder / "rank.json"
@@ -125,7 +125,7 @@ def _is_second_life() -> bool:
 
 
 def serve_on_ray(resolved: Resolved, *, json: bool) -> int:
-    """Serve until told to end; the exit code."""
+    """Serves until told to end; returns the exit code."""
     for sentence in resolved.notes:
         console.note(f"ess: {sentence}")
     try:
@@ -184,7 +184,7 @@ class RayCrew:
         return remote.remote()
 
     def _served(self, actors: Sequence[Any], json: bool) -> int:
-        """0 if it was asked to end."""
+        """Returns 0 if it was asked to end."""
         settings, get = self._settings, self._ray.get
         ports = [settings.port + at if settings.port else 0 for at in range(self._size)]
         placed = [
@@ -223,11 +223,11 @@ class RayCrew:
         }
 
     def _seen(self, place: Place) -> str:
-        """By its own node, and, if it listens for others, by them."""
+        """The server's host as its node sees it, or as others do if it listens for them."""
         return self._settings.host if is_loopback(self._settings.host) else place.address
 
     def _watched(self, serving: Sequence[Any], asked: Sequence[Any]) -> bool:
-        """Waits until all that was asked is there, or for ever: False if told to end meanwhile.
+        """Waits for all of `asked`, or for ever if that is empty; False if told to end meanwhile.
         Unavailable if a server is gone for good."""
         while not self._stop.is_set():
             ended, _ = self._ray.wait(list(serving), timeout=LOOK_S)

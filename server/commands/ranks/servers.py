@@ -1,9 +1,9 @@
 """`ess serve --dp-size 4`: the servers of all ranks that run here.
 
-Each is an ordinary `ess serve` with a rank of its own, and could be started by hand: it has its own
-port, and a stock router in front sends it requests as to any worker. What ends is started again at
-the same port; then the engines of the others, which have ended with it, meet the new one. At the
-end all drain beside one another.
+Each is an ordinary `ess serve` with its own rank and port, and could be started by hand; a stock
+router in front sends it requests as to any worker. A server that ends is started again at the same
+port; the engines of the others, which have ended with it, then meet the new one. At the end all
+drain side by side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ESS: Final = "ess.server.commands.cli:main"
 SECRET_BYTES: Final = 32
 LOCAL: Final = "127.0.0.1"
 
-# Settings of a single server, each with the reason.
+# # Settings of a single server, each with the reason.
 WHY_NOT: Final[Mapping[str, str]] = {
     "uds": "each rank listens on a port of its own",
     "tls_cert": "ranks are asked by HTTP whether they live: let a proxy speak HTTPS",
@@ -55,14 +55,14 @@ OF_RANK: Final = frozenset(
 
 
 def check_alike(resolved: Resolved) -> None:
-    """Refuses what several ranks cannot be told alike."""
+    """Refuses settings that several ranks cannot share."""
     for name, why in WHY_NOT.items():
         if resolved.origins[name] != "default":
             raise BadInput(f"{name} makes no sense with several ranks at once: {why}")
 
 
 def serve_ranks(resolved: Resolved, *, json: bool) -> int:
-    """Serve until told to end; the exit code."""
+    """Serves until told to end; returns the exit code."""
     told = divided(resolved)
     for sentence in told.notes:
         console.note(f"ess: {sentence}")
@@ -72,14 +72,14 @@ def serve_ranks(resolved: Resolved, *, json: bool) -> int:
 
 
 def ranks_of(settings: Settings) -> range:
-    """Those of this machine."""
+    """The ranks of this machine."""
     count = settings.dp_size // settings.nnodes
     return range(settings.node_rank * count, (settings.node_rank + 1) * count)
 
 
 def divided(resolved: Resolved) -> Resolved:
-    """What each rank is told: sizes and threads that are left to the machine are its share of it;
-    those that were given are each rank's. All is checked here that a rank would check."""
+    """The settings of each rank: automatic sizes and threads become its share of the machine; given
+    ones hold for each rank. Checks everything that a rank would check."""
     checkpoint = checked(resolved.settings)
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
@@ -89,7 +89,7 @@ def divided(resolved: Resolved) -> Resolved:
 
 @contextlib.contextmanager
 def kept_places(settings: Settings) -> Iterator[tuple[list[int], str]]:
-    """The ports of the ranks, one behind the other or each a free one, and where ranks meet."""
+    """Reserves the ports of the ranks, in a row or free ones, and the address where they meet."""
     with contextlib.ExitStack() as kept:
         first, count = settings.port, len(ranks_of(settings))
         wanted = [first + at if first else 0 for at in range(count)]
@@ -113,7 +113,7 @@ class RankCrew:
         self._kept = Kept(["rank"], environment=clean(os.environ), clock=RealClock())
 
     async def run(self, *, json: bool) -> int:
-        """0 if it was asked to end; 1 if no rank is left."""
+        """Returns 0 if it was asked to end, 1 if no rank is left."""
         self._kept.heed_signals()
         try:
             if not await self._kept.unless_stopped(self._begin()):
@@ -136,11 +136,11 @@ class RankCrew:
 
     @property
     def _secret(self) -> str:
-        """That of all machines, or of this one alone."""
+        """The secret of all machines, or a new one for this machine alone."""
         return self._resolved.settings.peer_secret or new_secret()
 
     def _start(self, rank: int, port: int, secret: Path) -> Keeper:
-        """Its settings are a file in our folder: the table of processes shows none of them."""
+        """Starts a rank with its settings in a file: the process table must not show them."""
         settings, path = self._resolved.settings, self._folder / f"rank-{rank}.json"
         given: dict[str, Any] = {
             **told_settings(self._resolved, but=OF_RANK),
@@ -165,7 +165,7 @@ def new_secret() -> str:
 
 
 def show(ranks: Sequence[tuple[str, str, int]], *, json: bool) -> None:
-    """The name, URL and process of each. Ranks whose table nobody takes serve all the same."""
+    """Prints the name, URL and process of each; a closed stdout is ignored."""
     try:
         if json:
             lines = [{"name": name, "url": url, "pid": pid} for name, url, pid in ranks]

@@ -23,7 +23,7 @@ PAGES = (
 
 
 def greet(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> None:
-    """A server whose greeting nobody takes serves all the same."""
+    """Prints the greeting; a closed stdout is ignored."""
     for sentence in resolved.notes:
         console.note(f"ess: {sentence}")
     try:
@@ -59,7 +59,7 @@ def _grid(*justify: str) -> Table:
 
 
 def _settings(resolved: Resolved) -> Table:
-    """The settings that are not at their defaults, and who set them."""
+    """The settings that are not at their defaults, and their origins."""
     table = _grid("left", "left", "left")
     rest = 0
     for name, shown in resolved.shown().items():

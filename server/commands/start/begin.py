@@ -1,4 +1,4 @@
-"""From flags to what serves: one server, or those of all ranks that run here."""
+"""From flags to a running server, or to the servers of all ranks that run here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server reads of its model's folder before anything is loaded: no tensor."""
+"""What a server reads from its model's folder before anything is loaded: no tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EMBEDDED: Final = "ess-embedded"
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server needs of a model's folder: no tensor."""
+    """The facts in a model's folder that the server needs: no tensor."""
 
     path: str
     name: str
@@ -37,8 +37,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
 
     def share_bytes(self, rank_count: int, *, redundant: int = 0) -> int:
-        """Of a rank that has its share of the experts, which have so many second places in each
-        layer, and all else."""
+        """Bytes on a rank that has all else and its share of the experts, of which `redundant` per
+        layer have a second place."""
         values = {True: 0, False: 0}
         for spec in expected_tensors(self.config):
             values[spec.expert is not None] += math.prod(spec.shape)
@@ -75,16 +75,16 @@ def read_checkpoint(model: str) -> Checkpoint:
 
 
 def _place(model: str) -> Path:
-    """A guest is fetched and converted when it is first asked for; a folder of its name is meant
-    by ./NAME."""
+    """The model's folder. A guest model is fetched and converted at its first use; ./NAME means a
+    folder of that name."""
     if model in GUESTS:
         return checkpoint_folder(GUESTS[model])
     return Path(model) if model and model != EMBEDDED else embedded_path()
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """All tensors by name. Every file is as long as its header says: before an engine is started
-    that would fail."""
+    """All tensors by name. Checks that every file is as long as its header says, before an engine
+    is started that would fail."""
     entries: dict[str, Entry] = {}
     folder = Folder(path)
     try:
@@ -99,7 +99,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 
 def check_ends(checkpoint: Checkpoint, vocabulary: int) -> None:
-    """Each request stops at these ids: with a wrong id the engine would refuse them all."""
+    """Refuses end-of-sequence ids that the engine would refuse in every request."""
     for end in checkpoint.eos_ids:
         if not 0 <= end < vocabulary:
             raise BadInput(
@@ -120,7 +120,7 @@ def _eos_ids(*given: Any) -> tuple[int, ...]:
 
 
 def _defaults(recommended: Mapping[str, Any]) -> SamplingDefaults:
-    """What the checkpoint recommends; a checkpoint that says not to sample is greedy."""
+    """The checkpoint's recommendations; if it says not to sample, greedy."""
     if recommended.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

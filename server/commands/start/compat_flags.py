@@ -1,8 +1,7 @@
-"""What operators of vLLM and SGLang have in their scripts: their flags, variables and values.
+"""Flags, variables and values that operators bring from scripts for vLLM and SGLang.
 
-Where we have the same notion their name sets ours. Every other name of theirs that we know, and
-every unknown variable with their prefix, is answered with a sentence that says why it has no
-effect, or is refused.
+Where ESS has the same notion, their name sets our setting. For any other known name, and any
+unknown variable with their prefix, a sentence says why it has no effect, or it is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ess.errors import BadInput
 
 FAMILY: Final = ("VLLM_", "SGLANG_", "SGL_")
 
-# Our setting, and their flags for it.
+# # Our setting, and their flags for it.
 FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("--model", "--model-path"),
     "role": ("--disaggregation-mode",),
@@ -58,7 +57,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "otlp_endpoint": ("--otlp-traces-endpoint",),
 }
 
-# Their variable, our setting, and how a value of theirs is written as one of ours.
+# # Their variable, our setting, and how to write their value as one of ours.
 SAME: Final[Mapping[str, tuple[str, str]]] = {
     "VLLM_API_KEY": ("api_key", "{}"),
     "VLLM_BATCH_INVARIANT": ("deterministic", "{}"),
@@ -72,7 +71,7 @@ SAME: Final[Mapping[str, tuple[str, str]]] = {
     "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": ("smooth", "{}"),
 }
 
-# Our setting, and values of theirs with what each is called here.
+# # Our setting, and their values with our names for these.
 VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "device": {"auto": "cpu"},
     "executor": {"mp": "processes"},
@@ -128,7 +127,7 @@ def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[s
 @Parameter(name="*", show=False)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignFlags:
-    """Flags of theirs that set nothing here: what they ask for is always so, or is not served."""
+    """Their flags that set nothing here: what they ask for is always so, or is not served."""
 
     trust_remote_code: bool = False
     enforce_eager: Annotated[bool, Parameter(name=["--enforce-eager", "--disable-cuda-graph"])] = (
@@ -163,7 +162,7 @@ class ForeignFlags:
     ] = False
 
 
-# Accepted and logged: what they ask for is always so, or changes no answer.
+# # Accepted and logged: what they ask for is always so, or changes no answer.
 NO_EFFECT: Final[Mapping[str, str]] = {
     "trust_remote_code": "code of a checkpoint is never run",
     "enforce_eager": "no step of a CPU is a graph; --graphs 0 says so of a device's",
@@ -187,7 +186,7 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "speculative_algorithm": "the checkpoint's own MTP layer drafts, --mtp tokens at most",
 }
 
-# Refused: the answer, or the machine that makes it, would not be what was asked for.
+# # Refused: the answer, or the machine that makes it, would differ from what was asked for.
 NOT_HERE: Final[Mapping[str, str]] = {
     "page_size": "must be 64: a page has 64 rows",
     "speculative_eagle_topk": "must be 1: drafts are a chain, not a tree",
@@ -196,7 +195,7 @@ NOT_HERE: Final[Mapping[str, str]] = {
 
 
 def check_foreign(flags: ForeignFlags) -> list[str]:
-    """A sentence for each flag that was given and has no effect; what is not served is refused."""
+    """A sentence for each given flag without an effect; refuses flags for things not served."""
     fields = ForeignFlags.__dataclass_fields__
     given = [n for n, value in asdict(flags).items() if value != fields[n].default]
     shown = {name: "--" + name.replace("_", "-") for name in given}

@@ -1,4 +1,4 @@
-"""The device that `ess serve` is told to use: asked before anything is planned or loaded."""
+"""The device of `ess serve`: checked before anything is planned or loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBE_S: Final = 120.0
 
 
 def found_for(settings: Settings) -> Found | None:
-    """None where nothing is served on a device; Unavailable where it cannot be."""
+    """The device; None if none is used. Unavailable if it cannot serve."""
     if not is_device(settings.device) or settings.engine == "paced":
         return None
     found = ask(ordinal_of(settings.device))

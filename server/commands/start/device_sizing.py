@@ -1,9 +1,9 @@
-"""The plan of memory of a server on a device: all that will be taken of it, before anything is.
+"""The memory plan of a server on a device: all that it will take, before it takes any.
 
-Weights come from the files' headers, pools from their sizes, what a step works in from the model's
-dimensions. What nobody has said is worked out in this order: rows on the host for every request
+Weights come from the files' headers, pools from their sizes, a step's memory from the model's
+dimensions. Sizes that are not set are worked out in this order: rows on the host for every request
 that may run, at most half of what is free there; index keys for as many; and for slots the rest of
-the device, but for no more rows than there are.
+the device, but for no more rows than the host has.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ NOTES: Final[Mapping[str, str]] = {
 
 
 class Needed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the pools leave room for: bytes of the device that the settings of sizes do not change,
-    but for the steps' own."""
+    """Bytes of the device besides the pools; the size settings do not change them, except those of
+    the steps."""
 
     config: ModelConfig
     layout: ModelLayout
@@ -54,7 +54,7 @@ class Needed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: int) -> MemoryPlan:
-    """`free` is what the host has. BadInput if it does not fit, with what to change."""
+    """The plan; `free` is the host's free memory. BadInput with advice if it does not fit."""
     layout = needed.layout
     longest = asked_length(settings, needed.config.positions_max)
     host_bytes = _host_bytes(settings, layout, longest, free)
@@ -101,7 +101,7 @@ def _host_bytes(settings: Settings, layout: ModelLayout, longest: int, free: int
 def _shape(
     settings: Settings, layout: ModelLayout, found: Found, length_max: int, host_pages: int
 ) -> PoolShape:
-    """With as many chunks as slot_bytes says, or as few as there can be."""
+    """The pools, with as many chunks as slot_bytes says, or with as few as possible."""
     index_pages = min(host_pages, settings.max_running * page_count(length_max))
     if settings.index_bytes != AUTO:
         size = size_of(settings.index_bytes, of=found.total_bytes)
@@ -130,7 +130,7 @@ def _shape(
 
 
 def _filled(least: PoolShape, room: int, token_capacity: int) -> PoolShape:
-    """The most chunks that fit, up to slots for all rows of the host; `least` where none do."""
+    """The most chunks that fit, up to slots for all rows of the host; `least` if none do."""
     layout = least.layout
     slots = div_ceil(token_capacity, PAGE_ROWS) + 1
     fits, fails = least.chunks, least.chunks + slots * layout.group_count + 1
@@ -184,7 +184,7 @@ def _steps(needed: Needed, settings: Settings, length_max: int) -> list[Line]:
 
 
 def _graphs(needed: Needed, settings: Settings, length_max: int, found: Found) -> Line:
-    """The engine captures none that would take more."""
+    """The memory of graphs: the engine captures none beyond this."""
     running = settings.max_running
     sizes = bucket_sizes(settings.graph_sizes, largest=running, splits=settings.tbo != "off")
     size = graph_bytes(
@@ -202,7 +202,7 @@ def _graphs(needed: Needed, settings: Settings, length_max: int, found: Found) -
 
 
 def _check_fit(device: DevicePlan, settings: Settings) -> None:
-    """Nothing is allocated yet."""
+    """Refuses a plan that does not fit, before anything is allocated."""
     if device.locked > device.host_free:
         raise BadInput(
             f"the plan locks {format_bytes(device.locked)} of the host's memory, of which"

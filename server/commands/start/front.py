@@ -1,10 +1,10 @@
-"""A further process of the server: HTTP on one side, the same engine on the other.
+"""A further process of the server: HTTP on one side, the shared engine on the other.
 
     python -m ess.server.commands.start.front            (a Start as one JSON line on stdin)
 
-The first process reads the settings, starts the engine and says on stdin when to drain and when to
-end, and where to hear an engine that takes the place of a lost one; that stdin closes says that it
-is gone. Signals are its business.
+The first process reads the settings and starts the engine. On this process's stdin it says when to
+drain, when to end, and the endpoint of an engine that replaces a lost one; when stdin closes, the
+first process is gone. Only the first process handles signals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of keys and secrets, which no sentence may show."""
+"""Files of keys and secrets, whose text no error may show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ess.errors import BadInput
 
 
 def _read_hidden(path: Path, name: str) -> str:
-    """The text of a file with a secret in it. Errors name the file and show nothing of its text."""
+    """The text of a file with a secret. Errors name the file and show none of its text."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -35,7 +35,7 @@ def read_keys(path: Path) -> str:
 
 
 def check_tls(cert: str, key: str) -> None:
-    """What uvicorn would say only when it starts, and without the setting's name."""
+    """Refuses a bad pair of files: uvicorn would do so later, without the setting's name."""
     if not cert:
         return
     for name, path in (("tls_cert", cert), ("tls_key", key)):

@@ -83,7 +83,7 @@ FILES_OF_OURS: Final = 128
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What every process of the server knows; `port` is where other workers meet it, `layers` are
+    """What every process of the server knows. `port` is where other workers connect, `layers` are
     those of each stage, if the engine has stages."""
 
     resolved: Resolved
@@ -94,7 +94,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chat_template(settings: Settings) -> str | None:
-    """The file's text, once it has been tried in its process; None without a file."""
+    """The template's text, once its process has tried it; None without a file."""
     if not settings.chat_template:
         return None
     path = Path(settings.chat_template)
@@ -116,7 +116,7 @@ def chat_template(settings: Settings) -> str | None:
 
 
 def checked(settings: Settings) -> Checkpoint:
-    """What can be found wrong before anything starts."""
+    """Reads the checkpoint and refuses all that can be found wrong before anything starts."""
     checkpoint = read_checkpoint(settings.model)
     chat_template(settings)
     check_tls(settings.tls_cert, settings.tls_key)
@@ -129,7 +129,7 @@ def checked(settings: Settings) -> Checkpoint:
 
 
 def serve_with(resolved: Resolved, *, json: bool = False) -> int:
-    """Serve until told to end; the exit code."""
+    """Serves until told to end; returns the exit code."""
     checkpoint = checked(resolved.settings)
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
@@ -161,8 +161,8 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
 def planned(
     settings: Settings, checkpoint: Checkpoint, layout: ModelLayout, *, shared_by: int = 1
 ) -> MemoryPlan:
-    """Of the host's memory, which so many workers share equally, or of the device's, which is asked
-    here whether it can serve."""
+    """The plan for the host's memory, of which `shared_by` workers have equal parts, or for the
+    device's, after asking the device whether it can serve."""
     free, found = memory_free() // shared_by, found_for(settings)
     if found is not None:
         entries = read_entries(Path(checkpoint.path))
@@ -184,7 +184,7 @@ def planned(
 
 
 def run_node(told: Told) -> int:
-    """The processes of a worker whose server is elsewhere."""
+    """Runs the processes of a worker whose server is on another machine."""
     settings = told.resolved.settings
     launch = launch_of(settings, told.checkpoint, told.plan)
     ranks = ranks_here(settings)
@@ -207,7 +207,7 @@ def listening(settings: Settings) -> Iterator[Sequence[socket.socket]]:
 
 @contextlib.contextmanager
 def bootstrapping(settings: Settings, main: socket.socket) -> Iterator[Sequence[socket.socket]]:
-    """The further port of a prefill worker, with the same routes; the first process serves it."""
+    """The second port of a prefill worker, with the same routes; the first process serves it."""
     if settings.bootstrap_port in (0, port_of(main)):
         yield []
         return
@@ -219,13 +219,13 @@ def bootstrapping(settings: Settings, main: socket.socket) -> Iterator[Sequence[
 
 
 def port_of(listener: socket.socket) -> int:
-    """0 of a Unix socket."""
+    """The listener's port; 0 for a Unix socket."""
     return 0 if listener.family == socket.AF_UNIX else int(listener.getsockname()[1])
 
 
 def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
-    """What the checkpoint and the machine decide, where no setting does. BadInput where a setting
-    does not go together with the checkpoint."""
+    """Adds what the checkpoint and the machine decide where no setting does. BadInput for a setting
+    that contradicts the checkpoint."""
     settings = resolved.settings
     check_settings(checkpoint.config, settings)
     fresh: dict[str, Any] = {}
@@ -251,7 +251,7 @@ def layout_of(settings: Settings, checkpoint: Checkpoint) -> ModelLayout:
 
 
 def calibrated(resolved: Resolved, layout: ModelLayout) -> Resolved:
-    """A calibration is read here too, so that a wrong one is refused before the engine starts."""
+    """Reads the calibration, so that a wrong one is refused before the engine starts."""
     path = resolved.settings.calibration
     if not path:
         return resolved
@@ -260,7 +260,7 @@ def calibrated(resolved: Resolved, layout: ModelLayout) -> Resolved:
 
 
 def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
-    """What was left to the machine, as it turned out."""
+    """Replaces automatic sizes by those of the plan."""
     names = ["host_bytes", "slot_bytes", "index_bytes"]
     if plan.device is not None:
         names.append("graph_bytes")
@@ -272,7 +272,7 @@ def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
 
 
 def listeners_of(settings: Settings) -> list[socket.socket]:
-    """One per server process. The address is taken before anything is loaded."""
+    """A listener per server process; it takes the address before anything is loaded."""
     count = settings.server_processes
     if settings.uds:
         return sockets.listen_at(Path(settings.uds), count)
@@ -280,7 +280,7 @@ def listeners_of(settings: Settings) -> list[socket.socket]:
 
 
 def allow_files(connections_max: int) -> None:
-    """Every connection is an open file; at the limit of open files no probe is answered."""
+    """Raises the limit of open files: each connection is one; at the limit probes go unanswered."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections_max + PROBE_CONNECTIONS + FILES_OF_OURS
     if hard != resource.RLIM_INFINITY and needed > hard:
@@ -323,7 +323,7 @@ async def _serve(
 
 
 def start_of(told: Told, folder: str, count: int) -> EngineStart:
-    """How the engine of a server with `count` processes is started, and started again."""
+    """How to start, and restart, the engine of a server with `count` processes."""
     settings = told.resolved.settings
     launch = launch_of(settings, told.checkpoint, told.plan)
 
@@ -358,14 +358,14 @@ def engine_link(
 
 
 def recovery_of(settings: Settings) -> Recovery:
-    """The processes of a server share the memory: connections are divided among them."""
+    """The processes of a server divide the connections, so each gets a part of the memory."""
     if settings.recover == "fail":
         return NO_RECOVERY
     return Recovery(bytes_max=JOURNAL_BYTES // settings.server_processes, wait_s=RESUME_S)
 
 
 def starts_of(told: Told, folder: str, listeners: Sequence[socket.socket]) -> list[Start]:
-    """For every process but the first."""
+    """The start of every process but the first."""
     packed = msgspec.Raw(msgspec.json.encode(told))
     return [
         Start(
@@ -434,7 +434,7 @@ def split_of(settings: Settings, port: int, link: EngineLink) -> Split:
 
 
 def has_others(settings: Settings) -> bool:
-    """Its engine meets processes that this command does not start."""
+    """Whether the engine meets processes that this command does not start."""
     return settings.role != "both" or settings.dp_size > 1 or settings.nnodes > 1
 
 

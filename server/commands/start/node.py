@@ -4,9 +4,8 @@ torchrun: the ranks of this process, without HTTP.
     ess prefill MODEL --pp-size 4 --nnodes 2 --node-rank 1 --dist-init-addr HOST:PORT ...
 
 The ranks wait for the others at the address. When one of them ends, or has been stopped for
-STOPPED_S, the worker has ended: the others here are killed too, and all are started for the worker
-that is formed next. Nobody counts how often: the server of rank 0 decides when there is to be no
-other.
+STOPPED_S, the worker has ended: the others here are killed too, and all are started for the next
+worker. Restarts are not counted here: the server of rank 0 decides when to give up.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Node:
         return 0
 
     async def _unless_ended(self, work: Awaitable[Loss | None]) -> Loss | None:
-        """What the work gives, or None when we are told to end before it is done."""
+        """The result of the work, or None if this process is told to end first."""
         doing, ending = asyncio.ensure_future(work), asyncio.ensure_future(self._end.wait())
         await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()

@@ -1,6 +1,6 @@
-"""What `ess serve` is told, and by whom: the only place where its configuration is read.
+"""The settings of `ess serve` and their origins: the only place that reads configuration.
 
-    default < file (--config) < environment of others < environment (ESS_...) < flag
+    default < file (--config) < variables of vLLM and SGLang < environment (ESS_...) < flag
 
 A setting is defined once, here or in `ess.engine.config`: its name is the file's key, `ESS_` and
 its name in capitals the variable, and its name with dashes the flag. `resolve` gives the values and
@@ -43,12 +43,12 @@ OF_DECODING: Final = frozenset(
         *("graph_sizes", "graph_bytes"),
     }
 )
-"""What only steps that decode obey."""
+"""Settings that affect only steps that decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(ProcessConfig):
-    """Sizes are as people write them (128k, 1.5GiB, 25%); `auto` is worked out from the machine."""
+    """The settings. Sizes are as people write them (128k, 1.5GiB, 25%); `auto` asks the machine."""
 
     model: str = setting(
         "", "model", "A checkpoint's folder; without it, the small model that comes with ESS."
@@ -202,7 +202,7 @@ class Settings(ProcessConfig):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Several, so that a key can be replaced without an outage."""
+        """The API keys; several, so that a key can be replaced without an outage."""
         return _listed(self.api_key)
 
     @property
@@ -211,7 +211,7 @@ class Settings(ProcessConfig):
 
 
 def _check_keys(settings: Settings) -> None:
-    """An open server is one that was asked for, or that only this machine reaches."""
+    """Refuses a server without a key unless that was asked for, or only this machine reaches it."""
     if settings.api_key and not settings.keys:
         raise BadInput("api_key has no key in it, only spaces and commas")
     if not all(key.isascii() and key.isprintable() and " " not in key for key in settings.keys):
@@ -227,7 +227,7 @@ def _check_keys(settings: Settings) -> None:
 
 
 def check_events(settings: Settings) -> None:
-    """They hold the tokens of prompts, and no key guards them."""
+    """Refuses events on a public address: they hold prompts' tokens, and no key guards them."""
     given = {name: getattr(settings, name) for name in ("kv_events", "kv_events_replay")}
     if given["kv_events_replay"] and not given["kv_events"]:
         raise BadInput("kv_events_replay is given without kv_events: there is nothing to replay")
@@ -281,7 +281,7 @@ def _check_role(settings: Settings) -> None:
 
 
 def _check_ranks_secret(settings: Settings) -> None:
-    """Ranks believe what they hear at the address where they meet."""
+    """Refuses ranks on several machines without a secret: they trust what they hear."""
     host = settings.dist_init_addr.rpartition(":")[0].strip("[]")
     is_met = (settings.dp_size > 1 and settings.dp_rank >= 0) or (
         settings.world_size > 1 and settings.nnodes > 1
@@ -295,8 +295,8 @@ def _check_ranks_secret(settings: Settings) -> None:
 
 
 def _check_flags(settings: Settings, names: Iterable[str]) -> None:
-    """Refuses flags that reach nothing in this worker. A file or the environment may say the same
-    to workers of every role."""
+    """Refuses flags without an effect in this worker. A file or the environment may serve workers
+    of every role, so they may have such settings."""
     if settings.role != "prefill":
         return
     for name in sorted({*names} & OF_DECODING):
@@ -312,7 +312,7 @@ def _check_flags(settings: Settings, names: Iterable[str]) -> None:
 
 
 def _check_equal(settings: Settings) -> None:
-    """All processes of a worker count pages alike: no machine decides for itself."""
+    """Refuses sizes by this machine's memory: all processes of a worker need the same pages."""
     if settings.nnodes == 1 and settings.only_rank is None and settings.executor == "processes":
         return
     for name in ("host_bytes", "slot_bytes", "index_bytes"):
@@ -385,7 +385,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         return listed
 
     def deriving(self, **values: Any) -> Resolved:
-        """With these values, which the checkpoint or the machine has decided."""
+        """These settings with values that the checkpoint or the machine has decided."""
         return msgspec.structs.replace(
             self,
             settings=replace(self.settings, **values),
@@ -396,7 +396,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 def resolve(
     flags: Mapping[str, Any], *, config: Path | None = None, environment: Mapping[str, str]
 ) -> Resolved:
-    """Flags that are None were not given."""
+    """Merges all origins; flags that are None were not given."""
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = dict.fromkeys(FIELDS, "default")
     foreign, notes = read_foreign(environment)
@@ -441,7 +441,7 @@ def resolve(
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """TOML, or JSON if the file is named so. Keys may use dashes, as flags do."""
+    """Reads TOML, or JSON if the file is named so. Keys may use dashes, as flags do."""
     form = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_text(encoding="utf-8")
@@ -464,7 +464,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """An unknown ESS_ variable is refused too: a setting that is silently ignored misleads."""
+    """Refuses an unknown ESS_ variable: a setting that is silently ignored misleads."""
     given = {}
     for variable, value in environment.items():
         if not variable.startswith(PREFIX) or is_of_cluster(variable, value):

@@ -1,4 +1,4 @@
-"""From settings and a checkpoint's config to the pools: sizes, what they hold, what limits them."""
+"""From settings and a checkpoint's config to the pools: sizes, capacities, what limits them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """What something takes, for people; `setting` is what decides its size."""
+    """An item of the plan for people; `setting` decides its size."""
 
     name: str
     bytes: int
@@ -45,8 +45,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is taken of a device, and of its host with pages locked, against what there is. `room`
-    is what ESS may take of the device, `free` what nobody else had when it was asked."""
+    """What is taken of a device, and of host memory with locked pages, against what there is.
+    `room` is what ESS may take of the device, `free` what was unused when it was asked."""
 
     name: str
     lines: tuple[Line, ...]
@@ -62,8 +62,8 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`weight_bytes` are those of the files, `state_bytes` what requests keep beside their rows,
-    and as much for what prompts to come may begin with. With a `device`, slots and index are
+    """`weight_bytes` are those of the files; `state_bytes` are what requests keep beside their
+    rows, and as much again for shared beginnings of prompts. With a `device`, slots and index are
     there."""
 
     length_max: int
@@ -91,7 +91,7 @@ def plan_memory(
     weight_bytes: int,
     free: int | None = None,
 ) -> MemoryPlan:
-    """`free` is what this machine has, if not given."""
+    """Plans the pools; `free` is this machine's free memory, read if not given."""
     free = memory_free() if free is None else free
     longest = asked_length(settings, positions_max)
     host_bytes = _host_bytes(settings, layout, longest, free)
@@ -115,7 +115,7 @@ def plan_memory(
 
 
 def asked_length(settings: Settings, positions_max: int) -> int:
-    """Tokens of the longest request, as far as settings and the model say."""
+    """Tokens of the longest request, as far as settings and the model decide."""
     if settings.max_model_len == AUTO:
         return positions_max
     length_max = size_of(settings.max_model_len, of=positions_max)
@@ -129,7 +129,7 @@ def asked_length(settings: Settings, positions_max: int) -> int:
 def check_host(
     settings: Settings, layout: ModelLayout, host_bytes: int, longest: int, free: int
 ) -> tuple[int, int]:
-    """The longest request that the host's rows allow, and how many tokens they are for."""
+    """The longest request that the host's rows allow, and how many tokens they hold."""
     _check_size("host_bytes", host_bytes, free)
     token_capacity = host_bytes // layout.host_page_bytes * layout.page_tokens
     if token_capacity < 2:
@@ -142,7 +142,7 @@ def check_host(
 
 
 def with_rooms(plan: MemoryPlan, settings: Settings, layout: ModelLayout) -> MemoryPlan:
-    """And refused, if not one request of the length that it promises has room."""
+    """Adds the rooms; refuses a plan without room for a request of its promised length."""
     longest = plan.length_max
     lengths = sorted({*(length for length in LENGTHS if length < longest), longest})
     rooms = tuple(_room(plan, settings, layout, length) for length in lengths)
@@ -159,7 +159,7 @@ def _check_size(name: str, size: int, free: int) -> None:
 
 
 def _check_fit(plan: MemoryPlan, settings: Settings, free: int) -> None:
-    """Nothing is allocated yet: a plan that the machine cannot hold is refused here."""
+    """Refuses a plan that the machine cannot hold, before anything is allocated."""
     for name in ("slot_bytes", "index_bytes"):
         if getattr(settings, name) != AUTO:
             _check_size(name, getattr(plan, name), free)
@@ -188,7 +188,7 @@ def _to_lower(parts: Mapping[str, int], settings: Settings) -> str:
 
 
 def _check_rooms(plan: MemoryPlan, layout: ModelLayout) -> None:
-    """A server that can hold no request of the length that it promises would refuse them all."""
+    """Refuses a server that has no room for a single request of the length that it promises."""
     [last] = plan.rooms[-1:]
     if last.count:
         return
@@ -212,15 +212,15 @@ def _host_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: 
 
 
 def _slot_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: int) -> int:
-    """Automatic: the slots that every running request is promised, with a quarter to spare."""
+    """Automatic: the slots that every running request is promised, and a quarter more."""
     if settings.slot_bytes != AUTO:
         return size_of(settings.slot_bytes, of=free)
     return _bytes_for(layout, length_max, times=settings.max_running * 5, share=4)
 
 
 def _bytes_for(layout: ModelLayout, length: int, *, times: int = 1, share: int = 1) -> int:
-    """Slots in all groups for `times` / `share` requests of this length, one page more in each, and
-    what lies between slabs."""
+    """Bytes of slots in all groups for `times` / `share` requests of this length, with one page
+    more in each, and of the gaps between slabs."""
     each, size = layout.slots_of(length, layout.slot_floor), 0
     for group in range(layout.group_count):
         floor = min(each, layout.window_floor) if layout.window_of(group) else each

@@ -1,9 +1,9 @@
 """From settings to the processes of an engine: one, or the ranks of a prefill worker's stages.
 
-Stages divide the layers, the members of a stage's team the heads or the tokens. All processes are
-told the same `Rank` but for the number; each start of the worker is another generation, and where
-all run on one machine it also meets at another address. On several machines the address stays, and
-the generation is 0: the store at that address ends with rank 0, and with it all that was said.
+Stages divide the layers, the members of a stage's team the heads or the tokens. All processes get
+the same `Rank` with different numbers; each start of the worker is a new generation, and on one
+machine it also meets at a new address. On several machines the address stays, and the generation is
+0: the store at that address, with all its entries, ends with rank 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def layers_of(
 
 
 def ranks_here(settings: Settings) -> range:
-    """Those that this process starts."""
+    """The ranks that this process starts."""
     if settings.only_rank is not None:
         return range(settings.only_rank, settings.only_rank + 1)
     count = settings.world_size // settings.nnodes
@@ -54,7 +54,7 @@ def launches_of(
     generation: int,
     address: str,
 ) -> list[Launch]:
-    """What each process on this machine is told. Ranks meet at the address."""
+    """The Launch of each process on this machine. Ranks meet at the address."""
     if not layers:
         return [launch]
     whole = Rank(
@@ -78,7 +78,7 @@ def starter(
     layers: Sequence[tuple[int, int]],
     endpoints_of: Callable[[int], Sequence[str]],
 ) -> Callable[[int], Awaitable[EngineGroup]]:
-    """Starts the n-th engine, which speaks to the server at the endpoints of that number."""
+    """A function that starts engine number n, which connects to the endpoints of that number."""
     is_paced = settings.engine == "paced"
     kept = contextlib.ExitStack()
 

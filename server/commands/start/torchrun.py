@@ -1,12 +1,11 @@
-"""Processes that torchrun starts: each is told its rank in the environment.
+"""Processes started by torchrun: each gets its rank from the environment.
 
     torchrun --nproc-per-node 4 --no-python ess prefill MODEL --pp-size 4 --host-bytes 64GiB ...
     torchrun --nproc-per-node 2 --no-python ess serve MODEL --dp-size 2 --host-bytes 64GiB ...
 
-Of a prefill worker rank 0 speaks HTTP. Of servers that divide the experts each does, at --port and
-as many ports behind it as its place on the machine says. Every process keeps the one rank that it
-was told, and starts it again when the worker is formed anew; torchrun itself sees processes that go
-on.
+In a prefill worker rank 0 speaks HTTP. Servers that divide the experts all do, at --port plus their
+place on the machine. Every process keeps its one rank, and starts it again when the worker
+restarts; torchrun itself only sees processes that keep running.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ ITS_OWN: Final = ("nnodes", "node_rank")
 
 
 def placed_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that it decides; none without torchrun, or for a worker of one process. Its own
-    store listens at MASTER_PORT, so the processes meet at the port behind it."""
+    """The settings that torchrun decides; none without torchrun, or for a worker of one process.
+    Its own store listens at MASTER_PORT, so the processes meet at the port behind it."""
     if any(name not in environment for name in ("MASTER_ADDR", *TOLD)):
         return {}
     if values.get("role") != "prefill":
@@ -50,7 +49,7 @@ def placed_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any]
 
 
 def _rank_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a server that divides the experts with others."""
+    """The settings of a server that divides the experts with others."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     if "LOCAL_RANK" not in environment:
         return {}
@@ -79,6 +78,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def cleaned(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what torchrun has said: a process told by it would look for its store."""
+    """The environment without torchrun's variables, which would make a process look for its
+    store."""
     own = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     return {name: value for name, value in environment.items() if not name.startswith(own)}

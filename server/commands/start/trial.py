@@ -1,6 +1,6 @@
-"""What Python answers in a process of its own.
+"""Runs Python in another process and returns its answer.
 
-Such a process may load torch, or a driver that ends it; the one that asks does neither.
+Such a process may load torch, or a driver that ends it; its parent does neither.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ WORDS_MAX: Final = 300
 
 
 class Answer(NamedTuple):
-    """The last line that it printed, or else why there is none."""
+    """The last line that the process printed, or why there is none."""
 
     found: str = ""
     fault: str = ""
 
 
 def answer_of(*words: str, limit_s: float) -> Answer:
-    """To `python words...`, whose last line is asked for."""
+    """Runs `python words...` and returns the last line that it prints."""
     environment = {**cleaned(os.environ), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words]
     try:

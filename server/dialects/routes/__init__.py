@@ -1,1 +1,1 @@
-"""Handlers of the routes that generate, with the doors that name each route and its body."""
+"""The handlers of the generating routes, and the Doors that declare each route and its body."""

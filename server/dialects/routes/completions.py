@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""/v1/completions: a text in, its continuation out."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _check_start(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> None
 
 
 def _same(name: str, asked: int | list[int] | list[bool] | None) -> int:
-    """A wish for all prompts; in a list, the same for each."""
+    """The value for all prompts; a list must have the same value for each."""
     wishes = set(asked) if isinstance(asked, list) else {asked or 0}
     if len(wishes) > 1:
         raise BadInput(f"{name} must be the same for all prompts")

@@ -1,4 +1,4 @@
-"""/v1/responses without a memory: all items come in, the answer's items go out, none is kept."""
+"""/v1/responses without stored state: all items come in, the answer's items go out."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class ResponseShape:
         return self.last()
 
     def last(self) -> Item:
-        """The document when the answer has ended."""
+        """The document at the end of the answer."""
         finish = self.generation.finish
         status = "completed" if finish == "stop" else "incomplete"
         self.items.close(status)

@@ -1,1 +1,1 @@
-"""A connection: uvicorn's protocol, bounded in memory and in time."""
+"""uvicorn's protocol for a connection, with bounds on memory and time."""

@@ -1,4 +1,4 @@
-"""What an answer is written to: the connection's transport, and the short way around ASGI."""
+"""Where answers are written: the connection's transport, or the short way around ASGI."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Straight:
     """Writes body chunks of a started answer straight to the socket, without ASGI.
 
     An event through `send` costs more in calls and awaits than in the write itself. This is
-    uvicorn's own write without them, and only where its `send` would not have waited: a reader that
-    is behind, a client that is gone and an answer that is over are left to it.
+    uvicorn's own write without them, used only where its `send` would not have waited: slow
+    readers, disconnected clients and finished answers are left to `send`.
     """
 
     __slots__ = ("_cycle", "_flow", "_write")
@@ -36,7 +36,7 @@ class Straight:
 
 
 class Outlet:
-    """A connection's transport for those who answer: closing it is left to the protocol."""
+    """A transport for writing answers; only the protocol closes it."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -46,7 +46,7 @@ class Outlet:
         self.close = close
 
     def stop(self) -> None:
-        """Nothing is written from now on, not even the 100 that a client waits for."""
+        """Writes nothing from now on, not even the 100 Continue that a client waits for."""
         self.write = _dropped
 
 

@@ -1,16 +1,16 @@
 """uvicorn's HTTP protocol with the limits that uvicorn leaves to a proxy in front.
 
-Everything here holds before a key has been looked at, so each connection is bounded in memory and
-in time, whatever it sends:
+Everything here applies before a key is checked, so each connection is bounded in memory and in
+time, whatever it sends:
 
-    head      bytes, headers, seconds; requests that wait behind one that is being answered
+    head      bytes, headers, seconds; requests waiting behind one that is being answered
     body      a deadline that grows with the bytes received; extensions and trailers are bounded
               and dropped. The gate bounds the length of the body itself
-    answer    a reader that takes nothing is cut off, also while the connection closes
+    answer    a reader that takes nothing is cut off, even while the connection closes
     between   blank lines do not keep an idle connection open
 
-Beyond `connections_max` a few more are taken for probes and for our other workers, so that a crowd,
-or an attack, does not look like a dead server.
+Beyond `connections_max` a few connections are accepted for probes and for our other workers, so
+that a crowd, or an attack, does not make the server look dead.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def _has_room(self) -> bool:
-        """For an extra connection. If there is none, the oldest idle extra connection is closed."""
+        """Makes room for an extra connection, by closing the oldest idle extra one if necessary."""
         if len(self.connections) <= self.connections_max + PROBE_CONNECTIONS:
             return True
         others = cast("Iterable[LimitedProtocol]", self.connections - {self})
@@ -102,7 +102,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._is_extra and is_waiting and not self.transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn tells the newest request; an older request may be the one being answered."""
+        """Tells all requests: uvicorn tells the newest, but an older one may be being answered."""
         self._stop_deadline()
         self._reader.end()
         self._disconnect(self._running)
@@ -149,7 +149,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(stop.refusal if isinstance(stop, Stop) else refusals.NOT_HTTP)
 
     def _feed(self, received: bytes) -> bytes | None:
-        """What lies behind the head of a request that offers to upgrade."""
+        """Feeds the parser; returns what follows the head of a request that offers to upgrade."""
         try:
             self.parser.feed_data(received)
         except httptools.HttpParserUpgrade as upgrade:
@@ -159,7 +159,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _parse_again(self, rest: bytes) -> None:
         """Ignores an offer to upgrade: parses the same head without it, then the body.
 
-        The parser reads no body behind such an offer. Java's client makes it with every first
+        The parser reads no body after such an offer, which Java's client makes with every first
         request.
         """
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
@@ -176,7 +176,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers come here too; nobody reads them."""
+        """Counts and drops trailers, which come here too."""
         if self._body is None and len(self.headers) <= HEADERS_MAX:
             super().on_header(name, value)
 
@@ -235,7 +235,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _count_framing(self, body: Body, count: int) -> None:
-        """Of a read that held this body only; never below 0: plain chunks earn no credit."""
+        """Counts bytes around the chunks of a read; never below 0: plain chunks earn no credit."""
         body.framing_count = max(0, body.framing_count + count)
         if body.framing_count > FRAMING_BYTES_MAX and not self._is_deaf:
             self._refuse(refusals.long_framing(FRAMING_BYTES_MAX))
@@ -250,7 +250,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline = self.loop.call_later(within_s, self._check_in_head)
 
     def _check_in_head(self) -> None:
-        """A head may take its time while the answer before it is under way."""
+        """Ends a late head, unless the answer before it is under way: then it may take its time."""
         if self._is_answering():
             self._deadline = self.loop.call_later(HEAD_S, self._check_in_head)
         elif self._is_extra:
@@ -259,7 +259,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._close()
 
     def _check_body(self) -> None:
-        """Time in which we do not read does not count."""
+        """Ends a late body; time in which this server does not read does not count."""
         assert self._body is not None, "the end of a body stops its deadline"
         now_s = self.loop.time()
         if self.flow.read_paused:
@@ -303,9 +303,9 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- the end
 
     def _refuse(self, refusal: Refusal) -> None:
-        """An answer of our own to the request that came last, and the end.
+        """Answers the latest request with an error of our own, and ends the connection.
 
-        If an answer is due to an earlier request, or has begun, ours would stand in its place: then
+        If an answer is due to an earlier request, or has begun, ours would be taken for it: then
         the connection just ends.
         """
         is_first = self._running is self.cycle and self._body is not None
@@ -317,10 +317,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._part(is_unread=True)
 
     def _part(self, *, is_unread: bool = False) -> None:
-        """Close, but for a while take what the client still sends.
+        """Closes the connection, but first reads for a while what the client still sends.
 
-        Closing over bytes that nobody has read resets the connection, and a reset may overtake the
-        answer: the client would see an error instead of a 401 or 413.
+        Closing with unread bytes resets the connection, and a reset may overtake the answer: the
+        client would see an error instead of a 401 or 413.
         """
         if not (is_unread or self._body is not None) or not self.transport.can_write_eof():
             self._close()
@@ -333,7 +333,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline = self.loop.call_later(LINGER_S, self.transport.abort)
 
     def _close(self) -> None:
-        """What is still unsent goes out first, as long as somebody takes it."""
+        """Closes once the unsent bytes are out, as long as the client takes them."""
         self._is_deaf = True
         self._stop_deadline()
         self.transport.close()
@@ -344,7 +344,7 @@ class LimitedProtocol(HttpToolsProtocol):
 def limited(
     *, connections_max: int, head_bytes_max: int, stall_s: float, tally: Tally
 ) -> type[LimitedProtocol]:
-    """A protocol class with these limits: uvicorn creates the instances itself."""
+    """A protocol class with these limits, as uvicorn creates the instances itself."""
     return type(
         "LimitedHere",
         (LimitedProtocol,),

@@ -1,4 +1,4 @@
-"""A reader that takes nothing of what waits for it is cut off."""
+"""Cuts off a client that reads nothing of what waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a body that is being received has cost so far, and how long it may take."""
+"""What a body costs while it is received, and how long it may take."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ess.server.process.bounds import (
 class Body:
     """A body that is being received.
 
-    `framing_count` is what it cost besides the bytes it delivered: what is around chunks, less a
-    plain line for each. The parser keeps none of it, except a header that does not end.
+    `framing_count` is its cost besides the delivered bytes: everything around chunks, less a plain
+    line for each. The parser keeps none of it, except a header that does not end.
     """
 
     __slots__ = ("began_s", "byte_count", "chunk_count", "framing_count")
@@ -33,7 +33,7 @@ class Body:
         return self.byte_count + CHUNK_LINE_BYTES * self.chunk_count
 
     def check_chunks(self) -> None:
-        """Reading a chunk takes microseconds, whatever is in it, and meanwhile all wait."""
+        """Refuses too many chunks: reading one takes microseconds, and all connections wait."""
         if self.chunk_count > CHUNKS_MAX + self.byte_count // CHUNK_BYTES_MEAN:
             raise Stop(refusals.small_chunks(self.chunk_count, self.byte_count))
 

@@ -11,7 +11,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One of our JSON errors; the connection is closed behind it."""
+    """One of our JSON errors, after which the connection is closed."""
 
     status: bytes
     sentence: str

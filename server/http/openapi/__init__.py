@@ -1,1 +1,1 @@
-"""The routes as they are declared, the document made of them, and the pages that show it."""
+"""The declarations of routes, the document made from them, and the pages that show it."""

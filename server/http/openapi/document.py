@@ -1,8 +1,8 @@
 """/openapi.json: every route with its request and answer forms, as OpenAPI 3.1.
 
-FastAPI makes the document from the routes. What a declaration says is added to each operation, and
-the schemas of the bodies to the whole: they are the structs that the routes read, so the document
-cannot say anything else.
+FastAPI makes the document from the routes. Each operation gets what its declaration says, and the
+document the schemas of the bodies: they are the structs that the routes read, so the document
+cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ErrorAnswer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def completed(document: Mapping[str, Any], doors: Sequence[Door]) -> dict[str, Any]:
-    """The document with the schemas that its operations name, and with the key."""
+    """The document with the schemas that its operations name, and with the API key."""
     structs = {door.asks for door in doors if door.asks is not None}
     named = sorted(structs, key=lambda struct: struct.__name__)
     _, schemas = msgspec.json.schema_components(
@@ -52,7 +52,7 @@ def completed(document: Mapping[str, Any], doors: Sequence[Door]) -> dict[str, A
 
 
 def operation(door: Door, path: str) -> dict[str, Any]:
-    """What FastAPI does not see of a route: its handler takes a request and reads the body."""
+    """What FastAPI cannot see of a route, as its handler takes a request and reads the body."""
     made: dict[str, Any] = {
         "parameters": _parameters(path, door),
         "responses": {"200": _good(door), **_errors()},
@@ -108,7 +108,7 @@ def _good(door: Door) -> dict[str, Any]:
 
 
 def _errors() -> dict[str, Any]:
-    """All errors share one shape; those of an overloaded server carry Retry-After."""
+    """The error answers, all of one form; those of an overloaded server carry Retry-After."""
     content = {JSON: {"schema": {"$ref": SCHEMAS + "ErrorAnswer"}}}
     kinds: dict[int, list[str]] = {}
     for _, status, kind in STATUS_OF:

@@ -1,8 +1,7 @@
-"""One declaration per route: which handler serves it, and what the document says about it.
+"""One declaration per route: the handler that serves it, and its entry in the document.
 
-A declaration stands beside its handler, and there is no other way to a route. Our handlers read
-their own bodies, so of what FastAPI does for a route only the document is wanted: a `DirectRoute`
-calls its handler as it is.
+A declaration stands beside its handler; there is no other way to add a route. Our handlers read
+their own bodies, so only FastAPI's document is needed: a `DirectRoute` calls its handler as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Door(msgspec.Struct, frozen=True):
     """`asks` is read from the body, or the body is bytes of the type `takes`; `gives` are the media
     types of a good answer.
 
-    A door that is not `listed` serves what only another route's answer asks for.
+    A door that is not `listed` serves files that another route's answer asks for.
     """
 
     methods: str
@@ -47,13 +46,13 @@ class Door(msgspec.Struct, frozen=True):
 
 
 class DirectRoute(APIRoute):
-    """A route in FastAPI's document whose handler gets the request and gives the response."""
+    """A route in FastAPI's document whose handler gets the request and returns the response."""
 
     def get_route_handler(self) -> Any:
         return _guarded(self.path_format, self.endpoint)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Most paths have no parameters: comparing them is a tenth of the time of a match."""
+        """Compares paths without parameters first: that takes a tenth of the time of a match."""
         if not self.param_convertors and scope["path"] != self.path:
             return Match.NONE, {}
         return super().matches(scope)
@@ -78,7 +77,7 @@ def _guarded(path: str, handler: Handler) -> Handler:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    """The log gets the exception; the client gets a 500 without details."""
+    """Logs the exception; the client gets a 500 without details."""
     state = request.state
     traced = f" of trace {state.trace}" if state.trace else ""
     log = logging.getLogger("ess")

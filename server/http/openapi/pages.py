@@ -1,8 +1,8 @@
-"""/docs and /redoc: the document for people, by Swagger UI and Redoc, from this server alone.
+"""/docs and /redoc: the document for people, in Swagger UI and Redoc, without other servers.
 
-The pages and what they load need no key, as the dashboard's page; the document does. The page asks
-for the key, keeps it for its tab as the dashboard does, and sends it with what is tried out. All
-addresses are relative, so that the pages work below a prefix too.
+The pages and their files need no key, like the dashboard's; the document does. The page asks for
+the key, keeps it for its tab as the dashboard does, and sends it with the requests that are tried
+out. All addresses are relative, so that the pages work below a prefix too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ READERS: Final = {
     "/redoc": ("redoc.standalone.js",),
 }
 PATHS: Final = (*READERS, *LOADED)
-# Redoc makes two style elements: an empty one, filled by rules later, and that of its scroll bar.
+# # Redoc makes two style elements: an empty one, filled by rules later, and its scroll bar's.
 REDOC_STYLES: Final = (
     "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='",
     "'sha256-QMIg+bpjm3JdElJ388KYke01izlUW0UoNOeKjpMxdgc='",
@@ -54,7 +54,7 @@ KEPT: Final = {"cache-control": "public, max-age=3600", "x-content-type-options"
 
 
 async def document(request: Request) -> Response:
-    """Where the app is mounted, the routes are below that prefix: `servers` says so."""
+    """The document; if the app is mounted below a prefix, `servers` names it."""
     made: dict[str, Any] = request.app.openapi()
     root = request.scope.get("app_root_path", "")
     return answer({**made, "servers": [{"url": root}]} if root else made)
@@ -79,7 +79,7 @@ def _tag(name: str) -> str:
 
 
 async def loaded(request: Request) -> Response:
-    """Scripts and styles; the large ones lie here compressed, which every browser takes."""
+    """Scripts and styles; the large ones are stored compressed, which every browser accepts."""
     path = request.scope["route_name"]
     name = path.rpartition("/")[2]
     kind = LOADED[path]

@@ -23,7 +23,7 @@ SEEN_S: Final = 0.25
 @dataclass(frozen=True, slots=True)
 class Loss:
     """How an engine was lost. `is_said` if it said so itself, or ended with an exit code: started
-    in the same way, it may well end in the same way."""
+    again in the same way, it may well end in the same way."""
 
     how: str
     is_said: bool = False
@@ -31,7 +31,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """`name` is empty where the engine has a single process."""
+    """A process of the engine; `name` is empty if it is the only one."""
 
     name: str
     child: Child
@@ -59,8 +59,8 @@ class EngineGroup:
         is_paced: bool,
         environment: Mapping[str, str] | None = None,
     ) -> EngineGroup:
-        """A process per launch. Rank 0, or the engine's only process, speaks to the server at the
-        endpoints."""
+        """Starts a process per launch. Rank 0, or the engine's only process, connects to the server
+        at the endpoints."""
         members: list[Member] = []
         try:
             for launch in launches:
@@ -76,8 +76,8 @@ class EngineGroup:
         return cls(members)
 
     async def lost(self, *, stopped_s: float) -> Loss:
-        """Waits until a process has ended, or has been stopped for so long: a process that got
-        SIGSTOP does nothing until it is continued."""
+        """Waits until a process has ended, or has been stopped for `stopped_s`: after SIGSTOP it
+        does nothing until it is continued."""
         passed_s, every_s = 0.0, min(LOOK_S, stopped_s / 4)
         while True:
             done, _ = await asyncio.wait(
@@ -91,8 +91,8 @@ class EngineGroup:
                 return Loss(stopped.lost(f"it has been stopped for {passed_s:.1f} s"))
 
     async def cause(self, loss: Loss) -> Loss:
-        """What a process says of itself may follow from the end of another by a signal, which is
-        then how the engine was lost. It ended before, but may be seen to have ended after."""
+        """The first cause of a loss: a process that reports a failure may only follow another that
+        a signal ended. The signal came first, but may be seen later."""
         if loss.is_said and len(self._ends) > 1:
             await asyncio.wait(self._ends, timeout=SEEN_S, return_when=asyncio.FIRST_COMPLETED)
             if any(task.done() for task in self._ends) and not self._first().is_said:
@@ -100,7 +100,7 @@ class EngineGroup:
         return loss
 
     def _first(self) -> Loss:
-        """A process that was ended by a signal, if there is any; else any that has ended."""
+        """A process that a signal ended, if there is one; else any that has ended."""
         ends = [(member, task.result()) for task, member in self._ends.items() if task.done()]
         losses = [Loss(member.lost(end.how), end.is_by_code) for member, end in ends]
         return min(losses, key=lambda loss: loss.is_said)
@@ -110,7 +110,7 @@ class EngineGroup:
             member.child.kill()
 
     async def stop(self, *, within_s: float) -> None:
-        """Waits for their ends, and kills those that have not ended by then."""
+        """Waits for all processes to end; kills those that have not after `within_s`."""
         await asyncio.gather(*(m.child.stop(within_s=within_s) for m in self._members))
         await asyncio.gather(*self._ends)
 

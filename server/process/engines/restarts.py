@@ -1,4 +1,4 @@
-"""How often an engine that was lost is started again, and how soon."""
+"""How often, and how soon, a lost engine is started again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PAUSE_MAX_S: Final = 10.0
 
 
 class Restarts:
-    """At most `most` within OVER_S. What ends by itself before any engine has been ready ends in
-    that way again: the weights are broken, or the memory does not suffice. So it is not started
-    again, unless it waits for `others`, on machines that may come later.
+    """Allows at most `most` restarts within OVER_S. If the first engine ends by itself before it
+    was ready, the next would end in the same way: the weights are broken, or there is too little
+    memory. So it is not restarted, unless it waits for `others`, on machines that may come later.
 
-    An engine that has answered a request is followed at once, since its streams wait. Behind an
-    engine that has answered none there is a pause, twice as long as the pause before."""
+    An engine that has answered a request is replaced at once, as its streams wait. One that has
+    answered none is replaced after a pause, twice as long as the pause before."""
 
     def __init__(self, most: int, clock: Clock, *, waits_for_others: bool = False) -> None:
         self.most = most
@@ -30,14 +30,14 @@ class Restarts:
 
     @property
     def count(self) -> int:
-        """Those of the last OVER_S."""
+        """Restarts within the last OVER_S."""
         since_s = self._clock.now_s() - OVER_S
         while self._at_s and self._at_s[0] < since_s:
             self._at_s.popleft()
         return len(self._at_s)
 
     def why_not(self, loss: Loss, *, was_ready: bool) -> str:
-        """What is to be said of it if there is no other start; empty if there is."""
+        """Why there is no restart, as the end of a sentence; empty if there is one."""
         if self.most and self.count >= self.most:
             times = "once" if self.most == 1 else f"{self.most} times"
             return (
@@ -48,7 +48,7 @@ class Restarts:
         return ""
 
     def add(self, *, was_of_use: bool) -> float:
-        """Another start; the pause before it, in seconds."""
+        """Counts a restart; returns the pause before it in seconds."""
         self._at_s.append(self._clock.now_s())
         longer_s = min(max(PAUSE_S, 2 * self._pause_s), PAUSE_MAX_S)
         self._pause_s = 0.0 if was_of_use else longer_s

@@ -1,4 +1,4 @@
-"""The stages of a pipelined worker, as its server shows them."""
+"""The stages of a pipelined worker as its server shows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stage_name(stage: int, layers: tuple[int, int]) -> str:
 
 
 def missing(layers: Sequence[tuple[int, int]], lines: Sequence[StageLine]) -> list[str]:
-    """Those that have not been heard of.
+    """The stages that have not reported.
 
     >>> missing([(0, 4), (4, 8)], [StageLine(0, (0, 4))])
     ['stage 1 (layers 4 to 7)']
@@ -28,7 +28,7 @@ def missing(layers: Sequence[tuple[int, int]], lines: Sequence[StageLine]) -> li
 
 
 def view(lines: Sequence[StageLine]) -> list[dict[str, Any]]:
-    """For people's pages: `last_layer` is the last that the stage has."""
+    """The stages for dashboards; `last_layer` is the last layer of a stage."""
     return [
         {
             "stage": line.rank,

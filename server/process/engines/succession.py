@@ -1,15 +1,15 @@
-"""The engine as the server keeps it: started, watched, and started again when it is lost.
+"""The server's engine: started, watched, and started again when it is lost.
 
-An engine is lost when one of its processes ends, when it says so itself (Fault), when what it says
-cannot be read, and when it is silent: a loaded one for `watchdog_s`, one that loads if it has been
-stopped for as long. In this order then, in each of the server's processes:
+An engine is lost when one of its processes ends, when it reports a Fault, when a message of it
+cannot be read, and when it is silent: for `watchdog_s` once loaded; while it loads, if it has been
+stopped for as long. Then, in this order, in each of the server's processes:
 
-    all open requests end with a sentence, or wait to go on, and others are refused with it
+    all open requests end with a sentence, or wait to go on, and new ones are refused with it
     all processes of the engine are killed, and have ended
-    another engine starts, heard at another endpoint, unless there were too many; there is a pause
-        before it if the lost engine has answered nobody
+    another engine starts, at another endpoint, unless there were too many; there is a pause
+        before it if the lost engine has answered no request
 
-So two engines never share memory or ports, and nothing of the first is heard by the second. The
+So two engines never share memory or ports, and the second never gets a message for the first. The
 listener, the connections and the counts of the server stay.
 """
 
@@ -33,8 +33,8 @@ LAST_WORDS_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStart:
-    """How the n-th engine is started, whose front f it meets at `endpoint_of(folder, f, n)`. A
-    process that is stopped, by a signal, for `stopped_s` is lost."""
+    """How engine number n is started; its front f connects at `endpoint_of(folder, f, n)`. A
+    process that a signal has stopped for `stopped_s` is lost."""
 
     folder: str
     start: Callable[[int], Awaitable[EngineGroup]]
@@ -56,7 +56,7 @@ class Succession:
         self.was_ready = False
 
     def end(self) -> None:
-        """Whatever is lost from now on has no successor."""
+        """From now on a lost engine is not replaced."""
         self._ends.set()
 
     def kill(self) -> None:
@@ -70,7 +70,7 @@ class Succession:
             await self._group.stop(within_s=within_s)
 
     async def run(self) -> str:
-        """Until an engine is lost and no other follows; how the last engine was lost."""
+        """Runs engines until one is lost and not replaced; returns how that one was lost."""
         while True:
             loss = await self._life()
             sentence = f"the engine is gone: {loss.how}"
@@ -95,19 +95,19 @@ class Succession:
         self._link.renew(endpoint_of(self._given.folder, self._link.place.front, self._number))
 
     async def _pause(self, pause_s: float) -> None:
-        """The server's end cuts it short."""
+        """Waits; the server's end cuts it short."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ends.wait(), pause_s)
 
     async def _bury(self, loss: Loss, sentence: str) -> None:
-        """Ends what is left of the lost engine. If it said that it ends, it first has a moment for
-        its reason, on stderr."""
+        """Ends what is left of the lost engine. An engine that reported its end first has a moment
+        to log the reason."""
         assert self._group is not None, "it has been started"
         self._link.interrupt(sentence)
         await self._group.stop(within_s=LAST_WORDS_S if loss.is_said else 0.0)
 
     async def _life(self) -> Loss:
-        """One engine, until it is lost; its processes may still be there."""
+        """Runs one engine until it is lost; its processes may still be there."""
         self._lost = asyncio.get_running_loop().create_future()
         self._link.on_fault = lambda sentence: self._lose(Loss(sentence, is_said=True))
         if self._ends.is_set():
@@ -125,7 +125,7 @@ class Succession:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _lose(self, loss: Loss) -> None:
-        """The first word counts: what else is seen of a lost engine follows from that."""
+        """Only the first report counts: all others about a lost engine follow from that."""
         if not self._lost.done():
             self._lost.set_result(loss)
 
@@ -139,12 +139,12 @@ class Succession:
             )
 
     def _going_on(self) -> str:
-        """What has been sent again, as the end of a sentence."""
+        """How many requests were sent again, as the end of a sentence."""
         count = self._link.going_on_count
         return f"; {count:,} of the lost engine's requests go on" if count else ""
 
     async def _hear(self) -> None:
-        """A message that we cannot read is an engine that we cannot use."""
+        """Receives messages; an engine whose message cannot be read cannot be used."""
         try:
             await self._link.run()
         except Exception as error:
@@ -154,7 +154,7 @@ class Succession:
         self._lose(await group.lost(stopped_s=self._given.stopped_s))
 
     async def _look(self) -> None:
-        """A stuck engine does not end by itself; it is known by its silence."""
+        """Looks for silence: a stuck engine does not end by itself."""
         limit_s = self._given.watchdog_s
         while True:
             await asyncio.sleep(min(LOOK_S, limit_s / 4))

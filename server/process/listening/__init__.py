@@ -1,1 +1,1 @@
-"""Where the server listens, and how the first process accepts for another that is missing."""
+"""The server's listeners, and how the first process accepts for one that is missing."""

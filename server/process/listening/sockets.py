@@ -1,4 +1,4 @@
-"""Where the server listens: at a port, or at a Unix socket that belongs to one user."""
+"""The server's listeners: at a port, or at a Unix socket that belongs to one user."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BACKLOG: Final = 2048
 
 def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
     """`count` listeners at one port; the kernel divides connections among them. Listeners that
-    share a port let others of the same user join, so a listener that shares nothing must get it
-    first."""
+    share a port would let others of the same user join in, so one that shares nothing must get the
+    port first."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -46,10 +46,10 @@ def _listening(family: int, address: Any, *, shares: bool) -> socket.socket:
 
 
 def listen_at(path: Path, count: int = 1) -> list[socket.socket]:
-    """`count` times the same listener; an idle process takes the next connection. Only this user
-    may connect. A socket file that a dead server left is replaced.
+    """The same listener `count` times; an idle process takes the next connection. Only this user
+    may connect. A socket file left by a dead server is replaced.
 
-    The file never has wider rights, not even for a moment: it is made under a strict umask.
+    The file never has wider rights, not even for a moment: it is created under a strict umask.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -67,7 +67,7 @@ def listen_at(path: Path, count: int = 1) -> list[socket.socket]:
 
 
 def _clear(path: Path) -> None:
-    """Removes a socket that nobody listens on; anything else stays, and the bind fails."""
+    """Removes a socket without a listener; anything else stays, and the bind fails."""
     try:
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def _clear(path: Path) -> None:
 
 
 def close(listeners: Sequence[socket.socket], path: str) -> None:
-    """A Unix socket's file goes with them: the next client is told that nobody is there."""
+    """Closes them and removes a Unix socket's file, so that clients see that nothing listens."""
     for listener in listeners:
         listener.close()
     if path:

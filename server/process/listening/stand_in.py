@@ -1,7 +1,7 @@
-"""The first process serves for another that is not up: before it has started, or when it is gone.
+"""The first process serves for another that is not up: not yet started, or gone.
 
-The kernel divides connections among the listeners of all processes, whether anybody accepts there
-or not. A connection to a listener whose process is missing would wait for the next process.
+The kernel divides connections among the listeners of all processes, even of those that do not
+accept. A connection to a missing process's listener would wait for the next process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ POLL_S: Final = 0.02
 
 
 async def has_started(server: uvicorn.Server) -> None:
-    """Until it accepts connections."""
+    """Waits until the server accepts connections."""
     while not server.started:
         await asyncio.sleep(POLL_S)
 
 
 class StandIn:
-    """`server` is the first process's own, which ends what stands in for others with itself."""
+    """`server` is the first process's own; its connections for others end with it."""
 
     def __init__(self, server: uvicorn.Server) -> None:
         self._server = server
@@ -45,7 +45,7 @@ class StandIn:
         self._server.servers.append(made)
 
     def _protocol(self) -> Callable[[], asyncio.Protocol]:
-        """As the server's own listener has it."""
+        """The protocol of the server's own listener."""
         made: Any = self._server.config.http_protocol_class
         return functools.partial(
             made,
@@ -55,7 +55,7 @@ class StandIn:
         )
 
     def leave(self, listener: int) -> None:
-        """What was accepted is served to its end."""
+        """Accepts no more; connections already accepted are served to their end."""
         made = self._standing.pop(listener, None)
         if made is not None:
             self._server.servers.remove(made)

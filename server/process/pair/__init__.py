@@ -1,1 +1,1 @@
-"""The other half of a pair: where it is, and how it is met."""
+"""The other workers of a split into prefill and decode: their addresses, and connecting to them."""

@@ -1,4 +1,4 @@
-"""Where other workers are: what a router calls them, and where they are dialled."""
+"""Addresses of other workers: the names that a router uses, and where to dial."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """A worker by the name that the router has for it, and where it is dialled."""
+    """A worker's name for the router, and the address to dial."""
 
     name: Address
     at: Address
 
 
 def address_of(host: str, port: int) -> Address:
-    """However a router writes a host; nothing is looked up.
+    """The address, however a router writes the host; nothing is looked up.
 
     >>> address_of("[::1]", 80) == address_of("::1", 80), address_of("Prefill-0.", 80).host
     (True, 'prefill-0.')
@@ -46,7 +46,7 @@ def address_of(host: str, port: int) -> Address:
 
 
 def read_address(text: str, *, where: str) -> Address:
-    """HOST:PORT and nothing else: no scheme, no user, no path."""
+    """Reads HOST:PORT and nothing else: no scheme, no user, no path."""
     parts = AUTHORITY.fullmatch(text)
     if parts is None or not 0 < int(parts[2]) <= 65535:
         raise BadInput(f"{where} has {text!r:.100}, which is no HOST:PORT such as 10.0.0.1:8998")
@@ -54,7 +54,8 @@ def read_address(text: str, *, where: str) -> Address:
 
 
 def read_peers(text: str) -> tuple[Named, ...]:
-    """`HOST:PORT,...`; NAME:PORT=HOST:PORT where the router's name is not where to dial.
+    """Reads `HOST:PORT,...`; NAME:PORT=HOST:PORT where the router's name is not the address to
+    dial.
 
     >>> [str(peer.at) for peer in read_peers("a:1, b:2=[::1]:3")]
     ['a:1', '[::1]:3']
@@ -72,7 +73,7 @@ def read_peers(text: str) -> tuple[Named, ...]:
 
 
 def check_router(url: str) -> None:
-    """What is wrong with a router's address is said without the name and password in it."""
+    """Refuses a bad address of a router; the error omits a name and password in it."""
     try:
         parts = urlsplit(url)
         fits = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0

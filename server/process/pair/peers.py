@@ -1,10 +1,10 @@
-"""A decode worker keeps meeting the prefill workers that it was told of, and no others.
+"""A decode worker stays connected to its configured prefill workers, and to no others.
 
     every 2 s, for each:  POST http://ADDRESS/peers  our sealed metadata  ->  theirs, of all stages
-    to the engine:        Meet(address, theirs)                            ->  Met(epoch)
+    to the engine:        Meet(address, theirs)                           ->  Met(epoch)
 
-So a prefill worker may start later, or again: its next boot has another epoch, and is met within
-two seconds. What a request says of an address is only looked up here; it never makes us dial.
+So a prefill worker may start later, or restart: its next boot has another epoch, and is met within
+two seconds. An address in a request is only looked up here; it is never dialled.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Peers:
             await asyncio.sleep(MEET_EVERY_S)
 
     async def _meet(self, peer: Peer, metadata: bytes) -> None:
-        """A peer is down after MISSES_MAX late answers, or at once if it refuses or is gone."""
+        """Meets a peer; it is down after MISSES_MAX late answers, or once it refuses or is gone."""
         try:
             async with asyncio.timeout(MEET_S):
                 theirs = await post(peer.named.at, "/peers", metadata)
@@ -112,8 +112,8 @@ class Peers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """`host` and `port` are where others meet this worker; `port` alone is other than the main one
-    if `has_own_port`. A decode worker has `peers`; prefill and decode workers have the `seal`."""
+    """The worker's role. Others connect at `host` and `port`, which differs from the main port if
+    `has_own_port`. A decode worker has `peers`; prefill and decode workers have the `seal`."""
 
     role: Role = "both"
     host: str = "127.0.0.1"
@@ -124,7 +124,7 @@ class Split:
     allows_fake: bool = False
 
     def called(self, authority: str) -> Address:
-        """The name under which a request has reached us, with the port to meet us at."""
+        """The name in a request's Host header, with the port at which workers connect."""
         try:
             asked = read_address(authority, where="host")
         except BadInput:
@@ -163,7 +163,7 @@ async def post(address: Address, path: str, body: bytes) -> bytes:
 
 
 async def _answer(reader: asyncio.StreamReader) -> bytes:
-    """Its content; an answer that states no length, or too great a length, is not read."""
+    """The content; refuses an answer that states no length, or one that is too great."""
     first, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
     status = first.split(b" ")[1:2]
     fields = dict(line.lower().split(b":", 1) for line in lines if b":" in line)

@@ -1,10 +1,10 @@
-"""A worker tells a router that it is there, and that it leaves: sglang-router and smg take that.
+"""Registers a worker with a router, sglang-router or smg, and removes it when it leaves.
 
-    GET /workers                every `SEE_EVERY_S`: a router that was started again knows nobody
-    POST /workers               if we are not in it: {url, worker_type, bootstrap_port}
+    GET /workers                every `SEE_EVERY_S`: a restarted router knows no worker
+    POST /workers               if we are not listed: {url, worker_type, bootstrap_port}
     DELETE /workers/{id}        when we drain
 
-Whatever the router does, we serve: it is asked in a thread, within a time, and tried again.
+Whatever the router does, we serve: a thread asks it, with a time limit, and tries again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HTTP_PORT: Final = 80
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a router keeps of a worker."""
+    """A router's entry for a worker."""
 
     url: str
     worker_type: str
@@ -40,7 +40,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Router:
-    """As its control plane is asked. `key` is what it asks for, if anything."""
+    """A router's control plane; `key` is its API key, if it has one."""
 
     def __init__(self, url: str, key: str) -> None:
         parts = urlsplit(url)
@@ -52,7 +52,7 @@ class Router:
             self._headers["authorization"] = f"Bearer {key}"
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """The document that the router answers; Unavailable if it does not answer well."""
+        """The document that the router answers; Unavailable for anything but a good answer."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=ASK_S)
         sent = None if body is None else msgspec.json.encode(body)
         try:
@@ -73,8 +73,8 @@ class Router:
 
 
 class Registration:
-    """The router is asked in threads, one at a time: nothing that was begun before `leave` puts us
-    back on its list afterwards."""
+    """Threads ask the router, one at a time, so that nothing begun before `leave` lists us again
+    afterwards."""
 
     def __init__(self, router: Router, entry: Entry) -> None:
         self._router = router
@@ -85,7 +85,7 @@ class Registration:
         self._said = ""
 
     async def run(self) -> None:
-        """For as long as we serve."""
+        """Registers, and checks the entry, as long as the server runs."""
         self._began = True
         while not self._leaves:
             try:
@@ -130,15 +130,15 @@ class Registration:
         return [str(w.get("id")) for w in described if w.get("url") == url]
 
     def _say(self, what: str) -> None:
-        """Logs how the registration stands, where that has changed since it was last logged."""
+        """Logs the state of the registration when it changes."""
         if what != self._said:
             console.note(f"ess: the router {self._router.url} {what}")
         self._said = what
 
 
 def seen_from(router: Router, url: str) -> str:
-    """Our URL with a host that the router can reach: a worker that listens everywhere is known by
-    the address from which it would reach the router."""
+    """Our URL with a host that the router can reach: a worker that listens on all addresses is
+    registered with the one from which it reaches the router."""
     parts = urlsplit(url)
     if parts.hostname not in ANY:
         return url
@@ -154,7 +154,7 @@ def seen_from(router: Router, url: str) -> str:
 
 
 def registration_of(settings: Settings, url: str, port: int) -> Registration | None:
-    """`port` is where decode workers meet a prefill worker."""
+    """`port` is where decode workers connect to a prefill worker."""
     if not settings.register:
         return None
     entry = Entry(

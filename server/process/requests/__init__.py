@@ -1,1 +1,1 @@
-"""What a server has of its open requests: a mailbox for each, and a record of each."""
+"""The server's open requests: a mailbox and a record of each."""

@@ -1,4 +1,4 @@
-"""One HTTP request's requests to the engine, whose pieces arrive in one mailbox."""
+"""One HTTP request's requests to the engine, with one mailbox for their pieces."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Reader = Callable[[list[Piece]], bool]
 class Call:
     """The engine's requests of one HTTP request.
 
-    `params` are what its answer has beside the text: kv_transfer_params of a prefill leg.
-    `pending` are those that have not ended; the oldest piece of those taken last arrived at
-    `heard_at_s`. A task that waits in `take` may name a reader, which gets pieces in the link's own
-    turn, without the task being woken for them; an end, and what the reader does not want, wake it.
+    `params` go into its answer beside the text: kv_transfer_params of a prefill leg. `pending` are
+    its requests that have not ended; the oldest piece of those taken last arrived at `heard_at_s`.
+    A task that waits in `take` may name a reader, which gets pieces in the link's own turn, without
+    waking the task; an end, and pieces that the reader does not take, wake it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Call:
         self._broken: Exception | None = None
 
     def put(self, piece: Piece, *, heard_at_s: float = 0.0) -> bool:
-        """True if it is the first piece that has not been taken: the waiter must be told."""
+        """Returns True for the first piece that has not been taken: the waiter must be told."""
         is_first = not self._pieces
         if is_first:
             self.heard_at_s = heard_at_s
@@ -54,10 +54,10 @@ class Call:
         return is_first
 
     def tell(self) -> None:
-        """The reader gets the pieces if it takes them, else the waiter, which also gets failures.
+        """Gives the pieces to the reader, if it takes them, else wakes the waiter; failures too.
 
-        With the waiter woken, but not yet running, the reader is passed over: what has been left to
-        the waiter comes before what is new.
+        If the waiter is woken but not yet running, the reader is passed over: pieces left to the
+        waiter come before new ones.
         """
         if self._waiter is None or self._waiter.done():
             return
@@ -77,14 +77,14 @@ class Call:
         self.nudge()
 
     def nudge(self) -> None:
-        """Let the reader go on, with nothing if nothing has come."""
+        """Lets the reader go on, without pieces if none have come."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self, reader: Reader | None = None) -> list[Piece]:
         """All pieces that have come; waits for the first that no reader takes, or for a nudge.
 
-        What came before a failure is given out first, then Interrupted is raised.
+        Pieces from before a failure are returned first; then Interrupted is raised.
         """
         if not self._pieces and self.error is None:
             self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader

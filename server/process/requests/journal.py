@@ -1,18 +1,18 @@
-"""A server's own record of its requests: what each of them was, and what has been said of it.
+"""The server's record of each request: what was asked, and what the engine has answered so far.
 
     opened --> heard, heard, ... --> closed          while an engine has it
                  ^  |
-           again |  v lost                           another engine gets it, with what was said
+           again |  v lost                           another engine gets it, with the answer so far
 
-A record is the message that the engine got, as it was sent, and the tokens that have come back. The
-next engine is sent the same message under the same number with these tokens in it, and makes those
-behind them. What was under way when the engine died has not come, is in no record, and is made
-again: so no token is told twice, and none is left out.
+A record is the message to the engine, as it was sent, and the tokens that have come back. The next
+engine gets the same message under the same number with these tokens in it, and continues behind
+them. Tokens that were under way when the engine died are in no record, and are computed again: so
+no token is sent twice, and none is left out.
 
-A record holds its prompt for as long as its request is open, so there is a most for all of them.
-A request beyond it has no record, nor has one whose prompt's rows leave for another worker, or were
-invented: these end with the engine. So does a request with which more than LOSSES_MAX engines were
-lost since its last token: it may well be what ends them.
+A record holds its prompt for as long as its request is open, so their total size is limited. A
+request beyond the limit has no record, nor has one whose prompt's rows leave for another worker, or
+were made up for a test: these end with the engine. So does a request with which more than
+LOSSES_MAX engines were lost since its last token: it may well be the cause.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LOSSES_MAX: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """Of the requests that a lost engine had, records of `bytes_max` go on in the next one, if that
-    is ready within `wait_s`."""
+    """Requests of a lost engine continue in the next one, if that is ready within `wait_s`; their
+    records take at most `bytes_max`."""
 
     bytes_max: int = 0
     wait_s: float = 0.0
@@ -43,8 +43,9 @@ NO_RECOVERY: Final = Recovery()
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """`scored_count` are the chances of its prompt that have come, `loss_count` the engines lost
-    since its last token. It `is_counted` when its cached tokens have been told."""
+    """A request's record. `scored_count` counts the chances of its prompt that have come,
+    `loss_count` the engines lost since its last token. `is_counted`: its cached tokens were
+    reported."""
 
     packed: bytes
     said: array[int] = field(default_factory=lambda: array("i"))
@@ -57,7 +58,7 @@ class Record:
         return len(self.packed) + len(self.said) * self.said.itemsize
 
     def hear(self, piece: Piece) -> Piece:
-        """The piece without what an earlier engine has told already."""
+        """The piece without what an earlier engine has sent already."""
         if piece.tokens:
             self.said.extend(piece.tokens)
             self.loss_count = 0
@@ -71,8 +72,8 @@ class Record:
         return piece
 
     def again(self, packer: Packer) -> Add:
-        """For the next engine. Rows that another worker has made are made there now; where tokens
-        were said, the chances of the whole prompt were told before them."""
+        """The message for the next engine. Rows that another worker has made are now computed
+        there; the prompt's chances are complete once a token was sent."""
         add = packer.for_engine(self.packed)
         assert isinstance(add, Add), f"the record of a request is a {type(add).__name__}"
         if not self.said:
@@ -85,7 +86,7 @@ class Record:
 
 
 class Journal:
-    """`bytes_max` 0 keeps no record of anything."""
+    """The records of all open requests; with `bytes_max` 0 there are none."""
 
     def __init__(self, bytes_max: int, packer: Packer) -> None:
         self.size = 0
@@ -97,7 +98,7 @@ class Journal:
         return number in self._records
 
     def open(self, add: Add, packed: bytes) -> None:
-        """A request that was sent so, if there is room for it."""
+        """Records a request that was sent as `packed`, if there is room."""
         assert add.number not in self._records, f"request {add.number} has a record"
         if add.handoff is None or add.handoff.kind == "take":
             self._records[add.number] = Record(packed)
@@ -120,14 +121,14 @@ class Journal:
             self.size -= record.size
 
     def lose(self) -> None:
-        """The engine is lost, and with it the requests that it may be lost for."""
+        """The engine is lost: drops the requests that may be the cause."""
         for number, record in list(self._records.items()):
             record.loss_count += 1
             if record.loss_count > LOSSES_MAX:
                 self.close(number)
 
     def again(self) -> Iterator[Add]:
-        """All that go on, in the order in which they came."""
+        """The messages of all requests that continue, in their order of arrival."""
         return (record.again(self._packer) for record in self._records.values())
 
     def check(self) -> None:
