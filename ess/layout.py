@@ -78,6 +78,8 @@ class RowCodec:
 class IndexCodec:
     """One indexer key. fp8: `key_dim` e4m3 bytes and one f32 scale, block-split per page of 64.
 
+    `unit` neighbouring rows share a key, that of the last of them: a page has 64 / unit keys.
+
     `hadamard`, `scale_format` and `rope_style` say how a key was made; both sides of a dot product
     must agree on them, so they travel with every page.
     """
@@ -88,11 +90,16 @@ class IndexCodec:
     hadamard: bool = True
     scale_format: ScaleFormat = "ue8m0"
     rope_style: RopeStyle = "half"
+    unit: int = 1
 
     def __post_init__(self) -> None:
         _require(self.form in ("fp8", "f32"), f"index form {self.form!r} unknown")
         _require(self.key_dim > 0 and self.key_dim % 4 == 0, f"key_dim {self.key_dim} is not 4n")
         _require(self.head_count > 0, f"head_count is {self.head_count}, must be positive")
+        _require(
+            0 < self.unit <= PAGE_ROWS and PAGE_ROWS % self.unit == 0,
+            f"unit is {self.unit}, must divide the {PAGE_ROWS} rows of a page",
+        )
 
     @property
     def value_bytes(self) -> int:
@@ -108,7 +115,7 @@ class IndexCodec:
 
     @property
     def page_bytes(self) -> int:
-        return PAGE_ROWS * self.key_bytes
+        return PAGE_ROWS // self.unit * self.key_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +137,9 @@ class ModelLayout:
     selects among all; it is empty where all groups have an indexer. A group with a window has no
     index keys, and a sequence reserves slots for its window there, not the floor.
 
-    `select_unit` is the number of neighbouring rows that are chosen together: an indexer chooses
-    among the whole units of a sequence, and the rows behind the last whole unit are always
-    selected. `top_k` is the most rows of a selection, those included.
+    Neighbouring rows that share a key (`index.unit`) are chosen together: an indexer chooses among
+    the whole units of a sequence, and the rows behind the last whole one are always in. `top_k` is
+    the most rows of a selection, those included.
 
     A part of a model is a layout too, its layers and groups counted from 0; `first_layer`,
     `first_group` and `first_key_layer` are their numbers in the whole model, `bytes_before` the
@@ -153,7 +160,6 @@ class ModelLayout:
     query_rank: int = 1536
     slot_floor: int = 6400
     windows: tuple[int, ...] = ()
-    select_unit: int = 1
     rows: tuple[RowCodec, ...] = ()
     row_tokens: int = 1
     state_bytes: int = 0
@@ -190,10 +196,6 @@ class ModelLayout:
 
     def _check_unit(self) -> None:
         unit = self.select_unit
-        _require(
-            0 < unit <= PAGE_ROWS and PAGE_ROWS % unit == 0,
-            f"select_unit is {unit}, must divide the {PAGE_ROWS} rows of a page",
-        )
         _require(
             self.top_k >= unit and (self.top_k + 1) % unit == 0,
             f"top_k {self.top_k} is not some units of {unit} rows and the {unit - 1} behind them",
@@ -337,6 +339,11 @@ class ModelLayout:
     def window_of(self, group: int) -> int:
         """How many of the last tokens the group attends to; 0 if an indexer selects among all."""
         return self.windows[group] if self.windows else 0
+
+    @property
+    def select_unit(self) -> int:
+        """Neighbouring rows that are chosen together."""
+        return self.index.unit if self.index is not None else 1
 
     @property
     def units_max(self) -> int:

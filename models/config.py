@@ -25,6 +25,7 @@ from ess.layout import (
 from ess.models.compressed.layout import layout_of
 from ess.models.linear import Pooled, Recurrent, Size, StateForm, state_form
 from ess.models.rope import LENGTH_MAX, Positive, Rope, Share, Theta
+from ess.units import PAGE_ROWS
 
 LAYERS_MAX: Final = 4096
 Layers = Annotated[int, Meta(ge=1, le=LAYERS_MAX)]
@@ -285,7 +286,11 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
                 row != "bf16" or latent % 2 == 0,
                 f"{name} {latent} is odd, but bf16 rows need it even: choose row f32",
             )
-        key = self.index_dim
+        key, unit = self.index_dim, self.select_unit
+        self._require_fits(
+            PAGE_ROWS % unit == 0,
+            f"index_kpool {unit} does not divide the {PAGE_ROWS} rows of a page",
+        )
         self._require_fits(
             index != "fp8" or self.pooled is not None or key & (key - 1) == 0,
             f"index_head_dim {key} is not a power of two, which fp8 index keys need:"
@@ -405,7 +410,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
 
     @property
     def key_dim(self) -> int:
-        """Of what is kept of a token for indexers: of pooled ones also what its key weighs."""
+        """Of what a token gives to indexers: to pooled ones also what its key weighs."""
         return 2 * self.index_dim if self.pooled else self.index_dim
 
     @property
@@ -477,13 +482,13 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             rows=rows if len(set(rows)) > 1 else (),
             index=IndexCodec(
                 form=index,
-                key_dim=self.key_dim,
+                key_dim=self.index_dim,
+                unit=self.select_unit,
                 hadamard=self.pooled is None,
                 head_count=self.index_head_count,
                 rope_style=self.index_rope_style,
             ),
             top_k=self.top_k,
-            select_unit=self.select_unit,
             mtp_layer_count=self.mtp_layer_count,
             head_count=self.head_count,
             hidden_dim=self.hidden_dim,

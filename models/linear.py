@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ess.models.config import ModelConfig
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
-Name = Literal["matrix", "channels"]
+Name = Literal["matrix", "channels", "unit"]
 
 HEADER_BYTES: Final = 64
 VALUE_BYTES: Final = 4
@@ -53,7 +53,8 @@ class Recurrent(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateField:
-    """Of one layer, by its place in the whole model."""
+    """Of one layer, by its place in the whole model: a matrix and channels where attention is
+    linear; where an indexer chooses units, what the last tokens give to the key of their unit."""
 
     name: Name
     layer: int
@@ -91,4 +92,8 @@ def state_form(config: ModelConfig) -> StateForm:
         assert own is not None, f"layer {layer} is of another kind"
         fields.append(StateField(name="matrix", layer=layer, shape=own.matrix_shape))
         fields.append(StateField(name="channels", layer=layer, shape=own.channel_shape))
+    if config.pooled is not None:
+        shape = config.pooled.unit - 1, config.key_dim
+        indexed = filter(config.has_indexer, range(config.layer_count))
+        fields += [StateField(name="unit", layer=layer, shape=shape) for layer in indexed]
     return StateForm(tuple(fields))

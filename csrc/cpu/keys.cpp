@@ -1,7 +1,8 @@
 // What a step makes: its new rows and index keys into slots and active pages, then home to the
 // host. The native twins of what row_copies.write_new and seal_at_once, KeyPages.copy_keys and
 // LatentPool.mark_* do without them. A page of keys of a layer is 64 values, then 64 scales; a key
-// that comes alone is its value, then its scale.
+// that comes alone is its value, then its scale. Where `unit` neighbouring rows share a key, that of
+// the last of them, a page has 64 / unit.
 #include <cstring>
 
 #include "../residency/arena.h"
@@ -32,16 +33,22 @@ struct KeyCopy {
     int64_t layer_max;
     int64_t value_bytes;
     int64_t scale_bytes;
+    int64_t unit;
+
+    int64_t per_page() const { return 64 / unit; }
 
     uint8_t* page(const KeyPages& pages, int64_t layer, int64_t page) const {
-        return pages.base + (layer * pages.page_count + page) * 64 * (value_bytes + scale_bytes);
+        const int64_t each = value_bytes + scale_bytes;
+        return pages.base + (layer * pages.page_count + page) * per_page() * each;
     }
 };
 
 void copy_key(const KeyCopy& in, int64_t layer, int64_t from_row, int64_t to_row) {
+    if (from_row % in.unit != in.unit - 1) return;
     const uint8_t* from = in.page(in.source, layer, from_row >> 6);
     uint8_t* to = in.page(in.target, layer, to_row >> 6);
-    const int64_t here = from_row & 63, there = to_row & 63, split = 64 * in.value_bytes;
+    const int64_t here = (from_row & 63) / in.unit, there = (to_row & 63) / in.unit;
+    const int64_t split = in.per_page() * in.value_bytes;
     std::memcpy(to + there * in.value_bytes, from + here * in.value_bytes, in.value_bytes);
     std::memcpy(to + split + there * in.scale_bytes, from + split + here * in.scale_bytes,
                 in.scale_bytes);

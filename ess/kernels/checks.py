@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.layout import SCALE_GROUP
+from ess.layout import SCALE_GROUP, IndexCodec
 from ess.units import div_ceil
 
 if TYPE_CHECKING:
@@ -102,6 +102,13 @@ def require_adjacent(name: str, tensor: Tensor) -> None:
 def require_dense(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
         raise BadInput(f"{name} with strides {tuple(tensor.stride())} has gaps: copy it")
+
+
+def require_single(codec: IndexCodec) -> IndexCodec:
+    """For ops that have no word for keys that rows share."""
+    if codec.unit > 1:
+        raise BadInput(f"codec has a key for each {codec.unit} rows, and this op one for each row")
+    return codec
 
 
 def check_threads(threads: int) -> None:

@@ -47,6 +47,7 @@ from ess.kernels.checks import (
     require_adjacent,
     require_dense,
     require_ends,
+    require_single,
     require_within,
 )
 from ess.kernels.merge import Pair, Partial, check_merge
@@ -159,9 +160,8 @@ class Ops:
     def write_keys(self, pages: Tensor, row_ids: Tensor, keys: Keys, codec: IndexCodec) -> None:
         """Into pages [page, page_bytes]: 64 times the bytes of a value, then 64 scales."""
         self._check_row_ids(pages, row_ids, codec)
-        count = len(row_ids)
-        self._check("keys.values", keys.values, (count, codec.value_bytes), BYTES)
-        self._check("keys.scales", keys.scales, (count,), SINGLE)
+        self._check("keys.values", keys.values, (len(row_ids), codec.value_bytes), BYTES)
+        self._check("keys.scales", keys.scales, (len(row_ids),), SINGLE)
         paged.write_keys(pages, row_ids, keys, codec)
 
     def read_keys(self, pages: Tensor, row_ids: Tensor, codec: IndexCodec) -> Keys:
@@ -444,7 +444,7 @@ class Ops:
             require_within("row_ids", row_ids, low=0, limit=len(pages) * PAGE_ROWS)
 
     def _row_ids(self, pages: Tensor, row_ids: Tensor, codec: IndexCodec, count: int) -> Tensor:
-        self._check_bytes("pages", pages, None, codec.page_bytes)
+        self._check_bytes("pages", pages, None, require_single(codec).page_bytes)
         self._check("row_ids", row_ids, (count,), COUNTS)
         return self._ids("row_ids", row_ids, -(1 << 31), len(pages) * PAGE_ROWS)
 
@@ -464,7 +464,7 @@ class Ops:
         threads: int,
         queries_per_request: int = 1,
     ) -> IndexQueries:
-        self._check_bytes("pages", pages, None, codec.page_bytes)
+        self._check_bytes("pages", pages, None, require_single(codec).page_bytes)
         self._check("queries", queries, (None, None, codec.key_dim), QUERIES)
         count, heads, _ = queries.shape
         self._check("weights", weights, (count, heads), SINGLE)

@@ -3,6 +3,10 @@
 A page of a layer is the values of 64 keys, then their 64 scales: not 64 records. To move a page
 takes one copy; to move a key takes two. The same class serves both tiers: the latent pool holds the
 truth by host page, the index pool holds active pages on the device.
+
+Where neighbouring rows share a key (`IndexCodec.unit`), a page has 64 / unit values and scales. The
+key of a unit is that of its last row: whoever gives or asks for keys does so row by row, and what
+the other rows of a unit are given is dropped.
 """
 
 from __future__ import annotations
@@ -33,9 +37,11 @@ class KeyPages:
         assert len(memory) >= np.prod(shape), f"{len(memory)} bytes for pages of shape {shape}"
         self.pages: Bytes = memory[: int(np.prod(shape))].reshape(shape)
         self.value_bytes = value_bytes
-        split = PAGE_ROWS * value_bytes
-        self._values = _by_key(self.pages[:, :, :split])
-        self._scales = _by_key(self.pages[:, :, split:])
+        self.unit = codec.unit if codec is not None else 1
+        per_page = PAGE_ROWS // self.unit
+        split = per_page * value_bytes
+        self._values = _by_key(self.pages[:, :, :split], per_page)
+        self._scales = _by_key(self.pages[:, :, split:], per_page)
         self._base = native.address(self.pages)
 
     @property
@@ -49,9 +55,19 @@ class KeyPages:
     def write(self, layer: int, rows: RowIds, keys: Bytes) -> None:
         """Writes `keys` [n, key_bytes], each the values of a key, then its scale."""
         assert keys.shape == (len(rows), self.key_bytes), f"{len(rows)} rows, keys {keys.shape}"
-        page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
-        self._values[layer, page, offset] = keys[:, : self.value_bytes]
-        self._scales[layer, page, offset] = keys[:, self.value_bytes :]
+        last = self._are_last(rows)
+        page, offset = self._places(rows[last])
+        self._values[layer, page, offset] = keys[last, : self.value_bytes]
+        self._scales[layer, page, offset] = keys[last, self.value_bytes :]
+
+    def _are_last(self, rows: RowIds) -> npt.NDArray[np.bool_]:
+        """Of their units."""
+        last: npt.NDArray[np.bool_] = rows % self.unit == self.unit - 1
+        return last
+
+    def _places(self, rows: RowIds) -> tuple[RowIds, RowIds]:
+        """The page of each row, and which of its keys is the row's."""
+        return rows // PAGE_ROWS, rows % PAGE_ROWS // self.unit
 
     def side(self, layer: int) -> tuple[int, int, int, int]:
         """For native code: address, page count, bytes of a key's value part and of its scale."""
@@ -61,7 +77,7 @@ class KeyPages:
 
     def read(self, layer: int, rows: RowIds) -> Bytes:
         assert 0 <= layer < self.layer_count, f"layer {layer} of {self.layer_count}"
-        page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
+        page, offset = self._places(rows)
         parts = (self._values[layer, page, offset], self._scales[layer, page, offset])
         return np.concatenate(parts, axis=1)
 
@@ -71,11 +87,12 @@ class KeyPages:
         """Copies keys of these layers from another tier, key by key."""
         assert len(source_rows) == len(rows), f"{len(source_rows)} keys to {len(rows)} rows"
         assert self.key_bytes == source.key_bytes, f"keys of {source.key_bytes} bytes"
+        assert ((source_rows - rows) % self.unit == 0).all(), "rows of other places in their units"
         if native.available():
             return self._copy_native(source, source_rows, rows, np.array(layers, np.int32))
-        layer = np.asarray(layers)[:, None]
-        page, offset = rows // PAGE_ROWS, rows % PAGE_ROWS
-        there, at = source_rows // PAGE_ROWS, source_rows % PAGE_ROWS
+        layer, last = np.asarray(layers)[:, None], self._are_last(rows)
+        page, offset = self._places(rows[last])
+        there, at = self._places(source_rows[last])
         self._values[layer, page, offset] = source._values[layer, there, at]
         self._scales[layer, page, offset] = source._scales[layer, there, at]
 
@@ -85,7 +102,7 @@ class KeyPages:
         lists = (source_rows, rows, layers)
         assert all(native.contiguous(ids, np.int32) for ids in lists), "ids are dense int32"
         at = tuple(map(native.address, lists))
-        done = _copy()(struct.pack("12q", *self.copying(source, at, (len(rows), len(layers)))))
+        done = _copy()(struct.pack("13q", *self.copying(source, at, (len(rows), len(layers)))))
         assert done, f"a key outside of {source.pages.shape} or {self.pages.shape}"
 
     def copying(
@@ -93,9 +110,11 @@ class KeyPages:
     ) -> tuple[int, ...]:
         """A `KeyCopy` of csrc/cpu/keys.cpp; `lists`: addresses of source rows, rows, layers."""
         assert self.value_bytes == source.value_bytes, f"values of {source.value_bytes} bytes"
+        assert self.unit == source.unit, f"keys of {source.unit} rows"
         sides = (source._base, source.pages.shape[1], self._base, self.pages.shape[1])
         layer_max = min(self.layer_count, source.layer_count)
-        return (*sides, *lists, *counts, layer_max, self.value_bytes, self._scales.shape[3])
+        sizes = self.value_bytes, self._scales.shape[3], self.unit
+        return (*sides, *lists, *counts, layer_max, *sizes)
 
     def copy_pages(self, source: KeyPages, source_pages: PageIds, pages: PageIds) -> None:
         assert len(source_pages) == len(pages), f"{len(source_pages)} pages to {len(pages)}"
@@ -111,13 +130,13 @@ class KeyPages:
         self.pages[:, pages] = value
 
 
-def _by_key(part: Bytes) -> Bytes:
-    """[layers, pages, 64 * n] seen as [layers, pages, 64, n] without copying."""
+def _by_key(part: Bytes, count: int) -> Bytes:
+    """[layers, pages, count * n] seen as [layers, pages, count, n] without copying."""
     layers, pages, width = part.shape
-    assert width % PAGE_ROWS == 0, f"{width} bytes are not {PAGE_ROWS} equal parts"
-    each = width // PAGE_ROWS
+    assert width % count == 0, f"{width} bytes are not {count} equal parts"
+    each = width // count
     strides = (*part.strides[:2], each, 1)
-    shape = (layers, pages, PAGE_ROWS, each)
+    shape = (layers, pages, count, each)
     return np.lib.stride_tricks.as_strided(part, shape, strides)
 
 

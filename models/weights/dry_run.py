@@ -185,10 +185,11 @@ def _memory_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
     slots, asked = min(context, layout.slot_floor), request_needs(plan.config, tokens=context)
     stateful = len({field.layer for field in plan.config.states.fields})
     state = f"state      {asked.state:,} bytes a request, in {stateful} layers"
+    unit = f" for {layout.select_unit} tokens" if layout.select_unit > 1 else ""
     windows = f" ({layout.window_floor:,} for a window)" if layout.window_floor else ""
     return [
         f"per token  {_rows(layout)} bytes,"
-        f" {layout.key_layer_count} index keys of {layout.index.key_bytes} bytes",
+        f" {layout.key_layer_count} index keys of {layout.index.key_bytes} bytes{unit}",
         *([state] if asked.state else []),
         f"context    {context:,} tokens: host {format_bytes(asked.host)};"
         f" device {format_bytes(asked.offloaded)} at the floor of {slots:,} slots a group{windows},"

@@ -45,6 +45,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int
     state_page_bytes: int
     key_bytes: int
+    key_unit: int
     key_group_count: int
     window_floor: int
     token_host_bytes: int
@@ -136,6 +137,7 @@ def _cost(model: ModelLayout, host_size: str | None) -> Cost:
         state_bytes=model.state_bytes,
         state_page_bytes=model.state_page_bytes,
         key_bytes=0 if model.index is None else model.index.key_bytes,
+        key_unit=model.select_unit,
         key_group_count=model.key_layer_count,
         window_floor=model.window_floor,
         token_host_bytes=model.host_page_bytes // model.page_tokens,
@@ -164,6 +166,8 @@ def _print_cost(cost: Cost) -> None:
 def _cost_lines(cost: Cost) -> list[tuple[str, str, str]]:
     unit = "one token" if cost.row_tokens == 1 else f"{cost.row_tokens} tokens"
     keyed, windows, page = f"{unit} in one layer group", "", PAGE_ROWS * cost.row_tokens
+    if cost.key_unit > 1:
+        keyed = f"{cost.key_unit} tokens, which are picked together, in one layer group"
     if cost.key_group_count < cost.group_count:
         keyed = f"one token in {cost.key_group_count} groups: the others attend to a window"
         windows = f", {cost.window_floor:,} for a window"

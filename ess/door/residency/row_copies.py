@@ -37,11 +37,12 @@ def write_new(
     assert len(rows) == len(slots) == len(row_ids), f"{len(rows)} rows into {len(slots)} slots"
     assert keys is None or len(keys) == len(rows), f"keys of some of {len(rows)} rows only"
     pages, at = pools.index.keys, native.address
+    if keys is not None and (pages.unit > 1 or not native.available()):
+        pages.write(_key_layer(pools, group), row_ids, keys)
+        keys = None
     if not native.available():
         assert isinstance(slab.owner, np.ndarray), "slots lie on the host"
         slab.owner[slots] = rows
-        if keys is not None:
-            pages.write(_key_layer(pools, group), row_ids, keys)
         return
     first, page_count, *sizes = (0,) * 4 if keys is None else pages.side(_key_layer(pools, group))
     of_keys = (first, page_count, at(row_ids), 0 if keys is None else at(keys), *sizes)
@@ -152,7 +153,7 @@ def seal_at_once(
     keys = latent.keys.copying(index.keys, lists, (len(step.row_ids), len(groups)))
     memory = (pools.slabs[0][0].address, at(latent.stored), at(latent.keyed))
     of_step = (at(index.host_page_of), at(sealed), at(kept), at(left))
-    done = _seal()(struct.pack("21q", *keys, *memory, *of_step, len(groups), latent.writes))
+    done = _seal()(struct.pack("22q", *keys, *memory, *of_step, len(groups), latent.writes))
     assert done, f"step {step.number}: a slot that does not hold its new row"
     assert (left == len(kept) - kept.sum()).all(), f"step {step.number}: {left} rejected rows left"
     pools.sparse.left(groups, left.tolist())

@@ -71,6 +71,10 @@ class Batch:
     def layout(self) -> ModelLayout:
         return self.offload.layout
 
+    def unit_keys(self, layer: DecoderLayer, given: Tensor) -> Tensor:
+        assert self.carried is not None, "units without a state"
+        return self.carried.unit_keys(layer, given)
+
 
 class Shared(Protocol):
     """What the stages of a layer need of a batch or a prompt chunk."""
@@ -81,6 +85,8 @@ class Shared(Protocol):
     def ops(self) -> Ops: ...
     @property
     def rotation(self) -> Rotation: ...
+    def unit_keys(self, layer: DecoderLayer, given: Tensor) -> Tensor:
+        """Of what tokens give to the keys of their units: a key for each."""
 
 
 def queries(batch: Shared, layer: DecoderLayer, query: Tensor) -> Tensor:

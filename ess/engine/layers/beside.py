@@ -18,7 +18,10 @@ from torch import Tensor
 
 from ess.door import Offload
 from ess.models.config import ModelConfig
+from ess.models.decoder import DecoderLayer
 from ess.models.families.delta import RecurrentLayer, State
+from ess.models.families.pooled import MixedLayer
+from ess.models.indexer import pooled
 from ess.models.linear import Name, StateForm
 
 if TYPE_CHECKING:
@@ -85,5 +88,19 @@ class Carried:
         matrix[self.lines], channels[self.lines] = after
         return told.flatten(0, 1)
 
-    def _field(self, name: Name, layer: RecurrentLayer) -> Tensor:
+    def unit_keys(self, layer: DecoderLayer, given: Tensor) -> Tensor:
+        """Of what the tokens give to the keys of their units, [tokens, 2 * dim]: a key for each
+        that is the last of its unit, zeros for the others."""
+        last = self._field("unit", layer)
+        new = given.view(len(self.lines), -1, given.shape[1])
+        joined, count, unit = torch.cat((last[self.lines], new), 1), new.shape[1], last.shape[1] + 1
+        last[self.lines] = joined[:, count:]
+        ends = (self.starts[:, None] + torch.arange(1, count + 1)) % unit == 0
+        units = joined.unfold(1, unit, 1)[ends].transpose(1, 2)
+        keys = given.new_zeros(len(self.lines), count, given.shape[1] // 2)
+        keys[ends] = pooled(units.flatten(0, 1), unit)
+        return keys.flatten(0, 1)
+
+    def _field(self, name: Name, layer: DecoderLayer) -> Tensor:
+        assert isinstance(layer, MixedLayer), "a layer of another family"
         return self.beside.fields[name, layer.place]

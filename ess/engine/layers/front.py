@@ -84,7 +84,7 @@ def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: Room) ->
     key_finish = layer.indexer.key_finish(rotation)
     if key_finish is None:
         made = layer.indexer.probe(entry.hidden, entry.query, rotation)
-        put_keys(made.keys, layout.index, room.keys, room.row_ids)
+        put_keys(batch.unit_keys(layer, made.keys), layout.index, room.keys, room.row_ids)
         return Asking(entry.query, made.queries, made.weights)
     raw = layer.indexer.raw(entry.hidden, entry.query, rotation)
     ops.finish_keys(raw.keys, key_finish, layout.index, room.keys, room.row_ids)

@@ -1,8 +1,7 @@
 """Selections of units: neighbouring rows that are chosen together, by a key mixed of theirs.
 
-The pools keep of each token what goes into the mixture. It is mixed again by every query that reads
-it, in plain torch: nothing is kept that a draft which is taken back, a fork or a prefix hit would
-have to undo.
+The pools keep a key of each unit, which the last of its tokens brings. What the tokens of an open
+unit give to the mixture lies beside the rows (`Carried.unit_keys`). Plain torch.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ess.kernels.reference.keys import encode_keys, page_values, write_keys
 from ess.layout import IndexCodec, ModelLayout
-from ess.models.indexer import index_scores, pooled, rows_of_units, top_k
+from ess.models.indexer import index_scores, rows_of_units, top_k
 from ess.units import PAGE_ROWS, div_ceil
 
 
@@ -82,7 +81,7 @@ def _scored(
     unit, whole = layout.select_unit, lengths // layout.select_unit
     if lengths.is_cpu:
         line = line[: div_ceil(int(lengths.max()), PAGE_ROWS)]
-    keys = pooled(page_values(pages[line.long().clamp_min(0)], layout.index), unit)
+    keys = page_values(pages[line.long().clamp_min(0)], layout.index)
     scores = index_scores(queries, weights, keys)
     chosen = rows_of_units(top_k(scores, whole, layout.units_max), lengths, layout.top_k, unit)
     seen = torch.arange(len(keys), device=scores.device) < whole[:, None]

@@ -16,6 +16,7 @@ from ess.engine.layers.beside import Carried
 from ess.engine.prompt.plain_rows import PlainRows
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
+from ess.models.decoder import DecoderLayer
 from ess.models.layers import Rotation
 from ess.models.model import Model
 from ess.pool.warmup import WINDOW_MAX
@@ -156,6 +157,13 @@ class Pack:
     @property
     def device(self) -> torch.device:
         return self.runner.model.device
+
+    def unit_keys(self, layer: DecoderLayer, given: Tensor) -> Tensor:
+        made = [given[:0, : given.shape[1] // 2]]
+        for _, span, place in self.each():
+            assert span.carried is not None, "units without a state"
+            made.append(span.carried.unit_keys(layer, given[place]))
+        return torch.cat(made)
 
     def each(self) -> Iterator[tuple[int, Span, slice]]:
         return zip(range(len(self.spans)), self.spans, self.places, strict=True)

@@ -31,7 +31,11 @@ def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
 
 
 def write_keys(pages: Tensor, row_ids: Tensor, keys: Keys, codec: IndexCodec) -> None:
-    page, offset = _places(row_ids)
+    """Where rows share a key, those of the last rows of units; the others are dropped."""
+    if codec.unit > 1:
+        last = row_ids % codec.unit == codec.unit - 1
+        row_ids, keys = row_ids[last], Keys(*(part[last] for part in keys))
+    page, offset = _places(row_ids, codec)
     values, scales = _page_parts(pages, codec)
     values[page, offset] = keys.values
     if codec.scale_bytes:
@@ -39,7 +43,7 @@ def write_keys(pages: Tensor, row_ids: Tensor, keys: Keys, codec: IndexCodec) ->
 
 
 def read_keys(pages: Tensor, row_ids: Tensor, codec: IndexCodec) -> Keys:
-    page, offset = _places(row_ids)
+    page, offset = _places(row_ids, codec)
     values, scales = _page_parts(pages, codec)
     if not codec.scale_bytes:
         return Keys(values[page, offset], torch.ones(len(row_ids), device=pages.device))
@@ -47,7 +51,7 @@ def read_keys(pages: Tensor, row_ids: Tensor, codec: IndexCodec) -> Keys:
 
 
 def page_values(pages: Tensor, codec: IndexCodec) -> Tensor:
-    """All keys of whole pages [page, page_bytes] as they were encoded: float32 [64 * page, dim]."""
+    """All keys of whole pages [page, page_bytes] as they were encoded: float32 [keys, dim]."""
     values, scales = _page_parts(pages, codec)
     if not codec.scale_bytes:
         return values.contiguous().view(torch.float32).view(-1, codec.key_dim)
@@ -55,16 +59,19 @@ def page_values(pages: Tensor, codec: IndexCodec) -> Tensor:
     return (wide * scales.contiguous().view(torch.float32)).view(-1, codec.key_dim)
 
 
-def _places(row_ids: Tensor) -> tuple[Tensor, Tensor]:
-    return row_ids.long() // PAGE_ROWS, row_ids.long() % PAGE_ROWS
+def _places(row_ids: Tensor, codec: IndexCodec) -> tuple[Tensor, Tensor]:
+    ids = row_ids.long()
+    return ids // PAGE_ROWS, ids % PAGE_ROWS // codec.unit
 
 
 def _page_parts(pages: Tensor, codec: IndexCodec) -> tuple[Tensor, Tensor]:
-    """Views [page, 64, value_bytes] and [page, 64, scale_bytes] of the two blocks of every page."""
-    split = PAGE_ROWS * codec.value_bytes
+    """Views [page, keys, value_bytes] and [page, keys, scale_bytes] of the two blocks of every
+    page."""
+    count = PAGE_ROWS // codec.unit
+    split = count * codec.value_bytes
     return (
-        pages[:, :split].view(len(pages), PAGE_ROWS, codec.value_bytes),
-        pages[:, split:].view(len(pages), PAGE_ROWS, codec.scale_bytes),
+        pages[:, :split].view(len(pages), count, codec.value_bytes),
+        pages[:, split:].view(len(pages), count, codec.scale_bytes),
     )
 
 
