@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -55,8 +56,10 @@ def engine(seed: int) -> Engine:
 
 
 class Walk:
-    def __init__(self, seed: int) -> None:
-        self.draw, self.engine = random.Random(seed), engine(seed)
+    """Requests that begin with one of two `texts`."""
+
+    def __init__(self, seed: int, engine: Engine, texts: Sequence[list[int]] = TEXTS) -> None:
+        self.draw, self.engine, self._texts = random.Random(seed), engine, texts
         self.asked: list[tuple[Request, int, int]] = []
         self.cancelled: set[int] = set()
 
@@ -66,7 +69,9 @@ class Walk:
         salt = self.draw.choice((b"", b"", b"other"))
         leader = None
         for _ in range(self.draw.choice((1, 1, 3))):
-            request = self.engine.add(TEXTS[text][:length], sampling, leader=leader, salt=salt)
+            request = self.engine.add(
+                self._texts[text][:length], sampling, leader=leader, salt=salt
+            )
             leader = leader or request
             self.asked.append((request, text, length))
 
@@ -112,7 +117,12 @@ def test_whatever_happens_answers_are_the_plain_model_s(
 ) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(kept, "KEPT_TOKENS", 256)
-    walk = Walk(seed)
+    walk = Walk(seed, engine(seed))
+    checked(walk, told)
+
+
+def checked(walk: Walk, told: Callable[[int, int], list[int]]) -> None:
+    """To its end: `told(text, length)` is what each request says, and nothing is left behind."""
     for number in range(TURNS):
         walk.turn()
         if number % 5 == 0:
