@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ess.errors import BadInput
 from ess.kernels.calls import Angles
+from ess.kernels.cpu import native, step
 from ess.kernels.cpu.stage import Stage, Turns, Values, look_at_turns
 from ess.layout import RopeStyle
 from ess.models.config import ModelConfig
@@ -22,6 +23,9 @@ from ess.models.weights.kept import Fp8Weight, Weight, plain
 
 TensorSource = Callable[[str], Weight]
 WEIGHT_DTYPES: Final = (torch.float32, torch.bfloat16)
+KEPT_LEAST: Final = 1 << 10
+KEPT_MAX: Final = 1 << 17
+"""Positions of which angles are kept."""
 
 
 class Source:
@@ -128,9 +132,26 @@ class RotaryPositions:
         if factors is not None:
             self._frequencies = self._frequencies * factors
         self._scale = config.rope.rotation_scale
+        self._kept = torch.empty(0, 2, len(self._frequencies))
 
     def at(self, positions: Tensor) -> Rotation:
-        """Of positions on the device that this was made for."""
+        """Of positions on the device that this was made for. On a CPU they are computed once and
+        looked up from then on."""
+        if positions.is_cpu and positions.dtype == torch.int32 and native.available():
+            found = step.turns(self._kept, positions)
+            if found is None and (longest := int(positions.max())) < KEPT_MAX:
+                self._keep(longest)
+                found = step.turns(self._kept, positions)
+            if found is not None:
+                return Rotation(*found, positions)
+        return self._computed(positions)
+
+    def _keep(self, longest: int) -> None:
+        count = max(KEPT_LEAST, 1 << longest.bit_length())
+        made = self._computed(torch.arange(count, dtype=torch.int32))
+        self._kept = torch.stack([made.cos, made.sin], dim=1)
+
+    def _computed(self, positions: Tensor) -> Rotation:
         angles = positions.float()[:, None] * self._frequencies
         return Rotation(angles.cos() * self._scale, angles.sin() * self._scale, positions)
 

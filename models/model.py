@@ -105,7 +105,7 @@ class Model:
 
     def embed(self, tokens: Tensor) -> Tensor:
         assert self._embedding is not None, "this part of the model has no embedding"
-        return self._embedding[tokens].float()
+        return torch.embedding(self._embedding, tokens).float()
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Shared by all layers of a step; positions int [tokens]."""

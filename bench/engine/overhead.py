@@ -63,9 +63,9 @@ class Meter:
     def layers(self, run: Callable[..., int]) -> Callable[..., int]:
         """Of layers in one call: by what each part is."""
 
-        def call(layers: layer.Layers, which: range, step: Any, *, threads: int) -> int:
+        def call(layers: layer.Layers, which: range, step: Any, **more: Any) -> int:
             begun, started = time.monotonic_ns(), time.thread_time_ns()
-            done = run(layers, which, step, threads=threads)
+            done = run(layers, which, step, **more)
             spent = time.thread_time_ns() - started
             began, ended = layers.column("began", which), layers.column("ended", which)
             taken = np.where(began >= begun, ended - began, 0).sum(axis=0)
@@ -161,7 +161,7 @@ def _rows(prefix: Prefix, shape: Shape, mode: str) -> list[Row]:
     arm = Arm(prefix, run, Way(name=mode, mode=mode, ratio=1.0))
     for _ in range(WARM_UP_STEPS):
         arm.step()
-    taken = [_measured(arm) for _ in range(shape.steps)]
+    taken = _measured(arm, shape.steps)
     inside = statistics.median(_inside(arm) for _ in range(INSIDE_STEPS))
     arm.offload.close()
     medians = {
@@ -180,14 +180,17 @@ def _rows(prefix: Prefix, shape: Shape, mode: str) -> list[Row]:
     ]
 
 
-def _measured(arm: Arm) -> Mapping[str, float]:
-    """Thread time of one step: of everything, and of each kind of native call."""
-    meter = Meter()
+def _measured(arm: Arm, count: int) -> list[Mapping[str, float]]:
+    """Thread time of each step: of everything, and of each kind of native call."""
+    meter, taken = Meter(), []
     with meter.reading(twice=False):
-        started = time.thread_time_ns()
-        arm.step()
-        meter.ns["step"] = time.thread_time_ns() - started
-    return meter.ns
+        for _ in range(count):
+            meter.ns = defaultdict(float)
+            started = time.thread_time_ns()
+            arm.engine.step()
+            meter.ns["step"] = time.thread_time_ns() - started
+            taken.append(meter.ns)
+    return taken
 
 
 def _inside(arm: Arm) -> float:

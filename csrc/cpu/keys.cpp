@@ -4,6 +4,7 @@
 // that comes alone is its value, then its scale. Where `unit` neighbouring rows share a key, that of
 // the last of them, a page has 64 / unit.
 #include <cstring>
+#include <vector>
 
 #include "../residency/arena.h"
 #include "keys.h"
@@ -89,7 +90,6 @@ struct Seal {
     uint64_t* keyed;
     const int32_t* host_page_of;
     const Sealed* groups;
-    const uint8_t* kept;
     int64_t* left;
     int64_t group_count;
     int64_t writes;
@@ -175,17 +175,22 @@ ESS_EXPORT int32_t ess_mark(uint64_t* masks, const int32_t* layers, const int32_
 }
 
 // 1; or 0 with nothing changed: a slot that does not hold its new row. keys.layers: of each group.
-ESS_EXPORT int32_t ess_seal(const Seal* in) {
+// `counts` are the rows that each sequence has brought, then those that it keeps of them.
+ESS_EXPORT int32_t ess_seal(const Seal* in, const int32_t* counts, int64_t sequence_count) {
+    std::vector<uint8_t> kept;
+    for (int64_t s = 0; s < sequence_count; ++s)
+        for (int32_t i = 0; i < counts[s]; ++i) kept.push_back(i < counts[sequence_count + s]);
+    if (int64_t(kept.size()) != in->keys.count) return 0;
     for (int64_t g = 0; g < in->group_count; ++g)
         if (!is_sound(*in, in->groups[g])) return 0;
     for (int64_t g = 0; g < in->group_count; ++g) {
         const Sealed& group = in->groups[g];
         in->left[g] = 0;
         for (int64_t i = 0; i < in->keys.count; ++i)
-            if (in->kept[i] && in->writes) request_home(*in, group, in->keys.source_rows[i]);
+            if (kept[i] && in->writes) request_home(*in, group, in->keys.source_rows[i]);
         for (int64_t i = 0; i < in->keys.count; ++i) {
             const int32_t row = in->keys.source_rows[i], slot = group.slots[i];
-            if (in->kept[i]) {
+            if (kept[i]) {
                 send_home(*in, group, in->keys.layers[g], row, slot);
             } else {
                 group.arena->leave(row, slot);

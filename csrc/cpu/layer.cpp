@@ -8,6 +8,8 @@
 //   fetch     a row is on its way by somebody else's copy, or is read in place, or was never
 //             written; when it is there, or named, from Part::attend on
 //   refused   an id that is not there: nobody goes on
+#include <algorithm>
+
 #include "../residency/planner.h"
 #include "kernels.h"
 #include "keys.h"
@@ -115,8 +117,10 @@ Stop find(Layer& layer, const StepSide& step) {
                    : Stop::refused;
     const int64_t absent = ess_locate(layer.arena, &lookup, layer.selection, step.lines,
                                       step.lengths, layer.located, step.query_count, layer.top_k);
-    if (absent < 0) return Stop::refused;
-    return absent ? Stop::absent : Stop::none;
+    if (absent) return absent < 0 ? Stop::refused : Stop::absent;
+    for (int64_t i = 0; i < step.query_count; i++)
+        layer.hit_total += std::min<int64_t>(step.lengths[i], layer.top_k);
+    return Stop::none;
 }
 
 Stop attend(Layer& layer, const StepSide& step, int32_t threads) {
@@ -155,13 +159,24 @@ Stop run(Layer& layer, const StepSide& step, int32_t threads) {
     return layer.stop;
 }
 
+void begin(Layer& layer) {
+    layer.part = Part::front;
+    layer.claimed = layer.hit_total = layer.evicted_count = 0;
+    layer.copied[0] = layer.copied[1] = 0;
+}
+
 }  // namespace
 
 }  // namespace ess
 
-// How many layers are done: all, or the next one says in `stop` why it is not.
+// How many layers are done: all, or the next one says in `stop` why it is not. `begins`: the call
+// is the step's first for these layers, and forgets what they did in another.
 ESS_EXPORT int64_t ess_layers(ess::Layer* layers, const ess::StepSide* step, int64_t count,
-                              int32_t threads) {
+                              int32_t threads, int32_t begins) {
+    if (begins) {
+        std::fill_n(step->hits, step->query_count, 0);
+        for (int64_t i = 0; i < count; i++) ess::begin(layers[i]);
+    }
     for (int64_t i = 0; i < count; i++)
         if (ess::run(layers[i], *step, threads) != ess::Stop::none) return i;
     return count;

@@ -358,15 +358,16 @@ ESS_EXPORT int64_t ess_claim_new(Arena* arena, const int32_t* rows, int32_t* out
     return 1;
 }
 
-// How many arenas had room, in their order, each with its own line of `out`; behind one that had
-// none nothing has changed. `absent` says how many of the rows were new to each.
+// How many arenas had room, in their order, each with its own line of `out`, `stride` from the one
+// before; behind one that had none nothing has changed. `absent` says how many of the rows were new to each.
 ESS_EXPORT int64_t ess_claim_each(Arena* const* arenas, const int32_t* rows, int32_t* out,
-                                  int32_t* absent, int64_t count, int64_t n, int64_t step) {
+                                  int32_t* absent, int64_t count, int64_t n, int64_t stride,
+                                  int64_t step) {
     for (int64_t i = 0; i < count; i++) {
         if (!within(rows, n, 0, arenas[i]->row_count)) return kRowOutOfRange;
         absent[i] = 0;
         for (int64_t j = 0; j < n; j++) absent[i] += arenas[i]->slot_of[rows[j]] < 0;
-        const int64_t done = ess_claim_new(arenas[i], rows, out + i * n, n, step);
+        const int64_t done = ess_claim_new(arenas[i], rows, out + i * stride, n, step);
         if (done != 1) return done < 0 ? done : i;
     }
     return count;

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ess.door.checks import as_array, kept_counts
 from ess.errors import BadInput
+from ess.kernels.cpu import native, step
 from ess.pool.index import PageTables
 
 Array: TypeAlias = Any
@@ -100,10 +101,15 @@ class HostArrays:
         query_counts: Many[int],
         brought: Brought | None = None,
     ) -> None:
-        sequence_of, offset = places(query_counts)
         self._tables = tables
         self._lines = lines
         self._kept: list[int] | None = None
+        self._new_rows: _NewRows | None = None
+        self._brought = brought
+        if brought is None and native.available():
+            self._take(query_counts)
+            return
+        sequence_of, offset = places(query_counts)
         self.query_line: Ints = np.array(lines, np.int32)[sequence_of]
         self.query_offset: Ints = offset
         self.query_start: Ints = tables.lengths[self.query_line]
@@ -112,8 +118,6 @@ class HostArrays:
         self._positions: Ints = positions
         self.query_stop: Ints = positions + np.int32(1)
         self.row_offset: Ints = self.query_offset
-        self._new_rows: _NewRows | None = None
-        self._brought = brought
         row_lines = self.query_line
         if brought is not None:
             self._new_rows = rows = _NewRows.of(brought, sequence_of)
@@ -122,6 +126,15 @@ class HostArrays:
             positions = tables.lengths[row_lines] + self.row_offset
             self._positions = np.array(brought.texts, np.int32)[sequence_of] + offset
         self.row_ids: Ints = tables.rows_at(row_lines, positions)
+
+    def _take(self, query_counts: Many[int]) -> None:
+        """The same by native code, where each query brings a row."""
+        tables = self._tables
+        made = step.places(tables.lines, tables.lengths, self._lines, query_counts)
+        assert made is not None, f"no length or no page for one of lines {self._lines}"
+        self.query_line, self.query_offset, self.query_start, self._positions = made[:4]
+        self.query_stop, self.row_ids = made[4:]
+        self.row_offset = self.query_offset
 
     @property
     def positions(self) -> Ints:

@@ -12,7 +12,7 @@ had started before the layer itself asked for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,10 +71,12 @@ class Counters:
     """The running counts; `Stats` is a copy of them."""
 
     def __init__(self, layout: ModelLayout) -> None:
-        self._row_bytes = [
-            len(layers) * layout.group_row(group).row_bytes
-            for group, layers in enumerate(layout.groups)
-        ]
+        self._row_bytes: Counts = np.array(
+            [
+                len(layers) * layout.group_row(group).row_bytes
+                for group, layers in enumerate(layout.groups)
+            ]
+        )
         self._counts = {
             name: np.zeros(layout.group_count, np.int64)
             for name in (
@@ -101,7 +103,7 @@ class Counters:
         self._counts["hit_count"][groups] += hits
         if not misses.any():
             return
-        moved = misses * np.array(self._row_bytes[groups])
+        moved = misses * self._row_bytes[groups]
         self._counts["miss_count"][groups] += misses
         self._counts["evicted_count"][groups] += evicted
         for name in ("moved_bytes", "fetched_bytes"):
@@ -117,10 +119,9 @@ class Counters:
         self._counts["evicted_count"][plan.group] += plan.evicted_count
         self._counts["fetched_bytes"][plan.group] += len(plan.rows) * self._row_bytes[plan.group]
 
-    def stored(self, bytes_of: Mapping[int, int]) -> None:
-        """By group."""
-        for group, byte_count in bytes_of.items():
-            self._counts["stored_bytes"][group] += byte_count
+    def stored(self, groups: Sequence[int], row_count: int) -> None:
+        """So many rows of each layer of these groups."""
+        self._counts["stored_bytes"][groups] += row_count * self._row_bytes[groups]
 
     def misses(self) -> Counts:
         return self._counts["miss_count"] + self._counts["place_count"]

@@ -7,7 +7,7 @@ device's own clock, for some steps only, and reports them when the steps are ove
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -93,18 +93,12 @@ class Timeline:
                 lambda at: self._took(Span(layer, first_query, stage, at(started), at(ended)))
             )
 
-    def took(self, stage: str, layers: Sequence[int], started_ns: Any, finished_ns: Any) -> None:
-        """Adds one run of the stage in each of these layers, over all queries; times are arrays."""
-        assert len(layers) == len(started_ns) == len(finished_ns), (
-            f"moments of other layers: {stage}"
-        )
-        taken_ns = int((finished_ns - started_ns).sum())
+    def took(self, stage: str, run_count: int, taken_ns: int) -> None:
+        """The stage ran in so many layers, over all queries; nobody keeps its spans."""
         assert taken_ns >= 0, f"{stage} ends before it starts"
+        assert not self.keeps_spans, f"{stage} in {run_count} layers, without their spans"
         self.total_ns[stage] += taken_ns
-        self.run_count[stage] += len(layers)
-        if self.keeps_spans:
-            times = zip(layers, started_ns.tolist(), finished_ns.tolist(), strict=True)
-            self.spans += [Span(layer, 0, stage, *moments) for layer, *moments in times]
+        self.run_count[stage] += run_count
 
     def _took(self, span: Span) -> None:
         taken_ns = span.finished_ns - span.started_ns
@@ -119,6 +113,8 @@ class Timeline:
         return sum(self.total_ns[stage] for stage in stages) / 1e3
 
     def restart(self) -> None:
+        if not self.run_count and not self.spans:
+            return
         self.check()
         self.total_ns.clear()
         self.run_count.clear()

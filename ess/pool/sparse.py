@@ -35,6 +35,7 @@ from ess.pool.slabs import Slab, blocks_of
 from ess.units import PAGE_ROWS
 
 Bytes = npt.NDArray[np.uint8]
+Counts = npt.NDArray[np.int64]
 RowIds = npt.NDArray[np.int32]
 SlotIds = npt.NDArray[np.int32]
 
@@ -79,9 +80,10 @@ class SparsePool:
         owners, firsts = np.array(chunks, np.int32).T
         self._owner_of, self._first_of = owners.copy(), firsts.copy()
         self._scratch = make_scratch(slab_rows)
-        self._used_count = [0] * layout.group_count
+        self._used_count = np.zeros(layout.group_count, np.int64)
         self._evictions = Evictions(evict, slot_count=slab_rows, row_count=row_id_count)
         self._arenas = [self._arena(group) for group in range(layout.group_count)]
+        self._slot_count = self._counted_slots()
         self.step = FIRST_STEP
         self.departed_count = 0
         self.window_departed_count = 0
@@ -112,11 +114,18 @@ class SparsePool:
 
     # ---- what others may read
 
+    def _counted_slots(self) -> Counts:
+        return np.array([len(arena.blocks) * PAGE_ROWS for arena in self._arenas], np.int64)
+
     def slot_count(self, group: int) -> int:
-        return len(self._arenas[group].blocks) * PAGE_ROWS
+        return int(self._slot_count[group])
 
     def used_count(self, group: int) -> int:
-        return self._used_count[group]
+        return int(self._used_count[group])
+
+    def counts(self) -> tuple[Counts, Counts]:
+        """Slots of each group, and how many of them are used."""
+        return self._slot_count, self._used_count
 
     def hit_age(self, group: int) -> npt.NDArray[np.int64]:
         """How many hits had each age since the start: the miss-ratio curve of exact batch LRU."""
@@ -207,12 +216,14 @@ class SparsePool:
         plan = planner.resolved(self._arenas[group], lookup, split, ticket=ticket, claimed=claimed)
         return self._counted(plan)
 
-    def took(self, groups: range, claimed: list[int], evicted: list[int]) -> None:
-        """Counts claims that native code made in these groups and that have landed."""
-        for group, claimed_count, gone_count in zip(groups, claimed, evicted, strict=True):
-            assert 0 <= gone_count <= claimed_count, f"group {group}: {gone_count} rows gave way"
-            self._used_count[group] += claimed_count - gone_count
-            self._departed(group, gone_count)
+    def took(self, groups: range, claimed: Counts, evicted: Counts) -> None:
+        """Native code has claimed slots in these groups, for rows that are in them; so many rows
+        gave way to them."""
+        assert (0 <= evicted).all() and (evicted <= claimed).all(), f"{evicted} of {claimed}"
+        self._used_count[groups.start : groups.stop] += claimed - evicted
+        if evicted.any():
+            for group, count in zip(groups, evicted.tolist(), strict=True):
+                self._departed(group, count)
 
     def observe(
         self,
@@ -278,22 +289,22 @@ class SparsePool:
         assert not plan.is_landed, f"group {plan.group}: a plan that has landed was committed"
         planner.land(self._arenas[plan.group], plan.slots, ticket=plan.ticket)
 
-    def claim_new(self, groups: range, rows: RowIds) -> SlotIds:
-        """Claims dirty slots for rows that this step writes: a line per group, ending before the
-        first group that has too few slots; that group stays unchanged."""
+    def claim_new(self, groups: range, rows: RowIds, *, out: SlotIds) -> int:
+        """Dirty slots for rows that this step writes: a line of `out` for each group, up to the
+        first group that has too few of them, where nothing changes. Returns how many had enough."""
         assert 0 <= groups.start <= groups.stop <= self.layout.group_count, f"groups {groups}"
-        arenas = self._arenas[groups.start : groups.stop]
-        slots = np.empty((len(groups), len(rows)), np.int32)
         absent = np.empty(len(groups), np.int32)
-        done_count = planner.claim_each(arenas, rows, step=self.step, out=slots, absent=absent)
-        for group, absent_count in zip(groups[:done_count], absent.tolist(), strict=False):
-            taken_count = min(absent_count, self.slot_count(group) - self._used_count[group])
-            assert taken_count >= 0, f"group {group}: {-taken_count} more slots used than owned"
-            self._used_count[group] += taken_count
-            self._departed(group, absent_count - taken_count)
-            if self._poison:
-                self._poison_slots(group, slots[group - groups.start])
-        return slots[:done_count]
+        arenas = self._arenas[groups.start : groups.stop]
+        count = planner.claim_each(arenas, rows, step=self.step, out=out, absent=absent)
+        done = groups[:count]
+        mine, claimed = slice(done.start, done.stop), absent[:count].astype(np.int64)
+        free = self._slot_count[mine] - self._used_count[mine]
+        assert (free >= 0).all(), f"groups {done}: more slots used than owned, {free} are free"
+        self.took(done, claimed, np.maximum(claimed - free, 0))
+        if self._poison:
+            for group, slots in zip(done, out, strict=False):
+                self._poison_slots(group, slots)
+        return count
 
     def _poison_slots(self, group: int, slots: SlotIds) -> None:
         for member in range(len(self.layout.groups[group])):
@@ -321,8 +332,8 @@ class SparsePool:
         rows = page_rows(active)
         before = self._used_count.copy()
         self.drop(range(self.layout.group_count), rows)
-        for group, (was, used) in enumerate(zip(before, self._used_count, strict=True)):
-            self._departed(group, was - used)
+        for group, count in enumerate((before - self._used_count).tolist()):
+            self._departed(group, count)
 
     # ---- budgets
 
@@ -337,6 +348,7 @@ class SparsePool:
                 self.departed_count += 1
                 for group in (source, target):
                     self._arenas[group].blocks = self._blocks(group)
+                self._slot_count = self._counted_slots()
                 return True
         return False
 
@@ -383,8 +395,9 @@ class SparsePool:
             assert counted == used, f"group {group} counts {counted} used slots, has {int(used)}"
             blocks.extend(arena.blocks.tolist())
         assert len(set(blocks)) == len(blocks), "two groups own a block"
+        assert np.array_equal(self._slot_count, self._counted_slots()), "slots are miscounted"
         mapped = int((self.slot_of >= 0).sum())
-        assert mapped == sum(self._used_count), "rows in the map and slots in use differ"
+        assert mapped == self._used_count.sum(), "rows in the map and slots in use differ"
 
 
 def chunk_blocks(layout: ModelLayout, group: int, chunk: int) -> SlotIds:

@@ -235,11 +235,11 @@ def test_the_roster_audits_itself(fault: Callable[[Roster], None], finding: str)
 @pytest.mark.parametrize(
     ("fault", "finding"),
     [
-        (lambda future: future._tokens.__setitem__((0, 0), -1), "a draft behind a gap"),
-        (lambda future: future._tokens.__setitem__((0, 1), -2), "a token below zero"),
+        (lambda future: future._tokens[0].extend([7, 8]), "line 0: 4 tokens"),
+        (lambda future: future._tokens[0].__setitem__(1, -2), "a token below zero"),
         (lambda future: future._outcomes.reverse(), "do not ascend"),
     ],
-    ids=["a gap", "no token", "order"],
+    ids=["too many", "no token", "order"],
 )
 def test_the_future_audits_itself(fault: Callable[[FutureMap], None], finding: str) -> None:
     future = FutureMap(line_max=2, token_max=3)

@@ -36,8 +36,8 @@ def select(sparse: SparsePool, group: int, *rows: int):
 
 
 def claim_new(sparse: SparsePool, group: int, rows: np.ndarray) -> np.ndarray | None:
-    slots = sparse.claim_new(range(group, group + 1), rows)
-    return slots[0] if len(slots) else None
+    slots = np.empty((1, len(rows)), np.int32)
+    return slots[0] if sparse.claim_new(range(group, group + 1), rows, out=slots) else None
 
 
 def test_groups_get_about_the_same_number_of_slots():

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ess.kernels.cpu import native
 from ess.kernels.cpu.layer import Find, Layers, Part
 from ess.pool.lru import planner
@@ -16,8 +13,6 @@ if TYPE_CHECKING:
     from ess.door.residency.slots import Slots
     from ess.door.step import Step
     from ess.kernels.streams import Known
-
-Counts = npt.NDArray[np.int64]
 
 
 def bind_append(pools: HostPools, layers: Layers, layer: int, slab: Known) -> None:
@@ -45,18 +40,22 @@ class DirectSlots:
             record.split, record.lookup = planner.bound(space.split, space.of(group))
             record.host = native.address(pools.latent.layers[layer])
             bind_append(pools, layers, layer, pools.slabs[group][member])
+            record.append.slots = self._slots.claim_at(group)
 
     def enter(self, step: Step, layers: Layers, which: range, *, resident: list[bool]) -> None:
-        slots, sparse = self._slots, self._slots.pools.sparse
-        groups = self._groups(which)
+        slots, sparse, groups = self._slots, self._slots.pools.sparse, self._groups(which)
         for lookup in slots.workspaces[0].lookups.values():
             planner.copy_at_once(lookup, self._bytes)
-        claimed = [native.address(each) for each in slots.claims(step, groups)]
-        layers.column("append.slots", which)[:] = claimed
-        layers.column("arena", which)[:] = sparse.addresses(groups)
-        layers.column("find", which)[:] = [Find.LOCATE if r else Find.RESOLVE for r in resident]
-        tickets = [0 if is_resident else sparse.ticket() for is_resident in resident]
-        layers.column("ticket", which)[:] = tickets
+        for group in (groups.start, groups.stop - 1):
+            slots.claim(step, group)
+        told = sparse.addresses(groups), resident
+        if layers.told.get(which) != told:
+            layers.told[which] = told
+            layers.column("arena", which)[:] = told[0]
+            layers.column("find", which)[:] = [Find.LOCATE if r else Find.RESOLVE for r in resident]
+        if not all(resident):
+            tickets = [0 if is_resident else sparse.ticket() for is_resident in resident]
+            layers.column("ticket", which)[:] = tickets
 
     def _groups(self, which: range) -> range:
         first = self._slots.pools.layout.group_of(which.start)
@@ -64,6 +63,7 @@ class DirectSlots:
 
     def resolve(self, layers: Layers, layer: int) -> None:
         record = layers.records[layer]
+        layers.told.clear()
         record.find, record.part = Find.RESOLVE, Part.FIND
         record.ticket = self._slots.pools.sparse.ticket()
 
@@ -83,13 +83,9 @@ class DirectSlots:
 
     def leave(self, step: Step, layers: Layers, which: range) -> None:
         slots, pools, groups = self._slots, self._slots.pools, self._groups(which)
-        hits: Counts = layers.column("hit_total", which)
+        mine, hits = slice(groups.start, groups.stop), layers.column("hit_total", which)
         claimed, evicted = layers.column("claimed", which), layers.column("evicted_count", which)
-        is_located = layers.column("find", which) == Find.LOCATE
-        if is_located.any():
-            hits[is_located] = int(np.minimum(step.query_stop, pools.layout.top_k).sum())
-        mine = slice(groups.start, groups.stop)
         slots.counters.took(mine, hits=hits, misses=claimed, evicted=evicted)
         if claimed.any():
             slots.timings.took(which, layers.column("copied", which))
-            pools.sparse.took(groups, claimed.tolist(), evicted.tolist())
+            pools.sparse.took(groups, claimed, evicted)

@@ -59,13 +59,13 @@ class Refill:
 
     def go_on(self, sequences: Many[Sequence]) -> list[FetchPlan]:
         """The copies that were started, for one of the sequences."""
-        rooms = {g: self.resident.room(g) for g in range(self.pools.layout.group_count)}
-        rooms = {group: room for group, room in rooms.items() if room > 0}
+        spare = self.resident.rooms()
         active = [sequence for sequence in sequences if sequence.state == "active"]
-        if not rooms or not active:
+        if not active or not (spare > 0).any():
             return []
         lacking = self.resident.lacking(active)
         self._walks = {sequence.number: self._walk(sequence) for sequence in lacking}
+        rooms = {group: room for group, room in enumerate(spare.tolist()) if room > 0}
         for sequence in lacking:
             walk = self._walks[sequence.number]
             if walk.rests_at != self.pools.sparse.departed_count:

@@ -17,9 +17,11 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from ess.door.pools import HostPools
 from ess.door.sequences.sequence import Sequence
-from ess.units import div_ceil
 
 PATIENCE: Final = 16
 SCARCE: Final = 10
@@ -55,14 +57,13 @@ class Resident:
         """Less than a tenth of some group's slots is free: from here on, ages matter. Not where
         layers attend to a window: there the first to come is the first to be behind it."""
         groups = range(self.pools.layout.group_count)
-        return any(self.room(g) < 0 for g in groups if not self.pools.layout.window_of(g))
+        rooms = self.rooms()
+        return any(rooms[g] < 0 for g in groups if not self.pools.layout.window_of(g))
 
-    def room(self, group: int) -> int:
-        """Free slots above the last tenth."""
-        sparse = self.pools.sparse
-        slot_count, used_count = sparse.slot_count(group), sparse.used_count(group)
-        assert 0 <= used_count <= slot_count, f"group {group}: {used_count} of {slot_count} used"
-        return slot_count - used_count - div_ceil(slot_count, SCARCE)
+    def rooms(self) -> npt.NDArray[np.int64]:
+        """Free slots of each group above the last tenth."""
+        slot_count, used_count = self.pools.sparse.counts()
+        return slot_count - used_count + -slot_count // SCARCE
 
     def _answer(self, sequence: Sequence) -> _Answer:
         sparse, arrived = self.pools.sparse, sequence.arrival_count

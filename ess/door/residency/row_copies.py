@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.door.pools import HostPools
-from ess.door.step import Step
 from ess.errors import BadState
 from ess.kernels.cpu import native
 from ess.kernels.streams import Event, Known, RowCopy
@@ -20,7 +19,6 @@ from ess.units import PAGE_ROWS
 
 Rows = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
-Kept = npt.NDArray[np.bool_]
 
 
 def write_new(
@@ -128,41 +126,6 @@ def store_copies(pools: HostPools, slots_of: Mapping[int, Rows], host_rows: Rows
             )
         )
     return copies
-
-
-def seal_at_once(
-    pools: HostPools, step: Step, groups: list[int], claimed: list[Rows], kept: Kept
-) -> None:
-    """Kept rows in the `claimed` slots of these groups go home and are stored and clean, the others
-    leave: what a store, `settle`, the marks and `drop` do, without a lane."""
-    assert len(kept) == len(step.row_ids), f"{step!r}: {len(kept)} rows are kept or not"
-    assert all(len(slots) == len(kept) for slots in claimed), f"{step!r}: too few slots to seal"
-    index, latent, at = pools.index, pools.latent, native.address
-    key_layers = [pools.layout.key_layer_of(group) for group in groups]
-    numbers = np.array([-1 if number is None else number for number in key_layers], np.int32)
-    left = np.empty(len(groups), np.int64)
-    listed: list[int] = []
-    arenas = pools.sparse.addresses(groups)
-    for group, arena, slots, number in zip(groups, arenas, claimed, key_layers, strict=True):
-        layers = pools.layout.groups[group]
-        host = pools.host_layers[layers[0]]
-        listed += (arena, at(slots), layers[0], len(layers), number in step.keyed)
-        listed += (host.address, host.row_bytes)
-    sealed = np.array(listed, np.int64)
-    lists = (at(step.row_ids), 0, at(numbers))
-    keys = latent.keys.copying(index.keys, lists, (len(step.row_ids), len(groups)))
-    memory = (pools.slabs[0][0].address, at(latent.stored), at(latent.keyed))
-    of_step = (at(index.host_page_of), at(sealed), at(kept), at(left))
-    done = _seal()(struct.pack("22q", *keys, *memory, *of_step, len(groups), latent.writes))
-    assert done, f"step {step.number}: a slot that does not hold its new row"
-    assert (left == len(kept) - kept.sum()).all(), f"step {step.number}: {left} rejected rows left"
-    pools.sparse.left(groups, left.tolist())
-
-
-@functools.cache
-def _seal() -> Callable[[bytes], int]:
-    """Takes a `Seal` of csrc/cpu/keys.cpp, packed."""
-    return native.function("ess_seal", [ctypes.c_char_p], ctypes.c_int32)
 
 
 def start_fetch(pools: HostPools, plan: FetchPlan, host_rows: Rows) -> tuple[Event, ...]:

@@ -24,10 +24,12 @@ from ess.door.placement import LayerMemory, Resolution
 from ess.door.pools import HostPools
 from ess.door.residency import row_copies
 from ess.door.residency.direct_slots import DirectSlots
+from ess.door.residency.sealing import Sealing
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Counters, TimedFetch, Timings
 from ess.door.step import Step
 from ess.errors import BadState
+from ess.kernels.cpu import native
 from ess.kernels.streams import Event
 from ess.pool.index import IndexPool
 from ess.pool.lru import planner
@@ -52,6 +54,8 @@ class Slots:
         self._memory = [layer_memory(pools, layer) for layer in range(pools.layout.layer_total)]
         self.workspaces = [Workspace(pools) for _ in range(pools.sizes.part_max)]
         self._claimed: dict[int, Ints] = {}
+        self._lines = np.empty((pools.layout.group_count, pools.sizes.query_max), np.int32)
+        self._sealing = Sealing(pools)
         self._last_event: Event | None = None
 
     @property
@@ -101,20 +105,18 @@ class Slots:
             if not step.row_count:
                 self._claimed.update(dict.fromkeys(groups, np.empty(0, np.int32)))
                 return self._claimed[group]
-            slots = sparse.claim_new(groups, step.row_ids)
-            if len(slots) < len(groups):
+            lines = self._lines[groups.start : groups.stop, : step.row_count]
+            count = sparse.claim_new(groups, step.row_ids, out=lines)
+            if count < len(groups):
                 self.pools.inflight.drain()
-                rest = sparse.claim_new(groups[len(slots) :], step.row_ids)
-                slots = np.concatenate([slots, rest])
-            assert len(slots) == len(groups), "landed slots are enough for the new rows"
-            self._claimed.update(zip(groups, slots, strict=True))
+                count += sparse.claim_new(groups[count:], step.row_ids, out=lines[count:])
+            assert count == len(groups), "landed slots are enough for the new rows"
+            self._claimed.update(zip(groups, lines, strict=True))
         return self._claimed[group]
 
-    def claims(self, step: Step, groups: range) -> list[Ints]:
-        """The slots of the step's new rows in each of these groups."""
-        for group in (groups.start, groups.stop - 1):
-            self.claim(step, group)
-        return [self._claimed[group] for group in groups]
+    def claim_at(self, group: int) -> int:
+        """Where every step's slots of new rows in this group lie, in memory."""
+        return native.address(self._lines[group])
 
     # ---- selections
 
@@ -245,23 +247,17 @@ class Slots:
         assert isinstance(accepted, list), "the host's step is sealed with numbers"
         if self._last_event is not None:
             pools.inflight.settle_until(self._last_event)
-        kept = step.arrays.row_offset < np.repeat(np.array(accepted, np.int32), step.row_counts)
-        assert kept.sum() == sum(accepted), f"{step!r} keeps {kept.sum()} rows, not {accepted}"
         layout, count = pools.layout, sum(accepted)
         groups = [g for g in self._claimed if step.appended.issuperset(layout.groups[g])]
-        stored = {g: count * len(layout.groups[g]) * layout.group_row(g).row_bytes for g in groups}
-        if 0 < sum(stored.values()) <= pools.at_once_bytes:
-            claimed = [self._claimed[group] for group in groups]
-            row_copies.seal_at_once(pools, step, groups, claimed, kept)
-            pools.latent.change()
-            for sequence in step.sequences:
-                sequence.progress.publish()
-        else:
+        others = [group for group in self._claimed if group not in groups]
+        if not self._sealing.at_once(step, groups, accepted, self._lines):
+            kept = step.arrays.row_offset < np.repeat(np.array(accepted, np.int32), step.row_counts)
+            assert kept.sum() == count, f"{step!r} keeps {kept.sum()} rows, not {accepted}"
             self._store(step, groups, kept)
             self._drop(groups, step.row_ids[~kept])
-        self._drop([group for group in self._claimed if group not in stored], step.row_ids)
+        self._drop(others, step.row_ids)
         pools.latent.say()
-        self.counters.stored(stored)
+        self.counters.stored(groups, count)
         self.timings.landed()
         self._claimed.clear()
         self._last_event = None

@@ -76,10 +76,10 @@ class DirectLayers:
         direct, which = batch.offload.direct, range(layers[0].number, layers[-1].number + 1)
         assert direct is not None, "a placement without direct layers"
         room = self._room(batch, direct, layers, hidden)
-        room.begin(batch, hidden, which)
-        resident = [batch.course.vector[layer] == Mode.RESIDENT for layer in which]
+        room.begin(batch, hidden)
+        resident = [mode == Mode.RESIDENT for mode in batch.course.vector[which.start : which.stop]]
         direct.enter(batch.step, room.layers, which, resident=resident)
-        at = room.layers.run(which, room.side, threads=compute_threads())
+        at = room.layers.run(which, room.side, threads=compute_threads(), begins=True)
         while at < which.stop:
             resident[at - which.start] &= self._go_on(batch, direct, room.layers, at)
             at = room.layers.run(range(at, which.stop), room.side, threads=compute_threads())
@@ -100,18 +100,21 @@ class DirectLayers:
 
     def _note(self, batch: Batch, room: Room, which: range, resident: list[bool]) -> None:
         batch.step.wrote_each(which)
-        for layer, is_resident in zip(which, resident, strict=True):
-            self._tuning.ran(layer, Mode.RESIDENT if is_resident else Mode.NONE)
-        located_count = sum(resident)
-        batch.warmth.counted(room.hits, len(which) - located_count, located_count)
-        timeline, layers = self._tuning.timeline, room.layers
-        began, ended = layers.column("began", which), layers.column("ended", which)
+        count, located_count = len(which), sum(resident)
+        if located_count in (0, count):
+            self._tuning.ran(slice(which.start, which.stop), Mode.RESIDENT if located_count else Mode.NONE)
+        else:
+            for layer, is_resident in zip(which, resident, strict=True):
+                self._tuning.ran(layer, Mode.RESIDENT if is_resident else Mode.NONE)
+        batch.warmth.counted(room.hits, count - located_count, located_count)
+        timeline = self._tuning.timeline
+        taken_ns = room.layers.column("ended", which) - room.layers.column("began", which)
+        sums_ns = taken_ns.sum(axis=0).tolist()
         for stage, part in TIMED:
-            timeline.took(stage, which, began[:, part], ended[:, part])
-        if located_count < len(which):
-            planned = [not is_resident for is_resident in resident]
-            times = began[planned, Part.FIND], ended[planned, Part.FIND]
-            timeline.took("plan", [n for n, p in zip(which, planned, strict=True) if p], *times)
+            timeline.took(stage, count, sums_ns[part])
+        if located_count < count:
+            planned_ns = taken_ns[np.logical_not(resident), Part.FIND]
+            timeline.took("plan", count - located_count, int(planned_ns.sum()))
 
     def _room(
         self, batch: Batch, direct: Direct, layers: Sequence[DecoderLayer], hidden: Tensor
@@ -152,11 +155,8 @@ class Room:
         self._tensors: dict[tuple[Any, ...], Tensor] = {}
         self._step: Any = None
 
-    def begin(self, batch: Batch, hidden: Tensor, which: range) -> None:
+    def begin(self, batch: Batch, hidden: Tensor) -> None:
         self.hidden.copy_(hidden)
-        for name in ("part", "claimed", "hit_total", "evicted_count", "copied"):
-            self.layers.column(name, which)[:] = 0
-        self.hits[:] = 0
         if self._step is batch.step:
             return
         self._rotation.cos.copy_(batch.rotation.cos)

@@ -24,7 +24,6 @@ from ess.door.device.memory.uploads import Download
 from ess.door.pools import PoolSizes
 from ess.engine.plan import Feed, Turn
 from ess.engine.step.feeding import Outcome
-from ess.engine.step.future import ABSENT
 from ess.engine.step.uploads import Upload
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.device_draw import Columns, Drawing, Ways, draw_all
@@ -32,6 +31,7 @@ from ess.engine.tokens.logprobs import block_chances, chance_block
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.verification import changed_logits, chosen
 
+ABSENT: Final = -1
 GREEDY: Final = Sampling()
 """What pads are drawn by."""
 

@@ -3,8 +3,8 @@
 The host plans and launches step s + 1 before it has learned step s. What s + 1 starts from (the
 newest token and the drafts behind it) lies here by line, on the device: a launch stashes it, the
 next launch of that line takes it. What s has said lies here by step, until the host learns it, in
-order. Both are there once: a place is -1 before it is produced and after it is taken, and taking a
--1 is a mistake of ours. Lengths are device data too; the page tables have them.
+order. Both are there once, and taking what is not there is a mistake of ours. Lengths are device
+data too; the page tables have them.
 
 Everything in a launch may read this map, for a launch runs in device order, behind the step before.
 Nothing else may: the plan, admission and pages follow from learned counts and from bounds. A step
@@ -24,9 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,8 +33,6 @@ from ess.engine.plan import Feed, Turn
 from ess.engine.request import Request
 from ess.engine.step.feeding import Outcome
 from ess.engine.tokens.verification import Choice, choose_all
-
-ABSENT: Final = -1
 
 
 def depth_reasons(requests: Iterable[Request], *, on_device: bool = False) -> tuple[str, ...]:
@@ -60,7 +56,8 @@ class FutureMap:
     def __init__(self, *, line_max: int, token_max: int) -> None:
         assert line_max > 0, line_max
         assert token_max > 0, token_max
-        self._tokens = np.full((line_max, token_max), ABSENT, np.int64)
+        self._tokens: list[list[int]] = [[] for _ in range(line_max)]
+        self._token_max = token_max
         self._outcomes: deque[tuple[int, tuple[Outcome, ...]]] = deque()
 
     def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> HostFed:
@@ -74,23 +71,23 @@ class FutureMap:
 
     def stash(self, line: int, tokens: Sequence[int]) -> None:
         """The newest token of a line and the drafts behind it, for its next launch."""
-        assert (self._tokens[line] == ABSENT).all(), f"line {line}: stashed twice, taken once"
         assert line >= 0, f"line {line}: a sequence that is not on the device"
+        assert not self._tokens[line], f"line {line}: stashed twice, taken once"
         assert min(tokens) >= 0, f"line {line}: {tokens} are no tokens"
-        self._tokens[line, : len(tokens)] = tokens
+        assert len(tokens) <= self._token_max, f"line {line}: more than {self._token_max} tokens"
+        self._tokens[line] = list(tokens)
 
     def take(self, line: int, count: int) -> tuple[int, ...]:
         """The first `count` of them; the other drafts are forgotten."""
         assert line >= 0, f"line {line}: a sequence that is not on the device"
-        tokens = tuple(self._tokens[line, :count].tolist())
-        assert len(tokens) == count, f"line {line}: {count} tokens of {self._tokens.shape[1]}"
-        assert min(tokens) >= 0, f"line {line}: {tokens} were not produced, or taken before"
+        tokens = tuple(self._tokens[line][:count])
+        assert len(tokens) == count, f"line {line}: {count} tokens were not produced, or taken before"
         self.forget(line)
         return tokens
 
     def forget(self, line: int) -> None:
         assert line >= 0, f"line {line}: a sequence that is not on the device"
-        self._tokens[line] = ABSENT
+        self._tokens[line] = []
 
     def tell(self, step_number: int, outcomes: Iterable[Outcome]) -> None:
         """A launch has ended: this is for the host, when it asks."""
@@ -110,23 +107,22 @@ class FutureMap:
 
     def held(self, line: int) -> list[int]:
         """What lies here for the next launch of the line."""
-        tokens: list[int] = self._tokens[line].tolist()
-        return [token for token in tokens if token != ABSENT]
+        return list(self._tokens[line])
 
     def lines(self) -> set[int]:
         """The lines that have tokens here."""
-        return set(np.flatnonzero(self._tokens[:, 0] != ABSENT).tolist())
+        return {line for line, tokens in enumerate(self._tokens) if tokens}
 
     def check(self) -> None:
         numbers = self.step_numbers()
         assert numbers == sorted(set(numbers)), f"steps {numbers} do not ascend"
-        there = self._tokens != ABSENT
-        assert (self._tokens[there] >= 0).all(), "a token below zero"
-        assert (there[:, 1:] <= there[:, :-1]).all(), "a line has a draft behind a gap"
+        for line, tokens in enumerate(self._tokens):
+            assert min(tokens, default=0) >= 0, f"line {line}: a token below zero"
+            assert len(tokens) <= self._token_max, f"line {line}: {len(tokens)} tokens"
 
     @property
     def is_empty(self) -> bool:
-        return not self._outcomes and bool((self._tokens == ABSENT).all())
+        return not self._outcomes and not any(self._tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,8 +178,8 @@ class Tuning:
         self.reasons = () if splits else ("the rank with the most tokens runs its step whole",)
         self.split_count += 1 if splits else -1
 
-    def ran(self, layer: int, mode: Mode) -> None:
-        self.mode_counts[layer, mode] += 1
+    def ran(self, layers: int | slice, mode: Mode) -> None:
+        self.mode_counts[layers, mode] += 1
 
     def report(self) -> dict[str, Any]:
         """For people and metrics: what each layer ran, how often, and its transfer so far."""

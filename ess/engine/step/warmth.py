@@ -49,39 +49,41 @@ def watch(lengths: Any, layout: ModelLayout) -> Watch:
     unit, most = layout.select_unit, layout.units_max
     if isinstance(lengths, Tensor):
         return DeviceWatch(lengths - (lengths // unit - most).clamp_min(0) * unit)
-    return StepWarmth(lengths - np.maximum(lengths // unit - most, 0) * unit)
+    return StepWarmth(lengths, unit, most)
 
 
 class StepWarmth:
-    """Of one step: rows asked for by each query over all groups, and of those the hits. `each` is
-    what a query asks of one group."""
+    """Of one step: how often each query asked a group for its rows, how often all of them were
+    there, and the hits of the other times."""
 
-    def __init__(self, each: npt.NDArray[np.int32]) -> None:
-        self.hits: Counts = np.zeros(len(each), np.int64)
-        self.asked: Counts = np.zeros(len(each), np.int64)
-        self._each = each
+    def __init__(self, lengths: npt.NDArray[np.int32], unit: int, most: int) -> None:
+        self._given = lengths, unit, most
+        self._hits: Counts = np.zeros(len(lengths), np.int64)
+        self._times: Counts = np.zeros((2, len(lengths)), np.int64)
 
     def resolved(self, part: range, where: Resolution) -> None:
-        assert 0 <= part.start < part.stop <= len(self.hits), f"{part} of {len(self.hits)} queries"
+        assert 0 <= part.start < part.stop <= len(self._hits), f"{part} of {len(self._hits)}"
         mine = slice(part.start, part.stop)
-        self.hits[mine] += where.hit_count.numpy()
-        self.asked[mine] += self._each[mine]
+        self._hits[mine] += where.hit_count.numpy()
+        self._times[0, mine] += 1
 
     def located(self, part: range) -> None:
-        assert 0 <= part.start < part.stop <= len(self.hits), f"{part} of {len(self.hits)} queries"
-        mine = slice(part.start, part.stop)
-        self.hits[mine] += self._each[mine]
-        self.asked[mine] += self._each[mine]
+        assert 0 <= part.start < part.stop <= len(self._hits), f"{part} of {len(self._hits)}"
+        self._times[:, part.start : part.stop] += 1
 
     def counted(self, hits: Counts, resolved_count: int, located_count: int) -> None:
-        self.hits += hits + located_count * self._each
-        self.asked += (resolved_count + located_count) * self._each
+        if resolved_count:
+            self._hits += hits
+        self._times += [[resolved_count + located_count], [located_count]]
 
     def seen(self) -> StepWarmth:
         return self
 
     def read(self) -> tuple[Counts, Counts]:
-        return self.hits, self.asked
+        lengths, unit, most = self._given
+        each = lengths - np.maximum(lengths // unit - most, 0) * unit
+        asked, all_there = self._times * each
+        return self._hits + all_there, asked
 
 
 class DeviceWatch:

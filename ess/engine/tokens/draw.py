@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ess.engine.tokens.sampling import Sampling
+from ess.kernels.cpu import native, step
 
 REACH_MIN: Final = 256
 REACH_GROWTH: Final = 4
@@ -39,8 +40,10 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
     """Ids int64 [queries] at `positions`, from logits float32 [queries, vocabulary], which stay;
     `NOT_A_NUMBER` where the logits are none."""
     assert len(logits) == len(samplings) == len(positions), "a sampling and a position per query"
-    drawn = logits.argmax(-1)
     warm = [query for query, sampling in enumerate(samplings) if not sampling.is_greedy]
+    if not warm and logits.is_cpu and native.available():
+        return step.best(logits)
+    drawn = logits.argmax(-1)
     cut = [query for query in warm if is_cut(samplings[query])]
     whole = [query for query in warm if not is_cut(samplings[query])]
     assert len(cut) + len(whole) == len(warm), "a query is drawn twice or never"

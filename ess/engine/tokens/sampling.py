@@ -114,11 +114,15 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        return any((self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0))
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
 
     def host_reasons(self, made_count: int = 0) -> tuple[str, ...]:
         """Why the draw behind `made_count` tokens depends on them: such a step cannot be drawn
         before the host has learned the one before. None if it does not."""
+        if self._is_plain:
+            return ()
         applies = {
             "penalties count the output": self.penalises,
             "min_tokens is not reached": made_count < self.tokens_min,
@@ -128,10 +132,21 @@ class Sampling:
         return tuple(reason for reason, holds in applies.items() if holds)
 
     @property
+    def _is_plain(self) -> bool:
+        """Logits stay as they are: nothing that a step would have to ask."""
+        return not (
+            self.tokens_min
+            or self.grammar is not None
+            or self.bad_words
+            or self.logit_bias
+            or self.allowed_ids is not None
+            or self.penalises
+        )
+
+    @property
     def changes_logits(self) -> bool:
         """Of some token at least."""
-        restricts = self.allowed_ids is not None or self.bad_words
-        return bool(self.host_reasons() or self.logit_bias or restricts)
+        return not self._is_plain
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

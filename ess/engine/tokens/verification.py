@@ -59,8 +59,7 @@ def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
         assert 1 <= open_count <= count, f"{open_count} of {count} queries may count"
         drafts = feed.tokens[1 : len(tokens)]
         assert drafts == tokens[:-1], f"a token behind a wrong draft: {drafts}, {tokens}"
-        choice = chosen(tokens)
-        choices.append(replace(choice, chances=_chances(feed.request, logits[at:], choice.tokens)))
+        choices.append(_with_chances(feed.request, logits, at, tokens))
         at += count
     assert at == len(targets), f"{at} of {len(targets)} targets were looked at"
     return choices
@@ -76,14 +75,21 @@ def _positions(feeds: Sequence[Feed]) -> list[int]:
 
 def _accepted(drafts: Sequence[int], targets: Sequence[int]) -> tuple[int, ...]:
     """The targets up to the first that differs from its draft."""
+    if not drafts:
+        return tuple(targets)
     right = [draft == target for draft, target in zip(drafts, targets, strict=False)]
     count = right.index(False) + 1 if False in right else len(targets)
     return tuple(targets[:count])
 
 
-def _chances(request: Request, logits: Tensor, tokens: tuple[int, ...]) -> tuple[Chance, ...]:
-    top_count = request.sampling.logprobs
-    return () if top_count is None else chances(logits[: len(tokens)], tokens, top_count)
+def _with_chances(
+    request: Request, logits: Tensor, first: int, targets: tuple[int, ...]
+) -> Choice:
+    choice, top_count = chosen(targets), request.sampling.logprobs
+    if top_count is None:
+        return choice
+    tokens = choice.tokens
+    return replace(choice, chances=chances(logits[first:][: len(tokens)], tokens, top_count))
 
 
 def changed_logits(

@@ -1,7 +1,8 @@
 """Layers of a decode step in one native call: `ess_layers` of csrc/cpu/layer.cpp.
 
 `Layers` is the array of records that the call takes. What stays is written once; what a step
-changes is written by `column`, for neighbouring layers at once.
+changes is written by `column`, for neighbouring layers at once. `told` is what a placement has
+written there last, so that it does not write it again.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Layers:
         self.records: Any = (records.Layer * count)()
         self._words = np.frombuffer(memoryview(self.records).cast("B"), np.int64).reshape(count, -1)
         self._columns: dict[str, Words] = {}
+        self.told: dict[range, Any] = {}
         self.kept: list[Any] = []
 
     def __len__(self) -> int:
@@ -75,14 +77,17 @@ class Layers:
             self._columns[name] = words[:, 0] if size == _WORD else words
         return self._columns[name][which.start : which.stop]
 
-    def run(self, which: range, step: records.StepSide, *, threads: int) -> int:
-        """The first of these layers that is not done, or their end."""
+    def run(
+        self, which: range, step: records.StepSide, *, threads: int, begins: bool = False
+    ) -> int:
+        """The first of these layers that is not done, or their end. `begins`: no call of this step
+        was made for them."""
         first = ctypes.byref(self.records, which.start * ctypes.sizeof(records.Layer))
-        done: int = _run()(first, step, len(which), threads)
+        done: int = _run()(first, step, len(which), threads, begins)
         return which.start + done
 
 
 @functools.cache
 def _run() -> Callable[..., int]:
-    types = [ctypes.c_void_p, ctypes.POINTER(records.StepSide), ctypes.c_int64, ctypes.c_int32]
-    return native.function("ess_layers", types, ctypes.c_int64)
+    types = [ctypes.c_void_p, ctypes.POINTER(records.StepSide), ctypes.c_int64]
+    return native.function("ess_layers", [*types, ctypes.c_int32, ctypes.c_int32], ctypes.c_int64)

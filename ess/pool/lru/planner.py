@@ -359,14 +359,15 @@ def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
 
 @_twin_of(specification.claim_each)
 def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, absent: Ints) -> int:
-    """`claim_new` in one arena after another until one has no room; returns how many had room."""
+    """`claim_new` in one arena after another until one has no room; returns how many had room.
+    Lines of `out` may lie apart."""
     _assert_ids(1, rows, absent)
-    _assert_ids(2, out)
+    assert out.dtype == np.int32 and out.strides[1] == out.itemsize, "lines of int32 in one piece"
     assert out.shape == (len(arenas), rows.size), f"{rows.size} rows into {out.shape} slots"
     assert absent.size == len(arenas), f"{absent.size} counts of {len(arenas)} arenas"
     pointers = map(native.address, (rows, out, absent))
-    call = _symbol("ess_claim_each", 4, 3)
-    return _accepted(call(_packed(arenas), *pointers, len(arenas), rows.size, step))
+    numbers = len(arenas), rows.size, out.strides[0] // out.itemsize, step
+    return _accepted(_symbol("ess_claim_each", 4, 4)(_packed(arenas), *pointers, *numbers))
 
 
 def addresses(arenas: Sequence[Arena]) -> list[int]:
