@@ -1,1 +1,1 @@
-"""Predictions of a decode worker: measured operators, the real deciders, lanes on a timeline."""
+"""Predictions of a decode worker: measured operators, the product's own policies, timelines."""

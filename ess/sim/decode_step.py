@@ -27,9 +27,9 @@ from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
 class Scenario:
     """`batch` is requests per GPU, all stages of a pipeline counted: 4 requests on 8 GPUs are 0.5.
 
-    `misses` are per request and layer; none given means that the whole latent is resident. `mode`
-    forces one schedule on every layer; without it the policy chooses per layer. `prompt_groups` of
-    the attention groups, or all, also run `prompt_chunk` tokens of a prompt behind `prompt_prefix`.
+    `misses` are per request and layer; without them the whole latent is resident. `mode` forces one
+    schedule on every layer; without it the policy chooses per layer. `prompt_groups` of the
+    attention groups (None: all) also run `prompt_chunk` prompt tokens behind `prompt_prefix`.
     """
 
     batch: float
@@ -67,7 +67,7 @@ class Scenario:
 
     @property
     def shape(self) -> Shape:
-        """Of one half."""
+        """The shape of one half."""
         return self._shape(self.half_count)
 
     @property
@@ -88,10 +88,10 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One step. `exposed_us` is what the same step takes longer than with everything resident.
+    """One step. `exposed_us` is its extra time over the same step with everything resident.
 
-    `band` says how far `step_us` may be off, as shares of it: (-0.1, 0.15) is from a tenth less to
-    15 per cent more. `marks` name what does not rest on a measured table.
+    `band` says how far `step_us` may be off, as shares of it: (-0.1, 0.15) is from 10 % less to 15
+    % more. `marks` name what does not rest on a measured table.
     """
 
     step_us: float
@@ -108,7 +108,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFetch:
-    """How one layer of one micro-batch gets its missing rows."""
+    """How one layer of one micro-batch fetches its missing rows."""
 
     mode: Mode
     moved_us: float
@@ -147,7 +147,7 @@ def simulate(operators: Operators, scenario: Scenario) -> Prediction:
 
 
 def stages_of(operators: Operators, shape: Shape) -> list[Stages]:
-    """By layer."""
+    """The stages of every layer."""
     kinds = operators.family.kinds
     by_kind = {kind: operators.stages(shape, kind) for kind in set(kinds)}
     return [by_kind[kind] for kind in kinds]
@@ -156,7 +156,7 @@ def stages_of(operators: Operators, shape: Shape) -> list[Stages]:
 def _fetches(
     operators: Operators, scenario: Scenario, layers: Sequence[Stages]
 ) -> list[LayerFetch]:
-    """By layer; none where everything is resident."""
+    """The fetch of every layer; none where everything is resident."""
     misses = scenario.misses or ()
     if misses and not operators.family.is_sparse:
         raise BadInput(f"{operators.family.name} attends to every row: there is nothing to offload")
@@ -197,7 +197,7 @@ def lay_out(
     half_count: int,
     stored_us: float = 0.0,
 ) -> Timeline:
-    """`stored_us` is how long rows of a half leave for the host, in layers that fetch."""
+    """`stored_us` is the time to store the rows of a half, in layers that fetch."""
     timeline = Timeline()
     before: list[tuple[int, ...]] = [()] * half_count
     joined_us = 0.0
@@ -219,7 +219,7 @@ def _attention(
     after: tuple[int, ...],
     joined_us: float,
 ) -> int:
-    """The attention block of one half, once what its experts returned has been joined; returns its
+    """Adds the attention block of one half, after its expert outputs have been summed; returns the
     last task."""
     timeline.add(COMPUTE, "project", joined_us + stages.project, after)
     match fetch.mode if fetch else Mode.RESIDENT:
@@ -255,7 +255,7 @@ def _split_attend(timeline: Timeline, stages: Stages, fetch: LayerFetch) -> None
 
 
 def _experts(timeline: Timeline, stages: Stages, attended: Sequence[int]) -> list[tuple[int, ...]]:
-    """Dispatch of all halves, then shared and routed experts of each; returns what ends each."""
+    """Adds dispatch of all halves, then shared and routed experts of each; returns last tasks."""
     sent = [timeline.add(EXCHANGE, "dispatch", stages.dispatch, (task,)) for task in attended]
     ended: list[tuple[int, ...]] = []
     for dispatched in sent:

@@ -1,12 +1,12 @@
-"""The constants of the simulator, fitted on published rows without offload and on nothing else.
+"""The constants of the simulator, fitted only to published rows without offload.
 
     python -m ess.sim.fit_constants
 
 Rows: the three distinct ones of Table 2 at ratio 1, and Fig. 1 (unlimited memory) from batch 8 up,
-each with the weight of one. What is minimised is the root mean square of the relative error of the
-step time: two constants by Gauss-Newton (the step is nearly linear in them), for every expert table
-and every share of the index scan that further queries may repeat. All candidates are written beside
-the tables, and the error of every row that took part.
+all with equal weight. The root mean square of the relative error of the step time is minimised: two
+constants by Gauss-Newton (the step is nearly linear in them), for every expert table and every
+share of the index scan that further queries may repeat. All candidates are written beside the
+tables, with the error of every row that took part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How many requests a GPU's memory holds, by the ledger that would admit them.
 
-Slots and index share the device memory. For a batch the index gets exactly what its pages need and
-slots get the rest. The ledger then says whether the batch is admitted, and if not, which account is
-short.
+Slots and index share the device memory. For a batch the index gets exactly what its pages need, and
+slots get the rest. The ledger then says whether the batch is admitted, and if not, which account
+falls short.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Budget:
         return batch * page_count(context) * self.index_page_bytes
 
     def window_bytes(self, *, context: int, batch: int) -> int:
-        """Slots in groups with a window."""
+        """Bytes of slots in groups with a window."""
         floor = self.layout.window_floor
         return batch * min(context, floor) * self.layout.window_slot_bytes
 
@@ -55,14 +55,14 @@ class Budget:
         return min(context, max(0, left) // self.slot_bytes // max(batch, 1))
 
     def books(self, *, context: int, batch: int) -> Ledger:
-        """A ledger divided for this batch."""
+        """A ledger with memory divided for this batch."""
         pages = batch * page_count(context)
         windows = batch * min(context, self.layout.window_floor)
         return self._ledger(index_pages=pages, page_total=pages, window_slots=windows)
 
     def _ledger(self, *, index_pages: int, page_total: int, window_slots: int = 0) -> Ledger:
-        """At most `index_pages`, then at most `window_slots`, and slots from the memory that they
-        leave. A host whose memory is not given has `page_total` pages."""
+        """A ledger with at most `index_pages`, then at most `window_slots`, and slots from the
+        rest. A host without a given memory has `page_total` pages."""
         index_pages = min(index_pages, self.device_bytes // self.index_page_bytes)
         left = self.device_bytes - index_pages * self.index_page_bytes
         if window_slots:
@@ -79,7 +79,7 @@ class Budget:
         return Ledger(capacity.accounts(self.layout, index_page_bytes=self.index_page_bytes))
 
     def split_for(self, lengths: Sequence[int], *, slot_floor: int | None) -> Ledger:
-        """One division for requests of these lengths: slots and index pages run out together.
+        """A division for requests of these lengths: slots and index pages run out together.
 
         Each reserves its floor of slots, or its whole length where no floor is given. The longest
         gets its pages if the device can hold them.
@@ -96,7 +96,7 @@ class Budget:
         return self._ledger(index_pages=index_pages, page_total=sum(pages), window_slots=windows)
 
     def admit(self, *, context: int, batch: int, slots_each: int) -> None:
-        """PoolFull, with the limiter and the numbers, unless the whole batch is admitted."""
+        """Raises PoolFull, with the limiter and the numbers, unless the whole batch is admitted."""
         books = self.books(context=context, batch=batch)
         floor = self.layout.window_floor
         books.reserve(needs(context, slots=slots_each, window_floor=floor, batch=batch))

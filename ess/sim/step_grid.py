@@ -1,10 +1,10 @@
-"""How long a decode step takes, whatever the batch: simulated on a grid, linear between its points.
+"""The time of a decode step for any batch: simulated on a grid, linear between its points.
 
-A replay takes tens of thousands of steps, a simulated one takes ten milliseconds. So times are
-simulated once per corner of a grid over requests, mean context and missed rows, when a step first
-falls beside it. At zero misses everything is resident and there is no offload in the step.
+A replay takes tens of thousands of steps, a simulated one takes ten milliseconds. So a corner of a
+grid over requests, mean context and missed rows is simulated once, when a step first falls beside
+it. At zero misses everything is resident and there is no offload in the step.
 
-A corner is the faster of one batch and two overlapped halves, as in the planner.
+A corner runs whole or in two overlapped halves, whichever is faster, as in the planner.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepTime(NamedTuple):
 
 
 class Clocked(Protocol):
-    """What a replay asks for: one step of a group's batch. `misses` are per request and layer."""
+    """What a replay needs: the time of a step. `misses` are per request and layer."""
 
     def at(self, *, requests: int, queries: int, context: float, misses: float) -> StepTime: ...
 
@@ -79,7 +79,7 @@ class StepTimes:
 
 def _beside(sizes: Sequence[int], size: float) -> list[tuple[int, float]]:
     """The grid sizes around `size` with their weights. Beyond the grid the last two sizes are
-    extrapolated, below it the first size counts: as in the operator tables."""
+    extrapolated, below it the first size is used: as in the operator tables."""
     if size <= sizes[0]:
         return [(sizes[0], 1.0)]
     right = min(bisect_right(sizes, size), len(sizes) - 1)

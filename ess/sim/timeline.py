@@ -1,9 +1,9 @@
-"""Lanes and an event queue: when each stage of a step runs, and on what.
+"""Lanes and an event queue: when each stage of a step runs, and on which lane.
 
-A lane is a resource that does one thing at a time, in the order in which things were given to it:
-a stream. A task starts when its lane is free and all it waits for has ended. Since tasks of a lane
-keep their order and may only wait for tasks that were added before, one pass in order of addition
-is the event queue run to its end.
+A lane is a resource that does one thing at a time, in the order in which things were added: a
+stream. A task starts when its lane is free and all tasks it waits for have ended. As tasks of a
+lane keep their order and may only wait for tasks that were added before, one pass in order of
+addition gives the same result as an event queue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """Spans in order of addition; a task is named by its place among them."""
+    """Spans in order of addition; a task is its index among them."""
 
     spans: list[Span] = field(default_factory=list)
     free_us: dict[str, float] = field(default_factory=dict)

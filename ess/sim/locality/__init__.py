@@ -1,1 +1,1 @@
-"""Which rows are selected and which of them miss."""
+"""Which rows are selected, and which of them miss."""

@@ -1,11 +1,11 @@
-"""Fits the generator's layers to the two published profiles at 32K; run it to print them again.
+"""Fits the generator's layers to the two published profiles at 32K, and prints them.
 
     python -m ess.sim.locality.fit_layers
 
 Misses at ratios 0.2 and 0.3 are measured on a grid of (hot, cold), interpolated in logarithms, and
-each layer takes the point nearest to its two published numbers. Quiet layers have next to no misses
-from their hot set at either ratio, so both numbers leave its size open: a weak pull toward
-`HOT_PRIOR` decides there, and Figure 9's mean at 0.1, which is not fitted to, says whether well.
+each layer takes the point nearest to its two published numbers. The hot set of quiet layers hardly
+misses at either ratio, so these two numbers leave its size open: a weak pull toward `HOT_PRIOR`
+decides it, and Figure 9's mean at 0.1, which is not fitted to, is the check.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def misses_at(profile: LayerProfile, ratios: tuple[float, ...]) -> list[float]:
 
 
 def measure_grid() -> Grid:
-    """[ratios, hots, colds]"""
+    """Misses as [ratios, hots, colds]."""
     rows = [
         [misses_at(profiles.restless(hot=hot, cold=cold), FITTED_RATIOS) for cold in COLDS]
         for hot in HOTS

@@ -1,4 +1,4 @@
-"""Policies on one workload in lockstep, with warm-up, filling and fetching ahead of need."""
+"""Runs policies on one workload in lockstep, with warm-up, filling and fetching ahead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ess.sim.locality.workloads import Step, Workload
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """Misses of every step. Rows fetched ahead of need are useful if a step selects them in time.
+    """Misses of every step, and rows fetched ahead: useful if a step selects them in time.
 
     A row that was fetched ahead and is still resident at the end, unused, counts as useless.
     """
@@ -32,7 +32,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How arenas begin: warmed from the windows or not, then filled with any rows or not.
+    """How arenas begin: warmed from the windows or not, then filled with other rows or not.
 
     After a step up to `ahead` absent rows with the best scores are fetched for the next one.
     """
@@ -62,7 +62,7 @@ def run(
 
 
 class _Lane:
-    """One policy, and which of its rows came ahead of need."""
+    """One policy, and the rows that it fetched ahead."""
 
     def __init__(self, policy: Policy, row_count: int) -> None:
         self._policy = policy

@@ -1,8 +1,8 @@
-"""Miss curves from the product's own planner on generated selections, in place of published ones.
+"""Miss curves counted with the product's planner on generated selections, not published ones.
 
-Some layers, spread over all by how much they miss, are drawn at two contexts; the same steps go
-through arenas of every size at once, each warmed and filled as an arriving request is. What is left
-is the mean over layers at each ratio of slots to context; the shape over layers stays published.
+Some layers, chosen across the range of misses, are drawn at two contexts; the same steps go through
+arenas of every size at once, each warmed and filled as an arriving request is. The result is the
+mean over layers at each ratio of slots to context; the shape over layers stays as published.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SKIP: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """Misses per request and layer in one step of two queries, two ways."""
+    """Misses per request and layer in one step of two queries, by LRU and as published."""
 
     context: int
     ratio: float
@@ -43,7 +43,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """How much is drawn; `queries_each` is what a step verifies."""
+    """How much is drawn; a step verifies `queries_each` tokens."""
 
     queries_each: int = PUBLISHED_QUERIES
     contexts: tuple[int, ...] = CONTEXTS
@@ -61,7 +61,7 @@ class Drawing:
 
 
 def lru_curves(shape_of: MissCurves, drawing: Drawing) -> MissCurves:
-    """Means counted in the planner, shapes over the layers as they are in `shape_of`."""
+    """Means counted with the planner, with the shape over the layers of `shape_of`."""
     means = {}
     for context in drawing.contexts:
         means_by_ratio = _means(context, drawing)
@@ -73,7 +73,7 @@ def lru_curves(shape_of: MissCurves, drawing: Drawing) -> MissCurves:
 
 
 def agreement(lru: MissCurves, published: MissCurves) -> list[Agreed]:
-    """At every ratio that was published; below the least of them curves are extrapolated."""
+    """Both at every published ratio; below the smallest one curves are extrapolated."""
     least = min(curve.sizes[0] for curve in published.means.values())
     return [
         Agreed(
@@ -89,7 +89,7 @@ def agreement(lru: MissCurves, published: MissCurves) -> list[Agreed]:
 
 
 def sampled_layers(count: int) -> list[int]:
-    """In the middle of equal parts of all layers, ordered by what they miss at 32K."""
+    """Layers in the middle of equal parts of all layers, ordered by their misses at 32K."""
     every = layer_misses()[32_768, 0.2]
     order = sorted(range(len(every)), key=every.__getitem__)
     if count > len(order):
@@ -98,7 +98,7 @@ def sampled_layers(count: int) -> list[int]:
 
 
 def _means(context: int, drawing: Drawing) -> Mapping[float, float]:
-    """By ratio, over the sampled layers and the steps that count, for two queries."""
+    """Means by ratio, over the sampled layers and the counted steps, for two queries."""
     totals = dict.fromkeys(drawing.ratios, 0.0)
     for layer in sampled_layers(drawing.layers):
         load = Load(

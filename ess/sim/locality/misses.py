@@ -2,14 +2,14 @@
 
 The mean over layers was published for four contexts and nine ratios of slots to context, its shape
 over the layers for three contexts; both for two queries per request and step. Between contexts the
-mean is taken at equal slots, since it is the working set in slots that makes misses (a cliff at
-about 3,200 slots, whatever the context). Between ratios its logarithm is linear. The curves are a
+mean is taken at equal slots, since misses follow the working set in slots (a cliff at about 3,200
+slots, whatever the context). Between ratios its logarithm is linear. The curves are the sum of a
 hot part, which depends on slots alone, and a cold tail: `COLD` times the share of the context
-without a slot. Beyond the published contexts the hot part is that of the nearest one; below the
-smallest ratio of a context it grows as that of the shortest context, whose curve goes on to the
-fewest slots, and the logarithm of that curve goes on below its own end. With fewer slots than one
-query selects, what has no slot is missed. Misses grow with queries per step: as many tokens, as
-much drift.
+without a slot. Beyond the published contexts the hot part is that of the nearest one. Below the
+smallest ratio of a context it grows as for the shortest context, whose curve goes on to the fewest
+slots; below its own end the logarithm of that curve is extrapolated. With fewer slots than one
+query selects, every row without a slot is missed. Misses grow with queries per step: as many
+tokens, as much drift.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLD: Final = 130.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissCurves:
-    """By context: the logarithm of the mean over the ratio, and each layer over the mean."""
+    """By context: the logarithm of the mean over the ratio, and each layer relative to the mean."""
 
     means: Mapping[int, Curve]
     shapes: Mapping[int, tuple[float, ...]]
@@ -75,7 +75,7 @@ class MissCurves:
         return math.exp(curve.at(ratio))
 
     def layers(self, *, context: int, slots: float, queries_each: int) -> tuple[float, ...]:
-        """Misses per request in each layer and step, at most what is selected."""
+        """Misses per request in each layer and step, at most as many as are selected."""
         if context < 1 or slots < 0 or queries_each < 1:
             sizes = f"context {context}, slots {slots}, queries {queries_each}"
             raise BadInput(f"{sizes}: no such request")
@@ -83,14 +83,14 @@ class MissCurves:
         return self.spread(mean, context=context, queries_each=queries_each)
 
     def spread(self, mean: float, *, context: int, queries_each: int) -> tuple[float, ...]:
-        """A mean over the layers in the shape that it has at the nearest published context."""
+        """Spreads a mean over the layers, in the shape at the nearest published context."""
         nearest = min(self.shapes, key=lambda known: abs(math.log(known / context)))
         most = float(min(queries_each * TOP_K, context))
         return tuple(min(most, mean * part) for part in self.shapes[nearest])
 
 
 def published(*, layer_count: int | None = None) -> MissCurves:
-    """With `layer_count`, for a model of so many layers: the shape stretched over them."""
+    """The published curves; `layer_count` stretches their shape over a model of so many layers."""
     return MissCurves(
         means={
             context: Curve(tuple(points), tuple(math.log(miss) for miss in points.values()))
@@ -110,7 +110,7 @@ def _shape(misses: Sequence[float]) -> tuple[float, ...]:
 
 
 def _stretched(shape: Sequence[float], layer_count: int) -> tuple[float, ...]:
-    """As many values as there are layers, their mean 1 again."""
+    """The shape at as many points as there are layers, with a mean of 1 again."""
     values = [shape[layer * len(shape) // layer_count] for layer in range(layer_count)]
     mean = math.fsum(values) / layer_count
     return tuple(value / mean for value in values)

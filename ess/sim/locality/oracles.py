@@ -1,4 +1,4 @@
-"""Policies that read the future: MIN, forced and with bypass."""
+"""Policies that know the future: MIN, forced and with bypass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEVER: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NextUses:
-    """For every step, when each row that it selects is selected next; before the first, for all."""
+    """For every step, the next use of each row that it selects; `first` is each row's first."""
 
     first: Ints
     after: tuple[Ints, ...]
@@ -33,11 +33,11 @@ def next_uses(workload: Workload) -> NextUses:
 
 
 class Min(Ranked):
-    """Farthest next use first, with the rows of the step forced resident.
+    """Evicts the row whose next use is farthest; the rows of the step are forced resident.
 
-    Optimal by exchange: were another row evicted instead, swapping the two from here to the
-    farther use never adds a miss. With `bypass` rows that just missed may leave at once, and the
-    arena keeps the soonest used of all it has seen in this step.
+    Optimal by exchange: were another row evicted instead, swapping the two from here to the farther
+    use would never add a miss. With `bypass` rows that just missed may leave at once, and the arena
+    keeps, of all it has seen in this step, the rows used soonest.
     """
 
     def __init__(

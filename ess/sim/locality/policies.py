@@ -1,12 +1,11 @@
-"""Which row gives way: policies on one workload, in lockstep, all under the planner's batch rules.
+"""Eviction policies on one workload, in lockstep, all under the planner's batch rules.
 
-A step writes its fresh rows, then stamps the rows that are resident, and only then looks for
-victims; no row of the step can be a victim. Rows that find no victim are served in place: they miss
-and are not admitted.
+A step first writes its new rows, then stamps the resident rows, and only then looks for victims; no
+row of the step can be a victim. Rows that find no victim are served in place: they miss and are not
+admitted.
 
-`PlannerArena` is not a model of the product but the product: `ess.pool.lru.planner` on a real
-arena. The others rank rows and evict the lowest; SIEVE walks. Policies that read the future are in
-`oracles`.
+`PlannerArena` is no model but the product: `ess.pool.lru.planner` on a real arena. The others rank
+rows and evict the lowest; SIEVE walks. Policies that know the future are in `oracles`.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ class Policy(Protocol):
     """The arena of one policy. Rows given to `fill` and `fetch_ahead` are distinct."""
 
     def fill(self, rows: Ints) -> None:
-        """Rows take free slots while there are any, and are the first to give way."""
+        """Puts rows into free slots while there are any; they are the first to give way."""
 
     def warm(self, windows: Ints) -> None:
-        """Windows, oldest first, as if they had been selected before the first step."""
+        """Replays windows, oldest first, as selections before the first step."""
 
     def access(self, step: Step) -> Ints:
         """One step; returns the rows that missed, each once."""
 
     def fetch_ahead(self, rows: Ints) -> Ints:
-        """Admits absent rows, best first, as used one step ago; returns those that came in."""
+        """Admits absent rows, best first, as if used one step ago; returns those that came in."""
 
     def resident(self) -> Flags: ...
 
@@ -50,7 +49,7 @@ class Policy(Protocol):
 
 
 class PlannerArena:
-    """A policy of the product, exact batch LRU or another one, by its own planner."""
+    """A policy of the product, exact batch LRU or another, run by its own planner."""
 
     def __init__(
         self, workload: Workload, *, slots: int, top_k: int, evict: PolicyName = "lru"
@@ -104,14 +103,14 @@ class PlannerArena:
         planner.drop(self._arena, np.arange(start, stop, dtype=np.int32))
 
     def _warm(self, rows: Ints, ages: Ints) -> Ints:
-        """Ages count from the step that comes next."""
+        """Warms; ages count from the next step."""
         claims = planner.warm(self._arena, rows, ages, step=self._step + 1, ticket=1)
         planner.land(self._arena, claims.slots, ticket=1)
         return claims.rows
 
 
 class Ranked:
-    """Evicts the lowest rank; among equal ranks the lowest row id. Subclasses say what ranks."""
+    """Evicts the lowest rank; among equal ranks the lowest row id. Subclasses define the rank."""
 
     def __init__(self, workload: Workload, *, slots: int) -> None:
         if slots < 1:
@@ -154,10 +153,10 @@ class Ranked:
         return missing
 
     def _observe(self, selected: Ints, step: Step | None) -> None:
-        """What ranks follow, before anything gives way; no step means a warm-up window."""
+        """Updates ranks before anything gives way; `step` is None for a warm-up window."""
 
     def _admit(self, rows: Ints) -> Ints:
-        """As many of the rows as find a slot."""
+        """Admits as many of the rows as find a slot."""
         wanted = self._count + rows.size - self._slots
         victims = self._victims(wanted) if wanted > 0 else np.empty(0, np.int64)
         self._held[victims] = False
@@ -169,7 +168,7 @@ class Ranked:
         return rows
 
     def _came_in(self, rows: Ints) -> None:
-        """Rows were just admitted."""
+        """Called after rows were admitted."""
 
     def _victims(self, wanted: int) -> npt.NDArray[np.int64]:
         candidates = np.flatnonzero(self._held & ~self._pinned)
@@ -182,7 +181,7 @@ class Ranked:
 
 
 class Fifo(Ranked):
-    """Oldest admission first."""
+    """Evicts the oldest admission."""
 
     _admissions = 0
 
@@ -192,7 +191,7 @@ class Fifo(Ranked):
 
 
 class Random(Ranked):
-    """Any row, from a seed."""
+    """Evicts any row, from a seed."""
 
     def __init__(self, workload: Workload, *, slots: int, seed: int = 0) -> None:
         super().__init__(workload, slots=slots)
@@ -203,8 +202,8 @@ class Random(Ranked):
 
 
 class ScoreEma(Ranked):
-    """Lowest moving average of indexer scores. It needs scores in full, which traces do not
-    hold: `PlannerArena` under score goes by the bytes that a scored trace does hold."""
+    """Evicts the lowest moving average of indexer scores. It needs full scores, which traces do not
+    hold: with scored traces `PlannerArena` under score uses the bytes that they do hold."""
 
     def __init__(self, workload: Workload, *, slots: int, weight: float = EMA_WEIGHT) -> None:
         super().__init__(workload, slots=slots)
@@ -221,7 +220,7 @@ class ScoreEma(Ranked):
 
 
 class SelectionEma(Ranked):
-    """Lowest moving average of being selected: what remains of scores in a recorded trace."""
+    """Evicts the lowest moving average of being selected, which is all that a plain trace shows."""
 
     def _observe(self, selected: Ints, step: Step | None) -> None:
         self._rank *= 1 - EMA_WEIGHT
@@ -229,10 +228,10 @@ class SelectionEma(Ranked):
 
 
 class Sieve(Ranked):
-    """A hand walks from the oldest admission to the newest and spares, once, what was selected.
+    """A hand walks from the oldest admission to the newest and spares selected rows once.
 
     `order` holds the residents, oldest first. The hand takes unvisited rows and clears the visits
-    it passes; rows of the step are visited, so a first round never takes them and a second round
+    it passes; rows of the step are visited, so a first round never takes them, and a second round
     must not. At the end of the list the hand starts again before newcomers are appended.
     """
 

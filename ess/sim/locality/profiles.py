@@ -1,8 +1,8 @@
-"""Parameters of the generator for each layer, and published numbers that only it is held against.
+"""The generator's parameters for each layer, and published numbers to check the generator only.
 
-`HOT` and `COLD` were fitted by `ess.sim.locality.fit_layers` to the published misses of each layer
-at 32K (ratios 0.2 and 0.3 of slots to context, `ess.sim.published`), to nothing else. Layer 17 is
-of its own kind: what is hot in it grows with the context; set by hand at 32K.
+`HOT` and `COLD` were fitted by `ess.sim.locality.fit_layers` only to the published misses of each
+layer at 32K (ratios 0.2 and 0.3 of slots to context, `ess.sim.published`). Layer 17 is unlike the
+others: its hot set grows with the context; its value at 32K was set by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEAN_SIMILARITY_32K: Final = 0.573
 USELESS_ROWS_MEAN: Final = 663
 USELESS_ROWS_MAX: Final = 1353
 
-# Share of misses at 4,096 slots, one query a step, another model (GLM-5.1, LongBench-v2).
+# # Share of misses at 4,096 slots, one query a step, for another model (GLM-5.1, LongBench-v2).
 POLICY_MISS_PERCENT: Final = {"lru": 13.4, "random": 16.1, "fifo": 17.2, "min": 8.2}
 
 HOT: Final = _numbers(
@@ -54,6 +54,6 @@ def profile(layer: int) -> LayerProfile:
 
 
 def restless(*, hot: int, cold: int) -> LayerProfile:
-    """A layer whose members drift in the proportion to its cold picks that all layers share."""
+    """A layer whose members drift in proportion to its cold picks, by a factor common to all."""
     default = LayerProfile()
     return LayerProfile(hot=hot, cold=cold, drift=default.drift * cold / default.cold)

@@ -1,14 +1,14 @@
 """Synthetic selections of one indexer layer, calibrated to the published miss curves.
 
 A layer keeps a hot set of positions. Each member has a score that is the sum of a slow and a fast
-autoregressive part; a query picks the best of the hot set and, beside them, a few cold positions
-from anywhere. After each query a few members drift: others take their place. Slow scores make the
-working set, fast ones the churn at its edge, cold picks the misses that no working set prevents,
-drift the slow ageing of what is resident.
+autoregressive part; a query picks the best of the hot set, and a few cold positions from anywhere.
+After each query a few members drift: others take their place. Slow scores make the working set,
+fast ones the churn at its edge, cold picks the misses that no working set prevents, and drift the
+slow ageing of resident rows.
 
 Layers may be kin: a share of their members, and the slow scores of these, then come from one
-process that all layers of a seed have in common, so a position that is hot in one is likely hot in
-the next. Without kinship layers are independent.
+process that all layers of a seed share, so a position that is hot in one is likely hot in the next.
+Without kinship layers are independent.
 
 Each layer is drawn on its own, from (seed, layer), so a stream holds one layer in memory and the
 order in which layers are drawn changes nothing.
@@ -34,7 +34,7 @@ HOT_DEFAULT: Final = 6750
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """How one layer selects. `hot_share` of the context, where given, stands in for `hot`.
+    """How one layer selects. `hot_share` of the context, if given, replaces `hot`.
 
     `slow_weight` is the deviation of the slow part of a score whose variance is 1.
     """
@@ -63,7 +63,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One request: its context before the first step, and what each step looks like.
+    """One request: its context before the first step, and the form of each step.
 
     A step verifies `query_count` tokens and accepts all of them, so the context grows by that many.
     `recent` positions before each query are always selected. `kinship` is the share of hot members
@@ -95,7 +95,7 @@ class Load:
 class Drawn:
     """One step of one layer: what each query picked, ascending, and a score for every position.
 
-    Cold picks get the least score that was enough, all else that is not hot `COLD_SCORE`.
+    Cold picks get the least score that was picked, all other cold positions `COLD_SCORE`.
     """
 
     length: int
@@ -104,7 +104,7 @@ class Drawn:
 
 
 class _Walk:
-    """A permutation whose first `hot` places are members, and the slow scores of the members.
+    """A permutation whose first `hot` places are the members, and the members' slow scores.
 
     A drifting member changes places with a position that is no member, so members stay distinct.
     """
@@ -127,7 +127,7 @@ class _Walk:
 
 
 class _Query(NamedTuple):
-    """What one query picked, the members with their scores, and the least score that was enough."""
+    """What one query picked, the members with their scores, and the least score that was picked."""
 
     selection: Ints
     members: Ints
@@ -136,7 +136,7 @@ class _Query(NamedTuple):
 
 
 class LayerStream:
-    """The selections of one layer, step by step; windows, if wanted, are drawn before."""
+    """The selections of one layer, step by step; windows, if any, are drawn first."""
 
     def __init__(self, load: Load, profile: LayerProfile, *, layer: int) -> None:
         self._load, self._profile = load, profile
@@ -204,7 +204,7 @@ class LayerStream:
         return mixed
 
     def _with_cold(self, picked: Ints) -> Ints:
-        """Ascending and distinct: what is picked, the newest positions, and cold ones up to k."""
+        """The picks, the newest positions and cold ones up to k, ascending and distinct."""
         load, length = self._load, self._length
         if length <= load.top_k:
             return _padded(np.arange(length, dtype=np.int32), load.top_k)

@@ -1,12 +1,12 @@
-"""How alike selections are, by the paper's formulas, and what a neighbour layer is worth as a hint.
+"""How similar selections are, by the paper's formulas, and what a neighbour layer's is worth.
 
-Similarity is containment: of what a query selects, the share that another selection holds too.
-Between consecutive queries of one layer it is the intra-layer similarity, between one layer and the
-next, for the same query, the inter-layer one.
+Similarity is containment: the share of a query's selection that another selection has too. Between
+consecutive queries of one layer it is the intra-layer similarity; between one layer and the next,
+for the same query, the inter-layer one.
 
-The inter-layer prefetch fetches, for each layer, every row that its predecessor selected and the
-layer's arena lacks. Rows go to a staging area: the arena is the plain LRU's, so every useful row is
-a miss avoided, and every other row was moved for nothing.
+The inter-layer prefetch fetches, for each layer, every row that its predecessor selected and that
+the layer's arena lacks. Rows go to a staging area: the arena stays a plain LRU's, so every useful
+row is a miss avoided, and every other row was moved for nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def step_similarity(selections: Iterable[npt.NDArray[Any]]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeighbourFetch:
-    """Rows per step: missed without the hint, fetched because of it, and of these useful."""
+    """Rows per step: missed without prefetch, prefetched, and useful of these."""
 
     similarity: float
     missed: float

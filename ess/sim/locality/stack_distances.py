@@ -1,8 +1,8 @@
 """Misses at every arena size, from one pass over a workload.
 
-Batch LRU is a stack algorithm. Keep all rows in one list, newest use first. A step moves what it
-selects to the front and leaves the order of the rest. Then an arena of C slots always holds the
-first C rows of the list, so a selected row hits exactly in arenas larger than its place:
+Batch LRU is a stack algorithm. Keep all rows in one list, newest use first. A step moves the rows
+that it selects to the front and keeps the order of the rest. Then an arena of C slots always holds
+the first C rows of the list, so a selected row hits exactly in arenas larger than its place:
 
     Before the step the arena holds the first C. It stamps its hits and evicts, from the back, as
     many unselected rows as it misses. What remains are the selected rows and the first C - |U|
@@ -11,8 +11,8 @@ first C rows of the list, so a selected row hits exactly in arenas larger than i
 
 Rows of one step are ordered by row id here; the planner breaks such ties by slot, and its ages end
 at 255. No tie rule moves a row past rows of another age, so for each selected row two counts bound
-every rule: the rows of lesser age, and these with all of its own age. `lowest` and `highest` are
-the curves that these bounds give, and the planner's misses lie between them. The counts need only
+every rule: the rows of lesser age, and these plus all rows of its own age. `lowest` and `highest`
+are the curves from these bounds, and the planner's misses lie between them. The counts need only
 the number of rows per age, never their order.
 """
 
@@ -85,7 +85,7 @@ class _Recency:
         self._count[0] = filled.size
 
     def stamp(self, rows: Ints, number: int) -> Places:
-        """Rows, each once, move to the front; returns the places they had, in no order."""
+        """Moves distinct rows to the front; returns the places they had, in no order."""
         self._marked[rows] = True
         is_moved = self._marked[self._stack]
         places = np.flatnonzero(is_moved)

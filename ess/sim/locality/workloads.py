@@ -1,9 +1,9 @@
-"""What a layer group is asked for, step by step: drawn by the generator, or read from a trace.
+"""The selections of a layer group, step by step: drawn by the generator, or read from a trace.
 
 A row id is place * context + position, where requests of a trace that live at the same time have
-different places, so that all share one pool, as they do in the engine. In every step the positions
-of its query tokens are written first; then the queries select. A request that no later step names
-has ended: its rows leave the pools and its place is free for the next.
+different places, so that all share one pool, as in the engine. In every step the positions of its
+query tokens are written first; then the queries select. A request that no later step names has
+ended: its rows leave the pools and its place is free for the next.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ROWS_MAX: Final = 1 << 27
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """Selected rows [queries, top_k] with -1 pads, and the rows that the step writes itself.
+    """Selected rows [queries, top_k] with -1 pads, and the new rows that the step writes.
 
-    `scores` is over all rows, or None where they were not recorded. `seen` has, for each query of
-    a scored trace, the rows that it could select and what the indexer gave them, in bytes. `ended`
-    are ranges of rows whose request ends with this step.
+    `scores` covers all rows, or is None where they were not recorded. For each query of a scored
+    trace, `seen` has the rows that it could select and their scores as bytes. `ended` are ranges of
+    rows whose request ends with this step.
     """
 
     rows: Ints
@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
-    """One layer group of one trace. `steps()` begins again at every call.
+    """One layer group of one trace. `steps()` starts again at every call.
 
     `windows` are selections from just before the first step, oldest first.
     """
@@ -57,7 +57,7 @@ class Workload:
 
 
 def distinct(rows: npt.NDArray[Any]) -> Ints:
-    """The rows that some query selected, ascending, each once."""
+    """The rows that some query selected, ascending and distinct."""
     present: Ints = np.unique(rows[rows >= 0]).astype(np.int32)
     return present
 
@@ -65,7 +65,7 @@ def distinct(rows: npt.NDArray[Any]) -> Ints:
 def generated(
     load: Load, profile: LayerProfile, *, layer: int = 0, window_count: int = WINDOW_MAX
 ) -> Workload:
-    """A request of the generator, replayable: every `steps()` draws the same again."""
+    """A request of the generator; every `steps()` draws the same again."""
 
     def steps() -> Iterator[Step]:
         stream = LayerStream(load, profile, layer=layer)
@@ -161,7 +161,7 @@ def write_trace(
 
 
 def _places(requests: Sequence[Sequence[RequestStep]], last_step: dict[int, int]) -> dict[int, int]:
-    """The lowest free place when a request begins; a request that has ended frees its place."""
+    """The place of each request: the lowest that is free when it begins; its end frees it."""
     places: dict[int, int] = {}
     free: list[int] = []
     for number, step in enumerate(requests):
@@ -178,7 +178,7 @@ def _places(requests: Sequence[Sequence[RequestStep]], last_step: dict[int, int]
 def _seen(
     step: TraceStep, group: int, base: dict[int, int]
 ) -> tuple[tuple[Ints, npt.NDArray[np.uint8]], ...]:
-    """Query n of a request sees what was there before the step, and n + 1 rows of its own."""
+    """Query n of a request sees all rows from before the step, and n + 1 rows of its own."""
     counts = [
         (base[entry.request], entry.length + n + 1)
         for entry in step.requests

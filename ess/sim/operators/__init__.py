@@ -1,1 +1,1 @@
-"""Measured operator tables, and the times of stages made of them."""
+"""Measured operator tables, and the times of stages made from them."""

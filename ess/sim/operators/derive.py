@@ -1,4 +1,4 @@
-"""The committed operator tables, derived from the package they come from.
+"""The operator tables in this repository, derived from the package they come from.
 
     python -m ess.sim.operators.derive PACKAGE_FOLDER SYSTEM OUT_FOLDER
 
@@ -28,7 +28,7 @@ Part = str | Callable[[Source], float | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derivation:
-    """One committed table: which rows of which file, under which names, sorted by their keys."""
+    """One table: which rows of which file, under which names, sorted by their keys."""
 
     name: str
     path: str
@@ -43,12 +43,12 @@ def in_us(milliseconds: float) -> float:
 
 
 def timed(*parts: Part) -> Entry:
-    """What the parts say of a row, then its time."""
+    """An entry of a row's key parts, then its time."""
     return lambda row: (*_said(row, parts), in_us(row["latency"]))
 
 
 def exchanged(*parts: Part, dispatch: str, combine: str) -> Entry:
-    """What the parts say of a row, then its two times, which are microseconds already."""
+    """An entry of a row's key parts, then its two times, which are in microseconds already."""
     return lambda row: (*_said(row, parts), round(row[dispatch], 1), round(row[combine], 1))
 
 
@@ -121,12 +121,12 @@ DERIVATIONS: Final = (
 
 
 def derive(package: Path, *, system: str = "h200_sxm") -> dict[str, Entries]:
-    """Every table of the paper's set from an unpacked package."""
+    """Every table of the paper's set, from an unpacked package."""
     return derived(package, DERIVATIONS, system=system)
 
 
 def derived(package: Path, derivations: Sequence[Derivation], *, system: str) -> dict[str, Entries]:
-    """A file that is not there is named, unless the table may be missing."""
+    """The tables; a missing file is named, unless its table may be missing."""
     root = package / "aiconfigurator_core/systems/data" / system
     if not root.is_dir():
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Models that can be simulated, as numbers: what the layout of the pools does not say.
+"""Models that can be simulated, as numbers that the layout of the pools does not have.
 
 Dense families have no indexer: every query attends to its whole context, and nothing is offloaded.
 """
@@ -15,7 +15,7 @@ from ess.layout import ModelLayout, RowCodec
 
 
 class Kind(NamedTuple):
-    """A layer: with experts or a dense MLP, with an indexer of its own or the one before it."""
+    """A layer: with experts or a dense MLP, with or without an indexer of its own."""
 
     is_dense: bool
     has_indexer: bool
@@ -23,7 +23,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`dense_dim` is the width of the MLP of the first layers, `expert_dim` that of an expert."""
+    """`dense_dim` is the width of the first layers' MLP, `expert_dim` that of an expert."""
 
     layout: ModelLayout
     vocabulary: int
@@ -42,14 +42,14 @@ class Family:
         return self.layout.index is not None
 
     def table(self, *, shares: bool) -> str:
-        """The model whose sparse module was measured: GLM-5.2's own is of layers that share a
-        selection, its others are GLM-5's."""
+        """The model whose sparse module was measured: GLM-5.2 itself for layers that share a
+        selection, GLM-5 for its other layers."""
         if self.layout.hidden_dim == DENSE_DEEPSEEK.hidden_dim:
             return "deepseek-v3.2"
         return "glm-5.2" if shares else "glm-5"
 
     def projection_weights(self, heads: int) -> int:
-        """Of the query's two projections and the output's, for so many heads."""
+        """Weights of the query's two projections and the output's, for this many heads."""
         layout = self.layout
         asked = heads * (layout.nope_dim + layout.row.rope_dim)
         query = layout.query_rank * (layout.hidden_dim + asked)
@@ -57,7 +57,7 @@ class Family:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """By layer, MTP layers apart."""
+        """The kind of each layer, without MTP layers."""
         return tuple(
             Kind(
                 is_dense=layer < self.dense_layers,

@@ -1,8 +1,8 @@
-"""GPUs with operator tables: those for which the pinned package measured every operator we use.
+"""GPUs with operator tables: the pinned package measured every operator that we use on them.
 
-H100 and H200 are one chip with different memory, so the constants fitted for the H200 hold for both
-as far as they are about kernels; nothing published lets them be fitted for the H100. Blackwell is
-not among them: the shared expert was not measured there, and no rate of the sparse kernel is known.
+H100 and H200 are one chip with different memory, so constants fitted for the H200 hold for both as
+far as they concern kernels; no publication allows fitting them for the H100. Blackwell is not
+included: its shared expert was not measured, and no rate of the sparse kernel is known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Constants = Literal["silicon", "paper"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """`system` is the package's name for it."""
+    """`system` is the package's name for the GPU."""
 
     system: str
     machine: Machine
@@ -63,9 +63,9 @@ def operators_of(
     link_rate: float | None = None,
     stack: str = SGLANG,
 ) -> Operators:
-    """From the tables that ship, or from an unpacked package. `link_rate` is in bytes per
-    microsecond, the machine's own where none is given. `stack` is the framework whose kernels were
-    measured; the constants of the paper know none."""
+    """Operators from the tables that ship, or from an unpacked package. `link_rate` is in bytes per
+    microsecond, by default the machine's own. `stack` is the framework whose kernels were measured;
+    the paper's constants have no such choice."""
     if constants == "silicon":
         return silicon_of(gpu, family=family, package=package, link_rate=link_rate, stack=stack)
     check_planned(family, gpu)
@@ -87,7 +87,7 @@ def silicon_of(
     link_rate: float | None = None,
     stack: str = SGLANG,
 ) -> SiliconOperators:
-    """Rows are on the device as the family's layout has them, unless `kv` says fp8 or bf16."""
+    """Operators; rows are in the form of the family's layout, unless `kv` says fp8 or bf16."""
     chip, known = chip_of(gpu), family_of(family)
     if link_rate is not None:
         chip = replace(chip, machine=replace(chip.machine, link_rate=link_rate))

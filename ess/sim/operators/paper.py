@@ -1,21 +1,21 @@
-"""The constants of the paper: how long each stage of a layer takes, fitted to a publication.
+"""The paper's constants: how long each stage of a layer takes, fitted to a publication.
 
 The measured attention module is the whole decode block of a layer: projections, indexer, top-k,
-sparse attention, output. It is split so that the parts add up to it again:
+sparse attention, output. It is split into parts that add up to it:
 
-    index      what the module grows by from a context of 2,048 (the top-k) to the one asked for:
-               logits over all keys, then top-k. It was measured with one query per request;
+    index      what the module grows by from a context of 2,048 (the top-k) to the given one: logits
+               over all keys, then top-k. It was measured with one query per request;
                `query_repeat` is the share of it that each further query of a request repeats
     pre_attn   q_b projection, absorption, and the elementwise kernels between (launch and bytes)
     attend     queries x FLOP at the published rate of the sparse kernel (FlashMLA, fp8 rows)
     output     absorption back and the output projection
-    project    what is left: the common projections, norms, the indexer's own projections
+    project    the rest: the common projections, norms, the indexer's own projections
 
 The module's grid is coarse (powers of two) while its GEMMs were measured tile by tile, so the
-module without its GEMMs is interpolated and the GEMMs are added at their own grid: a step of 160
-tokens then pays for its tile as it does on the machine.
+module without its GEMMs is interpolated and the GEMMs are added at their own grid: so a step of 160
+tokens pays for its tile as it does on the machine.
 
-The first layers are dense: their MLP is a roofline, for want of a table.
+The first layers are dense: their MLP is a roofline, as there is no table.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ MERGE_BYTES: Final = HEADS * LATENT_DIM * (4 + 4 + 2)
 class Fitted:
     """Fitted on published rows without offload only; see ess.sim.fit_constants.
 
-    `compute_scale` is on what the published operators are not known to share with ours: the module
-    apart from its rated parts, and the experts. `balance` names the expert table.
+    `compute_scale` applies where published operators may differ from ours: the module without its
+    rated parts, and the experts. `balance` names the expert table.
     """
 
     compute_scale: float
@@ -113,21 +113,21 @@ class PaperOperators:
         )
 
     def head_us(self, tokens: float) -> float:
-        """The vocabulary projection; the measured GEMM is about half as wide."""
+        """Time of the vocabulary projection; the measured GEMM is about half as wide."""
         share = VOCABULARY / HEAD_COLUMNS
         return share * self.tables.gemm[HEAD_COLUMNS, HIDDEN_DIM].at(tokens)
 
     def split_us(self, tokens: float) -> float:
-        """Two partials and a merge in place of one attention."""
+        """Extra time of two partials and a merge over one attention."""
         return tokens * MERGE_BYTES / self.machine.hbm_rate
 
     @property
     def index_split_us(self) -> float:
-        """Logits and top-k are launched once more."""
+        """Extra time of launching logits and top-k once more."""
         return SPLIT_LAUNCHES * self.machine.launch_us
 
     def around_us(self, whole: Shape) -> float:
-        """The head over all queries, a draft pass for each further one, the host.
+        """Time of the head over all queries, a draft pass for each further query, and the host.
 
         A draft pass is one layer and the head over the whole batch, one query each. It attends
         resident rows and fetches behind, so offload adds nothing to it.
@@ -143,7 +143,7 @@ class PaperOperators:
         return Trust(BAND, MARKS)
 
     def _module_us(self, tokens: float) -> float:
-        """The module at the top-k's own context: GEMMs at their grid, the rest at its own."""
+        """Time of the module at a context of top-k: GEMMs at their grid, the rest at its own."""
         coarse = Curve(
             tuple(map(float, MODULE_TOKENS)),
             tuple(self.tables.attention.at(t, TOP_K) - self._gemms_us(t) for t in MODULE_TOKENS),
@@ -156,7 +156,7 @@ class PaperOperators:
         return common + self._query_us(tokens) + self._output_us(tokens)
 
     def _query_us(self, tokens: float) -> float:
-        """q_b (24,576 columns, as 16,384 and 8,192) and absorption."""
+        """Time of q_b (24,576 columns, as 16,384 and 8,192) and absorption."""
         gemm = self.tables.gemm
         wide_us = gemm[16_384, 1536].at(tokens) + gemm[8192, 1536].at(tokens)
         return wide_us + self.tables.absorb["pre"].at(tokens)
@@ -190,7 +190,7 @@ class PaperOperators:
         return max(moved_us, 2 * weights * tokens / (0.8 * self.machine.fp8_rate))
 
     def _node_count(self, ranks: int) -> int:
-        """Exchange was measured on 1, 2, 4 and 8 nodes; more behave like 8."""
+        """Nodes of the exchange, which was measured on 1, 2, 4 and 8; more behave like 8."""
         measured = sorted(self.tables.dispatch)
         nodes = math.ceil(ranks / NODE_GPUS)
         return next((count for count in measured if count >= nodes), measured[-1])

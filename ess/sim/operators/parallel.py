@@ -12,12 +12,11 @@ NODE_GPUS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Attention by heads (TP) and by requests (DP), experts whole (EP) and in parts (TP), layers in
-    stages (PP). Within a stage the same GPUs do attention and experts.
+    """Attention divided by heads (TP) and by requests (DP), experts kept whole (EP) and in parts
+    (TP), layers in stages (PP). Within a stage the same GPUs do attention and experts.
 
     `is_sending`: tokens go to the GPUs of their experts (DeepEP), instead of being gathered on all.
-    Where that is not said, stages of more than a node send and smaller ones gather: so do the
-    frameworks unless told otherwise.
+    By default stages of more than a node send and smaller ones gather, as the frameworks do.
 
     >>> Parallel.wide(32).gpu_count, Parallel(attention_tp=8, expert_tp=8, pp=2).gpu_count
     (32, 16)

@@ -1,7 +1,7 @@
-"""What a decode step asks of operators: the stages of a layer, and what lies around the layers.
+"""The interface of operators to a decode step: the stages of a layer, and the time around them.
 
-Two sets of constants answer, and neither borrows from the other: `paper` reproduces a publication,
-`silicon` is made of measured operators.
+Two sets of constants implement it, without sharing anything: `paper` reproduces a publication,
+`silicon` consists of measured operators.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Machine:
 class Shape:
     """One micro-batch of one layer, as one attention group of `parallel.attention_tp` GPUs sees it.
 
-    `request_count` is a mean over groups and may be below 1: some groups then have nothing to do.
+    `request_count` is a mean over groups and may be below 1: some groups then have no request.
     `prompt_tokens` of `prompt_count` prompts, each behind `prompt_prefix` others, run in the same
-    step, in `prompt_groups` of the groups: all where that is not said.
+    step, in `prompt_groups` of the groups (None: all).
     """
 
     request_count: float
@@ -55,21 +55,21 @@ class Shape:
 
     @property
     def sending_tokens(self) -> float:
-        """Of one GPU of a group that has a prompt, if there is any."""
+        """Tokens of one GPU of a group that has a prompt, if any group has."""
         return (self.query_count + self.prompt_tokens) / self.parallel.attention_tp
 
     @property
     def stage_tokens(self) -> float:
-        """Of all attention groups: what their experts share."""
+        """Tokens of all attention groups, which share the experts."""
         groups = self.parallel.attention_dp
         return self.query_count * groups + self.prompt_tokens * (self.prompt_groups or groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Microseconds of one layer of one micro-batch, offload apart.
+    """Microseconds of one layer of one micro-batch, without offload.
 
-    `route` is what lies between attention and experts: norms, the gate, and what joins the heads of
+    `route` is everything between attention and experts: norms, the gate, and joining the heads of
     several GPUs. `send` and `join` are the parts of an exchange during which its kernels hold the
     GPU; `dispatch` and `combine` are the rest of it, on the wire.
     """
@@ -94,7 +94,7 @@ class Stages:
 
 
 class Trust(NamedTuple):
-    """How far a prediction may be off, as shares of it, and what it rests on besides tables."""
+    """How far a prediction may be off, as shares of it, and its sources besides tables."""
 
     band: tuple[float, float]
     marks: tuple[str, ...]
@@ -115,7 +115,7 @@ class Operators(Protocol):
     def stages(self, shape: Shape, kind: Kind) -> Stages: ...
 
     def around_us(self, whole: Shape) -> float:
-        """Outside the layers, for the whole batch."""
+        """Time outside the layers, for the whole batch."""
         ...
 
     def split_us(self, tokens: float) -> float: ...

@@ -1,7 +1,7 @@
 """Measured operator tables: read, checked, interpolated.
 
-Between two measured points a time is linear. Beyond the last it goes on with the slope of the last
-two; below the first it stays at the first, since a kernel never gets cheaper than its launch.
+Between two measured points a time is linear. Beyond the last it continues with the slope of the
+last two; below the first it stays the same, since a kernel never gets cheaper than its launch.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _by_key(entries: Sequence[Entry], *, keys: Sequence[int]) -> dict[Entry, Cur
 
 
 def curve_of(points: Sequence[tuple[float, float]]) -> Curve:
-    """Repeated measurements of one size count as their mean."""
+    """A curve through points; repeated measurements of one size count as their mean."""
     groups = itertools.groupby(sorted(points), key=lambda point: point[0])
     means = [(size, _mean([time for _, time in group])) for size, group in groups]
     if not all(math.isfinite(time) and time > 0 for _, time in means):

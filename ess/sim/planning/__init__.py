@@ -1,1 +1,1 @@
-"""What to run on which hardware, what it gives over all GPUs, and what it costs."""
+"""What to run on which hardware, the gain over all GPUs, and the cost."""

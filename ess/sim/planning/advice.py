@@ -1,4 +1,4 @@
-"""What an operator must know beside the figures: when not to offload, and what a node must have."""
+"""Advice beside the figures: when not to offload, and what a node must have."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ess.units import format_bytes
 
 
 def advice(planner: Planner, plan: Plan, node: Node, *, is_searched: bool) -> list[str]:
-    """Sentences, the most important first; none when there is nothing to say. With other memory the
-    best way to share the model is searched again, where it was searched."""
+    """Sentences, the most important first; none if there is nothing to say. With other memory the
+    best way to share the model is searched again, if it was searched before."""
     return [
         *_offload_or_not(planner, plan),
         *_host_memory(planner, plan, node, is_searched),
@@ -36,7 +36,7 @@ def _offload_or_not(planner: Planner, plan: Plan) -> list[str]:
 
 
 def _host_memory(planner: Planner, plan: Plan, node: Node, is_searched: bool) -> list[str]:
-    """Above what a normal node has: what is gained with that. Held back by it: what more gives."""
+    """What a plan beyond a normal node's memory gains within it, and one at its limit beyond."""
     gpus = planner.ask.gpu_count
     needed = plan.chosen.host_bytes * node.neighbours(gpus)
     if needed > NORMAL_HOST_BYTES:

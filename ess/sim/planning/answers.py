@@ -1,4 +1,4 @@
-"""The whole answer to an operator: a plan, the same over all GPUs, and the fewest GPUs."""
+"""The whole answer to an operator: a plan, its figures over all GPUs, and the fewest GPUs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ess.sim.planning.prefilling import prefilling_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Beside the planner's ask: the node, what a request is, what a GPU costs for an hour, and how
-    many requests arrive within which time to the first token; whether the way to share the model
-    was searched."""
+    """The part of the question besides the planner's ask: the node, what a request is, the price of
+    a GPU hour, the rate of requests and their time to the first token; and whether the way to share
+    the model was searched."""
 
     node: Node
     work: Work

@@ -1,4 +1,4 @@
-"""What a planner is asked: a context, drafts, GPUs, memory, a time per token."""
+"""The questions for a planner: a context, drafts, GPUs, memory, a time per token."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ess.sim.operators.parallel import Parallel
 
 DRAFT_ACCEPTANCE: Final = 0.7
 ACCEPTANCE_SEEN: Final = (0.67, 0.93)
-"""Of each draft in turn, in public servings: from 2.44 of 4 tokens a step (V3 on H200, SGLang's
-post on MTP) to 1.93 of 2 (R1 on H20, Ant Group's log)."""
+"""The chance of each draft in turn, in public servings: from 2.44 of 4 tokens a step (V3 on H200,
+SGLang's post on MTP) to 1.93 of 2 (R1 on H20, Ant Group's log)."""
 QUERIES_MAX: Final = 8
-"""Tokens verified per step, at most: what the engine takes."""
+"""The most tokens verified per step: the engine's limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Of `batch` (per attention group, a GPU where attention is not divided) and `ratio` (slots
-    over context) at most one is given. `parallel` is how the GPUs share the model: requests and
-    experts over all of them where that is not said."""
+    """At most one of `batch` (per attention group, which is a GPU where attention is not divided)
+    and `ratio` (slots over context) is given. `parallel` is how the GPUs share the model, by
+    default requests and experts over all of them."""
 
     context: int
     queries_each: int = 2
@@ -67,7 +67,7 @@ class Ask:
 
     @property
     def accepted_band(self) -> tuple[float, float]:
-        """How far the tokens of a step may be off, as shares: not at all where they are given."""
+        """How far the tokens of a step may be off, as shares; not at all if they are given."""
         if self.accepted is not None:
             return 0.0, 0.0
         low, high = (self._made(chance) / self.tokens_each - 1 for chance in ACCEPTANCE_SEEN)

@@ -1,8 +1,8 @@
-"""How far figures may be off, and what they rest on that was not measured for this question.
+"""How far figures may be off, and which of their sources were not measured for this question.
 
-A band is two shares of a figure: (-0.1, 0.2) is from a tenth less to a fifth more. Errors that come
-from different places are added as squares; those of the two sides of a comparison as well, which
-is wider than it must be, for both sides share their operators.
+A band is two shares of a figure: (-0.1, 0.2) is from a tenth less to a fifth more. Errors of
+different origin are added as squares; so are those of the two sides of a comparison, which makes
+its band wider than it must be, as both sides share their operators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MISSES_OF: Final = "deepseek-v3.2"
 
 
 def joined(bands: Iterable[Band]) -> Band:
-    """Of a product whose factors have these bands.
+    """The band of a product whose factors have these bands.
 
     >>> joined([(-0.3, 0.1), (-0.4, 0.0)])
     (-0.5, 0.1)
@@ -33,7 +33,7 @@ def joined(bands: Iterable[Band]) -> Band:
 
 
 def inverse(band: Band) -> Band:
-    """Of a rate whose time has this band.
+    """The band of a rate whose time has this band.
 
     >>> inverse((-0.5, 1.0))
     (-0.5, 1.0)
@@ -43,8 +43,8 @@ def inverse(band: Band) -> Band:
 
 
 def moved(figure: Callable[..., float], **bands: Band) -> Band:
-    """Of a figure of factors by which what it is made of may be off, each with its band: every one
-    moves it by itself, and the moves are added as squares.
+    """The band of `figure`, a function of the factors by which its inputs may be off, each with its
+    band: each moves the figure alone, and the moves are added as squares.
 
     >>> moved(lambda time, rate: rate / time, time=(-0.5, 1.0), rate=(0.0, 0.0))
     (-0.5, 1.0)
@@ -65,7 +65,7 @@ def at_ends(figure: float, band: Band) -> tuple[float, float]:
 
 
 def miss_marks(curves: MissCurves, ask: Ask, *, slots_each: int, model: str) -> list[str]:
-    """Where misses are not read off the published curves."""
+    """Marks where misses are not on the published curves."""
     published = sorted(curves.means)
     marks = []
     if model != MISSES_OF:

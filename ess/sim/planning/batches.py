@@ -1,4 +1,4 @@
-"""Which batches are tried: an even grid over all that fit, then every batch beside the best."""
+"""The batches to try: an even grid over all that fit, then every batch around the best."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ CANDIDATES_MAX: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One batch on one GPU, or on the GPUs of one attention group: then `batch` is the group's,
-    the rate and `host_bytes` are those of one of its GPUs.
+    """One batch on one GPU, or on the GPUs of one attention group: then `batch` is the group's, the
+    rate and `host_bytes` are those of one of its GPUs.
 
-    `exposed_us` is the part of a step that waits for the host link, `exposed_ends_us` the least and
-    the most that it may be. `band` says how far `step_us` may be off, as shares of it, `rate_band`
-    the same of `tokens_per_s`, and `token_band` of `token_us`; `marks` what they rest on that was
-    not measured.
+    `exposed_us` is the part of a step that waits for the host link, `exposed_ends_us` its least and
+    most. `band` says how far `step_us` may be off, as shares of it, `rate_band` the same for
+    `tokens_per_s`, `token_band` for `token_us`; `marks` name their unmeasured sources.
     """
 
     batch: int
@@ -43,8 +42,8 @@ class Point:
 def tried(
     most: int, point_of: Callable[[int], Point], is_kept: Callable[[Point], bool]
 ) -> list[Point]:
-    """Points of batches from 1 to `most`, in order: of the grid first, then of all between the
-    grid's neighbours of the best one kept and of the largest one kept."""
+    """Points of batches from 1 to `most`, in order: those of the grid, and all between the grid
+    neighbours of the best and of the largest kept one."""
     points = {batch: point_of(batch) for batch in spread(most)}
     while True:
         kept = [point for point in points.values() if is_kept(point)]
@@ -56,12 +55,12 @@ def tried(
 
 
 def best(points: Iterable[Point]) -> Point:
-    """The most tokens per second; among equals the smaller batch."""
+    """The point with the most tokens per second; among equals the smaller batch."""
     return max(points, key=lambda point: (point.tokens_per_s, -point.batch))
 
 
 def _beside(known: Iterable[int], edges: set[int]) -> list[int]:
-    """Batches not known yet between an edge and the known ones on either side of it."""
+    """Untried batches between an edge and the tried ones on either side of it."""
     pairs = list(itertools.pairwise(sorted(known)))
     return [
         batch
@@ -72,7 +71,7 @@ def _beside(known: Iterable[int], edges: set[int]) -> list[int]:
 
 
 def spread(most: int) -> list[int]:
-    """At most `CANDIDATES_MAX` batches from 1 to `most`, evenly, both ends among them."""
+    """At most `CANDIDATES_MAX` batches from 1 to `most`, evenly spread, with both ends."""
     if most <= CANDIDATES_MAX:
         return list(range(1, most + 1))
     step = (most - 1) / (CANDIDATES_MAX - 1)

@@ -1,9 +1,9 @@
-"""Decode and prefill together: what every GPU of a deployment brings, and what a token costs.
+"""Decode and prefill together: what each GPU of a deployment yields, and what a token costs.
 
-A decode GPU at its full batch ends so many requests a second. The prompt of each, less what was
-cached, took seconds of a prefill GPU before. So every decode GPU needs a number of prefill GPUs,
-and a gain that counts decode GPUs alone is not the gain of the machines that were bought. Both
-tiers are counted fully busy.
+A decode GPU at its full batch ends a number of requests a second. The uncached part of each prompt
+took seconds of a prefill GPU before. So every decode GPU needs a number of prefill GPUs, and a gain
+that counts decode GPUs alone is not the gain of the machines that were bought. Both tiers are
+counted fully busy.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NIC: Final = "NIC"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A request: `context` tokens at its end, of which it makes `output_tokens`; of the prompt this
-    share was prefilled before, as in a conversation that goes on."""
+    """A request: `context` tokens at its end, `output_tokens` of them its output; this share of the
+    prompt was cached, as in a continued conversation."""
 
     context: int
     output_tokens: int = OUTPUT_TOKENS
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def cached_tokens(self) -> int:
-        """Whole pages; the last token of a prompt is run by decode."""
+        """Cached tokens in whole pages; decode runs the last token of a prompt."""
         pages = int(self.cached_share * self.prompt_tokens) // PAGE_ROWS
         return min(pages * PAGE_ROWS, (self.prompt_tokens - 1) // PAGE_ROWS * PAGE_ROWS)
 
@@ -69,15 +69,15 @@ class Prefilling:
     marks: tuple[str, ...] = ()
 
     def seconds(self, work: Work) -> float:
-        """Of one GPU, for one request."""
+        """Seconds of one GPU for one request."""
         return self.time.of(work.computed_tokens, after=work.cached_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """One system over all its GPUs. `prefill_gpus` are for each decode GPU; `tokens_per_s` and
-    `requests_per_s` are those of one GPU of either kind, and `band` is that of both. `limiter` is
-    set where the network of a node holds decode back."""
+    `requests_per_s` are those of one GPU of either kind, with `band` for both. `limiter` is set if
+    the network of a node limits decode."""
 
     prefill_gpus: float
     prefill_band: Band
@@ -91,8 +91,8 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What is asked of the two tiers together. `price` is of one GPU for an hour; `accepted_band`
-    says how far the tokens of a step may be off, on both sides of a comparison."""
+    """The question for both tiers together. `price` is of one GPU for an hour; `accepted_band` says
+    how far the tokens of a step may be off, on both sides of a comparison."""
 
     work: Work
     prefilling: Prefilling
@@ -132,13 +132,13 @@ class Deployment:
         )
 
     def cost(self, tokens_per_s: float) -> float | None:
-        """Of a million tokens made, in the currency of the price."""
+        """The cost of a million output tokens, in the currency of the price."""
         if self.price is None:
             return None
         return self.price / SECONDS_PRICED / tokens_per_s * TOKENS_PRICED
 
     def landing_max(self) -> float:
-        """Requests a second whose rows the network brings to one decode GPU."""
+        """The most requests a second whose rows the network brings to one decode GPU."""
         token_bytes = self.layout.host_page_bytes / PAGE_ROWS
         request_bytes = max(1, self.work.computed_tokens) * token_bytes
         rate = self.node.nic_rate / self.node.neighbours(self.gpu_count)
@@ -147,7 +147,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Offload beside resident over all GPUs; a gain of None has no resident to be held against."""
+    """Offload against resident over all GPUs; gains are None if there is no resident side."""
 
     offload: Shared
     resident: Shared | None
@@ -156,7 +156,7 @@ class Compared:
 
 
 def compared(deployment: Deployment, offload: Point, resident: Point | None) -> Compared:
-    """Prefill is the same on both sides."""
+    """Compares the two sides, which have the same prefill."""
     ours = deployment.shared(offload)
     if resident is None:
         return Compared(offload=ours, resident=None, gain=None, gain_band=EXACT)
@@ -175,7 +175,7 @@ def compared(deployment: Deployment, offload: Point, resident: Point | None) -> 
 
 
 def _decode_s(shared: Shared) -> float:
-    """Of one decode GPU, for one request."""
+    """Seconds of one decode GPU for one request."""
     return 1.0 / (shared.requests_per_s * (1.0 + shared.prefill_gpus))
 
 
@@ -186,8 +186,8 @@ def gain_band(
     *,
     accepted: Band = EXACT,
 ) -> Band:
-    """Of (theirs + prefill) / (ours + prefill), each with its band; both sides decode `accepted`
-    times as much a step."""
+    """The band of (theirs + prefill) / (ours + prefill), each with its band; both sides decode
+    `accepted` times as much a step."""
     (ours_s, ours_band), (theirs_s, theirs_band), (prefill_s, prefill_band) = ours, theirs, prefill
 
     def gain(ours: float, theirs: float, prefill: float, accepted: float) -> float:

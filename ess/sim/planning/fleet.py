@@ -1,18 +1,18 @@
 """The fewest GPUs for a rate of requests and two objectives: decode in whole groups, prefill in
 whole pipelines.
 
-Decode: a group that runs at its best batch within the time per token ends so many requests a
-second. Arrivals are uneven, so it is given `LOAD_MAX` of them and no more; nor is prefill busier.
+Decode: a group that runs at its best batch within the time per token ends a number of requests a
+second. Arrivals are uneven, so it gets at most `LOAD_MAX` of that; so does prefill.
 
-Prefill: requests come as they like (Poisson), each keeps a pipeline busy for as long as its busiest
+Prefill: requests arrive at random (Poisson), each keeps a pipeline busy for as long as its busiest
 stage works on it, and c pipelines share one queue (M/D/c). With Erlang's share C of requests that
 wait at all, and a load of a = rate x busy seconds, nine in ten wait no longer than
 
     W = busy / 2 / (c - a) * ln(10 C)
 
-half of what it is where service times are drawn, since here all are alike. That, the way through
-the pipeline, the handoff and the first step are the time to the first token. It is an estimate of
-the queue; `ess sim` replays it.
+half of the value for random service times, since here all are equal. The time to the first token is
+this wait, the time through the pipeline, the handoff and the first step. It is an estimate of the
+queue; `ess sim` replays it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PIPELINES_MAX: Final = 1 << 14
 RATE_MAX: Final = 1e6
 
 Through = Callable[[int], tuple[float, float]]
-"""By the stages of a pipeline: how long a request keeps it, and how long until it may decode."""
+"""By the stages of a pipeline: how long a request occupies it, and how long until it may decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """GPUs in groups for decode or in pipelines for prefill, all alike; `load` is the share that is
-    used of what they can do."""
+    """Equal groups of GPUs for decode, or pipelines for prefill; `load` is the used share of their
+    capacity."""
 
     count: int
     gpus_each: int
@@ -86,7 +86,7 @@ class Fleet:
 
 
 def fewest(point: Point, group_gpus: int, *, work: Work, wanted: Wanted, through: Through) -> Fleet:
-    """For a group that runs this batch."""
+    """The fewest GPUs, with decode groups that run this batch."""
     group_rate = point.tokens_per_s * group_gpus / work.output_tokens
     groups = math.ceil(wanted.rate / (LOAD_MAX * group_rate))
     return Fleet(
@@ -99,7 +99,7 @@ def fewest(point: Point, group_gpus: int, *, work: Work, wanted: Wanted, through
 def smallest_tier(
     wanted: Wanted, through: Through, *, first_step_s: float, stages: Iterable[int] = STAGES
 ) -> PrefillTier:
-    """The fewest GPUs, and among equals the sooner first token."""
+    """The prefill tier with the fewest GPUs, and among equals the earliest first token."""
     tiers = [
         tier
         for count in stages
@@ -117,7 +117,7 @@ def smallest_tier(
 def _tier(
     wanted: Wanted, stages: int, busy_s: float, ready_s: float, first_step_s: float
 ) -> PrefillTier | None:
-    """None where not even an idle pipeline is in time."""
+    """The smallest tier with this many stages; None if even an idle pipeline is too late."""
     spare_s = wanted.ttft_s - ready_s - first_step_s
     if spare_s < 0.0:
         return None
@@ -142,7 +142,7 @@ def _tier(
 
 
 def first_token_s(tier: Groups, wanted: Wanted, through: Through, *, first_step_s: float) -> float:
-    """Of a tier as it is, for nine in ten; without end where it is given more than it can do."""
+    """Seconds to the first token for nine in ten; infinite if the tier gets more than it can do."""
     busy_s, ready_s = through(tier.gpus_each)
     load = wanted.rate * busy_s
     if load >= tier.count:
@@ -151,7 +151,7 @@ def first_token_s(tier: Groups, wanted: Wanted, through: Through, *, first_step_
 
 
 def late_wait_s(pipelines: int, load: float, busy_s: float) -> float:
-    """What nine in ten requests wait at most.
+    """The longest wait of nine in ten requests.
 
     >>> late_wait_s(4, 0.5, 1.0)
     0.0
@@ -163,7 +163,7 @@ def late_wait_s(pipelines: int, load: float, busy_s: float) -> float:
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """The share of requests that wait, of Poisson arrivals at `servers` with a load below them.
+    """The share of Poisson arrivals that wait, at `servers` servers with a load below them.
 
     >>> round(erlang_c(1, 0.5), 6), round(erlang_c(2, 1.0), 6)
     (0.5, 0.333333)

@@ -20,16 +20,16 @@ from ess.sim.planning.ways import GROUPS, ways
 
 QuickPoint = Callable[[Planner], Point | None]
 Ends = tuple[float, float | None]
-"""The least and the most that a figure may be; None has no end."""
+"""The least and the most that a figure may be; None means no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployed:
     """A fleet, the batch that its decode groups run, and how their GPUs share the model.
 
-    `gpu_ends` are how many GPUs it takes where times are off by their bands, `first_token_ends_s`
-    what these make of the first token in the fleet as it is. `prefill_band` is that of the prefill
-    tier's load; that of decode is the point's `token_band`.
+    `gpu_ends` are the GPUs needed if times are off by their bands, `first_token_ends_s` what such
+    times make of the first token in the fleet as it is. `prefill_band` is that of the prefill
+    tier's load; decode's is the point's `token_band`.
     """
 
     fleet: Fleet
@@ -42,7 +42,7 @@ class Deployed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleets:
-    """`resident` is None where no way without offload meets the objectives."""
+    """`resident` is None if no way without offload meets the objectives."""
 
     offload: Deployed
     resident: Deployed | None
@@ -67,7 +67,7 @@ def fleets(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What a fleet is for. `token` and `prefill` are factors of what is predicted."""
+    """The goal of a fleet. `token` and `prefill` are factors on predicted times."""
 
     work: Work
     wanted: Wanted
@@ -151,7 +151,7 @@ def _too_small(planner: Planner) -> str:
 
 
 def _sizes(planner: Planner) -> Iterable[Planner]:
-    """Host memory grows with the GPUs."""
+    """Planners for each size of a group; host memory grows with the GPUs."""
     ask = planner.ask
     for gpus in dict.fromkeys([ask.gpu_count, *GROUPS]):
         host = None if ask.host_bytes is None else ask.host_bytes * gpus // ask.gpu_count
@@ -162,7 +162,7 @@ def _sizes(planner: Planner) -> Iterable[Planner]:
 
 
 def _point(point_of: QuickPoint, sized: Planner) -> Point | None:
-    """None where memory or operators refuse this way."""
+    """The point; None if memory or operators refuse this way."""
     try:
         return point_of(sized)
     except BadInput:

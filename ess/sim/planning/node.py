@@ -1,7 +1,7 @@
-"""A node: memory, links and network that its GPUs share, each figure with where it comes from.
+"""A node: memory, links and network that its GPUs share, each figure with its source.
 
-The rate at which a GPU fetches rows is the least of three: what its own link gives, its share of
-the node's memory rate, and, where rows lie on either socket, what crosses the link between sockets.
+The rate at which a GPU fetches rows is the least of three: that of its own link, its share of the
+node's memory rate, and, if rows lie on either socket, its share of the link between sockets.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SOURCES: Final[Mapping[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Rates are bytes per microsecond and of the whole node, but `link_rate`, which is of one GPU;
-    None is the machine's own."""
+    """Rates are bytes per microsecond of the whole node, except `link_rate`, which is for one GPU
+    and by default the machine's own."""
 
     gpu_count: int = 8
     host_bytes: int = NORMAL_HOST_BYTES
@@ -67,21 +67,21 @@ class Node:
                 raise BadInput(f"a {name} rate of {rate / GIGABYTE_US:g} GB/s must be above 0")
 
     def host_bytes_of(self, gpus: int) -> int:
-        """Of all nodes, as far as a full node's share for each GPU goes."""
+        """Host bytes for these GPUs over all nodes, at a full node's share for each GPU."""
         return self.host_bytes * gpus // self.neighbours(gpus)
 
     def neighbours(self, gpus: int) -> int:
-        """GPUs of a deployment of `gpus` that share one node."""
+        """How many GPUs of a deployment of `gpus` share one node."""
         return min(gpus, self.gpu_count)
 
     def fetch_limits(self, machine: Machine, *, gpus: int) -> dict[str, float]:
-        """By what limits it: bytes per microsecond that one GPU can fetch."""
+        """By limiter: bytes per microsecond that one GPU can fetch."""
         sharing = self.neighbours(gpus)
         limits = {
             "host link": machine.link_rate if self.link_rate is None else self.link_rate,
             "node DRAM": self.dram_rate / sharing,
         }
         if self.numa == "interleaved":
-            # Of what the GPUs of one socket fetch, half lies on the other socket.
+            # # Half of the rows that the GPUs of one socket fetch lie on the other socket.
             limits["socket link"] = 2 * self.socket_rate / -(-sharing // SOCKETS)
         return limits

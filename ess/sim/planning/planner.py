@@ -2,13 +2,13 @@
 
 For every batch the index takes what its pages need and slots get the rest of the device memory, so
 the ratio falls as the batch grows. Below the slot floor misses explode (the working set of a layer
-no longer fits), so a batch that cannot give every request its floor is refused, asked for or not.
-The floor is that of the layout, or every row that a step's queries can select, whichever is more.
-Among the batches that remain, and that keep the time per token, the one with the most tokens per
-second is taken. It is recommended only where it beats the best batch without offload, whose rows
-need no host memory.
+no longer fits), so a batch that cannot give every request its floor is refused, even if it was
+asked for. The floor is the layout's, or every row that a step's queries can select, if that is
+more. Of the remaining batches within the time per token, the one with the most tokens per second is
+taken. It is recommended only if it beats the best batch without offload, which needs no host memory
+for rows.
 
-The device memory is what weights and reserves leave; `Ask.device_bytes` overrides it.
+The device memory is what weights and reserves leave, unless `Ask.device_bytes` is set.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ TIME: Final = "time per token"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`resident` is the best without offload; None when not one whole request fits. A model that
-    attends to every row cannot offload: then the resident point is chosen.
+    """`resident` is the best point without offload; None when not one whole request fits. A model
+    that attends to every row cannot offload: then the resident point is chosen.
 
     `break_even_batch` is the least batch tried that beats it, `index_wall` the batch at which index
-    keys alone fill the device, `floor_batch` the batch at which slots reach their floor. Neither of
-    these two, nor `resident`, depends on host memory. `batch_band` says which batches keep the time
-    per token at the ends of its band, `break_even_ends` which beat resident at those of the gain.
+    keys alone fill the device, `floor_batch` the batch at which slots reach their floor. The last
+    two and `resident` do not depend on host memory. `batch_band` gives the largest batches within
+    the time per token at the ends of its band, `break_even_ends` those that beat resident.
     """
 
     device_bytes: int
@@ -76,7 +76,7 @@ class Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
     """Answers an ask. The paper counts memory without the slot map and the MTP layer. `link_name`
-    is what limits the rate of fetches; `baseline` plans the resident side where its GPUs share the
+    is what limits the rate of fetches; `baseline` plans the resident side if its GPUs share the
     model in another way."""
 
     operators: Operators
@@ -89,8 +89,8 @@ class Planner:
 
     @property
     def budget(self) -> Budget:
-        """Host memory is shared evenly by the GPUs of the ask; those of an attention group keep
-        one copy of its rows."""
+        """Memory per GPU. The GPUs of the ask share host memory evenly; those of an attention group
+        keep one copy of its rows."""
         ask = self.ask
         group = ask.way.attention_tp
         share = None if ask.host_bytes is None else ask.host_bytes * group // ask.gpu_count
@@ -98,7 +98,7 @@ class Planner:
 
     @property
     def device_budget(self) -> Budget:
-        """Of a worker that keeps nothing on the host."""
+        """The memory of a worker that keeps nothing on the host."""
         return Budget(layout=self.layout, device_bytes=self.device_bytes, count_map=self.count_map)
 
     @property
@@ -162,7 +162,7 @@ class Planner:
         )
 
     def point(self, batch: int, slots_each: int) -> Point:
-        """The faster of one batch and two overlapped halves."""
+        """The point of a batch, run whole or in two overlapped halves, whichever is faster."""
         tbo, faster = self._faster(batch, slots_each)
         group = self.ask.way.attention_tp
         return Point(
@@ -197,8 +197,8 @@ class Planner:
         return tbo, both[tbo]
 
     def banded(self, point: Point) -> Point:
-        """With what half and twice the misses would make of the step and of the wait for the link:
-        twice the misses wait as a link of half the rate does, or one behind half the compute."""
+        """Adds what half and twice the misses would make of the step and of the wait for the link:
+        twice the misses wait like a link of half the rate, or one behind half the compute."""
         if point.slots_each >= self.ask.context:
             return point
         few, many = (
@@ -228,7 +228,7 @@ class Planner:
         return min(better, default=None)
 
     def _batch_band(self, chosen: Point) -> Band:
-        """Of the largest batches in time where a token takes what is at the ends of its band."""
+        """The largest batches within the time per token, at the ends of that time's band."""
         slots = self.least_slots if self.ask.ratio is None else chosen.slots_each
         fewer, more = (self.timed(1.0 + side).quick(slots) for side in chosen.token_band[::-1])
         return (
@@ -237,7 +237,7 @@ class Planner:
         )
 
     def timed(self, factor: float) -> Planner:
-        """Where a token takes so many times what is predicted."""
+        """A planner whose tokens take `factor` times the predicted time."""
         most = self.ask.token_us_max
         if most is None:
             return self
@@ -284,7 +284,7 @@ class Planner:
         return self.device_budget.batch_max(context=self.ask.context, slots_each=slots_each)
 
     def _refuse_unless(self, batch: int, slots_each: int) -> None:
-        """The refusal says how many bytes are missing, and where."""
+        """Raises a refusal that says how many bytes are missing, and where."""
         context, budget = self.ask.context, self.budget
         short = budget.refusal(context=context, batch=batch, slots_each=slots_each)
         if short is None:
@@ -309,7 +309,7 @@ class Planner:
         return best(kept) if kept else None
 
     def _whole_points(self) -> list[Point]:
-        """Of a model that cannot offload."""
+        """The points of a model that cannot offload."""
         context, asked = self.ask.context, self.ask.batch
         self._refuse_unless(asked or 1, context)
         if asked is None:
@@ -341,8 +341,8 @@ class Planner:
         return simulate(self.operators, scenario)
 
     def quick(self, slots_each: int) -> Point | None:
-        """A guess at the best point in few steps: the largest batch that has at least these slots
-        and is in time, if steps only grow with the batch."""
+        """A quick guess at the best point: the largest batch with at least these slots that is
+        within the time per token, assuming that steps only grow with the batch."""
         context = self.ask.context
         is_whole = slots_each >= context
         budget = self.device_budget if is_whole else self.budget

@@ -1,4 +1,4 @@
-"""What prefill takes, and the tier that does it: for planner and replay alike."""
+"""The time of prefill and the tier that runs it, for planner and replay alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPUS_MAX: Final = 1 << 10
 
 
 def prefilling_of(planner: Planner) -> Prefilling:
-    """On the smallest group of whole nodes that holds the weights."""
+    """Prefill on the smallest group of whole nodes that holds the weights."""
     way = Parallel.wide(max(NODE_GPUS, least_gpus(planner)))
     farthest = PromptPass(parallel=way, tokens=FIRST_CHUNK, prefix=FAR, overlap=True)
     trust = pass_trust(planner.operators, farthest)
@@ -30,7 +30,7 @@ def prefilling_of(planner: Planner) -> Prefilling:
 
 
 def tier_of(planner: Planner, prefilling: Prefilling, node: Node, size: tuple[int, int]) -> Tier:
-    """`size` is pipelines x GPUs of each."""
+    """The tier; `size` is pipelines x GPUs of each."""
     layout = planner.layout
     pipelines, stages = size
     return Tier(
@@ -50,13 +50,13 @@ def tier_of(planner: Planner, prefilling: Prefilling, node: Node, size: tuple[in
 def through(
     planner: Planner, prefilling: Prefilling, node: Node, work: Work, stages: int
 ) -> tuple[float, float]:
-    """How long a request keeps a pipeline of so many GPUs, and how long until it may decode."""
+    """How long a request occupies a pipeline of `stages` GPUs, and how long until it may decode."""
     tier = tier_of(planner, prefilling, node, (1, stages))
     return tier.seconds(work.prompt_tokens, cached=work.cached_tokens)
 
 
 def least_gpus(planner: Planner) -> int:
-    """That hold the weights, shared as widely as they can be."""
+    """The fewest GPUs that hold the weights, shared as widely as possible."""
     room = MEMORY_SHARE * planner.operators.machine.memory_bytes - RESERVED_BYTES
     count = 1
     while weight_bytes(planner.operators.family, Parallel.wide(count)) > room and count < GPUS_MAX:

@@ -1,8 +1,8 @@
-"""Which ways of sharing a model over GPUs are tried, and which is best with offload and without.
+"""The ways of sharing a model over GPUs that are tried, and the best with and without offload.
 
 Every way is judged by a quick guess, its largest batch in time; the best way is then planned in
-full. A way that is not the plainest must be better by `CLEARLY`: less than that is within the error
-of the guess. With offload and without the best ways may differ.
+full. A way must be better than a plainer one by `CLEARLY`: less is within the error of the guess.
+The best ways with and without offload may differ.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ CLEARLY: Final = 1.05
 ATTENTION_TP: Final = (1, 2, 4, 8)
 STAGES: Final = (1, 2)
 GROUPS: Final = (8, 16, 32, 64, 128, 256)
-"""GPUs that share a model: sizes for which exchange and experts were measured."""
+"""Numbers of GPUs sharing a model for which exchange and experts were measured."""
 
 
 def ways(gpu_count: int) -> Iterator[Parallel]:
-    """Requests and experts over all GPUs first; then heads over up to a node, two stages, and on
+    """First requests and experts over all GPUs; then heads over up to a node, two stages, and on
     one node experts in parts."""
     for pp in STAGES:
         stage, rest = divmod(gpu_count, pp)
@@ -38,8 +38,8 @@ def ways(gpu_count: int) -> Iterator[Parallel]:
 
 
 def best_way(planner: Planner, candidates: Iterable[Parallel] | None = None) -> Planner:
-    """The planner with the best way, and the best way of the resident side as its baseline. Where
-    nothing fits in any way, the planner as it was, which then says why."""
+    """The planner with the best way, and with the resident side's best way as its baseline. If
+    nothing fits in any way, the planner unchanged, which then says why."""
     tried = [_along(planner, way) for way in candidates or ways(planner.ask.gpu_count)]
     chosen = _best(tried, lambda each: each.quick(each.least_slots)) or planner
     baseline = _best(tried, lambda each: each.quick(each.ask.context))
@@ -51,8 +51,8 @@ def _along(planner: Planner, way: Parallel) -> Planner:
 
 
 def _best(tried: Iterable[Planner], point_of: Callable[[Planner], Point | None]) -> Planner | None:
-    """None where no way has a point; a way that operators or memory refuse has none. An earlier
-    way is plainer."""
+    """The best planner; None if no way has a point, as when operators or memory refuse all. Earlier
+    ways are plainer."""
     rated = []
     for planner in tried:
         try:

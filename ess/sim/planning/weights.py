@@ -1,8 +1,8 @@
-"""What the weights of a model take of each GPU, counted from its dimensions; matrices in fp8.
+"""The bytes of a model's weights on each GPU, from its dimensions; matrices in fp8.
 
 Attention is divided over the heads of a group, experts over all GPUs of a stage, layers over the
 stages. Projections before the heads, and the indexer, are whole on every GPU of a group; embedding
-and head are bf16, divided over a group, and counted on every stage, since one of them has both.
+and head are bf16, divided over a group, and counted on every stage, since one stage has both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ess.sim.operators.parallel import Parallel
 
 
 def weight_bytes(family: Family, parallel: Parallel) -> int:
-    """Per GPU."""
+    """Bytes per GPU."""
     layout, split = family.layout, parallel.attention_tp
     moe_layers = layout.layer_total - family.dense_layers
     attention = _before_heads(family) + _heads(family) / split
@@ -26,8 +26,8 @@ def weight_bytes(family: Family, parallel: Parallel) -> int:
 
 
 def _before_heads(family: Family) -> int:
-    """A layer's projections to the ranks of q and kv, and its indexer. A layer that shares a
-    selection has none; it is counted all the same, it is a percent."""
+    """Weights of a layer's projections to the ranks of q and kv, and of its indexer. They are
+    counted even for layers without an indexer, which is one per cent too much."""
     layout = family.layout
     row_dim = layout.row.latent_dim + layout.row.rope_dim
     down = layout.hidden_dim * (layout.query_rank + row_dim)
@@ -38,7 +38,7 @@ def _before_heads(family: Family) -> int:
 
 
 def _heads(family: Family) -> int:
-    """A layer's projections from q's rank to the heads, from the latent, and the output."""
+    """Weights of a layer's projections from q's rank to heads, from the latent, to the output."""
     layout = family.layout
     query = layout.query_rank * (layout.nope_dim + layout.row.rope_dim)
     latent = layout.row.latent_dim * (layout.nope_dim + layout.value_dim)

@@ -1,1 +1,1 @@
-"""Prefill in a pipeline of chunks."""
+"""Chunked prefill in a pipeline."""

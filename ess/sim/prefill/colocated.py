@@ -1,10 +1,10 @@
-"""Prefill on the GPUs that decode: how much longer a step is, on average, for the prompts between.
+"""Prefill on the GPUs that decode: how much longer a step is, on average, for prompts in between.
 
 In a steady state every step of `requests` ends some of them, and each that ends makes room for one
 whose prompt must run. That holds up all attention groups, since they share experts. Prompts that
-arrive in one step go at once, spread over groups; fewer than one a step go alone. Where prompts run
-in passes of their own (SGLang) a step waits for a whole pass; where they run in the steps
-themselves (vLLM, TensorRT-LLM) steps with a piece of a prompt take longer.
+arrive in one step go together, spread over groups; at fewer than one a step, each goes alone. Where
+prompts run in passes of their own (SGLang) a step waits for a whole pass; where they run inside the
+steps (vLLM, TensorRT-LLM) steps with a piece of a prompt take longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIECE: Final = 8192
 def stall_us(
     operators: Operators, parallel: Parallel, *, ended_each: float, prompt: int, overlap: bool
 ) -> float:
-    """`ended_each` is how many requests of all groups end in a step."""
+    """Extra time per step; `ended_each` is how many requests of all groups end in a step."""
     groups = min(parallel.attention_dp, max(1, math.ceil(ended_each)))
     count = max(1, math.ceil(ended_each / groups))
     us = prompt_us(operators, parallel, prompt=prompt, count=count, groups=groups, overlap=overlap)
@@ -56,7 +56,7 @@ def prompt_us(
     groups: int | None = None,
     overlap: bool = False,
 ) -> float:
-    """Prompts of all `groups`, piece by piece; short ones as many at once as a piece holds."""
+    """Time of the prompts of all `groups`, piece by piece; short ones share a piece."""
     each = max(1, min(count, PIECE * 2 // prompt))
     passes = math.ceil(count / each)
     starts = range(0, prompt, PIECE)

@@ -1,11 +1,11 @@
 """From measured times of chunks to pipelines that were not run: other sizes, other partitions.
 
-Of every layer it is known what it took for some chunks. All layers together are fitted,
+The time of every layer is known for some chunks. The sum of all layers is fitted,
 
     quadratic c (c + 2 h) + linear c + a constant     for c tokens behind h others,
 
-and each layer has its share of that. The shares add up over the layers of a stage. Where times do
-not grow with depth, or too few chunks were run to see it, the first term is as good as 0.
+and each layer has its share of that; a stage has the sum of its layers' shares. If times do not
+grow with depth, or too few chunks were run to show it, the first term is close to 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ess.errors import BadInput
 from ess.sim.prefill.pipeline import Pipeline
 
 FLAT: Final = 1e-15
-"""Seconds a token squared, where none were found: a PrefillTime has some."""
+"""Seconds per token squared if none were found: a PrefillTime must have some."""
 CHOICES: Final = ((1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
 PASSES: Final = 4
 LEAST_ERROR: Final = 0.005
@@ -50,8 +50,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """`overhead_s` is the constant, of all layers together; `error` the middle deviation of the
-    chunks that were fitted, as a share."""
+    """`overhead_s` is the constant, for all layers together; `error` the median deviation of the
+    fitted chunks, as a share."""
 
     time: PrefillTime
     overhead_s: float
@@ -60,20 +60,20 @@ class Model:
     is_flat: bool
 
     def seconds(self, done: int, count: int) -> float:
-        """Of all layers."""
+        """Seconds of all layers."""
         return self.time.of(count, after=done) + self.overhead_s
 
     def stage_s(
         self, layers: Sequence[tuple[int, int]], sizes: Sequence[int], *, after: int = 0
     ) -> list[list[float]]:
-        """By chunk and stage, as a clock wants them."""
+        """Seconds by chunk and stage, the form that `clocked` takes."""
         shares = self.stage_shares(layers)
         starts = itertools.accumulate(sizes, initial=after)
         totals = [self.seconds(done, size) for done, size in zip(starts, sizes, strict=False)]
         return [[total * share for share in shares] for total in totals]
 
     def stage_shares(self, layers: Sequence[tuple[int, int]]) -> tuple[float, ...]:
-        """The last stage also has MTP."""
+        """The share of each stage; the last also has MTP."""
         ends = [*(stop for _, stop in layers[:-1]), len(self.shares)]
         sums = [
             math.fsum(self.shares[first:end]) for (first, _), end in zip(layers, ends, strict=True)
@@ -111,8 +111,8 @@ def modelled(chunks: Sequence[Measured]) -> Model:
 
 
 def _fitted(chunks: Sequence[Measured]) -> tuple[PrefillTime, float, bool]:
-    """Least squares of relative errors; no term is below 0. Chunks that lie off the fit count less:
-    a busy machine makes some slow."""
+    """Least squares of relative errors, with no term below 0. Chunks far from the fit count less: a
+    busy machine makes some of them slow."""
     sizes = [(chunk.done, chunk.count) for chunk in chunks]
     columns = np.array([(c * (c + 2.0 * h), c, 1.0) for h, c in sizes])
     seconds = np.array([chunk.seconds for chunk in chunks])
@@ -128,7 +128,7 @@ def _fitted(chunks: Sequence[Measured]) -> tuple[PrefillTime, float, bool]:
 
 
 def _non_negative(columns: Floats, seconds: Floats, weights: Floats) -> Floats:
-    """Of all choices of terms, the others being 0, the best whose terms are all above 0."""
+    """The best fit, over all choices of terms with the others 0, whose terms are all above 0."""
     scale = np.linalg.norm(columns * weights[:, None], axis=0)
     heavy, wanted = columns * weights[:, None] / scale, seconds * weights
     best, best_off = np.zeros(3), math.inf

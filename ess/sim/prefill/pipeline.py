@@ -1,12 +1,12 @@
-"""Chunked prefill through a pipeline: when each chunk leaves each stage, and what that costs.
+"""Chunked prefill through a pipeline: when each chunk leaves each stage, and the total time.
 
 Stage s begins chunk i when it has finished chunk i - 1 and stage s - 1 has finished chunk i. A
 stage takes its share of the chunk's time, and an overhead per chunk that does not shrink with the
-number of stages: small chunks use the hardware badly, and activations have to be handed on.
+number of stages: small chunks use the hardware badly, and activations must be passed on.
 
-What is left of a stage's busy time are bubbles: the fill and the drain, and the waiting of short
-chunks behind long ones. Requests that follow each other hide a part of them; how much depends on
-the scheduler and is a parameter, 0 for one request at a time.
+The rest of a stage's time is bubbles: the fill and the drain, and the wait of short chunks behind
+long ones. Requests that follow each other hide a part of them; how much depends on the scheduler
+and is a parameter, 0 for one request at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMOOTHINGS: Final = (0.0, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Shares of the model per stage; they add up to 1."""
+    """The share of the model on each stage; the shares add up to 1."""
 
     shares: tuple[float, ...]
     chunk_overhead_s: float = 0.0
@@ -38,7 +38,7 @@ class Pipeline:
 
     @classmethod
     def of_layers(cls, *, layers: int, stages: int, chunk_overhead_s: float = 0.0) -> Pipeline:
-        """Whole layers; where they do not divide evenly the later stages get one more."""
+        """Stages of whole layers; if they do not divide evenly the later stages get one more."""
         if not 1 <= stages <= layers:
             raise BadInput(f"{stages} stages for {layers} layers: each needs at least one")
         low, more = divmod(layers, stages)
@@ -57,11 +57,11 @@ class Prefill:
 
     @property
     def bubble_share(self) -> float:
-        """Of the busiest stage's time until the first token, how much it waits."""
+        """The share of the time until the first token that the busiest stage waits."""
         return 1 - self.busy_s / self.ttft_s
 
     def seconds_per_request(self, *, hidden: float) -> float:
-        """When requests follow each other and the next fills `hidden` of the waiting."""
+        """Seconds per request when requests follow each other and fill `hidden` of the waiting."""
         if not 0 <= hidden <= 1:
             raise BadInput(f"hidden {hidden} must lie in [0, 1]")
         return self.ttft_s - hidden * (self.ttft_s - self.busy_s)
@@ -70,7 +70,7 @@ class Prefill:
 def prefill(
     time: PrefillTime, pipeline: Pipeline, sizes: Sequence[int], *, after: int = 0
 ) -> Prefill:
-    """Chunks of the given sizes, in order, through all stages, behind `after` tokens."""
+    """Runs chunks of the given sizes, in order, through all stages, behind `after` tokens."""
     free_at = [0.0] * len(pipeline.shares)
     done = after
     for size in sizes:
@@ -88,13 +88,13 @@ def prefill(
 
 
 def chunked(time: PrefillTime, pipeline: Pipeline, chunking: Chunking, *, prompt: int) -> Prefill:
-    """Chunk sizes as the engine would choose them."""
+    """Runs a prompt in the chunk sizes that the engine would choose."""
     return prefill(time, pipeline, chunks(time, chunking, prompt=prompt))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The best settings, what they give, and how many were tried."""
+    """The best settings, their result, and how many were tried."""
 
     chunking: Chunking
     result: Prefill
@@ -104,7 +104,7 @@ class Tuned:
 def autotune(
     time: PrefillTime, pipeline: Pipeline, *, prompt: int, unit: int = 1024, page: int = 64
 ) -> Tuned:
-    """First chunk and smoothing for the shortest time to the first token.
+    """Finds the first chunk and smoothing with the shortest time to the first token.
 
     First the best static size, by doubling and then closing in. Then a few multiples of it with a
     few smoothings, since dynamic chunks begin larger than the best static size. Then single steps
@@ -122,7 +122,7 @@ def autotune(
 def exhaustive(
     time: PrefillTime, pipeline: Pipeline, *, prompt: int, unit: int = 1024, page: int = 64
 ) -> Tuned:
-    """Every first chunk that is a multiple of `unit`, with every smoothing in steps of 0.05."""
+    """Tries every first chunk in multiples of `unit`, with every smoothing in steps of 0.05."""
     search = _Search(time, pipeline, prompt=prompt, unit=unit, page=page)
     every = [(first, place / 20) for first in range(1, search.first_max + 1) for place in range(21)]
     return search.tuned(*min(every, key=search.seconds))
@@ -165,7 +165,7 @@ class _Search:
     def descend(
         self, setting: tuple[int, float], *, smoothing_step: float = 0.05
     ) -> tuple[int, float]:
-        """Steps to any of eight neighbours while they help, long ones before short ones."""
+        """Steps to any of eight neighbours while that helps, long steps before short ones."""
         reach = max(1, setting[0] // 4)
         while reach:
             near = [

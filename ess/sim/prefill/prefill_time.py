@@ -1,12 +1,12 @@
-"""What prefill takes, and where it runs: beside decode, or on a tier of its own.
+"""The time of prefill, and where it runs: beside decode, or on a tier of its own.
 
-With measured operators a time comes from two passes over a piece of a prompt, one from nothing and
-one behind a long prefix. The constants of the paper have no context modules; theirs is an estimate
-from three published rates, and measured prefill was slower by a quarter to three quarters:
+With measured operators the time comes from two passes over a piece of a prompt, one from nothing
+and one behind a long prefix. The paper's constants have no context modules; they use an estimate
+from three published rates, and measured prefill was a quarter to three quarters slower:
 
     per token   SGLang prefills 52,300 tokens a second on a node of eight H100 (DeepSeek-V3, dense
-                attention, short prompts): 153 us of one GPU. To it come the 2,048 selected rows of
-                every query in every layer, at the 640 TFLOPS of the sparse prefill kernel
+                attention, short prompts): 153 us of one GPU. Added to this are the 2,048 selected
+                rows of every query in every layer, at 640 TFLOPS of the sparse prefill kernel
     per pair    the indexer scores every token before each token: fp8 operations at half of peak
 
 Rates are of one GPU among many that share the experts.
@@ -38,15 +38,15 @@ NIC_RATE: Final = 50e3
 
 
 def time_of(operators: Operators, parallel: Parallel) -> PrefillTime:
-    """Of one GPU among those of `parallel`, all of which prefill."""
+    """Prefill time of one GPU among those of `parallel`, all of which prefill."""
     if isinstance(operators, PaperOperators):
         return estimate(operators.family.layout, operators.machine)
     return measured_time(operators, parallel)
 
 
 def measured_time(operators: Operators, parallel: Parallel) -> PrefillTime:
-    """Through a first piece and one behind `FAR` tokens. A GPU's share of a pass is what it takes:
-    GPUs that hold heads in parts prefill one prompt together."""
+    """The time from a first piece and one behind `FAR` tokens. A GPU is charged its share of a
+    pass: GPUs that hold heads in parts prefill one prompt together."""
     first_s, far_s = (
         pass_us(
             operators,
@@ -63,7 +63,7 @@ def measured_time(operators: Operators, parallel: Parallel) -> PrefillTime:
 
 
 def estimate(layout: ModelLayout, machine: Machine) -> PrefillTime:
-    """From published rates; nothing is measured here."""
+    """The time from published rates, none of them measured here."""
     attend_us = layout.layer_count * FLOP_PER_QUERY / SPARSE_PREFILL_RATE
     pair_us = 0.0
     if layout.index is not None:
@@ -74,9 +74,8 @@ def estimate(layout: ModelLayout, machine: Machine) -> PrefillTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handoff:
-    """What a prefilled request waits for before it may decode: the last chunk's rows on the wire,
-    for earlier chunks land while later chunks are computed, and its index keys on their way to the
-    device."""
+    """What a prefilled request waits for before it may decode: the transfer of the last chunk's
+    rows (earlier ones land during later chunks), and of its index keys to the device."""
 
     token_bytes: int
     index_page_bytes: int
@@ -110,7 +109,7 @@ class Tier:
             )
 
     def seconds(self, prompt: int, *, cached: int = 0) -> tuple[float, float]:
-        """How long a prompt keeps its pipeline, and how long until it may decode.
+        """How long a prompt occupies its pipeline, and how long until it may decode.
 
         The last token is left to decode, which runs it first.
         """

@@ -1,4 +1,4 @@
-"""One pass over prompts, from measured context modules: what a prefill GPU takes for it.
+"""One pass over prompts on a prefill GPU, from measured context modules.
 
 Every attention group runs `count` prompts of `tokens` each, behind `prefix` others. With overlap
 the pass goes in two halves, as a decode step does: by prompts, or, of one prompt, by tokens.
@@ -20,7 +20,7 @@ NO_DECODE: Final = 0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPass:
-    """`groups` of the attention groups have a prompt; all where that is not said."""
+    """`groups` of the attention groups have a prompt; by default all."""
 
     parallel: Parallel
     tokens: int
@@ -55,7 +55,7 @@ class PromptPass:
 
     @property
     def half(self) -> Shape:
-        """The second half of one prompt is behind the first: both as long as the mean."""
+        """A half of the pass; halves of one prompt lie behind one another, both at their mean."""
         whole = self.whole
         if self.count > 1:
             each = math.ceil(self.count / 2)

@@ -1,13 +1,13 @@
-"""Published rows of chunked pipeline prefill, what of them was fitted, and what is predicted.
+"""Published rows of chunked pipeline prefill: those that were fitted, and those predicted.
 
 SGLang's chunked pipeline parallelism (LMSYS, 15 January 2026), H20, prompts of 128K tokens unless
 said otherwise. Speedups are over one stage; throughput is the mean of 16 consecutive requests.
 
 Assumptions, none of them tuned on a dynamic row. The share of attention in the one-stage time is
-that of its operations at peak rates (bf16 attention, fp8 everything else). One stage pays no chunk
-overhead beyond what its measured time contains. Fitted on static chunks only: the overhead per
-chunk and stage of each model, and one share of bubbles that a following request hides, taken from
-DeepSeek-V3.1, for which two static points are known, and used for Qwen3 unchanged.
+that of its operations at peak rates (bf16 attention, fp8 everything else). One stage has no chunk
+overhead beyond its measured time. Fitted on static chunks only: the overhead per chunk and stage of
+each model, and one share of bubbles that a following request hides, taken from DeepSeek-V3.1, for
+which two static points are known, and used for Qwen3 unchanged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ QWEN3_235B: Final = Published(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A model with what was fitted to its static rows."""
+    """A model with the constants fitted to its static rows."""
 
     published: Published
     overhead_s: float
@@ -96,7 +96,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A published row beside ours; `fitted` if a constant was fitted to it."""
+    """A published row and our figure; `fitted` if a constant was fitted to it."""
 
     name: str
     published: float
@@ -116,8 +116,8 @@ def fit_all() -> tuple[Fitted, Fitted]:
 
 
 def predictions() -> list[Prediction]:
-    """Fitted rows first, then predicted ones, in the order of publication. The efficiencies and the
-    margin over TP32 that are printed as well are the speedups over again."""
+    """Fitted rows first, then predicted ones, in the order of publication. The published
+    efficiencies and margins over TP32 are left out: they repeat the speedups."""
     deepseek, qwen = fit_all()
     rows = [
         Prediction(
@@ -162,7 +162,7 @@ def _qwen_rows(model: Fitted) -> list[Prediction]:
 
 
 def _fit_overhead(model: Fitted) -> Fitted:
-    """The overhead at which the first static row is met, for this share of hidden bubbles."""
+    """The overhead that meets the first static row, given this share of hidden bubbles."""
     chunk, speedup = model.published.static[0]
     overhead = _falling_root(
         lambda value: replace(model, overhead_s=value).speedup(chunk, 0.0) - speedup, high=1.0
@@ -171,7 +171,7 @@ def _fit_overhead(model: Fitted) -> Fitted:
 
 
 def _fit_both(published: Published) -> Fitted:
-    """Both static rows: the more is hidden, the more overhead is needed, the worse small chunks."""
+    """Meets both static rows: more hidden bubbles need more overhead, which hurts small chunks."""
     chunk, speedup = published.static[1]
 
     def at(hidden: float) -> Fitted:

@@ -1,15 +1,15 @@
-"""A pipeline on a virtual clock: what each stage has taken for each chunk is given, as measured.
+"""A pipeline on a virtual clock, given the measured time of each chunk on each stage.
 
 Time passes as in the real pipeline. A stage runs one chunk after another, in one order for all
-stages, each as soon as it lies there. Then it sends what it has made to the next stage:
+stages, each as soon as it has arrived. Then it sends its output to the next stage:
 
-    asynchronously  it goes on at once, unless `AHEAD_MAX` frames have not been taken by the peer
-    synchronously   it goes on when the peer has taken the frame
+    asynchronously  it continues at once, unless the peer has `AHEAD_MAX` frames still to take
+    synchronously   it continues when the peer has taken the frame
 
-A link moves one frame at a time, at its rate; the latency comes on top and does not occupy it. A
-peer takes a frame when it has fewer than `HELD_MAX` that it has not begun to run. The first stage
-begins a chunk when fewer than `under_way_max` have begun and not ended, as far as it knows: word of
-an end takes the latency as well.
+A link moves one frame at a time, at its rate; latency is added and does not occupy it. A peer takes
+a frame when it holds fewer than `HELD_MAX` that it has not begun to run. The first stage begins a
+chunk when it knows of fewer than `under_way_max` that have begun and not ended: the news of an end
+takes the latency as well.
 
 For P equal stages and M equal chunks over links that take no time, the share of bubbles is
 (P - 1) / (P - 1 + M).
@@ -27,7 +27,7 @@ from ess.errors import BadInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Between each stage and the next."""
+    """The links between each stage and the next."""
 
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
@@ -54,7 +54,7 @@ class Clocked:
 
     @property
     def efficiency(self) -> float:
-        """The part of all stages' time in which they computed."""
+        """The share of all stages' time in which they computed."""
         return math.fsum(self.busy_s) / (len(self.busy_s) * self.span_s)
 
     @property
@@ -62,7 +62,7 @@ class Clocked:
         return 1 - self.efficiency
 
     def speedup(self, alone_s: float) -> float:
-        """Over one stage that has the whole model and takes `alone_s` for all chunks."""
+        """Speedup over one stage that has the whole model and takes `alone_s` for all chunks."""
         return alone_s / self.span_s
 
 
@@ -82,7 +82,7 @@ class _Stage:
         self.ended_s.append(self.free_s)
 
     def send(self, peer: _Stage, links: Links, sent_bytes: float) -> float:
-        """When the peer has taken the chunk that has just ended here."""
+        """Sends the chunk that has just ended; returns when the peer has taken it."""
         sent_s = max(self.free_s, _before(self.taken_s, AHEAD_MAX))
         begun_s = max(sent_s, self.link_free_s, _before(peer.began_s, HELD_MAX))
         self.link_free_s = begun_s + sent_bytes / links.bytes_per_s
@@ -118,7 +118,7 @@ def clocked(
 
 
 def _before(times_s: Sequence[float], count: int) -> float:
-    """Of the chunk `count` places before the next one; 0 where there is none."""
+    """The time of the chunk `count` places before the next one; 0 if there is none."""
     return times_s[-count] if len(times_s) >= count else 0.0
 
 

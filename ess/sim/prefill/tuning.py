@@ -1,8 +1,8 @@
-"""Which chunks and which layers a pipeline should have, by what its layers were measured to take.
+"""The best chunks and layers of a pipeline, given the measured times of its layers.
 
-A setting is judged by the time to the first token of one prompt, on the virtual clock. Of those
-that are as fast to a hundredth, the one that makes more tokens a second when prompts follow one
-another is better.
+A setting is judged by the time to the first token of one prompt, on the virtual clock. Among those
+within a hundredth of the fastest, the one with the most tokens a second for successive prompts is
+the best.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Setting:
         return list(itertools.accumulate(self.sizes(time, prompt)))
 
     def flags(self) -> list[str]:
-        """As `ess prefill` takes them."""
+        """The flags of `ess prefill`."""
         counts = ",".join(str(stop - first) for first, stop in self.layers)
         dynamic = ["--dynamic-chunking", "--smooth", f"{self.smoothing:g}"]
         shared = ["--pp-layer-partition", counts]
@@ -64,7 +64,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Of prompts of one length: until the first token of one alone, and a second of several."""
+    """For prompts of one length: the first token of one alone, tokens a second of several."""
 
     setting: Setting
     first_token_s: float
@@ -74,7 +74,7 @@ class Forecast:
 
 
 def on_clock(seconds: Sequence[Sequence[float]]) -> Clocked:
-    """With as many micro-batches under way as a pipeline lets be."""
+    """Runs the chunks with as many under way as a pipeline allows."""
     return clocked(seconds, under_way_max=len(seconds[0]) + AHEAD)
 
 
@@ -94,8 +94,8 @@ def forecast(model: Model, setting: Setting, prompt: int) -> Forecast:
 def search(
     model: Model, layout: ModelLayout, default: Setting, prompt: int, *, chunk_max: int
 ) -> list[Forecast]:
-    """The default first; then the best found, best first: static and dynamic, with the layers of
-    the default and with those that the measured costs call for."""
+    """The default first; then those found, best first: static and dynamic, with the default's
+    layers and with those that the measured costs suggest."""
     if prompt < PAGE_ROWS:
         raise BadInput(f"a prompt of {prompt} tokens: nothing to tune below {PAGE_ROWS}")
     stages = len(default.layers)
@@ -135,7 +135,7 @@ def best_dynamic(model: Model, layers: Layers, prompt: int, *, chunk_max: int) -
 def _first_of(
     model: Model, layers: Layers, prompt: int, chunk_max: int, smoothings: Sequence[float]
 ) -> Setting:
-    """By the time of one prompt alone, up to the longest chunk that was measured."""
+    """The best first chunk for one prompt alone, up to the longest chunk that was measured."""
     tried = [
         Setting(first=first, smoothing=smoothing, layers=layers)
         for first in _firsts(prompt, chunk_max)
@@ -149,7 +149,7 @@ def _first_of(
 
 
 def _firsts(prompt: int, chunk_max: int) -> list[int]:
-    """Whole pages, about three to each doubling."""
+    """First chunks to try: whole pages, about three to each doubling."""
     most = max(PAGE_ROWS, min(align_up(prompt, PAGE_ROWS), chunk_max // PAGE_ROWS * PAGE_ROWS))
     unit = PAGE_ROWS * max(1, prompt // CHUNKS_MAX // PAGE_ROWS)
     sizes = {most}

@@ -4,7 +4,7 @@ Throughput is per node of 8 GPUs. `throughput.csv` is Table 2 as printed; `unlim
 `overhead.csv` (Fig. 7), `layer_misses.csv` (Figs. 5 and 8) and `mean_misses.csv` (Fig. 9) were read
 off the plots: one per cent on throughput, 4 us on overhead, 5 misses on a layer, 8 on a mean (10
 beyond a ratio of 0.4). Misses are rows per request and layer in one step of two queries; a ratio is
-slots over context. Two layers hidden in the plot at 128K carry the mean of the others.
+slots over context. Two layers hidden in the plot at 128K have the mean of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER: Final = Path(__file__).resolve().parent
 NODE_GPUS: Final = 8
 OVERHEAD_READING_US: Final = 4.0
 DEVICE_BYTES: Final = 80 << 30
-"""The one memory budget under which every printed pair of batch and ratio fits."""
+"""The one memory budget in which every printed pair of batch and ratio fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +64,17 @@ def throughput() -> tuple[Throughput, ...]:
 
 
 def unlimited() -> dict[int, float]:
-    """Batch to tokens per second and node: MTP 2, 32K, unlimited memory."""
+    """Tokens per second and node by batch: MTP 2, 32K, unlimited memory."""
     return {int(batch): tokens for batch, tokens in _rows("unlimited.csv")}
 
 
 def overhead() -> dict[int, Exposed]:
-    """Misses per request to added microseconds a layer: 128K, batch 160 in two halves, MTP 2."""
+    """Added microseconds a layer by misses per request: 128K, batch 160 in two halves, MTP 2."""
     return {int(miss): Exposed(none, da, dba) for miss, none, da, dba in _rows("overhead.csv")}
 
 
 def mean_misses() -> dict[int, dict[float, float]]:
-    """By context, then by slots over context: the mean over layers for two queries a step."""
+    """Mean misses over layers by context and slots over context, for two queries a step."""
     rows = list(_rows("mean_misses.csv"))
     return {
         int(context): {ratio: miss for at, ratio, miss in rows if at == context}
@@ -83,7 +83,7 @@ def mean_misses() -> dict[int, dict[float, float]]:
 
 
 def layer_misses() -> dict[tuple[int, float], tuple[float, ...]]:
-    """By context and slots over context: the misses of every layer for two queries a step."""
+    """Misses of every layer by context and slots over context, for two queries a step."""
     rows = list(_rows("layer_misses.csv"))
     return {
         (int(context), ratio): tuple(row[3] for row in rows if row[:2] == (context, ratio))

@@ -1,12 +1,12 @@
 """Public measurements of real servings, as conditions that can be simulated.
 
-`measured.csv` holds every row that was found, also those that no table of ours covers (`none`, with
+`measured.csv` holds every row that was found, even those that our tables do not cover (`none`, with
 the reason). `use` says how complete the conditions are: E nearly, P with one or two guesses, U for
-a bound only. `seen` says what of the model was chosen with the row in view: a host gap or a host
-time (taken from it), the share of peak of an H20, that a node gathers tokens, how many experts few
-tokens touch; or no.
+a bound only. `seen` says which part of the model was chosen with the row in view: a host gap or a
+host time (taken from it), the share of peak of an H20, that a node gathers tokens, how many experts
+few tokens touch; or no.
 
-`stack` is the framework that served, where there are tables of it; else SGLang's stand in.
+`stack` is the framework that served, if we have its tables; else SGLang's are used.
 
     decode    milliseconds of a step: requests per GPU x tokens a step over tokens per second
     prompt    seconds of a pass over prompts, or until a first token
@@ -29,7 +29,7 @@ FILE: Final = Path(__file__).resolve().parent / "measured.csv"
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """One row; a number that a kind of row does not have is 0."""
+    """One row; a number that does not apply to its kind is 0."""
 
     texts: Mapping[str, str]
 

@@ -1,1 +1,1 @@
-"""Requests that arrive, and what their users see."""
+"""Arriving requests, and what their users see."""

@@ -23,7 +23,7 @@ MOONCAKE_BLOCK_TOKENS: Final = 512
 PROMPT_MAX: Final = 1 << 21
 OUTPUT_MAX: Final = 1 << 20
 OUTPUTS_MAX: Final = 1 << 27
-"""Tokens of one prompt and of one output, and output tokens of all requests of a replay, at most.
+"""The most tokens of one prompt and of one output, and output tokens of all requests of a replay.
 """
 
 
@@ -45,7 +45,7 @@ class _MooncakeLine(msgspec.Struct, frozen=True):
 
 
 def read_arrivals(path: str | os.PathLike[str], *, length_scale: float = 1.0) -> list[Arrival]:
-    """Either form, told apart by its first byte, in order of time; lengths scaled, at least 1."""
+    """Reads either form, told by its first byte, in order of time; scales lengths."""
     if not (length_scale > 0 and math.isfinite(length_scale)):
         raise BadInput(f"length_scale {length_scale} must be above 0 and finite")
     try:
@@ -63,7 +63,7 @@ def read_arrivals(path: str | os.PathLike[str], *, length_scale: float = 1.0) ->
 
 
 def read_mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
-    """`timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`; one JSON a line."""
+    """Reads JSON lines: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`."""
     decoder = msgspec.json.Decoder(_MooncakeLine)
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -82,7 +82,7 @@ def read_mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
 
 
 def read_azure(lines: Iterable[str]) -> Iterator[Arrival]:
-    """CSV with the columns TIMESTAMP (UTC where nothing else is said) and two token counts."""
+    """Reads CSV with the columns TIMESTAMP (UTC unless it says otherwise) and two token counts."""
     reader = csv.DictReader(lines, strict=True)
     try:
         missing = [name for name in AZURE_COLUMNS if name not in (reader.fieldnames or ())]
@@ -108,7 +108,7 @@ def _azure_arrival(number: int, record: dict[str, Any]) -> Arrival:
 
 
 def _seconds(when: str) -> float:
-    """Azure writes seven digits after the second; `datetime` takes six."""
+    """Seconds of a time; Azure writes seven digits after the second, `datetime` reads six."""
     head, dot, fraction = when.strip().partition(".")
     digits = len(fraction) - len(fraction.lstrip("0123456789"))
     stamp = datetime.datetime.fromisoformat(

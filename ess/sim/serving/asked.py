@@ -1,4 +1,4 @@
-"""What a replay is asked for: objectives, where prefill runs, how misses are known."""
+"""The settings of a replay: objectives, where prefill runs, the source of misses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ AUTO: Final[Auto] = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """`tier` is pipelines x GPUs of each for every decode GPU, or sized for the objective; None
-    prefills beside decode.
+    """`tier` is pipelines x GPUs of each for every decode GPU, or "auto" to size it for the
+    objective; None prefills beside decode.
 
-    Cached prompt tokens are those of blocks that a trace names, or this share of every prompt.
-    `misses` are read off the published curves, or counted in the product's planner ("lru").
-    With `is_paced` the engine decides depth, batch and chunk for the objective's time per token.
+    Cached prompt tokens are those of the blocks that a trace names, or this share of every prompt.
+    `misses` come from the published curves, or from the product's planner ("lru"). With `is_paced`
+    the engine chooses depth, batch and chunk for the objective's time per token.
     """
 
     objective: Objective

@@ -1,9 +1,8 @@
 """A decode GPU among others that serve the same model, replayed with offload and without.
 
 The two differ in what a request must reserve: its floor of slots, or a slot for every row. Device
-memory, prefill, arrivals and drafts are the same; host memory holds rows of the first alone. Rates
-are given for the replay, and for each of its GPUs: the one that decodes and those that prefill for
-it.
+memory, prefill, arrivals and drafts are the same; only the first has rows in host memory. Rates are
+given for the replay, and for each of its GPUs: those that decode and those that prefill for it.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from ess.units import PAGE_ROWS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """`gpu_count` are the decode GPU, or those that share its heads, and the `prefill` GPUs that
-    feed it, as pipelines x GPUs.
+    """`gpu_count` counts the decode GPU, or those that share its heads, and the `prefill` GPUs, as
+    pipelines x GPUs, that feed it.
 
     `prefill_tokens_per_s` is what one prefill GPU computes of an average prompt. `cached_share` of
-    all prompt tokens was prefilled before. `sustained` are the rates up to which nine in ten of
-    these requests meet the objective, with offload and resident, each with the GPUs that it takes.
-    `agreed` has the counted misses beside the published, where they were counted.
+    all prompt tokens was cached. `sustained` are the rates up to which nine in ten of these
+    requests meet the objective, with offload and resident, each with the GPUs that it takes.
+    `agreed` has the counted misses beside the published, if they were counted.
 
     Steps may be off by `band`, prefill by `prefill_band`. `ends` of both sides are the same replays
-    with all times and misses at the good end of their bands, and at the bad end; `gpu_ends` is what
-    a tier sized by these times would bring the GPUs to, None where none is enough.
+    with all times and misses at the good end of their bands, and at the bad end; `gpu_ends` are the
+    GPUs with a tier sized by these times, None if no number is enough.
     """
 
     offload: Summary
@@ -70,7 +69,7 @@ def serve(
     node: Node,
     sustained: bool = False,
 ) -> tuple[Served, tuple[Replay, Replay]]:
-    """With offload and without, over the same requests."""
+    """Replays the same requests with offload and without."""
     check_lengths(arrivals)
     if not planner.is_sparse:
         name = planner.operators.family.name
@@ -116,7 +115,7 @@ def serve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two; whatever it is asked, times and misses may be `off`."""
+    """One of the two sides; its times and misses may be `off` by factors."""
 
     worker: Worker
     arrivals: Sequence[Arrival]
@@ -134,12 +133,12 @@ class Side:
         return self.worker.sustained(self.arrivals, slot_floor=self.slot_floor)
 
     def sustained_at(self, off: Off, found: Sustained) -> Sustained:
-        """Searched near what was found, and not as finely."""
+        """Searched near `found`, in larger steps."""
         worker, floor = self.worker.off_by(off), self.slot_floor
         return worker.sustained(self.arrivals, slot_floor=floor, near=found.rate, step=ENDS_STEP)
 
     def sized(self, off: Off) -> int | None:
-        """GPUs with a tier for these times; None where none keeps the time to the first token."""
+        """GPUs with a tier for these times; None if no tier keeps the time to the first token."""
         try:
             return self.worker.gpu_count(self.worker.off_by(off).size(self.arrivals))
         except BadInput:
@@ -154,7 +153,7 @@ def _ends(step: Band, prefill: Band) -> tuple[Off, Off]:
 
 
 def check_lengths(arrivals: Sequence[Arrival]) -> None:
-    """Before anything of their size is made."""
+    """Refuses lengths before anything of their size is allocated."""
     prompt = max(arrival.prompt_tokens for arrival in arrivals)
     outputs = [arrival.output_tokens for arrival in arrivals]
     if prompt > PROMPT_MAX:
@@ -191,7 +190,7 @@ def _worker(planner: Planner, arrivals: Sequence[Arrival], serving: Serving, nod
 
 
 def _cached(planner: Planner, arrivals: Sequence[Arrival], serving: Serving) -> list[int]:
-    """Prompt tokens reused, per request: no more than the host memory holds, where it is given."""
+    """Cached prompt tokens of each request: no more than the host memory holds, if it is given."""
     if serving.cached_share is not None:
         return shared(arrivals, serving.cached_share)
     layout, host_bytes = planner.layout, planner.ask.host_bytes

@@ -1,16 +1,15 @@
-"""One decode rank: which requests wait, which run, how long each step takes; no clock is read.
+"""One decode rank: which requests wait and run, and how long each step takes. Reads no clock.
 
-It is the engine's loop with simulated steps in it. Requests wait in order of arrival until the
-ledger admits them in all accounts; from then on `ess.engine.scheduler` says which are prefilled and
-which decode. Promises are for the whole length, so no request is preempted. With a time per token
-asked for, `ess.engine.tpot_control` decides depth, batch and chunk from the steps that were seen. A
-step takes as long as if every request had the whole depth verified, though a request at its end
-verifies less.
+It is the engine's loop with simulated steps. Requests wait in order of arrival until the ledger
+admits them in all accounts; from then on `ess.engine.scheduler` says which are prefilled and which
+decode. Promises are for the whole length, so no request is preempted. With a time per token,
+`ess.engine.tpot_control` decides depth, batch and chunk from earlier steps. A step takes as long as
+if every request had the whole depth verified, though a request at its end verifies less.
 
-What misses: a request whose rows fit into its share of the slots misses nothing, and leaves what it
-does not need to the others; those that do not fit share what is left alike, and each misses what
-`missed` says for its length. That is where shared LRU settles; a request that has just arrived is
-taken to have been warmed.
+Misses: a request whose rows fit into its share of the slots misses nothing, and leaves its spare
+slots to the others; those that do not fit share the rest evenly, and each misses what `missed` says
+for its length. That is where shared LRU settles; a request that has just arrived is assumed to be
+warm.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Missed = Callable[[int, float], float]
 class Rank:
     """What a replay does not change. Without `slot_floor` every row has a slot: no offload.
 
-    `chunk_time` is the prefill that runs beside decode; None where a tier does it.
+    `chunk_time` is the prefill that runs beside decode; None if a tier does it.
     """
 
     make_ledger: Callable[[], Ledger]
@@ -74,7 +73,7 @@ class Rank:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Life:
-    """One request on its way. `right` holds, for each of its steps, how many drafts are right;
+    """A request under way. `right` holds, for each of its steps, how many drafts are right;
     `cached` prompt tokens need no prefill. `draft_count` drafts wait for each of its steps. A step
     is learned before the next is planned, so `ahead_count` stays 0."""
 
@@ -110,7 +109,7 @@ class Life:
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A step under way: each request of its batch with the tokens it has verified, prompt chunks
-    from a first position up to the one behind the last, and the time."""
+    from their first position to their end, and the time."""
 
     turns: list[tuple[Life, int]]
     depth: int
@@ -159,7 +158,7 @@ class Running:
         return self.roster.count("decoding") + self.roster.count("prefilling")
 
     def require(self, life: Life) -> None:
-        """PoolFull if not even an empty rank could take it."""
+        """Raises PoolFull if not even an empty rank could take it."""
         self.ledger.require(self.rank.needs(life.arrival))
 
     def launch(self, now_s: float) -> Flight | None:
@@ -181,7 +180,7 @@ class Running:
         return flight
 
     def land(self, flight: Flight, now_s: float) -> list[Life]:
-        """Adds the tokens that the step has made; returns the requests that ended."""
+        """Adds the tokens of the step; returns the requests that ended."""
         for life, verified_count in flight.turns:
             _advance(life, verified_count, now_s)
         self._observe(flight)
@@ -235,7 +234,7 @@ class Running:
         self._change_count += 1
 
     def _chunk_s(self, chunks: Sequence[tuple[Life, int, int]]) -> float:
-        """Tokens attend within their own prompt only, so the times of packed chunks add up."""
+        """Tokens attend only within their own prompt, so the times of packed chunks add up."""
         time = self.rank.chunk_time
         assert time is not None or not chunks, "a tier prefills, and the rank does too"
         return sum(time.of(stop - start, after=start) for _, start, stop in chunks) if time else 0.0
@@ -257,7 +256,7 @@ class Running:
         return time.step_us / 1e6, time.exposed_us / 1e6
 
     def _misses(self, lengths: Sequence[int]) -> float:
-        """Lengths grow by a token or two a step, so this is computed again only now and then, and
+        """Lengths grow by a token or two a step, so this is computed anew only now and then, and
         when a request joins or leaves."""
         looked = (self._change_count, self._step_count // LOOK_EVERY)
         if self._looked != looked:
@@ -266,7 +265,7 @@ class Running:
         return self._missed
 
     def _observe(self, flight: Flight) -> None:
-        """The engine paces itself only when a time per token was asked for."""
+        """Tells the control about a step, if a time per token is set."""
         self._step_count += 1
         if self.rank.target_ms is None:
             return
@@ -314,7 +313,7 @@ def _advance(life: Life, verified_count: int, now_s: float) -> None:
 
 
 def mean_misses(lengths: Sequence[int], slot_count: int, missed: Missed) -> float:
-    """Per request, when the slots are shared as said above.
+    """Misses per request when the slots are shared as described above.
 
     >>> mean_misses([10, 100], 50, lambda length, slots: length - slots)
     30.0

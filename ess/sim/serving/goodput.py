@@ -1,8 +1,7 @@
 """What users saw of a replay: time to the first token, time per token, requests within both.
 
 Time per token is that of one request: from its first step to its last, over all its tokens but the
-first. Goodput counts requests whose two times were within the objective; refused requests never
-are.
+first. Goodput counts requests whose two times were within the objective, so no refused ones.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Rates are per second of the replay, batch and misses means over the seconds of its steps.
+    """Rates are per second of the replay; batch and misses are means over the time of its steps.
 
     `waited_s`: by limiter, for how long the first request in the queue lacked it.
     """

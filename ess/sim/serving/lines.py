@@ -1,7 +1,7 @@
-"""What a replay looked like over time: a few hundred spans of it, whatever its length.
+"""A replay over time: a few hundred spans, whatever its length.
 
-Every step is added. When there are too many spans, neighbours become one: its seconds are their
-sum, all else the mean over these seconds. So a long replay is as cheap to keep as a short one.
+Every step is added. When there are too many spans, neighbours are merged: seconds are summed, all
+else is the mean over these seconds. So a long replay is as cheap to keep as a short one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ SPANS_MAX: Final = 512
 
 
 class Span(NamedTuple):
-    """A time, how long it lasted, and means over it: requests that decode, and that wait; missed
-    rows per request and layer; the share of the step that waited for the link."""
+    """A time, its length, and means over it: requests that decode, and that wait; missed rows per
+    request and layer; the share of the step that waited for the link."""
 
     start_s: float
     seconds: float
@@ -33,7 +33,7 @@ class Lines:
     _last_count: int = 0
 
     def add(self, span: Span) -> None:
-        """Every `each` steps become a span."""
+        """Adds a step; every `each` steps become a span."""
         if 0 < self._last_count < self.each:
             self.spans[-1] = merged(self.spans[-1], span)
         else:

@@ -1,8 +1,8 @@
-"""How much of each prompt was prefilled for an earlier request, by the blocks that a trace names.
+"""How much of each prompt an earlier request has prefilled, by the blocks that a trace names.
 
-One cache for all, of whole blocks, least recently used block first to go; a block counts as soon as
-the first request that has it arrives, which is early by the time of one prefill. Of a prompt at
-least one token is run, and with MTP also the last reused page: its rows saw another continuation.
+There is one cache for all, of whole blocks, the least recently used first to go; a block counts as
+soon as the first request with it arrives, which is early by the time of one prefill. At least one
+token of a prompt is run, and with MTP also the last reused page: its rows saw another continuation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ess.units import PAGE_ROWS
 def reused(
     arrivals: Sequence[Arrival], *, token_max: int | None = None, has_mtp: bool = True
 ) -> list[int]:
-    """Prompt tokens reused, per request; `token_max` bounds what the cache holds."""
+    """Prompt tokens reused, per request; `token_max` limits the cache."""
     held: OrderedDict[int, None] = OrderedDict()
     counts = []
     for arrival in arrivals:

@@ -1,10 +1,10 @@
 """Requests through a prefill tier and a decode rank, by events; no clock is read anywhere.
 
-Three things happen: a request arrives, a prefilled one lands at the rank, a step ends. They are
-taken in order of time, and at the same moment in the order in which they were foreseen; a step
-begins when all that happens at its moment has happened. So equal input gives an equal replay. A
-request that could never be admitted is refused as it arrives, and so is a request that finds
-`waiting_max` others waiting; `refused` then names what is short.
+There are three events: a request arrives, a prefilled one lands at the rank, a step ends. They are
+handled in order of time, and at the same moment in the order in which they were foreseen; a step
+begins after all events of its moment. So equal input gives an equal replay. A request that could
+never be admitted is refused as it arrives, and so is one that finds `waiting_max` others waiting;
+`refused` then names what is short.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFILL: Final = "prefill"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """How drafts turn out: the chance of each in turn, from a seed."""
+    """Which drafts are right: the chance of each in turn, from a seed."""
 
     chance: float = 0.7
     seed: int = 0
@@ -34,7 +34,7 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What happened: all requests, the rank at its end, and when that was."""
+    """The result: all requests, the rank at its end, and the time of the end."""
 
     lives: tuple[Life, ...]
     rank: Running
@@ -56,8 +56,8 @@ def replay(
     waiting_max: int = WAITING_MAX,
     cached: Sequence[int] = (),
 ) -> Replay:
-    """`arrivals` in order of time, `cached` tokens of their prompts, none if nothing is given.
-    Prefill runs on the tier, or beside decode if there is none."""
+    """`arrivals` in order of time, with `cached` tokens of each prompt, by default none. Prefill
+    runs on the tier, or beside decode if there is none."""
     if not arrivals:
         raise BadInput("a replay of no requests has nothing to report")
     if (tier is None) == (rank.chunk_time is None):
@@ -111,7 +111,7 @@ class _Events:
         self._foreseen_count += 1
 
     def run(self) -> float:
-        """Until no request waits, runs or arrives; returns when that was."""
+        """Runs until no request waits, runs or arrives; returns the time."""
         if self.tier is not None:
             self._free_s = [0.0] * self.tier.pipelines
         while self._queue:
@@ -148,7 +148,7 @@ class _Events:
             self._prefill(self.tier, life)
 
     def _prefill(self, tier: Tier, life: Life) -> None:
-        """On the pipeline that is free first."""
+        """Prefills on the pipeline that is free first."""
         busy_s, ready_s = tier.seconds(life.arrival.prompt_tokens, cached=life.cached)
         begun_s = max(self.now_s, heapq.heappop(self._free_s))
         heapq.heappush(self._free_s, begun_s + busy_s)

@@ -1,7 +1,7 @@
-"""Requests from a seed: when they arrive, how long they are, which of their drafts are right.
+"""Requests from a seed: their arrivals, lengths, and right drafts.
 
-What a request draws depends on the seed and on its own number, never on who runs beside it, so two
-systems that replay the same requests differ by what they are and not by luck.
+A request's draws depend on the seed and on its own number, never on other requests, so two systems
+that replay the same requests differ by their design and not by luck.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COUNT_MAX: Final = 1 << 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
     """Poisson arrivals, `rate` a second. Lengths are means; `spread` is the deviation of their
-    logarithm: 0 makes all alike, 1 is about what public chat traces show."""
+    logarithm: 0 makes all equal, 1 is about that of public chat traces."""
 
     rate: float
     count: int
@@ -62,7 +62,7 @@ def draw(mix: Mix, *, seed: int) -> list[Arrival]:
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same requests in the same order, time stretched until `rate` arrive per second."""
+    """The same requests in the same order, with times stretched to `rate` arrivals per second."""
     check_rate(rate)
     span = arrivals[-1].at_s
     if span <= 0.0:

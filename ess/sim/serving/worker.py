@@ -1,11 +1,11 @@
-"""One decode GPU and the prefill GPUs that feed it, as a replay takes them.
+"""One decode GPU and the prefill GPUs that feed it, as a replay uses them.
 
-Where GPUs share heads, all of one group decode the same requests. A pipeline of stages has as many
-micro-batches under way as it has stages; one of them is replayed, with its share of the GPUs: as
-many as share heads, whatever the stages.
+If GPUs share heads, all GPUs of a group decode the same requests. A pipeline of stages has as many
+micro-batches under way as stages; one of them is replayed, with its share of the GPUs: as many as
+share heads, whatever the number of stages.
 
 A tier is given, or sized for a rate of requests: the fewest GPUs whose queue lets nine in ten see
-their first token in time, by the planner's own search, with prompts of their mean length.
+their first token in time, by the planner's search, with prompts of mean length.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ RATE_MIN: Final = 1 / 64
 RATE_MAX: Final = 64.0
 RATE_STEP: Final = 1.05
 ENDS_STEP: Final = 1.2
-"""To which the ends of a band are known."""
+"""The precision to which the ends of a band are searched."""
 
 Size = tuple[int, int]
 """Pipelines and GPUs of each."""
 
 
 class Sustained(NamedTuple):
-    """The highest rate per decode GPU or group of heads, and the GPUs that it takes, with it."""
+    """The highest rate per decode GPU or group of heads, and the GPUs that it takes."""
 
     rate: float
     gpu_count: int
@@ -54,7 +54,7 @@ class Sustained(NamedTuple):
 
 
 class Off(NamedTuple):
-    """Factors by which what is predicted is off: steps, prefill, and the rows that are missed."""
+    """Factors by which predictions are off: steps, prefill, and missed rows."""
 
     step: float = 1.0
     prefill: float = 1.0
@@ -100,11 +100,11 @@ class Worker:
 
     @property
     def decoding(self) -> int:
-        """GPUs."""
+        """GPUs that decode."""
         return self.planner.ask.way.attention_tp
 
     def gpu_count(self, size: Size | None) -> int:
-        """Those that decode, and those that prefill for them."""
+        """GPUs that decode, and those that prefill for them."""
         return self.decoding + (0 if size is None else size[0] * size[1])
 
     def replayed(
@@ -121,7 +121,7 @@ class Worker:
         )
 
     def size(self, arrivals: Sequence[Arrival]) -> Size | None:
-        """None where prefill runs beside decode."""
+        """The size of the tier; None if prefill runs beside decode."""
         if self.serving.tier != AUTO:
             return self.serving.tier
         seconds = max(arrivals[-1].at_s, 1.0)
@@ -149,10 +149,10 @@ class Worker:
         step: float = RATE_STEP,
     ) -> Sustained:
         """The highest rate, to a factor of `step`, at which enough requests meet the objective; 0
-        if none does.
+        if there is none.
 
         The same requests arrive closer together or further apart, and a tier that is not given is
-        sized for every rate. `RATE_MAX` means that they are few enough to run all at once. The
+        sized for every rate. `RATE_MAX` means that there are so few that all can run at once. The
         search begins near a rate, and assumes that a rank which sustains a rate sustains every
         lower rate too.
         """
@@ -195,7 +195,7 @@ class Worker:
         )
 
     def missed(self, length: int, slots: float) -> float:
-        """The curves, for the tokens that a step verifies."""
+        """Misses from the curves, for the tokens that a step verifies."""
         queries = self.planner.ask.queries_each
         mean = self.planner.curves.mean(context=length, slots=slots)
         missed = self.misses_off * mean * queries / PUBLISHED_QUERIES

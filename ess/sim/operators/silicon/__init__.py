@@ -1,1 +1,1 @@
-"""Operators of one GPU as they were measured, with costs around them that are argued one by one."""
+"""Operators of one GPU as measured, and the costs around them, each argued by itself."""

@@ -29,8 +29,8 @@ PARTS_MAX: Final = 0.9
 @dataclass(frozen=True, kw_only=True)
 class SiliconOperators:
     """`kv` is the form of a row on the device: fp8 or bf16. `balance` names how tokens fall on
-    experts in the tables, where that is known: uniform where a balancer has seen the traffic.
-    `step_gap_us` is what the host takes between steps: see `host`."""
+    experts in the tables, if that is known: uniform where a balancer has seen the traffic.
+    `step_gap_us` is the host's time between steps: see `host`."""
 
     bank: Bank
     chip: Chip
@@ -64,14 +64,14 @@ class SiliconOperators:
         )
 
     def split_us(self, tokens: float) -> float:
-        """Two partials and a merge in place of one attention."""
+        """Extra time of two partials and a merge over one attention."""
         layout = self.family.layout
         per_token = MERGE_BYTES * layout.head_count * layout.row.latent_dim
         return tokens * per_token / self.machine.hbm_rate
 
     def around_us(self, whole: Shape) -> float:
-        """Embedding, head, sampling and the host; a pass of the draft layer for every further
-        query; the way between the stages of a pipeline."""
+        """Time of embedding, head, sampling and the host; of a pass of the draft layer for every
+        further query; of transfers between the stages of a pipeline."""
         return (
             self.head_us(whole, whole.query_count)
             + self.step_gap_us
@@ -80,7 +80,7 @@ class SiliconOperators:
         )
 
     def head_us(self, shape: Shape, tokens: float) -> float:
-        """The vocabulary, shared by the GPUs of a group, and a draw from it."""
+        """Time of the vocabulary projection, divided over a group, and of a draw from it."""
         if not tokens:
             return 0.0
         family = self.family
@@ -94,7 +94,7 @@ class SiliconOperators:
         return trust_of(self.chip, self.family, shape, stack=self.stack)
 
     def _draft_us(self, whole: Shape) -> float:
-        """A layer and the head, after the pass before."""
+        """Time of a draft pass: a layer and the head, after the pass before."""
         stages = self.stages(replace(whole, queries_each=1, prompt_tokens=0), self._draft_kind)
         hidden_us = min(stages.dispatch, stages.shared)
         exchange_us = stages.dispatch + stages.combine - hidden_us
@@ -124,7 +124,7 @@ class SiliconOperators:
         return Way(0.0, 0.0, 0.0, reduced_us)
 
     def _route_us(self, shape: Shape, kind: Kind) -> float:
-        """Norms and the sum of what joins, for a group's tokens; the gate; adding up heads."""
+        """Time of norms and residual sums for a group's tokens, of the gate, of adding up heads."""
         machine, hidden = self.machine, self.family.layout.hidden_dim
         tokens = shape.sending_tokens * shape.parallel.attention_tp
         states = host.NORM_STATES + (0 if kind.is_dense else host.SUM_STATES)
@@ -137,7 +137,7 @@ class SiliconOperators:
         return launches * machine.launch_us + moved_us + gate_us + joined_us
 
     def _shared_us(self, shape: Shape) -> float:
-        """Both products of a gated MLP, and the gate between them."""
+        """Time of both products of a gated MLP, and of the gate between them."""
         hidden, width = self.family.layout.hidden_dim, self.family.expert_dim
         tokens, products = shape.sending_tokens, self.bank.products
         up_us = products["fp8", 2 * width, hidden].at(tokens)
@@ -147,7 +147,7 @@ class SiliconOperators:
         return self._experts(shape).shared_us(shape, alone_us + between_us)
 
     def _mlp_us(self, shape: Shape) -> float:
-        """The wide MLP of the first layers, in parts over a group, from products as wide."""
+        """Time of the first layers' wide MLP, divided over a group, from products of that width."""
         hidden, width = self.family.layout.hidden_dim, self.family.dense_dim
         share = width / TABLED_COLUMNS / shape.parallel.attention_tp
         tokens = shape.sending_tokens * shape.parallel.attention_tp
@@ -183,7 +183,7 @@ class SiliconOperators:
     def _selecting_us(
         self, shape: Shape, kind: Kind, busy: float, heads: int
     ) -> tuple[float, float]:
-        """The module at a context of no more than what is selected, and the scan of all keys."""
+        """Times of the module at a context of at most the top-k, and of the scan of all keys."""
         sparse = self._parts.sparse(heads, shares=not kind.has_indexer)
         top_k = self.family.layout.top_k
         tokens = busy * shape.queries_each
@@ -195,7 +195,7 @@ class SiliconOperators:
         )
 
     def _named_parts(self, tokens: float, shape: Shape, heads: int) -> tuple[float, float, float]:
-        """What q's second projection, attention and the output take at nominal rates."""
+        """Times of q's second projection, of attention and of the output, at nominal rates."""
         layout, machine = self.family.layout, self.machine
         row = layout.row.latent_dim + layout.row.rope_dim
         attended = min(shape.context, layout.top_k) if self.family.is_sparse else shape.context
@@ -247,7 +247,7 @@ def _attention_of(
 
 
 class Parts:
-    """Operators by heads and sizes, made once: their tables are carried on when first asked."""
+    """Operators by heads and sizes, made once: their tables are extended at the first use."""
 
     def __init__(self, whole: SiliconOperators) -> None:
         self._whole = whole

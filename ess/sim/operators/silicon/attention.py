@@ -1,15 +1,15 @@
-"""The attention block of one layer, as whole modules were measured, and carried on beyond.
+"""The attention block of one layer: whole modules as measured, extended beyond the tables.
 
 Modules were measured where queries x context is at most 256K tokens. From a batch's last point on
 they grow
 
-    dense    by what the attention kernel alone grows by, which was measured to 128K at any batch
-    sparse   by what the module grows by with one query, and by what index keys of the further
-             queries add in another framework's module, measured to 128K at any batch
+    dense    as the attention kernel alone does, which was measured to 128K at any batch
+    sparse   as the module does with one query, plus what index keys of further queries add in
+             another framework's module, measured to 128K at any batch
 
-Further queries of a request are further heads over the same rows to the dense kernel, since it
-reads a row once for all of them. The indexer reads a key once for all of them too, as long as
-reading is slower than multiplying.
+To the dense kernel further queries of a request are further heads over the same rows, since it
+reads a row once for all of them. The indexer also reads a key once for all, as long as reading is
+slower than multiplying.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ MEASURED_CONTEXT: Final = 1 << 17
 QUERIES: Final = tuple(float(1 << power) for power in range(11))
 HEADS_MAX: Final = 128
 SCAN_SHARE: Final = 0.4
-"""Of the time to read an index key, one query multiplies for this part: 64 heads x 128 dimensions
+"""One query's products take this share of the time to read an index key: 64 heads x 128 dimensions
 are 124 operations for a byte, and a Hopper does 310 at three quarters of its peak. From the third
-query on products take longer than keys."""
+query on products take longer than reading."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """MLA over the whole context, `heads` of them on one GPU. Below 16 heads a kernel takes as long
-    as with 16."""
+    """MLA over the whole context, `heads` of them on one GPU. With fewer than 16 heads a kernel
+    takes as long as with 16."""
 
     bank: Bank
     heads: int
@@ -72,7 +72,7 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse:
-    """MLA over a selection: `model` names the table of layers with an indexer or without."""
+    """MLA over a selection; `model` names the table of layers with an indexer or without."""
 
     bank: Bank
     model: str
@@ -80,11 +80,11 @@ class Sparse:
     kv: str
 
     def us(self, *, tokens: float, context: float) -> float:
-        """Every token has a context of its own."""
+        """Time of the module; every token has its own context."""
         return self._module.at(tokens, context)
 
     def scan_us(self, *, requests: float, queries_each: int, context: float, top_k: int) -> float:
-        """What the module grows by beyond a context of `top_k`: keys are read, rows selected."""
+        """The module's growth beyond a context of `top_k`: reading keys and selecting rows."""
         grown_us = self.us(tokens=requests, context=max(context, top_k)) - self.us(
             tokens=requests, context=top_k
         )
@@ -118,7 +118,7 @@ class Sparse:
 def _carried(
     module: Surface, contexts: tuple[float, ...], height: Callable[[float, float], float]
 ) -> Surface:
-    """The module where it was measured, and from its last point on what `height` grows by."""
+    """The module as measured, continued from its last point by the growth of `height`."""
     rows: dict[float, list[tuple[float, float]]] = {context: [] for context in contexts}
     for queries in QUERIES:
         points = [

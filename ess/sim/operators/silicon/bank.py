@@ -1,4 +1,4 @@
-"""Measured tables of one GPU, each read when it is first asked for."""
+"""Measured tables of one GPU, each read at its first use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARING_MODEL: Final = "glm-5.2"
 
 
 class Exchange(NamedTuple):
-    """Dispatch and combine over tokens of one GPU."""
+    """Times of dispatch and combine over tokens of one GPU."""
 
     dispatch: Curve
     combine: Curve
@@ -39,7 +39,7 @@ def _number(value: float | str) -> float:
 
 
 def _curves(entries: Entries, *, keys: int) -> Keyed:
-    """Curves over the column before the last, which is the time."""
+    """Curves over the last column but one; the last is the time."""
     ordered = sorted(entries, key=lambda entry: entry[:keys])
     return {
         key: curve_of([(_number(size), _number(us)) for *_, size, us in group])
@@ -48,7 +48,7 @@ def _curves(entries: Entries, *, keys: int) -> Keyed:
 
 
 def _surfaces(entries: Entries, *, keys: int) -> Surfaces:
-    """Surfaces over the second but last column first, then over the one before it."""
+    """Surfaces over the last column but one, then the column before it; the last is the time."""
     by_key: dict[Key, list[tuple[float, Curve]]] = {}
     for key, curve in _curves(entries, keys=keys + 1).items():
         by_key.setdefault(key[:keys], []).append((_number(key[keys]), curve))
@@ -69,7 +69,7 @@ def _curve_table(name: str, *, keys: int) -> cached_property[Keyed]:
 @dataclass(frozen=True, kw_only=True)
 class Bank:
     """`read` gives the entries of a table by name. Keys are columns in the order of the files.
-    `lender` has SGLang's tables, where these are of another stack."""
+    `lender` has SGLang's tables, if these are another stack's."""
 
     source: str
     read: Callable[[str], Entries]
@@ -77,8 +77,8 @@ class Bank:
 
     @cached_property
     def sparse_decode(self) -> Surfaces:
-        """By model, heads and form of a row: over queries and context. Layers that share a
-        selection are SGLang's where a stack has none."""
+        """Surfaces over queries and context, by model, heads and form of a row. Layers that share a
+        selection use SGLang's if a stack has none."""
         own = _surfaces(self.read("sparse_decode"), keys=3)
         if self.lender is None:
             return own
@@ -86,55 +86,55 @@ class Bank:
         return own | {key: surface for key, surface in lent if key[0] == SHARING_MODEL}
 
     index_growth = _surface_table("index_growth", keys=1)
-    """By model: over queries and context."""
+    """Surfaces over queries and context, by model."""
 
     dense_decode = _surface_table("dense_decode", keys=1)
-    """By heads: over queries and context."""
+    """Surfaces over queries and context, by heads."""
 
     dense_kernel = _surface_table("dense_kernel", keys=1)
-    """As `dense_decode`, of the attention kernel alone."""
+    """As `dense_decode`, for the attention kernel alone."""
 
     sparse_prompt = _surface_table("sparse_prompt", keys=4)
-    """By model, heads, form of a row and prompts at once: over tokens of each and prefix."""
+    """Surfaces over tokens of each prompt and prefix, by model, heads, form and prompts at once."""
 
     dense_prompt = _surface_table("dense_prompt", keys=1)
-    """By heads: over tokens of each prompt and prompts at once."""
+    """Surfaces over tokens of each prompt and prompts at once, by heads."""
 
     wide_experts = _curve_table("wide_experts", keys=2)
-    """By ranks and balance: over tokens of all ranks."""
+    """Curves over tokens of all ranks, by ranks and balance."""
 
     wide_experts_prompt = _curve_table("wide_experts_prompt", keys=2)
-    """As `wide_experts`, of kernels for prompts."""
+    """As `wide_experts`, for prompt kernels."""
 
     reduce = _curve_table("reduce", keys=1)
-    """By GPUs: over bytes."""
+    """Curves over bytes, by GPUs."""
 
     gather = _curve_table("gather", keys=2)
-    """By verb and GPUs: over bytes."""
+    """Curves over bytes, by verb and GPUs."""
 
     products = _curve_table("products", keys=3)
-    """By form, columns and depth: over tokens."""
+    """Curves over tokens, by form, columns and depth."""
 
     @cached_property
     def fused_experts(self) -> Keyed:
-        """By width, EP and TP: over tokens of all ranks."""
+        """Curves over tokens of all ranks, by width, EP and TP."""
         curves = _curves(self.read("fused_experts"), keys=3)
         return {key: _by_touched(curve) for key, curve in curves.items()}
 
     @cached_property
     def exchange(self) -> Mapping[float, Exchange]:
-        """By nodes; within a node at the width of DeepSeek."""
+        """The exchange by number of nodes; within a node at the width of DeepSeek."""
         near = [entry[1:] for entry in self.read("exchange_near") if entry[0] == 7168]
         return {1: _exchange(near)} | _exchanges(self.read("exchange_far"))
 
     @cached_property
     def bulk(self) -> Mapping[float, Exchange]:
-        """The exchange of prompts, by nodes."""
+        """The exchange of prompts, by number of nodes."""
         return {1: _exchange(self.read("bulk_near"))} | _exchanges(self.read("bulk_far"))
 
 
 def shipped_bank(gpu: str, *, stack: str = SGLANG) -> Bank:
-    """What a stack has not is SGLang's, and between nodes of B200 an H200's."""
+    """The tables that ship. SGLang's fill a stack's gaps, an H200's those of B200 between nodes."""
     own = own_names(stack)
 
     def read(name: str) -> Entries:
@@ -149,7 +149,7 @@ def shipped_bank(gpu: str, *, stack: str = SGLANG) -> Bank:
 
 
 def package_bank(package: Path, *, gpu: str, system: str, stack: str = SGLANG) -> Bank:
-    """Tables that the package has not are the shipped ones."""
+    """The tables of a package; those that ship fill its gaps."""
     chosen = {**BY_NAME, **{derivation.name: derivation for derivation in tables_of(stack)}}
     shipped = shipped_bank(gpu, stack=stack)
 
@@ -162,9 +162,9 @@ def package_bank(package: Path, *, gpu: str, system: str, stack: str = SGLANG) -
 
 
 def _by_touched(curve: Curve) -> Curve:
-    """Few tokens take the time to read the experts that they touch, on a line through what was
-    measured. The tables' loads are drawn and rounded to whole tokens: 8 to 16 of them touch up to a
-    quarter more experts, 32 a tenth fewer, than tokens that choose 8 of 256 at random."""
+    """Few tokens take the time to read the experts that they touch, on a line through the
+    measurements. The tables' loads are drawn and rounded to whole tokens: 8 to 16 of them touch up
+    to a quarter more experts, 32 a tenth fewer, than tokens that choose 8 of 256 at random."""
     points = list(zip(curve.sizes, curve.times, strict=True))
     few = [(_touched(tokens), us) for tokens, us in points if tokens <= FITTED_TOKENS]
     least, most = FEW_TOKENS

@@ -1,11 +1,11 @@
-"""GPUs that were measured, and GPUs that are another one at stated ratios.
+"""GPUs that were measured, and GPUs that equal a measured one at stated ratios.
 
-H800 and H20 are not in the package. An H800 is an H100 whose NVLink carries 400 GB/s in place of
-900: kernels are an H100's, what crosses NVLink takes longer by what DeepEP prints for an H800 over
-what the package measured on an H100. An H20 has the memory of an H200's kind at 4.0 TB/s (4.8) and
-148 TFLOPS of bf16 (989): an operator takes what it takes on the H200 by memory, and no less than
-its operations at nine tenths of the H20's peak: products of an H200 reach 77 % in the tables, held
-back by power and memory, and an H20 has as much of both for a seventh of the operations.
+H800 and H20 are not in the package. An H800 is an H100 whose NVLink carries 400 GB/s instead of
+900: its kernels take an H100's time, and what crosses NVLink takes longer by DeepEP's figures for
+an H800 over the package's for an H100. An H20 has the H200's kind of memory at 4.0 TB/s (4.8) and
+148 TFLOPS of bf16 (989): an operator takes its time on the H200 scaled by memory rate, and no less
+than its operations at nine tenths of the H20's peak. Products reach only 77 % of an H200's peak in
+the tables, limited by power and memory; an H20 has as much of both for a seventh of the operations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Chip:
         return self.by_memory != 1.0
 
     def us(self, measured_us: float, *, fp8_flop: float = 0.0, bf16_flop: float = 0.0) -> float:
-        """What the operator takes here, given the base's time and what it computes."""
+        """The operator's time here, given the base's time and its operations."""
         if not self.is_scaled:
             return measured_us
         flop_us = fp8_flop / self.machine.fp8_rate + bf16_flop / self.bf16_rate
@@ -52,7 +52,7 @@ class Chip:
 
 HOPPER: Final = 989e6
 HOPPER_LAUNCH_US: Final = 2.4
-"""The least that any product in the tables takes inside a graph."""
+"""The least time of any product in the tables inside a graph."""
 H100: Final = Machine(
     memory_bytes=85_899_345_920, hbm_rate=0.8 * 3.35e6, launch_us=HOPPER_LAUNCH_US
 )

@@ -1,4 +1,4 @@
-"""What was measured, in words: for refusals."""
+"""The measured sizes in words, for refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Named = float | str
 
 
 def choices(pairs: Iterable[tuple[Named, ...]]) -> list[tuple[str, str]]:
-    """First halves that go with the same second halves are named together.
+    """Joins first halves that have the same second halves.
 
     >>> choices([(2, 8), (1, 8), (4, 8), (4, 16)])
     [('1 or 2', '8'), ('4', '8 or 16')]

@@ -1,12 +1,12 @@
-"""Routed experts of one layer on one GPU, and what carries tokens to them and back.
+"""Routed experts of one layer on one GPU, and the exchange of tokens with them.
 
     sent        every GPU sends its own tokens to the GPUs of the experts they chose (DeepEP), and
-                runs the experts that it has for all of them
-    gathered    all tokens are on every GPU, by TP attention or gathered there; each GPU runs its
-                part of every expert, or its own experts, and the parts are added up
+                runs its own experts for all of them
+    gathered    all tokens are on every GPU, by TP attention or a gather; each GPU runs its part of
+                every expert, or its own experts, and the results are added up
 
-Experts beyond a node are spread with redundant copies, as every published wide deployment does, so
-loads are nearly even (the power law 0.6 of the tables); within a node they are not (1.01).
+Experts beyond a node are spread with redundant copies, as in every published wide deployment, so
+loads are nearly even (the tables' power law 0.6); within a node they are not (1.01).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Experts:
     balance: str | None = None
 
     def us(self, shape: Shape) -> float:
-        """Tokens of all groups share all experts of the stage."""
+        """Time of the experts; tokens of all groups share all experts of the stage."""
         tokens = shape.stage_tokens
         if self.parallel.sends:
             us = self._wide_us(tokens, is_bulk=_is_bulk(shape))
@@ -62,8 +62,8 @@ class Experts:
         return self.chip.us(us, fp8_flop=2 * weights * chosen)
 
     def shared_us(self, shape: Shape, alone_us: float) -> float:
-        """The shared expert. Sent tokens leave a kernel of its own; gathered ones have it in the
-        kernel of the others, one more of those that a batch touches, and its operations."""
+        """Time of the shared expert. With sent tokens it is a kernel of its own; with gathered ones
+        the routed experts' kernel runs it as one more expert, with its operations."""
         if self.parallel.sends:
             return alone_us
         touched = min(self.family.expert_count, self.family.experts_each * shape.stage_tokens)
@@ -80,7 +80,7 @@ class Experts:
         return self._gathered(shape.stage_tokens)
 
     def reduced_us(self, tokens: float, gpus: int) -> float:
-        """States of all tokens added up over GPUs of one node, and beyond it over the network."""
+        """Time to sum the states of all tokens over the GPUs of a node, and over the network."""
         if gpus == 1:
             return 0.0
         moved = tokens * self.family.layout.hidden_dim * STATE_BYTES
@@ -89,7 +89,7 @@ class Experts:
         return us + self._beyond_us(gpus, moved)
 
     def _beyond_us(self, gpus: int, moved: float) -> float:
-        """Every node's sum to every other, each GPU of a node an eighth of it."""
+        """Time for every node's sum to reach every other; each GPU of a node sends an eighth."""
         nodes = math.ceil(gpus / NODE_GPUS)
         if nodes == 1:
             return 0.0
@@ -107,8 +107,8 @@ class Experts:
         return Way(beyond_us, beyond_us, there, back)
 
     def _sent(self, shape: Shape) -> Way:
-        """Within a node there is no wire to wait for: all of the exchange is its kernels at work.
-        They work as long for other nodes; what those take longer is waiting."""
+        """Within a node all of the exchange is its kernels' work, without waiting on a wire.
+        Between nodes kernels work as long; the rest of the time is waiting."""
         tokens = shape.sending_tokens
         tables = self.bank.bulk if _is_bulk(shape) else self.bank.exchange
         nodes = math.ceil(self.parallel.stage_gpus / NODE_GPUS)
@@ -122,7 +122,7 @@ class Experts:
         return Way(max(0.0, there - send), max(0.0, back - join), send, join)
 
     def _wide_us(self, tokens: float, *, is_bulk: bool) -> float:
-        """Linear in the experts of a GPU between the counts of GPUs that were measured."""
+        """Linear in the experts per GPU between the measured numbers of GPUs."""
         table = self.bank.wide_experts_prompt if is_bulk else self.bank.wide_experts
         each, count = tokens / self.parallel.expert_ep, self.family.expert_count
         by_experts = sorted(
@@ -135,7 +135,7 @@ class Experts:
 
     @property
     def loads(self) -> str:
-        """How tokens fall on the GPUs that have experts whole."""
+        """How tokens fall on the GPUs that have whole experts."""
         return self.balance or (UNEVEN if self.parallel.stage_gpus <= NODE_GPUS else SPREAD)
 
     def _fused_us(self, tokens: float) -> float:
@@ -157,12 +157,12 @@ def _width(family: Family) -> str:
 
 
 def _is_bulk(shape: Shape) -> bool:
-    """With prompts, or more tokens than the exchange of decode takes at once."""
+    """Whether prompts' exchange is used: with prompts, or too many tokens for decode's."""
     return bool(shape.prompt_tokens) or shape.sending_tokens > BULK_TOKENS
 
 
 def _nearest(tables: Mapping[float, Exchange], nodes: int) -> Exchange:
-    """Measured on 1, 2, 4 and 8 nodes: the next larger; more behave like 8."""
+    """The exchange of the next larger measured count of 1, 2, 4 and 8 nodes; more behave like 8."""
     return tables[min((count for count in tables if count >= nodes), default=max(tables))]
 
 

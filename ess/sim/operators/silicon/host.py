@@ -1,7 +1,7 @@
-"""Costs around the measured operators, each argued by itself and none fitted to a serving.
+"""Costs around the measured operators, each argued by itself and none fitted to servings.
 
-Inside a layer, between attention and experts, run kernels that no table holds. Inside a graph each
-takes at least `Machine.launch_us`, and beyond that the bytes it moves:
+Inside a layer, between attention and experts, run kernels that are in no table. Inside a graph each
+takes at least `Machine.launch_us`, and beyond that the time of the bytes it moves:
 
     two norms with the residual    read two states, write two
     the gate                       a measured product of 256 columns
@@ -11,12 +11,12 @@ takes at least `Machine.launch_us`, and beyond that the bytes it moves:
 Between two steps the GPU waits for the host, however well the next step was prepared: tokens are
 sampled, the batch's tables are written, ranks agree on what they run next, and a graph of some two
 thousand kernels is launched. RTP-LLM measured 1.5 ms between its steps on H800 (without graphs, and
-2 ms more of launches inside). We take that millisecond and a half for all frameworks that prepare
-the next step while the present one runs. One that does not waits longer: SGLang's own figures with
-and without its overlapped scheduler, all else equal, are 6.1 ms of a step apart.
+2 ms more of launches inside). We use 1.5 ms for all frameworks that prepare the next step while the
+present one runs. Without that the wait is longer: SGLang's own figures with and without its
+overlapped scheduler, all else equal, are 6.1 ms of a step apart.
 
 Drafting launches a graph for every pass. Each waits for the pass before and not for the scheduler:
-a third of the gap. Where the host does not run ahead, a pass waits for the host as a step does.
+a third of the gap. If the host does not run ahead, a pass waits for the host as a step does.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NORM_STATES: Final = 8
 SUM_STATES: Final = 3
 STATE_BYTES: Final = 2
 PRODUCT_SHARE: Final = 0.6
-"""Of the peak of fp8 that a product reaches, where none was measured."""
+"""The share of the fp8 peak that an unmeasured product reaches."""
 HOP_US: Final = 10.0
 NIC_RATE: Final = 50e3
 """Nominal: between GPUs of two nodes, and 400 Gbit/s for each of them."""
 SAMPLED_BYTES: Final = 4 * 4
-"""Of a score of the vocabulary: written, read and written as float32 once more, read for the sum
-and for the draw."""
+"""Bytes for each score of the vocabulary: written, read and written as float32 once more, read for
+the sum and for the draw."""
 
 
 def pass_gap_us(step_gap_us: float) -> float:

@@ -1,9 +1,9 @@
 """Attention over prompts, as context modules were measured.
 
 Sparse modules were measured with prefixes up to 160K tokens, in pieces of up to 8,192 tokens; dense
-ones without, in pieces of up to 16,384. A longer piece is carried on by the last slope. A dense
-piece behind a prefix pays for its pairs at the rate that the module itself shows between its two
-largest sizes, and multiplies the prefix's rows out to keys and values again.
+ones without prefixes, in pieces of up to 16,384. Longer pieces are extrapolated with the last
+slope. A dense piece behind a prefix pays for its pairs at the rate between the module's two largest
+sizes, and multiplies the prefix's rows out to keys and values again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COUNTS: Final = (16, 4, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Of one GPU of `heads` heads."""
+    """Attention over prompts on one GPU with `heads` heads."""
 
     bank: Bank
     chip: Chip
@@ -44,7 +44,7 @@ class Prompts:
         return self._scaled_us(us, count * tokens, tokens, prefix)
 
     def _sparse_us(self, count: int, tokens: float, prefix: int, *, shares: bool) -> float:
-        """By the most prompts at once that were measured and fit."""
+        """The time, from the measurements with the most prompts at once that fit."""
         model = self.family.table(shares=shares)
         for known in COUNTS:
             surface = self.bank.sparse_prompt.get((model, self.heads, self.kv, known))
@@ -90,7 +90,7 @@ def _is_within(surface: Surface, tokens: float) -> bool:
 
 
 def _pair_us(surface: Surface) -> float:
-    """Of one query and one key: what doubling the longest single prompt adds beyond twice."""
+    """Time of one query and one key: what doubling the longest single prompt adds beyond twice."""
     sizes = [curve.sizes[-1] for curve in surface.curves]
     longest = surface.curves[0].sizes[-1] if sizes else 0.0
     whole, half = surface.at(longest, 1), surface.at(longest / 2, 1)

@@ -1,4 +1,4 @@
-"""Which measured rows the set `silicon` rests on, and how they are thinned.
+"""The measured rows that the set `silicon` rests on, and how they are thinned.
 
     python -m ess.sim.operators.silicon.selection PACKAGE_FOLDER SYSTEM OUT_FOLDER
 
@@ -58,7 +58,7 @@ def _is_sharing(row: Source) -> bool:
 
 
 def _is_replayed(row: Source) -> bool:
-    """Larger batches were launched kernel by kernel: all take 1.3 ms, whatever they do."""
+    """Whether it ran in a graph: larger batches launched kernel by kernel, for 1.3 ms each."""
     return bool(row["batch_size"] <= (512 if "B200" in row["device"] else 256))
 
 
@@ -67,7 +67,7 @@ def _is_default_kernel(row: Source) -> bool:
 
 
 def _is_whole_model(row: Source) -> bool:
-    """Attention of one GPU that has all heads: what grows with the context are index keys."""
+    """Attention of one GPU with all heads: only its index keys grow with the context."""
     whole = {"deepseek-ai/DeepSeek-V3.2": 128, "zai-org/GLM-5": 64}
     return bool(
         row["num_heads"] == whole.get(row["model"])
@@ -94,7 +94,7 @@ def _model(row: Source) -> str:
 
 
 def _is_native_kv(row: Source) -> bool:
-    """Of the kernel alone: as the module around it was measured."""
+    """Whether the kernel alone has the row form in which the module around it was measured."""
     return _kv(row) == ("fp8" if "B200" in row["device"] else "bf16")
 
 
@@ -104,7 +104,7 @@ def _is_kept_mixture(row: Source) -> bool:
 
 
 def is_kept_shape(row: Source) -> bool:
-    """Experts of the families, their tokens spread as within a node."""
+    """Whether these are experts of our families, with tokens spread as within a node."""
     return bool(
         row["moe_dtype"] == "fp8_block"
         and row["hidden_size"] in WIDTHS
@@ -156,7 +156,7 @@ def _exchange(
     time: str,
     first: tuple[str, str] | None = None,
 ) -> Derivation:
-    """`first` is a column before the tokens: our name for it and the package's."""
+    """An exchange table; `first` is a column before the tokens, by our name and the package's."""
     ours, theirs = zip(*(pair for pair in (first, ("tokens", "num_token")) if pair), strict=True)
     return Derivation(
         name=name,

@@ -1,12 +1,12 @@
-"""Tables of other frameworks than SGLang, where the package has them.
+"""Tables of frameworks other than SGLang, as far as the package has them.
 
     python -m ess.sim.operators.silicon.stacks PACKAGE_FOLDER SYSTEM OUT_FOLDER STACK
 
-Modules of attention, experts within a node, products and the reduction are each framework's own.
-What it lacks is SGLang's: exchanges and experts beyond a node (all use DeepEP), attention behind a
+Each framework has its own attention modules, experts within a node, products and reduction.
+SGLang's fill its gaps: exchanges and experts beyond a node (all use DeepEP), attention behind a
 prefix and the kernel of dense attention alone. vLLM's dense modules were measured over rows in bf16
-and in fp8; rows are in bf16 here, as in SGLang's. TensorRT-LLM's sparse module has no rows in fp8
-on Hopper, so SGLang's stands in.
+and in fp8; bf16 is used here, as for SGLang. TensorRT-LLM's sparse module has no fp8 rows on
+Hopper, so SGLang's is used instead.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def tables_of(stack: str) -> tuple[Derivation, ...]:
 
 
 def own_names(stack: str) -> frozenset[str]:
-    """Of the tables that a stack has beside SGLang's."""
+    """The names of the tables that a stack has itself."""
     own = tables_of(stack)
     return frozenset() if stack == SGLANG else frozenset(table.name for table in own)
 

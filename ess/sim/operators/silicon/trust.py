@@ -1,4 +1,4 @@
-"""How far a prediction of measured operators may be off, and where it has left the tables."""
+"""How far a prediction may be off, and where it has left the measured tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trust_of(chip: Chip, family: Family, shape: Shape, *, stack: str = SGLANG) -
 
 
 def _stack_marks(stack: str, family: Family, shape: Shape) -> list[str]:
-    """Where SGLang's times stand in for those of another framework."""
+    """Marks where SGLang's times replace those of another framework."""
     if stack == SGLANG:
         return []
     lent = []
@@ -55,7 +55,7 @@ def _stack_marks(stack: str, family: Family, shape: Shape) -> list[str]:
 
 
 def _family_marks(family: Family, shape: Shape, *, has_module: bool) -> list[str]:
-    """`has_module`: sparse modules of the stack itself, measured at any batch."""
+    """`has_module`: the stack has its own sparse modules, measured at any batch."""
     marks = []
     tokens = max(1.0, shape.query_count)
     if family.is_sparse and not has_module and tokens * shape.context > MEASURED_TOKENS:
