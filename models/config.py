@@ -287,10 +287,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
                 f"{name} {latent} is odd, but bf16 rows need it even: choose row f32",
             )
         key, unit = self.index_dim, self.select_unit
-        self._require_fits(
-            PAGE_ROWS % unit == 0,
-            f"index_kpool {unit} does not divide the {PAGE_ROWS} rows of a page",
-        )
+        self._require_fits(PAGE_ROWS % unit == 0, f"index_kpool {unit} does not divide {PAGE_ROWS}")
         self._require_fits(
             index != "fp8" or self.pooled is not None or key & (key - 1) == 0,
             f"index_head_dim {key} is not a power of two, which fp8 index keys need:"

@@ -3,14 +3,24 @@
 Each head has a matrix S of keys by values. A token lets each key channel of it fade, replaces by
 its share `b` what S says of the token's key with the token's value, and reads S by its query:
 
-    S <- exp(g) S;   S <- S + k (b (v - S^T k))^T;   out = S^T q
+    S <- exp(g) S;   S <- S + k u^T, u = b (v - S^T k);   out = S^T q
 
 Queries, keys and values are sums over the channel's last tokens, behind a gate of their own.
+
+A block of tokens is taken at once. With G the sum of g up to a token, and S the matrix before the
+block, what a token t finds in its place is made of S and of the changes u of the tokens before:
+
+    u_t = b_t (v_t - S^T (exp(G_t) k_t) - sum over i < t of a_ti u_i)
+    a_ti = sum over channels of k_t exp(G_t - G_i) k_i
+
+So the changes are the solution of a triangular system, and the same sums with q_t for k_t, i = t
+among them, are what t reads. exp(G_t - G_i) is taken channel by channel, not as a product of two
+powers: so all exponents are at most 0, and nothing overflows, however fast a channel fades.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +33,8 @@ from ess.models.layers import Source, linear, rms_norm
 from ess.models.mla import Mla
 from ess.models.weights.kept import plain
 
-UNIT_EPS = 1e-6
+UNIT_EPS: Final = 1e-6
+BLOCK: Final = 8
 
 
 class State(NamedTuple):
@@ -89,28 +100,28 @@ class Delta(Mla):
 
     def run(self, given: Tensor, state: State) -> tuple[Tensor, State]:
         """Of `given` [sequences, tokens, given_dim]: what each token reads, float32 [sequences,
-        tokens, heads, dim], and the states behind the last ones. What a sequence gets does not
-        depend on the others, nor on how its tokens are cut."""
-        wide, heads = self._dim, self.head_count
+        tokens, heads, dim], and the states behind the last ones."""
+        wide, heads, count = self._dim, self.head_count, given.shape[1]
         raw, fades, shares = torch.split(given, [3 * wide, wide, heads], -1)
         channels = torch.cat((state.channels, raw), 1)
-        summed = self._summed(channels, given.shape[1])
-        parts = summed.view(*given.shape[:2], 3, heads, -1).unbind(2)
+        parts = self._summed(channels, count).view(*given.shape[:2], 3, heads, -1).unbind(2)
         queries, keys = (_unit(part) for part in parts[:2])
-        queries, keep = queries * self._own.head_dim**-0.5, fades.exp().view_as(keys)
+        queries, fades = queries * self._own.head_dim**-0.5, fades.view_as(keys)
+        tokens = (queries, keys, parts[2], fades, shares[..., None])
+        blocks = (torch.split(each.transpose(1, 2), BLOCK, 2) for each in tokens)
         matrix, told = state.matrix, []
-        tokens = (each.unbind(1) for each in (queries, keys, parts[2], keep, shares))
-        for q, k, v, kept, share in zip(*tokens, strict=True):
-            matrix = matrix * kept[..., None]
-            change = (v - (matrix * k[..., None]).sum(2)) * share[..., None]
-            matrix = matrix + k[..., None] * change[..., None, :]
-            told.append((matrix * q[..., None]).sum(2))
-        return torch.stack(told, 1), State(matrix, channels[:, given.shape[1] :])
+        for block in zip(*blocks, strict=True):
+            read, matrix = _through(matrix, *block)
+            told.append(read)
+        return torch.cat(told, 2).transpose(1, 2), State(matrix, channels[:, count:])
 
     def _summed(self, channels: Tensor, count: int) -> Tensor:
         """Of the last `count` tokens, each with those before it."""
-        taps = [channels[:, at : at + count] * tap for at, tap in enumerate(self._kernel.T)]
-        return F.silu(torch.stack(taps).sum(0))
+        first, *others = self._kernel.T
+        summed = channels[:, :count] * first
+        for at, tap in enumerate(others, 1):
+            summed.addcmul_(channels[:, at : at + count], tap)
+        return F.silu(summed)
 
     def read(self, normed: Tensor, told: Tensor) -> Tensor:
         """[tokens, hidden] of what tokens have read; gates are made of the layer's normed input."""
@@ -132,6 +143,25 @@ class RecurrentLayer(MixedLayer):
 
     def made(self, normed: Tensor, attended: Tensor) -> Tensor:
         return self.delta.read(normed, attended)
+
+
+def _through(
+    matrix: Tensor, queries: Tensor, keys: Tensor, values: Tensor, fades: Tensor, shares: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A block of tokens, each [sequences, heads, tokens, dim]: what they read, and the matrix
+    behind them. `seen[t, i]` is what of key i is left at t; where i comes later it is finite, and
+    cut off."""
+    count, faded = keys.shape[2], fades.cumsum(2)
+    kept, asked = faded.exp(), torch.stack((keys, queries), -1)
+    seen = (faded[:, :, :, None] - faded[:, :, None]).clamp_(max=0).exp_().mul_(keys[:, :, None])
+    of_keys, of_queries = (each.tril() for each in (seen @ asked).unbind(-1))
+    met = torch.cat((keys * kept, queries * kept), 2) @ matrix
+    found, read = torch.split(met, count, 2)
+    changes = torch.linalg.solve_triangular(
+        shares * of_keys, shares * (values - found), upper=False, unitriangular=True
+    )
+    left = seen[:, :, -1].transpose(2, 3) @ changes
+    return read + of_queries @ changes, matrix * kept[:, :, -1, :, None] + left
 
 
 def _unit(x: Tensor) -> Tensor:
