@@ -21,9 +21,9 @@ length), so memory without its row cannot be attended by mistake.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from itertools import accumulate
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
 from ess.door.arrays import Array, Brought, Kept, StepArrays, rows_of
@@ -84,7 +84,7 @@ class Step:
         self.row_counts = self.query_counts if brought is None else tuple(brought.row_counts)
         self.row_count = room if brought is None else sum(self.row_counts)
         self._brought = brought
-        self.firsts: list[int] = np.cumsum([0, *query_counts[:-1]]).tolist()
+        self.firsts = list(accumulate(query_counts[:-1], initial=0))
         self.arrays: StepArrays = owner.pools.step_arrays(lines, self.query_counts, room, brought)
         self.appended: set[int] = set()
         self.keyed: set[int] = set()

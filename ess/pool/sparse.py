@@ -19,7 +19,7 @@ a second fetch. What makes this safe:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +84,7 @@ class SparsePool:
         self._evictions = Evictions(evict, slot_count=slab_rows, row_count=row_id_count)
         self._arenas = [self._arena(group) for group in range(layout.group_count)]
         self._slot_count = self._counted_slots()
+        self._addresses: dict[tuple[int, ...], list[int]] = {}
         self.step = FIRST_STEP
         self.departed_count = 0
         self.window_departed_count = 0
@@ -216,12 +217,12 @@ class SparsePool:
         plan = planner.resolved(self._arenas[group], lookup, split, ticket=ticket, claimed=claimed)
         return self._counted(plan)
 
-    def took(self, groups: range, claimed: Counts, evicted: Counts) -> None:
-        """Native code has claimed slots in these groups, for rows that are in them; so many rows
-        gave way to them."""
-        assert (0 <= evicted).all() and (evicted <= claimed).all(), f"{evicted} of {claimed}"
+    def took(self, groups: range, claimed: npt.NDArray[Any], evicted: Counts) -> None:
+        """So many slots of these groups were claimed for rows that are there, and so many rows gave
+        way to them."""
         self._used_count[groups.start : groups.stop] += claimed - evicted
         if evicted.any():
+            assert (evicted <= claimed).all(), f"groups {groups}: {evicted} gave way to {claimed}"
             for group, count in zip(groups, evicted.tolist(), strict=True):
                 self._departed(group, count)
 
@@ -297,9 +298,8 @@ class SparsePool:
         arenas = self._arenas[groups.start : groups.stop]
         count = planner.claim_each(arenas, rows, step=self.step, out=out, absent=absent)
         done = groups[:count]
-        mine, claimed = slice(done.start, done.stop), absent[:count].astype(np.int64)
+        mine, claimed = slice(done.start, done.stop), absent[:count]
         free = self._slot_count[mine] - self._used_count[mine]
-        assert (free >= 0).all(), f"groups {done}: more slots used than owned, {free} are free"
         self.took(done, claimed, np.maximum(claimed - free, 0))
         if self._poison:
             for group, slots in zip(done, out, strict=False):
@@ -324,8 +324,12 @@ class SparsePool:
             assert self._used_count[group] >= 0, f"group {group} lost rows that it did not have"
 
     def addresses(self, groups: Sequence[int]) -> list[int]:
-        """Addresses of these groups' native records, to be used at once."""
-        return planner.addresses([self._arenas[group] for group in groups])
+        """Addresses of these groups' native records, valid until a chunk moves."""
+        name = tuple(groups)
+        if name not in self._addresses:
+            found = planner.addresses([self._arenas[group] for group in groups])
+            self._addresses[name] = found
+        return self._addresses[name]
 
     def drop_pages(self, active: PageIds) -> None:
         """All rows of these pages leave every group: the page ids may be used again."""
@@ -353,6 +357,7 @@ class SparsePool:
         return False
 
     def _clear_chunk(self, group: int, chunk: int) -> bool:
+        self._addresses.clear()
         blocks = self._chunk_blocks(group, chunk)
         slots = page_rows(blocks // np.int32(PAGE_ROWS))
         used = self._row_of[slots] >= 0

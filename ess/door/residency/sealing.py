@@ -40,8 +40,8 @@ class Sealing:
             return False
         told = groups, pools.sparse.addresses(groups), sorted(step.keyed)
         if told != self._told:
-            self._tell(*told, lines)
             self._told = told
+            self._tell(*told, lines)
         if not 0 < count * self._bytes <= pools.at_once_bytes:
             return False
         self._seal(step, accepted)

@@ -154,6 +154,8 @@ class Progress:
 
     def publish(self) -> None:
         """Publishes the pages that are complete and whose text is known, in order."""
+        if self.length < (self.published_count + 1) * PAGE_ROWS:
+            return
         latent, size = self._pools.latent, self._layout.page_tokens
         full_count = min(self.length, self._layout.rows_of(len(self.tokens))) // PAGE_ROWS
         for page in range(self.published_count, full_count):

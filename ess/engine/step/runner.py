@@ -78,6 +78,7 @@ class Runner:
         self.tuning = tuning
         self.beside = beside_of(model.config, offload)
         self._balanced = balanced
+        self._scale = model.config.attention_scale
         self._direct = DirectLayers(tuning, heads)
         self.on_layer: Callable[[], None] | None = None
         self._runs = layer_runs(model.layers, offload.layout)
@@ -125,7 +126,7 @@ class Runner:
             row_ids=torch.as_tensor(step.row_ids),
             page_table=step.page_table,
             lengths=torch.as_tensor(step.query_stop),
-            scale=self.model.config.attention_scale,
+            scale=self._scale,
             warmth=watch(step.query_stop, self.offload.layout),
             balanced=self._balanced,
             carried=None if self.beside is None else Carried.of_step(self.beside, step),

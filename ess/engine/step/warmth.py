@@ -60,6 +60,7 @@ class StepWarmth:
         self._given = lengths, unit, most
         self._hits: Counts = np.zeros(len(lengths), np.int64)
         self._times: Counts = np.zeros((2, len(lengths)), np.int64)
+        self._whole = [0, 0]
 
     def resolved(self, part: range, where: Resolution) -> None:
         assert 0 <= part.start < part.stop <= len(self._hits), f"{part} of {len(self._hits)}"
@@ -74,7 +75,8 @@ class StepWarmth:
     def counted(self, hits: Counts, resolved_count: int, located_count: int) -> None:
         if resolved_count:
             self._hits += hits
-        self._times += [[resolved_count + located_count], [located_count]]
+        self._whole[0] += resolved_count + located_count
+        self._whole[1] += located_count
 
     def seen(self) -> StepWarmth:
         return self
@@ -82,7 +84,7 @@ class StepWarmth:
     def read(self) -> tuple[Counts, Counts]:
         lengths, unit, most = self._given
         each = lengths - np.maximum(lengths // unit - most, 0) * unit
-        asked, all_there = self._times * each
+        asked, all_there = (self._times + np.array(self._whole)[:, None]) * each
         return self._hits + all_there, asked
 
 

@@ -121,7 +121,7 @@ class Sampling:
     def host_reasons(self, made_count: int = 0) -> tuple[str, ...]:
         """Why the draw behind `made_count` tokens depends on them: such a step cannot be drawn
         before the host has learned the one before. None if it does not."""
-        if self._is_plain:
+        if self.is_plain:
             return ()
         applies = {
             "penalties count the output": self.penalises,
@@ -132,8 +132,8 @@ class Sampling:
         return tuple(reason for reason, holds in applies.items() if holds)
 
     @property
-    def _is_plain(self) -> bool:
-        """Logits stay as they are: nothing that a step would have to ask."""
+    def is_plain(self) -> bool:
+        """Logits stay as they are."""
         return not (
             self.tokens_min
             or self.grammar is not None
@@ -146,7 +146,7 @@ class Sampling:
     @property
     def changes_logits(self) -> bool:
         """Of some token at least."""
-        return not self._is_plain
+        return not self.is_plain
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
