@@ -15,6 +15,10 @@
 #include <algorithm>
 #include <utility>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "../cpu/rows.h"
 #include "planner.h"
 #include "values.h"
@@ -225,6 +229,44 @@ int64_t plan(Arena& arena, Split& split, const int32_t* rows, int64_t queries, i
     return plan.latest > step ? kUsedLater : claimed;
 }
 
+// Rows from `first` on become their landed slots, -1 for those that have none; how many have none.
+int64_t landed(const Arena& arena, int32_t* slots, int64_t first, int64_t n) {
+    int64_t absent = 0;
+    for (int64_t i = first; i < n; i++) {
+        __builtin_prefetch(arena.slot_of + std::max(slots[std::min(i + 32, n - 1)], 0));
+        if (slots[i] < 0) continue;
+        const int32_t slot = arena.slot_of[slots[i]];
+        slots[i] = slot >= 0 && arena.ticket_of[slot] == 0 ? slot : -1;
+        absent += slots[i] < 0;
+    }
+    return absent;
+}
+
+#if defined(__x86_64__)
+// Each entry has a line of the map and one of the tickets. Sixteen are gathered at once, and those
+// of the next sixteen are on their way; an address that means nothing is harmless.
+__attribute__((target("avx512f,popcnt"))) int64_t land_avx512(const Arena& arena, int32_t* slots,
+                                                             int64_t n) {
+    const __m512i none = _mm512_set1_epi32(-1), zero = _mm512_setzero_si512();
+    int64_t absent = 0, i = 0;
+    for (; i + 16 <= n; i += 16) {
+        for (int64_t j = i + kMapAhead; j < std::min(i + kMapAhead + 16, n); j++)
+            __builtin_prefetch(arena.slot_of + slots[j], 0);
+        for (int64_t j = i + kSlotAhead; j < std::min(i + kSlotAhead + 16, n); j++)
+            __builtin_prefetch(arena.ticket_of + arena.slot_of[std::max(slots[j], 0)], 0);
+        const __m512i row = _mm512_loadu_si512(slots + i);
+        const __mmask16 asked = _mm512_cmpge_epi32_mask(row, zero);
+        const __m512i slot = _mm512_mask_i32gather_epi32(none, asked, row, arena.slot_of, 4);
+        const __mmask16 found = _mm512_mask_cmpge_epi32_mask(asked, slot, zero);
+        const __m512i ticket = _mm512_mask_i32gather_epi32(none, found, slot, arena.ticket_of, 4);
+        const __mmask16 there = _mm512_mask_cmpeq_epi32_mask(found, ticket, zero);
+        _mm512_storeu_si512(slots + i, _mm512_mask_mov_epi32(none, there, slot));
+        absent += _mm_popcnt_u32(asked & ~there);
+    }
+    return absent + landed(arena, slots, i, n);
+}
+#endif
+
 // Where each row is, into `slot`; afterwards slot_of is as before.
 int64_t probe_distinct(const Arena& arena, const int32_t* rows, int64_t n, int32_t* slot) {
     if (!within(rows, n, 0, arena.row_count)) return kRowOutOfRange;
@@ -317,16 +359,10 @@ ESS_EXPORT int64_t ess_locate(const Arena* arena, const Lookup* in, const int32_
     if (!translate(*in, selection, line_of, length, slots, queries, width)) return kBadPosition;
     const int64_t n = queries * width;
     if (!within(slots, n, -1, arena->row_count)) return kRowOutOfRange;
-    int64_t absent = 0;
-    for (int64_t i = 0; i < n; i++) {
-        __builtin_prefetch(arena->slot_of + std::max(slots[std::min(i + 32, n - 1)], 0));
-        if (slots[i] < 0) continue;
-        const int32_t slot = arena->slot_of[slots[i]];
-        const bool landed = slot >= 0 && arena->ticket_of[slot] == 0;
-        slots[i] = landed ? slot : -1;
-        absent += !landed;
-    }
-    return absent;
+#if defined(__x86_64__)
+    if (isa() == Isa::avx512) return land_avx512(*arena, slots, n);
+#endif
+    return landed(*arena, slots, 0, n);
 }
 
 // 1, or 0 when there is no room and nothing has changed.

@@ -185,7 +185,8 @@ class PageTables:
 
     def advance(self, lines: list[int], counts: list[int]) -> None:
         """Adds each count to the length of its line."""
-        self.lengths[lines] += np.array(counts, np.int32)
+        for line, count in zip(lines, counts, strict=True):
+            self.lengths[line] += count
 
     def set_text(self, line: int, length: int) -> None:
         assert length >= 0, f"a text of {length} tokens"

@@ -30,6 +30,7 @@ class DirectSlots:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._bytes = slots.pools.at_once_max(waits=True)
+        self._ranges: dict[range, range] = {}
 
     def bind(self, layers: Layers, which: range) -> None:
         pools, space = self._slots.pools, self._slots.workspaces[0]
@@ -58,8 +59,10 @@ class DirectSlots:
             layers.column("ticket", which)[:] = tickets
 
     def _groups(self, which: range) -> range:
-        first = self._slots.pools.layout.group_of(which.start)
-        return range(first, first + len(which))
+        if which not in self._ranges:
+            first = self._slots.pools.layout.group_of(which.start)
+            self._ranges[which] = range(first, first + len(which))
+        return self._ranges[which]
 
     def resolve(self, layers: Layers, layer: int) -> None:
         record = layers.records[layer]

@@ -47,7 +47,8 @@ class DirectLayers:
         self._tuning = tuning
         self._is_whole = isinstance(heads, AllHeads) and tuning.sbo == "off"
         self._rooms: dict[int, Room] = {}
-        self._known: dict[int, bool] = {}
+        self._asked: tuple[Any, ...] = ()
+        self._count = 0
 
     def count(self, batch: Batch, layers: Sequence[DecoderLayer]) -> int:
         """How many of these layers, from the first on, run in one call."""
@@ -60,17 +61,20 @@ class DirectLayers:
             return 0
         if batch.offload.direct is None:
             return 0
+        asked = batch.course.vector, batch.course.verified_layer, layers[0].number, len(layers)
+        if asked != self._asked:
+            self._asked, self._count = asked, self._counted(batch, layers)
+        return self._count
+
+    def _counted(self, batch: Batch, layers: Sequence[DecoderLayer]) -> int:
         vector, verified = batch.course.vector, batch.course.verified_layer
         for count, layer in enumerate(layers):
             number = layer.number
-            if vector[number] > Mode.NONE or number == verified or not self._can(batch, layer):
+            if vector[number] > Mode.NONE or number == verified:
+                return count
+            if not _is_alike(batch.layout, layer):
                 return count
         return len(layers)
-
-    def _can(self, batch: Batch, layer: DecoderLayer) -> bool:
-        if layer.number not in self._known:
-            self._known[layer.number] = _is_alike(batch.layout, layer)
-        return self._known[layer.number]
 
     def run(self, batch: Batch, layers: Sequence[DecoderLayer], hidden: Tensor) -> Tensor:
         direct, which = batch.offload.direct, range(layers[0].number, layers[-1].number + 1)
@@ -123,10 +127,11 @@ class DirectLayers:
         self._rooms[len(hidden)] = room
         while len(self._rooms) > ROOM_MAX:
             self._rooms.pop(next(iter(self._rooms)))
-        for layer in layers:
-            if layer.number not in room.bound:
-                room.bind(batch, layer)
-                direct.bind(room.layers, range(layer.number, layer.number + 1))
+        if not room.bound.issuperset(range(layers[0].number, layers[-1].number + 1)):
+            for layer in layers:
+                if layer.number not in room.bound:
+                    room.bind(batch, layer)
+                    direct.bind(room.layers, range(layer.number, layer.number + 1))
         return room
 
 

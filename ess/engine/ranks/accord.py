@@ -17,7 +17,7 @@ has an empty half. Drafts are as many as every rank that decodes can afford.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Final, Protocol
 
 import torch
@@ -102,7 +102,14 @@ class Alone:
         self.latest = agreed([Wish(leaves=True)])
 
     def meet(self, wish: Wish) -> Accord:
-        self.latest = agreed([replace(wish, leaves=True)])
+        decodes = wish.token_count > 0
+        self.latest = Accord(
+            token_max=wish.token_count,
+            draft_count=wish.draft_count if decodes else 0,
+            splits=wish.splits and decodes,
+            has_chunks=wish.chunk_tokens > 0,
+            all_leave=True,
+        )
         return self.latest
 
     def line(self) -> None:

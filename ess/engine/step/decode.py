@@ -10,7 +10,7 @@ caller's thread; what it has said stays in the future map all the same until the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ess.door import Step
 from ess.engine.graphs.replays import Fit, Made, Replays
@@ -73,7 +73,8 @@ def launch(
     step = runner.offload.begin(sequences, query_counts=query_counts, room=room)
     fed = future.feed(step, turns, counts)
     course = runner.course(step, counts, vector)
-    accord = ranks.meet(replace(brought, token_count=sum(counts), splits=course.splits))
+    wish = Wish(sum(counts), brought.chunk_tokens, brought.draft_count, course.splits)
+    accord = ranks.meet(wish)
     course, draft_count = runner.settled(course, splits=accord.splits), accord.draft_count
     compute = _computing(runner, way, step, course, fed, draft_count)
     if replays is None or fit is None:

@@ -111,12 +111,14 @@ class Runner:
             vector = tuple(max(mode, Mode.NONE) for mode in vector)
         if splits != course.splits:
             self.tuning.overrule(splits=splits)
-        self._course = replace(course, vector=vector, splits=splits)
-        return self._course
+        if vector is not course.vector or splits != course.splits:
+            course = replace(course, vector=vector, splits=splits)
+        self._course = course
+        return course
 
     def batch(self, step: Step, course: Course | None = None) -> Batch:
         positions = torch.as_tensor(step.positions)
-        assert len(positions) == step.query_count, f"{len(positions)} positions"
+        assert positions.shape == (step.query_count,), f"{positions.shape[0]} positions"
         return Batch(
             offload=self.offload,
             step=step,
