@@ -194,7 +194,7 @@ def spelled_out(given: Sequence[str]) -> list[str]:
 def make_app(
     benchmarks: Sequence[Command], suites: Mapping[str, Sequence[str]], given: Sequence[str]
 ) -> cyclopts.App:
-    """Only the benchmark that the command line names is imported; the others are listed."""
+    """Imports only the benchmark that the command line names; the others are listed."""
     app = console.make_app("ess-bench", summary=SUMMARY, version=ess.__version__, commands=())
     for benchmark in benchmarks:
         command = command_of(benchmark) if benchmark.name in given[:1] else _never_called

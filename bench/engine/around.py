@@ -1,4 +1,4 @@
-"""A placement around another one: what is not changed is handed on."""
+"""A placement that wraps another: calls are passed on unless a subclass changes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ess.pool.warmup import WindowSet
 
 
 class Around:
-    """`over` makes it the placement of an offload: `Offload.create(placement=made.over)`."""
+    """Give `over` to an offload as its placement: `Offload.create(placement=made.over)`."""
 
     slots: Slots
 
@@ -24,7 +24,7 @@ class Around:
 
     @property
     def direct(self) -> None:
-        """Every call comes through here."""
+        """None, so that every call comes through this object."""
 
     @property
     def new_rows_max(self) -> int:
@@ -62,7 +62,7 @@ class Around:
         return self.slots.resolve(step, group, queries, selection, workspace=workspace, waits=waits)
 
     def before_resolve(self, step: Step, group: int, queries: range, selection: Array) -> None:
-        """For what looks at a selection, or changes what is resident, before it is resolved."""
+        """For subclasses that look at a selection, or change residency, before it is resolved."""
 
     def observe(
         self, step: Step, layer: int, queries: range, selection: Array, logits: Array

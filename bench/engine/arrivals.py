@@ -1,9 +1,9 @@
-"""Many short prompts at once, and how long each waits for its first token.
+"""Many short prompts at once: how long each waits for its first token.
 
-All requests are added before the first step. They enter as many to a step as its prompt tokens
-allow, or, for comparison, one to a step. What no engine can do without is the prompts' own work:
-all their tokens at the rate at which packs of them are prefilled while nothing else runs. Decoding
-goes on beside it, so the last first token may take twice that.
+All requests are added before the first step. As many enter per step as its prompt tokens allow, or,
+for comparison, one per step. The target is the prompts' own work, which no engine can avoid: all
+their tokens at the rate of packs of them when nothing else runs. Decoding goes on beside it, so the
+last first token may take twice that.
 
 Seconds are those of the engine's thread, which computes alone, so that a busy machine counts less.
 """
@@ -40,7 +40,7 @@ PACKS: Final = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What arrives, and the prompt tokens that a step may run."""
+    """The arriving prompts, and the prompt tokens that a step may run."""
 
     requests: int
     prompt: int = 64
@@ -50,18 +50,18 @@ class Load:
 
     @property
     def prefill_count(self) -> int:
-        """Of each prompt: its last token is left to decode."""
+        """Tokens of each prompt without the last, which is left to decode."""
         return self.prompt - 1
 
     @property
     def pack(self) -> int:
-        """The prompts that enter in the first step."""
+        """How many prompts enter in the first step."""
         return min(self.requests, self.chunk_tokens // self.prefill_count)
 
 
 @dataclass(slots=True)
 class Waited:
-    """Seconds until each first token, and for every step until the last one how many decoded."""
+    """Seconds until each first token, and how many requests decoded in each step until then."""
 
     first_s: list[float] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Waited:
 
 @compute_threads(1)
 def rows_of(load: Load, *, packs: int = PACKS) -> list[Row]:
-    """First tokens against one prompt to a step, and what packing itself gains."""
+    """First tokens against one prompt per step, and the gain of packing itself."""
     if load.requests < 1:
         raise BadInput(f"--arrivals {load.requests}: at least one request arrives")
     model = load_model()
@@ -118,7 +118,7 @@ def _running(many: Waited, one: Waited) -> dict[str, Any]:
 
 
 def _engine(model: Model, load: Load, chunk_tokens: int) -> Engine:
-    """Every row has a slot, so nothing is measured but who enters when."""
+    """Every row has a slot, so that only the order of entry is measured."""
     config = model.config
     if load.mtp == 1:
         config = msgspec.structs.replace(config, mtp_layer_count=0)
@@ -149,7 +149,7 @@ def _engine(model: Model, load: Load, chunk_tokens: int) -> Engine:
 def _prefilled(
     model: Model, load: Load, prompts: Sequence[Sequence[int]], repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds for one pack of prompts: one by one, and together; in turn, after a first of each."""
+    """Seconds for one pack of prompts, one by one and together, in turn, after a warm-up."""
     eng = _engine(model, load, load.chunk_tokens)
     seconds: dict[int, list[float]] = {1: [], load.pack: []}
     chosen = prompts[: load.pack]

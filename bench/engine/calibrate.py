@@ -1,7 +1,7 @@
-"""What the live policy starts from: stage times, link rate and misses of the embedded model here.
+"""The start values of the live policy: the embedded model's stage times, link rate and misses.
 
 Decode steps run under NONE, DA and DBA over text of the Python manual, in an arena of a fifth of
-the context. What a schedule costs beyond NONE is the difference between the same steps under both:
+the context. The cost of a schedule beyond NONE is the difference between the same steps under both:
 two attentions and a merge instead of one, two selections instead of one. Each constant is a line
 `fixed + each * count` through the times of all batches, or a multiple where a line would start
 below zero. Misses are per request and step of two tokens, by layer and context.

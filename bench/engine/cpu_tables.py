@@ -2,8 +2,8 @@
 
 A few small runs are timed; the median time of every stage per step becomes a surface over queries
 and context, read by the simulator's own interpolation. A step is then the sum of its stages: NONE
-has no overlap. What is predicted is a context and a batch that were not among the runs, most often
-a context beyond them: stages are linear in the context, since keys are.
+has no overlap. The predicted context and batch are not among the runs; most often the context is
+beyond them: stages are linear in the context, as the number of keys is.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class CpuTables:
 
 
 class Watched:
-    """An engine whose steps come with their spans. Under another clock than the wall's, jobs of the
-    copy lane are left out: they are timed by the wall's."""
+    """An engine that returns the spans of each step. With a clock other than the wall's it leaves
+    out jobs of the copy lane, whose times are the wall clock's."""
 
     def __init__(
         self, prefix: Prefix, shape: Shape, way: Way, *, clock: Clock | None = None

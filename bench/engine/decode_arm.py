@@ -27,14 +27,14 @@ from ess.units import PAGE_ROWS, div_ceil
 
 CHUNK_TOKENS: Final = EngineConfig().chunk_tokens
 STAGGER: Final = PAGE_ROWS
-"""Tokens between the lengths of neighbours in a batch."""
+"""The difference in tokens between the lengths of neighbours in a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What is decoded: `batch` requests of about `context` tokens, `steps` times `mtp` tokens.
-    Beside every step `chunk` tokens of one more prompt are prefilled, which has about `context`
-    tokens before them."""
+    """The work: `batch` requests of about `context` tokens decode `steps` times `mtp` tokens.
+    Beside every step `chunk` tokens of one more prompt are prefilled, behind about `context`
+    tokens."""
 
     context: int
     batch: int
@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def tokens_max(self) -> int:
-        """Also for the steps in which the batch fills up: at most one for each prompt."""
+        """The tokens of each request, with those of the steps that fill the batch."""
         return (self.steps + self.batch + 1) * self.mtp
 
     @property
@@ -61,9 +61,9 @@ class Shape:
         return self.context // PAGE_ROWS * PAGE_ROWS
 
     def lengths(self) -> list[int]:
-        """Neighbours differ, so that they continue different sentences.
+        """Prompt lengths. Neighbours differ, so that they continue different sentences.
 
-        One more than whole pages: then one page, which is enough for warm-up, is prefilled.
+        One more than whole pages: then one page, enough for warm-up, is prefilled.
         """
         longest = self.cached_tokens + 1
         if longest - STAGGER * (self.batch - 1) < 2 * PAGE_ROWS:
@@ -83,7 +83,7 @@ class Way:
 
 @dataclass(slots=True, kw_only=True)
 class Taken:
-    """What steps took: seconds, tokens, and missed rows [step, group]."""
+    """Measurements of steps: seconds, tokens, and missed rows [step, group]."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Arm:
         placement: MakePlacement | None = None,
         model: Model | None = None,
     ) -> None:
-        """With a `model` of its own it decodes where that lies: on a device."""
+        """With `model` given, decodes where that lies: on a device."""
         self.shape, self.way = shape, way
         if way.ratio is None:
             placement = EveryRow
@@ -130,7 +130,7 @@ class Arm:
         self._misses = self.offload.stats().miss_count
 
     def _enter(self, prefix: Prefix) -> list[Request]:
-        """All prompts are prefix cache but for their last pages, which are prefilled for real."""
+        """Takes prompts from the prefix cache, except their last pages, which are prefilled."""
         shape = self.shape
         tokens = prefix.tokens(shape.length_max)
         vocabulary = prefix.model.config.vocab_size
@@ -169,7 +169,7 @@ class Arm:
         self._misses = seen
 
     def forget(self) -> None:
-        """What was counted so far was warm-up."""
+        """Drops the measurements so far, which were warm-up."""
         self.taken = Taken()
 
     @property
@@ -181,8 +181,8 @@ class Arm:
 
 
 def lay_in(offload: Offload, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> None:
-    """The prefix's rows and keys as cached pages of every prompt; they differ in their first token,
-    so no two share a page."""
+    """Stores the prefix's rows and keys as cached pages of every prompt. Prompts differ in their
+    first token, so no two share a page."""
     count = max(len(prompt) for prompt in prompts)
     sequences = [offload.open(prompt) for prompt in prompts]
     for layer in range(prefix.layout.layer_total):
@@ -198,7 +198,7 @@ def lay_in(offload: Offload, prefix: Prefix, prompts: Sequence[Sequence[int]]) -
 
 
 def slots_each(layout: ModelLayout, shape: Shape, ratio: float) -> int:
-    """Slots per request and group that a ratio asks for, at least what one step writes."""
+    """Slots per request and group for a ratio, at least those that one step writes."""
     return max(shape.mtp, min(int(ratio * shape.context), shape.length_max))
 
 

@@ -1,7 +1,7 @@
 """The engine's decode steps on a device, for the benchmarks that run from a bare checkout.
 
-The model in the box is small: its steps show what launches, copies and the host cost, and that the
-ways agree, not what a large model gains.
+The embedded model is small: its steps show the cost of launches, copies and the host, and that the
+ways agree, not the gain of a large model.
 """
 
 from __future__ import annotations

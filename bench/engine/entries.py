@@ -1,8 +1,8 @@
 """Decode of a model that attends to entries (DeepSeek-V4): offload against everything resident.
 
 A small model of random weights, all ways in turn, the same tokens. On a CPU both tiers are DRAM, so
-this shows what offload takes: planning, copies and a partial more. Random weights choose entries at
-random: what is missed here says nothing of a trained model.
+this shows the cost of offload: planning, copies and one more partial. Random weights choose entries
+at random: the misses here say nothing about a trained model.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ROWS: Final = "f32"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Slots for `share` of all entries."""
+    """A way with slots for `share` of all entries."""
 
     name: str
     share: float
@@ -98,7 +98,7 @@ class Arm:
         self.samples.append((time.perf_counter() - started_s) * 1e3)
 
     def counts(self) -> tuple[int, int]:
-        """Entries that were missing, and all that were asked for."""
+        """Entries that were missing, and all that were requested."""
         stats = self.offload.stats()
         missed = int(stats.miss_count.sum() + stats.place_count.sum())
         return missed, missed + int(stats.hit_count.sum())
@@ -167,7 +167,7 @@ def _missed(arm: Arm, named: Mapping[str, Any]) -> Row:
 
 
 def _bytes(layout: ModelLayout, context: int) -> Row:
-    """Of all that a request keeps, rows, keys and what is beside them, what the host alone has."""
+    """The share of what a request keeps (rows, keys, states) that only the host holds."""
     rows = layout.rows_of(context) * layout.token_row_bytes
     keys = div_ceil(layout.rows_of(context) * layout.key_page_bytes, PAGE_ROWS)
     total = rows + keys + layout.request_state_bytes(context)

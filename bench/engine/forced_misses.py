@@ -1,4 +1,4 @@
-"""A placement that misses as many rows as it is told to."""
+"""A placement that misses a given number of rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ess.pool.lru import planner
 
 
 class Forced(Around):
-    """Of what each request selects in a layer, `miss_count` resident rows are dropped just before
-    it is resolved, spread evenly over the selection. Rows not yet stored stay: they cannot be
-    fetched. Needs an arena that would hold everything, or misses come on top."""
+    """Drops `miss_count` resident rows of each request's selection in a layer just before it is
+    resolved, spread evenly over the selection. Rows not yet stored stay: they cannot be fetched.
+    Needs an arena that would hold everything, or other misses are added."""
 
     miss_count = 0
 

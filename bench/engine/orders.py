@@ -1,8 +1,8 @@
-"""What a step in halves (TBO) and experts in another order (SBO) cost on a single rank.
+"""The cost of a step in halves (TBO) and of other expert orders (SBO) on a single rank.
 
-Decode steps of the embedded model under DA, by the time the compute thread ran. On one rank nothing
-is dispatched, and a CPU's batch is too small to keep two halves busy: this is the price that TBO
-and SBO have to earn back elsewhere.
+Decode steps of the embedded model under DA, timed by the compute thread's run time. On one rank
+nothing is dispatched, and a CPU's batch is too small to keep two halves busy: this is the cost that
+TBO and SBO must make up for elsewhere.
 """
 
 from __future__ import annotations

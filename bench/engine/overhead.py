@@ -1,10 +1,10 @@
 """How much of a decode step is not model math, in thread time, so that a busy machine counts less.
 
 Model math is the compiled stages (projections, experts, head, and the norms and rotations between
-them), the indexer and attention. Where layers run in one native call, its thread time is shared out
-as the wall clock shares it among the call's parts. The share of products in the stages is measured
-in further steps, which go by schedules and run every stage again and then its products alone; in
-the stricter of the two rows, what of a stage is not a product counts as overhead.
+them), the indexer and attention. Where layers run in one native call, its thread time is divided in
+proportion to the wall time of the call's parts. The share of matrix products in the stages is
+measured in further steps, which use schedules and run every stage again and then its products
+alone; in the stricter of the two rows, stage time outside products counts as overhead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Meter:
         return call
 
     def layers(self, run: Callable[..., int]) -> Callable[..., int]:
-        """Of layers in one call: by what each part is."""
+        """Times the parts of layers that run in one call."""
 
         def call(layers: layer.Layers, which: range, step: Any, **more: Any) -> int:
             begun, started = time.monotonic_ns(), time.thread_time_ns()
@@ -76,7 +76,7 @@ class Meter:
         return call
 
     def twice(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A stage, then again, then its products alone: the last two with warm weights."""
+        """Runs a stage, then again, then its products alone: the last two with warm weights."""
         first, again = self.timed("stages", run), self.timed("again", run)
         products = self.timed("products", run)
 

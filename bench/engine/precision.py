@@ -1,7 +1,7 @@
 """How far low precision is from float32, and how far offload is from no offload: read, not written.
 
-The model in the box reads a real text: at every position it is told the true next token, whatever
-it would have said, so that all ways to compute are asked the same. Their logits are compared: the
+The embedded model reads a real text: at every position it is given the true next token, whatever
+its own choice, so that all ways to compute get the same input. Their logits are compared: the
 divergence KL(exact, other) in nats, and the tokens that flip (another greedy choice) with the lead
 that the exact choice had over its next (difference of logits).
 
@@ -39,14 +39,14 @@ from ess.units import PAGE_ROWS, div_ceil
 CHUNK: Final = 512
 LEADS_SHOWN: Final = 5
 TARGET: Final = 100.0
-"""What offload adds should be a hundredth, at most, of what the form itself is from float32."""
+"""Offload should add at most a hundredth of the form's own distance from float32."""
 
 Float = Literal["f32", "bf16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The type of weights, which products take both sides in, and the codecs of rows and keys."""
+    """The type of weights and activations, and the codecs of rows and keys."""
 
     name: str
     weights: Float
@@ -120,11 +120,11 @@ def rows_of(plan: Plan, *, text: Path | None = None) -> list[Row]:
     return rows
 
 
-# ---- reading
+# # ---- reading
 
 Models = Mapping[Float, Model]
 Logits = Mapping[tuple[Form, str], Tensor]
-"""Of a form and a mode: [excerpt, token, vocabulary]."""
+"""Logits of a form and a mode: [excerpt, token, vocabulary]."""
 
 
 def read(
@@ -134,7 +134,7 @@ def read(
     *,
     tokens: int,
 ) -> Logits:
-    """The last `tokens` of every line, by every form under its modes."""
+    """Logits of the last `tokens` of every line, by every form under its modes."""
     found: dict[tuple[Form, str], Tensor] = {}
     start = len(lines[0]) - tokens
     for form, modes_of_form in ways.items():
@@ -150,7 +150,7 @@ def read(
 def excerpts_of(
     ids: Sequence[int], context: int, *, count: int, tokens: int
 ) -> list[Sequence[int]]:
-    """Each `context` tokens and those to compare, spread evenly; they overlap in a short text."""
+    """Excerpts of `context` tokens and those to compare; they overlap in a short text."""
     length = context + tokens
     if count < 1 or tokens < 1:
         raise BadInput(f"{count} excerpts of {tokens} tokens: at least one of each")
@@ -161,7 +161,7 @@ def excerpts_of(
 
 
 def offload_for(model: Model, form: Form, lines: Sequence[Sequence[int]]) -> Offload:
-    """Room for these lines, whose arena holds two selections of each in every group."""
+    """Pools for these lines, with an arena of two selections of each in every group."""
     config = msgspec.structs.replace(model.config, mtp_layer_count=0)
     layout = config.layout(row=form.row, index=form.index)
     pages = div_ceil(len(lines[0]), PAGE_ROWS) + 1
@@ -228,12 +228,12 @@ class Apart:
 
     @property
     def flipped(self) -> float:
-        """Of all positions."""
+        """The share of all positions that flipped."""
         return len(self.leads) / self.kl.numel()
 
 
 def apart(exact: Tensor, other: Tensor) -> Apart:
-    """Of logits [..., token, vocabulary]; the rounding of float64 may not make a KL negative."""
+    """Compares logits [..., token, vocabulary]; float64 rounding must not make a KL negative."""
     p, q = exact.double().log_softmax(-1), other.double().log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)
     best = exact.topk(2, -1).values
@@ -268,7 +268,7 @@ def apart_rows(
     *,
     target: float | None = None,
 ) -> list[Row]:
-    """Two: the mean divergence, and the share of tokens that flipped with their greatest leads."""
+    """Two rows: the mean divergence, and the share of flipped tokens with their greatest leads."""
     ratio = baseline[1] / found.mean if baseline and found.mean else None
     count = f"{len(found.leads):,} of {found.kl.numel():,}"
     leads = " ".join(f"{lead:.2f}" for lead in found.leads[:LEADS_SHOWN])

@@ -1,9 +1,9 @@
 """The baseline: an engine without residency, every row of every layer where attention reads it.
 
-What any paged engine does, with our own model and kernels, so that a difference in time is what
-residency costs: rows lie by page, a selection becomes addresses through the page table, and a step
-ends by counting what was accepted. No slots, no plan, no copy lane, nothing stored behind. The host
-keeps what prefill made, for a prefix that comes again; decode does not touch it.
+It does what any paged engine does, with our model and kernels, so that a difference in time is the
+cost of residency: rows lie by page, a selection becomes addresses through the page table, and a
+step ends by counting what was accepted. It has no slots, plan, copy lane or deferred stores. The
+host keeps prefilled rows, for a prefix that comes again; decode does not touch them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ess.units import PAGE_ROWS
 
 
 class EveryRow:
-    """The row id of a row is its address. A sequence's rows are copied from the host when its first
-    step begins; it must not be preempted, for the host does not learn what decode makes."""
+    """A row's id is its address. A sequence's rows are copied from the host when its first step
+    begins; it must not be preempted, because the host never gets the rows of decode."""
 
     def __init__(self, slots: Slots) -> None:
         pools = self._pools = slots.pools
@@ -97,7 +97,7 @@ class EveryRow:
         workspace: int,
         waits: bool,
     ) -> tuple[Resolution, ...]:
-        """All of it is a hit."""
+        """Every row is a hit."""
         layers = self._pools.layout.groups[group]
         rows = self.locate(step, layers[0], queries, selection)
         absent, none = torch.full_like(rows, -1), torch.zeros(len(rows), dtype=torch.int32)
@@ -107,7 +107,7 @@ class EveryRow:
     def observe(
         self, step: Step, layer: int, queries: range, selection: Array, logits: Array
     ) -> None:
-        """Nothing ever gives way."""
+        """Does nothing: no row ever gives way."""
 
     def locate(self, step: Step, layer: int, queries: Many[int], selection: Array) -> Tensor:
         rows, chosen = np.empty_like(selection), np.array(queries, np.int32)
@@ -125,10 +125,10 @@ class EveryRow:
         """Rows that were not accepted lie behind the length, where the next ones go."""
 
     def warm(self, sequence: Sequence, windows: Array) -> None:
-        """Nothing is ever absent."""
+        """Does nothing: no row is ever absent."""
 
     def warm_from(self, sequence: Sequence, sets: Iterable[WindowSet], window_count: int) -> None:
-        """Nor here."""
+        """Does nothing, like `warm`."""
 
     def fill(self, sequence: Sequence, row_max: int | None) -> int:
         return 0
@@ -160,4 +160,4 @@ class _DirectRows:
         raise BadState(f"layer {layer}: a fetch of a row that is here")
 
     def leave(self, step: Step, layers: Layers, which: range) -> None:
-        """Nothing has moved."""
+        """Does nothing: no row has moved."""

@@ -1,9 +1,9 @@
-"""`ess-bench serve`: what the HTTP server costs per token, with an engine that costs nothing.
+"""`ess-bench serve`: the HTTP server's cost per token, with an engine that costs nothing.
 
 Streams read the paced engine's tokens through `ess serve`, two real processes and real sockets. A
 shared machine may give the server less than a core, so events are counted per second of the server
-process's own processor time. From the engine to the socket is time on the wall, of the last stream
-of a step, once all streams run: `waited_for_a_core` says how much of the wall others had.
+process's own processor time. The time from the engine to the socket is wall time, of the last
+stream of a step, once all streams run: `waited_for_a_core` says how much of it other programs had.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _measure(arm: Arm, seconds: float) -> list[Row]:
 
 
 def _row(arm: Arm, value: float, target: float, *, unit: str, config: dict[str, Any]) -> Row:
-    """More events are better, fewer milliseconds are better."""
+    """A row; more events are better, fewer milliseconds are better."""
     ratio = target / value if unit.startswith("ms") else value / target
     return Row(
         name=f"serve, {arm.name}",
@@ -99,7 +99,7 @@ def _row(arm: Arm, value: float, target: float, *, unit: str, config: dict[str, 
 
 @contextlib.contextmanager
 def served(arm: Arm) -> Iterator[tuple[str, list[int]]]:
-    """`ess serve` with the paced engine on a free port; gives the URL and its processes' pids."""
+    """`ess serve` with the paced engine on a free port; yields the URL and its processes' pids."""
     flags = ["--engine", "paced", "--pace-ms", str(arm.pace_ms)]
     flags += ["--max-running", str(arm.stream_count)]
     flags += ["--server-processes", str(arm.process_count)]
@@ -129,7 +129,7 @@ def started(
 
 
 def _url(process: subprocess.Popen[str]) -> str:
-    """From what it prints: one JSON document."""
+    """The URL in the JSON document that it prints."""
     assert process.stdout is not None, "stdout is a pipe"
     text = ""
     while not text.endswith("\n}\n"):
@@ -152,7 +152,7 @@ def _wait_ready(url: str) -> None:
 
 
 def _pids(pid: int) -> list[int]:
-    """The server's own processes: the first and, of its children, those that are no engine."""
+    """The pids of the server's processes: the first, and its children except engines."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     fronts = [c for c in children if FRONT.encode() in Path(f"/proc/{c}/cmdline").read_bytes()]
     return [pid, *map(int, fronts)]
@@ -183,8 +183,8 @@ async def _read(url: str, arm: Arm, seconds: float) -> tuple[int, Counts]:
 
 
 async def _stream(url: str, begun: asyncio.Event, over: asyncio.Event) -> int:
-    """Events of one endless stream; only their marks are looked for, so the reader is cheap. It
-    has begun with its first event, or its failure."""
+    """Counts events of one endless stream, looking only for their marks, so the reader is cheap.
+    Sets `begun` at the first event, or on failure."""
     body = b'{"prompt":[5,6,7],"max_tokens":100000,"ignore_eos":true,"stream":true}'
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)

@@ -1,17 +1,17 @@
-"""DA and DBA against NONE on a link slowed to a set rate: what is hidden, and what was predicted.
+"""DA and DBA against NONE on a link slowed to a set rate: the hidden share and its prediction.
 
 The embedded model, its selections widened to the 2,048 rows of a large model, decodes with every
-row resident; then a number of selected rows is dropped before each layer is resolved, and the lane
-takes the time that a link of the set rate would take for them. Times are of whole steps:
+row resident; then some selected rows are dropped before each layer is resolved, and the lane takes
+as long as a link of the set rate would. Times are of whole steps:
 
     base       NONE at the lane's full speed, in the same minute, less what it waited
-    added      (step - base) / layers: what a layer takes longer than if nothing had to be fetched
+    added      (step - base) / layers: a layer's extra time over one that fetches nothing
     T          the time the link was busy, per layer
     hidden     1 - added / T
 
-The policy's prediction is made from runs at full speed and the rate alone, never from a slowed
-step: windows are the time from a fetch's submission to the first wait for it, costs are what DA and
-DBA take longer than NONE when nothing is slow (`ess.cost.exposed` has the formulas).
+The policy's prediction comes from runs at full speed and the rate alone, never from a slowed step:
+windows are the time from a fetch's submission to the first wait for it, costs are the extra time of
+DA and DBA over NONE when nothing is slow (`ess.cost.exposed` has the formulas).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ess.models.load import load_model
 
 MODES: Final = ("none", "da", "dba")
 CROSSING: Final = 0.75
-"""Without a rate of its own: T is this share of DA's window at the middle of the grid."""
+"""Without a given rate, T is this share of DA's window at the middle of the grid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def rows_of(plan: Plan, *, folder: Path | None) -> list[Row]:
 
 
 class Step(NamedTuple):
-    """Microseconds, the jobs that the step gave to the lane, and the rows it missed."""
+    """One step: microseconds, the jobs given to the lane, and the rows missed."""
 
     us: float
     jobs: list[Job]
@@ -155,8 +155,8 @@ class _Run:
 def measured(
     runs: Sequence[_Run], plan: Plan, miss: int, rate: float | None
 ) -> tuple[dict[str, Cell], dict[str, Cell]]:
-    """Every mode at full speed and slowed, step by step in turn, so that other work on the machine
-    meets all of them alike; the first round is thrown away."""
+    """Runs every mode at full speed and slowed, step by step in turn, so that other work on the
+    machine affects all alike; drops the first round."""
     for run in runs:
         run.offload.drain()
         run.forced.miss_count = miss
@@ -178,8 +178,8 @@ def measured(
 
 
 def _cell(steps: list[Step], layers: int, batch: int, *, parts: int) -> Cell:
-    """Jobs without a wait are stores: they are behind everything. The window of a layer in
-    two parts is that of its first part, whose fetch the second part's indexer hides."""
+    """Jobs without a wait are stores, after everything else. The window of a layer in two parts is
+    that of its first part, whose fetch the second part's indexer hides."""
     fetches = [[job for job in jobs if job.waits_ns] for _, jobs, _ in steps]
 
     def median(values: list[float]) -> float:
@@ -207,7 +207,7 @@ def crossing_rate(da: Cell, bytes_each: int) -> float:
 
 
 def hiding(fast: dict[str, Cell]) -> Hiding:
-    """Windows and costs from runs at full speed, which is all that the policy would know."""
+    """Windows and costs from runs at full speed, which is all that the policy knows."""
     none, da, dba = (fast[mode] for mode in MODES)
     base_us = none.step_us - none.waited_us
     da_cost_us = max(0.0, da.step_us - da.waited_us - base_us)
@@ -262,7 +262,7 @@ def _rows(miss: int, rate: float, fast: dict[str, Cell], slow: dict[str, Cell]) 
 
 
 def agreement_row(cells: Sequence[tuple[dict[str, Cell], dict[str, Cell]]]) -> Row:
-    """Over DA and DBA at every miss count; the time added is what a wrong choice would cost."""
+    """Compares DA and DBA at every miss count; the added time is the cost of a wrong choice."""
     both_shares = [shares_of(mode, *both) for both in cells for mode in ("da", "dba")]
     points = [100 * abs(shares.measured - shares.predicted) for shares in both_shares]
     return Row(

@@ -1,8 +1,8 @@
-"""Decode steps of the embedded model in one run, all ways in turn: what residency costs.
+"""Decode steps of the embedded model in one run, all ways in turn: the cost of residency.
 
-On a CPU both tiers are DRAM. So this does not show what offload gains, which is a larger batch in
-the same device memory; it shows what it takes: planning, copying and two partials, beside an engine
-of the same model and kernels that keeps every row where attention reads it
+On a CPU both tiers are DRAM. So this does not show the gain of offload, a larger batch in the same
+device memory; it shows its cost: planning, copying and two partials, beside an engine of the same
+model and kernels that keeps every row where attention reads it
 (`ess.bench.engine.resident_baseline`).
 """
 
@@ -178,7 +178,7 @@ def named(mode: str, ratio: float, evict: PolicyName) -> str:
 
 
 def model_on(device: str) -> Model:
-    """The model in the box, as a server would have it there."""
+    """The embedded model as a server would have it on this device."""
     missing = driver.why_missing()
     if missing is not None:
         raise Unavailable(f"nothing is measured on {device}: {missing}")
@@ -198,7 +198,7 @@ def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan, model: Model | None) -
 
 
 def stage_row(prefix: Prefix, shape: Shape, way: Way) -> Row:
-    """The sum of the stages' medians is close to a step, not equal; every way runs alone."""
+    """The time of each stage. The sum of medians is close to a step, not equal; ways run alone."""
     medians = stage_medians(prefix, shape, way, shape.steps - 1)
     return Row(
         name=f"stages of a step, {way.name}",
@@ -214,8 +214,8 @@ def stage_row(prefix: Prefix, shape: Shape, way: Way) -> Row:
 
 
 def take_turns(arms: Sequence[Arm], steps: int) -> None:
-    """Step by step, every round in another order: an arm that always followed the same other arm
-    would always meet that arm's stores. The first rounds do not count."""
+    """Steps all arms in turn, every round in another order: an arm that always followed the same
+    other arm would always meet that arm's stores. The first rounds do not count."""
     order = np.random.default_rng(0)
     for number in range(steps):
         if number == WARM_UP_STEPS:
@@ -243,7 +243,7 @@ def arm_rows(arm: Arm, whole: Arm, *, targets: bool) -> list[Row]:
 
 
 def device_row(arm: Arm) -> Row:
-    """What the ways on a device stand beside."""
+    """The baseline of the ways on a device."""
     samples = [1e3 * seconds for seconds in arm.taken.seconds]
     name = f"a step, {arm.way.name}"
     return Row(
@@ -262,7 +262,7 @@ def _rates(arm: Arm) -> list[float]:
 
 
 def effective(arm: Arm) -> dict[str, Any]:
-    """The shape that was asked for, and the slots that the pools gave each request."""
+    """The given shape, and the slots that the pools gave each request."""
     shape, way = arm.shape, arm.way
     config: dict[str, Any] = {"ctx": shape.context, "batch": shape.batch, "mtp": shape.mtp}
     if way.mode != "resident" and way.ratio is not None:
@@ -274,7 +274,7 @@ def effective(arm: Arm) -> dict[str, Any]:
 
 
 def _there(arm: Arm) -> dict[str, Any]:
-    """How often layers ran in each mode: RESIDENT only where all rows are known to be there."""
+    """How often layers ran in each mode; RESIDENT only where all rows are known to be resident."""
     counts = arm.engine.tuning.mode_counts.sum(axis=0).tolist()
     ran = {mode.name: count for mode, count in zip(Mode, counts, strict=True) if count}
     name = driver.Device(arm.engine.runner.model.device.index or 0).name
@@ -294,7 +294,7 @@ def acceptance_row(arm: Arm, config: dict[str, Any]) -> Row:
 
 
 def miss_rows(arm: Arm, config: dict[str, Any]) -> list[Row]:
-    """Per request, layer and step; the MTP layer apart, since its misses cost drafts only."""
+    """Misses per request, layer and step; the MTP layer apart, as its misses only cost drafts."""
     missed = np.array(arm.taken.misses) / arm.shape.batch
     layers = arm.offload.layout.layer_count
     rows = []

@@ -1,12 +1,12 @@
 """Decode of the embedded model beside the transformers implementation of it, in one process.
 
-Both run the same bfloat16 weights greedily with their caches full, on real prompts here and on
-noise there: a dense product takes as long over noise, and prefilling it there would take minutes.
-Before anything is timed both answer one real prompt in float32, and must say the same.
+Both run the same bfloat16 weights greedily with full caches, on real prompts here and on noise
+there: a dense product takes as long over noise, and prefilling it there would take minutes. Before
+anything is timed both answer one real prompt in float32, and must agree.
 
-The rival runs as fast as it can be made to: every way below is tried, the fastest is measured, and
-all are printed. Both sides run with one thread in thread time, which a busy machine disturbs least,
-and with as many threads as are fastest in wall time.
+The rival runs as fast as possible: every way below is tried, the fastest is measured, and all are
+printed. Both sides run with one thread in thread time, which a busy machine disturbs least, and
+with their fastest number of threads in wall time.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Rival:
 
 @torch.inference_mode()
 def agreement(folder: Path) -> Row:
-    """How far the logits of both are apart on one prompt, in float32."""
+    """The distance of both sides' logits on one prompt, in float32."""
     tokens = [(7 * i * i + 11) % 4096 for i in range(300)]
     ours = Plain(load_model(form="f32")).run(tokens).logits
     theirs = load(folder, Try(dtype="float32"))(torch.tensor([tokens])).logits[0]

@@ -1,1 +1,1 @@
-"""What a handoff costs: bytes per second, time after the prompt, misses, and what it buys."""
+"""The cost of a handoff: bytes per second, time after the prompt, misses; and its gain."""

@@ -1,4 +1,4 @@
-"""The other worker of a benchmark: a process of its own that is talked to in lines of JSON."""
+"""The other worker of a benchmark: a process that exchanges lines of JSON with this one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ess.errors import BadState
 
 
 class Child:
-    """`python -m module words...`; it ends with the block, whatever it is doing.
+    """Runs `python -m module words...`; the process ends with the block, whatever it is doing.
 
-    Nothing is buffered on our side: a line that has been read ahead would not show in `select`.
+    Our side buffers nothing: a line that was read ahead would not show in `select`.
     """
 
     def __init__(self, module: str, *words: str) -> None:

@@ -1,4 +1,4 @@
-"""`ess-bench handoff`: what it costs to prefill in one worker and to decode in another."""
+"""`ess-bench handoff`: the cost of prefilling in one worker and decoding in another."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def handoff_benchmark(*, ctx: str = "4k,32k", smoke: bool = False) -> list[Row]:
 
 
 def _rounds(length: int) -> int:
-    """Long prompts take minutes."""
+    """How often a prompt length is run: long prompts take minutes."""
     return max(1, TOKENS // length)

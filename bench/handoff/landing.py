@@ -1,9 +1,9 @@
-"""How long after a prompt's last layer its first decode step begins.
+"""The time from a prompt's last layer to its first decode step.
 
-Two processes of one thread each: one prefills, one decodes. Between them lies TCP with a link so
-slow that the rows of a prompt take half as long as the prompt. Layer by layer, the decode worker
-asks for the rows when the prompt begins; all at once, when it is made. What is hidden is the part
-of the link's own time that does not come behind the prompt.
+Two processes of one thread each: one prefills, one decodes. Between them is TCP over a link so slow
+that the rows of a prompt take half as long as the prompt. Layer by layer, the decode worker
+requests the rows when the prompt begins; all at once, when it is complete. The hidden part of the
+link's time is the part before the end of the prompt.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def handoff_bytes(layout: ModelLayout, token_count: int) -> int:
 
 
 def _prompts(length: int, count: int) -> list[list[int]]:
-    """Parts of the text that begin differently, so that no prefix is found again."""
+    """Parts of the text that begin differently, so that no two share a prefix."""
     ids, name = token_ids()
     stride = max(PAGE_ROWS, (len(ids) - length) // max(1, count))
     if len(ids) < length + (count - 1) * stride:

@@ -1,8 +1,8 @@
-"""Links between ranks: how long a hop takes, how much goes over, what asynchronous sends hide.
+"""Links between ranks: the time of a hop, the bandwidth, and what asynchronous sends hide.
 
 Two ranks, each a process. Asynchronous and synchronous sends carry the same micro-batches, in turn,
-over the link as it is and over one that is slowed. A stage's computing is stood for by a sleep, so
-that the two ranks do not compete for the cores: what is measured is waiting, not arithmetic.
+over the link as it is and over a slowed one. A sleep replaces a stage's computing, so that the two
+ranks do not compete for the cores: this measures waiting, not arithmetic.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def links_benchmark(*, batches: int = 32, repeats: int = 7, smoke: bool = False)
 
 
 def hops(group: Group, count: int) -> list[Row]:
-    """Half of the way there and back: a head alone, and a head with one row."""
+    """Half of a round trip: of a head alone, and of a head with one row."""
     rows = []
     for name, tensor in (("head", None), ("head and row", torch.ones(1, 1024))):
         samples = []
@@ -103,7 +103,7 @@ def sends(group: Group, shape: tuple[int, int], batches: int, repeats: int) -> l
 def _pass(
     group: Group, shape: Sequence[int], batches: int, *, is_async: bool, is_slow: bool
 ) -> float:
-    """Milliseconds from the first stage's first computing to the second stage's last."""
+    """Milliseconds from the start of the first stage's computing to the end of the second's."""
     link = _next(group)
     latency_s, rate = (LATENCY_S, BYTES_PER_S) if is_slow else (0.0, 1e15)
     over = Delayed(link, latency_s, rate, is_async=is_async)

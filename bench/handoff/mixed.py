@@ -1,9 +1,9 @@
 """Two workers that do both against one that prefills and one that decodes, under the same load.
 
-Either way two engines of one thread each behind `ess serve`'s own server, so both have the same two
-cores. Requests arrive at random moments, the same in both arms, with prompts of many lengths. The
-client spreads them itself: in turn over two servers of role both; or both legs of each to the
-prefill and the decode worker, as a router of SGLang's dialect does.
+In both arms two engines of one thread each run behind `ess serve`'s own server, so both have the
+same two cores. Requests arrive at random times, the same in both arms, with prompts of many
+lengths. The client distributes them itself: in turn over two servers of role both; or both legs of
+each to the prefill and the decode worker, as a router of SGLang's dialect does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ANSWER_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """`gap_s` between arrivals on average; prompts have from `shortest` to `longest` tokens."""
+    """`gap_s` is the mean time between arrivals, `shortest` and `longest` are prompt tokens."""
 
     requests: int
     gap_s: float
@@ -45,7 +45,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Of one request: seconds to its first event, and between its events."""
+    """One request: seconds to its first event, and between its events."""
 
     first_s: float
     gaps_s: list[float] = field(default_factory=list)
@@ -132,8 +132,8 @@ def _leg(prefill: str) -> dict[str, Any]:
 # ---- the load
 
 Ways = Sequence[Sequence[tuple[str, Mapping[str, Any]]]]
-"""Where requests go in turn: to one server, or to several at once, with these fields. The last of
-them answers with the text."""
+"""The targets of requests, in turn: one server, or several at once, each with these fields. The
+last of them answers with the text."""
 
 
 async def _run(load: Load, ways: Ways) -> Arm:
@@ -149,7 +149,7 @@ async def _run(load: Load, ways: Ways) -> Arm:
 
 
 def _prompts(load: Load, draw: random.Random) -> list[list[int]]:
-    """Parts of the text that begin anywhere: no two share a prefix."""
+    """Parts of the text from random places: no two share a prefix."""
     ids, _ = token_ids()
     lengths = [draw.randint(load.shortest, load.longest) for _ in range(load.requests)]
     starts = [draw.randrange(len(ids) - length) for length in lengths]

@@ -1,4 +1,4 @@
-"""A link of a chosen speed around a real transport: bytes leave no faster than that."""
+"""A real transport slowed down: bytes leave no faster than at a chosen rate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ess.transfer.transports.around import Around
 
 
 class PacedTransport(Around):
-    """Transfers leave in their order, each when the ones before it have had their time on the link.
+    """Transfers leave in order, each after the time that the link needs for the earlier ones.
 
-    The time of a transfer is its bytes over the speed, counted from when it was posted or from when
-    the one before it was through, whichever is later.
+    The time of a transfer is its bytes over the rate, counted from its post or from the end of the
+    transfer before, whichever is later.
     """
 
     def __init__(self, inner: Transport, *, bytes_per_s: float, clock: Clock) -> None:

@@ -1,8 +1,8 @@
-"""The prefill worker of `ess-bench handoff`, in a process of its own. Lines of JSON, both ways.
+"""The prefill worker of `ess-bench handoff`, in its own process. Lines of JSON, both ways.
 
-{"meet": hex}                                 the decode worker's metadata, first of all
-{"uid", "prompt", "bytes_per_s"}              hand this prompt over, on a link of this speed
--> {"uid", "made_s", "took_s", "sent_bytes"}  its rows are made; the monotonic clock says when
+{"meet": hex}                                 the decode worker's metadata, comes first
+{"uid", "prompt", "bytes_per_s"}              hand this prompt over, on a link of this rate
+-> {"uid", "made_s", "took_s", "sent_bytes"}  its rows are computed; times by the monotonic clock
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def main() -> None:
 
 
 def _next_line(worker: Worker, asked: FileIO) -> bytes:
-    """Rows go on leaving while nothing is asked. A line that was read ahead would not show here, so
-    none is."""
+    """The next line; rows keep leaving until it comes. Reads no line ahead, as it would not show in
+    `select`."""
     while not select.select([asked], [], [], 0.0005)[0]:
         worker.engine.pump()
     return asked.readline()

@@ -1,7 +1,7 @@
-"""How fast pages of a layer move between two processes, beside a plain copy and a plain socket.
+"""How fast pages of a layer move between two processes, against a plain copy and a plain socket.
 
 Pages lie scattered on both sides, 16 to a transfer, eight transfers under way; a transfer counts
-when the receiver has accepted it. The rates are the best of some rounds: others share the machine.
+when the receiver has accepted it. Rates are the best of some rounds, as others share the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODULE: Final = "ess.bench.handoff.rates"
 
 
 def rate_rows(page_count: int) -> list[Row]:
-    """Against what is next of kin: a socket for TCP, a copy for what only copies."""
+    """Rates against those of a socket for TCP, of a memory copy for transports that copy."""
     size = page_count * PAGE
     copied, plain = _copied(page_count), _plain_socket(size)
     rows = [
@@ -127,7 +127,7 @@ def _push(end: Transport, peer: int, page_count: int) -> None:
 
 
 def _serve(kind: Kind, size: int) -> None:
-    """The peer: lets bytes land until its parent is gone."""
+    """The peer: receives bytes until its parent is gone."""
     parent, end = os.getppid(), _end(kind, size)
     print(json.dumps({"metadata": end.metadata().hex()}), flush=True)
     end.connect(bytes.fromhex(json.loads(sys.stdin.readline())["metadata"]))
@@ -136,7 +136,7 @@ def _serve(kind: Kind, size: int) -> None:
             os.sched_yield()
 
 
-# ---- what the machine can do
+# # ---- the limits of the machine
 
 
 def _copied(page_count: int) -> list[float]:
@@ -156,7 +156,7 @@ def _checked(page_count: int) -> list[float]:
 
 
 def _plain_socket(size: int) -> list[float]:
-    """One large send to a process that reads into one place."""
+    """Rates of one large send to a process that reads into one place."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         child = os.fork()
         if child == 0:

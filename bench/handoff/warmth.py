@@ -1,8 +1,8 @@
 """Misses of the first steps after a handoff, with the windows that travelled and without.
 
-Both workers stand in one process. The decode worker has slots for a fifth of the context, filled
-from the windows of the prompt's last queries, or empty: what a decode worker has that is told
-nothing but the rows.
+Both workers are in one process. The decode worker has slots for a fifth of the context, filled from
+the windows of the prompt's last queries, or empty, as in a decode worker that gets nothing but the
+rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _row(what: str, carried: float, cold: float, config: dict[str, object]) -> R
 
 
 def _misses(length: int, *, warm: bool) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """For each step after landing, the share of the rows asked for that were not in a slot."""
+    """For each step after landing, the share of requested rows that were not in a slot."""
     model, ids = load_model(), token_ids()[0]
     shape = Shape(context=length, output=STEPS * 2 + 2)
     prefill = Worker(shape, model=model)

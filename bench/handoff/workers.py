@@ -1,4 +1,4 @@
-"""A worker of the model in the box: an engine of one thread, and a link of a speed that is set."""
+"""A worker with the embedded model: an engine of one thread, and a link of a set rate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE_S: Final = 600.0
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Contexts of so many tokens, `slot_share` of which have slots in every layer."""
+    """Pools for contexts of this length, with slots for `slot_share` of them in every layer."""
 
     context: int
     mtp: int = 2
@@ -40,7 +40,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slots(self) -> int:
-        """Of each sequence in every layer: whole blocks."""
+        """Slots of each sequence in every layer, in whole blocks."""
         return div_ceil(int(self.slot_share * self.pages * PAGE_ROWS), PAGE_ROWS) * PAGE_ROWS
 
 

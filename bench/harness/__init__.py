@@ -1,1 +1,1 @@
-"""What every benchmark uses: the frame of a command, rows, tables, timing, texts, plots."""
+"""The common parts of all benchmarks: command frame, rows, tables, timing, texts, plots."""

@@ -1,4 +1,4 @@
-"""Rows that hold a prediction against a published number: the ratio says how close it is."""
+"""Rows that compare a prediction with a published number: the ratio says how close it is."""
 
 from __future__ import annotations
 

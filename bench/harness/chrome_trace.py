@@ -37,5 +37,5 @@ def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def write_chrome(path: Path, parts: Sequence[tuple[str, Sequence[Span]]]) -> None:
-    """For chrome://tracing and ui.perfetto.dev."""
+    """Writes a file for chrome://tracing and ui.perfetto.dev."""
     path.write_bytes(msgspec.json.encode({"traceEvents": chrome_events(parts)}))

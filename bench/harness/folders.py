@@ -1,4 +1,4 @@
-"""Where benchmarks keep what is expensive to make again, and how they write a file."""
+"""Where benchmarks keep what is expensive to compute again, and how they write a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def default_folder() -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """The whole file or nothing of it."""
+    """Writes the whole file or none of it."""
     draft = path.with_name(path.name + ".part")
     draft.write_bytes(content)
     os.replace(draft, path)

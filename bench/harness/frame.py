@@ -1,7 +1,7 @@
-"""The frame around every benchmark: what all commands take, and what becomes of their rows.
+"""The frame around every benchmark: the options of all commands, and the output of their rows.
 
 A benchmark is a function from its own options and `smoke` to rows. Nothing heavy is imported here:
-the list of commands must come at once.
+the list of commands must appear at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Rows = Callable[..., "list[Row]"]
 @cyclopts.Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What every command takes.
+    """The options of every command.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ PLAIN: Final = Frame()
 
 
 def command_of(benchmark: Command) -> Callable[..., int]:
-    """The benchmark's own options, but for `smoke`, and those of the frame."""
+    """A command with the benchmark's own options, except `smoke`, and those of the frame."""
     rows = _load(benchmark)
 
     def command(*, frame: Frame = PLAIN, **options: Any) -> int:
@@ -104,7 +104,7 @@ def _run(benchmark: Command, *, smoke: bool) -> list[Row]:
 
 
 def _report(frame: Frame, benchmarks: Mapping[str, Rows]) -> int:
-    """Rows of those that ran are reported even when another failed; then the exit code says so."""
+    """Reports the benchmarks that ran even if another failed, which the exit code tells."""
     from ess.bench.harness import machine, report
 
     for option, path in (("--json", frame.json), ("--out", frame.out)):

@@ -1,4 +1,4 @@
-"""Where a number was measured: the machine, how busy it was, and which build measured it."""
+"""Where a number was measured: the machine, how busy it was, and the build."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def build() -> Build:
 
 
 def free_bytes() -> int:
-    """Memory available without swapping, which includes what only caches files."""
+    """Memory available without swapping, which includes file caches."""
     listing = Path("/proc/meminfo")
     for line in listing.read_text().splitlines() if listing.exists() else ():
         if line.startswith("MemAvailable:"):
@@ -86,7 +86,7 @@ def _cpu_name() -> str:
 
 
 def version_of(package: str) -> str | None:
-    """From the installed metadata: importing torch takes seconds."""
+    """The version from the installed metadata: importing torch takes seconds."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

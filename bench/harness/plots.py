@@ -1,4 +1,4 @@
-"""The plots that people look at, as PNG files. matplotlib is an extra: `ess[plot]`."""
+"""The plots, as PNG files. matplotlib is an extra: `ess[plot]`."""
 
 from __future__ import annotations
 

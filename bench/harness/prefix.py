@@ -1,16 +1,16 @@
-"""A long context, built once by a shortcut that says what it is.
+"""A long context, built once by a shortcut that is stated with the results.
 
-What would be exact: the whole text through the model, at a cost that grows with its square. What is
-done: segments of the text go through the engine, each on its own from position 0, and their rows
-and keys are laid one after another until the context is full. Where a segment is put, its rotary
-parts are turned to its positions, so distances are true everywhere. Two things are not: a token has
-seen only its own segment, and beyond `distinct` tokens the segments come again. A context of at
-most one segment is exact.
+Exact would be the whole text through the model, at a cost that grows with its square. Instead
+segments of the text go through the engine, each on its own from position 0, and their rows and keys
+are laid one after another until the context is full. The rotary parts of a segment are turned to
+its new positions, so distances are true everywhere. Two things are not: a token has seen only its
+own segment, and beyond `distinct` tokens the segments repeat. A context of at most one segment is
+exact.
 
-Of a row only the rotary part changes, and is rounded to bf16 once more. Keys are mixed back, turned
-and quantised again, which costs them a second rounding.
+Only the rotary part of a row changes, and is rounded to bf16 once more. Keys are transformed back,
+turned and quantised again, a second rounding.
 
-A segment that was computed is kept as a safetensors file, named by all that it depends on.
+Each computed segment is kept as a safetensors file, named by all that it depends on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DISTINCT: Final = 16384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Rows of every layer and keys of every group, of tokens 0..n-1 from position 0."""
+    """Rows of every layer and keys of every group, for tokens 0..n-1 from position 0."""
 
     tokens: tuple[int, ...]
     rows: tuple[Tensor, ...]
@@ -61,7 +61,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """Segments that can be laid out to any length; `shortcut` says how, for people."""
+    """Segments that can be laid out to any length; `shortcut` describes that for people."""
 
     model: Model
     layout: ModelLayout
@@ -91,7 +91,7 @@ class Prefix:
         return laid[:length]
 
     def rows(self, layer: int, length: int) -> Tensor:
-        """uint8 [length, row_bytes], turned to positions 0..length-1."""
+        """Rows as uint8 [length, row_bytes], turned to positions 0..length-1."""
         parts = [segment.rows[layer] for segment in self._laid(length)]
         turned = [self._turned_rows(part, place) for place, part in enumerate(parts)]
         return torch.cat(turned)[:length]
@@ -107,11 +107,11 @@ class Prefix:
         return [self.segments[place % len(self.segments)] for place in range(count)]
 
     def _rotation(self, place: int, count: int) -> Rotation:
-        """By the number of positions that the segment at this place was moved."""
+        """The rotation by which the segment at this place was moved."""
         return self.model.rotation(torch.full((count,), place * self.segment_length))
 
     def _turned_rows(self, rows: Tensor, place: int) -> Tensor:
-        """The rotary part is the last of a row, in bf16 unless the row is f32."""
+        """Turns the rotary part: the last of a row, in bf16 unless the row is f32."""
         if place == 0:
             return rows
         codec = self.layout.row
@@ -142,7 +142,7 @@ class Prefix:
 
 
 def key_bytes(kernels: Ops, values: Tensor, layout: ModelLayout) -> Tensor:
-    """One record per key: values, then the scale where the form has one."""
+    """One record per key: its values, then its scale if the form has one."""
     assert layout.index is not None, "keys without an index codec"
     encoded = kernels.encode_keys(values, layout.index)
     if not layout.index.scale_bytes:
@@ -198,7 +198,7 @@ def embedded_prefix(
     distinct: int = DISTINCT,
     seconds: float = math.inf,
 ) -> Prefix:
-    """Of the embedded model, or another `model` with its weights, behind `text`."""
+    """A prefix of the embedded model, or of another `model` with its weights, over `text`."""
     ids, name = token_ids(text)
     if model is None:
         model, layout_name = load_model(), "ess-embedded"
@@ -248,7 +248,7 @@ def _name(layout: ModelLayout, ids: list[int]) -> str:
 
 
 def _load(path: Path, layout: ModelLayout, ids: list[int]) -> Segment | None:
-    """None where there is no such file or it does not hold what its name promises."""
+    """The segment; None if there is no file, or it does not hold what its name promises."""
     try:
         tensors = load(path.read_bytes())
         rows = tuple(tensors[f"rows.{layer}"] for layer in range(layout.layer_total))
@@ -262,7 +262,7 @@ def _load(path: Path, layout: ModelLayout, ids: list[int]) -> Segment | None:
 
 
 def _save(path: Path, segment: Segment) -> None:
-    """The whole file or none of it."""
+    """Writes the whole file or none of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")
     named = {f"rows.{layer}": part for layer, part in enumerate(segment.rows)}
@@ -271,7 +271,7 @@ def _save(path: Path, segment: Segment) -> None:
 
 
 def _make(model: Model, layout: ModelLayout, ids: list[int]) -> Segment:
-    """Through the engine, as any prompt; the last of `ids` is what MTP pairs the last row with."""
+    """Runs it through the engine like a prompt; MTP pairs the last of `ids` with the last row."""
     count = len(ids) - 1
     pages = -(-len(ids) // PAGE_ROWS) + 1
     with Offload.create(

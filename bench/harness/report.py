@@ -1,4 +1,4 @@
-"""The one form that every benchmark speaks: rows with a ratio against a named baseline."""
+"""The one form of all benchmark results: rows with a ratio against a named baseline."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ STDOUT: Final = Path("-")
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measured number beside its baseline.
 
-    `ratio` is how many times better than the baseline, whichever direction is better, so above 1 is
-    a win; `target` is the least ratio wanted and `met` says whether it was reached. `samples` are
-    the repetitions behind `value`, in its unit.
+    `ratio` is how many times better than the baseline it is, whichever direction is better, so
+    above 1 is a win; `target` is the least ratio wanted and `met` says whether it was reached.
+    `samples` are the repetitions behind `value`, in its unit.
     """
 
     name: str
@@ -111,7 +111,7 @@ def present(document: Document, *, json: Path | None, form: Format, out: Path | 
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """One level of plain values, for spreadsheets."""
+    """The row as one level of plain values, for spreadsheets."""
     spread = statistics.stdev(row.samples) if len(row.samples) > 1 else None
     return {
         "name": row.name,

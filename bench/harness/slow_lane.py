@@ -1,8 +1,8 @@
-"""A copy lane over another: it times every job and can make the link as slow as it is told to.
+"""A copy lane over another: it times every job and can slow the link down to a set rate.
 
-The rows are really moved, by the lane below, in its own thread. A paced job is over when its bytes
-would have passed a link of the set rate, one job after another: a thread that waits for the job
-sleeps until then, and `done()` is false before. So all that can go wrong with a slow link can go
+The lane below really moves the rows, in its own thread. A paced job is over when its bytes would
+have passed a link of the set rate, one job after another: a thread that waits for the job sleeps
+until then, and `done()` is false before. So everything that can go wrong with a slow link can go
 wrong here, with one exception: a row may land before it is due. No reader may look at a row before
 the event of its job.
 """
@@ -63,13 +63,13 @@ class Job:
 
     @property
     def window_us(self) -> float | None:
-        """From submission to the first wait: what this job could hide behind."""
+        """The time from submission to the first wait: what this job could hide behind."""
         return (self.waits_ns[0][0] - self.submitted_ns) / 1e3 if self.waits_ns else None
 
 
 class TimedLane:
-    """Keeps its jobs until they are taken. `bytes_per_us` None: as fast as the lane below, by
-    default one whose copies all run beside compute, as those over a link do."""
+    """Keeps its jobs until they are taken. With `bytes_per_us` None it is as fast as the lane
+    below, by default one whose copies all run beside compute, like those over a link."""
 
     def __init__(self, *, bytes_per_us: float | None = None, below: Lane | None = None) -> None:
         self._below = below or open_lane(at_once_bytes=0)
@@ -100,7 +100,7 @@ class TimedLane:
         return job
 
     def mark(self) -> Event:
-        """Done with the last job, but an event of its own."""
+        """An event of its own that is done with the last job."""
         return Job(
             lane_event=self._below.mark(),
             byte_count=0,

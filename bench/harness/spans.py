@@ -1,6 +1,6 @@
-"""Where the time of a step went: the engine's own stages and its lane's jobs as one timeline.
+"""The time of a step: the engine's own stages and its lane's jobs as one timeline.
 
-The engine notes the stages of attention. What lies between them has a name by its place: `begin`
+The engine notes the stages of attention. The time between them is named by its place: `begin`
 before the first layer, `experts` between two layers (output projection included), `head` before the
 MTP layer (sampling included), `end` after the last.
 """
@@ -17,7 +17,7 @@ from ess.sim.timeline import COMPUTE, FETCH, STORE, Span
 def step_spans(
     stages: Sequence[Stage], jobs: Sequence[Job], *, layers: int, begin_ns: int, end_ns: int
 ) -> list[Span]:
-    """One step of a model of `layers`, without MTP, on its lanes; the compute lane has no holes."""
+    """The lanes of one step of a model of `layers`, without MTP; the compute lane has no gaps."""
     spans: list[Span] = []
     at_ns, before = begin_ns, -1
     for stage in sorted(stages, key=lambda stage_span: stage_span.started_ns):

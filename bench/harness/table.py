@@ -1,6 +1,6 @@
-"""Rows as lines of text for people, 120 columns wide, with nothing but the standard library.
+"""Rows as lines of text for people, 120 columns wide, with the standard library alone.
 
-The same lines come from `ess-bench` and from the suite of a GPU, which runs without our packages.
+`ess-bench` and the GPU suite, which runs without our packages, print the same lines.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def lines(row: Mapping[str, Any]) -> list[str]:
-    """Long cells go on in further lines."""
+    """A row's cells as lines; long cells continue in further lines."""
     return _wrapped(cells(row))
 
 
 def config_lines(row: Mapping[str, Any]) -> list[str]:
-    """At most two; the JSON document has all of it."""
+    """At most two lines of it; the JSON document has all."""
     indent = 2 * GAP
     return textwrap.wrap(
         config(row),
@@ -52,7 +52,7 @@ def config(row: Mapping[str, Any]) -> str:
 
 
 def short(number: float, *, digits: int = 4) -> str:
-    """As many digits as people can compare at a glance."""
+    """The number with as many digits as people can compare at a glance."""
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.{digits}g}"
 
 

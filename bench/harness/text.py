@@ -1,4 +1,4 @@
-"""Text that real decoding is measured on: a file, or the reference that comes with Python."""
+"""The text for real decoding: a file, or the reference that comes with Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ess.models.text.tokenizer import Tokenizer
 
 
 def token_ids(path: Path | None = None) -> tuple[list[int], str]:
-    """The text as ids of the embedded model's vocabulary, and a name for it."""
+    """The text as ids of the embedded model's vocabulary, and its name."""
     text, name = text_of(path)
     return Tokenizer(EMBEDDED).encode(text), name
 
@@ -21,7 +21,7 @@ def text_of(path: Path | None = None) -> tuple[str, str]:
 
 
 def _reference() -> str:
-    """Half a megabyte of prose in every full Python; the model was trained on text like it."""
+    """Half a megabyte of prose in every full Python; the model was trained on similar text."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:

@@ -1,4 +1,4 @@
-"""How many threads compute while a benchmark runs."""
+"""The number of compute threads during a benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def compute_threads(count: int | None = None) -> Iterator[None]:
-    """By default all cores but one, if there are more: the copy lane gets that core."""
+    """Sets compute threads, by default all cores but one, which is left to the copy lane."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or max(1, len(os.sched_getaffinity(0)) - 1))
     try:

@@ -1,8 +1,8 @@
-"""Arms take turns in one process, so that a slow minute hits all of them.
+"""Times arms in turn in one process, so that a slow minute affects all of them.
 
-Warm-up rounds are thrown away, every round starts with another arm, `prepare` runs outside the
-clock, and what an arm returns is hashed outside the clock too: arms that claim to compute the same
-thing must return the same bytes, and no result can go unused.
+Warm-up rounds are dropped, every round starts with another arm, `prepare` runs untimed, and an
+arm's result is hashed untimed too: arms that claim to compute the same thing must return the same
+bytes, and no result goes unused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Arm:
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
-    """What one arm took, in the order of the repetitions, and the hash of what it returned last."""
+    """One arm's times, in the order of the repetitions, and the hash of its last result."""
 
     name: str
     seconds: list[float]
@@ -72,7 +72,7 @@ def measure(
     same_result: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Samples]:
-    """Every arm `repeats` times, interleaved; one Samples per arm, in the order given."""
+    """Runs every arm `repeats` times, interleaved; one Samples per arm, in the order given."""
     if not arms or repeats < 1 or warmups < 0:
         raise BadInput(f"{len(arms)} arms, {repeats} repeats, {warmups} warm-ups: nothing to time")
     seconds: list[list[float]] = [[] for _ in arms]

@@ -1,9 +1,9 @@
-"""`ess-bench --ctx 128k --mtp 2`: what this machine measured, then what a GPU is predicted to do.
+"""`ess-bench --ctx 128k --mtp 2`: this machine's measurements, then predictions for a GPU.
 
-Measured: the embedded model's real decode steps through the real engine at that context, offload
-off and on, in turn. Predicted: the planner's answer for the named model and GPU. Both halves have
-the resident baseline beside them; neither is evidence for the other: the first shows that the
-engine does at this context what it is supposed to, and at what cost, the second what it is for.
+Measured: the embedded model's real decode steps through the real engine at that context, with
+offload off and on, in turn. Predicted: the planner's answer for the named model and GPU. Both
+halves show the resident baseline; neither is evidence for the other: the first shows that the
+engine works at this context, and at what cost, the second what the gain is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ess.units import PAGE_ROWS, format_bytes
 
 MEMORY_SHARE: Final = 0.6
 SHOWN: Final = {"measured": 0.4, "predicted": 0.08}
-"""Of a step's timeline: three layers of seven, five of sixty-one."""
+"""The share of a step's timeline: three layers of seven, five of sixty-one."""
 
 SMOKE: Final = Plan(contexts=(320,), repetitions=2)
 
@@ -106,7 +106,7 @@ def headline_benchmark(
 
 
 def check(plan: Plan) -> None:
-    """Refuses what cannot run before anything runs."""
+    """Refuses, before anything runs, what cannot run."""
     check_planned(plan.model, plan.gpu)
     if plan.repetitions < 1:
         raise BadInput(f"--repetitions {plan.repetitions}: at least one is needed")

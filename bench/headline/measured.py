@@ -52,7 +52,7 @@ def measure(
 
 
 def configuration_row(prefix: Prefix, plan: Plan) -> Row:
-    """The mode and ratios that were asked for, and the model and kernels that run."""
+    """The mode and ratios that were given, and the model and kernels that run."""
     layout, lane = prefix.layout, open_lane()
     asked = f"asked for mode {plan.mode}, ratio {', '.join(f'{ratio:g}' for ratio in plan.ratios)}"
     threads = torch.get_num_threads()
@@ -86,9 +86,9 @@ def measured_rows(prefix: Prefix, shape: Shape, plan: Plan, until: float) -> lis
 def _turns(
     arms: Sequence[Arm], lanes: Sequence[TimedLane], steps: int, least: int, until: float
 ) -> list[list[float]]:
-    """Step by step in turn; returns what each step of each arm waited for its lane.
+    """Steps all in turn; returns how long each step of each arm waited for its lane.
 
-    After the deadline it stops, but never before `least` steps.
+    It stops after the deadline, but never before `least` steps.
     """
     waited: list[list[float]] = [[] for _ in arms]
     for number in range(steps):
@@ -152,7 +152,7 @@ def repetition_rates(arm: Arm, repetitions: int) -> list[float]:
 def _check_tables(
     outcome: Outcome, prefix: Prefix, plan: Plan, mtp: int, *, with_spans: bool
 ) -> None:
-    """A prediction made as the simulator makes it, on a machine where it can be measured."""
+    """Predicts a step as the simulator does, on a machine where it can be measured."""
     context = prefix.length
     small = [max(4 * PAGE_ROWS, context // 8), max(8 * PAGE_ROWS, context // 2)]
     way = Way(name=plan.mode, mode="none", ratio=plan.ratios[0])

@@ -1,4 +1,4 @@
-"""What the headline is asked for, and what its two halves fill in."""
+"""The headline's plan, and the results that its two halves fill in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The predicted half of the headline: the planner's answers, with the resident baseline beside."""
+"""The predicted half of the headline: the planner's answers beside the resident baseline."""
 
 from __future__ import annotations
 

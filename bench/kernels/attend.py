@@ -1,9 +1,9 @@
-"""Attention, index logits, top-k and merge against the same in torch's ops, on one thread.
+"""Attention, index logits, top-k and merge against torch's ops, on one thread.
 
-Time is what the thread ran, not what the clock on the wall says, so that a busy machine disturbs
-less. Every repetition draws a new selection over a matrix that the caches do not hold. `roof_us` in
-the config is the longer of two times that no kernel can beat here: the products at the rate of
-torch's best matmul, and the selected bytes at the rate of a plain copy.
+Time is the thread's own run time, not the wall clock's, so that a busy machine disturbs less. Every
+repetition draws a new selection over a matrix that the caches cannot hold. `roof_us` in the config
+is the longer of two times that no kernel can beat here: the products at the rate of torch's best
+matmul, and the selected bytes at the rate of a plain copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ E4M3_TO_BF16: Final = 2.0**120
 
 @dataclass(frozen=True, kw_only=True)
 class Roof:
-    """What torch reaches on this machine, now: GFLOP/s of matmul and GB/s of a copy's two sides."""
+    """What torch reaches on this machine now: GFLOP/s of matmul and GB/s of a copy's two sides."""
 
     bf16_gflops: float
     f32_gflops: float
@@ -86,7 +86,7 @@ def _roof(*, smoke: bool) -> tuple[Roof, list[Row]]:
 
 @dataclass(kw_only=True)
 class Attention:
-    """One layer's call, new slots each time, drawn alike for every arm."""
+    """One layer's call, with new slots each time, which are the same for every arm."""
 
     codec: RowCodec
     rows: Tensor
@@ -103,7 +103,7 @@ class Attention:
         self.into = CPU.attend(self.queries, self.rows, self.slots, self.codec, scale=SCALE)
 
     def prepare(self) -> None:
-        """Ascending, as a selection is; a draw in strata needs no permutation of all rows."""
+        """Draws an ascending selection; a draw in strata needs no permutation of all rows."""
         step = len(self.rows) // TOP_K
         offset = self.random.integers(0, step, (self.query_count, TOP_K), dtype=np.int32)
         self.slots = torch.from_numpy(offset + np.arange(TOP_K, dtype=np.int32) * step)

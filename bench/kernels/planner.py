@@ -1,13 +1,13 @@
-"""What a plan costs: native against its specification, and against context and arena size.
+"""The cost of a plan: native against its specification, and by context and arena size.
 
 Each request keeps a pool of positions that it selects from, drawn over its whole context, and a few
-of them are replaced by fresh positions every step. So the misses per step are set, the rows lie
-scattered, and drawing a selection does not depend on the context. Arenas are full before the clock
-starts. Arms that plan the same stream must return the same claims. Contexts are compared with 128k,
-where every selected row has a cache line of the map to itself; at 32k several share one.
+of them are replaced by new positions every step. So the misses per step are set, the rows are
+scattered, and the time to draw a selection does not depend on the context. Arenas are full before
+timing starts. Arms that plan the same stream must return the same claims. The baseline of contexts
+is 128k, where every selected row has its own cache line of the map; at 32k several share one.
 
 Times are of the calling thread: planning never waits, and on a busy machine the wall clock charges
-the slower arm for the neighbours' time slices, which makes the native one look better than it is.
+the slower arm for other programs' time, which makes the native arm look better than it is.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Stream:
         return positions
 
     def prepare(self) -> None:
-        """The last copy lands, pools drift, a new step selects."""
+        """Lands the last copy, moves the pools on, and draws the selection of a new step."""
         load = self._load
         if self._claims is not None:
             planner.land(self._arena, self._claims.slots, ticket=1)
@@ -169,7 +169,7 @@ def _against_specification(load: Load, group_count: int, *, smoke: bool) -> Row:
 
 
 def _sweep(field: str, loads: list[Load], repeats: int, *, target: float | None) -> list[Row]:
-    """The first load is what the others are compared with."""
+    """Compares each load with the first."""
     streams = [Stream(load, planner) for load in loads]
     samples = measure(
         [
@@ -193,7 +193,7 @@ def _sweep(field: str, loads: list[Load], repeats: int, *, target: float | None)
 
 
 def _release(load: Load, repeats: int) -> Row:
-    """A request leaves: all its rows are dropped, and few of them are resident."""
+    """The end of a request: all its rows are dropped, and few of them are resident."""
     gone = np.arange(load.context, dtype=np.int32)
     resident = np.arange(0, load.context, max(1, load.context // load.top_k), dtype=np.int32)
 

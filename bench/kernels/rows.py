@@ -1,9 +1,9 @@
 """Row movers against plain copies, in one process and in turn.
 
 Every sample draws new random rows from a pool many times larger than the last-level cache, so its
-source rows are cold; all arms write to the same target. The one big memcpy reads a fresh region of
+source rows are cold; all arms write to the same target. The one big memcpy reads a new region of
 the pool that is as large as the rows together. Samples of all arms are interleaved, so that other
-load on the machine meets them alike; the values are medians. With one thread the clock is that
+load on the machine affects them alike; the values are medians. With one thread the clock is that
 thread's processor time, which other load slows but does not stop; with two it is the wall's.
 """
 
@@ -119,7 +119,7 @@ def _target(verb: str, shape: Shape, baseline: Arm) -> float | None:
 
 
 def _way(shape: Shape) -> str:
-    """What gathers of this shape go by here."""
+    """The way that gathers of this shape take on this machine."""
     settled = {(choice.row_bytes, choice.count): choice.way for choice in settle()}
     sizes = [least for least in ROW_BYTES_OF_CLASSES if least >= shape.row_bytes]
     counts = [least for least in COUNTS if least >= shape.row_count]

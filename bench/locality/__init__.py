@@ -1,1 +1,1 @@
-"""How local selections are: of real text, of recorded traces, and generated as published."""
+"""How local selections are: on real text, in recorded traces, and generated as published."""

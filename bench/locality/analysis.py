@@ -1,4 +1,4 @@
-"""What a recorded trace says about locality: similarities, misses by ratio, the first steps."""
+"""The locality of a recorded trace: similarities, misses by ratio, the first steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Locality(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def analyse(reader: TraceReader, *, context: int, ratios: list[float]) -> Locality:
-    """The first 32 queries are the windows that warm-up starts from, the others are replayed."""
+    """The first 32 queries are the windows for warm-up, the others are replayed."""
     header = reader.header
     lead = WINDOW_MAX // header.mtp
     if len(reader) <= lead:
@@ -88,7 +88,7 @@ def _least(load: Workload, slots: int) -> float:
 
 
 def _between(reader: TraceReader, group: int) -> float:
-    """Of what a query selects in this group, the share that it selected in the one before."""
+    """The share of a query's selection in this group that it also selected in the group before."""
     alike = [
         containment(above, below)
         for step in reader

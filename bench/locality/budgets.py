@@ -1,10 +1,10 @@
 """Slots per layer by equal marginal benefit against the same total spread evenly, at 32K.
 
-Three curves per layer, the most extrapolated first. The power law through each layer's
-two published points, followed below the smaller one down to one selection. The same law, bent below
-that point to the published mean at a ratio of 0.1. And the generator's exact curves, which have a
-cliff there. The law alone lets quiet layers give up slots at little cost; the published mean says
-that it is not so.
+There are three curves per layer, the most extrapolated first: the power law through each layer's
+two published points, continued below the smaller one down to one selection; the same law, bent
+below that point to the published mean at a ratio of 0.1; and the generator's exact curves, which
+have a cliff there. By the law alone quiet layers give up slots at little cost; the published mean
+shows that they do not.
 """
 
 from __future__ import annotations

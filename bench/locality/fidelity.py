@@ -1,7 +1,7 @@
 """How well the generator reproduces the published miss curves and similarity.
 
-Layers are sampled in steps through their order by published misses, each standing for as many as
-the step is wide, and the strange layer 17 for itself: together 61.
+Every n-th layer in the order of published misses is sampled and stands for n layers, and the
+unusual layer 17 for itself: together 61.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEED: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Which contexts, and how many layers one sampled layer stands for."""
+    """The contexts, and how many layers one sampled layer stands for."""
 
     contexts: tuple[int, ...]
     weight: int
@@ -45,7 +45,7 @@ class Sample:
         return cls(contexts=(32 * 1024,), weight=12, step_count=70, skip=30)
 
     def layers(self) -> tuple[int, ...]:
-        """The sampled layers, and layer 17 at the end."""
+        """The sampled layers, then layer 17."""
         ordinary = [i for i in range(profiles.LAYER_COUNT) if i != profiles.STRANGE_LAYER]
         ordinary.sort(key=published.layer_misses()[32 * 1024, 0.2].__getitem__)
         return (*ordinary[self.weight // 2 :: self.weight], profiles.STRANGE_LAYER)
@@ -58,7 +58,7 @@ class Sample:
 
 
 def layer_curves(sample: Sample, context: int) -> dict[int, MissCurve]:
-    """From full arenas: the slots of a request that has run for long are never empty."""
+    """Curves from full arenas: the slots of a long-running request are never empty."""
     curves = {}
     for layer in sample.layers():
         workload = generated(
@@ -75,7 +75,7 @@ def mean_misses(sample: Sample, curves: Mapping[int, MissCurve], slots: int) -> 
 
 
 def curve_rows(sample: Sample, curves_32k: Mapping[int, MissCurve]) -> list[Row]:
-    """The generator was fitted to the ratios 0.2 and 0.3 at 32K, and to no other."""
+    """The generator was fitted only to the ratios 0.2 and 0.3 at 32K."""
     rows = []
     for context in sample.contexts:
         curves = curves_32k if context == 32 * 1024 else layer_curves(sample, context)

@@ -1,9 +1,9 @@
 """A guest beside llama.cpp: one prompt, from the same GGUF file, on equally many threads.
 
 llama.cpp is the package `xllamacpp`, whose server runs in this process; ours is an engine as `ess
-serve` runs it. Both read the same ids and decode greedily. One thread is timed by what the
-processor works, which other work on the machine hardly disturbs; several by the wall. Both
-multiply the file's integers of 4 and 8 bits; llama.cpp rounds their inputs to 8 bits, ESS to bf16.
+serve` runs it. Both get the same ids and decode greedily. One thread is timed by its processor
+time, which other work on the machine hardly disturbs; several by the wall clock. Both multiply the
+file's integers of 4 and 8 bits; llama.cpp rounds their inputs to 8 bits, ESS to bf16.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A prompt, and how many tokens are decoded behind its first."""
+    """A prompt, and how many tokens are decoded after the first."""
 
     prompt: Sequence[int]
     tokens: int
 
     def rates(self, started: float, first: float, last: float) -> dict[str, float]:
-        """Tokens per second."""
+        """Tokens per second of prefill and of decode."""
         return {
             "prompt": len(self.prompt) / (first - started),
             "decode": self.tokens / (last - first),
@@ -141,7 +141,7 @@ def _clock(threads: int) -> tuple[Clock, str]:
 
 
 class Ours:
-    """An engine with room for one request, resident, as far as a prompt and its answer reach."""
+    """An engine with room for one resident request, as long as a prompt and its answer."""
 
     def __init__(self, model: Model, task: Task) -> None:
         self._task, layout = task, model.config.layout()
@@ -172,7 +172,7 @@ class Ours:
 
 
 class Rival:
-    """llama.cpp's server, asked without HTTP."""
+    """llama.cpp's server, called without HTTP."""
 
     def __init__(self, library: Any, file: Path, task: Task, threads: int) -> None:
         self._task, settings = task, library.CommonParams()
@@ -183,7 +183,7 @@ class Rival:
         self._server = library.Server(settings)
 
     def turn(self, clock: Clock) -> dict[str, float]:
-        """The prompt with one token; then, all but its last token being kept, the others."""
+        """Runs the prompt with one token; then the rest, with all but the last token cached."""
         task, started = self._task, clock()
         self._ask(tokens=1, read=len(task.prompt))
         first = clock()

@@ -1,9 +1,9 @@
-"""`python -m ess.bench.locality.guest_drafts`: would drafts from the text before pay for a guest?
+"""`python -m ess.bench.locality.guest_drafts`: would drafts from earlier text pay for a guest?
 
-The guest answers the 20 prompts that are recorded, at temperature 0 and as it is served. Then each
-answer is gone through as if the words that follow the last place where the newest two or three
-words stood had been drafted: how many tokens would a step have brought, and how much longer does a
-step take that verifies as many? The second is told from steps with that many requests.
+The guest answers the 20 recorded prompts, at temperature 0 and as it is served. Each answer is then
+replayed with drafts: the words that followed the latest earlier place of the newest two or three
+words. How many tokens would a step have brought, and how much longer does a step take that verifies
+as many? The time is that of steps with as many requests.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ GRAMS: Final = (3, 2)
 DRAFTED: Final = (1, 2, 4, 8)
 ANSWER_MAX: Final = 128
 PAGES_EACH: Final = 12
-"""Of a prompt and its answer."""
+"""Tokens of a prompt and its answer."""
 GREEDY: Final = Sampling(tokens_max=ANSWER_MAX)
 RUNNING: Final = 10
 TIMED: Final = 16
 
 
 def drafts(known: Sequence[int], count: int) -> list[int]:
-    """What followed when the newest words stood in `known` before, longest match first.
+    """The tokens that followed an earlier place of the newest ones, longest match first.
 
     >>> drafts([5, 6, 7, 8, 9, 6, 7], 2), drafts([1, 2, 3], 2)
     ([8, 9], [])
@@ -55,7 +55,7 @@ def drafts(known: Sequence[int], count: int) -> list[int]:
 
 
 def tokens_per_step(prompt: Sequence[int], answer: Sequence[int], count: int) -> list[int]:
-    """Of each step that verifies `count` drafts; the first token is the prompt's.
+    """Tokens of each step that verifies `count` drafts; the first token is the prompt's.
 
     >>> tokens_per_step([1, 2, 3, 4], [1, 2, 3, 4, 9], 2)
     [1, 3]
@@ -127,7 +127,7 @@ def _answered(engine: Engine, asked: Sequence[list[int]], sampling: Sampling) ->
 
 
 def _step_seconds(engine: Engine, asked: Sequence[list[int]]) -> float:
-    """What the processor works in a step of that many requests, in the median."""
+    """The median processor time of a step with that many requests."""
     wanted = Sampling(tokens_max=2 * TIMED, ignore_eos=True)
     requests = [engine.add(prompt, wanted) for prompt in asked]
     while any(request.state != "decoding" for request in requests):

@@ -1,8 +1,8 @@
 """`python -m ess.bench.locality.guest_prompts --into FOLDER`: recorded selections of 20 prompts.
 
-A guest is asked something, mostly about a page, and answers; what its indexer selects behind each
-word of the answer is recorded, with scores. Pages are documents and sources of this repository. Of
-each prompt one layer is kept, another each time, so that all of them together stay small.
+A guest is asked something, mostly about a page, and answers; its indexer's selections behind each
+word of the answer are recorded, with scores. Pages are documents and sources of this repository.
+One layer of each prompt is kept, another each time, so that all of them together stay small.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MARK: Final = "PAGE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """`asked` holds MARK where a part of `page` is to stand."""
+    """`asked` holds MARK where a part of `page` is inserted."""
 
     kind: str
     asked: str
@@ -97,7 +97,7 @@ def main(*, into: Path) -> None:
 
 
 def _answer(prefix: Prefix, asked: list[int]) -> list[int]:
-    """Greedy, to the length that is recorded, whether or not the guest would have ended."""
+    """A greedy answer of the recorded length, even if the guest would have ended earlier."""
     layout = prefix.layout
     pages = (len(asked) + QUERIES) // PAGE_ROWS + 3
     with Offload.create(

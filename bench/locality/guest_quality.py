@@ -1,10 +1,10 @@
-"""What a selection costs a guest in nats per token, and how much of the best one its indexer finds.
+"""The cost of a selection for a guest in nats per token, and its indexer's recall.
 
-A text is read, every token with the true ones before it, in float32. Three ways to select: `dense`
-selects nothing out; `oracle` takes the k positions with the most attention, mean over heads, which
-is what the indexer was trained for and no indexer can know; `trained` takes what the indexer says.
-Rows and index keys are those of a pool: rounded by the codecs, and read back. Index keys are fp8
-beside fp8 rows, else f32.
+A text is read, each token with the true ones before it, in float32. There are three ways to select:
+`dense` selects all; `oracle` takes the k positions with the most attention, mean over heads, which
+the indexer was trained for and cannot know; `trained` takes the indexer's choice. Rows and index
+keys are those of a pool: rounded by the codecs, and read back. Index keys are fp8 with fp8 rows,
+else f32.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Reading:
 
     @torch.inference_mode()
     def run(self, excerpt: Excerpt) -> tuple[float, list[float]]:
-        """The mean loss and, per layer, the share of the oracle's selection that was found."""
+        """The mean loss and, per layer, the found share of the oracle's selection."""
         tokens = torch.tensor(excerpt.ids)
         hidden, found = self._model.embed(tokens[:-1]), []
         for layer in self._model.layers:
@@ -214,7 +214,7 @@ class Reading:
     def _narrowed(
         self, weights: Tensor, asking: tuple[Tensor, Tensor, Tensor], at: int
     ) -> tuple[Tensor, list[float]]:
-        """Attention over what is selected alone; for each query the share of the best rows."""
+        """Attention over the selection alone; for each query the found share of the best rows."""
         way = self._way
         stop = at + weights.shape[1]
         if way.select == "dense" or stop <= way.k:
@@ -235,7 +235,7 @@ class Reading:
         return self._kernels.decode_rows(kept, codec, torch.empty_like(rows))
 
     def _kept_keys(self, keys: Tensor) -> Tensor:
-        """Mixed, rounded, and mixed back: products with queries are the same either way round."""
+        """Transformed, rounded, transformed back: products with queries are the same either way."""
         codec = self._layout.index
         assert codec is not None, "an indexer without an index codec"
         if codec.form != "fp8":
@@ -246,7 +246,7 @@ class Reading:
 
 
 def _chosen(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
-    """As a mask."""
+    """The k best positions as a mask."""
     selection = top_k(scores, lengths, k).long()
     mask = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool)
     mask.scatter_(1, selection.where(selection >= 0, scores.shape[1]), True)
@@ -255,7 +255,7 @@ def _chosen(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
 
 @functools.cache
 def random_model() -> Model:
-    """What --smoke reads by."""
+    """The model for --smoke."""
     config = read_config(SMOKE_MODEL)
     source = torch.Generator().manual_seed(1)
     drawn = {

@@ -1,7 +1,7 @@
-"""How local the selections of a real language model are: those of a guest, layer by layer.
+"""How local a real language model's selections are: a guest's, layer by layer.
 
 The guest reads a text in the forms in which it is served; its indexer's selections are recorded,
-then replayed through the pool's planner under every policy it has, and under MIN.
+then replayed through the pool's planner under each of its policies, and under MIN.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def guest_rows(plan: Plan) -> list[Row]:
 
 
 def prefilled(model: Model, layout: ModelLayout, ids: Sequence[int], text: str) -> Prefix:
-    """Whole; the last of `ids` is what follows."""
+    """A prefix that was prefilled whole; the last of `ids` is the token after it."""
     length = len(ids) - 1
     console.note(f"context {length:,}: prefilling ...")
     return build_prefix(model, layout, ids, length=length, text=text, segment=length)
 
 
 def trace_rows(reader: TraceReader) -> list[Row]:
-    """Of a trace with one token to a step; its first 32 queries only warm the arena."""
+    """Rows for a trace with one token a step; its first 32 queries only warm the arena."""
     header = reader.header
     if len(reader) <= WINDOW_MAX:
         raise BadInput(f"{len(reader)} steps are recorded, the first {WINDOW_MAX} only warm")
@@ -150,7 +150,7 @@ def _misses(load: Workload, slots: int, top_k: int, name: Any) -> float:
 
 
 def _warm_row(loads: list[Workload], top_k: int, config: dict[str, Any]) -> Row:
-    """Of a request that has just arrived, in an arena warmed by 32 windows or empty."""
+    """The first misses of a new request, in an arena warmed by 32 windows or empty."""
     slots = slots_of(WARMED_AT, top_k)
     warm, cold = (
         float(np.mean([_first(load, slots, top_k, start) for load in loads]))
@@ -173,7 +173,7 @@ def _first(load: Workload, slots: int, top_k: int, start: Start) -> int:
 
 
 def _budget_row(loads: list[Workload], top_k: int, config: dict[str, Any]) -> Row:
-    """Slots of each layer by equal marginal benefit, against as many in all layers."""
+    """Slots of each layer by equal marginal benefit, against the same number in all layers."""
     each = slots_of(WARMED_AT, top_k)
     curves = [miss_curve(load).exact for load in loads]
     slots = divide(curves, total_slots=each * len(curves), slots_min=top_k)

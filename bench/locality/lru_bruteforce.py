@@ -1,4 +1,4 @@
-"""LRU and MIN on small workloads, written a second time and sharing no code with the product.
+"""LRU and MIN on small workloads, written a second time without code of the product.
 
 The planner's LRU is a dictionary with slots that are searched, that of the curves is a list, and
 MIN is the cheapest of all sets that an arena could hold after each step, by exhaustive search.
@@ -65,7 +65,7 @@ def lru_misses(workload: Workload, *, slots: int, warm: bool = False) -> list[in
 
 
 def recency_misses(workload: Workload, *, slots: int) -> list[int]:
-    """Batch LRU as a list, newest first, where the lower row id of a step is the younger."""
+    """Batch LRU as a list, newest first; of the rows of a step the lower id is the younger."""
     held: list[int] = []
     missed = []
     for step in workload.steps():
@@ -82,9 +82,9 @@ def _to_front(rows: list[int], held: list[int]) -> list[int]:
 
 
 def fewest_misses(workload: Workload, *, slots: int, bypass: bool) -> int:
-    """Over all policies. Forced: what a step writes and selects is resident after it, if it fits.
+    """The fewest over all policies. Forced: a step's rows are resident after it, if they fit.
 
-    Rows that a step writes itself are there without a fetch.
+    Rows that a step writes itself are resident without a fetch.
     """
     costs: dict[frozenset[int], int] = {frozenset(): 0}
     for step in workload.steps():

@@ -1,7 +1,7 @@
 """How local the selections of real text are, layer by layer.
 
-Similarities by the paper's formulas, misses against the ratio of slots to context under the
-product's own planner and under Belady's MIN, warm-up on and off, and accepted drafts of MTP.
+Similarities by the paper's formulas, misses by ratio of slots to context under the product's own
+planner and under Belady's MIN, warm-up on and off, and accepted drafts of MTP.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def locality_benchmark(
     Parameters
     ----------
     model
-        A guest, as smollm2: then under every policy, in pools of 1.5 to 4 top-k.
+        A guest, such as smollm2: under every policy, in pools of 1.5 to 4 top-k.
     top_k
         How many rows a guest's queries select.
     ctx
@@ -203,7 +203,7 @@ def warm_rows(locality: Locality) -> list[Row]:
 
 
 def twin_rows(prefix: Prefix, plan: Plan) -> list[Row]:
-    """At ratio 0.2, or the least that holds what a step selects; no row for a short context."""
+    """At ratio 0.2, or the least that holds a step's selection; no row for a short context."""
     least = (least_slots(prefix.layout, plan.mtp) + BLOCK_SLOTS) / plan.context
     if least > TWIN_RATIO_MAX:
         return []

@@ -95,7 +95,7 @@ def every_policy(workload: Workload, *, slots: int) -> dict[str, Policy]:
 
 
 def other_model_rows(step_count: int) -> list[Row]:
-    """GLM-5.1 is not what the generator was fitted to: the ordering is what must hold."""
+    """The generator was not fitted to GLM-5.1: only the order of policies must hold."""
     slots = 2 * TOP_K
     load = Load(context=CONTEXT, step_count=step_count, seed=2)
     workload = generated(load, LayerProfile())
@@ -128,7 +128,7 @@ def other_model_rows(step_count: int) -> list[Row]:
 
 
 def policy_rows(step_count: int) -> list[Row]:
-    """All policies where the engine runs: 6,528 slots, two queries a step."""
+    """All policies at the engine's working point: 6,528 slots, two queries a step."""
     load = Load(context=CONTEXT, step_count=step_count, query_count=2, seed=3)
     workload = generated(load, LayerProfile())
     config = {"context": CONTEXT, "slots": SLOTS, "queries": 2}
@@ -162,7 +162,7 @@ def _against_lru(name: str, outcome: Outcome, lru: float, config: dict[str, Any]
 
 
 def warm_up_rows() -> list[Row]:
-    """The first step of a request that has just arrived, warmed by 32 windows or not."""
+    """The first step of a new request, warmed by 32 windows or not."""
     load = Load(context=CONTEXT, step_count=12, seed=4)
     workload = generated(load, LayerProfile())
     config = {"context": CONTEXT, "slots": SLOTS, "queries": 1}
@@ -224,7 +224,7 @@ def _equal(name: str, ours: int, wanted: int) -> Row:
 
 
 def neighbour_rows(*, smoke: bool) -> list[Row]:
-    """The authors' inter-layer prefetch, without kinship and under the one that fits their mean."""
+    """The authors' inter-layer prefetch, without kinship and with the one that fits their mean."""
     if smoke:
         return _neighbours(KINSHIP, NEIGHBOUR_LAYERS[:1], step_count=40, tolerance=None)
     return [

@@ -1,8 +1,8 @@
 """Selections on real text, recorded as a trace: the rows that each next token selects.
 
-The text is read, not written: the tokens are those of the text whatever the model would say. So the
-selections are those of prefill, 32 queries at a time, which is what an offload is handed as windows
-when a prompt's last chunk is done. They are the same that decode would make behind the same words.
+The model reads the text, whatever it would say itself. So the selections are those of prefill, 32
+queries at a time, which an offload gets as windows when a prompt's last chunk is done. Decode would
+make the same ones behind the same words.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Scores = npt.NDArray[np.uint8]
 
 
 class Windowed(Around):
-    """Keeps the windows that the last prompt brought."""
+    """Keeps the windows of the last prompt."""
 
     windows: Windows
 
@@ -52,10 +52,10 @@ def record(
     mtp: int,
     groups: Sequence[int] | None = None,
 ) -> None:
-    """The selections of `query_count` words that follow the prefix, `mtp` to a step.
+    """Records the selections of `query_count` words that follow the prefix, `mtp` to a step.
 
-    `prefix` must be laid out of `ids`, so that what follows in `ids` follows in the text. Of all
-    layer groups, or of these.
+    `prefix` must be laid out from `ids`, so that what follows in `ids` follows in the text. Records
+    all layer groups, or those given.
     """
     kept = range(prefix.layout.group_count) if groups is None else groups
     if query_count % WINDOW_MAX or WINDOW_MAX % mtp:
@@ -79,7 +79,7 @@ def record(
 
 
 class Scoring:
-    """A `Backend` that keeps, per layer group, by which scores the last queries of a prompt
+    """A `Backend` that keeps, per layer group, the scores by which the last queries of a prompt
     selected."""
 
     def __init__(self, ops: Ops) -> None:
@@ -109,7 +109,7 @@ def _quantised(logits: Any, chosen: Windows, lengths: Any) -> Scores:
 def _windows(
     prefix: Prefix, ids: list[int], query_count: int
 ) -> list[tuple[Windows, list[Scores]]]:
-    """Prompt after prompt, each 32 words longer; all but its end is prefix of the one before."""
+    """Runs prompts, each 32 words longer than the one before, which is its cached prefix."""
     layout, start = prefix.layout, prefix.length
     pages = -(-(start + query_count + WINDOW_MAX) // PAGE_ROWS) + 4
     recorded = []

@@ -46,7 +46,7 @@ def recorded_rows(path: Path) -> list[Row]:
 
 
 def _judged_rows(judged: Judged, top_k: int) -> list[Row]:
-    """The mean over groups, of each policy that the pool has, over the mean of MIN."""
+    """For each policy of the pool, the mean over groups against the mean of MIN."""
     rows = []
     for (multiple, name), misses in judged.items():
         if name == "min" or not (least := float(np.mean(judged[multiple, "min"]))):
@@ -125,7 +125,7 @@ def _size_rows(
 
 
 def _policies(workload: Workload, slots: int, top_k: int) -> dict[str, Policy]:
-    """The pool's own by its planner; score only where the trace holds scores."""
+    """The pool's own policies, run by its planner; score only if the trace has scores."""
     future = next_uses(workload)
     names = JUDGED if next(workload.steps()).seen is not None else JUDGED[:-1]
     pools: dict[str, Policy] = {

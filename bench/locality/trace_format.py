@@ -1,4 +1,4 @@
-"""What a recorded selection takes on disk and in time, against raw int32 and zlib."""
+"""The cost of a recorded selection on disk and in time, against raw int32 and zlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Selection = npt.NDArray[np.int32]
 
 
 def trace_benchmark(*, smoke: bool) -> list[Row]:
-    """Positions are drawn uniformly, the case with the widest gaps that a context has."""
+    """Positions are drawn uniformly, which gives the widest gaps of a context."""
     rng = np.random.default_rng(7)
     repeats = 3 if smoke else 31
     rows: list[Row] = []

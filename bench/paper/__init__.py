@@ -1,1 +1,1 @@
-"""Published results beside what the simulator says."""
+"""Published results beside the simulator's."""

@@ -59,8 +59,8 @@ def _overhead(model: Fitted) -> Row:
 
 
 def _followed(model: Fitted) -> Row:
-    """Time to the first token with the sizes of an engine that does not know its times: it profiles
-    them at the start and observes them later, each with noise."""
+    """Time to the first token with the chunk sizes of an engine that does not know its times: it
+    profiles them at the start and observes them later, each with noise."""
     time, (first, smoothing) = model.published.time, model.published.dynamic
     sizer = ChunkSizer(first, context=PROMPT, dynamic=True, smoothing=smoothing)
     rand = random.Random(0)
@@ -86,7 +86,7 @@ def _followed(model: Fitted) -> Row:
 
 
 def _sends(model: Fitted) -> Row:
-    """Time to the first token over slow links, hidden states in float32."""
+    """Time to the first token over slow links, with hidden states in float32."""
     ways = [
         _on_links(model, Links(latency_s=SLOW_LATENCY_S, bytes_per_s=SLOW_LINK, is_async=is_async))
         for is_async in (True, False)

@@ -1,17 +1,17 @@
-"""The published results of ESS, themselves a simulation, beside constants fitted to some of them.
+"""The published results of ESS, themselves simulated, beside constants fitted to some of them.
 
 `value` is ours and `baseline_value` the paper's; `ratio` is how well they agree, and `target` the
-least agreement wanted. There are four kinds of rows, and each has one tolerance:
+least agreement wanted. There are four kinds of rows, each with one tolerance:
 
-    capacity     batches exactly, ratios to two digits: what a row does not itself give us
+    capacity     batches exactly, ratios to two digits: whichever the row does not itself give
     throughput   5 %: Table 2 and Fig. 1
-    gain         8 points: quotients of throughputs of Table 2, so no facts of their own
+    gain         8 points: quotients of throughputs of Table 2, so not independent facts
     overhead     15 %, or the 4 us to which Fig. 7 was read
 
-A fact counts once: blocks of Table 2 that differ in accepted tokens alone have the same steps, and
-batch 52 is in Fig. 1 as well. Rows that the constants or the memory were chosen on say `in_fit`;
-the scores count the others. The last rows ask what the scores would be if misses were none, half
-and double: where they would be as good, the rows do not test offload.
+A fact counts once: blocks of Table 2 that differ only in accepted tokens have the same steps, and
+batch 52 is in Fig. 1 as well. Rows by which the constants or the memory were chosen say `in_fit`;
+the scores count only the others. The last rows show the scores without misses and with half and
+twice as many: if they were as good, the rows would not test offload.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FIG7: Final[dict[str, Any]] = {"context": 131_072, "mtp": 2, "batch": 160}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduced:
-    """A row of Table 2 and what we say instead."""
+    """A row of Table 2 and our figures for it."""
 
     row: Throughput
     batch: int
@@ -77,7 +77,7 @@ def paper_benchmark(*, smoke: bool) -> list[Row]:
 
 
 def _once(table: Sequence[Reproduced]) -> list[Reproduced]:
-    """Steps do not depend on what is accepted: of two such blocks the later one."""
+    """Of blocks that differ only in accepted tokens, keeps the last: their steps are equal."""
     steps = {
         (ours.row.queries_each, ours.row.context, ours.row.tbo, ours.row.batch): ours
         for ours in table
@@ -86,7 +86,7 @@ def _once(table: Sequence[Reproduced]) -> list[Reproduced]:
 
 
 def _scores(rows: Sequence[Row]) -> list[Row]:
-    """Of each kind, the rows that nothing was chosen on."""
+    """The scores of each kind, over the rows by which nothing was chosen."""
     tested = [row for row in rows if not row.config.get("in_fit")]
     kinds = dict.fromkeys(row.config["kind"] for row in rows)
     return [_score(kind, [row for row in tested if row.config["kind"] == kind]) for kind in kinds]
@@ -165,7 +165,7 @@ def _reproduce(
 
 
 def paper_budget() -> Budget:
-    """As the paper counts: 80 GiB, 61 layers without MTP, keys without the slot map."""
+    """The paper's count: 80 GiB, 61 layers without MTP, keys without the slot map."""
     return Budget(
         layout=ModelLayout.deepseek_v32(mtp=False),
         device_bytes=published.DEVICE_BYTES,
@@ -198,7 +198,7 @@ def _config(row: Throughput) -> dict[str, Any]:
 
 def _capacity_rows(table: Sequence[Reproduced]) -> list[Row]:
     """The ratio where the batch is given, and the batch where the ratio is. The memory of the
-    device was chosen on all of them."""
+    device was chosen by all of them."""
     facts = {(ours.row.context, ours.row.batch): ours for ours in table}
     return [_capacity_row(ours) for ours in facts.values()]
 
@@ -266,7 +266,7 @@ def _gain_row(name: str, ours: float, theirs: float) -> Row:
 
 
 def _unlimited_rows(operators: PaperOperators, table: Sequence[Reproduced]) -> list[Row]:
-    """Batches that Table 2 does not have without offload already."""
+    """Batches that Table 2 does not already have without offload."""
     printed = {ours.row.batch for ours in table if ours.row.is_resident}
     batches = {
         batch: tokens for batch, tokens in published.unlimited().items() if batch not in printed

@@ -9,10 +9,10 @@ from ess.bench.engine.decode_arm import STAGGER
 from ess.units import div_ceil
 
 ROWS_MAX: Final = 1 << 18
-"""Of all requests of a cell: 64 x 4K, or 4 x 64K. A row is 656 bytes in each of 7 layers."""
+"""The most tokens of a cell: 64 x 4K, or 4 x 64K. A row is 656 bytes in each of 7 layers."""
 
 VISITS: Final = 3
-"""Of each cell: see `timed_in_turns`."""
+"""How often each cell is visited: see `timed_in_turns`."""
 
 
 class Cell(NamedTuple):
@@ -34,9 +34,9 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """`timed_contexts` and `timed_chunks` are those of the tables, at `timed_ratio`. `steps` are
-    timed of each cell in all visits, and as many as it takes for `requests_timed` requests to have
-    had one; `chunk_steps` in each visit."""
+    """`timed_contexts` and `timed_chunks` are those of the tables, at `timed_ratio`. Over all
+    visits a cell gets `steps` timed steps, or as many as `requests_timed` requests need for one
+    each; a cell with a chunk gets `chunk_steps` in each visit."""
 
     contexts: list[int]
     batches: list[int]
@@ -51,7 +51,7 @@ class Grid:
     chunk_steps: int
 
     def steps_each(self, batch: int) -> int:
-        """Of a visit."""
+        """Timed steps of a visit."""
         return max(2, div_ceil(max(self.steps, self.requests_timed // batch), VISITS))
 
     def timed_cells(self, mtp: int, batch: int) -> list[Cell]:
@@ -62,7 +62,7 @@ class Grid:
         ]
 
     def cells(self, mtp: int, batch: int) -> list[Cell]:
-        """Every pair of values meets, not every triple: ratios take turns."""
+        """Every pair of values occurs, not every triple: ratios take turns."""
         turn = self.drafts.index(mtp) + self.batches.index(batch)
         return [
             Cell(context, batch, mtp, self.ratios[(turn + row) % len(self.ratios)])
@@ -71,7 +71,7 @@ class Grid:
         ]
 
     def timed_chunk_cells(self, mtp: int) -> list[Cell]:
-        """Nothing decodes beside them."""
+        """Cells of chunks without decode."""
         return [
             Cell(context, 0, mtp, self.timed_ratio, chunk)
             for context in self.timed_contexts

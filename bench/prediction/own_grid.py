@@ -1,9 +1,9 @@
 """Steps of the embedded model over batches, contexts, ratios, drafts and prompt chunks.
 
 For every number of drafts and every batch the stages are timed at other contexts and at one ratio
-of slots, and prompt chunks without decode beside them. From these tables every step of the grid is
-predicted, and measured. Only the rows that it misses are taken from the measured step: what they
-cost is predicted, how many there are is the business of `ess-bench locality`.
+of slots, and prompt chunks without decode. From these tables every step of the grid is predicted,
+and measured. Only the number of missed rows is taken from the measured step: their cost is
+predicted; their number is predicted by `ess-bench locality`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def rows_of(grid: Grid, *, with_folder: bool) -> list[Row]:
 
 @dataclass(slots=True)
 class Measured:
-    """Everything at one number of drafts."""
+    """All cells at one number of drafts."""
 
     prefix: Prefix
     grid: Grid
@@ -130,7 +130,7 @@ class Measured:
         return [*rows, *self._with_chunks(tables)]
 
     def _batch(self, batch: int) -> tuple[StepTables, dict[Cell, Timed]]:
-        """Its tables, and the steps to be predicted from them."""
+        """The tables of a batch, and the measured steps to predict from them."""
         timed, cells = self.grid.timed_cells(self.mtp, batch), self.grid.cells(self.mtp, batch)
         many = timed[len(timed) // 2]
         few = many._replace(ratio=(1.0 + many.ratio) / 2)
@@ -160,7 +160,7 @@ class Measured:
         ]
 
     def _before(self, cell: Cell) -> int:
-        """Tokens before the chunk of a usual step: those of a visit's steps before it, too."""
+        """Tokens before the chunk of a usual step, with those of the visit's earlier steps."""
         return cell.context + cell.chunk * self.grid.chunk_steps // 2
 
 

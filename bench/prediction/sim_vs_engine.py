@@ -1,10 +1,10 @@
-"""The laboratory against the engine: the same selections must miss the same rows, to the row.
+"""The laboratory against the engine: the same selections must miss exactly the same rows.
 
-An engine decodes and records what each layer selected; the trace is replayed through the planner on
-an arena of the same size that was warmed and filled alike. The replay knows nothing of rejected
-drafts and need not: what they leave is a free slot, and the next step's own row of that very
-position is the first to claim one. The arena must hold a step's whole selection, or rows are read
-in place, which the engine does not count as misses.
+An engine decodes and records each layer's selections; the trace is replayed through the planner on
+an arena of the same size that was warmed and filled in the same way. The replay knows nothing of
+rejected drafts and need not: each leaves a free slot, which the next step's own row of the same
+position is the first to claim. The arena must hold a step's whole selection, or rows are read in
+place, which the engine does not count as misses.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Recording(Around):
 
 
 def least_slots(layout: ModelLayout, mtp: int) -> int:
-    """What one step may select and write."""
+    """The most rows that one step may select and write."""
     return mtp * (layout.top_k + 1)
 
 
@@ -90,7 +90,7 @@ def twin_row(prefix: Prefix, *, ratio: float, mtp: int, steps: int) -> Row:
 
 
 def _replay(reader: TraceReader, group: int, recording: Recording, slots: int) -> int:
-    """Warmed by the windows, then filled with the first rows that are absent, as the door does."""
+    """Replays an arena warmed by the windows, then filled with absent rows as the door does."""
     load = dataclasses.replace(recorded(reader, group=group), windows=recording.windows[group])
     arena = PlannerArena(load, slots=slots, top_k=reader.header.top_k)
     arena.warm(load.windows)

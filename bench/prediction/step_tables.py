@@ -1,15 +1,15 @@
-"""Times of this machine's steps, and what they say of a step that was not timed.
+"""Times of this machine's steps, and the prediction of a step that was not timed.
 
 A stage is a curve over the context, for one batch and number of drafts. It was timed at one ratio
-of slots, so with misses of its own number: what plans and awaits them takes `miss_us` more for each
-miss beyond. A prompt chunk runs after the decode stages of its step, so its time is added; it is a
-surface over the tokens before it and its own.
+of slots, so with a given number of misses: the stages that plan and wait take `miss_us` more for
+each further miss. A prompt chunk runs after the decode stages of its step, so its time is added; it
+is a surface over the tokens before it and its own.
 
-Time is what the processor worked for the engine, its copy lane included. On a machine with other
-work the wall's clock also says how long the engine waited for a core, which no table knows: a step
-of 5 ms was timed at 17 to 47. With one compute thread, and nothing that runs beside it in NONE but
-the stores, the two clocks agree on an idle machine. What remains of the neighbours are caches and
-clock rates: these change within minutes, so engines that are compared are opened in turns.
+Time is the processor time of the engine, its copy lane included. On a busy machine the wall clock
+also counts the wait for a core, which no table knows: a step of 5 ms was timed at 17 to 47. With
+one compute thread, and only the stores running beside it in NONE, the two clocks agree on an idle
+machine. Other programs still affect caches and clock rates: these change within minutes, so engines
+that are compared are opened in turns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FASTEST: Final = 3
 
 
 class ProcessorClock(Clock):
-    """What all threads of this process have worked."""
+    """The processor time of all threads of this process."""
 
     def now_s(self) -> float:
         return time.process_time()
@@ -60,12 +60,12 @@ class Timed(NamedTuple):
 
 
 Visit = Callable[[Cell, int], list[Timed]]
-"""So many steps of a cell, in order."""
+"""Runs this many steps of a cell, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTables:
-    """`misses` says how many rows the timed steps missed."""
+    """`misses` is how many rows the timed steps missed."""
 
     stages: Mapping[str, Curve]
     misses: Curve
@@ -77,10 +77,10 @@ class StepTables:
 
 
 def timed_in_turns(visit: Visit, cells: Iterable[Cell], *, steps: int) -> dict[Cell, Timed]:
-    """Every cell is visited in order, then in the order's reverse, then in order again, so that an
-    hour in which the machine is slow falls on all of them, and one engine is open at a time.
+    """Visits every cell in order, then in reverse, then in order again, so that a slow hour of the
+    machine affects all of them, and one engine is open at a time.
 
-    A visit takes `steps`; its first does not count, and of the others the fastest third of all
+    A visit runs `steps`; its first does not count, and of the others the fastest third of all
     visits does: what other programs leave in the processor's caches only makes a step slower."""
     ordered = list(cells)
     taken: dict[Cell, list[Timed]] = defaultdict(list)
@@ -91,7 +91,7 @@ def timed_in_turns(visit: Visit, cells: Iterable[Cell], *, steps: int) -> dict[C
 
 
 def visited(prefix: Prefix, cell: Cell, steps: int) -> list[Timed]:
-    """By an engine in NONE that is opened for these steps."""
+    """Times steps of a cell, in NONE, with an engine opened for them."""
     console.note(str(cell))
     shape = Shape(
         context=cell.context, batch=cell.batch, mtp=cell.mtp, steps=steps, chunk=cell.chunk
@@ -102,7 +102,7 @@ def visited(prefix: Prefix, cell: Cell, steps: int) -> list[Timed]:
         totals = [stage_totals(watched.step()) for _ in range(steps)]
         misses = [float(missed.sum()) for missed in watched.arm.taken.misses]
     del watched
-    gc.collect()  # an engine is in circles of references, and holds up to 3 GB
+    gc.collect()  # reference circles keep an engine alive, with up to 3 GB
     return [Timed(*each) for each in zip(totals, misses, strict=True)]
 
 
@@ -118,7 +118,7 @@ def _mean(steps: list[Timed]) -> Timed:
 
 
 def step_tables(steps: Mapping[int, Timed], *, miss_us: float) -> StepTables:
-    """Of timed steps by context."""
+    """Tables from timed steps by context."""
     contexts = sorted(steps)
     sizes = tuple(map(float, contexts))
     return StepTables(
@@ -132,13 +132,13 @@ def step_tables(steps: Mapping[int, Timed], *, miss_us: float) -> StepTables:
 
 
 def miss_us(few: Timed, many: Timed) -> float:
-    """Of two steps of the same shape at two ratios."""
+    """The time of one miss, from two steps of the same shape at two ratios."""
     further = many.misses - few.misses
     return max(0.0, many.fetching_us - few.fetching_us) / further if further > 0 else 0.0
 
 
 def chunk_surface(chunks: Mapping[tuple[int, int], float]) -> Surface:
-    """Of microseconds by the tokens before a chunk and its own: to be read in this order."""
+    """Microseconds over the tokens before a chunk and its own, in this order."""
     curves: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for (before, tokens), us in sorted(chunks.items()):
         curves[tokens].append((float(before), us))

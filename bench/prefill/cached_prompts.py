@@ -1,13 +1,13 @@
-"""`ess-bench prefix`: the second turn of a conversation, its first nine tenths cached somewhere.
+"""`ess-bench prefix`: the second turn of a conversation, with nine tenths of it cached.
 
     none    all of the prompt is computed
     host    the first turn's pages are in the host pool
-    warm    they are on disk only, and the system still has the file in its memory
-    cold    they are on disk only: the system was told to forget the file (POSIX_FADV_DONTNEED)
+    warm    they are only on disk, and the system still has the file in memory
+    cold    they are only on disk: the system was told to drop the file (POSIX_FADV_DONTNEED)
 
-Every turn has an engine of its own, so that warm and cold are what a restarted process finds. The
-tier's rates are beside plain pwrite and preadv of the same records by one thread, whose writes end
-in one fdatasync too.
+Every turn has its own engine, so that warm and cold are what a restarted process finds. The tier's
+rates are compared with plain pwrite and preadv of the same records by one thread, whose writes also
+end in one fdatasync.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def prefix_benchmark(
     pages
         Pages written and read for the disk's rates.
     rounds
-        Of which the median is told.
+        How many rounds to run; the result is their median.
     """
     if smoke:
         return [*_rates(8, 1), *_turns(256, 1)]
@@ -145,7 +145,7 @@ def _turn_row(length: int, name: str, seconds: list[float], none: float) -> Row:
 
 
 def _rates(pages: int, rounds: int) -> list[Row]:
-    """Of whole pages of the model in the box, written and read in order."""
+    """Rates of whole pages of the embedded model, written and read in order."""
     page_bytes = load_model().config.layout().host_page_bytes
     memory = np.random.default_rng(0).integers(0, 256, (pages, page_bytes), dtype=np.uint8)
     room = np.zeros_like(memory)
@@ -232,7 +232,7 @@ def _copies(page: Bytes) -> Callable[[Bytes], bool]:
 
 
 def _forget_file(path: Path) -> None:
-    """Its pages leave the system's memory, as far as the system obeys."""
+    """Drops the file's pages from the system's memory, as far as the system obeys."""
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

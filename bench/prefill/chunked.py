@@ -1,7 +1,7 @@
-"""Dynamic chunks against static ones, each the best of its kind by what was measured.
+"""Dynamic chunks against static ones, each the best of its kind by measurement.
 
-Up to what is measured, both kinds of chunks are run and their layers are timed; the layers are then
-put into as many stages as are wanted, on the virtual clock. Beyond, times are those of the fit.
+Up to the measured lengths, both kinds of chunks are run and their layers are timed; the layers are
+then combined into any number of stages on the virtual clock. Beyond, the fit gives the times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK_MAX: Final = 4096
 
 
 def chunk_rows(contexts: Sequence[int], real: Sequence[int], *, rounds: int) -> list[Row]:
-    """`real` are the contexts that are run; of `contexts` the longer ones are calculated."""
+    """`real` are the contexts that are run; longer ones of `contexts` are calculated."""
     longest, kind, layers = max(real), kind_for(STAGES), layers_of(REAL_STAGES)
     rows = []
     with Pipe(plan_of(layers, longest)) as pipe:

@@ -1,7 +1,7 @@
-"""The most memory that a stage's process ever had, with longer and longer prompts.
+"""The most memory of a stage's process, with longer and longer prompts.
 
-Pools hold a prompt's rows and keys, so they grow with it and are told apart. Everything else has to
-stay: weights, the state of a chunk, what the indexer and the attention need at a time.
+Pools hold a prompt's rows and keys, so they grow with it and are shown apart. Everything else must
+stay: weights, the state of a chunk, the working memory of indexer and attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MB: Final = 1e6
 
 
 def peak_rows(contexts: Sequence[int], chunk: int) -> list[Row]:
-    """The shortest context is the baseline."""
+    """Peaks by context, with the shortest as the baseline."""
     peaks = {context: _peaks(context, chunk) for context in sorted(contexts)}
     shortest = min(peaks)
     return [

@@ -1,4 +1,4 @@
-"""Pipelines of the model in the box, a thread a stage, and the text they read."""
+"""Pipelines of the embedded model, a thread per stage, and the text they read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def embedded() -> tuple[ModelConfig, ModelLayout]:
 
 
 def layers_of(stages: int) -> Layers:
-    """As `ess prefill` shares them out by itself."""
+    """The layers of each stage, as `ess prefill` divides them by default."""
     config, layout = embedded()
     parts = partition(layout, stages, costs=counted_costs(config))
     return tuple((part.start, part.stop) for part in parts)
@@ -45,7 +45,7 @@ def plan_of(layers: Layers, context: int, *, prompts: int = 1, links: Slow | Non
 
 
 def text(length: int, *, number: int = 0) -> list[int]:
-    """Of the text, from another place for every number; it comes again when it is over."""
+    """Tokens of the text from a place that `number` chooses; after its end it repeats."""
     ids, _ = token_ids()
     start = number * PROMPT_STRIDE % len(ids)
     turned = ids[start:] + ids[:start]
@@ -83,7 +83,7 @@ def cores() -> int:
 
 
 def sharing(stages: int) -> str:
-    """What a wall clock says of so many stages here."""
+    """Whether the wall clock can time this many stages here."""
     if cores() >= stages:
         return "a core for every stage"
     return f"{stages} stages share {cores()} cores: no measure of a pipeline"

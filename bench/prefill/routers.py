@@ -1,6 +1,6 @@
-"""A stock router before a prefill worker of stages and decode workers, as its documentation says.
+"""A stock router in front of a staged prefill worker and decode workers, as documented.
 
-Its package is not ours, and is there where `ess[router]` was installed.
+The router's package is not part of ESS; `ess[router]` installs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ess.bench.engine.serve import started
 from ess.errors import Unavailable
 from ess.ports import kept_port
 
-# Module, its words, and whether it tells decode workers the prefill worker's port.
+# # Module, arguments, and whether it tells decode workers the prefill worker's port.
 ROUTERS: Final = (
     ("smg", ("smg", "launch", "--pd-disaggregation"), True),
     ("vllm_router", ("vllm_router.launch_router", "--vllm-pd-disaggregation"), False),
@@ -41,15 +41,15 @@ HOST: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Behind a router at `url`."""
+    """The workers behind a router at `url`."""
 
     url: str
     router: str
     decodes: tuple[str, ...]
 
     def handoffs(self, count: int) -> Counter[str]:
-        """How those ended that decode workers waited for, since they began, when `count` or more
-        have ended. A worker answers a request a moment before it tells of the handoff."""
+        """The outcomes, since the start, of handoffs to decode workers, once there are `count`. A
+        worker answers a request a moment before it reports the handoff."""
         deadline_s = time.monotonic() + TOLD_S
         while (ended := self._ended()).total() < count and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -66,7 +66,7 @@ class Tier:
 
 @contextlib.contextmanager
 def tier(stages: int, decodes: int, *flags: str, router: str = "") -> Iterator[Tier]:
-    """When every worker is ready."""
+    """Starts a tier and waits until every worker is ready."""
     package, words, meets_at_port = _chosen(router)
     secret = {"ESS_PEER_SECRET": secrets.token_hex(16)}
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Asynchronous sends against synchronous ones, over links as slow as between machines.
 
-A frame takes `LINK_SHARE` of the time of a chunk in a stage. Both pipelines run in turn.
+A frame takes `LINK_SHARE` of a chunk's time in a stage. Both pipelines run in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATE_BYTES: Final = 4
 
 
 def send_rows(plain: Ran, context: int, chunk: int, *, rounds: int) -> list[Row]:
-    """`plain` ran over links that are not slowed: what a chunk takes there sets the speed."""
+    """`plain` ran over links at full speed: its chunk times set the rate of the slow ones."""
     layers, links = layers_of(STAGES), _links(plain, chunk)
     console.note(f"  sends over {links.bytes_per_s / 1e6:.3g} MB/s and {links.latency_s:.3g} s ...")
     spans: dict[bool, list[Ran]] = {True: [], False: []}
@@ -69,7 +69,7 @@ def _real(spans: dict[bool, list[Ran]], links: Slow, context: int, chunk: int) -
 
 
 def _on_clock(ran: Ran, links: Slow, context: int) -> Row:
-    """With the stage times of one asynchronous round."""
+    """Spans with the stage times of one asynchronous round."""
     config, _ = embedded()
     seconds = stage_s(ran, "wall")
     sent = [chunk.count * config.hidden_dim * STATE_BYTES for chunk in ran.chunks]

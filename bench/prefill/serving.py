@@ -1,5 +1,5 @@
-"""End to end: a prefill worker of two stages and two decode workers behind a stock router, against
-one `ess serve`, under the same load of long prompts. Engines have a thread each.
+"""End to end, under the same load of long prompts: a prefill worker of two stages and two decode
+workers behind a stock router, against one `ess serve`. Engines have a thread each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UP_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Talk:
-    """Prompts of about `length` tokens, as text; `gap_s` between arrivals on average."""
+    """Prompts of about `length` tokens, as text; `gap_s` is the mean time between arrivals."""
 
     requests: int
     gap_s: float
@@ -88,8 +88,8 @@ def serving_rows(talk: Talk, *, router: str = "") -> list[Row]:
 
 
 async def _until_up(url: str) -> None:
-    """A router begins to listen, then finds its workers: until then it refuses. The prompt that is
-    answered at last is handed over as well, and is none of those that are measured."""
+    """Waits for a router, which listens before it finds its workers and refuses until then. The
+    prompt that it first answers is handed over too, and is not one of those measured."""
     deadline_s = time.monotonic() + UP_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A real pipeline, and the same pipeline on a virtual clock with what its stages took."""
+"""A real pipeline, and the same pipeline on a virtual clock with its stages' times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUNDS: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """Some rounds of one prompt's length through so many stages."""
+    """Rounds of a prompt of one length through a number of stages."""
 
     layers: Layers
     kind: Kind
@@ -43,12 +43,12 @@ class Arm:
         return [on_clock(stage_s(ran, self.kind)) for ran in self.rans]
 
     def busy_s(self) -> list[float]:
-        """Of all stages together, in each round."""
+        """Seconds of all stages together, in each round."""
         return [sum(map(sum, stage_s(ran, self.kind))) for ran in self.rans]
 
     @property
     def chunk_ms(self) -> list[float]:
-        """Of each stage, in the middle of the rounds and chunks."""
+        """Milliseconds of each stage, in the median over rounds and chunks."""
         rows = [times for ran in self.rans for times in stage_s(ran, self.kind)]
         return [1e3 * statistics.median(column) for column in zip(*rows, strict=True)]
 
@@ -136,7 +136,7 @@ def _clock_rows(arm: Arm, first: Arm) -> list[Row]:
 
 
 def _predictions(arm: Arm, name: str) -> list[Row]:
-    """The times are fitted to every other round, and the rounds between are predicted."""
+    """Fits the times of every other round, and predicts the rounds between."""
     known, held_out = arm.rans[::2], arm.rans[1::2] or arm.rans
     fitted = modelled(measured(known, arm.kind))
     clock, chunks = on_clock(_middle(held_out, arm.kind)), held_out[0].chunks
@@ -166,14 +166,14 @@ def _predictions(arm: Arm, name: str) -> list[Row]:
 
 
 def _middle(rans: Sequence[Ran], kind: Kind) -> list[list[float]]:
-    """Of each chunk in each stage the middle of the rounds. A clock that is given the times of one
-    round waits for whatever was slow in it, in any stage: noise does not cancel out there."""
+    """The median over rounds for each chunk in each stage. A clock with the times of one round
+    waits for whatever was slow in it, in any stage: noise does not cancel out there."""
     rounds = np.array([stage_s(ran, kind) for ran in rans])
     middle: list[list[float]] = np.median(rounds, axis=0).tolist()
     return middle
 
 
 def arms_of(stage_counts: Sequence[int], context: int, chunk: int, *, rounds: int) -> list[Arm]:
-    """All with one kind of time, so that they can be compared."""
+    """Arms with the same kind of time, so that they can be compared."""
     kind = kind_for(max(stage_counts))
     return [arm_of(count, context, chunk, kind=kind, rounds=rounds) for count in stage_counts]

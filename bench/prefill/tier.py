@@ -1,4 +1,4 @@
-"""`ess-bench prefill`: what a pipeline of stages makes of prompts."""
+"""`ess-bench prefill`: the performance of a pipeline of stages."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def prefill_benchmark(
     pp
         How many stages they have, a list; sends are compared where 2 are among them.
     chunk
-        Tokens of a chunk, but for what compares chunk sizes.
+        Tokens of a chunk, except where chunk sizes are compared.
     real
         Prompts for which chunk sizes are run, a list; longer ones are calculated, up to 128k.
     memory
         Prompts for which the peak memory is measured, a list: 4k,128k takes minutes.
     turns
-        Instead of all that: second turns whose prompts are mostly cached, on host and on disk.
+        Run instead second turns whose prompts are mostly cached, on host and on disk.
     serving
-        Instead of all that: stages and decode workers behind a stock router.
+        Run instead stages and decode workers behind a stock router.
     length
         The prompts of --turns and --serving.
     router
-        Of --serving: smg, vllm_router or sglang_router; else the first that is installed.
+        For --serving: smg, vllm_router or sglang_router; else the first that is installed.
     """
     if turns or serving:
         return _further(turns, serving, sizes("--length", length)[0], router, chunk, smoke=smoke)

@@ -1,7 +1,7 @@
-"""The second turn of a talk: nine tenths of its prompt were there in the first.
+"""The second turn of a conversation: nine tenths of its prompt were in the first.
 
-From the host's pools, in a pipeline that is timed and in `ess serve`; and from disk, in an
-`ess serve` that was started again between the two turns.
+They come from the host's pools, in a timed pipeline and in `ess serve`; and from disk, in an `ess
+serve` that was restarted between the two turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def turn_rows(context: int, chunk: int, *, rounds: int) -> list[Row]:
 
 
 def turns_of(context: int, number: int) -> tuple[list[int], list[int]]:
-    """Both of one length; the second begins as the first does."""
+    """Two prompts of one length; the second begins like the first."""
     shared = int(CACHED * context)
     first = text(context, number=2 * number)
     return first, [*first[:shared], *text(context - shared, number=2 * number + 1)]
@@ -64,7 +64,7 @@ def _pipeline_rows(context: int, chunk: int, *, rounds: int) -> list[Row]:
 
 
 def _served_rows(context: int, *, rounds: int) -> list[Row]:
-    """First turns and second turns from host by a server, then those from disk by another."""
+    """A server's first turns and second turns from host, then another's second turns from disk."""
     talks = [turns_of(context, number) for number in range(rounds)]
     with tempfile.TemporaryDirectory(prefix="ess-turns-") as folder:
         flags = ("--threads", "1", "--prefix-cache-dir", folder, "--prefix-cache-disk", DISK)
@@ -89,13 +89,13 @@ def _served_rows(context: int, *, rounds: int) -> list[Row]:
 
 
 def _last_changed(prompt: Sequence[int]) -> list[int]:
-    """Another second turn, so that the second turn from disk was never made before."""
+    """Another second turn, so that the one from disk was never computed before."""
     shared = int(CACHED * len(prompt))
     return [*prompt[:shared], *reversed(prompt[shared:])]
 
 
 def _first_tokens(url: str, prompts: Sequence[list[int]]) -> list[float]:
-    """Seconds of each, one after the other, when the server is warm."""
+    """Seconds of each, one after the other, once the server is warm."""
     asyncio.run(streamed(url, _asked(text(WARM, number=777))))
     return [asyncio.run(streamed(url, _asked(prompt))).first_s for prompt in prompts]
 

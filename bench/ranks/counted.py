@@ -1,7 +1,6 @@
-"""A group that counts the bytes of tensors that leave a rank for others.
+"""A group that counts the bytes of tensors that a rank sends to others.
 
-What ranks say to one another beside them is not counted: orders, heads of frames, what is free in
-their pools.
+Other messages between ranks are not counted: orders, heads of frames, free pages.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class CountedGroup:
 
     @property
     def next_bytes(self) -> int:
-        """Sent to the stage behind."""
+        """Bytes sent to the next stage."""
         return 0 if self.next is None else self.next.sent_bytes
 
     def advance(self) -> None:

@@ -1,15 +1,15 @@
-"""`ess-bench comm`: what ranks that divide a model send, and how much of it is waited for.
+"""`ess-bench comm`: what ranks that divide a model send, and how long they wait for it.
 
-Two ranks run the embedded model, a thread each; those that divide experts over a line of a stated
+Two ranks run the embedded model, a thread each; ranks that divide experts use a line of a stated
 latency and bandwidth.
 
-    volume    bytes per token and layer, beside the formula: of heads, tokens and layers that are
-              divided (`volumes`), and for experts that are chosen evenly
-    balance   what a rank has to do on average of what the busiest has, where experts are chosen
-              with favourites: placed by load, and with copies, against contiguous runs
+    volume    bytes per token and layer, beside the formula: for divided heads, tokens and layers
+              (`volumes`), and for experts that are chosen evenly
+    balance   the average work of a rank over the busiest rank's, where some experts are chosen
+              more often: placed by load, and with copies, against contiguous runs
     exposed   milliseconds of a step in which a rank only waits for the line: with TBO, with each
-              order of SBO and with both, against none of them in the same run
-    pool      MiB of a host pool that two processes of one engine have in common
+              order of SBO and with both, against neither in the same run
+    pool      MiB of a host pool that two processes of one engine share
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ MANY: Final = 32
 EXPERTS: Final = 256
 LAYERS: Final = 58
 STEEPNESS: Final = 0.5
-"""Of Zipf's law in the balance rows: the busiest expert is chosen 8 times as often as the mean."""
+"""Zipf's exponent in the balance rows: the busiest expert has 8 times the mean choices."""
 LEAST_MS: Final = 1e-3
-"""Nothing at all has no ratio."""
+"""The least time, as a ratio to 0 is undefined."""
 
 ORDERS: Final[tuple[tuple[Tbo, Sbo], ...]] = (
     ("on", "off"),
@@ -65,8 +65,8 @@ ORDERS: Final[tuple[tuple[Tbo, Sbo], ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What one rank saw: of each step the milliseconds that it only waited for the line; of all of
-    them what it sent, by token and layer."""
+    """One rank's figures: for each step the milliseconds in which it only waited for the line; over
+    all of them the bytes that it sent, by token and layer."""
 
     exposed_ms: list[float]
     out_bytes: float
@@ -94,13 +94,13 @@ def comm_benchmark(*, smoke: bool = False) -> list[Row]:
 
 
 def exposed(ranks: list[Decoded]) -> list[float]:
-    """Of each step, that of the rank which waited longest."""
+    """For each step, the time of the rank which waited longest."""
     each = zip(*(rank.exposed_ms for rank in ranks), strict=True)
     return [max(LEAST_MS, *ms) for ms in each]
 
 
 def balance_rows() -> list[Row]:
-    """Of ranks and experts as many as DeepSeek has, in layers with favourites of their own."""
+    """Balance with as many ranks and experts as DeepSeek has; each layer has its own favourites."""
     layers = [favourites(seed) for seed in range(LAYERS)]
     plain = [balance(even(EXPERTS, MANY).places, loads) for loads in layers]
     return [
@@ -117,7 +117,7 @@ def balance_rows() -> list[Row]:
 
 
 def favourites(seed: int) -> list[float]:
-    """How often each expert is chosen, by Zipf's law in any order."""
+    """How often each expert is chosen, by Zipf's law in random order."""
     loads = [1e6 / (1 + at) ** STEEPNESS for at in range(EXPERTS)]
     random.Random(seed).shuffle(loads)
     return loads
@@ -142,7 +142,7 @@ def volumes(ranks: list[Decoded], config: ModelConfig) -> list[Row]:
 
 def even_bytes(config: ModelConfig, ranks: int) -> tuple[float, float]:
     """Out goes a line in bfloat16, and 2 bytes for each choice, to each other rank that has one of
-    the token's experts; back comes a line for each of its experts elsewhere."""
+    the token's experts; back comes a line for each of its experts on other ranks."""
     total, chosen = config.expert_count, config.experts_per_token
     missed = math.comb(total - total // ranks, chosen) / math.comb(total, chosen)
     line = 2 * config.hidden_dim

@@ -1,8 +1,8 @@
-"""A team over a line as slow as asked, in one process, that knows how long it was waited for.
+"""A team over a line of a given speed, in one process, that counts the time it was waited for.
 
-A rank's bytes leave one exchange after another at `bytes_per_s`; each arrives `latency_s` later. An
-exchange is there when the slowest part of it is. A rank that waits for it sleeps that long: this is
-communication that nothing has hidden. That a peer has not begun its exchange is not counted.
+A rank's exchanges leave one after another at `bytes_per_s`; each arrives `latency_s` later. An
+exchange is complete when its slowest part is. A rank that waits for it sleeps that long: this is
+communication that nothing has hidden. Waiting for a peer to begin its exchange is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ess.comm.team import Coming, Team
 
 @dataclass(slots=True)
 class Line:
-    """Shared by all ranks."""
+    """The line, shared by all ranks."""
 
     latency_s: float
     bytes_per_s: float
@@ -34,13 +34,13 @@ class Line:
             self._due_s[number] = max(self._due_s.get(number, 0.0), free_s + self.latency_s)
 
     def due_s(self, number: int) -> float:
-        """All ranks have sent their part."""
+        """When the exchange is complete; all ranks have sent their part."""
         with self._lock:
             return self._due_s[number]
 
 
 class LateTeam:
-    """`exposed_s`: for how long this rank has slept for the line."""
+    """`exposed_s` is how long this rank has slept for the line."""
 
     def __init__(self, team: Team, line: Line) -> None:
         self.rank, self.size = team.rank, team.size

@@ -1,8 +1,8 @@
-"""How often the host pool of a stage lies in memory when the stage is several processes.
+"""How often a stage's host pool is in memory when the stage is several processes.
 
 A real server with `--tp-size` reads prompts that fill a part of its pool. Then the system says how
-much of the pool each process has in memory, and what its share of these pages is: the shares of all
-are what the pool costs. The baseline is a pool for each process.
+much of the pool each process has in memory, and its share of these pages: the sum of the shares is
+the cost of the pool. The baseline is a pool for each process.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def pools(pid: int) -> list[Mapping]:
 
 
 def kin(pid: int) -> Iterator[int]:
-    """A process and all below it."""
+    """The process and all its descendants."""
     yield pid
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():

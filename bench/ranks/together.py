@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: what each of them returns, or the error of any."""
+"""Runs ranks as threads of one process: returns each one's result, or raises any error."""
 
 from __future__ import annotations
 

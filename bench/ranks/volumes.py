@@ -1,6 +1,6 @@
-"""What ranks that divide heads, tokens or layers send one another, beside the formulas for it.
+"""What ranks that divide heads, tokens or layers send one another, beside the formulas.
 
-Bytes of tensors leave all ranks together, T of a team. Of a layer and a token:
+Bytes of tensors that leave all T ranks of a team together, per layer and token:
 
     heads, in steps     the values of a rank's heads go to all others: (T - 1) * heads * value
     heads, in prompts   a token's low-rank query goes to all others, and its selection, where the
@@ -8,8 +8,8 @@ Bytes of tensors leave all ranks together, T of a team. Of a layer and a token:
                         (T - 1) * (query + selection + heads * value / T)
     tokens              nothing: rows and keys are written where all see them
 
-Behind the layers the windows of a chunk go to all ranks that divide tokens; between two stages goes
-a token's hidden state.
+After the layers the windows of a chunk go to all ranks that divide tokens; between two stages a
+token's hidden state is sent.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RANKS: Final = 2
 PROMPT: Final = 96
 OUTPUT: Final = 8
 FLOAT: Final = 4
-"""Bytes of a value, a query's and a hidden state's: they travel in float32."""
+"""Bytes of a value, of a query and of a hidden state: they travel in float32."""
 NUMBER: Final = 4
 SLOT_PAGES: Final = 8
 
@@ -106,8 +106,8 @@ def offload(layout: ModelLayout, *, shared: bool = False) -> Offload:
 
 
 def mesh_bytes(*, tp: int, pp: int) -> tuple[int, int]:
-    """Between the members of stages, and between stages, of a request from its first to its last
-    token, through an engine of `tp` times `pp` processes."""
+    """Bytes between the members of stages, and between stages, for a whole request through an
+    engine of `tp` times `pp` processes."""
 
     def run(group: Group) -> tuple[int, int]:
         counted = CountedGroup(group)
@@ -141,7 +141,7 @@ def mesh_engine(group: Group, *, tp: int, pp: int) -> MeshEngine:
 
 
 def chunk_bytes(kind: Kind) -> int:
-    """Of one chunk, whose ranks divide heads or tokens."""
+    """Bytes of one chunk, whose ranks divide heads or tokens."""
 
     def run(group: Group) -> int:
         counted = CountedGroup(group)

@@ -1,1 +1,1 @@
-"""Steps and prompts predicted from measured operators beside public measurements of servings."""
+"""Predictions from measured operators beside public measurements of servings."""

@@ -1,12 +1,12 @@
-"""Every public row beside what we say of it: `value` is ours, `baseline_value` the measurement.
+"""Every public row beside our prediction: `value` is ours, `baseline_value` the measurement.
 
-A row is met where the measurement lies within our band. The rows at the end say how far off we are
-as a whole: the middle error of rows whose conditions are nearly complete (E) or partly guessed (P),
-and how much the error changes from small to large batches and contexts. A row of vLLM or
-TensorRT-LLM is predicted from tables of its own framework, as far as there are any. Rows of vLLM
-are also told apart, since its tables are of another year. `seen` rows lent a host gap or a host
-time to our constants; the middle without them stands beside. Bounds (U) are not counted: they are
-met where we say that more is possible.
+A row is met where the measurement lies within our band. The last rows show our error as a whole:
+its median over rows whose conditions are nearly complete (E) or partly guessed (P), and how much it
+changes from small to large batches and contexts. Rows of vLLM and TensorRT-LLM are predicted from
+tables of their own framework, as far as there are any. Rows of vLLM are also shown apart, since its
+tables are of another year. `seen` rows lent a host gap or a host time to our constants; the median
+without them is shown too. Bounds (U) are not counted: they are met where we predict that more is
+possible.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def silicon_benchmark(*, smoke: bool) -> list[Row]:
 
 
 def outcomes_of(rows: Sequence[Serving]) -> list[Outcome]:
-    """In the order of the rows; ratios are of what we say of both their rows."""
+    """The outcomes in the order of the rows; a ratio needs our figures for both its rows."""
     said = Said()
     return [said.of(row) for row in rows]
 
 
 class Said:
-    """What we say of rows so far, and the operators that were read for them."""
+    """The predictions so far, and the operators that were read for them."""
 
     def __init__(self) -> None:
         self._outcomes: dict[str, Outcome] = {}
@@ -75,7 +75,7 @@ class Said:
         return outcome
 
     def _decode(self, row: Serving) -> Outcome:
-        """With prompts between the steps where they ran on the same GPUs."""
+        """A decode step, with prompts between the steps where they ran on the same GPUs."""
         operators, scenario = self._operators(row), _scenario(row)
         step = simulate(operators, scenario)
         step_us = step.step_us + (_stalled_us(row, operators, scenario) if row["prompt"] else 0.0)
@@ -167,7 +167,7 @@ def _row(outcome: Outcome) -> Row:
 
 
 def _bound(told: Row) -> Row:
-    """Met where we say that more is possible than was reached."""
+    """A bound is met where we predict that more is possible than was reached."""
     assert told.baseline_value is not None, f"{told.name}: a bound without a measurement"
     least = told.value / told.baseline_value
     return Row(
@@ -242,7 +242,7 @@ def _trends(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def _trend(name: str, chosen: Sequence[Outcome], by: str) -> Row:
-    """What the error changes by from the least to the most, on a line through all logarithms."""
+    """How much the error changes from the least to the most, on a line through all logarithms."""
     sizes = [math.log2(each.row.number(by)) for each in chosen]
     slope = statistics.linear_regression(sizes, [each.error for each in chosen]).slope
     change = slope * (max(sizes) - min(sizes))
@@ -257,7 +257,7 @@ def _judged(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Row:
-    """Met below the most, whatever the sign, or above the least."""
+    """Met below `at_most`, whatever the sign, or above `at_least`."""
     if at_least is not None:
         how, wanted, ratio = "at least", at_least, value / at_least
     else:

@@ -1,4 +1,4 @@
-"""What we say of a public row."""
+"""Our prediction for a public row."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Outcome:
 
     @property
     def is_old(self) -> bool:
-        """Of software a year older than that of the tables."""
+        """Whether the software is a year older than that of the tables."""
         return self.row["date"].startswith("2025")
 
     @property
     def is_held_out(self) -> bool:
-        """Nothing was chosen with the row in view."""
+        """Whether nothing in the model was chosen with the row in view."""
         return self.row["seen"] == "no"
 
     @property

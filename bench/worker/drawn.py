@@ -1,9 +1,9 @@
-"""Prompts that nobody has computed, and selections that a model with random weights would not make.
+"""Prompts that were not computed, and selections in place of those of random weights.
 
-Rows and keys are one page of noise, again and again. Index logits and top-k run in full, and are
-paid for; what they found is replaced by the calibrated selections of `ess.sim.locality`, for a
-random indexer would select other rows for each query, which no working set holds. A query's
-position says which selection it gets, so all ways to decode get the same.
+Rows and keys are one page of noise, repeated. Index logits and top-k run in full, and are paid for;
+their result is replaced by the calibrated selections of `ess.sim.locality`, because a random
+indexer would select other rows for each query, which no working set holds. A query's position
+determines its selection, so all ways to decode get the same.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ess.sim.locality.selections import LayerProfile, LayerStream, Load
 from ess.units import PAGE_ROWS, div_ceil
 
 QUERIES: Final = PAGE_ROWS
-"""Drawn in a row: those of a prompt's last page, then, from the first on again, of its answer."""
+"""Drawn selections: for the queries of a prompt's last page, then again for its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise(Prefix):
-    """Its one segment is a page, which is put everywhere as it is."""
+    """Its one segment is a page, which is put everywhere unchanged."""
 
     def rows(self, layer: int, length: int) -> Tensor:
         page = self.segments[0].rows[layer]
@@ -74,7 +74,7 @@ class Drawn:
         return getattr(self._real, name)
 
     def index_top_k(self, call: IndexQueries, out: Tensor) -> None:
-        """Pads have no length, and select nothing."""
+        """Selects the drawn positions; pads have no length, and select nothing."""
         self._real.index_top_k(call, out)
         lengths = call.lengths
         drawn = self._held[call.pages.data_ptr()].index_select(0, lengths.remainder(QUERIES))
@@ -82,7 +82,7 @@ class Drawn:
 
 
 def tables(offload: Offload, context: int, device: torch.device) -> dict[int, Tensor]:
-    """All positions are below `context`."""
+    """The selections by address of a layer's keys, all positions below `context`."""
     layout = offload.layout
     load = Load(context=context, step_count=1, query_count=1, top_k=layout.top_k)
     profile = LayerProfile()
@@ -98,7 +98,7 @@ def tables(offload: Offload, context: int, device: torch.device) -> dict[int, Te
 
 class DrawnArm(Arm):
     def _enter(self, prefix: Prefix) -> list[Request]:
-        """From the first prompt on selections are drawn."""
+        """Replaces selections from the first prompt on."""
         runner, least = self.engine.runner, min(self.shape.lengths()) - PAGE_ROWS - 1
         held = tables(self.offload, least, runner.model.device)
         runner.ops = Ops(runner.ops.name, cast(Backend, Drawn(runner.ops.backend, held)))

@@ -1,11 +1,11 @@
 """Resident against offload on one GPU of a worker whose 32 ranks divide the experts.
 
 Both ways get the same bytes of the device: those that 90 % of it leaves beside the whole worker's
-weights and a step's own memory, for each layer an equal part. Resident keeps every row in a slot,
+weights and a step's memory, in equal parts for each layer. Resident keeps every row in a slot,
 offload a floor of slots for each request; each decodes the largest batch that then fits. The slice
-has a few layers of all, at their true dimensions, and a vocabulary cut alike, so its rate times the
-share of layers is predicted for the whole. That leaves out dispatch and combine, and counts what a
-step costs once, whatever its layers, as if each share of layers paid for it.
+has a few of the layers, at their true dimensions, and a vocabulary cut in proportion, so its rate
+times the share of layers predicts the whole. That leaves out dispatch and combine, and counts a
+step's fixed cost once per slice, as if every slice of layers paid it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OFFLOAD: Final = "offload"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`batches` of the ways; where there are none, what fits."""
+    """`batches` of the ways; if there are none, as many as fit."""
 
     worker: ModelConfig
     layers: int
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def scale(self) -> float:
-        """Layers of the worker for each of the slice."""
+        """Layers of the worker for each layer of the slice."""
         return self.worker.layer_total / self.slice.layer_total
 
     def way(self, name: str) -> Way:
@@ -85,7 +85,7 @@ def true_plan() -> Plan:
 
 
 def small_plan() -> Plan:
-    """Nothing in it is a dimension of the model; both ways have one batch."""
+    """A plan for tests: no dimension is the model's, and both ways have one batch."""
     worker = msgspec.structs.replace(
         worker_config(),
         vocab_size=4096,
@@ -122,7 +122,7 @@ def rows_of(plan: Plan) -> Iterator[Row]:
 
 
 def fitting(plan: Plan) -> tuple[int, int]:
-    """Requests that each way has room for, on the device and, of the slice, on the host."""
+    """Requests that each way has room for, on the device and, for the slice, on the host."""
     _, total_bytes = driver.Device().memory()
     room = DEVICE_SHARE * total_bytes - weight_bytes(plan.worker)
     on_host = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -140,7 +140,7 @@ def fitting(plan: Plan) -> tuple[int, int]:
 
 
 def fits(plan: Plan, way: Way, room: float) -> int:
-    """The largest batch whose pools and step, of all layers, take at most `room`."""
+    """The largest batch whose pools and step, for all layers, take at most `room`."""
     largest = min(BATCH_MAX, plan.context // STAGGER - 2)
     held = [n for n in range(1, largest + 1) if taken(plan, way, n) <= room]
     return max(held, default=0)
@@ -176,8 +176,8 @@ def taken(plan: Plan, way: Way, batch: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Of a way: tokens verified over the time of each step, and what it said and missed. How many
-    of them are kept follows from the draws, which are not alike in two batches."""
+    """One way: verified tokens over the time of each step, its outputs and its misses. How many
+    tokens are kept depends on the draws, which differ between two batches."""
 
     rates: list[float]
     outputs: list[list[int]]
@@ -222,7 +222,7 @@ def config_of(plan: Plan, arm: Arm, tokens: float) -> dict[str, Any]:
 
 
 def rate_row(plan: Plan, ours: Measured, rival: Measured | None = None) -> Row:
-    """Both say the same as far as both have the request and the token."""
+    """Both outputs must agree wherever both have the request and the token."""
     if rival is None:
         value = statistics.median(ours.rates)
         return Row(

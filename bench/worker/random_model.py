@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 on one of 32 GPUs that divide its experts: random weights in blocks of fp8.
 
-A rank has 8 of 256 routed experts and the shared one. What 32 ranks send it is eight times its own
-tokens; here its own tokens each go to all of its eight, which are as many lines, and no dispatch or
+A rank has 8 of 256 routed experts and the shared one. It gets eight times its own tokens from 32
+ranks; here its own tokens each go to all of its eight, which are as many lines, and no dispatch or
 combine runs. Layers are cut to a few, and the vocabulary in the same proportion.
 """
 
@@ -30,14 +30,14 @@ from ess.models.weights.verify import FP8
 RANKS: Final = 32
 CODES: Final = 0x70
 CODES_RMS: Final = 32.0
-"""Of values with random codes below, about; the largest is 240 of them all."""
+"""About the root mean square of values with random codes below; the largest value is 240."""
 REACH: Final = 0.8
 VOCABULARY_STEP: Final = 64
 TABLES: Final = torch.bfloat16
 
 
 def worker_config() -> ModelConfig:
-    """All layers, on one rank."""
+    """The worker's config: all layers, on one rank."""
     whole = typed(read_config("deepseek-v3.2"))
     return msgspec.structs.replace(
         whole,
@@ -49,8 +49,8 @@ def worker_config() -> ModelConfig:
 
 
 def cut(config: ModelConfig, layer_count: int) -> ModelConfig:
-    """So many layers with experts, beside the MTP module; a dense layer has as many weights as one
-    of nine experts."""
+    """A config with this many expert layers, and the MTP module; a dense layer has as many weights
+    as one of nine experts."""
     total = layer_count + config.mtp_layer_count
     share = total / config.layer_total
     vocabulary = math.ceil(config.vocab_size * share / VOCABULARY_STEP) * VOCABULARY_STEP
@@ -65,7 +65,7 @@ def weight_bytes(config: ModelConfig) -> int:
 
 
 def _entry(spec: Spec) -> Entry:
-    """As DeepSeek's files have it."""
+    """The entry as in DeepSeek's files."""
     dtype = FP8 if spec.role == "linear" else "BF16"
     return Entry(file="", name=spec.name, dtype=dtype, shape=spec.shape, begin=0, end=0)
 
@@ -75,7 +75,7 @@ def random_model(config: ModelConfig, device: torch.device) -> Model:
 
 
 def source(config: ModelConfig, device: torch.device) -> TensorSource:
-    """Each weight when it is asked for; the same ones whenever they are asked for in turn."""
+    """Makes each weight on request; the same ones whenever they are requested in the same order."""
     specs = {spec.name: spec for spec in expected_tensors(config)}
     torch.manual_seed(0)
     return lambda name: _drawn(specs[name], device)
