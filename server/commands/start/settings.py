@@ -76,10 +76,10 @@ class Settings(ProcessConfig):
     allowed_hosts: str = setting(
         "",
         "listening",
-        "Without a key: names it may be called by, beside its own; several with commas, * for all.",
+        "Without a key: host names of requests, besides its own; several with commas, * for all.",
     )
     api_key_file: str = setting(
-        "", "listening", "A file with the keys, one a line: who lists processes does not see them."
+        "", "listening", "A file with the keys, one a line: process lists do not show them."
     )
     without_key: bool = setting(
         False, "listening", "Serve without a key on an address that other machines reach."
@@ -92,19 +92,17 @@ class Settings(ProcessConfig):
         "For decode: prefill workers as routers name them, HOST:PORT,... or NAME:PORT=HOST:PORT.",
     )
     bootstrap_port: int = setting(
-        0, "handoff", "For prefill: a further port to be met at; 0: the main one.", (0, 65535)
+        0, "handoff", "For prefill: another port for other workers; 0: the main one.", (0, 65535)
     )
     peer_secret: str = setting(
         "", "handoff", "The secret of all workers of a split, 16 bytes or more.", is_secret=True
     )
     peer_secret_file: str = setting(
-        "", "handoff", "A file with it: who lists processes does not see it."
+        "", "handoff", "A file with that secret: process lists do not show it."
     )
-    register: str = setting(
-        "", "handoff", "The router that is told of this worker: sglang-router or smg."
-    )
+    register: str = setting("", "handoff", "The router to register with: sglang-router or smg.")
     register_key: str = setting(
-        "", "handoff", "What that router asks for; in the environment only.", is_secret=True
+        "", "handoff", "The key of that router; in the environment only.", is_secret=True
     )
     max_connections: int = setting(1024, "listening", "Connections open at a time.", (1, 1 << 20))
     body_bytes: str = setting("32MiB", "listening", "The longest request body.")
@@ -122,7 +120,7 @@ class Settings(ProcessConfig):
     slot_bytes: str = setting("auto", "memory", "Memory for the slots, the working set of rows.")
     index_bytes: str = setting("auto", "memory", "Memory for the index keys of running requests.")
     device_bytes: str = setting(
-        "90%", "memory", "What may be taken of a device's memory: 70GiB, or a share of all of it."
+        "90%", "memory", "The most to take of a device's memory: 70GiB, or a share of all of it."
     )
     graph_bytes: str = setting(
         "auto",
