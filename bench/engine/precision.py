@@ -120,7 +120,7 @@ def rows_of(plan: Plan, *, text: Path | None = None) -> list[Row]:
     return rows
 
 
-# # ---- reading
+# ---- reading
 
 Models = Mapping[Float, Model]
 Logits = Mapping[tuple[Form, str], Tensor]

@@ -136,7 +136,7 @@ def _serve(kind: Kind, size: int) -> None:
             os.sched_yield()
 
 
-# # ---- the limits of the machine
+# ---- the limits of the machine
 
 
 def _copied(page_count: int) -> list[float]:

@@ -24,7 +24,7 @@ from ess.bench.engine.serve import started
 from ess.errors import Unavailable
 from ess.ports import kept_port
 
-# # Module, arguments, and whether it tells decode workers the prefill worker's port.
+# Module, arguments, and whether it tells decode workers the prefill worker's port.
 ROUTERS: Final = (
     ("smg", ("smg", "launch", "--pd-disaggregation"), True),
     ("vllm_router", ("vllm_router.launch_router", "--vllm-pd-disaggregation"), False),

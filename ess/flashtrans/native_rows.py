@@ -12,7 +12,7 @@ from ess.errors import BadInput
 from ess.flashtrans.views import CheckedCopy, Side
 from ess.kernels.cpu import native
 
-# # Takes the way that was settled on for such copies, not one chosen by number.
+# Takes the way that was settled on for such copies, not one chosen by number.
 SETTLED: Final = -1
 
 

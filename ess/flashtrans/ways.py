@@ -42,7 +42,7 @@ EDITION: Final = 2
 VARIABLE: Final = "ESS_ROWS"
 UNMEASURED: Final = "unmeasured"
 
-# # Each size with each count is a class of ways.h; of many rows, a part that takes about this long.
+# Each size with each count is a class of ways.h; of many rows, a part that takes about this long.
 ROW_BYTES: Final = (264, 656, 2304)
 COUNTS: Final = (512, 2048, 65_536)
 PART_BYTES: Final = 4 << 20

@@ -183,7 +183,7 @@ _FORMS: Final[dict[type[Message], tuple[int, Struct]]] = {
     Refused: (3, Struct("<QHI")),
     Piece: (4, Struct("<QBHHIIQI")),
     Again: (5, Struct("<QBHHII")),
-    # # 6 is free: the other kinds keep their numbers.
+    # 6 is free: the other kinds keep their numbers.
     Count: (7, Struct("<QQQ")),
     Release: (8, Struct("<QH")),
     Heartbeat: (9, Struct("<Q")),

@@ -202,7 +202,7 @@ class Tuner:
         vocabulary = self._checkpoint.config.vocab_size
         return [self._random.randrange(vocabulary) for _ in range(count)]
 
-    # # ---- results
+    # ---- results
 
     def _judged(self, tried: list[Tried], model: Model) -> Tuning:
         best = min(tried, key=lambda each: each.middle_s)

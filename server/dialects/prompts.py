@@ -206,7 +206,7 @@ class PromptReader:
         shown: Any = texts if schemas.is_many(ask.tokens) else texts[0]
         return _json({"prompt": shown, "text": shown})
 
-    # # ---- common to all forms
+    # ---- common to all forms
 
     def _encoded(
         self,

@@ -115,7 +115,7 @@ IN_SAMPLING_PARAMS: Final = frozenset(
 )
 
 
-# # vLLM's router writes these into the prefill leg of every body, even where they are not read.
+# vLLM's router writes these into the prefill leg of every body, even where they are not read.
 BY_ROUTER: Final = frozenset(("max_tokens", "min_tokens"))
 
 

@@ -52,7 +52,7 @@ def _listed(service: Service, name: str) -> dict[str, Any]:
         "id": name,
         "object": "model",
         "created": service.started_unix,
-        # # Without this smg takes the worker for vLLM's, and sends it no handoffs.
+        # Without this smg takes the worker for vLLM's, and sends it no handoffs.
         "owned_by": "ess" if service.split.role == "both" else "sglang",
         "root": service.name,
         "parent": None,

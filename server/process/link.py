@@ -259,7 +259,7 @@ class EngineLink:
         self._asked[question].append(answer)
         return await answer
 
-    # # ---- for the server
+    # ---- for the server
 
     def front_lost(self, front: int) -> None:
         """Tells the engine that another front has ended: it gives up its requests."""

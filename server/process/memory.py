@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-# # Limit and use of a control group as a container sees its own: version 2, then version 1.
+# Limit and use of a control group as a container sees its own: version 2, then version 1.
 GROUPS: Final = (
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat"),
     (

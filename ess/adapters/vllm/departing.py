@@ -149,7 +149,7 @@ class Departing:
         assert self._outbox is not None, "vLLM registers its caches before its first step"
         return self._outbox
 
-    # # ---- threads of ESS
+    # ---- threads of ESS
 
     def _met(self, metadata: bytes) -> bytes:
         with self._lock:

@@ -24,7 +24,7 @@ MEAN_SIMILARITY_32K: Final = 0.573
 USELESS_ROWS_MEAN: Final = 663
 USELESS_ROWS_MAX: Final = 1353
 
-# # Share of misses at 4,096 slots, one query a step, for another model (GLM-5.1, LongBench-v2).
+# Share of misses at 4,096 slots, one query a step, for another model (GLM-5.1, LongBench-v2).
 POLICY_MISS_PERCENT: Final = {"lru": 13.4, "random": 16.1, "fifo": 17.2, "min": 8.2}
 
 HOT: Final = _numbers(

@@ -82,6 +82,6 @@ class Node:
             "node DRAM": self.dram_rate / sharing,
         }
         if self.numa == "interleaved":
-            # # Half of the rows that the GPUs of one socket fetch lie on the other socket.
+            # Half of the rows that the GPUs of one socket fetch lie on the other socket.
             limits["socket link"] = 2 * self.socket_rate / -(-sharing // SOCKETS)
         return limits

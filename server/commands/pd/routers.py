@@ -11,7 +11,7 @@ from ess.errors import BadInput, Unavailable
 
 RouterName = Literal["smg", "vllm_router", "sglang_router"]
 
-# # A worker is asked every second whether it is ready; one that hangs is left out after three times
+# A worker is asked every second whether it is ready; one that hangs is left out after three times
 # two seconds. A circuit breaker counts our 503 as a failure: it opens after fewer failures than a
 # request has attempts, and closes after a second.
 FLAGS: Final = (
@@ -34,7 +34,7 @@ class Router:
     hides_keys: bool = False
 
 
-# # In order of preference: smg passes tokens on as the decode worker makes them; sglang-router
+# In order of preference: smg passes tokens on as the decode worker makes them; sglang-router
 # passes on none before the prefill worker's answer has ended.
 ROUTERS: Final = (
     Router(name="smg", home="smg.cli:main", words=("launch", "--pd-disaggregation")),

@@ -25,7 +25,7 @@ Role = Literal["prefill", "decode"]
 WORKERS_MAX: Final = 64
 SHAPE: Final = re.compile(r"(\d{1,3})p(\d{1,3})d", re.IGNORECASE)
 
-# # Settings that make no sense here, each with the reason.
+# Settings that make no sense here, each with the reason.
 WHY_NOT: Final[Mapping[str, str]] = {
     "uds": "a router listens at a host and a port",
     "root_path": "a router knows no other path",

@@ -36,7 +36,7 @@ ESS: Final = "ess.server.commands.cli:main"
 SECRET_BYTES: Final = 32
 LOCAL: Final = "127.0.0.1"
 
-# # Settings of a single server, each with the reason.
+# Settings of a single server, each with the reason.
 WHY_NOT: Final[Mapping[str, str]] = {
     "uds": "each rank listens on a port of its own",
     "tls_cert": "ranks are asked by HTTP whether they live: let a proxy speak HTTPS",

@@ -17,7 +17,7 @@ from ess.errors import BadInput
 
 FAMILY: Final = ("VLLM_", "SGLANG_", "SGL_")
 
-# # Our setting, and their flags for it.
+# Our setting, and their flags for it.
 FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("--model", "--model-path"),
     "role": ("--disaggregation-mode",),
@@ -57,7 +57,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "otlp_endpoint": ("--otlp-traces-endpoint",),
 }
 
-# # Their variable, our setting, and how to write their value as one of ours.
+# Their variable, our setting, and how to write their value as one of ours.
 SAME: Final[Mapping[str, tuple[str, str]]] = {
     "VLLM_API_KEY": ("api_key", "{}"),
     "VLLM_BATCH_INVARIANT": ("deterministic", "{}"),
@@ -71,7 +71,7 @@ SAME: Final[Mapping[str, tuple[str, str]]] = {
     "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": ("smooth", "{}"),
 }
 
-# # Our setting, and their values with our names for these.
+# Our setting, and their values with our names for these.
 VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "device": {"auto": "cpu"},
     "executor": {"mp": "processes"},
@@ -162,7 +162,7 @@ class ForeignFlags:
     ] = False
 
 
-# # Accepted and logged: what they ask for is always so, or changes no answer.
+# Accepted and logged: what they ask for is always so, or changes no answer.
 NO_EFFECT: Final[Mapping[str, str]] = {
     "trust_remote_code": "code of a checkpoint is never run",
     "enforce_eager": "no step of a CPU is a graph; --graphs 0 says so of a device's",
@@ -186,7 +186,7 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "speculative_algorithm": "the checkpoint's own MTP layer drafts, --mtp tokens at most",
 }
 
-# # Refused: the answer, or the machine that makes it, would differ from what was asked for.
+# Refused: the answer, or the machine that makes it, would differ from what was asked for.
 NOT_HERE: Final[Mapping[str, str]] = {
     "page_size": "must be 64: a page has 64 rows",
     "speculative_eagle_topk": "must be 1: drafts are a chain, not a tree",

@@ -33,7 +33,7 @@ READERS: Final = {
     "/redoc": ("redoc.standalone.js",),
 }
 PATHS: Final = (*READERS, *LOADED)
-# # Redoc makes two style elements: an empty one, filled by rules later, and its scroll bar's.
+# Redoc makes two style elements: an empty one, filled by rules later, and its scroll bar's.
 REDOC_STYLES: Final = (
     "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='",
     "'sha256-QMIg+bpjm3JdElJ388KYke01izlUW0UoNOeKjpMxdgc='",
