@@ -25,7 +25,7 @@ from ess.kernels.cuda.graphs import CudaGraph
 from ess.pool.lru.arena import Arena, Split
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_new_rows import NewRows
-from ess.pool.lru.cuda_shape import NOW, PHASE_THREADS, TOGETHER_THREADS, ResolveShape
+from ess.pool.lru.cuda_shape import NOW, ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 from ess.units import div_ceil
 
@@ -35,7 +35,7 @@ SLOTS: Final = 6400
 CONTEXT_ROWS: Final = 32_768
 LANDING_ROWS: Final = 6000
 WANTED_US: Final = {1: 10.0, 160: 25.0}
-WAYS: Final = {False: "a launch a phase", True: "one block"}
+WAYS: Final = {False: "a launch a phase", True: "one cluster"}
 ALONE_BATCH_MAX: Final = 16
 GROUPS: Final = 61
 ROW_IDS: Final = 65_536
@@ -92,8 +92,7 @@ class Cycle:
 
     def us(self, *, is_together: bool) -> list[float]:
         """Of one plan; the arena is as the way measured before has left it."""
-        threads = TOGETHER_THREADS if is_together else PHASE_THREADS
-        shape = replace(self.shape, is_together=is_together, threads=threads)
+        shape = replace(self.shape, is_together=is_together)
         turns = [self.residency(shape) for _ in range(self.turns)]
         graph = CudaGraph(self.rig.device)
         with graph.capture(self.rig.stream.handle):
@@ -110,7 +109,7 @@ class Cycle:
     def landing_us(self, row_count: int) -> list[float]:
         """Of rows that have just left: they warm among the rows of the batch."""
         device, stream = self.rig.device, self.rig.stream.handle
-        shape = replace(self.shape, is_together=False, threads=PHASE_THREADS)
+        shape = replace(self.shape, is_together=False)
         residency = self.residency(shape)
         order = np.random.default_rng(0).permutation(row_count)
         rows = DeviceArray(device, order.astype(np.int32))

@@ -33,23 +33,16 @@ struct Each {
 ESS_EACH_PHASE(ess_each_probe) {
     ESS_SHARED Desk desk;
     ESS_SHARED Resolve call;
-    each.take(call);
-    probe(call, 0, desk);
+    probe(call, each.take(call), desk);
 }
 
 ESS_EACH_PHASE(ess_each_count) {
     ESS_SHARED Desk desk;
     ESS_SHARED Resolve call;
-    const i32 block = each.take(call);
+    const i32 block = each.take(call), part = block - i32(call.tile_max);
     if (call.report->absent == 0) return;
-    if (block == 0) count_rows(call, 0, desk);
-    else if (block <= call.tile_count()) count_slots(call, block - 1, desk);
-}
-
-ESS_EACH_PHASE(ess_each_scan) {
-    ESS_SHARED Resolve call;
-    const i32 block = each.take(call);
-    if (call.report->absent != 0) scan(call, block * kWarps + i32(threadIdx.x) / 32);
+    if (part >= 0) count_rows(call, part);
+    else if (block < call.tile_count()) count_slots(call, block, desk);
 }
 
 ESS_EACH_PHASE(ess_each_rank) {
@@ -63,7 +56,8 @@ ESS_EACH_PHASE(ess_each_serve) {
     ESS_SHARED Desk desk;
     ESS_SHARED Resolve call;
     each.take(call);
-    if (call.report->absent != 0) assign(call, 0, desk);
+    if (call.report->absent != 0)
+        for (i32 part = 0; part < call.parts_each(); part++) assign(call, part, desk);
     __syncthreads();
     serve(call, 0, desk);
 }

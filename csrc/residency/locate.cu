@@ -49,7 +49,7 @@ ESS_KERNEL __launch_bounds__(kThreads) ess_locate(const __grid_constant__ Locate
         i32 column[kColumns], row[kColumns];
 #pragma unroll
         for (i32 i = 0; i < kColumns; i++) column[i] = base + i * kThreads + i32(threadIdx.x);
-        call.selection.translate(query, column, row);
+        call.selection.translate(query, column, true, row);
         call.locate(query, column, row, step, stamps, landed);
     }
 }

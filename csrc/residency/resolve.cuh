@@ -13,8 +13,11 @@ constexpr i32 kNever = 2147483647;
 static_assert(kThreads % 32 == 0, "blocks are whole warps");
 
 // Entries of a query that a thread looks at together, a block apart, so that their loads are under
-// way at once: what the top 2,048 take in one turn.
-constexpr i32 kColumns = kThreads > 512 ? 2 : 4;
+// way at once: what the top 2,048 take in one turn of 512 threads.
+constexpr i32 kColumns = 4;
+
+// Words that each warp of a block can give at a time.
+constexpr i32 kWordsMax = 2 * kColumns;
 
 // The arrays of ess/pool/arena.py, on the device. How many blocks a group owns changes with its
 // budget, so it lies there too.
@@ -73,10 +76,12 @@ struct Moment {
 
     __device__ i32 ticket() const { return now->ticket + 2 * i32(copy); }
 
+    // All three are loaded before the first is looked at: one round trip.
     __device__ Landed landed() const {
-        const i32 upto = now->ticket + 2 * i32(waited);
-        const bool is_odd = now->ticket & 1, tells = waited > 0;
-        return {tells && !is_odd ? upto : now->landed, tells && is_odd ? upto : now->behind};
+        const i32 begun = now->ticket, even = now->landed, odd = now->behind;
+        const i32 upto = begun + 2 * i32(waited);
+        const bool is_odd = begun & 1, tells = waited > 0;
+        return {tells && !is_odd ? upto : even, tells && is_odd ? upto : odd};
     }
 };
 
@@ -111,15 +116,20 @@ struct Selection {
     __device__ bool names(i32 row) const { return row >= 0 && row < row_count; }
 
     // Row ids of these columns of a query: -1 for a pad and past the width, -2 for what cannot be.
+    // A query that is not `there` has a line all the same, of which nothing is known: it is read
+    // before that is known, in one round trip with what tells.
     template <i32 n>
-    __device__ void translate(i32 query, const i32 (&column)[n], i32 (&row)[n]) const {
+    __device__ void translate(i32 query, const i32 (&column)[n], bool there, i32 (&row)[n]) const {
         const i64 start = query * width;
         const i32* given = page_table == nullptr ? rows : positions;
+        const i32 of_table = page_table == nullptr ? 0 : table_row[query];
+        const i32 stop = length == nullptr ? kNever : length[query];
 #pragma unroll
         for (i32 i = 0; i < n; i++) row[i] = column[i] < width ? given[start + column[i]] : -1;
-        if (page_table == nullptr) return;
-        const i32* line = page_table + table_row[query] * table_width;
-        const i32 stop = length == nullptr ? kNever : length[query];
+#pragma unroll
+        for (i32 i = 0; i < n; i++) row[i] = there ? row[i] : -1;
+        if (!there || page_table == nullptr) return;
+        const i32* line = page_table + of_table * table_width;
         i32 page[n];
 #pragma unroll
         for (i32 i = 0; i < n; i++) {
@@ -137,60 +147,105 @@ struct Selection {
     }
 };
 
-// The shared memory of a block: a phase finds it as the one before it left it.
+// The shared memory of a block: a phase finds it as the one before it left it. `here` is what the
+// block has, by age: hits of a part, or slots of a tile.
 struct Desk {
     i32 count[kWarps][kBins];
     i32 start[kBins];
-    u32 ages[kAgeMax + 1];
-    u32 of_warp[kColumns * kWarps];
+    u32 here[kBins];
+    u32 of_warp[kWordsMax * kWarps];
 };
+
+// All i below n, by the threads of a block; how many turns that takes is known where it is compiled.
+template <i32 n, typename Do>
+__device__ __forceinline__ void for_each(Do one) {
+#pragma unroll
+    for (i32 base = 0; base < n; base += kThreads) {
+        const i32 i = base + i32(threadIdx.x);
+        if (n % kThreads == 0 || i < n) one(i);
+    }
+}
 
 __device__ __forceinline__ u32 lanes_below() { return (1u << (threadIdx.x % 32)) - 1; }
 
-// Of two votes a thread and column: those of lower columns and, in its own, of lower threads; and
-// all.
-template <i32 n>
-struct Ranks {
-    i32 before[n][2];
-    i32 total[2];
+// Of a word that each warp has given: the sum of those before this warp's, and of all. Each lane
+// looks at one, and the warp adds them up in one instruction: to look at all of them in turn took
+// more of a call's time than its memory did.
+struct WarpSum {
+    u32 before, total;
 };
 
-// All threads of the block take part. A block's votes are at most 1,024 for each column, so both
+__device__ __forceinline__ WarpSum sum_warps(const u32* of_warp) {
+    const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 given = lane < kWarps ? of_warp[lane] : 0;
+    return {__reduce_add_sync(kAllLanes, lane < warp ? given : 0),
+            __reduce_add_sync(kAllLanes, given)};
+}
+
+// Of m votes a thread and column: those of lower columns and, in its own, of lower threads; and
+// all.
+template <i32 n, i32 m>
+struct Ranks {
+    i32 before[n][m];
+    i32 total[m];
+};
+
+// All threads of the block take part. A block's votes are at most 1,024 for each column, so two
 // sums travel in one word.
-template <i32 n>
-__device__ __forceinline__ Ranks<n> rank_votes(const bool (&first)[n], const bool (&second)[n],
-                                               u32* of_warp) {
-    u32 votes[n][2], sum = 0;
+template <i32 n, i32 m>
+__device__ __forceinline__ Ranks<n, m> rank_votes(const bool (&vote)[n][m], u32* of_warp) {
+    constexpr i32 kWords = (m + 1) / 2;
+    static_assert(n * kWords <= kWordsMax, "there is room for the votes");
     const i32 warp = threadIdx.x / 32;
+    u32 votes[n][m];
 #pragma unroll
     for (i32 i = 0; i < n; i++) {
-        votes[i][0] = __ballot_sync(kAllLanes, first[i]);
-        votes[i][1] = __ballot_sync(kAllLanes, second[i]);
-        const u32 both = __popc(votes[i][0]) | __popc(votes[i][1]) << 16;
-        if (threadIdx.x % 32 == 0) of_warp[i * kWarps + warp] = both;
-    }
-    __syncthreads();
-    const u32 below = lanes_below();
-    Ranks<n> ranks;
+        u32 words[kWords] = {};
 #pragma unroll
-    for (i32 i = 0; i < n; i++) {
-        u32 before = sum;
-#pragma unroll
-        for (i32 w = 0; w < kWarps; w++) {
-            const u32 votes_of = of_warp[i * kWarps + w];
-            before += w < warp ? votes_of : 0;
-            sum += votes_of;
+        for (i32 j = 0; j < m; j++) {
+            votes[i][j] = __ballot_sync(kAllLanes, vote[i][j]);
+            words[j / 2] |= u32(__popc(votes[i][j])) << (j % 2 * 16);
         }
-        ranks.before[i][0] = i32(before & 0xFFFF) + __popc(votes[i][0] & below);
-        ranks.before[i][1] = i32(before >> 16) + __popc(votes[i][1] & below);
+#pragma unroll
+        for (i32 j = 0; j < kWords; j++)
+            if (threadIdx.x % 32 == 0) of_warp[(i * kWords + j) * kWarps + warp] = words[j];
     }
     __syncthreads();
-    ranks.total[0] = i32(sum & 0xFFFF);
-    ranks.total[1] = i32(sum >> 16);
+    Ranks<n, m> ranks = {};
+#pragma unroll
+    for (i32 i = 0; i < n; i++) {
+#pragma unroll
+        for (i32 word = 0; word < kWords; word++) {
+            const WarpSum sum = sum_warps(of_warp + (i * kWords + word) * kWarps);
+#pragma unroll
+            for (i32 j = 2 * word; j < m && j < 2 * word + 2; j++) {
+                const i32 shift = j % 2 * 16;
+                const i32 lower = i32(sum.before >> shift & 0xFFFF);
+                ranks.before[i][j] = ranks.total[j] + lower + __popc(votes[i][j] & lanes_below());
+                ranks.total[j] += i32(sum.total >> shift & 0xFFFF);
+            }
+        }
+    }
+    __syncthreads();
     return ranks;
 }
 
-__device__ __forceinline__ i32 count_votes(bool vote, u32* of_warp) {
-    const bool votes[1] = {vote}, none[1] = {false};
-    return rank_votes(votes, none, of_warp).total[0];
+// Of a number that each thread gives: the sum of those of lower threads, and of all.
+struct ThreadSum {
+    i32 before, total;
+};
+
+__device__ __forceinline__ ThreadSum sum_threads(i32 own, u32* of_warp) {
+    const i32 lane = threadIdx.x % 32;
+    i32 upto = own;
+#pragma unroll
+    for (i32 by = 1; by < 32; by *= 2) {
+        const i32 other = __shfl_up_sync(kAllLanes, upto, by);
+        if (lane >= by) upto += other;
+    }
+    if (lane == 31) of_warp[threadIdx.x / 32] = upto;
+    __syncthreads();
+    const WarpSum sum = sum_warps(of_warp);
+    __syncthreads();
+    return {i32(sum.before) + upto - own, i32(sum.total)};
 }

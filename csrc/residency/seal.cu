@@ -63,7 +63,7 @@ struct Seal {
     }
 
     // Rows that are not kept leave their slots; `tile` has what the lists need.
-    __device__ void leave(i32 group, i32 first, Tile& tile, u32* of_warp) const {
+    __device__ void leave(i32 group, i32 first, Tile& tile) const {
         const i32 i = threadIdx.x, at = first + i;
         const bool is_new = i < kPageRows && at < count;
         const bool keeps = is_new && is_stored(group) && accepted[sequence_of[at]] > offsets[at];
@@ -77,11 +77,10 @@ struct Seal {
             tile.row[i] = row;
             tile.slot[i] = keeps ? slot : -1;
         }
-        const bool stays[1] = {keeps}, leaves[1] = {is_new && !keeps};
-        const Ranks<1> ranks = rank_votes(stays, leaves, of_warp);
+        const i32 stays = __syncthreads_count(keeps), leaves = __syncthreads_count(is_new && !keeps);
         if (threadIdx.x != 0) return;
-        atomicAdd(&stored[group * number_stride], u64(ranks.total[0]));
-        atomicAdd(&left[group * number_stride], u64(ranks.total[1]));
+        atomicAdd(&stored[group * number_stride], u64(stays));
+        atomicAdd(&left[group * number_stride], u64(leaves));
     }
 
     // Where the kept rows are in the slab and go to on the host, in each layer of the group, and
@@ -119,14 +118,13 @@ struct Seal {
 
 ESS_KERNEL __launch_bounds__(kThreads) ess_seal(const __grid_constant__ Seal call) {
     ESS_SHARED Tile tile;
-    ESS_SHARED u32 of_warp[kWarps];
     const i32 group = i32(call.group_first + blockIdx.x / call.tiles);
     const i32 first = i32(blockIdx.x % call.tiles) * kPageRows;
     const i32 here = i32(call.count) - first < kPageRows ? i32(call.count) - first : kPageRows;
     if (blockIdx.x == 0) call.grow();
     if (group >= call.group_stop) return;
     if (first == 0) call.add_reports(group);
-    call.leave(group, first, tile, of_warp);
+    call.leave(group, first, tile);
     if (call.stored_first == call.stored_stop) return;
     if (call.is_stored(group)) call.list_rows(group, first, here, tile);
     call.copy_keys(group, first, here, tile);

@@ -1,36 +1,22 @@
-// All phases in one launch, by one block: a barrier costs less than a launch. What decides whether
-// the phases after the probe run, and whether they scan, was written before a barrier.
+// All phases in one launch, by the blocks of one cluster: its barrier costs less than a launch, and
+// what its blocks wrote before it, all of them see behind it.
 #include "phases.cuh"
 
-namespace {
+constexpr i32 kBlocks = ESS_BLOCKS;
 
-__device__ void rank_tiles(const Resolve& call, i32 tiles, Desk& desk) {
-    for (i32 tile = 0; tile < tiles; tile++) count_slots(call, tile, desk);
-    __syncthreads();
-    for (i32 warp = threadIdx.x / 32; warp <= kBins; warp += kWarps) scan(call, warp);
-    __syncthreads();
-    for (i32 tile = 0; tile < tiles; tile++) rank(call, tile, desk);
-}
-
-}  // namespace
-
-ESS_PHASE(ess_resolve_together) {
+ESS_PHASE(ESS_CLUSTER(kBlocks) ess_resolve_together) {
     ESS_SHARED Desk desk;
-    const i32 queries = call.query_count(), tiles = call.tile_count();
-    for (i32 query = 0; query < queries; query++) probe(call, query, desk);
-    __syncthreads();
+    const i32 parts = call.part_count(), tiles = call.tile_count(), queries = call.query_count();
+    for (i32 part = blockIdx.x; part < parts; part += kBlocks) probe(call, part, desk);
+    cluster_barrier();
     if (call.report->absent != 0) {
-        for (i32 query = 0; query < queries; query++) count_rows(call, query, desk);
-        __syncthreads();
-        if (tiles > 1) {
-            rank_tiles(call, tiles, desk);
-        } else {
-            if (threadIdx.x < 32) scan_rows(call);
-            rank_alone(call, desk);
-        }
-        __syncthreads();
-        for (i32 query = 0; query < queries; query++) assign(call, query, desk);
-        __syncthreads();
+        for (i32 tile = blockIdx.x; tile < tiles; tile += kBlocks) count_slots(call, tile, desk);
+        for (i32 part = blockIdx.x; part < parts; part += kBlocks) count_rows(call, part);
+        cluster_barrier();
+        for (i32 tile = blockIdx.x; tile < tiles; tile += kBlocks) rank(call, tile, desk);
+        cluster_barrier();
+        for (i32 part = blockIdx.x; part < parts; part += kBlocks) assign(call, part, desk);
+        cluster_barrier();
     }
-    for (i32 query = 0; query < queries; query++) serve(call, query, desk);
+    for (i32 query = blockIdx.x; query < queries; query += kBlocks) serve(call, query, desk);
 }

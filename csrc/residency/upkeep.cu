@@ -63,13 +63,12 @@ ESS_UPKEEP(ess_drop) {
 
 // All rows of these blocks leave, unless one is held: then none does, and the report has how many.
 ESS_UPKEEP(ess_clear_blocks) {
-    ESS_SHARED u32 of_warp[kWarps];
     const i32 count = call.size() * kPageRows;
     const Landed landed = call.moment.landed();
     i32 held = 0;
     for (i32 base = 0; base < count; base += kThreads) {
         const i32 i = base + i32(threadIdx.x);
-        held += count_votes(i < count && call.is_held(call.slot(i), landed), of_warp);
+        held += __syncthreads_count(i < count && call.is_held(call.slot(i), landed));
     }
     if (threadIdx.x == 0) call.report->held = held;
     for (i32 i = threadIdx.x; held == 0 && i < count; i += kThreads) {

@@ -1,4 +1,4 @@
-// The record of a call, and the slots that may give way to it: count, scan and rank of phases.cuh.
+// The record of a call, and the slots that may give way to it: count and rank of phases.cuh.
 #pragma once
 
 #include "resolve.cuh"
@@ -26,7 +26,7 @@ struct Resolve {
     const i32* host_page_of;
     const u64* stored;
     const i32 *ages, *list_count;
-    i32 *pending, *first_count;
+    i32* first_count;
     i32 *bin_count, *bin_total;
     i64 query_first;
     i64 query_max;
@@ -59,6 +59,12 @@ struct Resolve {
 
     // How long ago a row that warms was used.
     __device__ i32 age(i64 entry) const { return ages == nullptr ? kAgeMax : ages[entry]; }
+
+    // Queries are taken by parts, an entry for each thread of a block: a multiprocessor looks at
+    // rows at random no faster than one a cycle, so several share a query.
+    __device__ i32 parts_each() const { return (i32(selection.width) + kThreads - 1) / kThreads; }
+
+    __device__ i32 part_count() const { return query_count() * parts_each(); }
 
     __device__ i32 tile_count() const {
         return (arena.slot_count() + kTileSlots - 1) / kTileSlots;
@@ -131,65 +137,22 @@ __device__ Look look(const Resolve& call, i32 tile) {
     return look;
 }
 
-// Adds a warp's lanes to its counts; the number of earlier ones of the same bin.
-__device__ i32 tally(i32* count, i32 bin) {
-    const u32 peers = __match_any_sync(kAllLanes, bin), below = peers & lanes_below();
-    const i32 before = bin >= 0 ? count[bin] : 0;
-    __syncwarp();
-    if (bin >= 0 && below == 0) count[bin] = before + __popc(peers);
-    __syncwarp();
-    return before + __popc(below);
-}
-
-__device__ void clear_counts(Desk& desk) {
-    for (i32 i = threadIdx.x; i < kWarps * kBins; i += kThreads) (&desk.count[0][0])[i] = 0;
-    __syncthreads();
-}
-
-__device__ i32 total_of(const Desk& desk, i32 bin) {
-    i32 total = 0;
-#pragma unroll
-    for (i32 w = 0; w < kWarps; w++) total += desk.count[w][bin];
-    return total;
-}
-
+// How many slots of a tile have each bin, for itself and among all. In which order does not matter
+// here, so each is one addition in shared memory, and those of one bin in a warp are one.
 __device__ void count_slots(const Resolve& call, i32 tile, Desk& desk) {
-    clear_counts(desk);
+    for_each<kBins>([&](i32 bin) { desk.here[bin] = 0; });
     const Look seen = look(call, tile);
-#pragma unroll
-    for (i32 item = 0; item < kItems; item++) tally(desk.count[threadIdx.x / 32], seen.bin[item]);
     __syncthreads();
-    for (i32 bin = threadIdx.x; bin < kBins; bin += kThreads)
-        call.bin_count[bin * call.tile_max + tile] = total_of(desk, bin);
-    __syncthreads();
-}
-
-// ---- scan
-
-// Replaces n numbers by the sums before them; one warp. Returns the sum of all.
-__device__ i32 sums_before(i32* numbers, i32 n) {
-    const i32 lane = threadIdx.x % 32;
-    i32 sum = 0;
-    for (i32 base = 0; base < n; base += 32) {
-        const i32 own = base + lane < n ? numbers[base + lane] : 0;
-        i32 upto = own;
 #pragma unroll
-        for (i32 by = 1; by < 32; by *= 2) {
-            const i32 other = __shfl_up_sync(kAllLanes, upto, by);
-            if (lane >= by) upto += other;
-        }
-        if (base + lane < n) numbers[base + lane] = sum + upto - own;
-        sum += __shfl_sync(kAllLanes, upto, 31);
-    }
-    return sum;
-}
-
-// Where the slots of a bin begin in each tile; one warp.
-__device__ void scan_bin(const Resolve& call, i32 bin) {
-    const i32 sum = sums_before(call.bin_count + bin * call.tile_max, call.tile_count());
-    if (threadIdx.x % 32 != 0) return;
-    call.bin_total[bin] = sum;
-    if (sum > 0) atomicAdd(&call.report->eligible, sum);
+    for (i32 item = 0; item < kItems; item++)
+        if (seen.bin[item] >= 0) atomicAdd(&desk.here[seen.bin[item]], 1u);
+    __syncthreads();
+    for_each<kBins>([&](i32 bin) {
+        const i32 count = i32(desk.here[bin]);
+        call.bin_count[bin * call.tile_max + tile] = count;
+        if (count > 0) atomicAdd(&call.bin_total[bin], count);
+    });
+    __syncthreads();
 }
 
 // ---- rank
@@ -198,81 +161,148 @@ __device__ i32 claim_count(const Report& report) {
     return report.missing < report.eligible ? report.missing : report.eligible;
 }
 
-// The slots of a tile, and of each its bin and how many earlier ones of its warp have the same:
-// bin * 2^16 + earlier, or -1 for what must stay.
-struct Order {
-    i32 slot[kItems];
-    i32 code[kItems];
+// How many slots neighbouring bins have among all and in this tile, for each thread.
+struct Totals {
+    static constexpr i32 kEach = (kBins + kThreads - 1) / kThreads;
+    i32 all[kEach], here[kEach];
+
+    __device__ static i32 bin(i32 i) { return i32(threadIdx.x) * kEach + i; }
+
+    __device__ static Totals of(const Resolve& call, i32 tile) {
+        Totals totals;
+#pragma unroll
+        for (i32 i = 0; i < kEach; i++) {
+            const bool is = bin(i) < kBins;
+            totals.all[i] = is ? call.bin_total[bin(i)] : 0;
+            totals.here[i] = is ? call.bin_count[bin(i) * call.tile_max + tile] : 0;
+        }
+        return totals;
+    }
 };
 
-__device__ Order order_of(const Resolve& call, i32 tile, Desk& desk) {
-    Order order;
-    const Look seen = look(call, tile);
+// The number of the first slot of each bin among all. Returns how many there are of all bins.
+__device__ i32 number_bins(const Totals& totals, Desk& desk) {
+    i32 sum = 0;
 #pragma unroll
-    for (i32 item = 0; item < kItems; item++) {
-        const i32 earlier = tally(desk.count[threadIdx.x / 32], seen.bin[item]);
-        order.slot[item] = seen.slot[item];
-        order.code[item] = seen.bin[item] < 0 ? -1 : seen.bin[item] << 16 | earlier;
+    for (i32 i = 0; i < Totals::kEach; i++) sum += totals.all[i];
+    const ThreadSum threads = sum_threads(sum, desk.of_warp);
+    i32 next = threads.before;
+#pragma unroll
+    for (i32 i = 0; i < Totals::kEach; i++) {
+        if (Totals::bin(i) < kBins) {
+            desk.start[Totals::bin(i)] = next;
+            desk.here[Totals::bin(i)] = u32(totals.here[i]);
+        }
+        next += totals.all[i];
     }
-    return order;
+    __syncthreads();
+    return threads.total;
 }
 
-// The number of the first slot of each bin and warp, in place of its count. `before` has how many
-// slots of a bin are in lower tiles, a number for each tile; null for none.
-__device__ void number(Desk& desk, const i32* before, i64 tile_max) {
-    for (i32 bin = threadIdx.x; bin < kBins; bin += kThreads) {
-        i32 next = desk.start[bin] + (before == nullptr ? 0 : before[bin * tile_max]);
+// How many slots of a bin lower tiles have; one warp.
+__device__ i32 in_lower_tiles(const Resolve& call, i32 bin, i32 tile) {
+    const i32* count = call.bin_count + bin * call.tile_max;
+    i32 lower = 0;
+    for (i32 one = threadIdx.x % 32; one < tile; one += 32) lower += count[one];
+    return i32(__reduce_add_sync(kAllLanes, u32(lower)));
+}
+
+// The number of the first slot of each bin in this tile. Of bins that have slots here and begin
+// before the last victim alone, which are few: the lanes of a warp look at every n-th together.
+__device__ void number_tile(const Resolve& call, i32 tile, i32 claimed, Desk& desk) {
+    const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
-        for (i32 w = 0; w < kWarps; w++) {
-            const i32 own = desk.count[w][bin];
-            desk.count[w][bin] = next;
-            next += own;
+    for (i32 base = 0; base < kBins; base += 32 * kWarps) {
+        const i32 own = base + lane * kWarps + warp;
+        u32 left = __ballot_sync(kAllLanes, own < kBins && desk.here[own < kBins ? own : 0] > 0 &&
+                                                desk.start[own < kBins ? own : 0] < claimed);
+        for (; left != 0; left &= left - 1) {
+            const i32 first = __popc((left & -left) - 1), bin = base + first * kWarps + warp;
+            const i32 lower = in_lower_tiles(call, bin, tile);
+            if (lane == first) desk.start[bin] += lower;
         }
     }
     __syncthreads();
 }
 
-__device__ void take(const Resolve& call, const Order& order, i32 claimed, const Desk& desk) {
+// Lanes of the warp that count and have this lane's bin, for a lane that counts. A vote for each
+// bit: __match_any_sync takes a turn for each bin that there is.
+__device__ u32 peers_of(bool counts, i32 bin) {
+    u32 peers = __ballot_sync(kAllLanes, counts);
+#pragma unroll
+    for (i32 bit = 1; bit < kBins; bit *= 2) {
+        const u32 with = __ballot_sync(kAllLanes, (bin & bit) != 0);
+        peers &= (bin & bit) ? with : ~with;
+    }
+    return peers;
+}
+
+// Adds the lanes that count to their warp's counts; the number of earlier ones of the same bin.
+__device__ i32 tally(i32* count, bool counts, i32 bin) {
+    const u32 peers = peers_of(counts, bin), below = peers & lanes_below();
+    const i32 before = counts ? count[bin] : 0;
+    __syncwarp();
+    if (counts && below == 0) count[bin] = before + __popc(peers);
+    __syncwarp();
+    return before + __popc(below);
+}
+
+// The number of the first slot of each bin and warp, in place of its count.
+__device__ void number_warps(i32 claimed, Desk& desk) {
+    for_each<kBins>([&](i32 bin) {
+        i32 next = desk.start[bin], own[kWarps];
+        if (next >= claimed) return;
+#pragma unroll
+        for (i32 w = 0; w < kWarps; w++) own[w] = desk.count[w][bin];
+#pragma unroll
+        for (i32 w = 0; w < kWarps; w++) {
+            desk.count[w][bin] = next;
+            next += own[w];
+        }
+    });
+    __syncthreads();
+}
+
+// The slots of a tile that have a place below `claimed` take it. Only those of bins that begin
+// there can, and most warps have none: only theirs are put in order.
+__device__ void take_places(const Resolve& call, const Look& seen, i32 claimed, Desk& desk) {
+    i32* count = desk.count[threadIdx.x / 32];
+    i32 earlier[kItems];
+    bool any = false;
 #pragma unroll
     for (i32 item = 0; item < kItems; item++) {
-        const i32 code = order.code[item];
-        if (code < 0) continue;
-        const i32 place = desk.count[threadIdx.x / 32][code >> 16] + (code & 0xFFFF);
-        if (place < claimed) call.claimed_slots[place] = order.slot[item];
+        const i32 bin = seen.bin[item];
+        const bool counts = bin >= 0 && desk.start[bin] < claimed;
+        earlier[item] = -1;
+        if (__ballot_sync(kAllLanes, counts) == 0) continue;
+        const i32 before = tally(count, counts, bin);
+        if (counts) earlier[item] = before;
+        any = true;
+    }
+    if (__syncthreads_count(any) == 0) return;
+    number_warps(claimed, desk);
+#pragma unroll
+    for (i32 item = 0; item < kItems; item++) {
+        if (earlier[item] < 0) continue;
+        const i32 place = count[seen.bin[item]] + earlier[item];
+        if (place < claimed) call.claimed_slots[place] = seen.slot[item];
     }
 }
 
 __device__ void rank(const Resolve& call, i32 tile, Desk& desk) {
-    clear_counts(desk);
-    for (i32 bin = threadIdx.x; bin < kBins; bin += kThreads) desk.start[bin] = call.bin_total[bin];
-    __syncthreads();
-    if (threadIdx.x < 32) sums_before(desk.start, kBins);
-    const Order order = order_of(call, tile, desk);
-    __syncthreads();
-    number(desk, call.bin_count + tile, call.tile_max);
-    const i32 claimed = claim_count(*call.report);
-    take(call, order, claimed, desk);
-    if (tile == 0 && threadIdx.x == 0) call.report->claimed = claimed;
-    __syncthreads();
-}
-
-// Count, scan and rank of a tile that is the only one: its slots are looked at once, and what is
-// counted never leaves the block.
-__device__ void rank_alone(const Resolve& call, Desk& desk) {
-    clear_counts(desk);
-    const Order order = order_of(call, 0, desk);
-    __syncthreads();
-    for (i32 bin = threadIdx.x; bin < kBins; bin += kThreads) desk.start[bin] = total_of(desk, bin);
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        const i32 sum = sums_before(desk.start, kBins);
-        if (threadIdx.x == 0) call.report->eligible = sum;
+    const Totals totals = Totals::of(call, tile);
+    const i32 missing = call.report->missing;
+    const Look seen = look(call, tile);
+    for_each<kWarps * kBins>([&](i32 i) { (&desk.count[0][0])[i] = 0; });
+    const i32 eligible = number_bins(totals, desk);
+    const i32 claimed = missing < eligible ? missing : eligible;
+    number_tile(call, tile, claimed, desk);
+    take_places(call, seen, claimed, desk);
+    if (tile == 0 && threadIdx.x == 0) {
+        call.report->eligible = eligible;
+        call.report->claimed = claimed;
     }
     __syncthreads();
-    number(desk, nullptr, 0);
-    const i32 claimed = claim_count(*call.report);
-    take(call, order, claimed, desk);
-    if (threadIdx.x == 0) call.report->claimed = claimed;
 }
 
 }  // namespace

@@ -9,7 +9,6 @@ from ess.kernels.cuda.program import Program
 from ess.kernels.cuda.rows import MoveForm, flat_form, ring_form
 from ess.pool.lru.cuda_shape import (
     PHASE_THREADS,
-    TOGETHER_THREADS,
     resolve_program,
     slot_program,
 )
@@ -23,7 +22,7 @@ def programs() -> Iterator[Program]:
         if row_bytes % 16 == 0:
             yield ring_form(row_bytes).program
     yield resolve_program(is_together=False, threads=PHASE_THREADS)
-    yield resolve_program(is_together=True, threads=TOGETHER_THREADS)
+    yield resolve_program(is_together=True, threads=PHASE_THREADS)
     for file in ("each.cu", "locate.cu", "upkeep.cu", "seal.cu", "audit.cu"):
         yield slot_program(file, PHASE_THREADS)
 

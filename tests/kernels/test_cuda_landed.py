@@ -48,7 +48,6 @@ def test_what_has_landed_is_told_by_lane_and_by_copies_waited_for(
     }
     assert operations.report["late_ticket"] == (0 if answer == "hit" else ticket)
     assert (arena.last_use == 301).all()
-    assert not operations.work["pending"][0] or answer != "hit"
 
 
 @pytest.mark.parametrize(("landed", "count"), [(6, 0), (8, 64)])

@@ -104,6 +104,14 @@ def test_the_oldest_of_several_tiles(operations, wanted):
 
 
 @pytest.mark.slow
+def test_the_oldest_of_more_tiles_than_a_warp_has_lanes(operations):
+    rows = np.arange(1500, dtype=np.int32).reshape(3, 500)
+    make = lambda: aged_arena(20_480, row_count=40_000)  # noqa: E731
+    claims = both(operations, make, rows, step=1000, ticket=20)
+    assert claims.slots.size == 1500
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_together", [False, True])
 def test_tiles_of_blocks_wider_than_the_bins(is_together, folder):
     """A thread then clears counts of another tile's that other threads have read."""
@@ -388,14 +396,15 @@ def test_a_record_names_what_does_not_fit():
         moment_record(given["workspace"], Moment(waited=1))
 
 
-def test_one_block_then_the_whole_device():
+def test_one_cluster_then_the_whole_device():
     small = ResolveShape.of(query_max=4, top_k=2048, block_max=100)
     middle = ResolveShape.of(query_max=16, top_k=2048, block_max=1600)
     large = ResolveShape.of(query_max=160, top_k=2048, block_max=16_000)
     shapes = small, middle, large
     assert [shape.is_together for shape in shapes] == [True, False, False]
-    assert [len(shape.launches(2)) for shape in shapes] == [1, 6, 6]
-    assert middle.launches(2)[0].blocks == 2
+    assert [len(shape.launches(2)) for shape in shapes] == [1, 5, 5]
+    assert small.launches(2)[0].blocks == 8
+    assert [one.blocks for one in middle.launches(2)] == [8, 25 + 8, 25, 8, 2]
     assert large.tile_max * large.threads * 8 >= 16_000 * 64
 
 

@@ -34,13 +34,13 @@ CHANGED = ("slot_of", "row_of", "dirty", "lengths", "totals")
 MADE = ("kept", "sources", "targets", "told", "keys")
 TWINS = {
     "counts that are added, but not at once": (
-        "atomicAdd(&left[group * number_stride], u64(ranks.total[1]));",
-        "left[group * number_stride] += u64(ranks.total[1]);",
+        "atomicAdd(&left[group * number_stride], u64(leaves));",
+        "left[group * number_stride] += u64(leaves);",
         "race on totals",
     ),
     "rows that are read before they are written": (
-        "const Ranks<1> ranks = rank_votes(stays, leaves, of_warp);",
-        "const Ranks<1> ranks = {{{0, 0}}, {stays[0], leaves[0]}};",
+        "stays = __syncthreads_count(keeps), leaves = __syncthreads_count(is_new && !keeps);",
+        "stays = keeps, leaves = is_new && !keeps;",
         "race on shared memory|which nobody has written",
     ),
     "keys of one row more": (

@@ -20,6 +20,7 @@ RACES = {
     "overwritten_too_early": "race on shared memory",
     "lane": "race on shared memory",
     "lane_after_vote": "race on shared memory",
+    "lane_after_sum": "race on shared memory",
     "warp_after_warp": "race on shared memory",
     "many_readers": rf"thread 32 writes what {LOWER} reads|{LOWER} reads what .* thread 32 writes",
     "block_to_block": r"race on words at byte 0 of 512: block (\d) .* what block (?!\1)",
@@ -45,6 +46,7 @@ APART = {
 }
 RIGHT = (
     "neighbour_after_barrier",
+    "neighbour_after_count",
     "lane_after_warp",
     "block_to_block_atomically",
     "bytes_beside",

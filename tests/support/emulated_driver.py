@@ -26,11 +26,11 @@ RECORDS = {
     "rival.cu": {"ess_rival_rows": "Move"},
     "gate.cu": {"ess_gate": "Gate"},
     "each.cu": dict.fromkeys(
-        [f"ess_each_{name}" for name in ("probe", "count", "scan", "rank", "serve")], "Each"
+        [f"ess_each_{name}" for name in ("probe", "count", "rank", "serve")], "Each"
     ),
     "locate.cu": {"ess_locate": "Locate"},
     "resolve.cu": dict.fromkeys(
-        [f"ess_{name}" for name in ("probe", "count", "scan", "rank", "assign", "serve")],
+        [f"ess_{name}" for name in ("probe", "count", "rank", "assign", "serve")],
         "Resolve",
     ),
     "together.cu": {"ess_resolve_together": "Resolve"},

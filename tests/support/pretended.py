@@ -293,7 +293,7 @@ def begin():
     from ess.pool.lru import cuda_shape
 
     # All that crosses warps and tiles happens in two warps; a thread of a block costs a fiber.
-    cuda_shape.PHASE_THREADS = cuda_shape.TOGETHER_THREADS = 64
+    cuda_shape.PHASE_THREADS = 64
 
     triton.knobs.runtime.interpret = False
     InterpretedFunction.run = interpret

@@ -23,7 +23,6 @@ from ess.pool.lru.cuda_new_rows import NewRows
 from ess.pool.lru.cuda_shape import (
     FIRST,
     PHASE_THREADS,
-    TOGETHER_THREADS,
     Moment,
     ResolveShape,
 )
@@ -171,7 +170,7 @@ def residency_shape(query_max, top_k, block_max, *, is_together):
         top_k=top_k,
         block_max=block_max,
         is_together=is_together,
-        threads=TOGETHER_THREADS if is_together else PHASE_THREADS,
+        threads=PHASE_THREADS,
     )
 
 

@@ -56,7 +56,7 @@ class ResolveRecord(ctypes.Structure):
         *_pointers("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"),
         *_pointers("claimed_slots", "claimed_host_rows", "host_page_of"),
         *_pointers("stored", "ages", "list_count"),
-        *_pointers("pending", "first_count", "bin_count", "bin_total"),
+        *_pointers("first_count", "bin_count", "bin_total"),
         *_sizes("query_first", "query_max", "tile_max", "split_width", "stored_width"),
         *_sizes("layer_count", "list_max", "purpose"),
     )

@@ -12,7 +12,7 @@ from ess.units import PAGE_ROWS, div_ceil
 BINS: Final = 256
 ITEMS: Final = 8
 PHASE_THREADS: Final = 512
-TOGETHER_THREADS: Final = 1024
+CLUSTER_BLOCKS: Final = 8
 ALONE_ENTRIES_MAX: Final = 8192
 ALONE_SLOTS_MAX: Final = 32768
 ENTRIES_MAX: Final = 1 << 30
@@ -53,8 +53,8 @@ FIRST: Final = Moment()
 class ResolveShape:
     """The largest call that a record is made for. The device counts actual queries and blocks.
 
-    `is_together`: one block runs all phases in one launch; else there is a launch for each phase,
-    over the whole device.
+    `is_together`: the blocks of one cluster run all phases in one launch; else there is a launch
+    for each phase, over the whole device.
     """
 
     query_max: int
@@ -67,7 +67,7 @@ class ResolveShape:
     def of_new_rows(cls, row_max: int, block_max: int) -> ResolveShape:
         """For a call that finds slots for new rows, together with those of other groups."""
         shape = cls.of(query_max=1, top_k=row_max, block_max=block_max)
-        return replace(shape, is_together=False, threads=PHASE_THREADS)
+        return replace(shape, is_together=False)
 
     @classmethod
     def of(cls, *, query_max: int, top_k: int, block_max: int) -> ResolveShape:
@@ -75,18 +75,23 @@ class ResolveShape:
             raise BadInput(
                 f"{query_max} queries of {top_k} rows over {block_max} blocks cannot be resolved"
             )
-        is_together = fits_one_block(query_max * top_k, block_max * PAGE_ROWS)
+        is_together = fits_one_cluster(query_max * top_k, block_max * PAGE_ROWS)
         return cls(
             query_max=query_max,
             top_k=top_k,
             block_max=block_max,
             is_together=is_together,
-            threads=TOGETHER_THREADS if is_together else PHASE_THREADS,
+            threads=PHASE_THREADS,
         )
 
     @property
     def tile_max(self) -> int:
         return div_ceil(self.block_max * PAGE_ROWS, self.threads * ITEMS)
+
+    @property
+    def parts_each(self) -> int:
+        """Blocks that share a query."""
+        return div_ceil(self.top_k, self.threads)
 
     @property
     def claim_max(self) -> int:
@@ -99,18 +104,17 @@ class ResolveShape:
 
     def launches(self, query_count: int) -> list[Launch]:
         """The launches, in order, of a call with this many lines."""
-        queries, tiles = query_count, self.tile_max
-        assert 0 < queries <= self.query_max, f"{queries} queries, at most {self.query_max}"
+        parts, tiles = query_count * self.parts_each, self.tile_max
+        assert 0 < query_count <= self.query_max, f"{query_count} queries, at most {self.query_max}"
         assert tiles > 0, "a launch for no slot"
         if self.is_together:
-            return [Launch("ess_resolve_together", 1)]
+            return [Launch("ess_resolve_together", CLUSTER_BLOCKS)]
         return [
-            Launch("ess_probe", queries),
-            Launch("ess_count", queries + tiles),
-            Launch("ess_scan", div_ceil(BINS + 1, self.threads // 32)),
+            Launch("ess_probe", parts),
+            Launch("ess_count", tiles + parts),
             Launch("ess_rank", tiles),
-            Launch("ess_assign", queries),
-            Launch("ess_serve", queries),
+            Launch("ess_assign", parts),
+            Launch("ess_serve", query_count),
         ]
 
     @property
@@ -118,9 +122,8 @@ class ResolveShape:
         """The launches for new rows of several groups, a line each; blocks are per group."""
         assert self.query_max == 1, f"{self.query_max} lines of new rows"
         return [
-            Launch("ess_each_probe", 1),
-            Launch("ess_each_count", 1 + self.tile_max),
-            Launch("ess_each_scan", div_ceil(BINS + 1, self.threads // 32)),
+            Launch("ess_each_probe", self.parts_each),
+            Launch("ess_each_count", self.tile_max + self.parts_each),
             Launch("ess_each_rank", self.tile_max),
             Launch("ess_each_serve", 1),
         ]
@@ -134,18 +137,17 @@ class ResolveShape:
     def scratch(self) -> dict[str, int]:
         """int32 numbers by name: what the phases of a call hand to one another."""
         return {
-            "pending": self.query_max,
-            "first_count": self.query_max,
+            "first_count": self.query_max * self.parts_each,
             "bin_count": BINS * self.tile_max,
             "bin_total": BINS,
         }
 
 
-def fits_one_block(entry_count: int, slot_count: int) -> bool:
-    """Whether a single block is faster for a call than six launches over the whole device.
+def fits_one_cluster(entry_count: int, slot_count: int) -> bool:
+    """Whether one cluster does a call faster than five launches over the whole device.
 
-    The launches leave about 8 us of gaps. A single block has no gaps but fewer threads: it needs
-    about 3 us for the queries and tiles of a request. So it pays up to four requests.
+    A barrier of a cluster costs about a third of a launch, but there are no more than its eight
+    multiprocessors to work with. At these sizes each has two parts of queries and one tile.
     """
     assert entry_count > 0, "no entry to resolve"
     assert slot_count > 0, "no slot to resolve into"
@@ -153,7 +155,10 @@ def fits_one_block(entry_count: int, slot_count: int) -> bool:
 
 
 def resolve_program(*, is_together: bool, threads: int) -> Program:
-    return slot_program("together.cu" if is_together else "resolve.cu", threads)
+    if not is_together:
+        return slot_program("resolve.cu", threads)
+    one = slot_program("together.cu", threads)
+    return replace(one, defines=(*one.defines, ("ESS_BLOCKS", CLUSTER_BLOCKS)))
 
 
 def slot_program(file: str, threads: int) -> Program:

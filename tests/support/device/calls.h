@@ -6,6 +6,21 @@ inline void __syncthreads(ESS_LINE) {
     emulated::meet(emulated::Mode::at_barrier, emulated::first_of_block(), blockDim.x, line);
 }
 
+// How many of the block's threads say so; whoever has left says nothing.
+inline i32 __syncthreads_count(bool vote, ESS_LINE) {
+    emulated::Hush hush;
+    emulated::Fiber& self = emulated::self();
+    const u32 turn = ++self.count_turn;
+    auto& table = emulated::block.counted[turn % 2];
+    table[emulated::block.current] = {vote, turn};
+    const i32 first = emulated::first_of_block();
+    emulated::meet(emulated::Mode::at_barrier, first, blockDim.x, line);
+    i32 count = 0;
+    for (i32 i = first; i < first + blockDim.x; i++)
+        count += table[i].turn == turn && table[i].value != 0;
+    return count;
+}
+
 inline void cluster_barrier(ESS_LINE) {
     emulated::Hush hush;
     emulated::meet(emulated::Mode::at_cluster, 0, i32(emulated::block.fibers.size()), line);
@@ -50,6 +65,15 @@ inline i32 __shfl_up_sync(u32 mask, i32 value, u32 by, ESS_LINE) {
 inline i32 __shfl_sync(u32 mask, i32 value, i32 lane, ESS_LINE) {
     emulated::Hush hush;
     return value_of(mask, value, lane % emulated::kLanes, line);
+}
+
+inline u32 __reduce_add_sync(u32 mask, u32 value, ESS_LINE) {
+    emulated::Hush hush;
+    const emulated::Given* given = emulated::exchange(value, mask, line);
+    u32 sum = 0;
+    for (i32 lane = 0; lane < emulated::kLanes; lane++)
+        sum += emulated::gave(given[lane]) ? u32(given[lane].value) : 0;
+    return sum;
 }
 
 inline i32 __popc(u32 mask) { return __builtin_popcount(mask); }

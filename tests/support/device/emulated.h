@@ -79,7 +79,7 @@ struct Fiber {
     bool started = false;
     Mode mode = Mode::ready;
     Line line = {};
-    u32 turn = 0;
+    u32 turn = 0, count_turn = 0;
     std::vector<u64*> new_arrivals;
     std::vector<std::vector<Store>> committed;
     std::vector<Store> stores;
@@ -118,7 +118,7 @@ struct Given {
 struct Block {
     std::vector<Fiber> fibers;
     std::vector<u8> stacks;
-    std::vector<Given> exchanged[2];
+    std::vector<Given> exchanged[2], counted[2];
     std::vector<Load> loads;
     u8* dynamic = nullptr;
     void (*run)(const void*) = nullptr;
@@ -310,6 +310,7 @@ inline void run_block(i32 threads) {
     watch_shared(__start_ess_shared, static_bytes());
     block.fibers.assign(threads, Fiber());
     for (auto& table : block.exchanged) table.assign(threads, Given());
+    for (auto& table : block.counted) table.assign(threads, Given());
     block.done = 0;
     const i32 warps = (threads + kLanes - 1) / kLanes;
     i32 warp = i32(draw() % warps);

@@ -34,6 +34,24 @@ ESS_TRIAL(neighbour_after_barrier) {
     call.words[block * 64 + self] = kept[(self + 63) % 64];
 }
 
+ESS_TRIAL(neighbour_after_count) {
+    ESS_SHARED i32 kept[64];
+    ESS_SELF;
+    kept[self] = block;
+    const i32 count = __syncthreads_count(self % 2 == 0);
+    call.words[block * 64 + self] = kept[(self + 63) % 64] + count;
+}
+
+ESS_TRIAL(lane_after_sum) {
+    ESS_SHARED i32 kept[64];
+    ESS_SELF;
+    kept[self] = 0;
+    __syncthreads();
+    kept[self] = i32(__reduce_add_sync(kAll, u32(self)));
+    __reduce_add_sync(kAll, 1);
+    call.words[block * 64 + self] = kept[self ^ 1];
+}
+
 ESS_TRIAL(overwritten_too_early) {
     ESS_SHARED i32 kept[64];
     ESS_SELF;
