@@ -70,6 +70,8 @@ bench: $(STAMP)
 # These two also run from a bare checkout on a machine with a GPU: its own Python with NumPy, pytest
 # and cuda-python is enough. Without a device the tests are skipped and nothing is measured. Both
 # print as they go and end in time; with OUT=folder what they print and measure is kept there too.
+# After a run that was cut off: BEHIND=its print leaves out tests that passed there, and ONLY="names"
+# takes these benchmarks alone; a single one has no limit.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 GPU_NATIVE = $(GPU_PYTHON) -c 'from setuptools import setup; setup()' -q build_ext --inplace
 GPU_LIMIT_S ?= 480
@@ -83,12 +85,12 @@ test-gpu bench-gpu: .SHELLFLAGS := -o pipefail -c
 test-gpu:
 	$(GPU_NATIVE) || echo "no native library: what needs it is skipped"
 	@mkdir -p $(or $(OUT),bench/results)
-	$(GPU_PYTHON) -m tests.gpu --limit-s $(GPU_LIMIT_S) $(KEPT)
+	$(GPU_PYTHON) -m tests.gpu --limit-s $(GPU_LIMIT_S) $(addprefix --behind ,$(BEHIND)) $(KEPT)
 
 bench-gpu:
 	$(GPU_NATIVE) || echo "no native library: the copy engine is left out"
 	@mkdir -p $(or $(OUT),bench/results)
-	$(GPU_PYTHON) -m ess.bench.gpu.suite --out $(GPU_JSON) $(KEPT)
+	$(GPU_PYTHON) -m ess.bench.gpu.suite $(if $(ONLY),--only $(ONLY)) --out $(GPU_JSON) $(KEPT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ess/_native*.so

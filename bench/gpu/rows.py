@@ -45,6 +45,9 @@ PREDICTED: Final = {
 }
 TURNS: Final = 8
 BLOCKS: Final = (1, 2, 4, 8)
+REQUESTS: Final = 160
+MISSES: Final = 100
+CONTEXT_ROWS: Final = 128 << 10
 Bytes = npt.NDArray[np.uint8]
 PUBLISHED: Final = {"gather": ("ESS, 37 GiB/s", 39.7), "scatter": ("ESS, 43 GiB/s", 46.2)}
 SMALL_GATHER: Final = ("wanted at 512 rows", 25.0)
@@ -61,11 +64,18 @@ class BatchAttributes(ctypes.Structure):
 
 
 class Moves:
-    """A pool, a slab, and lists of `row_count` rows on both sides, those of the pool in order or
-    at random."""
+    """A pool, a slab, and lists of `row_count` rows on both sides: those of the pool in order, at
+    random, or of `requests` one after the other, in the order of each."""
 
     def __init__(
-        self, rig: GpuRig, verb: str, row_count: int, pool: Bytes, *, in_order: bool = False
+        self,
+        rig: GpuRig,
+        verb: str,
+        row_count: int,
+        pool: Bytes,
+        *,
+        in_order: bool = False,
+        requests: int = 0,
     ) -> None:
         self.rig, self.verb, self.row_count = rig, verb, row_count
         self.row_bytes = pool.shape[1]
@@ -78,6 +88,8 @@ class Moves:
             for of in (len(pool), 2 * row_count)
         )
         self.far = [np.sort(rows) for rows in far] if in_order else far
+        if requests:
+            self.far = [in_turn(random, len(pool), row_count, requests) for _ in range(TURNS)]
         self.near = near
         self.far_there = [DeviceArray(rig.device, rows) for rows in self.far]
         self.near_there = [DeviceArray(rig.device, rows) for rows in self.near]
@@ -202,6 +214,7 @@ def rows_benchmark(*, smoke: bool) -> Iterator[Row]:
     yield from sizes(rig, raw, (64 << 10) if smoke else (32 << 20))
     yield from orders(rig, pool, (64,) if smoke else (512, 4096, 65536))
     yield from reaches(rig, pool, 64 if smoke else 65536)
+    yield from steps(rig, pool, smoke=smoke)
     yield from ceilings(rig, (1 << 20) if smoke else (256 << 20))
     yield from both_at_once(rig, 64 if smoke else 65536, pool)
     yield from predictions()
@@ -292,6 +305,43 @@ def reaches(rig: GpuRig, pool: Bytes, row_count: int) -> Iterator[Row]:
             us = moves.kernel_us(flat_form(ROW_BYTES), 4)
             name = f"{verb} {row_count} rows within {gib} GiB, flat"
             yield rate_row(name, us, moves.byte_count, blocks=4)
+
+
+def steps(rig: GpuRig, pool: Bytes, *, smoke: bool) -> Iterator[Row]:
+    """What a step fetches: some rows of each request, whose pages lie side by side. At a time few
+    requests are on the wire, however large the pool is."""
+    each = 8 if smoke else MISSES
+    for gib in (0,) if smoke else (1, 8, 32, 64):
+        part = pool if smoke else pool[: (gib << 30) // ROW_BYTES]
+        if len(part) == len(pool) and gib > 1:
+            return
+        requests = min(REQUESTS, len(part) // CONTEXT_ROWS) or 2
+        count = each * requests
+        us = {
+            many: Moves(rig, "gather", count, part, requests=many).kernel_us(
+                flat_form(ROW_BYTES), 4
+            )
+            for many in (0, requests)
+        }
+        byte_count = count * ROW_BYTES
+        yield rate_row(
+            f"gather {each} rows of each of {requests} requests within {gib} GiB, flat",
+            us[requests],
+            byte_count,
+            baseline=("at random", median_rate(us[0], byte_count)),
+            blocks=4,
+        )
+
+
+def in_turn(
+    random: np.random.Generator, row_total: int, row_count: int, requests: int
+) -> npt.NDArray[np.int32]:
+    """As many rows of each request, ascending; contexts lie at places of their own."""
+    context = min(CONTEXT_ROWS, row_total // requests)
+    places = random.permutation(row_total // context)[:requests]
+    each = [np.sort(random.permutation(context)[: row_count // requests]) for _ in places]
+    rows: npt.NDArray[np.int64] = np.stack(each) + context * places[:, None]
+    return rows.reshape(-1).astype(np.int32)
 
 
 def ceilings(rig: GpuRig, byte_count: int) -> Iterator[Row]:

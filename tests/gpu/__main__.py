@@ -2,8 +2,9 @@
 
 A file runs in a process of its own, and where that dies or hangs another goes on behind the test
 that did it. More than one runs at a time, since most of the time goes into compiling kernels. With
-`--limit-s` everything ends then, and what has not run is named. A foreign machine's plugins are not
-loaded, and what its drivers and libraries warn of fails nothing.
+`--limit-s` everything ends then, and what has not run is named. With `--behind FILE`, the print of
+an earlier run, what passed there is not run again. A foreign machine's plugins are not loaded, and
+what its drivers and libraries warn of fails nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,8 +23,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.support.guarded import SLOW_S
+
 HERE = Path(__file__).parent
 ENDINGS = ("passed", "skipped", "failed")
+PASSED = re.compile(r"^[\d:]+ passed +[\d.]+ s (\S.*)$", re.MULTILINE)
+GRACE_S = 30
 
 
 def files_of_a_device() -> list[Path]:
@@ -36,7 +42,8 @@ def files_of_a_device() -> list[Path]:
 
 def play(path: Path, home: Path, given: argparse.Namespace, ends_s: float) -> Path:
     told, log = home / f"{path.stem}.told", home / f"{path.stem}.log"
-    told.touch()
+    told.write_text("".join(f"passed\t{name}\t\n" for name in given.passed))
+    hung_s = max(SLOW_S, given.seconds_each) + GRACE_S
     plugin = [
         "-c",
         str(HERE.parents[1] / "pyproject.toml"),
@@ -55,7 +62,7 @@ def play(path: Path, home: Path, given: argparse.Namespace, ends_s: float) -> Pa
             child = subprocess.Popen(
                 [*command, *given.rest], stdout=out, start_new_session=True, env=environment
             )
-            status = wait_for(child, ends_s)
+            status = wait_for(child, ends_s, told, hung_s)
         if told.read_text().endswith("end\t\t\n"):
             return told
         print(f"{path.name}: its process ended with {status}, another goes on", flush=True)
@@ -65,11 +72,13 @@ def play(path: Path, home: Path, given: argparse.Namespace, ends_s: float) -> Pa
     return told
 
 
-def wait_for(child: subprocess.Popen[bytes], ends_s: float) -> int:
-    """Its status; with its children it does not outlive the limit, nor this process."""
+def wait_for(child: subprocess.Popen[bytes], ends_s: float, told: Path, hung_s: float) -> int:
+    """Its status. With its children it does not outlive the limit, nor this process, nor a time in
+    which it has told nothing."""
     try:
-        return child.wait(max(0, ends_s - time.monotonic()))
-    except subprocess.TimeoutExpired:
+        while time.monotonic() < ends_s and time.time() - told.stat().st_mtime < hung_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(min(1.0, max(0.0, ends_s - time.monotonic())))
         return -signal.SIGKILL
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -97,13 +106,20 @@ def summary(told: Sequence[Path]) -> bool:
     return not counts["failed"]
 
 
+def passed_before(path: Path | None) -> list[str]:
+    """What an earlier run printed as passed."""
+    return PASSED.findall(path.read_text(errors="replace")) if path else []
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--limit-s", type=float, default=1e9)
     parser.add_argument("--seconds-each", type=float, default=100)
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     parser.add_argument("--files", type=Path, nargs="*", help="instead of all of a device")
+    parser.add_argument("--behind", type=Path, help="what an earlier run has printed")
     given, given.rest = parser.parse_known_args(arguments)
+    given.passed = passed_before(given.behind)
     files, ends_s = given.files or files_of_a_device(), time.monotonic() + given.limit_s
     with (
         tempfile.TemporaryDirectory() as home,

@@ -178,13 +178,28 @@ def test_a_lane_follows_torch():
             assert (rig.pool[:300] == turn).all()
 
 
+TOOLS = "memcheck", "racecheck", "synccheck", "initcheck"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+@pytest.mark.parametrize("tool", TOOLS)
 def test_compute_sanitizer(tool):
+    sanitised("--tool", tool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", TOOLS)
+def test_compute_sanitizer_over_rings(tool):
+    """A ring makes a barrier for each of its four places and 64 threads."""
+    barriers = ["--num-cuda-barriers", "256"] if tool in ("racecheck", "synccheck") else []
+    sanitised("--tool", tool, *barriers, words=["ring"])
+
+
+def sanitised(*options, words=()):
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         pytest.skip("compute-sanitizer is not installed")
-    command = [checker, "--tool", tool, "--error-exitcode", "9", sys.executable, str(SANITISED)]
+    command = [checker, *options, "--error-exitcode", "9", sys.executable, str(SANITISED), *words]
     status, printed = output_of(command, limit_s=110)
     for refusal in REFUSALS:
         if refusal in printed:

@@ -25,11 +25,11 @@ pytestmark = [
 ]
 
 CASES = (
+    ("glm", "dba", "4", "1", "tight"),
     ("glm", "resident", "1", "0", "ample"),
     ("v32", "none", "2", "1", "ample"),
     ("v32", "da", "4", "0", "tight"),
     ("v32", "dba", "2", "0", "tight"),
-    ("glm", "dba", "4", "1", "tight"),
     ("glm", "layerwise", "1", "1", "smallest"),
 )
 ROUNDED = 1.02

@@ -4,13 +4,20 @@ Every test has a time, after which its process dies with all stacks printed; so 
 has broken the context, which would fail all that follow. FILE says what has begun and how it ended,
 and what it names is not begun again: whoever starts the process anew goes on behind the test that
 ended it. Each end is printed at once, past whatever captures.
+
+A thread of Python prints the stacks, and so holds the interpreter's lock meanwhile: frames that are
+read without it can crash a process that is well. A test that never gives the lock away is ended
+from without, by whoever watches FILE.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
 import os
+import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -20,6 +27,8 @@ from ess.kernels.cuda import driver
 
 STDERR = os.dup(2)
 SLOW_S = 130
+"""At least, for tests that are marked slow."""
+DEAD = 86
 NOT_INITIALIZED, INVALID_CONTEXT = 3, 201
 
 
@@ -30,6 +39,27 @@ def pytest_addoption(parser):
 
 def say(text):
     os.write(STDERR, (text + "\n").encode())
+
+
+def expire(nodeid, limit_s):
+    """All stacks, then the end of this process."""
+    say(f"{nodeid} has taken {limit_s:.0f} s")
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            say(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+    os._exit(DEAD)
+
+
+@contextlib.contextmanager
+def limited(nodeid, limit_s):
+    timer = threading.Timer(limit_s, expire, (nodeid, limit_s))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @pytest.hookimpl
@@ -56,11 +86,8 @@ class Guard:
         self.tell("begun", item.nodeid)
         slow = item.get_closest_marker("slow") is not None
         limit_s = max(SLOW_S, self.seconds_each) if slow else self.seconds_each
-        faulthandler.dump_traceback_later(limit_s, exit=True, file=STDERR)
-        try:
+        with limited(item.nodeid, limit_s):
             return (yield)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
     def pytest_runtest_logreport(self, report):
         if report.when != "call" and report.passed:
@@ -72,7 +99,7 @@ class Guard:
             say(report.longreprtext)
             if is_broken():
                 say("the device refuses everything now: the rest has a process of its own")
-                os._exit(86)
+                os._exit(DEAD)
 
     def pytest_collectreport(self, report):
         if report.failed:

@@ -39,7 +39,14 @@ def test_one_test_takes_nothing_from_the_others(tmp_path: Path) -> None:
     assert "3 passed, 1 skipped, 4 failed" in printed, printed
     assert "skipped 1: Skipped: for a reason" in printed
     assert printed.count("its process died in it, or it took too long") == 2
-    assert "Timeout (0:00:06)!" in printed
+    assert "::test_hangs has taken 6 s" in printed
+    assert "in test_hangs" in printed, "no stack is shown"
+    kept = tmp_path / "printed.txt"
+    kept.write_text(printed)
+    again = run("--seconds-each", 6, "--behind", kept, "--files", bad, "-k", "first or between")[1]
+    assert " failed " in again
+    assert " passed " not in again, "what has passed is run again"
+    assert "3 passed, 0 skipped, 1 failed" in again, again
     assert "not so" in printed
     assert "No module named 'nothing_of_this_name'" in printed
 

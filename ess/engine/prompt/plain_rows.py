@@ -51,13 +51,15 @@ class PlainRows:
             self._numbers.append(computer.model.mtp.layer.number)
 
     def _before(self) -> tuple[Tensor, Tensor]:
-        """Host pages of what is there before the pack, and where on a side they go."""
+        """Host pages of what is there before the pack, and where on a side they go, in the order in
+        which the pages lie on the host: pages of one region of addresses then cross together."""
         pages, places = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.int32)]
         for span, base in zip(self._spans, self._bases, strict=True):
             rows = span.sequence.host_rows(0, span.start)[::PAGE_ROWS]
             pages.append((rows // PAGE_ROWS).int())
             places.append(base // PAGE_ROWS + torch.arange(len(rows), dtype=torch.int32))
-        return torch.cat(pages), torch.cat(places)
+        order = torch.argsort(torch.cat(pages))
+        return torch.cat(pages)[order], torch.cat(places)[order]
 
     def enter(self, layer: int) -> None:
         """The layer begins, and so does the copy of the next one."""
