@@ -41,15 +41,18 @@ ESS_EACH_PHASE(ess_each_count) {
     ESS_SHARED Resolve call;
     const i32 block = each.take(call), part = block - i32(call.tile_max);
     if (call.report->absent == 0) return;
-    if (part >= 0) count_rows(call, part);
-    else if (block < call.tile_count()) count_slots(call, block, desk);
+    if (part >= 0) count_rows(call, part, name_first(call, Entry::of(call, part)));
+    else if (block < call.tile_count()) count_slots(call, block, look(call, block), desk);
 }
 
 ESS_EACH_PHASE(ess_each_rank) {
     ESS_SHARED Desk desk;
     ESS_SHARED Resolve call;
-    const i32 block = each.take(call);
-    if (call.report->absent != 0 && block < call.tile_count()) rank(call, block, desk);
+    const i32 tile = each.take(call);
+    if (call.report->absent == 0 || tile >= call.tile_count()) return;
+    const Totals totals = Totals::of(call, tile);
+    const i32 missing = call.report->missing;
+    rank(call, tile, totals, missing, look(call, tile), desk);
 }
 
 ESS_EACH_PHASE(ess_each_serve) {
@@ -57,7 +60,10 @@ ESS_EACH_PHASE(ess_each_serve) {
     ESS_SHARED Resolve call;
     each.take(call);
     if (call.report->absent != 0)
-        for (i32 part = 0; part < call.parts_each(); part++) assign(call, part, desk);
+        for (i32 part = 0; part < call.parts_each(); part++) {
+            const Entry at = Entry::of(call, part);
+            assign(call, part, at, name_first(call, at), desk);
+        }
     __syncthreads();
     serve(call, 0, desk);
 }

@@ -163,8 +163,8 @@ __device__ Named name_first(const Resolve& call, Entry at) {
     return {row, holder == kClaim + i32(call.entry(at.query, at.column))};
 }
 
-__device__ void count_rows(const Resolve& call, i32 part) {
-    const i32 count = __syncthreads_count(name_first(call, Entry::of(call, part)).first);
+__device__ void count_rows(const Resolve& call, i32 part, Named named) {
+    const i32 count = __syncthreads_count(named.first);
     if (threadIdx.x != 0) return;
     call.first_count[part] = count;
     if (count > 0) atomicAdd(&call.report->missing, count);
@@ -208,10 +208,8 @@ __device__ i32 missing_before(const Resolve& call, i32 part, Desk& desk) {
     return sum_threads(sum, desk.of_warp).total;
 }
 
-__device__ void assign(const Resolve& call, i32 part, Desk& desk) {
+__device__ void assign(const Resolve& call, i32 part, Entry at, Named named, Desk& desk) {
     const i32 claimed = claim_count(*call.report), step = call.moment.now->step;
-    const Entry at = Entry::of(call, part);
-    const Named named = name_first(call, at);
     const i32 page = named.first ? call.host_page(named.row) : -1;
     const i32 before = missing_before(call, part, desk);
     const bool votes[1][1] = {{named.first}};

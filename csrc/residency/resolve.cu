@@ -12,20 +12,25 @@ ESS_PHASE(ess_count) {
     const i32 tile = blockIdx.x, part = tile - i32(call.tile_max);
     const i32 tiles = call.tile_count(), parts = call.part_count();
     if (call.report->absent == 0) return;
-    if (tile < tiles) count_slots(call, tile, desk);
-    if (part >= 0 && part < parts) count_rows(call, part);
+    if (tile < tiles) count_slots(call, tile, look(call, tile), desk);
+    if (part >= 0 && part < parts) count_rows(call, part, name_first(call, Entry::of(call, part)));
 }
 
 ESS_PHASE(ess_rank) {
     ESS_SHARED Desk desk;
-    const i32 tiles = call.tile_count();
-    if (call.report->absent != 0 && i32(blockIdx.x) < tiles) rank(call, blockIdx.x, desk);
+    const i32 tile = blockIdx.x, tiles = call.tile_count();
+    if (call.report->absent == 0 || tile >= tiles) return;
+    const Totals totals = Totals::of(call, tile);
+    const i32 missing = call.report->missing;
+    rank(call, tile, totals, missing, look(call, tile), desk);
 }
 
 ESS_PHASE(ess_assign) {
     ESS_SHARED Desk desk;
-    const i32 parts = call.part_count();
-    if (call.report->absent != 0 && i32(blockIdx.x) < parts) assign(call, blockIdx.x, desk);
+    const i32 part = blockIdx.x, parts = call.part_count();
+    if (call.report->absent == 0 || part >= parts) return;
+    const Entry at = Entry::of(call, part);
+    assign(call, part, at, name_first(call, at), desk);
 }
 
 ESS_PHASE(ess_serve) {

@@ -139,9 +139,8 @@ __device__ Look look(const Resolve& call, i32 tile) {
 
 // How many slots of a tile have each bin, for itself and among all. In which order does not matter
 // here, so each is one addition in shared memory, and those of one bin in a warp are one.
-__device__ void count_slots(const Resolve& call, i32 tile, Desk& desk) {
+__device__ void count_slots(const Resolve& call, i32 tile, const Look& seen, Desk& desk) {
     for_each<kBins>([&](i32 bin) { desk.here[bin] = 0; });
-    const Look seen = look(call, tile);
     __syncthreads();
 #pragma unroll
     for (i32 item = 0; item < kItems; item++)
@@ -289,10 +288,9 @@ __device__ void take_places(const Resolve& call, const Look& seen, i32 claimed, 
     }
 }
 
-__device__ void rank(const Resolve& call, i32 tile, Desk& desk) {
-    const Totals totals = Totals::of(call, tile);
-    const i32 missing = call.report->missing;
-    const Look seen = look(call, tile);
+// `totals` and `missing` are parameters so that a caller can load them before it looks.
+__device__ void rank(const Resolve& call, i32 tile, const Totals& totals, i32 missing,
+                     const Look& seen, Desk& desk) {
     for_each<kWarps * kBins>([&](i32 i) { (&desk.count[0][0])[i] = 0; });
     const i32 eligible = number_bins(totals, desk);
     const i32 claimed = missing < eligible ? missing : eligible;

@@ -7,6 +7,8 @@ import pytest
 
 from ess.engine.step_bytes import graph_bytes
 from ess.engine.tokens.sampling import Sampling
+from ess.kernels.cuda import streams
+from ess.pool.lru import cuda_shape
 from tests.device import engines
 from tests.device.steps import close
 from tests.support.checkpoints import tokens
@@ -31,6 +33,15 @@ def test_the_tokens_are_those_of_the_host(values):
     assert made.replayed > 0
     assert 0 < made.held <= engines.GRAPHS[case["graphs"]]
     assert made.eager.keys() == {"first steps"}
+
+
+@pytest.mark.parametrize(
+    "values", [CASES[2], ("glm", "da", "2", "1", "smallest", "few")], ids="-".join
+)
+def test_so_are_those_of_batches_that_fill_the_device(values, monkeypatch):
+    """Tiny batches would all be resolved by one cluster."""
+    monkeypatch.setattr(cuda_shape, "ALONE_ENTRIES_MAX", 0)
+    test_the_tokens_are_those_of_the_host(values)
 
 
 def test_graphs_stay_within_their_bytes():
@@ -132,8 +143,15 @@ def test_two_halves_are_replayed_with_other_selections():
     assert missed > 0
 
 
-def test_steady_steps_wait_for_nothing_that_runs():
-    """Eager ones, the one that is captured, and replayed ones."""
+def test_steady_steps_wait_for_nothing_that_runs(monkeypatch):
+    """Eager ones, the one that is captured, and replayed ones; neither torch nor the driver is
+    asked until something is over."""
+    asked, wait = [], streams.CudaEvent.wait
+    monkeypatch.setattr(
+        streams.CudaEvent,
+        "wait",
+        lambda self, *given: (asked.append("the driver"), wait(self, *given)),
+    )
     eng = engines.engine("cuda", mtp="2", depth="1", graphs="many")
     for seed in (0, 1):
         prompt = tokens(20, engines.VOCABULARY, seed=seed)
@@ -141,8 +159,9 @@ def test_steady_steps_wait_for_nothing_that_runs():
     replays, waited = eng._flights.replays, []
     while not (replays.replayed_count or eng.is_idle):
         PRETENCE.waited.clear()
+        asked.clear()
         eng.step()
-        waited.append(dict(PRETENCE.waited))
+        waited.append(dict(PRETENCE.waited) | dict.fromkeys(asked, 1))
     assert replays.replayed_count
     assert replays.captured_count
     assert {name for names in waited[2:] for name in names} == {"an earlier moment"}

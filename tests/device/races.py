@@ -19,6 +19,7 @@ from ess.engine.graphs import replays
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import streams
 from tests.device import engines
+from tests.device.steps import close
 from tests.support.checkpoints import tokens
 from tests.support.pairwise import pairwise
 from tests.support.pretended import RACES
@@ -82,7 +83,7 @@ def test_nothing_races(change):
 @pytest.mark.parametrize("case", LONG, ids=lambda case: "-".join(case.values()))
 def test_nothing_races_in_a_long_scenario(case):
     with watched(case) as (found, eng):
-        engines.scenario(eng)
+        close(engines.scenario(eng), engines.expected(case["family"]))
         assert found() == []
 
 

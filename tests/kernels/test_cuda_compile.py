@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -58,6 +59,31 @@ def test_a_spill_would_be_seen(monkeypatch):
     (used,) = program.compile_program(Program(file="crowded.cu"), "sm_90a").resources
     assert used.spill_bytes > 0
     assert used.entry == "crowded"
+
+
+LOG = ROOT / "docs" / "log.md"
+TABLED = ("resolve.cu", "together.cu", "each.cu")
+COLUMNS = ("registers", "shared", "instructions", "loads", "stores", "atomics", "barriers")
+
+
+@needs_nvrtc
+@pytest.mark.slow
+def test_the_table_of_the_log_is_what_the_compiler_makes():
+    """Of the version of the compiler that the section names."""
+    pytest.importorskip("triton", reason="its package has the disassembler")
+    from tests.support.machine_code import figures
+
+    section = LOG.read_text().split("## Resolve on a device")[1].split("\n## ")[0]
+    if f"{program.compiler_version()} makes" not in section:
+        pytest.skip(f"the table is of another compiler than {program.compiler_version()}")
+    told = dict(re.findall(r"^\| (ess_\w+) \| (.+) \|$", section, re.MULTILINE))
+    made = {}
+    for one in (one for one in cuda_programs.programs() if one.file in TABLED):
+        by_arch = [dict(figures(one, arch)) for arch in ARCHITECTURES]
+        for entry in by_arch[0]:
+            pairs = [[getattr(of[entry], name) for of in by_arch] for name in COLUMNS]
+            made[entry] = " | ".join(f"{first:,} / {second:,}" for first, second in pairs)
+    assert made == told
 
 
 @needs_nvrtc
