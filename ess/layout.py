@@ -131,7 +131,9 @@ class ModelLayout:
 
     A row may hold `row_tokens` tokens. Then positions and pages count rows, and the lengths of
     texts count tokens. `state_bytes` are what a request of any length keeps on the device beside
-    its rows; `state_page_bytes` come on top for each page that it may have.
+    its rows; `state_page_bytes` come on top for each page that it may have. There is room for
+    `verified_max` tokens of a step in it (0: for any number); if that is more than one, the rows of
+    an MTP module are in it too.
 
     `windows` gives for each group the number of last tokens that it attends to, 0 where an indexer
     selects among all; it is empty where all groups have an indexer. A group with a window has no
@@ -164,6 +166,7 @@ class ModelLayout:
     row_tokens: int = 1
     state_bytes: int = 0
     state_page_bytes: int = 0
+    verified_max: int = field(default=0, compare=False)
     first_layer: int = field(default=0, compare=False)
     first_group: int = field(default=0, compare=False)
     first_key_layer: int = field(default=0, compare=False)

@@ -103,7 +103,8 @@ class Compressed(msgspec.Struct, frozen=True, kw_only=True):
     """Attention to entries, each made of several tokens, beside the last tokens as they are."""
 
     kinds: tuple[Literal["window", "sparse", "heavy"], ...]
-    """Of each layer: the last tokens alone; and chosen entries; and all entries, of more tokens."""
+    """Of each layer: the last tokens alone; and chosen entries; and all entries, of more tokens.
+    Behind them an MTP module's, which `hashed` has too."""
     window: Size = field(name="sliding_window")
     sparse_rate: Size
     heavy_rate: Size
@@ -119,9 +120,8 @@ class Compressed(msgspec.Struct, frozen=True, kw_only=True):
 
     def rate(self, layer: int) -> int:
         """How many tokens an entry is made of; 0 in a layer without entries."""
-        return {"window": 0, "sparse": self.sparse_rate, "heavy": self.heavy_rate}[
-            self.kinds[layer]
-        ]
+        rates = {"window": 0, "sparse": self.sparse_rate, "heavy": self.heavy_rate}
+        return rates[self.kinds[layer]]
 
 
 class ModelConfig(FileConfig, frozen=True, kw_only=True):
@@ -298,13 +298,13 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         _require(is_met, f"config.json of {self.family}: {sentence}")
 
     def has_indexer(self, layer: int) -> bool:
-        """The MTP layer always has one; others as listed, or by frequency and offset."""
+        """The MTP layer has one if rows are of tokens; others as listed, or by frequency."""
+        if self.compressed is not None:
+            return self.compressed.kinds[layer] == "sparse"
         if layer >= self.layer_count:
             return True
         if layer in self.window_layers or layer in self.recurrent_layers:
             return False
-        if self.compressed is not None:
-            return self.compressed.kinds[layer] == "sparse"
         if self.indexer_kinds:
             return self.indexer_kinds[layer] == "full"
         return max(layer - self.index_skip_offset + 1, 0) % self.index_freq == 0

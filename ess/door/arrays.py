@@ -42,6 +42,13 @@ class Brought:
         rows = [each[-1] for each in seen]
         return cls(texts, rows, [count for each in seen for count in each], rate)
 
+    @property
+    def ends(self) -> list[int]:
+        """Behind the last new row of each sequence. Texts are those that the steps before have
+        made, also before the host learns these: so no row of a rejected draft counts."""
+        pairs = zip(self.texts, self.row_counts, strict=True)
+        return [text // self.rate + count for text, count in pairs]
+
     def rows_of(self, accepted: Many[int]) -> list[int]:
         """How many new rows are kept with the first so many tokens of each sequence."""
         rate = self.rate

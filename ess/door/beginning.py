@@ -35,9 +35,13 @@ def begin(
         )
     pools.inflight.settle()
     for place, sequence in enumerate(sequences):
-        least, start = int(brought is None), None if starts is None else starts[place]
-        _check_turn(sequence, row_counts[place], start, least=least)
+        require_state(sequence, "active")
+        sequence.progress.check_start(None if starts is None else starts[place])
+        if brought is None:
+            _check_count(sequence, row_counts[place])
     ends = [s.length_bound + count for s, count in zip(sequences, row_counts, strict=True)]
+    if brought is not None:
+        ends = brought.ends
     grow(pools, [(s.holding, end) for s, end in zip(sequences, ends, strict=True)])
     step = owner.open_step = Step(owner, sequences, query_counts, room or total, brought)
     for sequence, count in zip(sequences, row_counts, strict=True):
@@ -65,13 +69,10 @@ def _brought(
     return Brought.of(texts, query_counts, layout.row_tokens)
 
 
-def _check_turn(sequence: Sequence, count: int, start: int | None, *, least: int) -> None:
-    require_state(sequence, "active")
-    sequence.progress.check_start(start)
-    pools = sequence.owner.pools
-    limit = pools.layout.rows_of(sequence.length_max or pools.sizes.length_max)
-    if count < least or sequence.length_bound + count > limit:
+def _check_count(sequence: Sequence, count: int) -> None:
+    limit = sequence.length_max or sequence.owner.pools.sizes.length_max
+    if count < 1 or sequence.length_bound + count > limit:
         raise BadInput(
             f"sequence {sequence.number}: {count} new rows after {sequence.length_bound}, "
-            f"must be at least {least} and end within {limit}"
+            f"must be at least 1 and end within {limit}"
         )

@@ -75,8 +75,9 @@ class Engine:
         ranks: Ranks | None = None,
         way: Way | None = None,
     ) -> None:
-        has_mtp = model.mtp and offload.layout.mtp_layer_count
-        if config.mtp > 1 and not (has_mtp or offload.layout.mtp_elsewhere):
+        layout = offload.layout
+        has_mtp = (model.mtp and layout.mtp_layer_count) or layout.verified_max > 1
+        if config.mtp > 1 and not (has_mtp or layout.mtp_elsewhere):
             raise BadInput(f"mtp is {config.mtp}, but the model or the layout has no MTP layer")
         self.offload = offload
         self.step_count = 0

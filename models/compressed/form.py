@@ -115,7 +115,8 @@ def state_form(config: ModelConfig, *, drafts: int) -> StateForm:
         raise BadInput(f"{drafts} drafts cannot be taken back")
     own = _own(config)
     fields = []
-    for layer, kind in enumerate(own.kinds):
+    for layer in range(config.layer_total):
+        kind = own.kinds[layer]
         made: list[tuple[Name, int, int]] = [("window", own.window - 1, config.value_dim)]
         if kind == "heavy":
             made += [("entries", own.heavy_rate, 2 * config.value_dim)]

@@ -55,7 +55,7 @@ def read_bytes(config: ModelConfig, *, tokens: int) -> int:
     entries = tokens // own.sparse_rate
     keys = sparse * entries * (config.index_dim + KEY_SCALE_BYTES)
     chosen = sparse * min(config.top_k, entries) + heavy * (tokens // own.heavy_rate)
-    return keys + (chosen + len(own.kinds) * min(own.window, tokens)) * row
+    return keys + (chosen + config.layer_total * min(own.window, tokens)) * row
 
 
 def gain(config: ModelConfig, machine: Machine, *, tokens: int) -> Gain:

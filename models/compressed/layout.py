@@ -15,8 +15,9 @@ from ess.models.compressed.form import HEADER_BYTES, VALUE_BYTES, entry_pages, s
 if TYPE_CHECKING:
     from ess.models.config import ModelConfig
 
-UNDER_WAY: Final = 1
-"""Tokens of a request in a step: its rings have a line for each."""
+VERIFIED_MAX: Final = 4
+"""Tokens of a request that a step verifies: its rings have a line for each. Of a model without an
+MTP module it is one."""
 
 
 def layout_of(config: ModelConfig, *, name: str, row: RowForm, index: IndexForm) -> ModelLayout:
@@ -24,6 +25,7 @@ def layout_of(config: ModelConfig, *, name: str, row: RowForm, index: IndexForm)
     assert own is not None, f"{config.family} keeps rows of tokens"
     count = own.kinds.count("sparse")
     where = f"config.json of {config.family}"
+    verified_max = VERIFIED_MAX if config.mtp_layer_count else 1
     if not count:
         raise BadInput(f"{where}: no layer has an indexer that chooses entries: none is offloaded")
     if row == "fp8":
@@ -53,6 +55,7 @@ def layout_of(config: ModelConfig, *, name: str, row: RowForm, index: IndexForm)
         query_rank=config.query_rank,
         slot_floor=max(1024, 25 * config.top_k // 8),
         row_tokens=own.sparse_rate,
-        state_bytes=state_form(config, drafts=UNDER_WAY).byte_count,
+        verified_max=verified_max,
+        state_bytes=state_form(config, drafts=verified_max).byte_count,
         state_page_bytes=entry_pages(config).page_units * unit_bytes,
     )

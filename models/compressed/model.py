@@ -70,8 +70,37 @@ class Layer:
         return self.around_experts.write(streams, read, made)
 
 
+class Module:
+    """Multi-token prediction: one layer of the last tokens alone guesses the token after next.
+
+    Its row p pairs the streams that the last layer has made of position p with the embedding of
+    token p + 1, at position p. For further guesses its own streams take their place. Embedding and
+    head are the model's; how streams are joined, and the norm before the head, are its own.
+    """
+
+    def __init__(self, config: ModelConfig, source: Source) -> None:
+        dim, eps = config.hidden_dim, config.norm_eps
+        self.layer = Layer(config, source, config.layer_count)
+        self._embedding_norm = Norm(source.under("enorm"), dim, eps)
+        self._streams_norm = Norm(source.under("hnorm"), dim, eps)
+        self._from_embedding = source.weight("e_proj", dim, dim)
+        self._from_streams = source.weight("h_proj", dim, dim)
+        self._joining = Ending(config, source)
+        self._last_norm = Norm(source.under("norm"), dim, eps)
+
+    def join(self, embedded: Tensor, streams: Tensor) -> Tensor:
+        """Next tokens' embeddings [tokens, hidden] and these positions' streams, as streams."""
+        next_token = linear(self._embedding_norm(embedded), self._from_embedding)
+        return next_token[:, None] + linear(self._streams_norm(streams), self._from_streams)
+
+    def finish(self, streams: Tensor) -> Tensor:
+        """What the model's head makes guesses of."""
+        return self._last_norm(self._joining(streams))
+
+
 class CompressedModel(Model):
-    """Its `blocks` are no decoder layers of other families: of those it has none."""
+    """Its `blocks` are no decoder layers of other families, and its `module` no MTP module of
+    theirs: of those it has none."""
 
     has_stages = False
 
@@ -85,6 +114,8 @@ class CompressedModel(Model):
         self.blocks = tuple(
             Layer(c, source.under(f"layers.{number}"), number) for number in range(c.layer_count)
         )
+        has_module = c.mtp_layer_count > 0
+        self.module = Module(c, source.under("mtp.0")) if has_module else None
         self.chosen_layers = tuple(each.number for each in self.blocks if each.kind == "sparse")
         self._table = source.matrix("embed", c.vocab_size, c.hidden_dim)
         self._last_norm = Norm(source.under("norm"), c.hidden_dim, c.norm_eps)
@@ -100,8 +131,11 @@ class CompressedModel(Model):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[tokens, streams, hidden], all streams the same."""
-        embedded = self._table[tokens].float()
-        return embedded[:, None].repeat(1, self.config.stream_count, 1)
+        return self.embedded(tokens)[:, None].repeat(1, self.config.stream_count, 1)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """[tokens, hidden]"""
+        return self._table[tokens].float()
 
     def rotation(self, positions: Tensor) -> Rotation:
         """What layers with entries turn by."""

@@ -115,9 +115,10 @@ class PlainLayer:
         return attend(queries, rows, seen, scale=attention.scale, sinks=attention.sinks)
 
     def _last_rows(self, new: Tensor, positions: Tensor) -> Seen:
-        first = max(0, self._state.length + 1 - self._window)
-        rows = torch.cat((self._rows.read(first), new))
-        self._rows.write(new)
+        begin = int(positions[0])
+        first = max(0, begin + 1 - self._window)
+        rows = torch.cat((self._rows.read(first, begin), new))
+        self._rows.write(new, begin)
         ages = positions[:, None] - torch.arange(first, first + len(rows))
         return Seen(rows, (ages >= 0) & (ages < self._window))
 
@@ -149,6 +150,9 @@ class Plain:
         self._model = model
         self.state = State(state_form(model.config, drafts=drafts), memory)
         self.layers = tuple(map(self.layer, model.blocks))
+        module = model.module
+        self._in_module = None if module is None else PlainLayer(model, module.layer, self.state)
+        self._ran = torch.empty(0)
 
     def layer(self, layer: Layer) -> PlainLayer:
         return PlainLayer(self._model, layer, self.state)
@@ -172,7 +176,27 @@ class Plain:
         for layer in self.layers:
             streams = layer.run(streams, positions, ids)
         self.state.advance(len(ids))
+        self._ran = streams
         return self._model.logits(self._model.finish(streams))
+
+    @torch.inference_mode()
+    def guesses(self, following: Sequence[int], count: int) -> Tensor:
+        """Logits [count, vocabulary] of the MTP module. `following` are the tokens behind each that
+        was kept of the last `run`, the newest one last: the module's rows of their positions are
+        made of both, and the first guess. Each further guess takes the one before for true, and its
+        row is made again when that is known."""
+        module, layer = self._model.module, self._in_module
+        if module is None or layer is None:
+            raise BadInput(f"this {self._model.config.family} checkpoint has no MTP module")
+        tokens, begin = torch.tensor(following), self.length - len(following)
+        streams, logits = self._ran[: len(following)], list[Tensor]()
+        while len(logits) < count:
+            joined = module.join(self._model.embedded(tokens), streams)
+            made = layer.run(joined, torch.arange(begin, begin + len(tokens)), tokens)
+            streams, begin = made[-1:], begin + len(tokens)
+            logits.append(self._model.logits(module.finish(streams)))
+            tokens = logits[-1].argmax(-1)
+        return torch.cat(logits)
 
     @torch.inference_mode()
     def keep(self, length: int) -> None:

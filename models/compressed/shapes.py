@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ess.models.config import Compressed, ModelConfig
 from ess.models.weights.stored import Role
@@ -17,11 +17,18 @@ class Promised(NamedTuple):
     expert: int | None = None
 
 
-def compressed_tensors(config: ModelConfig) -> Iterator[Promised]:
+def compressed_tensors(config: ModelConfig, *, mtp: bool) -> Iterator[Promised]:
     yield from (Promised(*shape) for shape in _outside(config))
-    for layer in range(config.layer_count):
-        yield from (Promised(*shape, layer) for shape in _layer(config, layer))
-        yield from _experts(config, layer, f"layers.{layer}.ffn.experts.")
+    for layer in range(config.layer_total if mtp else config.layer_count):
+        is_module = layer == config.layer_count
+        prefix = MODULE if is_module else f"layers.{layer}."
+        if is_module:
+            yield from (Promised(*shape, layer) for shape in _module(config))
+        yield from (Promised(*shape, layer) for shape in _layer(config, layer, prefix))
+        yield from _experts(config, layer, f"{prefix}ffn.experts.")
+
+
+MODULE: Final = "mtp.0."
 
 
 Shape = tuple[str, tuple[int, ...], Role]
@@ -46,8 +53,18 @@ def _streams(config: ModelConfig, prefix: str, shares: int, scales: int) -> Iter
     yield f"{prefix}scale", (scales,), "norm"
 
 
-def _layer(config: ModelConfig, layer: int) -> Iterator[Shape]:
-    prefix, streams = f"layers.{layer}.", config.stream_count
+def _module(config: ModelConfig) -> Iterator[Shape]:
+    """What the MTP module has beside its layer."""
+    dim = config.hidden_dim
+    for name in ("e_proj", "h_proj"):
+        yield f"{MODULE}{name}.weight", (dim, dim), "linear"
+    for name in ("enorm", "hnorm", "norm"):
+        yield f"{MODULE}{name}.weight", (dim,), "norm"
+    yield from _streams(config, f"{MODULE}hc_head_", config.stream_count, 1)
+
+
+def _layer(config: ModelConfig, layer: int, prefix: str) -> Iterator[Shape]:
+    streams = config.stream_count
     for norm in ("attn_norm", "ffn_norm"):
         yield f"{prefix}{norm}.weight", (config.hidden_dim,), "norm"
     for block in ("attn", "ffn"):

@@ -90,16 +90,20 @@ class Ring:
     def __init__(self, state: State, field: Field, at: int) -> None:
         self._state, self._field, self._at = state, field, at
 
-    def read(self, start: int) -> Tensor:
-        """Of the tokens from `start` to the state's length."""
+    def read(self, start: int, stop: int | None = None) -> Tensor:
+        """Of the tokens from `start` to the state's length, or to `stop`: of a field that comes
+        behind the others."""
         state, lines = self._state, self._field.lines
-        assert start >= state.written - lines, f"token {start} is gone: {state.written} written"
-        places = torch.arange(start, state.length) % lines
+        written = state.written if stop is None else stop
+        assert start >= written - lines, f"token {start} is gone: {written} written"
+        places = torch.arange(start, state.length if stop is None else stop) % lines
         return state.lines(self._field, self._at)[places]
 
-    def write(self, values: Tensor) -> None:
-        """Of the tokens behind the state's length; the last ones, if lines are fewer."""
-        first, lines = self._state.length, self._field.lines
+    def write(self, values: Tensor, first: int | None = None) -> None:
+        """Of the tokens behind the state's length, or from `first` on; the last ones, if lines are
+        fewer."""
+        lines = self._field.lines
+        first = self._state.length if first is None else first
         last = values[-lines:]
         stop = first + len(values)
         places = torch.arange(stop - len(last), stop) % lines

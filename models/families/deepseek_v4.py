@@ -1,8 +1,8 @@
 """DeepSeek-V4: attention to entries of several tokens beside a window of the last ones.
 
 Three kinds of layers: the last tokens alone; and entries of 4 tokens that an indexer chooses (CSA);
-and all entries of 128 tokens (HCA). What they compute is in `ess.models.compressed`. Weights of the
-MTP module are not read.
+and all entries of 128 tokens (HCA). What they compute is in `ess.models.compressed`. The MTP module
+is a layer of the first kind.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ FIXED: Final = {
 # Read here, and of no meaning to what families share.
 FOREIGN: Final = (
     *("layer_types", "mlp_layer_types", "indexer_types", "index_topk_freq", "index_topk_pattern"),
-    *("num_key_value_heads", "num_nextn_predict_layers", "partial_rotary_factor", "rope_scaling"),
-    *("intermediate_size", "index_skip_topk_offset", "index_share_for_mtp_iteration"),
+    *("num_key_value_heads", "partial_rotary_factor", "rope_scaling", "intermediate_size"),
+    *("index_skip_topk_offset", "index_share_for_mtp_iteration"),
 )
 T = TypeVar("T")
 WINDOW, SPARSE, HEAVY = "window", "sparse", "heavy"
@@ -64,6 +64,9 @@ KINDS: Final = {
 RATIOS: Final = {0: WINDOW, 4: SPARSE, 128: HEAVY}
 ROUTINGS: Final = {"hash_moe": True, "moe": False}
 HASHED: Final = 3
+MODULES: Final = "num_nextn_predict_layers"
+COPIES: Final = ("mtp.0.emb.", "mtp.0.head.")
+"""Some files repeat the model's embedding and head in the module."""
 PUBLISHED: Final = (
     *(("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")),
     ("gate.bias", "gate.e_score_correction_bias"),
@@ -82,6 +85,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         rope_dim = _rope_dim(said)
         compress, window = _ropes(said, rope_dim)
         compressed = _compressed(said) | {"window_rope": window}
+        module_count = _module_count(said)
     except BadInput as error:
         raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
     shared = {
@@ -91,13 +95,14 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         "v_head_dim": said["head_dim"],
         "intermediate_size": said.get("moe_intermediate_size"),
         "rope_parameters": compress,
+        MODULES: module_count,
     }
     own = {
         **{key: said[key] for key in ("hc_mult", "hc_eps", "swiglu_limit")},
         "compressed": compressed,
         "expert_scores": "sqrtsoftplus",
         "has_sinks": True,
-        "unread_prefixes": ("mtp.",),
+        "unread_prefixes": COPIES if module_count else ("mtp.",),
         "words": (*PUBLISHED, *SAVED),
     }
     given = {key: value for key, value in said.items() if key not in FOREIGN} | shared
@@ -185,10 +190,10 @@ def _compressed(said: Mapping[str, Any]) -> dict[str, Any]:
     copied = ("sliding_window", "o_groups", "o_lora_rank", "hc_sinkhorn_iters")
     return {
         **{key: said[key] for key in copied},
-        "kinds": _kinds(said),
+        "kinds": (*_kinds(said), WINDOW),
         "sparse_rate": said.get("compress_rate_csa", rates.get(sparse, 4)),
         "heavy_rate": said.get("compress_rate_hca", rates.get(heavy, 128)),
-        "hashed": _hashed(said),
+        "hashed": (*_hashed(said), False),
         "expert_dtype": inside or said.get("expert_dtype") or "bfloat16",
     }
 
@@ -206,6 +211,21 @@ def _kinds(said: Mapping[str, Any]) -> tuple[str, ...]:
     return (both or [tuple(usual)])[0]
 
 
+def _module_count(said: Mapping[str, Any]) -> Any:
+    """One MTP module is read. Several of them, or the ones of DSpark, draft in ways that are not
+    computed here: such a model is served without drafts."""
+    count = said.get(MODULES, 0)
+    if said.get("dspark_block_size") or (_is_count(count) and count > 1):
+        return 0
+    ratios, whole = said.get("compress_ratios"), len(said_layers(said)) + 1
+    if count and isinstance(ratios, list) and len(ratios) == whole and ratios[-1] != 0:
+        raise BadInput(
+            f"compress_ratios has {ratios[-1]!r:.40} for the MTP module, which has no entries here:"
+            f" with {MODULES} 0 the model is served without drafts"
+        )
+    return count
+
+
 def _hashed(said: Mapping[str, Any]) -> tuple[bool, ...]:
     count = len(said_layers(said))
     if "mlp_layer_types" in said:
@@ -219,7 +239,7 @@ def _hashed(said: Mapping[str, Any]) -> tuple[bool, ...]:
 def _listed(
     said: Mapping[str, Any], name: str, words: Mapping[Any, T], count: int
 ) -> tuple[T, ...]:
-    """What is behind the layers of the model is of its MTP module."""
+    """What is behind the layers of the model is of its MTP module (`_module_count`)."""
     found, known = said[name], list(words)
     if not isinstance(found, list) or len(found) < count:
         raise BadInput(f"{name} is {found!r:.60}, expected one of {known} for each layer")

@@ -62,7 +62,7 @@ def expected_tensors(config: ModelConfig, *, mtp: bool = True) -> list[Spec]:
     """All weights in the order of use. Scales are not listed: they follow from fp8 weights."""
     _check_count(config)
     if config.compressed is not None:
-        return [Spec(**shape._asdict()) for shape in compressed_tensors(config)]
+        return [Spec(**shape._asdict()) for shape in compressed_tensors(config, mtp=mtp)]
     specs = list(_outside(config))
     for layer in range(config.layer_total if mtp else config.layer_count):
         specs += _decoder_layer(config, layer)

@@ -15,6 +15,7 @@ from ess.models.registry import build, read_config
 from ess.models.weights.__main__ import main
 from ess.models.weights.dry_run import make_plan
 from ess.models.weights.dry_run import read_config as published
+from ess.models.weights.shapes import expected_tensors
 from tests.compressed import world
 
 FLASH = "deepseek-v4-flash"
@@ -57,7 +58,7 @@ def test_layers_that_no_list_names() -> None:
     """As transformers builds them."""
     raw = {key: value for key, value in world.RATIOS.items() if key != "compress_ratios"}
     assert read_config(raw).compressed.kinds == (  # type: ignore[union-attr]
-        *("heavy", "heavy", "heavy", "sparse", "heavy"),
+        *("heavy", "heavy", "heavy", "sparse", "heavy", "window"),
     )
 
 
@@ -75,6 +76,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mlp_layer_types": ["dense"] * 5}, "mlp_layer_types has 'dense', expected one of"),
     ({"num_hash_layers": -1}, "num_hash_layers is -1, expected a count of layers"),
     ({"num_hash_layers": "3"}, "num_hash_layers is '3'"),
+    (
+        {"compress_ratios": [0, 128, 4, 4, 128, 4]},
+        "compress_ratios has 4 for the MTP module, which",
+    ),
+    ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers`, got -1"),
     ({"num_hidden_layers": 9}, "compress_ratios is .* expected one of"),
     ({"num_hidden_layers": "x"}, "num_hidden_layers`, got 'x'"),
     ({"num_hidden_layers": 1 << 40}, "num_hidden_layers`, got 1099511627776"),
@@ -131,9 +137,30 @@ def test_what_the_pools_are_told() -> None:
     assert layout.state_page_bytes == 2 * 20 * 512 * 4
     assert layout.index is not None
     assert layout.index.form == "fp8"
-    form = state_form(config, drafts=1)
-    assert layout.state_bytes == form.byte_count == 4 * (512 + form.values)
-    assert all(field.lines == 128 for field in form.fields if field.name == "window")
+    for modules, verified in ((1, 4), (0, 1)):
+        config = msgspec.structs.replace(config, mtp_layer_count=modules)
+        layout = config.layout(row="bf16")
+        form = state_form(config, drafts=verified)
+        assert layout.verified_max == verified
+        assert layout.state_bytes == form.byte_count == 4 * (512 + form.values)
+        windows = [field.lines for field in form.fields if field.name == "window"]
+        assert windows == [127 + verified] * (43 + modules)
+
+
+def test_what_drafts_in_another_way_is_served_without_drafts() -> None:
+    """Several modules, or DSpark's: nothing of them is read."""
+    config = read_config(world.RATIOS)
+    assert (config.mtp_layer_count, config.unread_prefixes) == (1, ("mtp.0.emb.", "mtp.0.head."))
+    for more in ({"num_nextn_predict_layers": 3}, {"dspark_block_size": 5}):
+        config = read_config({**world.RATIOS, **more})
+        assert (config.mtp_layer_count, config.unread_prefixes) == (0, ("mtp.",))
+        assert not any(spec.name.startswith("mtp.") for spec in expected_tensors(config))
+
+
+def test_the_module_s_tensors_are_as_many_as_published() -> None:
+    """1,575 names of `mtp.0.`, scales among them."""
+    whole, without = (make_plan(published(FLASH), mtp=mtp).whole.tensors for mtp in (True, False))
+    assert whole - without == 1575
 
 
 def test_what_cannot_lie_in_pages_is_refused() -> None:
@@ -154,7 +181,7 @@ def test_it_is_built_whole() -> None:
 def test_the_published_configuration_counts_what_transformers_makes_of_it() -> None:
     """`test_oracle` counts theirs."""
     raw = {**published(FLASH), "quantization_config": None, "expert_dtype": None}
-    assert make_plan(raw).whole.values == 284_334_567_511
+    assert make_plan(raw, mtp=False).whole.values == 284_334_567_511
 
 
 def test_a_request_of_the_true_sizes() -> None:
@@ -163,7 +190,7 @@ def test_a_request_of_the_true_sizes() -> None:
     assert entry_bytes(config) == 448 + 2 * 64 + 7 + 1 == 584
     sparse, heavy = 8 * 2 * 1024 + 8 * 2 * 256, 128 * 2 * 512
     alone = state_form(config, drafts=0).bytes_of(value_bytes=2, row_bytes=584)
-    assert alone == 2 * (21 * sparse + 20 * heavy) + 43 * 127 * 584 == 9_292_264
+    assert alone == 2 * (21 * sparse + 20 * heavy) + 44 * 127 * 584 == 9_366_432
     entries = 131_072 // 4
     asked = needs(config, tokens=131_072, drafts=0)
     resident = 21 * entries * (584 + 132) + 20 * 1024 * 584 + alone
@@ -177,7 +204,7 @@ def test_a_request_of_the_true_sizes() -> None:
 def test_drafts_are_a_line_of_each_ring() -> None:
     config = read_config(world.LISTED)
     none, some = (state_form(config, drafts=drafts) for drafts in (0, 3))
-    assert [b.lines - a.lines for a, b in zip(none.fields, some.fields, strict=True)] == [3] * 11
+    assert [b.lines - a.lines for a, b in zip(none.fields, some.fields, strict=True)] == [3] * 12
     with pytest.raises(BadInput, match="-1 drafts"):
         state_form(config, drafts=-1)
     with pytest.raises(msgspec.ValidationError):
@@ -190,10 +217,10 @@ def test_where_offload_pays() -> None:
     room = (139 << 30) - plan.rank.bytes
     machine = Machine(room_bytes=room, weight_bytes=plan.rank.bytes)
     found = {k: gain(plan.config, machine, tokens=k << 10) for k in (8, 32, 128, 512, 1024)}
-    assert [each.batch_resident for each in found.values()] == [2975, 899, 237, 60, 30]
-    assert [each.batch_offloaded for each in found.values()] == [3418, 2199, 906, 270, 139]
+    assert [each.batch_resident for each in found.values()] == [2955, 894, 236, 59, 30]
+    assert [each.batch_offloaded for each in found.values()] == [3395, 2185, 901, 268, 138]
     shares = [round(each.break_even, 2) for each in found.values()]
-    assert shares == [0.0, 0.03, 0.14, 0.59, 1.18]
+    assert shares == [0.0, 0.03, 0.14, 0.61, 1.2]
     for each in found.values():
         assert each.at(each.break_even) == pytest.approx(1.0)
         assert each.at(0.0) > each.at(0.1)
@@ -202,11 +229,12 @@ def test_where_offload_pays() -> None:
 
 
 def test_a_step_reads_what_its_layers_attend_to() -> None:
-    """Of 100 tokens: 25 entries and keys in 21 layers, no entry of 128, 100 rows in each layer."""
+    """Of 100 tokens: 25 entries and keys in 21 layers, no entry of 128, 100 rows in each layer and
+    in the MTP module."""
     config = flash()
-    assert read_bytes(config, tokens=100) == 21 * 25 * (132 + 584) + 43 * 100 * 584
+    assert read_bytes(config, tokens=100) == 21 * 25 * (132 + 584) + 44 * 100 * 584
     chosen, heavy = 21 * 512 * 584, 20 * 1024 * 584
-    keys, windows = 21 * 32_768 * 132, 43 * 128 * 584
+    keys, windows = 21 * 32_768 * 132, 44 * 128 * 584
     assert read_bytes(config, tokens=131_072) == keys + chosen + heavy + windows
 
 
@@ -214,9 +242,9 @@ def test_the_dry_run_says_what_a_request_takes(capsys: pytest.CaptureFixture[str
     assert main(["--dry-run", FLASH, "--ep", "8"]) == 0
     said = capsys.readouterr().out
     assert "entries    584 bytes: of 4 tokens in 21 layers" in said
-    assert "state      9,465,856 bytes a request" in said
-    assert "906 such contexts at the floor, 237 resident" in said
-    assert "offload    by bytes alone: 1.60 times the tokens a second" in said
+    assert "state      9,540,608 bytes a request" in said
+    assert "901 such contexts at the floor, 236 resident" in said
+    assert "offload    by bytes alone: 1.61 times the tokens a second" in said
     assert main(["--dry-run", FLASH, "--ep", "8", "--device", "30GiB", "--ctx", "1m"]) == 0
     assert "offload    by bytes" in capsys.readouterr().out
     assert main(["--dry-run", FLASH, "--ep", "8", "--device", "28GiB", "--ctx", "1m"]) == 0

@@ -34,7 +34,7 @@ MADE = 6
 FACTORS = {
     "checkpoint": ("deepseek_v4",),
     **{name: grid.FACTORS[name] for name in ("mode", "depth", "arena", "warm")},
-    "mtp": ("1",),
+    "mtp": ("1", "2", "4"),
     "tbo": ("off",),
     "sbo": ("off",),
     "evict": ("lru", "score"),
@@ -59,7 +59,7 @@ def engines(
 ) -> Iterator[Engine]:
     """Slots for 64 entries a chunk, in each layer."""
     model = world.tiny(spelling)
-    layout = model.config.layout(row="f32")
+    layout = world.layout(mtp=config.get("mtp", 1), spelling=spelling)
     offload = Offload.create(
         layout,
         slot_bytes=chunks * layout.group_count * layout.page_bytes,
@@ -336,7 +336,7 @@ REFUSED: Iterable[tuple[dict[str, Any], str]] = [
     ({"tbo": 1}, "tbo is 1, and the model is deepseek_v4: the steps of its layers are not cut"),
     ({"sbo": "combine-down"}, "sbo is combine-down, and the model is deepseek_v4: its experts"),
     ({"fake_prefill": True}, "fake_prefill is True, and the model is deepseek_v4: rows that are"),
-    ({"mtp": 2}, "mtp is 2, but the model or the layout has no MTP layer"),
+    ({"mtp": 5}, "mtp is 5, and the model is deepseek_v4: states beside rows have room for 4"),
 ]
 
 

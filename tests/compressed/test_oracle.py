@@ -133,12 +133,12 @@ def test_the_true_configuration_is_as_large_as_theirs() -> None:
     )
     with torch.device("meta"):
         theirs = transformers.DeepseekV4ForCausalLM(config).state_dict().values()
-    assert make_plan(raw).whole.values == sum(tensor.numel() for tensor in theirs)
+    assert make_plan(raw, mtp=False).whole.values == sum(tensor.numel() for tensor in theirs)
     assert list(config.layer_types) == [
         {
             "window": "sliding_attention",
             "sparse": "compressed_sparse_attention",
             "heavy": "heavily_compressed_attention",
         }[kind]
-        for kind in read_config(raw).compressed.kinds  # type: ignore[union-attr]
+        for kind in read_config(raw).compressed.kinds[:43]  # type: ignore[union-attr]
     ]

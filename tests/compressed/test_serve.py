@@ -81,7 +81,7 @@ def test_what_a_server_plans(folder: Path) -> None:
 
 
 REFUSED = [
-    ({"mtp": 2}, "mtp is 2, and the model is deepseek_v4: weights of its MTP module are not"),
+    ({"mtp": 8}, "mtp is 8, and the model is deepseek_v4: states beside rows have room for 4"),
     ({"tbo": "1"}, "tbo is 1, and the model is deepseek_v4: the steps of its layers"),
     ({"tp_size": 2}, "tp_size is 2, and the model is deepseek_v4: its heads are not divided"),
     ({"pp_size": 2}, "pp_size is 2, and the model is deepseek_v4: its layers are not divided"),
@@ -107,7 +107,7 @@ def test_what_a_server_cannot_do_is_refused_by_name(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--mtp", "2"), "mtp is 2, and the model is deepseek_v4"),
+        (("--mtp", "8"), "mtp is 8, and the model is deepseek_v4"),
         (("--row", "fp8"), "fp8 rows would round to e4m3: choose row bf16 or f32"),
         (("--pd", "1p1d"), "pd is given, and the model is deepseek_v4"),
     ],

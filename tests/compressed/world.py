@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
+from ess.layout import ModelLayout
 from ess.models.compressed.model import CompressedModel
 from ess.models.config import ModelConfig
 from ess.models.families import deepseek_v4
@@ -55,6 +56,7 @@ LISTED: Final = {
     ],
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe", "moe"],
+    "num_nextn_predict_layers": 1,
     "rope_parameters": {
         "rope_type": "yarn",
         "factor": 16.0,
@@ -112,6 +114,14 @@ def tiny(spelling: str = "listed") -> CompressedModel:
     torch.set_num_threads(1)
     config = read_config(SPELLINGS[spelling])
     return CompressedModel(config, weights(config).__getitem__)
+
+
+def layout(*, mtp: int, spelling: str = "listed") -> ModelLayout:
+    """As a server that verifies so many tokens has it."""
+    config = read_config(SPELLINGS[spelling])
+    if mtp == 1:
+        config = msgspec.structs.replace(config, mtp_layer_count=0)
+    return config.layout(row="f32")
 
 
 def far(a: torch.Tensor, b: torch.Tensor) -> float:

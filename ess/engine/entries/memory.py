@@ -3,22 +3,26 @@
 All of it is one matrix, a row of which is a row of a window or an entry: attention reads both in
 place. A token is written to its lines before anything reads them, so a window of n tokens is n
 lines of its ring, the token's own among them.
+
+A step may verify drafts. Their lines, and entries of 128 tokens that they close, are written like
+all others: each query reads those of tokens up to its own, by its position alone. When the step has
+said how many tokens stay, the state's length grows by these, and the next step begins there: it
+writes what it reads beyond.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import torch
 from torch import Tensor
 
 from ess.door import Offload, Step
 from ess.models.compressed.compressor import Compressor
 from ess.models.compressed.form import HEADER_BYTES, VALUE_BYTES, Name, entry_pages, state_form
-from ess.models.compressed.layout import UNDER_WAY
-from ess.models.compressed.model import CompressedModel
 from ess.models.config import ModelConfig
 from ess.models.layers import RotaryPositions
 
@@ -29,11 +33,16 @@ class Memory:
     """`rows` are all units as bytes, `lines` [sequences, lines, width] those of each field."""
 
     def __init__(self, offload: Offload, config: ModelConfig) -> None:
-        assert config.compressed is not None, "memory of another family"
-        self.form = form = state_form(config, drafts=UNDER_WAY)
+        own = config.compressed
+        assert own is not None, "memory of another family"
+        verified_max, held = offload.layout.verified_max, offload.beside
+        self.has_module = verified_max > 1
+        if not self.has_module:
+            config = msgspec.structs.replace(config, mtp_layer_count=0)
+        self.form = form = state_form(config, drafts=verified_max)
+        assert form.byte_count == offload.layout.state_bytes, "a layout of another model"
         self.pages = entry_pages(config)
-        self.window = config.compressed.window
-        held = offload.beside
+        self.window, self.heavy_rate = own.window, own.heavy_rate
         self.rows = held.view(-1, VALUE_BYTES * form.unit)
         self._values = held.view(torch.float32)
         self.line_units = self._values.shape[1] // form.unit
@@ -62,6 +71,13 @@ class Memory:
     def put_entries(self, rows: Tensor, entries: Tensor) -> None:
         self.rows.view(torch.float32)[rows] = entries
 
+    def keep(self, step: Step, accepted: list[int]) -> None:
+        """All layers have the tokens of the step, of which each sequence keeps so many."""
+        lines = torch.as_tensor(step.query_line).long()[list(step.firsts)]
+        lengths, written = self.headers[lines].unbind(1)
+        ends = torch.maximum(written, lengths + torch.tensor(step.query_counts))
+        self.headers[lines] = torch.stack((lengths + torch.tensor(accepted), ends), 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Closing:
@@ -72,34 +88,40 @@ class Closing:
 
 
 class Tokens:
-    """One token of each sequence of a step, and where what belongs to it lies."""
+    """Some tokens of sequences, in `line`s, and where what belongs to them lies."""
 
-    def __init__(self, memory: Memory, model: CompressedModel, step: Step) -> None:
-        own = model.config.compressed
-        assert own is not None, "tokens of another family"
-        assert set(step.query_counts) == {1}, f"{step!r} verifies drafts"
-        self.memory = memory
-        self.positions = torch.as_tensor(step.positions).long()
-        self._line = torch.as_tensor(step.query_line).long()
-        self._first = self._line * memory.line_units
-        written = memory.headers[self._line, 0]
-        assert torch.equal(written, self.positions), f"states of {written.tolist()} tokens"
+    def __init__(self, memory: Memory, positions: Tensor, line: Tensor) -> None:
+        self.memory, self.positions, self._line = memory, positions, line
+        self._first = line * memory.line_units
         self._windows = self._in_windows(memory.window)
-        self.closing = {
-            rate: self._closing(rate) for rate in {own.rate(n) for n in range(len(own.kinds))} - {0}
-        }
-        self._entry_rate = own.heavy_rate
+        self._closing: dict[int, Closing] = {}
+
+    @classmethod
+    def of(cls, memory: Memory, step: Step) -> Tokens:
+        """Those of a step: of each sequence the tokens behind its state."""
+        positions, line = torch.as_tensor(step.positions), torch.as_tensor(step.query_line)
+        made = cls(memory, positions.long(), line.long())
+        firsts = list(step.firsts)
+        held = memory.headers[made._line[firsts], 0]
+        assert torch.equal(held, made.positions[firsts]), f"states of {held.tolist()} tokens"
+        return made
+
+    def behind(self, which: Sequence[int]) -> Tokens:
+        """The token behind each of these."""
+        return Tokens(self.memory, self.positions[list(which)] + 1, self._line[list(which)])
 
     def _in_windows(self, window: int) -> tuple[Tensor, Tensor]:
         """Of each token where the last ones stand in a ring, the oldest first; and which of them
         are there."""
-        lines = window - 1 + UNDER_WAY
+        lines = window - 1 + self.memory.form.drafts
         last = self.positions[:, None] - torch.arange(window - 1, -1, -1)
         return self._first[:, None] + last % lines, last >= 0
 
-    def _closing(self, rate: int) -> Closing:
-        which = ((self.positions + 1) % rate == 0).nonzero()[:, 0]
-        return Closing(which, self.positions[which] // rate)
+    def closing(self, rate: int) -> Closing:
+        if rate not in self._closing:
+            which = ((self.positions + 1) % rate == 0).nonzero()[:, 0]
+            self._closing[rate] = Closing(which, self.positions[which] // rate)
+        return self._closing[rate]
 
     def write(self, name: Name, layer: int, values: Tensor) -> None:
         lines = self.memory.lines[name, layer]
@@ -115,7 +137,7 @@ class Tokens:
         return slots.int()
 
     def _all_entries(self, layer: int) -> Tensor:
-        counts = (self.positions + 1) // self._entry_rate
+        counts = (self.positions + 1) // self.memory.heavy_rate
         numbers = torch.arange(int(counts.max()))
         rows = self._first[:, None] + self.memory.entries(layer, 0, numbers)
         return rows.where(numbers < counts[:, None], -1)
@@ -130,7 +152,7 @@ class Tokens:
     ) -> Tensor:
         """What the tokens give is written; entries of those that close one, in their order."""
         self.write(name, layer, compressor.tokens(hidden))
-        which, numbers = (closing := self.closing[compressor.rate]).which, closing.numbers
+        which, numbers = (closing := self.closing(compressor.rate)).which, closing.numbers
         lines = self.memory.lines[name, layer]
         if not len(which):
             return hidden.new_empty(0, compressor.dim)
@@ -140,11 +162,6 @@ class Tokens:
 
     def store(self, layer: int, rate: int, entries: Tensor) -> None:
         """Those that all tokens attend to."""
-        which, numbers = (closing := self.closing[rate]).which, closing.numbers
+        which, numbers = (closing := self.closing(rate)).which, closing.numbers
         rows = self._first[which] + self.memory.entries(layer, 0, numbers)
         self.memory.put_entries(rows, entries)
-
-    def end(self) -> None:
-        """All layers have these tokens now."""
-        lengths = self.positions + 1
-        self.memory.headers[self._line] = torch.stack((lengths, lengths), 1)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ess.door import Offload
 from ess.engine.config import EngineConfig
-from ess.engine.entries.memory import Memory
+from ess.engine.entries.guesses import draft
+from ess.engine.entries.memory import Memory, Tokens
 from ess.engine.entries.prompt import run_spans
 from ess.engine.entries.refusals import check_settings
 from ess.engine.entries.step import EntryBatch
@@ -31,11 +32,14 @@ class OverEntries:
         [self._scale] = {layer.attention.scale for layer in model.blocks}
 
     def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> Said:
-        assert not draft_count, f"{draft_count} drafts of a model without a module for them"
-        scaled = replace(batch, scale=self._scale)
-        streams = EntryBatch(runner, self._memory, scaled, fed.tokens).through()
+        scaled, tokens = replace(batch, scale=self._scale), Tokens.of(self._memory, batch.step)
+        entered = EntryBatch(runner, scaled, tokens, fed.tokens)
+        streams = entered.through()
         _, logits = ended(scaled, runner.model, streams)
-        return fed.choose(logits).with_drafts(None)
+        chosen = fed.choose(logits)
+        said = chosen.with_drafts(draft(entered, streams, chosen, draft_count))
+        self._memory.keep(batch.step, said.accepted)
+        return said
 
     def prefilled(
         self, runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None

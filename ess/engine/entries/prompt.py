@@ -37,11 +37,13 @@ from ess.pool.warmup import WINDOW_MAX
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`tokens` of one sequence behind its state; the last selections of each layer come."""
+    """`tokens` of one sequence behind its state, and the token behind each; the last selections of
+    each layer come."""
 
     sequence: Opened
     state: State
     tokens: Sequence[int]
+    following: Sequence[int]
     windows: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -86,7 +88,7 @@ def _cut(memory: Memory, span: Span) -> list[Piece]:
     stops = sorted({*sequence.kept_ends(span.start, span.stop), span.stop})
     places = [stop - span.start for stop in stops]
     return [
-        Piece(sequence, state, span.tokens[begin:end])
+        Piece(sequence, state, span.tokens[begin:end], span.following[begin:end])
         for begin, end in itertools.pairwise([0, *places])
     ]
 
@@ -106,20 +108,29 @@ class Pieces:
         ends = itertools.accumulate(len(piece.tokens) for piece in pieces)
         self._places = list(itertools.starmap(slice, itertools.pairwise([0, *ends])))
         self._positions = torch.cat([torch.arange(each.start, each.stop) for each in pieces])
-        self._ids = torch.tensor([token for each in pieces for token in each.tokens])
         self._rows = plain_rows(model.config.value_dim)
 
     def through(self) -> list[Tensor]:
         """The streams of each."""
-        streams = self._model.embed(self._ids)
+        ids = torch.tensor([token for each in self._pieces for token in each.tokens])
+        streams = self._model.embed(ids)
         for layer in self._model.blocks:
-            streams = self._run(layer, streams)
+            streams = self._run(layer, streams, ids)
+        if self._memory.has_module:
+            self._draft_rows(streams)
         for piece in self._pieces:
             piece.state.advance(len(piece.tokens))
             piece.sequence.reached(piece.state.length)
         return [streams[place] for place in self._places]
 
-    def _run(self, layer: Layer, streams: Tensor) -> Tensor:
+    def _draft_rows(self, streams: Tensor) -> None:
+        """The rows of the MTP module, which drafts will attend to."""
+        module = self._model.module
+        assert module is not None, "the layout has room for rows of a module"
+        following = torch.tensor([token for each in self._pieces for token in each.following])
+        self._run(module.layer, module.join(self._model.embedded(following), streams), following)
+
+    def _run(self, layer: Layer, streams: Tensor, ids: Tensor) -> Tensor:
         read = layer.around_attention.read(streams)
         hidden = layer.attention_norm(read.sum)
         rotation = self._model.turning(layer.kind).at(self._positions)
@@ -136,7 +147,7 @@ class Pieces:
             Partial(out, torch.cat([part.lse for part in seen])), layer.attention.sinks
         )
         made = layer.attention.output(attended, rotation)
-        return layer.mlp(layer.around_attention.write(streams, read, made), self._ids)
+        return layer.mlp(layer.around_attention.write(streams, read, made), ids)
 
     def _last(self, piece: Piece, layer: Layer, queries: Tensor, new: Tensor) -> Partial:
         """Over the last tokens, each token itself among them."""

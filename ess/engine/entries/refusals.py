@@ -8,10 +8,10 @@ from typing import Final
 
 from ess.engine.config import EngineConfig
 from ess.errors import BadInput
+from ess.models.compressed.layout import VERIFIED_MAX
 from ess.models.config import ModelConfig
 
 LACKS: Final[Mapping[str, str]] = {
-    "mtp": "weights of its MTP module are not read",
     "tbo": "the steps of its layers are not cut in two halves",
     "sbo": "its experts compute in one go",
     "deterministic": "it has no compiled stages",
@@ -28,13 +28,14 @@ LACKS: Final[Mapping[str, str]] = {
 }
 ALLOWED: Final = {"backend": ("cpu", "reference")}
 WITH_STATES: Final = (
-    *("mtp", "deterministic", "device", "backend", "fake_prefill", "role"),
+    *("deterministic", "device", "backend", "fake_prefill", "role"),
     *("pp_size", "tp_size", "cp_size", "prefix_cache_dir"),
 )
-"""Of these what engines of models with rows of tokens, and states beside them, cannot do."""
+"""The part of `LACKS` that holds for models with rows of tokens and states beside them."""
 
 
 def lacks(model: ModelConfig) -> Mapping[str, str]:
+    """The settings that engines of this model lack; none for models without states."""
     if model.compressed is not None:
         return LACKS
     return {name: LACKS[name] for name in WITH_STATES} if model.states.fields else {}
@@ -42,8 +43,20 @@ def lacks(model: ModelConfig) -> Mapping[str, str]:
 
 def check_settings(model: ModelConfig, config: EngineConfig) -> None:
     """In one sentence, for each of a server's settings too."""
+    if missing := lacks(model):
+        _check_mtp(model, config.mtp)
     usual = {field.name: (field.default,) for field in fields(config)} | ALLOWED
-    for name, why in lacks(model).items():
+    for name, why in missing.items():
         given = getattr(config, name, None)
         if name in usual and given not in usual[name]:
             raise BadInput(f"{name} is {given}, and the model is {model.family}: {why}")
+
+
+def _check_mtp(model: ModelConfig, mtp: int) -> None:
+    if mtp > 1 and not model.mtp_layer_count:
+        raise BadInput(f"mtp is {mtp}, and this {model.family} has no MTP module that is read")
+    if mtp > VERIFIED_MAX:
+        raise BadInput(
+            f"mtp is {mtp}, and the model is {model.family}: states beside rows have room for"
+            f" {VERIFIED_MAX} tokens of a step"
+        )

@@ -1,4 +1,4 @@
-"""One token of each sequence of a step through the layers: decoding."""
+"""The tokens of a step through the layers: decoding, and verification of drafts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ess.engine.entries.memory import Memory, Tokens
+from ess.engine.entries.memory import Tokens
 from ess.engine.entries.parts import (
     asked_queries,
     attend,
@@ -67,28 +67,31 @@ class EntryStep(SelectedRows):
 
 
 class EntryBatch:
-    """A batch of a step over its model, what its sequences keep beside their rows, and its
-    tokens."""
+    """A batch of a step over its model, and tokens of its sequences, with what belongs to them
+    beside their rows."""
 
-    def __init__(self, runner: Runner, memory: Memory, batch: Batch, ids: Tensor) -> None:
+    def __init__(self, runner: Runner, batch: Batch, tokens: Tokens, ids: Tensor) -> None:
         model = runner.model
         assert isinstance(model, CompressedModel), "layers of another family"
         assert batch.layout.index is not None, "an indexer without an index codec"
         self.batch, self.ops, self.index_codec = batch, runner.ops, batch.layout.index
-        self._runner, self._model, self._ids = runner, model, ids
-        self._tokens = Tokens(memory, model, batch.step)
+        self.model, self.tokens = model, tokens
+        self._runner, self._ids = runner, ids
         self._rotations: dict[str, Rotation] = {}
         self._rows = plain_rows(model.config.value_dim)
 
     def through(self) -> Tensor:
         """The streams behind the last layer."""
-        streams = self._model.embed(self._ids)
-        for layer in self._model.blocks:
-            streams = self._run(layer, streams)
-        self._tokens.end()
+        streams = self.model.embed(self._ids)
+        for layer in self.model.blocks:
+            streams = self.run(layer, streams)
         return streams
 
-    def _run(self, layer: Layer, streams: Tensor) -> Tensor:
+    def other(self, tokens: Tokens, ids: Tensor) -> EntryBatch:
+        """Other tokens of the same sequences."""
+        return EntryBatch(self._runner, self.batch, tokens, ids)
+
+    def run(self, layer: Layer, streams: Tensor) -> Tensor:
         if self._runner.on_layer is not None:
             self._runner.on_layer()
         read = layer.around_attention.read(streams)
@@ -100,7 +103,7 @@ class EntryBatch:
 
     def _all(self, layer: Layer, hidden: Tensor) -> Partial:
         if layer.kind == "heavy":
-            self._tokens.store(layer.number, layer.rate, self.entries(layer, hidden))
+            self.tokens.store(layer.number, layer.rate, self.entries(layer, hidden))
         queries = self.queries(layer, layer.attention.query(hidden))
         return self.last(layer, hidden, queries)
 
@@ -119,12 +122,12 @@ class EntryBatch:
 
     def number_of(self, layer: Layer) -> int:
         """Of a layer whose entries are chosen: its number at the door."""
-        return self._model.chosen_layers.index(layer.number)
+        return self.model.chosen_layers.index(layer.number)
 
     def rotation(self, layer: Layer) -> Rotation:
         turning = self._rotations.get(layer.kind)
         if turning is None:
-            turning = self._model.turning(layer.kind).at(self._tokens.positions)
+            turning = self.model.turning(layer.kind).at(self.tokens.positions)
             self._rotations[layer.kind] = turning
         return turning
 
@@ -135,20 +138,20 @@ class EntryBatch:
         """Over the last tokens, each token itself among them, and all entries of a layer that
         chooses none."""
         rows = layer.attention.rows(hidden, self.rotation(layer))
-        self._tokens.write("window", layer.number, rows)
-        slots = self._tokens.seen(layer.number, entries=layer.kind == "heavy")
-        scale, memory = layer.attention.scale, self._tokens.memory.rows
+        self.tokens.write("window", layer.number, rows)
+        slots = self.tokens.seen(layer.number, entries=layer.kind == "heavy")
+        scale, memory = layer.attention.scale, self.tokens.memory.rows
         return attend(self.ops, queries, memory, slots, self._rows, scale=scale)
 
     def entries(self, layer: Layer, hidden: Tensor) -> Tensor:
         assert layer.compressor is not None, f"layer {layer.number} has no entries"
-        positions = self._model.turning(layer.kind)
-        return self._tokens.compressed("entries", layer.number, layer.compressor, hidden, positions)
+        positions = self.model.turning(layer.kind)
+        return self.tokens.compressed("entries", layer.number, layer.compressor, hidden, positions)
 
     def keys(self, layer: Layer, hidden: Tensor) -> Tensor:
         assert layer.indexer is not None, f"layer {layer.number} has no index keys"
-        positions, compressor = self._model.turning(layer.kind), layer.indexer.compressor
-        return self._tokens.compressed("keys", layer.number, compressor, hidden, positions)
+        positions, compressor = self.model.turning(layer.kind), layer.indexer.compressor
+        return self.tokens.compressed("keys", layer.number, compressor, hidden, positions)
 
 
 def _joined(parts: Sequence[Partial]) -> Partial:
