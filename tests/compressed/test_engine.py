@@ -19,7 +19,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.compressed.model import CompressedModel
 from ess.models.compressed.plain import Plain
-from tests.compressed import world
+from tests.compressed import drafting, world
 from tests.model import grid
 from tests.support import checkpoints
 from tests.support.greedy import greedy
@@ -40,7 +40,7 @@ FACTORS = {
     "evict": ("lru", "score"),
 }
 WAYS = pairwise(FACTORS)
-FIRST = [way for way in WAYS if way["arena"] == "smallest"][:1]
+FIRST = [way for way in WAYS if way["arena"] == "smallest" and way["mtp"] == "4"][:1]
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,10 @@ def test_every_pair_of_settings_meets() -> None:
 
 
 @pytest.mark.parametrize("way", FIRST, ids=lambda way: "-".join(way.values()))
-def test_an_engine_says_what_the_plain_model_says(way: dict[str, str]) -> None:
+def test_an_engine_says_what_the_plain_model_says(
+    way: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting.known(monkeypatch, world.tiny(), seed=1)
     assert grid.differences(way) == []
 
 
@@ -110,7 +113,10 @@ def test_an_engine_says_what_the_plain_model_says(way: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "way", [way for way in WAYS if way not in FIRST], ids=lambda way: "-".join(way.values())
 )
-def test_an_engine_says_it_in_every_way(way: dict[str, str]) -> None:
+def test_an_engine_says_it_in_every_way(
+    way: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting.known(monkeypatch, world.tiny(), seed=1)
     assert grid.differences(way) == []
 
 
@@ -145,9 +151,10 @@ def test_published_windows_are_served_too() -> None:
 # ---- preemption
 
 
-def test_a_state_goes_to_the_host_and_comes_back() -> None:
+@pytest.mark.parametrize("mtp", [1, 4])
+def test_a_state_goes_to_the_host_and_comes_back(mtp: int) -> None:
     """In a prompt and at each offset of a window while it decodes; others take its line."""
-    with engines(sequence_max=2) as engine:
+    with engines(sequence_max=2, mtp=mtp) as engine:
         held = add(engine, LINE[:150])
         engine.step()
         assert held.state == "prefilling"
@@ -170,8 +177,9 @@ def test_a_state_goes_to_the_host_and_comes_back() -> None:
 # ---- prefixes
 
 
-def test_a_hit_begins_where_a_state_was_kept() -> None:
-    with engines(chunks=8) as engine:
+@pytest.mark.parametrize("mtp", [1, 4])
+def test_a_hit_begins_where_a_state_was_kept(mtp: int) -> None:
+    with engines(chunks=8, mtp=mtp) as engine:
         run(engine, LINE[:700])
         for length, cached in ((700, 512), (513, 512), (512, 0), (300, 256)):
             request = run(engine, LINE[:length])
@@ -241,14 +249,15 @@ def test_where_states_are_kept() -> None:
 
 
 def test_forks_begin_with_the_state_of_their_leader() -> None:
-    """At offsets of a window, with seeds of their own: each says what it says alone."""
-    for length in (30, 259):
+    """At offsets of a window, with seeds of their own: each says what it says alone, without a
+    draft."""
+    for length, mtp in ((30, 4), (259, 1)):
         prompt = LINE[:length]
 
         def sampled(seed: int) -> Sampling:
             return Sampling(tokens_max=MADE, ignore_eos=True, temperature=1.5, seed=seed)
 
-        with engines() as engine:
+        with engines(mtp=mtp) as engine:
             leader = engine.add(prompt, sampled(1))
             followers = [engine.add(prompt, sampled(seed), leader=leader) for seed in (2, 3)]
             finish(engine)
@@ -308,7 +317,7 @@ def test_rounded_rows_and_keys_are_the_same_offloaded_and_resident() -> None:
     ids = {name: each for name, each in world.weights(config).items() if each.dtype == torch.int64}
     model = CompressedModel(config, {**drawn, **ids}.__getitem__)
     layout, said = config.layout(row="bf16"), []
-    for mode, chunks in (("resident", 4), ("none", 1)):
+    for mode, chunks, mtp in (("resident", 4, 1), ("none", 1, 4)):
         offload = Offload.create(
             layout,
             slot_bytes=chunks * layout.group_count * layout.page_bytes,
@@ -318,7 +327,7 @@ def test_rounded_rows_and_keys_are_the_same_offloaded_and_resident() -> None:
             poison=True,
         )
         with offload:
-            engine = Engine(model, offload, EngineConfig(modes=mode))
+            engine = Engine(model, offload, EngineConfig(modes=mode, mtp=mtp))
             requests = [add(engine, line[:330]) for line in (LINE, OTHER)]
             finish(engine)
             said.append([request.output for request in requests])
@@ -328,7 +337,7 @@ def test_rounded_rows_and_keys_are_the_same_offloaded_and_resident() -> None:
 
 
 def test_the_slow_kernels_say_the_same() -> None:
-    with engines(backend="reference") as engine:
+    with engines(backend="reference", mtp=2) as engine:
         assert run(engine, LINE[:75]).output == told(75)
 
 

@@ -225,3 +225,26 @@ def test_what_does_not_fit_is_refused() -> None:
             offload.begin([line], query_counts=[7])
         line.close()
         offload.check()
+
+
+def test_rejected_drafts_take_no_room_before_the_host_learns() -> None:
+    """The last row of a sequence is brought twice, by two steps under way: its page is full."""
+    with opened("tight") as offload:
+        line = offload.open([0], length_max=64 * RATE, reuse_max=0)
+        row = torch.ones(1, 4 * DIM, dtype=torch.uint8)
+        before = offload.begin([line], query_counts=[63 * RATE])
+        for layer in range(LAYERS):
+            before.append(layer, row.expand(63, -1).contiguous())
+        before.commit(accepted=[63 * RATE])
+        steps, free = [], offload.stats().free_index_page_count
+        for count, kept in ((4, 1), (3, 3)):
+            steps.append(step := offload.begin([line], query_counts=[count]))
+            for layer in range(LAYERS):
+                step.append(layer, row)
+            step.seal(accepted=[kept])
+        for step, kept in zip(steps, (1, 3), strict=True):
+            step.learn(accepted=[kept])
+        assert (line.length, line.text_length) == (64, 64 * RATE)
+        assert offload.stats().free_index_page_count == free
+        line.close()
+        offload.check()

@@ -15,7 +15,7 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import PoolFull
-from tests.compressed import world
+from tests.compressed import drafting, world
 from tests.support import checkpoints
 from tests.support.greedy import greedy
 from tests.support.manual_lane import ManualLane
@@ -33,8 +33,8 @@ def told(text: int, length: int) -> list[int]:
 
 def engine(seed: int) -> Engine:
     """Less of everything than the requests want: lines, pages of both kinds, slots."""
-    model, draw = world.tiny(), random.Random(seed)
-    layout = model.config.layout(row="f32")
+    model, draw, mtp = world.tiny(), random.Random(seed), (4, 1, 2)[seed % 3]
+    layout = world.layout(mtp=mtp)
     offload = Offload.create(
         layout,
         slot_bytes=draw.choice((1, 2)) * layout.group_count * layout.page_bytes,
@@ -50,6 +50,7 @@ def engine(seed: int) -> Engine:
         modes=draw.choice(("none", "da", "dba", "layerwise", "resident")),
         chunk_tokens=draw.choice((48, 150)),
         depth=draw.choice((0, 1)),
+        mtp=mtp,
         promise="some",
     )
     return Engine(model, offload, config)
@@ -117,6 +118,7 @@ def test_whatever_happens_answers_are_the_plain_model_s(
 ) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(kept, "KEPT_TOKENS", 256)
+    drafting.known(monkeypatch, world.tiny(), seed=seed)
     walk = Walk(seed, engine(seed))
     checked(walk, told)
 
