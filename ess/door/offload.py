@@ -203,7 +203,8 @@ class Offload:
         only: device pages may meet PoolFull. Sequences with different `salt` never share rows, and
         rows of one that does not publish never become cached prefix.
         With `on_device=False` it begins preempted, with host pages only, all of its growth promised
-        there: for rows that are still to come. `resume` takes it onto the device.
+        there: for rows that are still to come. `resume` takes it onto the device. What is kept
+        beside rows comes with them in a handoff: without it `resume` refuses cached rows.
         With `from_disk`, if the disk has more of the prefix than the host, it also begins preempted
         and `is_loading`, until `load` finds that the pages have come; `resume` waits for them.
         `load_max` is for a part of a model, whose pools must stay like those of the other parts,

@@ -85,8 +85,7 @@ class Engine:
         self.moved_count = 0
         self._clock = clock or RealClock()
         self._config = config
-        is_alone = port is None and ranks is None
-        self._way = way or way_of(model, offload, config, is_alone=is_alone)
+        self._way = way or way_of(model, offload, config, is_alone=ranks is None)
         self.runner = made_runner(model, offload, config, self._way.heads)
         self.tuning = self.runner.tuning
         self.verifier = self.runner.verifier
@@ -239,6 +238,8 @@ class Engine:
         for request, fault in self._handoffs.heard():
             if fault and self._config.handoff_failure == "refuse":
                 self._refuse(request, Unavailable(fault))
+            elif fault and self.offload.layout.has_states:
+                self._begin_again(request)
             else:
                 self._roster.move(request, "preempted")
                 request.has_landed = not fault
@@ -316,6 +317,16 @@ class Engine:
         self._roster.move(request, "prefilling" if is_here else late)
         if request.is_prefilled and is_here:
             self._arrive(request, None)
+
+    def _begin_again(self, request: Request) -> None:
+        """Its prompt is prefilled here. It was opened with all rows that are cached, and what is
+        kept beside rows has not come: cached rows may be of no use without it."""
+        assert request.sequence is not None, f"request {request.number} has no rows"
+        request.sequence.close()
+        request.sequence = request.takes = None
+        request.cached_count = request.prefilled_count = 0
+        self._roster.move(request, "waiting")
+        self._admission.ask_again()
 
     def _arrive(self, request: Request, windows: Tensor | None) -> None:
         """The prompt is there."""

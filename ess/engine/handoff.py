@@ -183,7 +183,8 @@ class Handoffs:
 
     def heard(self) -> Iterator[tuple[Request, str]]:
         """Moves what can be moved; then each request whose rows have come, with an empty text, or
-        will not come, with the reason. That is no fault where the prefix cache had all rows."""
+        will not come, with the reason. That is no fault where the prefix cache had all that is
+        needed."""
         if self._port is not None:
             self._port.pump()
             sent, came = self._port.sender.outcomes(), self._port.receiver.outcomes()
@@ -194,7 +195,8 @@ class Handoffs:
                 self._on_end()
         while self._told:
             request, fault = self._told.popleft()
-            yield request, "" if request.is_prefilled else fault
+            has_all = request.is_prefilled and not self._runner.offload.layout.has_states
+            yield request, "" if has_all else fault
 
     def _hear(self, outcome: Landed | Missed) -> None:
         request = self._coming.pop(outcome.uid, None)

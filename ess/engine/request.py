@@ -1,10 +1,10 @@
 """A request's life: its states, the legal moves between them, and why it ended.
 
 waiting --> prefilling --> decoding --> finished
-   |            ^  |        |   ^
-   |            |  v        v   |
-   |            `- preempted ---'
-   v                 ^
+ ^ |            ^  |        |   ^
+ | |            |  v        v   |
+ | |            `- preempted ---'
+ | v                 ^
 landing, loading ----'
 
 From every state to finished: cancelled, or refused while it waits, lands or loads. A step that was
@@ -13,7 +13,8 @@ learned.
 
 A request lands whose prompt's rows come from another worker: into pages of the host, while it needs
 nothing of the device. When they are there it goes on as one that was preempted; where they do not
-come its prompt is prefilled here. A request that gives its rows to another worker has ended when
+come its prompt is prefilled here: it goes on, or waits anew if it keeps something beside its rows
+and nothing of that has come. A request that gives its rows to another worker has ended when
 its prompt is there. A request loads while pages of its prompt come from the disk.
 """
 
@@ -44,6 +45,7 @@ MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
         ("waiting", "prefilling"),
         ("waiting", "finished"),
         ("landing", "preempted"),
+        ("landing", "waiting"),
         ("landing", "finished"),
         ("loading", "preempted"),
         ("loading", "finished"),

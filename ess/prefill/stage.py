@@ -195,7 +195,7 @@ class Stage:
         if self.port is not None:
             sequence, tokens = held.sequence, held.tokens
             pages = StagePages(
-                sequence, row_count=len(tokens) - 1, on_close=lambda: self._freed_of(held)
+                sequence, token_count=len(tokens) - 1, on_close=lambda: self._freed_of(held)
             )
             self.port.sender.offer_pages(held.uid, pages, prompt=tokens, salt=sequence.salt)
 

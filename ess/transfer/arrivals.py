@@ -3,7 +3,7 @@
 A handoff, or one sender's part of it, exists here because the receiver reserved room for it, never
 because a message named it; so a million unknown uids cost a million refusals and no memory. What
 must come is fixed at that moment as shares: for each kind of piece its layers, its pages, and the
-bytes of a unit. A unit is one page of one layer.
+bytes of a unit. A unit is one page of one layer, or a part of what a request keeps beside its rows.
 
 A piece is taken when it belongs to this handoff, comes from the promised peer and boot, lies inside
 a share, has the size of its range, and when the bytes in our memory give its checksum. Bytes land
@@ -50,8 +50,9 @@ class Verdict(Enum):
 class Share:
     """What must come of one kind: in each of the layers `page_count` units from `page_begin` on.
 
-    Every unit has `unit_bytes`, or in each layer its entry of `layer_bytes`. Windows may have any
-    size up to `unit_bytes`: the room they need depends on their positions.
+    Every unit has `unit_bytes`, or in each layer its entry of `layer_bytes`; the last page's unit
+    has `last_bytes`, if that is given. Windows may have any size up to `unit_bytes`: the room they
+    need depends on their positions.
     """
 
     kind: PieceKind
@@ -61,6 +62,7 @@ class Share:
     page_count: int
     unit_bytes: int
     layer_bytes: tuple[int, ...] = ()
+    last_bytes: int = 0
 
     @property
     def page_end(self) -> int:
@@ -71,6 +73,8 @@ class Share:
         pages = self.page_begin <= piece.page_begin and piece.page_end <= self.page_end
         page_count = piece.page_end - piece.page_begin
         size = page_count * self._bytes_of(range(piece.layer_begin, piece.layer_end))
+        if self.last_bytes and piece.page_end == self.page_end:
+            size += self.last_bytes - self.unit_bytes
         is_windows = self.kind is PieceKind.WINDOWS
         right_size = piece.byte_count <= size if is_windows else piece.byte_count == size
         return layers and pages and right_size

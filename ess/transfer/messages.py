@@ -56,6 +56,12 @@ class PieceKind(IntEnum):
     ROWS = 1
     INDEX_KEYS = 2
     WINDOWS = 3
+    STATE = 4
+
+    @property
+    def is_of_layers(self) -> bool:
+        """Its units are pages of layers. Windows and states belong to a request as a whole."""
+        return self in (PieceKind.ROWS, PieceKind.INDEX_KEYS)
 
 
 class Reason(IntEnum):

@@ -176,7 +176,7 @@ class Decode:
             layout, slot_bytes="16MiB", host_bytes=16 * layout.host_page_bytes, length_max=1024
         )
         self.latent = self.offload._pools.latent
-        self.windows = Region(geometry.WINDOWS, np.zeros(1 << 16, np.uint8))
+        self.windows = Region(geometry.SLOTS, np.zeros(1 << 16, np.uint8))
         regions = [*geometry.pool_regions(self.latent), self.windows]
         self.regions = {region.number: region for region in regions}
         who = Identity(epoch=new_epoch(), seal=self.seal, layout=layout_hash(layout))

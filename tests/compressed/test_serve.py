@@ -90,8 +90,6 @@ REFUSED = [
     ({"prefix_cache_dir": "x"}, "prefix_cache_dir is x, and the model is deepseek_v4: states"),
     ({"kv_events": "ipc://x"}, "kv_events is ipc://x, and the model is deepseek_v4: routers"),
     ({"deterministic": True}, "deterministic is True, and the model is deepseek_v4: it has no"),
-    ({"role": "decode", "peers": "127.0.0.1:1", "peer_secret": "s" * 16}, "role is decode, and"),
-    ({"role": "prefill", "peer_secret": "s" * 16}, "role is prefill, and the model is deepseek_v4"),
 ]
 
 
@@ -109,7 +107,6 @@ def test_what_a_server_cannot_do_is_refused_by_name(
     [
         (("--mtp", "8"), "mtp is 8, and the model is deepseek_v4"),
         (("--row", "fp8"), "fp8 rows would round to e4m3: choose row bf16 or f32"),
-        (("--pd", "1p1d"), "pd is given, and the model is deepseek_v4"),
     ],
 )
 def test_a_refusal_is_one_sentence(folder: Path, flags: tuple[str, ...], said: str) -> None:

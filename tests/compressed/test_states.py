@@ -10,8 +10,6 @@ import torch
 
 import ess
 from ess.adapters.vllm.settings import read_layout
-from ess.clock import RealClock
-from ess.door.handoff.port import Port
 from ess.errors import BadInput, BadState, PoolFull
 from ess.pool.disk.tier import DiskTier
 from tests.compressed import world
@@ -149,6 +147,28 @@ def test_a_fork_without_a_row_goes_on_when_it_comes_back() -> None:
         offload.check()
 
 
+def test_cached_rows_without_a_state_do_not_go_on() -> None:
+    """Beside the device a sequence has all that is cached: what is beside it is to come."""
+    with opened() as offload:
+        tokens = list(range(600))
+        first = offload.open(tokens)
+        for layer in range(WITH_STATE.layer_count):
+            rows = torch.ones(149, LAYOUT.row_bytes, dtype=torch.uint8)
+            first.import_rows(layer, 0, rows)
+        first.close()
+        assert offload.open(tokens).cached_count == 0
+        beside = offload.open(tokens, on_device=False)
+        assert (beside.cached_count, beside.text_length) == (512, 512)
+        with pytest.raises(
+            BadState, match="rows of 512 tokens, and nothing that is kept beside them"
+        ):
+            beside.resume()
+        beside.close()
+        fresh = offload.open(list(range(700, 710)), on_device=False)
+        fresh.resume()
+        assert not fresh.beside[:48].any()
+
+
 def test_what_has_no_state_says_so() -> None:
     with ess.Offload.create(LAYOUT, slot_bytes="64KiB", host_bytes="1MiB") as offload:
         sequence = offload.open([0])
@@ -159,14 +179,12 @@ def test_what_has_no_state_says_so() -> None:
         ess.Offload.create(WITH_STATE, slot_bytes="64KiB", host_bytes="1MiB", device="cuda")
 
 
-def test_states_are_not_handed_over_nor_kept_on_a_disk(tmp_path: Path) -> None:
+def test_states_are_not_kept_on_a_disk_nor_taken_from_another_engine(tmp_path: Path) -> None:
     size = WITH_STATE.host_page_bytes
     tier = DiskTier(tmp_path, identity=b"", page_bytes=size, capacity_bytes=1 << 22)
     with pytest.raises(BadInput, match="keeps states beside its rows: not on a disk yet"):
         ess.Offload.create(WITH_STATE, slot_bytes="64KiB", host_bytes="1MiB", disk=tier)
     tier.close()
-    with opened() as offload, pytest.raises(BadInput, match="rows: not handed over yet"):
-        Port(offload, object(), object(), clock=RealClock())  # type: ignore[arg-type]
     raw = {**world.LISTED, "num_nextn_predict_layers": 0}
     with pytest.raises(BadInput, match="states beside its rows: they are not handed over"):
         read_layout(raw, with_mtp=False)

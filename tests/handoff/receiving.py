@@ -179,7 +179,7 @@ class Peer:
         packed = self.packed if packed is None else packed
         self.regions[geometry.PACKED].memory[: len(packed)] = np.frombuffer(packed, np.uint8)
         here = np.array([[geometry.PACKED, 0, len(packed)]], np.int64)
-        there = np.array([[geometry.WINDOWS, room.window_at, len(packed)]], np.int64)
+        there = np.array([[geometry.SLOTS, room.window_at, len(packed)]], np.int64)
         self._post(PieceKind.WINDOWS, range(1), range(1), here, there, room)
 
     def _post(

@@ -78,7 +78,7 @@ class Receiver:
         self.windows = np.full(1 << 16, 0xFF, np.uint8)
         places = ((geometry.ROWS, self.rows), (geometry.KEYS, self.keys))
         regions = [Region(number, memory.reshape(-1)) for number, memory in places]
-        self.end.register([*regions, Region(geometry.WINDOWS, self.windows)])
+        self.end.register([*regions, Region(geometry.SLOTS, self.windows)])
 
     def room(self, prompt: list[int], uid: int = UID, first_page: int = 0) -> Reserved:
         page_count = div_ceil(len(prompt) - 1, PAGE_ROWS)

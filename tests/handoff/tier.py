@@ -110,7 +110,7 @@ class Stage:
     def offer(self, uid: int = UID, tokens: Sequence[int] = TOKENS) -> Opened:
         sequence = self.offload.open(list(tokens))
         pages = StagePages(
-            sequence, row_count=len(tokens) - 1, on_close=lambda: self.closed.append(uid)
+            sequence, token_count=len(tokens) - 1, on_close=lambda: self.closed.append(uid)
         )
         self.port.sender.offer_pages(uid, pages, prompt=list(tokens), salt=b"")
         self.opened[uid] = sequence

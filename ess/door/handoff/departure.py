@@ -12,9 +12,9 @@ from ess.door.handoff import geometry
 from ess.door.handoff.endings import Timeline
 from ess.door.handoff.pages import Pages
 from ess.door.handoff.units import Part, Units
+from ess.door.sequences.states import Bytes
 from ess.transfer.messages import Again, PieceKind, Reason, Reserved, text_digest
 from ess.transfer.runs import Runs
-from ess.units import PAGE_ROWS, div_ceil
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,12 +45,13 @@ class Departure:
     uid: int
     pages: Pages
     text: bytes
-    row_count: int
+    token_count: int
     offered_s: float
     units: dict[PieceKind, Units]
     page_count: int
     target: Target | None = None
     windows: bytes = b""
+    state: Bytes | None = None
     made_s: float | None = None
     ending: Reason | None = None
     fault: str = ""
@@ -64,13 +65,13 @@ class Departure:
     def of(
         cls, uid: int, pages: Pages, *, prompt: Many[int], salt: bytes, now_s: float
     ) -> Departure:
-        layout, row_count = pages.layout, len(prompt) - 1
-        page_count = div_ceil(row_count, PAGE_ROWS)
+        layout, token_count = pages.layout, len(prompt) - 1
+        page_count = geometry.row_pages(layout, token_count)
         departure = cls(
             uid=uid,
             pages=pages,
-            text=text_digest(prompt[:row_count], salt),
-            row_count=row_count,
+            text=text_digest(prompt[:token_count], salt),
+            token_count=token_count,
             offered_s=now_s,
             units={
                 kind: Units(kind, layers, page_count, geometry.unit_bytes(layout, kind))
@@ -82,6 +83,9 @@ class Departure:
             page_count=page_count,
         )
         departure.units[PieceKind.WINDOWS] = Units(PieceKind.WINDOWS, 1, 1, 0)
+        if count := geometry.state_units(layout, token_count):
+            state = Units(PieceKind.STATE, 1, count, geometry.STATE_UNIT_BYTES)
+            departure.units[PieceKind.STATE] = state
         departure.make(range(layout.layer_total), pages.cached_count)
         return departure
 
@@ -115,7 +119,7 @@ class Departure:
     def fault_of(self, target: Target) -> Reason | None:
         """Why rows of ours may not go there."""
         room, pages = target.room, target.pages
-        if room.token_count != self.row_count or room.text != self.text:
+        if room.token_count != self.token_count or room.text != self.text:
             return Reason.WRONG_TEXT
         is_whole = room.first_page + len(pages) == self.page_count
         if not is_whole or (len(pages) and int(pages.max()) >= room.pool_pages):
@@ -129,15 +133,19 @@ class Departure:
             self.units[kind].want(target.room.first_page)
 
     def make(self, layers: range, stop: int) -> None:
-        """Rows and keys before `stop` of these layers are made; the last page leaves when full."""
-        assert 0 <= stop <= self.row_count, f"{stop} of {self.row_count} rows"
-        self._make_pages(layers, stop // PAGE_ROWS)
+        """Rows and keys of the tokens before `stop` are made in these layers; the last page leaves
+        when full."""
+        assert 0 <= stop <= self.token_count, f"{stop} of {self.token_count} tokens"
+        self._make_pages(layers, stop // self.pages.layout.page_tokens)
 
-    def make_all(self, windows: bytes, *, now_s: float) -> None:
+    def make_all(self, windows: bytes, state: Bytes | None, *, now_s: float) -> None:
         layout = self.pages.layout
-        self.made_s, self.windows = now_s, windows
+        self.made_s, self.windows, self.state = now_s, windows, state
         self._make_pages(range(layout.layer_total), self.page_count)
         self.units[PieceKind.WINDOWS].make(range(1), 1)
+        if PieceKind.STATE in self.units:
+            count = geometry.state_units(layout, self.token_count)
+            self.units[PieceKind.STATE].make(range(1), count)
 
     def _make_pages(self, layers: range, page_count: int) -> None:
         layout = self.pages.layout
@@ -149,7 +157,7 @@ class Departure:
                 self.units[PieceKind.INDEX_KEYS].make(range(number, number + 1), page_count)
 
     def next_part(self) -> Part | None:
-        """What may leave now; windows are the last."""
+        """What may leave now; behind all pages the windows, then the state."""
         parts = (units.next_part() for units in self.units.values())
         return next((part for part in parts if part is not None), None)
 
@@ -157,10 +165,9 @@ class Departure:
         """Where the receiver wants these pages."""
         target = self.target
         assert target is not None, f"handoff {self.uid} has no target"
-        if part.kind is PieceKind.WINDOWS:
-            return np.array(
-                [[geometry.WINDOWS, target.room.window_at, len(self.windows)]], np.int64
-            )
+        if not part.kind.is_of_layers:
+            size = len(self.packed(part))
+            return geometry.slot_runs(self.pages.layout, part.kind, part.pages, size, target.room)
         first = target.room.first_page
         pages = target.pages[part.pages.start - first : part.pages.stop - first].astype(np.int64)
         return geometry.unit_runs(
@@ -172,16 +179,24 @@ class Departure:
             is_whole=True,
         )
 
-    def wire_layers(self, part: Part) -> range:
-        """The numbers that its layers have for the receiver. Windows are of no layer."""
+    def packed(self, part: Part) -> memoryview:
+        """The bytes of what is of no layer."""
         if part.kind is PieceKind.WINDOWS:
+            return memoryview(self.windows)
+        assert self.state is not None, f"handoff {self.uid} has no state"
+        span = geometry.state_span(self.pages.layout, self.token_count, part.pages)
+        return self.state[span].data
+
+    def wire_layers(self, part: Part) -> range:
+        """The numbers that its layers have for the receiver, if it is of layers."""
+        if not part.kind.is_of_layers:
             return part.layers
         return geometry.wire_layers(self.pages.layout, part.kind, part.layers)
 
     def asked(self, again: Again) -> Part:
         """What the receiver asks for, as far as it is ours."""
         layers = range(again.layer_begin, again.layer_end)
-        if again.kind is not PieceKind.WINDOWS:
+        if again.kind.is_of_layers:
             layers = geometry.part_layers(self.pages.layout, again.kind, layers)
         return Part(again.kind, layers, range(again.page_begin, again.page_end))
 

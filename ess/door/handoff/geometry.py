@@ -1,9 +1,11 @@
-"""Where the units of a handoff lie in registered memory. A unit is a page of a layer.
+"""Where the units of a handoff lie in registered memory. A unit is a page of a layer, or a part of
+what the request keeps beside its rows, its state.
 
     ROWS      rows of the host pool, [layer][page]; MTP layers are the last ones
     KEYS      its index keys, [key layer][page]
-    WINDOWS   windows that have come: a slot for each handoff
-    PACKED    windows that are to leave
+    SLOTS     a slot for each handoff: its windows, and its state behind the most room that its
+              windows may need
+    PACKED    windows and parts of states that are to leave
 
 The numbers of the regions are the same on both sides, the places in them are each side's own: they
 depend on its pages and on how many its pool has.
@@ -27,10 +29,11 @@ from ess.units import PAGE_ROWS, align_up, div_ceil
 
 ROWS: Final = 1
 KEYS: Final = 2
-WINDOWS: Final = 3
+SLOTS: Final = 3
 PACKED: Final = 4
 
 SLOT_ALIGN: Final = 4096
+STATE_UNIT_BYTES: Final = 64 << 10
 
 
 class Ground(Protocol):
@@ -64,11 +67,43 @@ def fresh_region(number: int, size: int, ground: Ground) -> Region:
     return shared_region(number, size)
 
 
-def window_slot_bytes(layout: ModelLayout, length: int) -> int:
+def slot_bytes(layout: ModelLayout, length: int) -> int:
     """Room for the windows of any prompt of at most this length, from as many workers as there are
-    layer groups, to the next page of memory."""
+    layer groups, and for its state, to the next page of memory."""
     heads = (layout.group_count - 1) * window_bytes_max(0, 0)
-    return align_up(heads + window_bytes_max(layout.group_count, length, layout.top_k), SLOT_ALIGN)
+    windows = window_bytes(layout, layout.group_count, length)
+    return align_up(heads + windows + layout.request_state_bytes(length), SLOT_ALIGN)
+
+
+def window_bytes(layout: ModelLayout, group_count: int, length: int) -> int:
+    """The most that windows of a prompt of so many tokens take: they select rows."""
+    return window_bytes_max(group_count, layout.rows_of(length), layout.top_k)
+
+
+def state_span(layout: ModelLayout, length: int, units: range) -> slice:
+    """Bytes of the state of a prompt of so many tokens; its last unit may be shorter."""
+    end = min(units.stop * STATE_UNIT_BYTES, layout.request_state_bytes(length))
+    return slice(units.start * STATE_UNIT_BYTES, end)
+
+
+def state_units(layout: ModelLayout, length: int) -> int:
+    return div_ceil(layout.request_state_bytes(length), STATE_UNIT_BYTES)
+
+
+def slot_runs(
+    layout: ModelLayout, kind: PieceKind, units: range, size: int, room: Reserved
+) -> Runs:
+    """Windows of `size` bytes, or units of a state, in the receiver's slot."""
+    begin = room.window_at
+    if kind is PieceKind.STATE:
+        begin += window_bytes(layout, layout.group_count, room.token_count)
+        begin += state_span(layout, room.token_count, units).start
+    return np.array([[SLOTS, begin, size]], np.int64)
+
+
+def row_pages(layout: ModelLayout, length: int) -> int:
+    """Pages with rows of a prompt of so many tokens."""
+    return div_ceil(layout.rows_of(length), PAGE_ROWS)
 
 
 def unit_bytes(layout: ModelLayout, kind: PieceKind) -> int:
@@ -97,7 +132,7 @@ def shares(
 ) -> list[Share]:
     """All that a worker with these layers brings, of the positions behind the pages that are there
     already."""
-    page_count = div_ceil(token_count, PAGE_ROWS) - first_page
+    page_count = row_pages(layout, token_count) - first_page
     key_layers = layout.key_layers_of(groups)
     paged = [
         Share(
@@ -112,11 +147,27 @@ def shares(
         for kind, of in ((PieceKind.ROWS, layers), (PieceKind.INDEX_KEYS, key_layers))
         if of and page_count
     ]
-    size = window_bytes_max(len(groups), token_count, layout.top_k)
+    size = window_bytes(layout, len(groups), token_count)
     windows = Share(
         kind=PieceKind.WINDOWS, layer_begin=0, layer_end=1, page_count=1, unit_bytes=size
     )
-    return [*paged, windows]
+    return [*paged, windows, *_state_shares(layout, token_count)]
+
+
+def _state_shares(layout: ModelLayout, token_count: int) -> list[Share]:
+    count = state_units(layout, token_count)
+    if not count:
+        return []
+    last = state_span(layout, token_count, range(count - 1, count))
+    state = Share(
+        kind=PieceKind.STATE,
+        layer_begin=0,
+        layer_end=1,
+        page_count=count,
+        unit_bytes=STATE_UNIT_BYTES,
+        last_bytes=last.stop - last.start,
+    )
+    return [state]
 
 
 def unit_runs(
@@ -164,8 +215,9 @@ def _page_bytes(layout: ModelLayout, layers: range) -> tuple[int, ...]:
 
 def piece_runs(layout: ModelLayout, piece: Piece, room: Reserved) -> Runs:
     """Where a piece lies in the room that was reserved for it."""
-    if piece.kind is PieceKind.WINDOWS:
-        return np.array([[WINDOWS, room.window_at, piece.byte_count]], np.int64)
+    if not piece.kind.is_of_layers:
+        units = range(piece.page_begin, piece.page_end)
+        return slot_runs(layout, piece.kind, units, piece.byte_count, room)
     begin, end = piece.page_begin - room.first_page, piece.page_end - room.first_page
     assert 0 <= begin < end <= len(room.pages), f"{piece} is outside of {len(room.pages)} pages"
     layers = range(piece.layer_begin, piece.layer_end)

@@ -26,8 +26,8 @@ class Origin:
     key_layers: range
 
     def has(self, piece: Piece) -> bool:
-        """It is of these layers, whatever pages it brings. Windows are of no layer."""
-        if piece.kind is PieceKind.WINDOWS:
+        """It is of these layers, whatever pages it brings, or of no layer."""
+        if not piece.kind.is_of_layers:
             return True
         mine = self.layers if piece.kind is PieceKind.ROWS else self.key_layers
         return mine.start <= piece.layer_begin and piece.layer_end <= mine.stop
@@ -45,6 +45,11 @@ class Origins:
     def of(self, members: Sequence[Member]) -> tuple[Origin, ...]:
         """BadInput unless the members have each layer once, and layers of one group together."""
         whole = range(self._layout.layer_total)
+        if self._layout.has_states and len(members) > 1:
+            raise BadInput(
+                f"{len(members)} workers have layers each, and {self._layout.name!r} keeps a state"
+                " beside its rows, which one worker brings"
+            )
         origins = [self._origin(each.epoch, each.layers or whole) for each in members]
         stop = 0
         for origin in sorted(origins, key=lambda origin: origin.layers.start):

@@ -1,4 +1,5 @@
-"""Registered memory from which windows leave: a few places, taken while a transfer reads them."""
+"""Registered memory from which windows and parts of states leave: a few places, taken while a
+transfer reads them."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ class Packed:
         self._free = list(range(PLACES))
         self.region = Region(geometry.PACKED, np.zeros(PLACES * place_bytes, np.uint8))
 
-    def lend(self, content: bytes) -> Runs | None:
-        """Where the content lies until it is given back; None if every place is taken."""
+    def lend(self, content: memoryview) -> Runs | None:
+        """Where a copy of it lies until it is given back; None if every place is taken."""
         if not self._free:
             return None
-        size, begin = len(content), self._free.pop() * self._place_bytes
+        packed = np.frombuffer(content, np.uint8)
+        size, begin = len(packed), self._free.pop() * self._place_bytes
         assert size <= self._place_bytes, f"{size} bytes for a place of {self._place_bytes}"
-        self.region.memory[begin : begin + size] = np.frombuffer(content, np.uint8)
+        self.region.memory[begin : begin + size] = packed
         return np.array([[geometry.PACKED, begin, size]], np.int64)
 
     def give_back(self, here: Runs) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from ess.door.handoff import geometry
 from ess.door.handoff.units import Part
 from ess.door.sequences.sequence import Sequence
+from ess.door.sequences.states import Bytes
 from ess.layout import ModelLayout
 from ess.pool.latent import FULL
 from ess.transfer.messages import PieceKind
@@ -42,7 +43,7 @@ class Pages(Protocol):
 
     @property
     def cached_count(self) -> int:
-        """Leading rows that are there before the prompt is computed."""
+        """Leading tokens whose rows are there before the prompt is computed."""
 
     @property
     def is_kept(self) -> bool: ...
@@ -56,7 +57,8 @@ class Pages(Protocol):
 
     def give_back(self, here: Runs) -> None: ...
 
-    def keep(self) -> None: ...
+    def keep(self) -> Bytes | None:
+        """The prompt is made. What is kept beside these rows, if anything is."""
 
     def close(self) -> None: ...
 
@@ -64,11 +66,11 @@ class Pages(Protocol):
 class SequencePages:
     """Pages of a sequence leave from the latent pool, where they are."""
 
-    def __init__(self, sequence: Sequence, *, row_count: int) -> None:
+    def __init__(self, sequence: Sequence, *, token_count: int) -> None:
         latent = sequence.owner.pools.latent
         self._sequence = sequence
         self._latent = latent
-        self._row_count = row_count
+        self._row_count = row_count = latent.layout.rows_of(token_count)
         page_count = div_ceil(row_count, PAGE_ROWS)
         self._host_pages = sequence.holding.host_pages[:page_count].astype(np.int64)
         self.regions = {region.number: region for region in geometry.pool_regions(latent)}
@@ -94,9 +96,10 @@ class SequencePages:
     def give_back(self, here: Runs) -> None:
         """Nothing to do: pages are lent where they lie in the pool."""
 
-    def keep(self) -> None:
+    def keep(self) -> Bytes | None:
         if self._sequence.state == "active":
             self._sequence.preempt()
+        return self._sequence.holding.saved
 
     def close(self) -> None:
         self._sequence.close()
@@ -123,8 +126,10 @@ class StagePages(SequencePages):
     A handoff that has lapsed while its prompt was being made is told of behind `finish`.
     """
 
-    def __init__(self, sequence: Sequence, *, row_count: int, on_close: Callable[[], None]) -> None:
-        super().__init__(sequence, row_count=row_count)
+    def __init__(
+        self, sequence: Sequence, *, token_count: int, on_close: Callable[[], None]
+    ) -> None:
+        super().__init__(sequence, token_count=token_count)
         self._on_close = on_close
         self._is_told = False
 

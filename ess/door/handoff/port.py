@@ -79,8 +79,6 @@ class Port:
         ground: Ground | None = None,
         defers: bool = False,
     ) -> None:
-        if (layout := offload.layout).row_tokens > 1 or layout.has_states:
-            raise BadInput(f"{layout.name!r} keeps states beside its rows: not handed over yet")
         self.receiver = Receiver(
             *(offload, transport, seal),
             clock=clock,

@@ -26,6 +26,7 @@ from ess.door.handoff.legs import Legs
 from ess.door.handoff.origins import Origin, Origins
 from ess.door.offload import Offload
 from ess.door.sequences.sequence import Sequence, require_state
+from ess.door.sequences.states import Bytes
 from ess.errors import BadInput, PoolFull
 from ess.pool.latent import LatentPool
 from ess.pool.pages import PageIds
@@ -34,6 +35,7 @@ from ess.transfer.messages import (
     UID_MAX,
     Message,
     Piece,
+    PieceKind,
     Reason,
     Reserved,
     Seal,
@@ -41,8 +43,7 @@ from ess.transfer.messages import (
 )
 from ess.transfer.runs import views
 from ess.transfer.transport import Transport
-from ess.transfer.windows import unpacked_windows, window_bytes_max
-from ess.units import PAGE_ROWS, div_ceil
+from ess.transfer.windows import unpacked_windows
 
 HANDOFFS: Final = "handoffs"
 
@@ -50,8 +51,10 @@ HANDOFFS: Final = "handoffs"
 class Receiver:
     """Handoffs to this worker, at most `arrivals_max` at once, those at rest included.
 
-    It registers the host pool and `arrivals_max` slots for windows with the transport. Where the
-    pool is a part of a model, `ground` is the memory of all of it, where every layer's rows lie.
+    It registers the host pool and `arrivals_max` slots for windows with the transport. A slot has
+    room for a state too, where requests keep one: then there are no more than active sequences.
+    Where the pool is a part of a model, `ground` is the memory of all of it, where every layer's
+    rows lie.
 
     With `defers` a handoff that is over changes nothing in the pool before `conclude` is called.
     """
@@ -77,6 +80,8 @@ class Receiver:
         self._pools = offload.owner.pools
         lies_in = ground or self._pools.latent
         self._layout = lies_in.layout
+        if self._layout.has_states:
+            arrivals_max = min(arrivals_max, self._pools.sizes.sequence_max)
         self._defers = defers
         self._clock = clock
         self.origins = Origins(self._layout)
@@ -91,13 +96,13 @@ class Receiver:
         )
         self._arrivals_max = arrivals_max
         self._entries: dict[int, Arriving] = {}
-        self._slot_bytes = geometry.window_slot_bytes(self._layout, self._pools.sizes.length_max)
+        self._slot_bytes = geometry.slot_bytes(self._layout, self._pools.sizes.length_max)
         self._free_slots = [slot * self._slot_bytes for slot in range(arrivals_max)][::-1]
         self._ticket = 0
         self._outcomes: list[Landed | Missed] = []
         self._over: list[Arriving] = []
         size = arrivals_max * self._slot_bytes
-        slots = geometry.fresh_region(geometry.WINDOWS, size, lies_in)
+        slots = geometry.fresh_region(geometry.SLOTS, size, lies_in)
         listed = [*geometry.pool_regions(lies_in), slots]
         self._regions = {region.number: region for region in listed}
         transport.register(listed)
@@ -207,7 +212,7 @@ class Receiver:
         in_range("uid", uid, 0, UID_MAX)
         self._offload.owner.own([sequence])
         require_state(sequence, "preempted")
-        if sequence.arrival_count or sequence.length != sequence.cached_count:
+        if sequence.arrival_count or sequence.text_length != sequence.cached_count:
             raise BadInput(f"{sequence!r} has rows that were not cached: nothing may land on them")
         origins = self.origins.find(peer)
         if origins is None:
@@ -220,19 +225,20 @@ class Receiver:
                 needed=1,
                 free=0,
                 sentence=f"all {self._arrivals_max} handoffs that may arrive at once are under way;"
-                f" raise arrivals_max",
+                f" raise {'sequence_max' if self._layout.has_states else 'arrivals_max'}",
             )
         return origins
 
     def _rooms(self, sequence: Sequence, uid: int, origins: tuple[Origin, ...]) -> list[Reserved]:
         """The same pages for each of them; a ticket and a place for windows of its own."""
         tokens, layout = sequence.tokens[:-1], self._layout
-        first, awaited = sequence.cached_count // PAGE_ROWS, awaited_pages(sequence)
+        first = sequence.cached_count // self._layout.page_tokens
+        awaited = awaited_pages(sequence)
         if len(awaited) > PAGES_MAX:
             raise BadInput(f"handoff {uid} has {len(awaited)} pages, at most {PAGES_MAX}")
         text = text_digest(tokens, sequence.salt)
         pages = tuple(awaited.tolist())
-        sizes = (window_bytes_max(len(of.groups), len(tokens), layout.top_k) for of in origins)
+        sizes = (geometry.window_bytes(layout, len(of.groups), len(tokens)) for of in origins)
         places = accumulate(sizes, initial=self._free_slots[-1])
         self._ticket += len(origins)
         return [
@@ -266,9 +272,9 @@ class Receiver:
     def _accept(self, leg: Leg) -> None:
         at, size = leg.room.window_at, leg.arrival.window_bytes
         leg.windows = unpacked_windows(
-            self._regions[geometry.WINDOWS].memory.data[at : at + size],
+            self._regions[geometry.SLOTS].memory.data[at : at + size],
             group_count=len(leg.origin.groups),
-            length=leg.room.token_count,
+            length=self._layout.rows_of(leg.room.token_count),
         )
         require_state(self._entries[leg.uid].sequence, "preempted")
 
@@ -316,24 +322,42 @@ class Receiver:
         self._free_slots.append(entry.slot)
 
     def _land(self, entry: Arriving) -> None:
-        land(self._pools.latent, entry.sequence, entry.pages, entry.row_count)
+        state = self._state(entry) if self._layout.has_states else None
+        land(self._pools.latent, entry.sequence, entry.pages, entry.row_count, state)
         self.landed_count += 1
         timeline = entry.timeline(self._clock.now_s())
         self._outcomes.append(Landed(entry.uid, entry.windows(), timeline))
 
+    def _state(self, entry: Arriving) -> Bytes:
+        """Where it lies in the slot."""
+        (leg,), layout = entry.legs, self._layout
+        units = range(geometry.state_units(layout, leg.room.token_count))
+        size = layout.request_state_bytes(leg.room.token_count)
+        runs = geometry.slot_runs(layout, PieceKind.STATE, units, size, leg.room)
+        [view] = views(runs, self._regions)
+        return np.frombuffer(view, np.uint8)
+
 
 def awaited_pages(sequence: Sequence) -> PageIds:
     """Host pages of the rows that are not cached; the last token's row is made here."""
-    first, count = sequence.cached_count // PAGE_ROWS, len(sequence.tokens) - 1
-    return sequence.holding.host_pages[first : div_ceil(count, PAGE_ROWS)]
+    layout, count = sequence.owner.pools.layout, len(sequence.tokens) - 1
+    first = sequence.cached_count // layout.page_tokens
+    return sequence.holding.host_pages[first : geometry.row_pages(layout, count)]
 
 
 def awaited_count(sequence: Sequence) -> int:
-    return len(sequence.tokens) - 1 - sequence.cached_count // PAGE_ROWS * PAGE_ROWS
+    """How many rows are not cached."""
+    layout = sequence.owner.pools.layout
+    return layout.rows_of(len(sequence.tokens) - 1) - layout.rows_of(sequence.cached_count)
 
 
-def land(latent: LatentPool, sequence: Sequence, pages: PageIds, row_count: int) -> None:
-    """The rows lie on these pages."""
+def land(
+    latent: LatentPool,
+    sequence: Sequence,
+    pages: PageIds,
+    row_count: int,
+    state: Bytes | None = None,
+) -> None:
+    """The rows lie on these pages; of what is kept beside them `state` is a copy to be taken."""
     latent.mark_arrived(pages, row_count)
-    sequence.progress.arrival_count += 1
-    sequence.progress.refresh()
+    sequence.progress.landed(state)

@@ -7,6 +7,9 @@ What was made before the receiver's Reserved came leaves at once, in few big tra
 layer's full pages leave as it is made, and the last, partial page when the prompt is. Each transfer
 carries a sealed Piece with the checksum of its bytes as they were when it was posted (`transfers`).
 
+What is kept beside the rows is last: it is whole when the prompt is, and lies on the host from then
+on; of it only what is under way is copied.
+
 `finish` takes the sequence: it gives up its device pages at once, and its host pages when the
 receiver has released it, or it is over for another reason and nothing of it is under way any more.
 Before that the sequence is its engine's, which also closes it if the handoff is given up.
@@ -25,11 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ess.clock import Clock
+from ess.door.handoff import geometry
 from ess.door.handoff.departure import Departure, Target
 from ess.door.handoff.endings import Lapsed, SenderStats, Sent
 from ess.door.handoff.orphans import Orphans
 from ess.door.handoff.pages import Pages, SequencePages, Worker
 from ess.door.handoff.transfers import Transfers
+from ess.door.handoff.units import PART_BYTES_MAX
 from ess.door.sequences.sequence import Sequence
 from ess.errors import BadInput, PoolFull
 from ess.transfer.mail import Mail
@@ -44,7 +49,7 @@ from ess.transfer.messages import (
     Seal,
 )
 from ess.transfer.transport import Transport
-from ess.transfer.windows import packed_windows, window_bytes_max
+from ess.transfer.windows import packed_windows
 
 LOOK_S: Final = 0.05
 TELL_S: Final = 1.0
@@ -78,7 +83,10 @@ class Sender:
             *(transport, self._mail),
             clock=clock,
             within_s=wait_s,
-            place_bytes=window_bytes_max(layout.group_count, longest, layout.top_k),
+            place_bytes=max(
+                geometry.window_bytes(layout, layout.group_count, longest),
+                min(layout.request_state_bytes(longest), PART_BYTES_MAX),
+            ),
         )
 
     def __len__(self) -> int:
@@ -89,7 +97,7 @@ class Sender:
 
     def offer(self, uid: int, sequence: Sequence, *, prompt: Many[int], salt: bytes) -> None:
         """The request is admitted; its cached pages are made. PoolFull when too many are open."""
-        pages = SequencePages(sequence, row_count=len(prompt) - 1)
+        pages = SequencePages(sequence, token_count=len(prompt) - 1)
         self.offer_pages(uid, pages, prompt=prompt, salt=salt)
 
     def offer_pages(self, uid: int, pages: Pages, *, prompt: Many[int], salt: bytes) -> None:
@@ -111,7 +119,7 @@ class Sender:
             self._aim(departure, target)
 
     def made(self, uid: int, layer: int, stop: int) -> None:
-        """Rows and keys of the positions before `stop` are stored in this layer. Nothing happens
+        """Rows and keys of the tokens before `stop` are stored in this layer. Nothing happens
         where the handoff is over: the engine need not know."""
         departure = self._open.get(uid)
         if departure is None or departure.ending is not None:
@@ -124,11 +132,12 @@ class Sender:
         departure = self._open.get(uid)
         assert departure is not None, f"handoff {uid} is not open"
         assert not departure.is_made, f"handoff {uid} is finished twice"
-        departure.pages.keep()
+        state = departure.pages.keep()
         if windows is None:
             windows = np.empty((self._layout.group_count, 0, 0), np.int32)
         now_s = self._clock.now_s()
-        departure.make_all(packed_windows(windows, departure.row_count), now_s=now_s)
+        packed = packed_windows(windows, self._layout.rows_of(departure.token_count))
+        departure.make_all(packed, state, now_s=now_s)
         self._extend(departure)
         if departure.ending is None:
             self._go_on(departure)

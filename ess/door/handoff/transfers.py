@@ -17,7 +17,7 @@ from ess.door.handoff.departure import Departure
 from ess.door.handoff.packed import Packed
 from ess.door.handoff.units import Part
 from ess.transfer.mail import Mail
-from ess.transfer.messages import Piece, PieceKind, checksum
+from ess.transfer.messages import Piece, checksum
 from ess.transfer.runs import Region, Runs, byte_count, merged, views
 from ess.transfer.transport import Transfer, Transport
 
@@ -40,7 +40,7 @@ class Job:
 
 class Transfers:
     """`sent_bytes` and `failed_count` are since the beginning. `place_bytes` is room for the
-    windows of any prompt."""
+    windows of any prompt, and for a part of its state."""
 
     def __init__(
         self, transport: Transport, mail: Mail, *, clock: Clock, within_s: float, place_bytes: int
@@ -96,10 +96,10 @@ class Transfers:
 
     def _post(self, departure: Departure, part: Part) -> bool:
         """Whether there was room for the pages to leave from."""
-        if part.kind is PieceKind.WINDOWS:
-            here = self._packed.lend(departure.windows)
-        else:
+        if part.kind.is_of_layers:
             here = departure.pages.lend(part)
+        else:
+            here = self._packed.lend(departure.packed(part))
         if here is None:
             return False
         peer, piece = departure.peer, self._piece(departure, part, here)
@@ -133,9 +133,9 @@ class Transfers:
         )
 
     def _regions(self, departure: Departure, part: Part) -> Mapping[int, Region]:
-        if part.kind is PieceKind.WINDOWS:
-            return {geometry.PACKED: self._packed.region}
-        return departure.pages.regions
+        if part.kind.is_of_layers:
+            return departure.pages.regions
+        return {geometry.PACKED: self._packed.region}
 
     # ---- what is under way
 
@@ -177,7 +177,7 @@ class Transfers:
         if not self._underway_bytes[departure.peer]:
             del self._underway_bytes[departure.peer]
         departure.underway_count -= 1
-        source = self._packed if job.part.kind is PieceKind.WINDOWS else departure.pages
+        source = departure.pages if job.part.kind.is_of_layers else self._packed
         source.give_back(job.here)
         return job
 
@@ -191,4 +191,4 @@ class Transfers:
         for job in jobs:
             underway[job.departure.peer] += job.byte_count
         assert underway == self._underway_bytes, "bytes under way are miscounted"
-        self._packed.check(job.here for job in jobs if job.part.kind is PieceKind.WINDOWS)
+        self._packed.check(job.here for job in jobs if not job.part.kind.is_of_layers)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ess.door.pools import Pools
 from ess.door.sequences.states import Bytes
-from ess.errors import PoolFull
+from ess.errors import BadState, PoolFull
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES
 from ess.pool.index import NONE
 from ess.pool.ledger import Promise, Reservation
@@ -28,7 +28,8 @@ NO_PAGES: Final = np.empty(0, np.int32)
 
 
 class Holding:
-    """`host_pages` are the truth of every position; `line` is -1 unless it is on the device."""
+    """`host_pages` are the truth of every position; `line` is -1 unless it is on the device. Until
+    then `saved` is what it keeps beside its rows, if that is there."""
 
     def __init__(self, pools: Pools, *, length_max: int | None, promise: Promise) -> None:
         self.host_pages: PageIds = NO_PAGES
@@ -37,7 +38,7 @@ class Holding:
         self._length_max = length_max
         self._promise = promise
         self._reservation: Reservation | None = None
-        self._saved: Bytes | None = None
+        self.saved: Bytes | None = None
 
     @property
     def page_count(self) -> int:
@@ -70,7 +71,7 @@ class Holding:
         """Pages that other holders have too, and fresh ones behind them, `page_count` in all. The
         rows that are there are of `text` tokens, and `state` was kept beside them."""
         assert not self.page_count, "a holding is opened once"
-        self._saved = state
+        self.saved = state
         assert len(shared) <= page_count, f"{len(shared)} shared pages of {page_count}"
         latent = self._pools.latent
         idle_pages = latent.prefix.idle_pages()
@@ -102,6 +103,11 @@ class Holding:
     def resume(self, *, length: int, text: int) -> None:
         assert self.line == NONE, f"line {self.line} is on the device already"
         assert self.page_count, "a holding that was let go cannot resume"
+        if self._pools.states is not None and text and self.saved is None:
+            raise BadState(
+                f"there are rows of {text} tokens, and nothing that is kept beside them: a handoff"
+                " brings that, or open another sequence on the device"
+            )
         self._enter(self.host_pages, 0, length, text)
 
     def _enter(self, held: PageIds, fresh_count: int, length: int, text: int) -> None:
@@ -126,8 +132,8 @@ class Holding:
         self.line = pools.tables.enter(active, length)
         pools.tables.set_text(self.line, text)
         if pools.states is not None:
-            pools.states.enter(self.line, self._saved)
-            self._saved = None
+            pools.states.enter(self.line, self.saved)
+            self.saved = None
         assert 0 <= length <= self.page_count * PAGE_ROWS, f"{length} rows, {self.page_count} pages"
 
     def _needs(self, held: PageIds, fresh_count: int) -> dict[str, int]:
@@ -154,12 +160,14 @@ class Holding:
     def save_state(self) -> None:
         """To the host, until it is on the device again."""
         if self._pools.states is not None:
-            self._saved = self.state.copy()
+            self.saved = self.state.copy()
 
     def keep_state(self, content: bytes, text: int) -> None:
         """For others that begin with this text, of so many tokens."""
-        assert self._pools.states is not None, "the layout has nothing beside rows"
-        self._pools.states.kept.keep(content, self._pools.states.line(self.line, text))
+        states = self._pools.states
+        assert states is not None, "the layout has nothing beside rows"
+        state = states.line(self.line, text) if self.saved is None else self.saved
+        states.kept.keep(content, state)
 
     def copy_page(self, other: Holding, page: int) -> None:
         """The rows and keys of a page that is there in part."""
@@ -215,6 +223,7 @@ class Holding:
     def let_go(self) -> None:
         """The host pages too: published ones stay as prefix cache while there is room."""
         assert self.line == NONE, f"line {self.line} is still on the device"
+        self.saved = None
         if self._reservation is not None:
             self._pools.ledger.release(self._reservation)
             self._reservation = None

@@ -34,7 +34,9 @@ def open_sequence(
     known = tokens[: len(tokens) - 1][:reuse_max]
     hashes = page_hashes(known, salt=salt, page_tokens=layout.page_tokens)
     if load_max is None:
-        prefix, claim = _cached_prefix(owner.pools, hashes, from_disk=from_disk)
+        prefix, claim = _cached_prefix(
+            owner.pools, hashes, from_disk=from_disk, needs_state=on_device
+        )
     else:
         prefix, claim = _part_prefix(owner.pools, hashes, load_max)
     sequence = Sequence(
@@ -71,12 +73,13 @@ def open_sequence(
 
 
 def _cached_prefix(
-    pools: Pools, hashes: list[bytes], *, from_disk: bool
+    pools: Pools, hashes: list[bytes], *, from_disk: bool, needs_state: bool
 ) -> tuple[PageIds, Claim | None]:
     """Pages of the longest cached prefix, and what the disk has behind them.
 
     With MTP its last page is left out: row p of the module was made with token p + 1, and the last
-    row of a prefix saw another continuation. All parts of a model find the same.
+    row of a prefix saw another continuation. All parts of a model find the same. Where requests
+    keep something beside their rows, the prefix ends where that was kept, unless it is to come.
     """
     pages, claim = pools.latent.prefix.find(hashes), None
     count = len(pages)
@@ -84,7 +87,7 @@ def _cached_prefix(
         claim = pools.shelf.claim(hashes, known_count=count)
         count += len(claim.contents)
     count = _usable(count, pools.layout)
-    if pools.states is not None:
+    if pools.states is not None and needs_state:
         count = pools.states.kept.longest(hashes[:count])
     prefix = np.array(pages[:count], np.int32)
     if claim is not None:

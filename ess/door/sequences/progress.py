@@ -9,6 +9,7 @@ import numpy as np
 from ess.door.pools import Pools
 from ess.door.sequences.holding import Holding
 from ess.door.sequences.kept import kept_ends
+from ess.door.sequences.states import Bytes
 from ess.errors import BadInput, BadState
 from ess.pool.index import NONE
 from ess.pool.prefix import page_hash
@@ -68,7 +69,9 @@ class Progress:
     def keep_state(self, *, prompt_end: int) -> None:
         """Where one is to be kept, unless a step that is not learned has changed it."""
         end, size, states = self.text_length, self._layout.page_tokens, self._pools.states
-        if states is None or self.is_withheld or end != self._device_length:
+        if states is None or self.is_withheld:
+            return
+        if self._holding.line != NONE and end != self._device_length:
             return
         if end in kept_ends(max(0, end - 1), end, prompt_end=prompt_end, page_tokens=size):
             done = self.published_count * size
@@ -99,6 +102,15 @@ class Progress:
         self.arrival_count += 1
         self._begun_count = self.arrival_count
         self.refresh()
+
+    def landed(self, state: Bytes | None) -> None:
+        """All rows before the last token have come from another worker, and what is beside them."""
+        self.arrival_count += 1
+        self._text_length = len(self.tokens) - 1
+        self.refresh()
+        if state is not None:
+            self._holding.saved = state.copy()
+            self.keep_state(prompt_end=self.text_length)
 
     def check_start(self, start: int | None) -> None:
         """The next step starts behind the rows that are there. Where imported rows end early that

@@ -44,14 +44,13 @@ class OverEntries:
     def prefilled(
         self, runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None
     ) -> list[Prefilled]:
-        assert on_layer is None, "nobody takes the rows of these layers"
-        pack, ran = packed(runner, spans), run_spans(runner, self._memory, spans)
+        pack, ran = packed(runner, spans), run_spans(runner, self._memory, spans, on_layer)
         pairs = zip(spans, ran, strict=True)
         return [Prefilled(pack, span, made.windows, made.streams) for span, made in pairs]
 
 
 def way_of(model: Model, offload: Offload, config: EngineConfig, *, is_alone: bool) -> Way:
-    """Of an engine that hands nothing over and divides nothing, if it `is_alone`."""
+    """Of an engine that divides nothing, if it `is_alone`."""
     check_settings(model.config, config)
     if not isinstance(model, CompressedModel):
         return Stateful() if model.config.states.fields else Here()

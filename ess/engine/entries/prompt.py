@@ -7,7 +7,7 @@ span is run in pieces that end where a state is to be kept for other prompts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,12 +63,17 @@ class Ran:
     windows: Tensor
 
 
-def run_spans(runner: Runner, memory: Memory, spans: Sequence[Span]) -> list[Ran]:
+def run_spans(
+    runner: Runner, memory: Memory, spans: Sequence[Span], on_layer: Callable[[int], None] | None
+) -> list[Ran]:
+    """`on_layer` is called with each layer that has all entries of the spans."""
     cut = [_cut(memory, span) for span in spans]
     made: list[list[tuple[Tensor, Tensor]]] = [[] for _ in spans]
-    for round_ in itertools.zip_longest(*cut):
+    rounds = list(itertools.zip_longest(*cut))
+    for number, round_ in enumerate(rounds, start=1):
         there = [(place, piece) for place, piece in enumerate(round_) if piece is not None]
-        streams = Pieces(runner, memory, [piece for _, piece in there]).through()
+        pieces = Pieces(runner, memory, [piece for _, piece in there])
+        streams = pieces.through(on_layer if number == len(rounds) else None)
         for (place, piece), part in zip(there, streams, strict=True):
             made[place].append((part, _windows(piece)))
     return [
@@ -110,12 +115,14 @@ class Pieces:
         self._positions = torch.cat([torch.arange(each.start, each.stop) for each in pieces])
         self._rows = plain_rows(model.config.value_dim)
 
-    def through(self) -> list[Tensor]:
+    def through(self, on_layer: Callable[[int], None] | None) -> list[Tensor]:
         """The streams of each."""
         ids = torch.tensor([token for each in self._pieces for token in each.tokens])
-        streams = self._model.embed(ids)
+        streams, chosen = self._model.embed(ids), self._model.chosen_layers
         for layer in self._model.blocks:
             streams = self._run(layer, streams, ids)
+            if on_layer is not None and layer.number in chosen:
+                on_layer(chosen.index(layer.number))
         if self._memory.has_module:
             self._draft_rows(streams)
         for piece in self._pieces:

@@ -18,7 +18,6 @@ LACKS: Final[Mapping[str, str]] = {
     "device": "its layers are computed on the CPU",
     "backend": "its layers are computed on the CPU",
     "fake_prefill": "rows that are invented have no state beside them",
-    "role": "states beside rows are not handed over",
     "pp_size": "its layers are not divided",
     "tp_size": "its heads are not divided",
     "cp_size": "its chunks are not divided",
@@ -28,7 +27,7 @@ LACKS: Final[Mapping[str, str]] = {
 }
 ALLOWED: Final = {"backend": ("cpu", "reference")}
 WITH_STATES: Final = (
-    *("deterministic", "device", "backend", "fake_prefill", "role"),
+    *("deterministic", "device", "backend", "fake_prefill"),
     *("pp_size", "tp_size", "cp_size", "prefix_cache_dir"),
 )
 """The part of `LACKS` that holds for models with rows of tokens and states beside them."""

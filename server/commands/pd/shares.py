@@ -11,14 +11,13 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from ess.engine.entries.refusals import lacks
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server.commands.start.checkpoint import Checkpoint, read_checkpoint, read_entries
 from ess.server.commands.start.compat_flags import FAMILY
 from ess.server.commands.start.launch import chat_template, derived, layout_of, sized
 from ess.server.commands.start.settings import FIELDS, PREFIX, Resolved, Settings, resolve
-from ess.server.commands.start.sizing import MemoryPlan, plan_memory
+from ess.server.commands.start.sizing import STATE_COPIES, MemoryPlan, plan_memory
 from ess.transfer.messages import SECRET_BYTES_MIN
 
 Role = Literal["prefill", "decode"]
@@ -102,8 +101,6 @@ def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None 
     if settings.engine == "model":
         read_entries(Path(checkpoint.path))
     resolved = derived(resolved, checkpoint)
-    if (why := lacks(checkpoint.config).get("role")) is not None:
-        raise BadInput(f"pd is given, and the model is {checkpoint.config.family}: {why}")
     layout = layout_of(resolved.settings, checkpoint)
     divided = _divided(resolved, layout, checkpoint, shape.count)
     plan = _plan(divided.settings, layout, checkpoint, weights=1)
@@ -154,12 +151,13 @@ def _divided(
 def _plan(
     settings: Settings, layout: ModelLayout, checkpoint: Checkpoint, *, weights: int
 ) -> MemoryPlan:
-    """The memory plan with `weights` copies of the weights in it."""
+    """The memory plan with `weights` copies of the weights, and of all states, in it."""
     return plan_memory(
         settings,
         layout,
         positions_max=checkpoint.config.positions_max,
         weight_bytes=checkpoint.weight_bytes * weights,
+        state_copies=STATE_COPIES["decode"] * weights,
     )
 
 

@@ -25,6 +25,8 @@ AUTO: Final = "auto"
 HOST_SHARE: Final = 4  # of free memory, at most, unless host_bytes says how much
 HOST_BYTES_MAX: Final = 4 << 30
 LENGTHS: Final = (2048, 8192, 32768, 131072)
+STATE_COPIES: Final = {"both": 2, "prefill": 3, "decode": 3}
+"""Of what requests keep beside their rows: running ones, for prompts to come, handed over."""
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +65,8 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """`weight_bytes` are those of the files; `state_bytes` are what requests keep beside their
-    rows, and as much again for shared beginnings of prompts. With a `device`, slots and index are
-    there."""
+    rows, as much again for shared beginnings of prompts, and again for what is handed over. With a
+    `device`, slots and index are there."""
 
     length_max: int
     host_bytes: int
@@ -90,8 +92,11 @@ def plan_memory(
     positions_max: int,
     weight_bytes: int,
     free: int | None = None,
+    state_copies: int | None = None,
 ) -> MemoryPlan:
-    """Plans the pools; `free` is this machine's free memory, read if not given."""
+    """Plans the pools; `free` is this machine's free memory, read if not given, `state_copies` how
+    many times requests' states are kept, by default as the role needs."""
+    copies = STATE_COPIES[settings.role] if state_copies is None else state_copies
     free = memory_free() if free is None else free
     longest = asked_length(settings, positions_max)
     host_bytes = _host_bytes(settings, layout, longest, free)
@@ -108,7 +113,7 @@ def plan_memory(
         weight_bytes=weight_bytes,
         token_capacity=token_capacity,
         rooms=(),
-        state_bytes=2 * settings.max_running * layout.request_state_bytes(length_max),
+        state_bytes=copies * settings.max_running * layout.request_state_bytes(length_max),
     )
     _check_fit(plan, settings, free)
     return with_rooms(plan, settings, layout)
