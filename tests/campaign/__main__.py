@@ -9,12 +9,14 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
-from tests.campaign.plan import Plan, drawn
+from tests.campaign.families import FAMILIES
+from tests.campaign.plan import Plan, drawn, of_v4
 from tests.campaign.shrink import shrunk
 from tests.campaign.world import Outcome, play
 
@@ -36,14 +38,15 @@ def played(plan: Plan) -> Played:
         return Played(plan, None, f"{type(wrong).__name__}: {wrong}")
 
 
-def seed_played(seed: int) -> Played:
-    return played(drawn(seed))
+def seed_played(family: str, seed: int) -> Played:
+    plan = drawn(seed)
+    return played(of_v4(plan) if family == "deepseek_v4" else plan)
 
 
-def run(seeds: range, jobs: int) -> list[Played]:
+def run(seeds: range, jobs: int, family: str) -> list[Played]:
     found = []
     with ProcessPoolExecutor(jobs) as pool:
-        for result in pool.map(seed_played, seeds, chunksize=4):
+        for result in pool.map(partial(seed_played, family), seeds, chunksize=4):
             found.append(result)
             if result.wrong:
                 print(f"seed {result.plan.seed}: {result.wrong}", flush=True)
@@ -80,13 +83,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     # One more than cores: a seed with a disk waits for it.
     parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1)
+    parser.add_argument("--family", choices=FAMILIES, default="small")
     parser.add_argument("--plan", type=Path, help="play this file alone, with its traceback")
     asked = parser.parse_args()
     if asked.plan is not None:
         print(play(msgspec.json.decode(asked.plan.read_bytes(), type=Plan)))
         return
     began_s = time.monotonic()
-    found = run(range(asked.first, asked.first + asked.seeds), asked.jobs)
+    found = run(range(asked.first, asked.first + asked.seeds), asked.jobs, asked.family)
     report(found)
     print(f"{time.monotonic() - began_s:.0f} s with {asked.jobs} processes")
     failed = [each for each in found if each.wrong]

@@ -19,6 +19,7 @@ from ess.transfer.transport import Transport
 from ess.transfer.transports.faulty import Fault, FaultyTransport
 from ess.transfer.transports.inprocess import Exchange
 from tests.campaign.disks import ManualDisk, damage
+from tests.campaign.families import FAMILIES
 from tests.campaign.lane import RaggedLane
 from tests.campaign.plan import Plan
 from tests.campaign.workers import Piped, Whole, layout_of
@@ -106,6 +107,7 @@ class Crew:
             "lane": lane(seed=plan.seed + epoch, delay_max=plan.delay_max),
             "clock": self.clock,
             "disk": self._disk(kind, number, layout_of(plan.mtp)),
+            "model": FAMILIES[plan.family].model(),
         }
         return Whole(
             self._exchange,

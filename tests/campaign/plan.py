@@ -105,6 +105,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     disk_odds: dict[str, float]
     asks: tuple[Ask, ...]
     hits: tuple[Hit, ...]
+    family: str = "small"
 
     @property
     def has_bad_disks(self) -> bool:
@@ -155,6 +156,15 @@ def drawn(seed: int) -> Plan:
         hits=tuple(_hit(draw, strikes) for _ in range(hit_count)),
     )
     return _asked_again(plan, draw) if again else plan
+
+
+def of_v4(plan: Plan) -> Plan:
+    """The same of DeepSeek-V4, without what it lacks. Pages are of four times as many tokens."""
+    lacks = ("stages", "mtp", "tbo", "deterministic", "disks")
+    without = {name: PLAIN[name] for name in lacks}
+    return msgspec.structs.replace(
+        plan, family="deepseek_v4", chunk=4 * plan.chunk, disk_odds={}, **without
+    )
 
 
 def _asked_again(plan: Plan, draw: random.Random) -> Plan:

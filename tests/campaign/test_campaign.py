@@ -14,7 +14,7 @@ from ess.transfer import arrivals
 from ess.transfer.transports.faulty import Fault
 from tests.campaign.classes import CLASSES, table
 from tests.campaign.disks import DAMAGES, DISK_FAULTS
-from tests.campaign.plan import PLAIN, SORTS, STRIKES, Ask, Hit, Plan, drawn
+from tests.campaign.plan import PLAIN, SORTS, STRIKES, Ask, Hit, Plan, drawn, of_v4
 from tests.campaign.shrink import shrunk
 from tests.campaign.world import play
 
@@ -37,6 +37,13 @@ def _one_thread():
 def test_every_answer_is_right_and_every_page_is_free(seeds: range) -> None:
     for seed in seeds:
         told = play(drawn(seed))
+        assert told.ends, seed
+
+
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MORE, marks=pytest.mark.long)], ids=str)
+def test_so_it_is_where_a_state_is_handed_over_too(seeds: range) -> None:
+    for seed in seeds:
+        told = play(of_v4(drawn(seed)))
         assert told.ends, seed
 
 

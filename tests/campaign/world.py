@@ -14,17 +14,15 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, PoolFull, Unavailable
 from ess.pool.disk.tier import DiskUse
 from tests.campaign.crew import AnyWorker, Crew, Kind
+from tests.campaign.families import FAMILIES, others, prompts
 from tests.campaign.plan import TOKENS_MAX, TURNS, Ask, Hit, Plan
 from tests.pd.rigs import alone
-from tests.support.checkpoints import tokens
 
 STEP_S = 0.01
 LATE_STEP_S = 0.05
 TURNS_MAX = 400
 MEET_EVERY = 10
-LENGTHS = (1, 2, 30, 64, 65, 90, 128, 129, 150, 180, 190, 200)
 TOO_LONG = 1100
-VOCABULARY = 512
 SALTS = (b"", b"a tenant", b"another tenant")
 
 
@@ -33,26 +31,11 @@ class Wrong(AssertionError):
 
 
 @functools.cache
-def prompts() -> list[list[int]]:
-    """Every other one begins as the longest does."""
-    longest = tokens(max(LENGTHS), VOCABULARY, seed=3)
-    return [
-        longest[:length] if number % 2 else tokens(length, VOCABULARY, seed=number)
-        for number, length in enumerate(LENGTHS)
-    ]
-
-
-@functools.cache
-def others() -> list[list[int]]:
-    """Prompts of the same lengths."""
-    return [tokens(length, VOCABULARY, seed=100 + length) for length in LENGTHS]
-
-
-@functools.cache
-def answers(*, is_warm: bool) -> list[list[int]]:
+def answers(family: str, *, is_warm: bool) -> list[list[int]]:
     """What one engine says that nothing happens to."""
     wish = _wish(TOKENS_MAX, is_warm=is_warm)
-    return alone([(prompt, wish) for prompt in prompts()])
+    model = FAMILIES[family].model()
+    return alone([(prompt, wish) for prompt in prompts(family)], model=model)
 
 
 def _wish(count: int, *, is_warm: bool) -> Sampling:
@@ -140,7 +123,7 @@ class World:
     def _give(self, number: int, ask: Ask) -> None:
         if ask.sort in ("alone", "fork", "never given", "too long"):
             return
-        prompt = (others() if ask.sort == "foreign" else prompts())[ask.prompt]
+        prompt = (others if ask.sort == "foreign" else prompts)(self.plan.family)[ask.prompt]
         salt = SALTS[2] if ask.sort == "foreign salt" else SALTS[ask.salt]
         worker, wish = self._crew.of["giver"][ask.giver], Sampling(tokens_max=1)
         for turn in range(2 if ask.sort == "twice" else 1):
@@ -162,7 +145,7 @@ class World:
         is_here = ask.sort in ("alone", "fork")
         take = None if is_here else Take(number, self._crew.of["giver"][ask.giver].port.epoch)
         request = worker.engine.add(
-            prompts()[ask.prompt],
+            prompts(self.plan.family)[ask.prompt],
             _wish(ask.tokens, is_warm=ask.is_warm),
             take=take,
             priority=ask.priority,
@@ -170,14 +153,14 @@ class World:
             leader=leader,
         )
         may_fail = take is not None and self.plan.failure == "refuse"
-        expected = answers(is_warm=ask.is_warm)[ask.prompt][: ask.tokens]
+        expected = answers(self.plan.family, is_warm=ask.is_warm)[ask.prompt][: ask.tokens]
         self._legs["take"].append(Leg(worker, request, expected, may_fail=may_fail))
         return request
 
     def _refused(self, ask: Ask) -> None:
         worker = self._crew.of["taker"][ask.taker]
         try:
-            worker.engine.add(tokens(TOO_LONG, VOCABULARY, seed=0), _wish(1, is_warm=False))
+            worker.engine.add([0] * TOO_LONG, _wish(1, is_warm=False))
         except BadInput:
             self.told.ends["take: not let in"] += 1
         else:

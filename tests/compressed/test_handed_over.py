@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from ess.engine.request import Request
+from ess.door.sequences import kept
+from ess.engine.engine import Engine, EngineConfig
+from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
+from ess.errors import BadInput, Unavailable
 from tests.compressed import world
-from tests.compressed.test_engine import LINE, PAGE, told
+from tests.compressed.test_engine import LINE, MADE, OTHER, PAGE, told
 from tests.pd.rigs import Pair
 from tests.pd.test_handoff_ends import assert_free
+from tests.support.greedy import greedy
 
 LENGTHS = (1, 2, 4, 5, 8, 9, PAGE, PAGE + 1, PAGE + 2, PAGE + 5, 530)
-MADE = 6
+WAYS = [(mode, depth) for mode in ("resident", "none", "da", "dba") for depth in (0, 1)]
+WISH = Sampling(tokens_max=MADE, ignore_eos=True)
+CAUSES = ("unknown peer", "silence", "another text", "peer lost", "given up", "given up late")
 
 
 @pytest.fixture(autouse=True)
@@ -21,27 +31,338 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def pair_of(*, spelling: str = "listed", pools=None, prefill_pools=None, **config) -> Pair:
+def pair_of(*, spelling: str = "listed", pools: Any = None, **config: Any) -> Pair:
+    """`pools` are those of the worker that decodes."""
     model = {"model": world.tiny(spelling)}
-    return Pair(
-        pools={**model, **(pools or {})}, prefill_pools={**model, **(prefill_pools or {})}, **config
-    )
+    return Pair(pools={**model, **(pools or {})}, prefill_pools=model, **config)
 
 
-def wish(count: int = MADE) -> Sampling:
-    return Sampling(tokens_max=count, ignore_eos=True)
-
-
-def said(taken: Request, length: int, *, line: int = 0, count: int = MADE) -> None:
-    assert taken.output == told(length, line=line, count=count), length
-
-
-def test_tokens_are_those_of_the_plain_model() -> None:
-    pair = pair_of()
-    added = [pair.add(LINE[:length], wish()) for length in LENGTHS]
+def all_said(pair: Pair, lengths: tuple[int, ...], *, spelling: str = "listed") -> None:
+    added = [pair.add(LINE[:length], WISH) for length in lengths]
     pair.run()
-    for (given, taken), length in zip(added, LENGTHS, strict=True):
+    for (given, taken), length in zip(added, lengths, strict=True):
         assert given.reason == "sent"
-        said(taken, length)
-    assert pair.decode.port.stats().landed == len(LENGTHS)
+        assert taken.output == told(length, spelling=spelling), length
+    stats = pair.decode.port.stats()
+    assert (stats.landed, stats.missed) == (len(lengths), 0)
     assert_free(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "depth"),
+    [
+        ("layerwise", 1),
+        *(pytest.param(mode, depth, marks=pytest.mark.slow) for mode, depth in WAYS),
+    ],
+)
+def test_tokens_are_those_of_the_plain_model(mode: str, depth: int) -> None:
+    """With slots for few entries; lines are fewer than requests."""
+    all_said(pair_of(modes=mode, depth=depth, pools={"slot_pages": 1}), LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [3, 21, 100, 300, 900])
+def test_chunks_end_anywhere(chunk: int) -> None:
+    """Also behind the end of a page, where a state is kept: a chunk is run in two pieces there."""
+    lengths = (13, PAGE + 3, 530) if chunk > 3 else (13, 14, 15, 16)
+    all_said(pair_of(chunk_tokens=chunk), lengths)
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "none"])
+def test_published_windows_go_over_too(mode: str) -> None:
+    lengths = (1, 127, 128, 131, 300)
+    all_said(pair_of(spelling="ratios", modes=mode), lengths, spelling="ratios")
+
+
+def test_rows_leave_layer_by_layer_while_a_prompt_is_made() -> None:
+    """What the receiver has at the end of each layer grows within one chunk."""
+    pair = pair_of(chunk_tokens=600)
+    counts: list[int] = []
+    made = pair.prefill.port.sender.made
+
+    def noted(uid: int, layer: int, stop: int) -> None:
+        made(uid, layer, stop)
+        pair.prefill.port.pump()
+        pair.decode.port.pump()
+        counts.append(pair.decode.port.receiver.received_bytes)
+
+    pair.uid = 1
+    taken = pair.take(LINE[:600], WISH)
+    pair.until(lambda: len(pair.prefill.port.sender._orphans) == 1)
+    pair.prefill.port.sender.made = noted
+    pair.give(LINE[:600])
+    pair.run()
+    assert len(counts) == len(world.tiny().chosen_layers) == 2
+    assert 0 < counts[0] < counts[1]
+    assert taken.output == told(600)
+
+
+# ---- prefixes
+
+
+def test_a_hit_of_the_giver_begins_at_a_state_and_sends_one() -> None:
+    pair = pair_of()
+    pair.add(LINE[:700], WISH)
+    pair.run()
+    pair.decode.engine.forget_prefixes()
+    for length, cached in ((700, 512), (513, 512), (600, 512)):
+        given, taken = pair.add(LINE[:length], WISH)
+        pair.run()
+        assert (given.cached_count, taken.output) == (cached, told(length)), length
+        pair.decode.engine.forget_prefixes()
+
+
+def test_a_hit_of_the_taker_needs_no_state() -> None:
+    """One comes with the handoff: the rows behind the cached ones, however these came."""
+    pair = pair_of()
+    _, first = pair.add(LINE[:700], WISH)
+    pair.run()
+    states = pair.decode.offload.owner.pools.states
+    assert states is not None
+    assert len(states.kept) == 0
+    before = pair.decode.port.stats().received_bytes
+    whole = LINE[:700] + first.output + OTHER[:100]
+    for prompt, cached in ((LINE[:700], 512), (LINE[:400], 256), (whole, 512)):
+        _, taken = pair.add(prompt, WISH)
+        pair.run()
+        assert taken.cached_count == cached
+        assert taken.output == greedy(world.tiny(), prompt, MADE)
+    layout = pair.decode.offload.layout
+    rows = pair.decode.port.stats().received_bytes - before
+    assert rows < 3 * (2 * layout.host_page_bytes + layout.request_state_bytes(1024) + 1000)
+
+
+def test_a_state_that_came_is_kept_for_prompts_of_the_taker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the prompt ends with a page; and of what it decodes as ever."""
+    monkeypatch.setattr(kept, "KEPT_TOKENS", PAGE)
+    pair = pair_of()
+    pair.add(LINE[: 2 * PAGE + 1], WISH)
+    _, grown = pair.add(OTHER[: PAGE - 3], WISH)
+    pair.run()
+    for prompt, cached in (
+        (LINE[:700], 2 * PAGE),
+        (OTHER[: PAGE - 3] + grown.output, PAGE),
+    ):
+        alone = pair.decode.engine.add(prompt, WISH)
+        pair.run()
+        assert alone.cached_count == cached
+        assert alone.output == greedy(world.tiny(), prompt, MADE)
+
+
+# ---- preemption, choices
+
+
+def test_preemption_behind_an_arrival_keeps_the_tokens() -> None:
+    pair = pair_of(pools={"lines": 2, "index_pages": 6, "host_pages": 24})
+    added = [pair.add(line[:length], WISH) for length in (300, 530, 259) for line in (LINE, OTHER)]
+    held: list[Request] = []
+
+    def is_done() -> bool:
+        for _, taken in added:
+            if taken.state == "decoding" and taken not in held and len(taken.output) == 2:
+                pair.decode.engine.preempt(taken)
+                held.append(taken)
+        for taken in held:
+            if taken.state == "preempted" and taken.is_held:
+                taken.is_held = False
+        return all(taken.reason for _, taken in added)
+
+    pair.until(is_done)
+    assert len(held) == len(added)
+    for number, (given, taken) in enumerate(added):
+        length, line = len(taken.prompt), number % 2
+        assert given.reason == "sent"
+        assert taken.output == told(length, line=line), length
+    pair.run()
+    assert_free(pair.prefill, pair.decode)
+
+
+def test_states_arrive_while_the_device_is_full() -> None:
+    pair, long = pair_of(pools={"lines": 1}), Sampling(tokens_max=40, ignore_eos=True)
+    (_, first), (_, second) = pair.add(LINE[:30], long), pair.add(OTHER[:300], WISH)
+    pair.until(lambda: second.has_landed)
+    assert (first.state, second.state) == ("decoding", "preempted")
+    pair.run()
+    assert first.output == told(30, count=40)
+    assert second.output == told(300, line=1)
+
+
+def test_choices_of_one_prompt_are_handed_over_once() -> None:
+    pair, prompt = pair_of(pools={"lines": 4}), LINE[: PAGE + 3]
+    wishes = [
+        Sampling(tokens_max=MADE, ignore_eos=True, temperature=1.5, seed=seed) for seed in range(3)
+    ]
+    _, leader = pair.add(prompt, wishes[0])
+    others = [pair.take(prompt, wish, leader=leader) for wish in wishes[1:]]
+    pair.run()
+    assert pair.decode.port.stats().landed == 1
+    said = [request.output for request in (leader, *others)]
+    assert said == sampled(PAGE + 3)
+    assert len({tuple(output) for output in said}) == 3
+
+
+@functools.cache
+def sampled(length: int) -> list[list[int]]:
+    """By an engine alone."""
+    pair = pair_of()
+    requests = [
+        pair.decode.engine.add(
+            LINE[:length],
+            Sampling(tokens_max=MADE, ignore_eos=True, temperature=1.5, seed=seed),
+        )
+        for seed in range(3)
+    ]
+    pair.run()
+    return [request.output for request in requests]
+
+
+# ---- it is not to be
+
+
+@pytest.mark.parametrize("state", ["waiting", "landing", "preempted", "decoding"])
+def test_a_request_that_takes_may_be_cancelled_at_any_time(state: str) -> None:
+    pair = pair_of(pools={"lines": 1}, lease_s=2.0)
+    blocker = None
+    if state in ("waiting", "preempted"):
+        blocker = pair.decode.engine.add(OTHER[:40], Sampling(tokens_max=300, ignore_eos=True))
+        for _ in range(3):
+            pair.step()
+    pair.uid = 7
+    taken = pair.take(LINE[:300], WISH)
+    if state in ("preempted", "decoding"):
+        pair.give(LINE[:300])
+    if state != "waiting":
+        pair.until(lambda: taken.state == state)
+    pair.decode.engine.cancel(taken)
+    pair.decode.engine.check()
+    if state in ("waiting", "landing"):
+        pair.give(LINE[:300])
+    if blocker is not None:
+        pair.decode.engine.cancel(blocker)
+    for _ in range(30):
+        pair.step()
+    pair.clock.advance(2.0)
+    pair.run()
+    assert taken.reason == "cancelled"
+    assert_free(pair.prefill, pair.decode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", range(1, 12))
+def test_a_request_may_be_cancelled_at_every_leg_of_its_handoff(count: int) -> None:
+    """Behind so many units that have come; the last ones are those of its state."""
+    pair = pair_of(chunk_tokens=300)
+    _, taken = pair.add(LINE[:600], WISH)
+    receiver = pair.decode.port.receiver
+
+    def has_come() -> bool:
+        legs = [leg for entry in receiver._entries.values() for leg in entry.legs]
+        return taken.state != "landing" or any(leg.arrival.count.arrived >= count for leg in legs)
+
+    pair.until(lambda: taken.state == "landing")
+    pair.until(has_come)
+    pair.decode.engine.cancel(taken)
+    pair.run()
+    assert taken.reason == "cancelled"
+    assert len(receiver) == 0
+    assert_free(pair.prefill, pair.decode)
+
+
+def missed(pair: Pair, cause: str) -> Request:
+    """A request whose rows or state do not come, and why."""
+    pair.uid += 1
+    if cause == "unknown peer":
+        return pair.decode.engine.add(LINE[:600], WISH, take=Take(pair.uid, 77))
+    taken = pair.take(LINE[:600], WISH)
+    pair.until(lambda: taken.state == "landing")
+    if cause == "silence":
+        pair.clock.advance(6.0)
+    elif cause == "another text":
+        pair.give(LINE[1:601])
+    elif cause == "peer lost":
+        pair.prefill.transport.close()
+    else:
+        given = pair.give(LINE[:600])
+        rows = pair.decode.port.receiver
+        late = cause == "given up late"
+        pair.until(lambda: rows.received_bytes > 0 if late else given.state == "prefilling")
+        pair.prefill.engine.cancel(given)
+    return taken
+
+
+def run_to_end(pair: Pair, is_so: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if is_so():
+            return
+        pair.clock.advance(0.01)
+        if pair.prefill.transport._is_closed:
+            pair.decode.step()
+        else:
+            pair.step()
+    raise AssertionError("it has no end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_what_does_not_come_is_computed_here(cause: str, cached: bool) -> None:
+    """Also where rows of its beginning are cached, without a state."""
+    pair = pair_of()
+    if cached:
+        pair.add(LINE[:530], WISH)
+        pair.run()
+    taken = missed(pair, cause)
+    if cause != "unknown peer":
+        assert taken.cached_count == (512 if cached else 0)
+    run_to_end(pair, lambda: taken.reason is not None)
+    assert (taken.cached_count, taken.output) == (0, told(600))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", CAUSES)
+def test_or_the_request_is_refused(cause: str) -> None:
+    pair = pair_of(handoff_failure="refuse")
+    taken = missed(pair, cause)
+    run_to_end(pair, lambda: taken.reason is not None)
+    assert taken.reason == "refused"
+    assert isinstance(taken.refusal, Unavailable)
+    assert f"handoff {pair.uid}" in str(taken.refusal)
+    pair.decode.offload.forget_prefixes()
+    stats = pair.decode.offload.stats()
+    assert stats.free_host_page_count == stats.host_page_count
+
+
+def test_a_prompt_that_is_all_cached_still_needs_its_state() -> None:
+    """All rows are there, and the state is not: without the handoff it is computed again."""
+    pair = pair_of()
+    pair.add(LINE[: 2 * PAGE + 5], WISH)
+    pair.run()
+    pair.uid = 9
+    taken = pair.take(LINE[: 2 * PAGE + 1], WISH)
+    pair.until(lambda: taken.state == "landing")
+    assert taken.is_prefilled
+    pair.clock.advance(6.0)
+    pair.run()
+    assert taken.output == told(2 * PAGE + 1)
+
+
+def test_followers_wait_for_a_leader_that_begins_again() -> None:
+    pair = pair_of(pools={"lines": 4})
+    pair.uid = 3
+    leader = pair.take(LINE[:300], WISH)
+    follower = pair.take(LINE[:300], WISH, leader=leader)
+    pair.until(lambda: leader.state == "landing")
+    pair.clock.advance(6.0)
+    pair.run()
+    assert leader.output == follower.output == told(300)
+    assert_free(pair.decode)
+
+
+def test_an_engine_without_a_port_hands_nothing_over() -> None:
+    pair = pair_of()
+    with pair.decode.offload as offload:
+        engine = Engine(world.tiny(), offload, EngineConfig())
+        with pytest.raises(BadInput, match="takes part in no handoffs"):
+            engine.add(LINE[:10], WISH, give=1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
 from ess.errors import BadInput
-from ess.models.load import EMBEDDED, load_model
+from ess.models.load import load_model
 from ess.models.registry import read_config
 from ess.server.commands.start.checkpoint import read_checkpoint
 from ess.server.commands.start.launch import derived, layout_of, planned
@@ -27,19 +24,6 @@ from tests.support.greedy import greedy
 from tests.support.process import Process
 
 MODEL = "the-model"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint by published names, with the tokenizer of the model in the box."""
-    made = tmp_path_factory.mktemp("v4") / MODEL
-    made.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(EMBEDDED / name, made / name)
-    (made / "config.json").write_text(json.dumps(world.LISTED))
-    drawn = world.weights(read_config(world.LISTED))
-    save_file(world.published(drawn), made / "model.safetensors")
-    return made
 
 
 def resolved(folder: Path, **flags: Any) -> Any:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from ess.door import Offload
 from ess.door import Sequence as Opened
@@ -45,6 +46,7 @@ GUARDED = ("inprocess", "tcp")
 KINDS = ("inprocess", "tcp", "unguarded")
 GUARD_S = 60.0
 UID = 77
+STATE_AT = 1 << 16
 WAIT_S = 30.0
 
 
@@ -88,7 +90,7 @@ def offload_of(
         slot_bytes=8 * layout.group_layers_max * layout.page_bytes,
         host_bytes=page_count * layout.host_page_bytes,
         sequence_max=4,
-        length_max=512,
+        length_max=512 * layout.row_tokens,
         query_max=8,
         lane=ManualLane(seed=1),
         poison=True,
@@ -97,21 +99,24 @@ def offload_of(
 
 
 def fill(sequence: Opened, seed: int) -> None:
-    """Rows and keys of all tokens but the last, from the cached ones on."""
-    layout, first = sequence.owner.pools.layout, sequence.cached_count
-    count, draw = len(sequence.tokens) - 1, np.random.default_rng(seed)
+    """Rows and keys of all tokens but the last, from the cached ones on, and what is beside."""
+    layout, draw = sequence.owner.pools.layout, np.random.default_rng(seed)
+    first, count = map(layout.rows_of, (sequence.cached_count, len(sequence.tokens) - 1))
     for layer in range(layout.layer_total):
         rows = draw.integers(0, 255, (count, layout.row_bytes), np.uint8)
         sequence.import_rows(layer, first, rows[first:])
     for group in layout.groups:
         keys = draw.integers(0, 255, (count, layout.index.key_bytes), np.uint8)
         sequence.import_keys(group[0], first, keys[first:])
+    if layout.has_states:
+        sequence.beside[:] = torch.from_numpy(draw.integers(0, 255, len(sequence.beside), np.uint8))
+        sequence.reached(len(sequence.tokens) - 1)
 
 
 def content(sequence: Opened) -> tuple[bytes, bytes]:
     """All rows and keys of all tokens but the last, as the host has them."""
-    latent = sequence.owner.pools.latent
-    rows = sequence.holding.host_rows(0, len(sequence.tokens) - 1)
+    latent, layout = sequence.owner.pools.latent, sequence.owner.pools.layout
+    rows = sequence.holding.host_rows(0, layout.rows_of(len(sequence.tokens) - 1))
     keys = [latent.keys.read(layer, rows) for layer in range(latent.keys.layer_count)]
     return latent.rows[:, rows].tobytes(), np.array(keys).tobytes()
 
@@ -119,7 +124,7 @@ def content(sequence: Opened) -> tuple[bytes, bytes]:
 def windows_of(token_count: int, layout: ModelLayout = LAYOUT) -> np.ndarray:
     draw = np.random.default_rng(token_count)
     shape = (layout.group_count, 4, layout.top_k)
-    return draw.integers(-1, token_count, shape, dtype=np.int32)
+    return draw.integers(-1, layout.rows_of(token_count), shape, dtype=np.int32)
 
 
 class Peer:
@@ -131,8 +136,11 @@ class Peer:
         self.layout = layout
         self.sequence = self.offload.open(tokens)
         fill(self.sequence, seed=len(tokens))
-        self.packed = packed_windows(windows_of(len(tokens) - 1, layout), len(tokens) - 1)
-        memory = np.zeros(1 << 16, np.uint8)
+        windows = windows_of(len(tokens) - 1, layout)
+        self.packed = packed_windows(windows, layout.rows_of(len(tokens) - 1))
+        memory = np.zeros(STATE_AT + layout.request_state_bytes(len(tokens) - 1), np.uint8)
+        if layout.has_states:
+            memory[STATE_AT:] = self.sequence.holding.state[: len(memory) - STATE_AT]
         listed = [*geometry.pool_regions(self.pools.latent), Region(geometry.PACKED, memory)]
         self.regions = {region.number: region for region in listed}
         transport.register(listed)
@@ -182,6 +190,16 @@ class Peer:
         there = np.array([[geometry.SLOTS, room.window_at, len(packed)]], np.int64)
         self._post(PieceKind.WINDOWS, range(1), range(1), here, there, room)
 
+    def push_state(self, room: Reserved, units: range | None = None) -> None:
+        """As it lies in memory from `STATE_AT` on."""
+        if units is None:
+            units = range(geometry.state_units(self.layout, room.token_count))
+        span = geometry.state_span(self.layout, room.token_count, units)
+        size = span.stop - span.start
+        here = np.array([[geometry.PACKED, STATE_AT + span.start, size]], np.int64)
+        there = geometry.slot_runs(self.layout, PieceKind.STATE, units, size, room)
+        self._post(PieceKind.STATE, range(1), units, here, there, room)
+
     def _post(
         self,
         kind: PieceKind,
@@ -219,6 +237,8 @@ class Peer:
     def push_all(self, room: Reserved) -> None:
         self.push_pages(room)
         self.push_windows(room)
+        if self.layout.has_states:
+            self.push_state(room)
 
     def serve(self, again: Again) -> None:
         """What it asks for, once more."""
@@ -228,6 +248,8 @@ class Peer:
         )
         if again.kind is PieceKind.WINDOWS:
             self.push_windows(self.room)
+        elif again.kind is PieceKind.STATE:
+            self.push_state(self.room, pages)
         else:
             self.push(again.kind, layers, pages, self.room)
 

@@ -13,9 +13,11 @@ from ess.door import Sequence as Opened
 from ess.door.handoff.endings import Landed, Missed
 from ess.door.handoff.port import Port
 from ess.errors import BadInput
+from ess.layout import ModelLayout
 from ess.transfer.runs import Region
 from ess.transfer.transport import Transport
 from ess.transfer.transports.faulty import Fault, FaultyTransport
+from ess.transfer.transports.shared import SharedTransport
 from tests.handoff.layout import LAYOUT
 from tests.handoff.receiving import (
     GUARD_S,
@@ -34,8 +36,11 @@ FAULTS = [fault for fault in Fault if fault is not Fault.CUT]
 
 
 class Worker:
-    def __init__(self, transport: Transport, clock: ManualClock, **more) -> None:
-        self.offload = offload_of()
+    def __init__(
+        self, transport: Transport, clock: ManualClock, *, layout: ModelLayout = LAYOUT, **more
+    ) -> None:
+        self.layout = layout
+        self.offload = offload_of(layout, shared=isinstance(transport, SharedTransport))
         self.transport = transport
         self.port = Port(self.offload, transport, SEAL, clock=clock, **more)
         self.came: list[Landed | Missed] = []
@@ -53,10 +58,10 @@ class Worker:
         self.port.sender.offer(uid, sequence, prompt=list(tokens), salt=salt)
         fill(sequence, seed=tokens[0])
         for stop in (100, len(tokens) - 1):
-            for layer in range(LAYOUT.layer_total):
+            for layer in range(self.layout.layer_total):
                 self.port.sender.made(uid, layer, stop)
                 self.pump()
-        self.port.sender.finish(uid, windows_of(len(tokens) - 1))
+        self.port.sender.finish(uid, windows_of(len(tokens) - 1, self.layout))
         return sequence
 
     def want(self, uid: int, peer: int, tokens: tuple[int, ...] = TOKENS, **more) -> Opened:

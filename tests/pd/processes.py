@@ -47,6 +47,7 @@ class EngineProcess:
         secret: str = SECRET,
         module: str = "ess.engine.process.worker",
         rank: Rank | None = None,
+        model: Path = EMBEDDED,
         **config: object,
     ) -> None:
         folder.mkdir()
@@ -64,8 +65,8 @@ class EngineProcess:
             stdin=subprocess.PIPE,
         )
         self.launch = Launch(
-            model=str(EMBEDDED),
-            config=ProcessConfig(form="f32", row="f32", threads=1, **config),
+            model=str(model),
+            config=ProcessConfig(**{"form": "f32", "row": "f32", "threads": 1, **config}),
             length_max=2048,
             slot_bytes=24 << 20,
             host_bytes=48 << 20,
