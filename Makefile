@@ -11,18 +11,23 @@ MAKEFLAGS += --keep-going
 
 .PHONY: serve test test-long campaign check bench test-gpu bench-gpu clean
 
-# The CPU build of torch is pinned first: a looser request would pull gigabytes of CUDA.
+# The native library is compiled in place while packages come, so pip is to leave it alone: to pip
+# it is optional, and with such a compiler it is missing. The CPU build of torch is pinned first: a
+# looser request would pull gigabytes of CUDA.
+BUILD = -c 'from setuptools import setup; setup()' -q build_ext --inplace
 define INSTALL
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q setuptools wheel
-	$(BIN)/pip install -q --no-build-isolation -e '.[$(1)]'
+	$(BIN)/pip install -q $(2) setuptools wheel
+	$(BIN)/python $(BUILD) & native=$$!; \
+	{ $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $(2) torch==2.13.0; } && \
+	CC=false CXX=false $(BIN)/pip install -q $(2) --no-build-isolation -e '.[$(1)]' && wait $$native
 	touch $(SERVES)
 endef
 
+# The tests import a tenth of what is installed: only that is compiled, when it is first imported.
 COMMA := ,
 $(STAMP): pyproject.toml $(NATIVE)
-	$(call INSTALL,dev$(COMMA)oracle$(COMMA)router)
+	$(call INSTALL,dev$(COMMA)oracle$(COMMA)router,--no-compile)
 	touch $@
 
 # To serve needs a third of what the checks need.
@@ -36,16 +41,19 @@ serve: $(SERVES)
 # Two workers on two cores: a second thread of each would only wait. Each begins with its share of
 # the tests as they lie in their files; a worker without tests takes half of what another has left.
 # Hundreds of processes are started, and each would compile what no other has kept. Slow tests wait
-# for processes of their own in a third of their time, so there a third worker finds a core. A test
-# that hangs fails by name after TEST_LIMIT_S; where it swallows even that, its worker prints where
-# it stands and ends 30 s later, and another worker goes on.
+# for processes of their own in a third of their time, so with them a third worker finds a core. A
+# test that hangs fails by name after TEST_LIMIT_S; where it swallows even that, its worker prints
+# where it stands and ends 30 s later, and another worker goes on.
 TEST_LIMIT_S ?= 300
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= timeout -k 30 2400 $(BIN)/pytest -n 2 \
 	--dist worksteal --timeout $(TEST_LIMIT_S) -o faulthandler_exit_on_timeout=true \
 	-o faulthandler_timeout=$(shell expr $(TEST_LIMIT_S) + 30)
 
-test: check
-	$(PYTEST) -n 3 -m "slow and not long and not gpu"
+# Types are checked beside the tests, on one core of two for half a minute.
+test: $(STAMP)
+	$(STYLE)
+	$(TYPES) & types=$$!; $(PYTEST) -n 3 -m "not long and not gpu"; tests=$$?; \
+	wait $$types && exit $$tests
 
 # Campaigns: the same checks as in `make test`, over many more inputs.
 test-long: $(STAMP)
@@ -57,11 +65,12 @@ FIRST ?= 0
 campaign: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --seeds $(SEEDS) --first $(FIRST)
 
+STYLE = $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports
+TYPES = $(BIN)/mypy --strict -p ess
+
 check: $(STAMP)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/lint-imports
-	$(BIN)/mypy --strict -p ess
+	$(STYLE)
+	$(TYPES)
 	$(PYTEST) -m "not slow and not gpu"
 
 bench: $(STAMP)
@@ -73,7 +82,7 @@ bench: $(STAMP)
 # After a run that was cut off: BEHIND=its print leaves out tests that passed there, and ONLY="names"
 # takes these benchmarks alone; a single one has no limit.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
-GPU_NATIVE = $(GPU_PYTHON) -c 'from setuptools import setup; setup()' -q build_ext --inplace
+GPU_NATIVE = $(GPU_PYTHON) $(BUILD)
 GPU_LIMIT_S ?= 480
 GPU_JSON = $(if $(OUT),$(OUT)/bench-gpu.json,bench/results/gpu.json)
 KEPT = 2>&1 $(if $(OUT),| tee $(OUT)/$@.txt)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """What fails is named at once: a run that is ended from outside prints no summary."""
     if report.failed:
         print(f"\nFAILED {report.nodeid} ({report.when})", flush=True)
+
+
+SHORT_S = 60.0
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the time went, if it was more than a moment: seconds of all workers, by folder."""
+    spent: Counter[str] = Counter()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            spent[Path(report.nodeid.partition("::")[0]).parent.name] += report.duration
+    if spent.total() > SHORT_S:
+        told = ", ".join(f"{folder} {seconds:.0f}" for folder, seconds in spent.most_common())
+        terminalreporter.write_line(f"seconds of all workers, by folder: {told}")
