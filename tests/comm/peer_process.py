@@ -20,7 +20,7 @@ from ess.comm.meeting import join_group
 from ess.errors import EssError
 from tests.comm.poison import poison_pickle
 
-FRAMES = 1000
+FRAMES = 400
 SECRET = b"the ranks of this test were started with it"
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64]
 

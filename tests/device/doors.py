@@ -1,5 +1,5 @@
 """Whole engines over the device's own door, their steps replayed from graphs: run by
-`test_pretended_steps`."""
+`test_forward_steps`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from tests.support.pretended import PRETENCE
 pytestmark = pytest.mark.usefixtures("alone")
 
 CASES = (
-    ("glm", "resident", "1", "0", "ample", "many"),
-    ("v32", "none", "2", "1", "ample", "few"),
     ("v32", "dba", "4", "0", "tight", "many"),
     ("glm", "layerwise", "1", "1", "smallest", "many"),
 )
+MORE = (
+    ("glm", "resident", "1", "0", "ample", "many"),
+    ("v32", "none", "2", "1", "ample", "few"),
+)
 
 
-@pytest.mark.parametrize("values", CASES, ids="-".join)
+@pytest.mark.parametrize(
+    "values", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE)], ids="-".join
+)
 def test_the_tokens_are_those_of_the_host(values):
     case = dict(zip((*engines.FACTORS, "graphs"), values, strict=True))
     eng = engines.engine("cuda", **case)

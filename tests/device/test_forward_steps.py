@@ -1,4 +1,4 @@
-"""Values beside the pretended device: modules of this folder, each in a process."""
+"""Values beside the pretended device: modules of this folder with long tests, each in a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.support import beside
 
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
-MODULES = ("drafts", "gate", "handoffs", "whole")
+MODULES = ("doors", "drafts", "gate", "handoffs", "whole")
 
 
 @pytest.mark.parametrize("module", MODULES)

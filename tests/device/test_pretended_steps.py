@@ -18,7 +18,6 @@ MODULES = (
     "budgets",
     "choices broken",
     "disks verifying",
-    "doors",
     "libraries loading",
     "memory",
     "ranges",

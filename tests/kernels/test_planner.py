@@ -18,6 +18,7 @@ from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
 from ess.pool.lru.arena import Arena, Split
 from ess.pool.lru.eviction import POLICIES
+from tests.support.few import few
 from tests.support.twins import ROW_COUNT, Side, Twins, assert_every_case_was_met, campaign, ids
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_missing())
@@ -31,7 +32,7 @@ def test_two_hundred_steps_agree(evict):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("evict", POLICIES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", few([0], all_of=range(4)))
 def test_two_thousand_steps_agree(seed, evict):
     assert_every_case_was_met(campaign(seed, 500, evict))
 

@@ -59,6 +59,9 @@ MOST = {
 }
 
 
+FEW = 4
+
+
 def run_interpreted(*arguments: str, **environment: str) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.interpreted", *arguments]
     env = {**os.environ, **environment}
@@ -73,9 +76,12 @@ def test_the_interpreter_agrees_on_a_few() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("every", [FEW, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "which"), MOST.items(), ids=MOST)
-def test_the_interpreter_agrees(name: str, which: str) -> None:
-    printed = run_interpreted(f"tests/kernels/test_{name}.py", "-k", which, "-m", "not slow")
+def test_the_interpreter_agrees(name: str, which: str, every: int) -> None:
+    """Of each function's cases every fourth one, or all."""
+    test, wish = f"tests/kernels/test_{name}.py", ("-k", which, "-m", "not slow")
+    printed = run_interpreted(test, *wish, INTERPRET_EVERY=f"{every}")
     assert re.search(r"\d+ passed", printed), printed
     assert "skipped" not in printed
 

@@ -22,7 +22,7 @@ from ess.engine.tokens.verification import Choice
 from ess.errors import PoolFull
 from tests.model.test_engine import engine, expected, prompt, run
 
-SLOW = pytest.mark.slow
+LONG = (pytest.mark.slow, pytest.mark.long)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def scenario(eng, seed: int) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(s, marks=SLOW) for s in range(3, 18))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(s, marks=LONG) for s in range(4, 18))])
 def test_joins_leaves_cancels_and_preemptions_at_any_moment(seed):
     """Every request says the plain model's tokens, as far as it got; nothing is left behind."""
     mode, mtp = ["none", "da", "dba"][seed % 3], [4, 1, 2][seed % 3]

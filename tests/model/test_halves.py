@@ -17,6 +17,7 @@ from ess.overlap.policy import Mode
 from ess.overlap.timeline import Span
 from tests.model.test_engine import expected, prompt, run
 from tests.model.test_schedules import engine, finished, timed
+from tests.support.few import few
 from tests.unit.test_tbo import ORDERS
 
 CASES = [
@@ -63,7 +64,9 @@ GRID = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "mode", "sbo", "mtp", "tbo", "chunks"), GRID)
+@pytest.mark.parametrize(
+    ("family", "mode", "sbo", "mtp", "tbo", "chunks"), few(GRID[::7], all_of=GRID)
+)
 def test_every_schedule_in_every_order(family, mode, sbo, mtp, tbo, chunks):
     eng = engine(family, modes=mode, sbo=sbo, mtp=mtp, chunks=chunks, tbo=tbo, verify_every=1)
     finished(eng, family, count=12, lengths=(2, 90, 130))

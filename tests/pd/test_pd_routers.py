@@ -17,6 +17,7 @@ import pytest
 from tests.pd.mixed import MODEL, Asked, Result, mixed, results
 from tests.pd.stand import EXACT, PACED, Stand
 from tests.server import harness
+from tests.support.few import few
 from tests.support.process import Process
 from tests.support.routers import SGLANG, SMG, VLLM, Kind, Router, ask
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 until = partial(harness.until, within_s=60.0)
 KINDS = [SGLANG, SMG, VLLM]
-COUNTS = [60, pytest.param(200, marks=pytest.mark.long)]
+COUNT, MANY = 32, 200
 SHORT = {"model": MODEL, "prompt": "The server is", "max_tokens": 5}
 NATIVE = {
     "text": "The server is a process that answers",
@@ -32,13 +33,24 @@ NATIVE = {
 }
 ROOM = ("--max-running", "16", "--max-waiting", "64", "--host-bytes", "192MiB")
 STANDS = [("1",), ("2", "--pp-size=2", "--chunk=64"), ("4", "--pp-size=2", "--tp-size=2")]
-SEEN = {("decode-2", SGLANG), ("prefill-1", SMG), ("decode-2", VLLM)}
-STOPPED = [
-    pytest.param(*case, id="-".join((case[0], case[1].package)), marks=marks)
-    for case in itertools.product(("decode-2", "prefill-1"), KINDS)
-    for marks in [() if case in SEEN else pytest.mark.long]
-]
-"""Each router sees a worker stop, and each role stops; the other three are long."""
+LOST = [*itertools.product(("decode-2", "prefill-1"), KINDS)]
+STOPPED = few([("decode-2", SGLANG), ("prefill-1", SMG), ("decode-2", VLLM)], all_of=LOST)
+KILLED = few([("prefill-1", SGLANG), ("decode-2", SMG), ("prefill-1", VLLM)], all_of=LOST)
+"""Each router sees a worker stop and one be killed, and each role stops and is killed."""
+ANSWERS = few(
+    [(stages, kind, COUNT) for stages, kind in zip(STANDS, KINDS, strict=True)],
+    all_of=itertools.product(STANDS, KINDS, (COUNT, MANY)),
+)
+
+
+def named(value: object) -> str:
+    match value:
+        case Kind():
+            return value.package
+        case tuple():
+            return "-".join(value)
+    return str(value)
+
 
 PROBES = {
     "/ready",
@@ -52,7 +64,7 @@ PROBES = {
 }
 
 
-@pytest.fixture(scope="module", params=STANDS, ids="-".join)
+@pytest.fixture(scope="module")
 def stand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     folder, (mtp, *stages) = tmp_path_factory.mktemp("stand"), request.param
     with Stand(folder, *EXACT, *ROOM, "--mtp", mtp, "--request-log", prefill=stages) as made:
@@ -69,8 +81,7 @@ def expected() -> Iterator[Expected]:
         yield functools.cache(lambda count: results(alone.url, mixed(count)))
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
+@pytest.mark.parametrize(("stand", "kind", "count"), ANSWERS, ids=named, indirect=["stand"])
 def test_answers_are_those_of_a_single_server(
     stand: Stand, expected: Expected, kind: Kind, count: int
 ):
@@ -121,8 +132,7 @@ def served(router: Router, times: int = 6) -> bool:
     return all(router.ask("/v1/completions", SHORT).status == 200 for _ in range(times))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
-@pytest.mark.parametrize("name", ["decode-2", "prefill-1"])
+@pytest.mark.parametrize(("name", "kind"), KILLED, ids=named)
 def test_a_killed_worker_is_left_out_and_taken_back(paced: Stand, kind: Kind, name: str):
     """At its port; whom a prefill worker served, they meet its successor."""
     with paced.behind(kind) as router:
@@ -141,7 +151,7 @@ def test_a_killed_worker_is_left_out_and_taken_back(paced: Stand, kind: Kind, na
         until(lambda: served(router), "service")
 
 
-@pytest.mark.parametrize(("name", "kind"), STOPPED)
+@pytest.mark.parametrize(("name", "kind"), STOPPED, ids=named)
 def test_a_stopped_worker_is_left_out_and_taken_back(paced: Stand, kind: Kind, name: str):
     with paced.behind(kind, "--health-check-timeout-secs", "2") as router:
         everybody = {worker.url for worker in paced.workers.values()}
@@ -158,7 +168,7 @@ def test_a_stopped_worker_is_left_out_and_taken_back(paced: Stand, kind: Kind, n
         until(lambda: served(router), "service")
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", few([COUNT], all_of=[COUNT, MANY]))
 def test_answers_behind_serve_pd_are_those_of_a_single_server(expected: Expected, count: int):
     flags = (*EXACT, *ROOM[:-1], "768MiB", "--mtp", "2")
     with Process("--pd", "1p3d", *flags, stderr=2) as pd:

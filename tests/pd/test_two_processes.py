@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from ess.engine.process.messages import Abort, Add, Fault, Flush, Flushed, Hando
 from ess.engine.tokens.sampling import Sampling
 from tests.pd.processes import SECRET, EngineProcess, adds, engines, handed_over, introduce
 from tests.support.checkpoints import tokens
+from tests.support.few import few
 
 TEXT = tokens(1200, 512, seed=5)
 WISH = Sampling(tokens_max=16, ignore_eos=True)
 LENGTHS = (1, 2, 63, 64, 65, 66, 129, 600, 1100)
+TRANSPORTS = ("tcp", "shared")
 PREFILL, DECODE = {"role": "prefill"}, {"role": "decode"}
 
 
@@ -37,7 +40,9 @@ def expected(folder: Path, asked: list[Add], mtp: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mtp", "transport"), [(1, "tcp"), (2, "tcp"), (2, "shared")])
+@pytest.mark.parametrize(
+    ("mtp", "transport"), few([(1, "tcp"), (2, "shared")], all_of=product((1, 2), TRANSPORTS))
+)
 def test_tokens_of_two_processes_are_those_of_one(tmp_path: Path, mtp: int, transport: str):
     asked = adds([TEXT[:count] for count in LENGTHS], WISH)
     (tmp_path / "alone").mkdir()
@@ -70,7 +75,11 @@ def counts(engine: EngineProcess) -> tuple[int, int, int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "transport"), [("recompute", "tcp"), ("refuse", "tcp"), ("recompute", "shared")]
+    ("policy", "transport"),
+    few(
+        [("refuse", "tcp"), ("recompute", "shared")],
+        all_of=product(("recompute", "refuse"), TRANSPORTS),
+    ),
 )
 def test_a_prefill_worker_that_is_killed(tmp_path: Path, policy: str, transport: str):
     """While it holds a prompt that the decode worker waits for."""

@@ -22,19 +22,13 @@ from tests.pd.processes import (
 )
 from tests.prefill.processes import PipelineProcess, pipeline
 from tests.support.checkpoints import tokens
+from tests.support.few import few
 
 TEXT = tokens(1200, 512, seed=5)
 ONE = Sampling(tokens_max=1)
 WISH = Sampling(tokens_max=16, ignore_eos=True)
 LENGTHS = (1, 2, 64, 65, 600, 1100)
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-
-
-def few(*cases: tuple[object, ...], all_of: list[tuple[object, ...]]) -> list[object]:
-    """These, in which every value is; and the others of the grid, which `make test-long` runs."""
-    return [
-        case if case in cases else pytest.param(*case, marks=pytest.mark.long) for case in all_of
-    ]
 
 
 def give(number: int, count: int) -> Add:
@@ -80,7 +74,7 @@ def test_dynamic_chunks_are_profiled_before_it_is_ready(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "lost"),
-    few((KILL, 1), (STOP, 2), (KILL, 3), all_of=list(itertools.product((KILL, STOP), (1, 2, 3)))),
+    few([(STOP, 2), (KILL, 3)], all_of=itertools.product((KILL, STOP), (1, 2, 3))),
 )
 def test_a_stage_that_is_lost_ends_all_and_is_named(tmp_path, lost, how):
     with pipeline(tmp_path / "it", 4, chunk_tokens=64) as lead:
@@ -167,7 +161,7 @@ def test_answers_of_processes_are_those_of_one(tmp_path, stage_count):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "how"),
-    few((0, KILL), (1, STOP), all_of=list(itertools.product((0, 1), (KILL, STOP)))),
+    few([(0, KILL), (1, STOP)], all_of=itertools.product((0, 1), (KILL, STOP))),
 )
 def test_a_lost_stage_costs_time_and_no_answer(tmp_path, lost, how):
     """What did not come is made by the worker that decodes, all of it."""

@@ -10,6 +10,7 @@ from ess.engine.ranks.accord import Accord, Wish, agreed
 from ess.engine.step.tuning import Tuning
 from tests.model.test_engine import expected
 from tests.ranks.rig import EXPERTS, Rank, Task, run_ranks
+from tests.support.few import few
 
 BUSY = (Task(0, 130, 8), Task(0, 2, 8), Task(0, 90, 8), Task(7, 110, 4))
 LATE = (Task(4, 64, 9), Task(7, 1, 5), Task(7, 33, 5, cancelled=2))
@@ -62,7 +63,9 @@ GRID = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "mtp", "tbo", "sbo", "family", "mode"), GRID)
+@pytest.mark.parametrize(
+    ("size", "mtp", "tbo", "sbo", "family", "mode"), few(GRID[::7], all_of=GRID)
+)
 def test_every_order_on_two_ranks_and_on_four(size, mtp, tbo, sbo, family, mode):
     tasks = [LATE, BUSY, BRIEF, ()][:size]
     check(family, run_ranks(family, tasks, modes=mode, mtp=mtp, tbo=tbo, sbo=sbo))

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import signal
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from ess.models.load import EMBEDDED, load_model
 from ess.models.weights.checkpoint import Checkpoint
 from ess.ports import kept_port
 from tests.pd.processes import EngineProcess, engines
+from tests.support.few import few
 from tests.support.greedy import greedy
 
 pytestmark = pytest.mark.slow
@@ -95,8 +97,13 @@ def test_ranks_give_the_tokens_of_one_process(tmp_path, size, mtp, tbo, sbo, red
         assert all(sum(chosen) > 200 for chosen in loads.values())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "victim"),
+    few(
+        [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)],
+        all_of=product((signal.SIGKILL, signal.SIGSTOP), (0, 1)),
+    ),
+)
 def test_a_rank_that_is_lost_ends_the_others_in_words(tmp_path, number, victim):
     """While it runs requests and while nobody has any; killed, and stopped where it stands."""
     with ranks(tmp_path, 2) as made:

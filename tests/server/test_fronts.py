@@ -15,6 +15,7 @@ import pytest
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
 from tests.support.crowd import Crowd
+from tests.support.few import few
 from tests.support.kin import children, commands, is_running
 from tests.support.process import Process
 
@@ -140,7 +141,7 @@ def test_a_process_that_is_stuck_is_replaced_and_the_others_go_on():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", few([signal.SIGTERM], all_of=[signal.SIGTERM, signal.SIGINT]))
 def test_all_streams_finish_before_the_end(number: signal.Signals):
     with several("--drain-s", "60") as process:
         short = {**ENDLESS, "max_tokens": 100}

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from typing import Any
+
+import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -25,11 +28,18 @@ def _patch_tensor(tensor: type, scope: Any) -> None:
 interpreter._patch_lang_tensor = _patch_tensor
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Fewer of what is alike, unless all is asked for: a device takes no time for it."""
-    for item in items:
+    """Fewer of what is alike, unless all is asked for: a device takes no time for it. Of each
+    function's cases only every INTERPRET_EVERY-th is run, the first one always."""
+    every, met = int(os.environ.get("INTERPRET_EVERY", "1")), Counter[str]()
+    for item in [*items]:
         if hasattr(item.module, "CAST_ROWS") and "INTERPRET_ALL" not in os.environ:
             item.module.CAST_ROWS = 512
+        name = item.nodeid.partition("[")[0]
+        if met[name] % every:
+            items.remove(item)
+        met[name] += 1
 
 
 def pytest_configure(config: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from ess.kernels.mappings import mappings
 from ess.ports import kept_port
+from tests.support.few import few
 from tests.team.member_process import CHUNK, FAMILY, FORM, LENGTHS, digest
 from tests.team.rig import alone
 
@@ -51,7 +52,9 @@ def pool_bytes(process: subprocess.Popen[str], what: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "size"), [("tp", 2), ("cp", 2), ("cp", 3)])
+@pytest.mark.parametrize(
+    ("kind", "size"), few([("tp", 2), ("cp", 3)], all_of=[("tp", 2), ("cp", 2), ("cp", 3)])
+)
 def test_processes_leave_what_one_rank_leaves_in_one_copy_of_the_pools(kind: str, size: int):
     wanted = digest(alone(FAMILY, FORM, LENGTHS, CHUNK))
     with members(kind, size) as started:

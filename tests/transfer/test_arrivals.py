@@ -285,18 +285,17 @@ def test_a_sign_of_life_extends_the_deadline(landed: Landed) -> None:
     arrivals.check()
 
 
-@pytest.mark.slow
-def test_a_million_unknown_uids_cost_no_memory(landed: Landed) -> None:
+def test_many_unknown_uids_cost_no_memory(landed: Landed) -> None:
     arrivals = Arrivals(clock=ManualClock())
     arrivals.expect(uid=9, sender=PREFILL, shares=SHARES, within_s=30)
     piece = landed.piece(PieceKind.ROWS, (0, 1), (0, 1))
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    for uid in range(1_000, 1_001_000):
+    for uid in range(1_000, 51_000):
         object.__setattr__(piece, "uid", uid)
         arrivals.take(piece, sender=PREFILL, read=landed.read)
     grown = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
-    assert arrivals.verdicts == {Verdict.UNKNOWN: 1_000_000}
+    assert arrivals.verdicts == {Verdict.UNKNOWN: 50_000}
     assert len(arrivals) == 1
     assert grown < 64 << 10

@@ -19,6 +19,7 @@ from ess.sim.locality.policies import PlannerArena
 from ess.sim.locality.selections import LayerProfile, Load
 from ess.sim.locality.workloads import generated, write_trace
 from ess.trace import RequestStep, TraceHeader, TraceWriter
+from tests.support.few import few
 
 
 @pytest.mark.parametrize(("ours", "met"), [(100, True), (110, True), (90, True), (89, False)])
@@ -93,7 +94,7 @@ def test_a_scored_trace_compares_the_policies_of_the_pool_in_multiples_of_top_k(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", few(range(3), all_of=range(12)))
 def test_campaign_planner_lru_is_the_lru_of_a_dictionary(seed: int) -> None:
     rng = np.random.default_rng(seed)
     load = Load(
@@ -113,7 +114,7 @@ def test_campaign_planner_lru_is_the_lru_of_a_dictionary(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", few(range(6), all_of=range(30)))
 def test_campaign_min_is_optimal_by_exhaustive_search(seed: int) -> None:
     load = Load(context=7, step_count=8, top_k=3, seed=seed)
     workload = generated(load, replace(LayerProfile(), hot=6, cold=1, drift=0.3))

@@ -14,6 +14,7 @@ from ess.errors import BadInput, BadState
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceStep, TraceWriter, form, varints
 
 Steps = list[tuple[int, tuple[RequestStep, ...], list[np.ndarray]]]
+LONG = (pytest.mark.slow, pytest.mark.long)
 
 
 def make_header(**changes: object) -> TraceHeader:
@@ -446,7 +447,7 @@ def assert_prefix(read: list[tuple], written: Steps) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(got[2], meant[2], strict=True))
 
 
-@pytest.mark.parametrize("seeds", [range(250), pytest.param(range(2250), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(250), pytest.param(range(2250), marks=LONG)])
 def test_damaged_files_are_refused(small: tuple[Path, Steps], tmp_path: Path, seeds: range) -> None:
     path, steps = small
     raw = path.read_bytes()

@@ -1,0 +1,21 @@
+"""Some cases of a grid or some seeds of many, and all the others by `make test-long`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def few(cases: Iterable[Any], *, all_of: Iterable[Any]) -> list[Any]:
+    """For `parametrize`: all of them, and those that are no `cases` have the mark `long`. A tuple
+    is the values of several arguments."""
+    kept, every = list(cases), list(all_of)
+    assert all(case in every for case in kept), "a case of another grid"
+    return [case if case in kept else _long(case) for case in every]
+
+
+def _long(case: Any) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.long)
