@@ -1,8 +1,8 @@
 """GLM-5-next, its text: indexers choose 16 neighbouring tokens together, nothing turns, residual
 streams are mixed around each block; three of four layers are linear attention (KDA).
 
-The plain model computes all of it. An engine serves models whose layers all have rows: a state of
-each request has no place in the pools yet. Pictures and the MTP module are not read.
+Requests keep a state beside their rows (`ess.models.linear`). Pictures and the MTP module are not
+read.
 """
 
 from __future__ import annotations
