@@ -2,7 +2,8 @@
 
 A small model of random weights, all ways in turn, the same tokens. On a CPU both tiers are DRAM, so
 this shows the cost of offload: planning, copies and one more partial. Random weights choose entries
-at random: the misses here say nothing about a trained model.
+at random, and what their MTP module drafts is wrong: the misses and accepted drafts here say nothing
+about a trained model.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -49,6 +51,7 @@ SMALL: Final[Mapping[str, Any]] = {
     "sliding_window": 64,
     "compress_ratios": [0, 4, 128, 4, 128, 4],
     "num_hash_layers": 1,
+    "num_nextn_predict_layers": 1,
 }
 WARM_UP_STEPS: Final = 3
 ROWS: Final = "f32"
@@ -67,10 +70,12 @@ class Arm:
     """An engine that decodes a batch in one way, its steps timed."""
 
     def __init__(
-        self, model: Model, way: Way, prompts: Sequence[Sequence[int]], steps: int
+        self, model: Model, way: Way, prompts: Sequence[Sequence[int]], steps: int, mtp: int
     ) -> None:
-        layout = model.config.layout(row=ROWS)
-        longest = len(prompts[0]) + WARM_UP_STEPS + steps + 1
+        kept = msgspec.structs.replace(model.config, mtp_layer_count=int(mtp > 1))
+        layout = kept.layout(row=ROWS)
+        most = mtp * (WARM_UP_STEPS + steps + 1)
+        longest = len(prompts[0]) + most
         pages = len(prompts) * layout.pages_of(longest)
         chunks = max(1, round(way.share * pages)) + (way.share == 1)
         self.way, self.layout, self.samples = way, layout, list[float]()
@@ -82,15 +87,15 @@ class Arm:
             sequence_max=len(prompts),
             slot_floor=max(1, chunks * PAGE_ROWS // len(prompts)),
         )
-        config = EngineConfig(modes=way.mode, max_running=len(prompts), budget_every=0)
+        config = EngineConfig(modes=way.mode, mtp=mtp, max_running=len(prompts), budget_every=0)
         self.engine = Engine(model, self.offload, config)
-        sampling = Sampling(tokens_max=WARM_UP_STEPS + steps + 1, ignore_eos=True)
+        sampling = Sampling(tokens_max=most, ignore_eos=True)
         self.requests: list[Request] = [self.engine.add([*p], sampling) for p in prompts]
         while any(request.state != "decoding" for request in self.requests):
             self.engine.step()
         for _ in range(WARM_UP_STEPS):
             self.engine.step()
-        self._before = self.counts()
+        self._before, self._made = self.counts(), self.made()
 
     def step(self) -> None:
         started_s = time.perf_counter()
@@ -103,6 +108,14 @@ class Arm:
         missed = int(stats.miss_count.sum() + stats.place_count.sum())
         return missed, missed + int(stats.hit_count.sum())
 
+    def made(self) -> int:
+        return sum(len(request.output) for request in self.requests)
+
+    def kept_drafts(self) -> float:
+        """Of each request and timed step."""
+        tokens = self.made() - self._made
+        return tokens / (len(self.requests) * len(self.samples)) - 1
+
     def missed_share(self) -> float:
         missed, asked = (
             now - before for now, before in zip(self.counts(), self._before, strict=True)
@@ -112,7 +125,12 @@ class Arm:
 
 @compute_threads()
 def entries_benchmark(
-    *, ctx: str = "4k", batch: str = "4", ratio: str = "0.25,0.5", smoke: bool = False
+    *,
+    ctx: str = "4k",
+    batch: str = "4",
+    ratio: str = "0.25,0.5",
+    mtp: str = "1",
+    smoke: bool = False,
 ) -> list[Row]:
     """
     Parameters
@@ -123,8 +141,10 @@ def entries_benchmark(
         Requests that decode together.
     ratio
         Slots, as shares of all entries.
+    mtp
+        Tokens of each request that a step verifies.
     """
-    context, count = size("--ctx", ctx), size("--batch", batch)
+    context, count, verified = size("--ctx", ctx), size("--batch", batch), size("--mtp", mtp)
     asked, steps = shares("--ratio", ratio), 24
     if smoke:
         context, count, asked, steps = 520, 2, [0.5], 2
@@ -134,21 +154,35 @@ def entries_benchmark(
     prompts = torch.randint(config.vocab_size, (count, context), generator=noise).tolist()
     ways = [Way("resident", 1.0, "resident")]
     ways += [Way(f"{mode} {share:g}", share, mode) for share in asked for mode in ("none", "da")]
-    arms = [Arm(model, way, prompts, steps) for way in ways]
+    arms = [Arm(model, way, prompts, steps, verified) for way in ways]
+    alone = [Arm(model, ways[0], prompts, steps, 1)] if verified > 1 else []
     for _ in range(steps):
-        for arm in arms:
+        for arm in (*arms, *alone):
             arm.step()
     whole = arms[0]
-    told = [[request.output for request in arm.requests] for arm in arms]
-    assert all(each == told[0] for each in told), "offload changed a token"
-    named = {"batch": count, "context": context}
+    told = [[request.output[:steps] for request in arm.requests] for arm in (*arms, *alone)]
+    assert all(each == told[0] for each in told), "offload or drafts changed a token"
+    named = {"batch": count, "context": context, "mtp": verified}
     rows = [_bytes(whole.layout, context)]
+    rows += [row for arm in alone for row in _drafts(whole, arm, named)]
     for arm in arms[1:]:
         rows.append(_step(arm, whole, named))
         rows.append(_missed(arm, named))
-    for arm in arms:
+    for arm in (*arms, *alone):
         arm.offload.close()
     return rows
+
+
+def _drafts(whole: Arm, alone: Arm, named: Mapping[str, Any]) -> list[Row]:
+    kept, config = whole.kept_drafts(), dict(named)
+    step = compare(
+        name="step with drafts, all resident",
+        unit="ms",
+        ours=whole.samples,
+        baseline=("one token", alone.samples),
+        config=config,
+    )
+    return [step, Row(name="drafts kept in a step", value=kept, unit="tokens", config=config)]
 
 
 def _step(arm: Arm, whole: Arm, named: Mapping[str, Any]) -> Row:

@@ -4,7 +4,6 @@ model, and the drafts those of its MTP module."""
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ess.errors import BadInput
 from ess.models.compressed.model import CompressedModel
 from ess.models.compressed.plain import Plain
 from ess.models.registry import read_config
@@ -108,7 +110,13 @@ def test_drafts_are_taken_back_at_every_length(case: Case) -> None:
 
 
 def test_a_checkpoint_is_read(case: Case, tmp_path: Path) -> None:
+    """What transformers saves has no MTP module, whatever its configuration says."""
     case.oracle.save(tmp_path)
+    if case.model.config.mtp_layer_count:
+        with pytest.raises(BadInput, match=r"lacks .* tensors: 'mtp\.0\."):
+            Checkpoint(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "num_nextn_predict_layers": 0}))
     for folder in (case.folder, tmp_path):
         with Checkpoint(folder) as checkpoint:
             model = CompressedModel(

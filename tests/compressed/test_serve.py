@@ -36,7 +36,18 @@ def test_a_server_says_what_the_plain_model_says_and_again_when_its_engine_is_lo
     folder: Path,
 ) -> None:
     expected = greedy(load_model(folder, form="f32"), PROMPT, COUNT)
-    flags = ("--dtype", "f32", "--row", "f32", "--recover", "resume", "--max-running", "2")
+    flags = (
+        "--dtype",
+        "f32",
+        "--row",
+        "f32",
+        "--recover",
+        "resume",
+        "--max-running",
+        "2",
+        "--mtp",
+        "4",
+    )
     names = ("--model", str(folder), "--served-model-name", "ess-embedded")
     with Process(*flags, *names).wait_ready() as process:
         layout = read_config(world.LISTED).layout(row="f32")

@@ -73,7 +73,7 @@ class Sealing:
         keys = latent.keys.copying(index.keys, lists, (step.row_count, len(self._numbers)))
         memory = (self._pools.slabs[0][0].address, at(latent.stored), at(latent.keyed))
         of_step = (at(index.host_page_of), at(self._sealed), at(self._left), len(self._numbers))
-        packed = struct.pack("20q", *keys, *memory, *of_step, latent.writes)
+        packed = struct.pack("21q", *keys, *memory, *of_step, latent.writes)
         done = _seal()(packed, counts, len(accepted))
         assert done, f"step {step.number}: a slot that does not hold its new row"
 
