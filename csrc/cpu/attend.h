@@ -118,11 +118,7 @@ ESS_LANE void decode_row(const Attend& call, const uint8_t* row, char* to) {
     }
     const int64_t groups = call.row_form == Form::fp8 ? call.latent_dim / 128 : 0;
     const uint8_t* tail = row + groups * 132;
-    for (int64_t group = 0; group < groups; group++) {
-        float scale;
-        __builtin_memcpy(&scale, row + groups * 128 + 4 * group, 4);
-        ESS_DECODE_GROUP<half>(row + group * 128, scale, 128, to + group * 128 * size);
-    }
+    ESS_DECODE_GROUPS<half>(row, (const float_any*)(row + groups * 128), groups, to);
     to += groups * 128 * size;
     const int64_t rest = dim - groups * 128;
     if constexpr (half)

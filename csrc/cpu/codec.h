@@ -151,46 +151,51 @@ ESS_AVX512 static inline void widen_32(__m512i bits, char* values) {
     _mm512_storeu_si512(values + 64, _mm512_slli_epi32(high, 16));
 }
 
-struct EvenBytes {
-    alignas(64) uint8_t at[64] = {};
+// Scales that are powers of two, and under which every product is a normal number or zero.
+constexpr uint32_t kLeastExponent = 10, kMostExponent = 246;
 
-    constexpr EvenBytes() {
-        for (int i = 0; i < 64; i++) at[i] = uint8_t(2 * i);
-    }
-};
-constexpr EvenBytes kEvenBytes;
+ESS_LANE bool is_plain(float scale) {
+    const uint32_t bits = as_bits(scale);
+    return (bits & 0x7FFFFFu) == 0 && bits >= kLeastExponent << 23 && bits <= kMostExponent << 23;
+}
 
-// bf16 of all 128 magnitudes for a scale of one.
+// bf16 of all 128 magnitudes for such a scale, low and high bytes apart. All have the scale's
+// exponent in theirs but zero and NaN.
 struct Magnitudes {
-    alignas(64) uint16_t bits[128] = {};
+    alignas(64) uint8_t low[128] = {};
+    alignas(64) uint8_t high[128] = {};
 
-    constexpr Magnitudes() {
+    constexpr Magnitudes(uint32_t exponent = 127) {
         constexpr uint16_t tiny[8] = {0,      0x3B00, 0x3B80, 0x3BC0,
                                       0x3C00, 0x3C20, 0x3C40, 0x3C60};
-        for (int i = 0; i < nan_code; i++)
-            bits[i] = i < 8 ? tiny[i] : uint16_t((120 << 7) + (i << 4));
-        bits[nan_code] = 0x7FC0;
+        for (int i = 0; i < 128; i++) {
+            uint16_t bits = i < 8 ? tiny[i] : uint16_t((120 << 7) + (i << 4));
+            bits = uint16_t(bits + (i ? (exponent - 127) * 128 : 0));
+            if (i == nan_code) bits = 0x7FC0;
+            low[i] = uint8_t(bits);
+            high[i] = uint8_t(bits >> 8);
+        }
     }
 };
-constexpr Magnitudes kMagnitudes;
 
-// All magnitudes get the scale's exponent, but for zero and NaN, and are looked up as bytes: half
-// of the work per code. Only codes of numbers get a sign. Sizes are multiples of 64.
+struct MagnitudesByScale {
+    Magnitudes of[kMostExponent - kLeastExponent + 1];
+
+    constexpr MagnitudesByScale() {
+        for (uint32_t e = kLeastExponent; e <= kMostExponent; e++)
+            of[e - kLeastExponent] = Magnitudes(e);
+    }
+};
+inline constexpr MagnitudesByScale kMagnitudes;
+
+// Magnitudes are looked up as bytes, sixty-four at a time; only codes of numbers get a sign. Sizes
+// are multiples of 64.
 ESS_VBMI static inline void decode_looked_up(const uint8_t* codes, float scale, int64_t size,
                                              char* values) {
-    const __m512i shift = _mm512_set1_epi16(short((int(as_bits(scale) >> 23) - 127) * 128));
-    const uint16_t* bits = kMagnitudes.bits;
-    const __m512i a = _mm512_load_si512(bits), b = _mm512_load_si512(bits + 32);
-    const __m512i c = _mm512_load_si512(bits + 64), d = _mm512_load_si512(bits + 96);
-    const __m512i first = _mm512_mask_add_epi16(a, ~__mmask32(1), a, shift);
-    const __m512i last = _mm512_mask_add_epi16(d, ~__mmask32(0) >> 1, d, shift);
-    const __m512i second = _mm512_add_epi16(b, shift), third = _mm512_add_epi16(c, shift);
-    const __m512i even = _mm512_load_si512(kEvenBytes.at);
-    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
-    const __m512i low_a = _mm512_permutex2var_epi8(first, even, second);
-    const __m512i low_b = _mm512_permutex2var_epi8(third, even, last);
-    const __m512i high_a = _mm512_permutex2var_epi8(first, odd, second);
-    const __m512i high_b = _mm512_permutex2var_epi8(third, odd, last);
+    const Magnitudes& table = kMagnitudes.of[(as_bits(scale) >> 23) - kLeastExponent];
+    const __m512i low_a = _mm512_load_si512(table.low), low_b = _mm512_load_si512(table.low + 64);
+    const __m512i high_a = _mm512_load_si512(table.high);
+    const __m512i high_b = _mm512_load_si512(table.high + 64);
     const __m512i halves = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t i = 0; i < size; i += 64) {
         const __m512i code = _mm512_permutexvar_epi64(halves, _mm512_loadu_si512(codes + i));
@@ -203,12 +208,21 @@ ESS_VBMI static inline void decode_looked_up(const uint8_t* codes, float scale, 
     }
 }
 
+// The groups of a row, 128 codes each, whose scales lie behind one another.
+ESS_VBMI static inline void decode_groups_looked_up(const uint8_t* codes, const float_any* scales,
+                                                    int64_t groups, char* values) {
+    for (int64_t group = 0; group < groups; group++, codes += 128, values += 256) {
+        if (is_plain(scales[group]))
+            decode_looked_up(codes, scales[group], 128, values);
+        else
+            decode_group<true>(codes, scales[group], 128, values);
+    }
+}
+
 template <bool bf16>
 ESS_AVX512 static inline void decode_group_avx512(const uint8_t* codes, float scale, int64_t size,
                                                   char* values) {
-    uint32_t bits = as_bits(scale);
-    bool plain = (bits & 0x7FFFFFu) == 0 && bits >= 10u << 23 && bits <= 246u << 23;
-    if (!plain) return decode_group<bf16>(codes, scale, size, values);
+    if (!is_plain(scale)) return decode_group<bf16>(codes, scale, size, values);
     if (bf16 && size % 64 == 0 && __builtin_cpu_supports("avx512vbmi"))
         return decode_looked_up(codes, scale, size, values);
     Table table = table_of(scale);
@@ -219,6 +233,25 @@ ESS_AVX512 static inline void decode_group_avx512(const uint8_t* codes, float sc
         else
             widen_32(products, values + 4 * i);
     }
+}
+
+// What `decode_group` does for each group of a row.
+template <bool bf16>
+ESS_LANE void decode_groups(const uint8_t* codes, const float_any* scales, int64_t groups,
+                            char* values) {
+    for (int64_t group = 0; group < groups; group++)
+        decode_group<bf16>(codes + 128 * group, scales[group], 128,
+                           values + group * 128 * (bf16 ? 2 : 4));
+}
+
+template <bool bf16>
+ESS_AVX512 static inline void decode_groups_avx512(const uint8_t* codes, const float_any* scales,
+                                                   int64_t groups, char* values) {
+    if (bf16 && __builtin_cpu_supports("avx512vbmi"))
+        return decode_groups_looked_up(codes, scales, groups, values);
+    for (int64_t group = 0; group < groups; group++)
+        decode_group_avx512<bf16>(codes + 128 * group, scales[group], 128,
+                                  values + group * 128 * (bf16 ? 2 : 4));
 }
 
 }  // namespace ess
