@@ -21,6 +21,7 @@ from ess.kernels.ops import Ops
 from ess.layout import RowCodec
 
 SETS = ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ISAS = ("portable", "avx2", "avx512")
 reference, cpu = backend.ops("reference"), backend.ops("cpu")
 
 

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ from ess.kernels.cpu import native
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
 from ess.layout import RowCodec
-from tests.kernels.narrowed import ISAS, pass_with
-from tests.kernels.sets import SETS, op_set, reference, says_so
+from tests.kernels.sets import ISAS, SETS, op_set, reference, says_so
 from tests.kernels.test_rows import another_thread_runs_during
 
 CODECS = {
@@ -383,16 +381,6 @@ def test_with_room_given_torch_makes_nothing() -> None:
 def test_the_gil_is_free_meanwhile() -> None:
     ops, case = backend.ops("cpu"), make(CODECS["656"], heads=128, keys=140)
     assert another_thread_runs_during(lambda: case.run(ops))
-
-
-@needs_native
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", ISAS)
-def test_every_instruction_set(isa: str) -> None:
-    """`avx512` named is without its bf16 products, so the four sets are all seen."""
-    here = Path(__file__).parent
-    files = [str(here / f"test_{name}.py") for name in ("attend", "index", "reference")]
-    pass_with(isa, *files, only="cpu or native")
 
 
 @needs_native

@@ -10,7 +10,6 @@ from ess.errors import BadInput
 from ess.kernels.cpu import native
 from ess.kernels.cpu.codes import GROUP_INPUTS, Bits, CodedWeight
 from ess.kernels.cpu.stage import Heads, Panels, Stage, has_half, pack, pack_codes
-from tests.kernels.narrowed import ISAS, pass_with
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 
@@ -119,10 +118,3 @@ def test_what_cannot_be_codes_is_refused(what: str) -> None:
     codes, steps, value, says = WRONG[what]
     with pytest.raises(BadInput, match=says):
         CodedWeight(torch.zeros(codes, dtype=torch.uint8), torch.full(steps, value).half(), 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", ISAS)
-def test_every_set_of_instructions_agrees(isa: str) -> None:
-    """These very tests, in a process that is held to narrower vectors."""
-    pass_with(isa, __file__)

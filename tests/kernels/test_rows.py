@@ -23,7 +23,6 @@ from ess.flashtrans.views import CheckedCopy, check
 from ess.flashtrans.ways import way_names
 from ess.kernels.cpu import native
 from ess.kernels.streams import RowCopy
-from tests.kernels.narrowed import ISAS, pass_with
 
 ROW_BYTES = (4, 68, 196, 264, 528, 584, 656, 1152, 2304)
 WAYS = range(len(way_names()) if native.available() else 1)
@@ -136,15 +135,6 @@ def test_matrix_at_the_edge_of_the_world() -> None:
             back = np.zeros_like(inside)
             copy_rows(source=edge, source_rows=rows, target=back)
             assert np.array_equal(back, inside)
-
-
-@pytest.mark.slow
-@needs_native
-@pytest.mark.parametrize("isa", ISAS)
-def test_every_instruction_set(isa: str) -> None:
-    if isa == native.isa():
-        pytest.skip("test_matrix does it in this process")
-    assert f"{len(ROW_BYTES) + 1} passed" in pass_with(isa, __file__, only="matrix")
 
 
 def test_a_skip_is_no_neighbour_of_row_0() -> None:

@@ -17,7 +17,6 @@ from ess.models.decoder import DecoderLayer
 from ess.models.layers import Rotation
 from ess.models.model import Model
 from ess.models.moe import _best
-from tests.kernels.narrowed import ISAS, pass_with
 from tests.kernels.sets import cpu, reference
 from tests.support import checkpoints
 
@@ -252,12 +251,6 @@ def test_experts_are_chosen_as_torch_chooses_them() -> None:
     unit = 1.0 * torch.sigmoid(torch.tensor(1.0))
     wanted = (scores.gather(1, chosen) * 2.0**chosen * unit).sum(1)
     torch.testing.assert_close(ours[:, 0], wanted, rtol=1e-5, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", ISAS)
-def test_every_instruction_set(isa: str) -> None:
-    pass_with(isa, __file__)
 
 
 def test_what_does_not_fit_is_refused() -> None:

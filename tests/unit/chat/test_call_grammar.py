@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -107,18 +108,24 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return found
 
 
+@functools.cache
+def compiled(tokenizer: Tokenizer) -> Grammars:
+    """Its processes are started once: a test asks about many texts of few grammars."""
+    return Grammars(tokenizer, vocabulary=VOCABULARY, ends=frozenset({END}))
+
+
 def allows(tokenizer: Tokenizer, text: str, said: str) -> bool:
     """Whether the text may be said to its end."""
-    grammars = Grammars(tokenizer, vocabulary=VOCABULARY, ends=frozenset({END}))
-    grammar = Grammar("lark", text)
+    grammars, grammar = compiled(tokenizer), Grammar("lark", text)
     grammars.want(grammar)
     while (matcher := grammars.matcher(grammar)) is None:
         grammars.wait()
     output: list[int] = []
-    for token in [*tokenizer.encode(said), END]:
-        if not matcher.allowed(output, [])[0][token]:
-            return False
-        output.append(token)
+    with contextlib.closing(matcher):
+        for token in [*tokenizer.encode(said), END]:
+            if not matcher.allowed(output, [])[0][token]:
+                return False
+            output.append(token)
     return True
 
 
