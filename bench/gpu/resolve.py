@@ -197,7 +197,7 @@ def selections(
 def resolve_benchmark(*, smoke: bool) -> Iterator[Row]:
     rig = GpuRig(repeats=1 if smoke else 15)
     scale = 32 if smoke else 1
-    for batch in (2,) if smoke else (1, 4, 16, 32, 80, 160):
+    for batch in (2,) if smoke else (*WANTED_US, 4, 16, 32, 80):
         for queries in (2,) if smoke else (1, 2):
             for misses in (0, 16 if smoke else MISSES):
                 cycle = Cycle(rig, batch=batch, queries=queries, misses=misses, scale=scale)

@@ -207,6 +207,7 @@ def rows_benchmark(*, smoke: bool) -> Iterator[Row]:
     pool = pinned_memory(rig.device, pool_rows * ROW_BYTES, row_bytes=ROW_BYTES, touch_threads=16)
     raw, pool = pool, pool.reshape(-1, ROW_BYTES)
     loop = memcpy_loop()
+    yield from steps(rig, pool, smoke=smoke)
     for verb in ("gather", "scatter"):
         for row_count in (64,) if smoke else (512, 4096, 65536):
             moves = Moves(rig, verb, row_count, pool)
@@ -214,7 +215,6 @@ def rows_benchmark(*, smoke: bool) -> Iterator[Row]:
     yield from sizes(rig, raw, (64 << 10) if smoke else (32 << 20))
     yield from orders(rig, pool, (64,) if smoke else (512, 4096, 65536))
     yield from reaches(rig, pool, 64 if smoke else 65536)
-    yield from steps(rig, pool, smoke=smoke)
     yield from ceilings(rig, (1 << 20) if smoke else (256 << 20))
     yield from both_at_once(rig, 64 if smoke else 65536, pool)
     yield from predictions()

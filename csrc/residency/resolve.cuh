@@ -156,7 +156,7 @@ struct Desk {
     u32 of_warp[kWordsMax * kWarps];
 };
 
-// All i below n, by the threads of a block; how many turns that takes is known where it is compiled.
+// All i below n, by the threads of a block. How many turns that takes, the compiler knows.
 template <i32 n, typename Do>
 __device__ __forceinline__ void for_each(Do one) {
 #pragma unroll

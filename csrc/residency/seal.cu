@@ -77,7 +77,8 @@ struct Seal {
             tile.row[i] = row;
             tile.slot[i] = keeps ? slot : -1;
         }
-        const i32 stays = __syncthreads_count(keeps), leaves = __syncthreads_count(is_new && !keeps);
+        const i32 stays = __syncthreads_count(keeps);
+        const i32 leaves = __syncthreads_count(is_new && !keeps);
         if (threadIdx.x != 0) return;
         atomicAdd(&stored[group * number_stride], u64(stays));
         atomicAdd(&left[group * number_stride], u64(leaves));

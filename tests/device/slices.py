@@ -20,8 +20,9 @@ def test_both_ways_say_the_same():
     assert predicted["ratio"] == pytest.approx(offload["ratio"])
 
 
-def test_a_true_worker_fits_a_device_of_139_gib():
-    plan, device_bytes = true_plan(), 139 << 30
+@pytest.mark.parametrize("gib", [79, 139])
+def test_a_true_worker_fits_an_h100_and_an_h200(gib):
+    plan, device_bytes = true_plan(), gib << 30
     room = 0.9 * device_bytes - weight_bytes(plan.worker)
     batches = {name: fits(plan, plan.way(name), room) for name in (RESIDENT, OFFLOAD)}
     assert 3 * batches[RESIDENT] < batches[OFFLOAD]

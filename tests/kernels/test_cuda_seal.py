@@ -39,8 +39,8 @@ TWINS = {
         "race on totals",
     ),
     "rows that are read before they are written": (
-        "stays = __syncthreads_count(keeps), leaves = __syncthreads_count(is_new && !keeps);",
-        "stays = keeps, leaves = is_new && !keeps;",
+        "stays = __syncthreads_count(keeps);\n        const i32 leaves = __syncthreads_count(",
+        "stays = keeps;\n        const i32 leaves = i32(",
         "race on shared memory|which nobody has written",
     ),
     "keys of one row more": (
