@@ -10,6 +10,7 @@ import torch
 from ess.door import Offload
 from ess.door.sequences import kept
 from ess.engine.engine import Engine, EngineConfig
+from ess.engine.ranks.accord import Alone
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.plain import Plain
@@ -220,6 +221,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_it_cannot_do_is_refused_by_name(config: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said), engines(**config):
         pass
+
+
+def test_engines_that_divide_experts_are_refused() -> None:
+    """A prompt that is cut where a state is kept would meet them more often than they know."""
+    layout = model().config.layout(row="f32", index="f32")
+    offload = Offload.create(layout, slot_bytes="1MiB", host_bytes="1MiB")
+    with offload, pytest.raises(BadInput, match="its states and experts stay in one engine"):
+        Engine(model(), offload, EngineConfig(), ranks=Alone())
 
 
 def test_states_lie_in_no_device_s_memory_yet() -> None:

@@ -160,6 +160,7 @@ REFUSED = [
     ({"mtp": 2}, "mtp is 2, and the model is glm5_next: weights of its MTP module are not"),
     ({"tp_size": 2}, "tp_size is 2, and the model is glm5_next: its heads are not divided"),
     ({"pp_size": 2}, "pp_size is 2, and the model is glm5_next: its layers are not divided"),
+    ({"dp_size": 2}, "dp_size is 2, and the model is glm5_next: its experts are not divided"),
     ({"device": "cuda"}, "device is cuda, and the model is glm5_next: its layers are computed"),
     ({"prefix_cache_dir": "x"}, "prefix_cache_dir is x, and the model is glm5_next: states"),
     ({"deterministic": True}, "deterministic is True, and the model is glm5_next: it has no"),

@@ -10,7 +10,7 @@ from ess.engine.config import EngineConfig
 from ess.engine.entries.guesses import draft
 from ess.engine.entries.memory import Memory, Tokens
 from ess.engine.entries.prompt import run_spans
-from ess.engine.entries.refusals import check_settings
+from ess.engine.entries.refusals import check_settings, lacks
 from ess.engine.entries.step import EntryBatch
 from ess.engine.layers.batch import Batch, ended
 from ess.engine.layers.heads import AllHeads
@@ -52,8 +52,8 @@ class OverEntries:
 def way_of(model: Model, offload: Offload, config: EngineConfig, *, is_alone: bool) -> Way:
     """Of an engine that divides nothing, if it `is_alone`."""
     check_settings(model.config, config)
-    if not isinstance(model, CompressedModel):
-        return Stateful() if model.config.states.fields else Here()
+    if not lacks(model.config):
+        return Here()
     if not is_alone:
         raise BadInput(f"{model.config.family}: its states and experts stay in one engine")
-    return OverEntries(model, offload)
+    return OverEntries(model, offload) if isinstance(model, CompressedModel) else Stateful()

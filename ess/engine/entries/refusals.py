@@ -28,7 +28,7 @@ LACKS: Final[Mapping[str, str]] = {
 ALLOWED: Final = {"backend": ("cpu", "reference")}
 WITH_STATES: Final = (
     *("deterministic", "device", "backend", "fake_prefill"),
-    *("pp_size", "tp_size", "cp_size", "prefix_cache_dir"),
+    *("pp_size", "tp_size", "cp_size", "dp_size", "prefix_cache_dir"),
 )
 """The part of `LACKS` that holds for models with rows of tokens and states beside them."""
 
