@@ -157,11 +157,13 @@ def _through(
     of_keys, of_queries = (each.tril() for each in (seen @ asked).unbind(-1))
     met = torch.cat((keys * kept, queries * kept), 2) @ matrix
     found, read = torch.split(met, count, 2)
-    changes = torch.linalg.solve_triangular(
-        shares * of_keys, shares * (values - found), upper=False, unitriangular=True
-    )
-    left = seen[:, :, -1].transpose(2, 3) @ changes
-    return read + of_queries @ changes, matrix * kept[:, :, -1, :, None] + left
+    changes = shares * (values - found)
+    if count > 1:
+        own = shares * of_keys
+        changes = torch.linalg.solve_triangular(own, changes, upper=False, unitriangular=True)
+    new, left = matrix * kept[:, :, -1, :, None], seen[:, :, -1].transpose(2, 3)
+    new.view(-1, *new.shape[2:]).baddbmm_(left.flatten(0, 1), changes.flatten(0, 1))
+    return read + of_queries @ changes, new
 
 
 def _unit(x: Tensor) -> Tensor:

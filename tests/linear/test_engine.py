@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,13 +12,14 @@ from ess.door import Offload
 from ess.door.sequences import kept
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.ranks.accord import Alone
+from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.plain import Plain
 from tests.linear.world import LINE, MADE, OTHER, add, engines, finish, model, run, told
 from tests.support.greedy import greedy
 
-PAGE = 64
+PAGE, UNIT = 64, 4
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +177,44 @@ def test_forks_begin_with_the_state_of_their_leader(length: int) -> None:
             alone = engine.add(prompt, sampled(seed))
             finish(engine)
             assert alone.output == output, seed
+
+
+# ---- keys of units
+
+
+def held_keys(engine: Engine, request: Request, count: int) -> torch.Tensor:
+    """Of the first units, float32 [layers, units, dim]: the device's, which the host has too."""
+    sequence, pools = request.sequence, engine.offload.owner.pools
+    assert sequence is not None
+    engine.offload.drain()
+    last = np.arange(UNIT - 1, count * UNIT, UNIT)
+    here = sequence.holding.row_ids(0, count * UNIT)[last]
+    home = sequence.holding.host_rows(0, count * UNIT)[last]
+    layers = range(pools.layout.key_layer_count)
+    found = np.stack([pools.index.keys.read(layer, here) for layer in layers])
+    for layer in layers:
+        assert np.array_equal(pools.latent.keys.read(layer, home), found[layer])
+    return torch.from_numpy(found).view(torch.float32)
+
+
+def until_said(engine: Engine, prompt: list[int], count: int) -> Request:
+    request = engine.add(prompt, Sampling(tokens_max=count + 1, ignore_eos=True))
+    while len(request.output) < count:
+        engine.step()
+    return request
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_keys_that_steps_make_are_those_of_a_prompt(is_late: bool) -> None:
+    """In both tiers, copied at once or late; also of a unit that a chunk begins and a step ends."""
+    with engines(is_late=is_late) as engine:
+        request = until_said(engine, LINE[:30], 40)
+        whole, stepped = LINE[:30] + request.output, held_keys(engine, request, 68 // UNIT)
+    with engines(chunk_tokens=128) as engine:
+        prompted = held_keys(engine, until_said(engine, whole, 1), 68 // UNIT)
+    assert (stepped - prompted).abs().max() < 1e-4
+    assert prompted.abs().max() > 0.1
+    assert len(set(prompted.flatten(1).tolist()[0])) > 100
 
 
 # ---- what else an engine is asked

@@ -34,9 +34,14 @@ def told(length: int, *, line: int = 0, count: int = MADE) -> list[int]:
 
 @contextmanager
 def engines(
-    *, chunks: int = 2, sequence_max: int = 8, host_pages: int = 40, **config: Any
+    *,
+    chunks: int = 2,
+    sequence_max: int = 8,
+    host_pages: int = 40,
+    is_late: bool = True,
+    **config: Any,
 ) -> Iterator[Engine]:
-    """Slots for 64 rows a chunk, in each group."""
+    """Slots for 64 rows a chunk, in each group; copies may be late."""
     layout = model().config.layout(row="f32", index="f32")
     offload = Offload.create(
         layout,
@@ -45,7 +50,7 @@ def engines(
         length_max=640,
         sequence_max=sequence_max,
         slot_floor=24,
-        lane=ManualLane(seed=1, delay_max=3),
+        lane=ManualLane(seed=1, delay_max=3) if is_late else None,
         poison=True,
     )
     with offload:
