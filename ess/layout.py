@@ -12,66 +12,23 @@ from typing import Final, Literal
 
 from ess.errors import BadInput
 from ess.layer_groups import check_part, shared_groups
+from ess.row_codec import BYTE_SCALED as BYTE_SCALED
+from ess.row_codec import SCALE_BYTES as SCALE_BYTES
+from ess.row_codec import SCALE_GROUP as SCALE_GROUP
+from ess.row_codec import RowCodec as RowCodec
+from ess.row_codec import RowForm as RowForm
 from ess.units import PAGE_ROWS, div_ceil
 
-RowForm = Literal["fp8", "bf16", "f32", "opaque"]
 IndexForm = Literal["fp8", "f32"]
 ScaleFormat = Literal["ue8m0", "f32"]
 RopeStyle = Literal["half", "interleaved"]
 
-SCALE_GROUP: Final = 128
-SCALE_BYTES: Final = 4
 EXPERTS_MAX: Final = 512  # of one layer: the most that a compiled stage routes among
 
 
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
         raise BadInput(sentence)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowCodec:
-    """One latent row: `latent_dim` values, then `rope_dim` values.
-
-    fp8 stores the latent part as e4m3 with one f32 scale per 128 values and the rope part as bf16;
-    bf16 and f32 store both parts plainly; opaque is bytes that only the owner can read.
-    """
-
-    form: RowForm = "fp8"
-    latent_dim: int = 512
-    rope_dim: int = 64
-    opaque_bytes: int = 0
-    row_bytes: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        _require(self.form in ("fp8", "bf16", "f32", "opaque"), f"row form {self.form!r} unknown")
-        if self.form == "opaque":
-            _require(self.opaque_bytes > 0, "an opaque row needs opaque_bytes > 0")
-        else:
-            _require(self.latent_dim > 0, f"latent_dim is {self.latent_dim}, must be positive")
-            _require(self.rope_dim >= 0, f"rope_dim is {self.rope_dim}, must not be negative")
-        if self.form == "fp8":
-            _require(
-                self.latent_dim % SCALE_GROUP == 0,
-                f"latent_dim {self.latent_dim} is not a multiple of the scale group {SCALE_GROUP}",
-            )
-        object.__setattr__(self, "row_bytes", self._row_bytes())
-        _require(self.row_bytes % 4 == 0, f"a row of {self.row_bytes} bytes is not a multiple of 4")
-
-    @property
-    def scale_count(self) -> int:
-        return self.latent_dim // SCALE_GROUP if self.form == "fp8" else 0
-
-    def _row_bytes(self) -> int:
-        match self.form:
-            case "fp8":
-                return self.latent_dim + self.scale_count * SCALE_BYTES + 2 * self.rope_dim
-            case "bf16":
-                return 2 * (self.latent_dim + self.rope_dim)
-            case "f32":
-                return 4 * (self.latent_dim + self.rope_dim)
-            case "opaque":
-                return self.opaque_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,9 +109,29 @@ ESS_LANE int64_t find_named(const Attend& call, int64_t query, const uint8_t** n
     return count;
 }
 
+// Values that are plain in the row, as bf16.
+template <bool half>
+ESS_LANE void decode_tail(const uint8_t* tail, int64_t count, char* to) {
+    if constexpr (half)
+        __builtin_memcpy(to, tail, count * 2);
+    else
+        for (int64_t i = 0; i < count; i++)
+            ((float_any*)to)[i] = bf16_widen(((const half_any*)tail)[i]);
+}
+
+template <bool half>
+ESS_LANE void decode_by_bytes(const Attend& call, const uint8_t* row, char* to) {
+    const int64_t size = half ? 2 : 4, coded = call.latent_dim - call.plain_dim;
+    const uint8_t *tail = row + coded, *scales = tail + 2 * call.plain_dim;
+    for (int64_t at = 0; at < coded; at += 64)
+        ESS_DECODE_GROUP<half>(row + at, byte_scale(*scales++), 64, to + at * size);
+    decode_tail<half>(tail, call.plain_dim, to + coded * size);
+}
+
 template <bool half>
 ESS_LANE void decode_row(const Attend& call, const uint8_t* row, char* to) {
     const int64_t size = half ? 2 : 4, dim = call.latent_dim + call.rope_dim;
+    if (call.row_form == Form::fp8_64) return decode_by_bytes<half>(call, row, to);
     if (call.row_form == Form::f32 || (half && call.row_form == Form::bf16)) {
         __builtin_memcpy(to, row, dim * size);
         return;
@@ -119,13 +139,7 @@ ESS_LANE void decode_row(const Attend& call, const uint8_t* row, char* to) {
     const int64_t groups = call.row_form == Form::fp8 ? call.latent_dim / 128 : 0;
     const uint8_t* tail = row + groups * 132;
     ESS_DECODE_GROUPS<half>(row, (const float_any*)(row + groups * 128), groups, to);
-    to += groups * 128 * size;
-    const int64_t rest = dim - groups * 128;
-    if constexpr (half)
-        __builtin_memcpy(to, tail, rest * 2);
-    else
-        for (int64_t i = 0; i < rest; i++)
-            ((float_any*)to)[i] = bf16_widen(((const half_any*)tail)[i]);
+    decode_tail<half>(tail, dim - groups * 128, to + groups * 128 * size);
 }
 
 #if ESS_HALF
@@ -194,9 +208,10 @@ ESS_LANE const uint8_t* const* decode_tile(const Attend& call, const Work<half>&
 
 ESS_LANE int64_t line_count(const Attend& call) {
     const int64_t dim = call.latent_dim + call.rope_dim;
-    const int64_t bytes = call.row_form == Form::fp8    ? dim + call.rope_dim + dim / 32
-                          : call.row_form == Form::bf16 ? 2 * dim
-                                                        : 4 * dim;
+    const int64_t bytes = call.row_form == Form::fp8      ? dim + call.rope_dim + dim / 32
+                          : call.row_form == Form::fp8_64 ? dim + call.plain_dim + dim / 64
+                          : call.row_form == Form::bf16   ? 2 * dim
+                                                          : 4 * dim;
     return bytes / 64 + 1;
 }
 

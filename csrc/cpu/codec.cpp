@@ -9,34 +9,50 @@
 
 namespace ess {
 
+ESS_LANE void put_scale(char* at, float scale, bool is_byte) {
+    const uint32_t bits = as_bits(scale);
+    if (is_byte)
+        *at = char(bits >> 23);
+    else
+        std::memcpy(at, &bits, 4);
+}
+
+ESS_LANE float get_scale(const char* at, bool is_byte) {
+    if (is_byte) return byte_scale(uint8_t(*at));
+    float scale;
+    std::memcpy(&scale, at, 4);
+    return scale;
+}
+
+// Returns the scale.
 template <bool bf16>
-ESS_LANE void encode_group(const char* __restrict values, int64_t size, bool power_of_two,
-                           uint8_t* __restrict codes, char* __restrict scale_at) {
+ESS_LANE float encode_group(const char* __restrict values, int64_t size, bool power_of_two,
+                            uint8_t* __restrict codes) {
     uint32_t amax = 0;  // as bits: magnitudes order like integers, infinity and NaN at the top
     for (int64_t i = 0; i < size; i++) {
         uint32_t magnitude = as_bits(load<bf16>(values, i)) & 0x7FFFFFFFu;
         amax = magnitude > amax ? magnitude : amax;
     }
     if (amax >= inf_bits) {
-        std::memcpy(scale_at, &nan_bits, 4);
         std::memset(codes, nan_code, size);
-        return;
+        return as_float(nan_bits);
     }
-    float scale = scale_of(as_float(amax), power_of_two);
-    std::memcpy(scale_at, &scale, 4);
+    const float scale = scale_of(as_float(amax), power_of_two);
     for (int64_t i = 0; i < size; i++) codes[i] = e4m3_encode(load<bf16>(values, i) / scale);
+    return scale;
 }
 
 template <bool bf16>
 ESS_LANE void encode_rows(const Strides f, const char* values, uint8_t* codes, char* scales,
                           char* tail) {
-    const int64_t group_bytes = f.group_size * (bf16 ? 2 : 4);
+    const int64_t group_bytes = f.group_size * (bf16 ? 2 : 4), apart = f.scale_is_byte ? 1 : 4;
     for (int64_t r = 0; r < f.row_count; r++) {
         const char* from = values + r * f.value_stride;
-        for (int64_t g = 0; g < f.group_count; g++, from += group_bytes)
-            encode_group<bf16>(from, f.group_size, f.power_of_two,
-                               codes + r * f.row_stride + g * f.group_size,
-                               scales + r * f.scale_stride + g * 4);
+        for (int64_t g = 0; g < f.group_count; g++, from += group_bytes) {
+            uint8_t* to = codes + r * f.row_stride + g * f.group_size;
+            const float scale = encode_group<bf16>(from, f.group_size, f.power_of_two, to);
+            put_scale(scales + r * f.scale_stride + g * apart, scale, f.scale_is_byte);
+        }
         char* to = tail + r * f.row_stride;
         if (bf16)
             std::memcpy(to, from, f.tail_count * 2);
@@ -48,12 +64,12 @@ ESS_LANE void encode_rows(const Strides f, const char* values, uint8_t* codes, c
 template <bool avx512, bool bf16>
 ESS_LANE void decode_rows(const Strides f, char* values, const uint8_t* codes, const char* scales,
                           const char* tail) {
-    const int64_t group_bytes = f.group_size * (bf16 ? 2 : 4);
+    const int64_t group_bytes = f.group_size * (bf16 ? 2 : 4), apart = f.scale_is_byte ? 1 : 4;
     for (int64_t r = 0; r < f.row_count; r++) {
         char* to = values + r * f.value_stride;
         for (int64_t g = 0; g < f.group_count; g++, to += group_bytes) {
-            float scale;
-            std::memcpy(&scale, scales + r * f.scale_stride + g * 4, 4);
+            const char* at = scales + r * f.scale_stride + g * apart;
+            const float scale = get_scale(at, f.scale_is_byte);
             const uint8_t* from = codes + r * f.row_stride + g * f.group_size;
             if constexpr (avx512)
                 decode_group_avx512<bf16>(from, scale, f.group_size, to);

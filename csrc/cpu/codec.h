@@ -93,6 +93,12 @@ ESS_LANE float scale_of(float amax, bool power_of_two) {
     return as_float((as_bits(scale) + 0x7FFFFFu) & inf_bits);
 }
 
+// A scale in a byte is the exponent of a power of two (e8m0); 255 is no number.
+ESS_LANE float byte_scale(uint8_t exponent) {
+    const uint32_t bits = pick(exponent == 0, 1u << 22, uint32_t(exponent) << 23);
+    return as_float(pick(exponent == 255, nan_bits, bits));
+}
+
 template <bool bf16>
 ESS_LANE float load(const char* values, int64_t i) {
     if (bf16) return bf16_widen(reinterpret_cast<const half_any*>(values)[i]);

@@ -16,6 +16,7 @@ struct Strides {
     int64_t value_stride;
     int64_t row_stride;  // of codes and tail
     int64_t scale_stride;
+    int64_t scale_is_byte;  // a power of two as its exponent; else f32
 };
 
 // One row or key: its strides, and where scales and tail lie behind the first code.

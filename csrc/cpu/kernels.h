@@ -12,7 +12,7 @@
 
 namespace ess {
 
-enum Form : int64_t { fp8 = 0, bf16 = 1, f32 = 2 };
+enum Form : int64_t { fp8 = 0, bf16 = 1, f32 = 2, fp8_64 = 3 };
 
 // Rows of bytes, any distance apart.
 struct Matrix {
@@ -34,6 +34,7 @@ struct Attend {
     int64_t head_stride;
     int64_t slot_count;
     int64_t slot_stride;
+    int64_t plain_dim;  // of the latent part, in fp8_64
     Matrix rows;
     Matrix placed;
     const uint8_t* queries;

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.layout import SCALE_GROUP, IndexCodec
+from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
 from ess.units import div_ceil
 
 if TYPE_CHECKING:
@@ -23,6 +23,13 @@ SINGLE: Final = (torch.float32,)
 FLOATS: Final = (torch.float32, torch.bfloat16)
 CODED: Final = torch.float8_e4m3fn
 QUERIES: Final = (*FLOATS, torch.float64, CODED)
+
+
+def require_readable(codec: RowCodec, backend: str) -> None:
+    if codec.form == "opaque":
+        raise BadInput("an opaque row is read, written and attended by its owner only")
+    if codec.form == "fp8_64" and backend == "cuda":
+        raise BadInput("no kernel of a device reads or writes rows of the form fp8_64")
 
 
 def require(

@@ -47,6 +47,7 @@ from ess.kernels.checks import (
     require_adjacent,
     require_dense,
     require_ends,
+    require_readable,
     require_single,
     require_within,
 )
@@ -200,8 +201,7 @@ class Ops:
         anything. Without a slot a query gets out = 0 and lse = -inf. On a device, `balanced`: what
         a query gets may depend on the batch, by rounding; `whole`: nothing is to run beside it.
         """
-        if codec.form == "opaque":
-            raise BadInput("an opaque row is attended by its owner only")
+        require_readable(codec, self.name)
         self._check_bytes("rows", rows, None, codec.row_bytes)
         if placed is not None:
             self._check_bytes("placed", placed, None, codec.row_bytes, in_place=True)
@@ -419,8 +419,7 @@ class Ops:
             )
 
     def _check_rows(self, values: Tensor, codec: RowCodec, rows: Tensor) -> None:
-        if codec.form == "opaque":
-            raise BadInput("an opaque row is read and written by its owner only")
+        require_readable(codec, self.name)
         self._check_bytes("rows", rows, None, codec.row_bytes)
         shape = rows.shape[0], codec.latent_dim + codec.rope_dim
         self._check("values", values, shape, FLOATS)
@@ -428,8 +427,7 @@ class Ops:
             raise BadInput("values and rows overlap in memory")
 
     def _check_whole(self, values: Tensor, codec: RowCodec) -> None:
-        if codec.form == "opaque":
-            raise BadInput("an opaque row is written by its owner only")
+        require_readable(codec, self.name)
         self._check("values", values, (None, codec.latent_dim + codec.rope_dim), FLOATS)
 
     def _places(self, out: Tensor, codec: RowCodec, places: Tensor, count: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from ess.errors import BadInput
-from ess.layout import IndexCodec, IndexForm, ModelLayout, RowCodec, RowForm
+from ess.layout import BYTE_SCALED, IndexCodec, IndexForm, ModelLayout, RowCodec, RowForm
 from ess.models.compressed.form import HEADER_BYTES, VALUE_BYTES, entry_pages, state_form
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ def layout_of(config: ModelConfig, *, name: str, row: RowForm, index: IndexForm)
     verified_max = VERIFIED_MAX if config.mtp_layer_count else 1
     if not count:
         raise BadInput(f"{where}: no layer has an indexer that chooses entries: none is offloaded")
-    if row == "fp8":
+    if row == "fp8" and config.nope_dim % BYTE_SCALED:
         raise BadInput(
-            f"{where}: entries are turned in their last {config.rope_dim} of {config.value_dim}"
-            " dimensions, which fp8 rows would round to e4m3: choose row bf16 or f32"
+            f"{where}: the {config.nope_dim} dimensions of an entry that are not turned are no"
+            f" multiple of {BYTE_SCALED}, which fp8 rows need: choose row bf16 or f32"
         )
     if unit_bytes < HEADER_BYTES:
         raise BadInput(f"{where}: head_dim {config.value_dim} is less than 4")
@@ -39,7 +39,7 @@ def layout_of(config: ModelConfig, *, name: str, row: RowForm, index: IndexForm)
         name=name or config.family,
         layer_count=count,
         groups=tuple((layer,) for layer in range(count)),
-        row=RowCodec(form=row, latent_dim=config.value_dim, rope_dim=0),
+        row=_row_codec(config, row),
         index=IndexCodec(
             form=index,
             key_dim=config.index_dim,
@@ -59,3 +59,11 @@ def layout_of(config: ModelConfig, *, name: str, row: RowForm, index: IndexForm)
         state_bytes=state_form(config, drafts=verified_max).byte_count,
         state_page_bytes=entry_pages(config).page_units * unit_bytes,
     )
+
+
+def _row_codec(config: ModelConfig, row: RowForm) -> RowCodec:
+    """An entry is key and value at once. In fp8 its last dimensions, which are turned, are bf16."""
+    dim = config.value_dim
+    if row != "fp8":
+        return RowCodec(form=row, latent_dim=dim, rope_dim=0)
+    return RowCodec(form="fp8_64", latent_dim=dim, rope_dim=0, plain_dim=config.rope_dim)

@@ -147,6 +147,13 @@ def test_what_the_pools_are_told() -> None:
         assert windows == [127 + verified] * (43 + modules)
 
 
+def test_rows_in_fp8_are_as_published() -> None:
+    """448 codes, 64 values that are turned, 7 scales and a byte."""
+    layout = flash().layout(row="fp8")
+    assert (layout.row.form, layout.row_bytes, layout.row.scale_count) == ("fp8_64", 584, 7)
+    assert layout.row_bytes == entry_bytes(flash())
+
+
 def test_what_drafts_in_another_way_is_served_without_drafts() -> None:
     """Several modules, or DSpark's: nothing of them is read."""
     config = read_config(world.RATIOS)

@@ -17,8 +17,10 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
+from ess.layout import RowForm
 from ess.models.compressed.model import CompressedModel
 from ess.models.compressed.plain import Plain
+from ess.models.registry import read_config
 from tests.compressed import drafting, world
 from tests.model import grid
 from tests.support import checkpoints
@@ -310,13 +312,15 @@ def test_verify_mode_sees_a_slot_that_differs() -> None:
             assert bool(engine.verifier.mismatch_count) == damages
 
 
-def test_rounded_rows_and_keys_are_the_same_offloaded_and_resident() -> None:
-    """Weights and rows in bf16, keys in fp8, as a server has them by default."""
-    config = world.tiny().config
+@pytest.mark.parametrize("row", ["bf16", "fp8"])
+def test_rounded_rows_and_keys_are_the_same_offloaded_and_resident(row: RowForm) -> None:
+    """Weights and rows in bf16, keys in fp8, as a server has them by default; and rows in fp8."""
+    config = read_config({**world.LISTED, "head_dim": 72})
     drawn = {name: each.bfloat16() for name, each in world.weights(config).items()}
     ids = {name: each for name, each in world.weights(config).items() if each.dtype == torch.int64}
     model = CompressedModel(config, {**drawn, **ids}.__getitem__)
-    layout, said = config.layout(row="bf16"), []
+    layout, said = config.layout(row=row), []
+    assert layout.row_bytes == {"bf16": 144, "fp8": 88}[row]
     for mode, chunks, mtp in (("resident", 4, 1), ("none", 1, 4)):
         offload = Offload.create(
             layout,
@@ -355,9 +359,11 @@ def test_what_it_cannot_do_is_refused_by_name(config: dict[str, Any], said: str)
         pass
 
 
-def test_rows_that_would_lose_their_turn_are_refused() -> None:
+def test_rows_that_do_not_fit_fp8_are_refused() -> None:
     config = world.tiny().config
-    with pytest.raises(BadInput, match="fp8 rows would round to e4m3: choose row bf16 or f32"):
+    with pytest.raises(
+        BadInput, match="the 24 dimensions of an entry that are not turned are no m"
+    ):
         config.layout()
 
 

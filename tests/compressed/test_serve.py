@@ -101,7 +101,7 @@ def test_what_a_server_cannot_do_is_refused_by_name(
     ("flags", "said"),
     [
         (("--mtp", "8"), "mtp is 8, and the model is deepseek_v4"),
-        (("--row", "fp8"), "fp8 rows would round to e4m3: choose row bf16 or f32"),
+        (("--row", "fp8"), "not turned are no multiple of 64, which fp8 rows need: choose row bf1"),
     ],
 )
 def test_a_refusal_is_one_sentence(folder: Path, flags: tuple[str, ...], said: str) -> None:

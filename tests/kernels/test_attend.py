@@ -26,6 +26,8 @@ CODECS = {
     "656": RowCodec(),
     "264": RowCodec(latent_dim=256, rope_dim=0),
     "584": RowCodec(rope_dim=28),
+    "published V4": RowCodec(form="fp8_64", rope_dim=0, plain_dim=64),
+    "byte-168": RowCodec(form="fp8_64", latent_dim=146, rope_dim=0, plain_dim=18),
     "1152": RowCodec(form="bf16"),
     "bf16-24": RowCodec(form="bf16", latent_dim=9, rope_dim=3),
     "2304": RowCodec(form="f32"),
@@ -149,7 +151,8 @@ def test_agrees_for_every_count(ops: Ops, codec: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize(
-    ("codec", "bound"), [("656", 0.12), ("264", 0.15), ("1152", 8e-3), ("2304", 4e-6)]
+    ("codec", "bound"),
+    [("656", 0.12), ("264", 0.15), ("published V4", 0.12), ("1152", 8e-3), ("2304", 4e-6)],
 )
 def test_near_the_rows_that_were_meant(ops: Ops, codec: str, bound: float) -> None:
     """Against the values before they were encoded: what a form costs is bounded."""
@@ -162,7 +165,7 @@ def test_near_the_rows_that_were_meant(ops: Ops, codec: str, bound: float) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("codec", ["656", "1152", "2304", "f32-28"])
+@pytest.mark.parametrize("codec", ["656", "published V4", "1152", "2304", "f32-28"])
 @pytest.mark.parametrize("heads", [3, 8, 33])
 def test_bits_depend_on_the_rows_and_their_order_alone(
     ops: Ops, codec: str, heads: int, dtype: torch.dtype

@@ -30,6 +30,8 @@ CODECS = {
     "528": RowCodec(rope_dim=0),
     "584": RowCodec(rope_dim=28),
     "136": RowCodec(latent_dim=128, rope_dim=2),
+    "published V4": RowCodec(form="fp8_64", rope_dim=0, plain_dim=64),
+    "byte-168": RowCodec(form="fp8_64", latent_dim=146, rope_dim=0, plain_dim=18),
     "1152": RowCodec(form="bf16"),
     "bf16-24": RowCodec(form="bf16", latent_dim=9, rope_dim=3),
     "2304": RowCodec(form="f32"),
@@ -191,6 +193,34 @@ def test_every_code_under_any_scale(ops: object, dtype: torch.dtype) -> None:
     same_values(decode(ops, rows, CODECS["264"], dtype), want.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_code_under_every_byte_of_a_scale(ops: object, dtype: torch.dtype) -> None:
+    """All 256 of them: powers of two from 2^-127 on, the last one is no number."""
+    exponents = np.arange(256, dtype=np.uint8)
+    codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    rows = np.concatenate([codes, np.repeat(exponents[:, None], 8, axis=1)], axis=1)
+    rows[:, 260:] = 0xA5
+    codec = RowCodec(form="fp8_64", latent_dim=256, rope_dim=0)
+    assert codec.row_bytes == rows.shape[1] == 264
+    floats = torch.from_numpy(codes).view(torch.float8_e4m3fn).double()
+    powers = 2.0 ** (torch.from_numpy(exponents).double() - 127)
+    powers[255] = torch.nan
+    want = (floats * powers[:, None]).float()
+    same_values(decode(ops, rows, codec, dtype), want.to(dtype))
+
+
+def test_the_published_row_by_hand(ops: object) -> None:
+    """Seven groups of 64 codes, 64 plain values, seven exponents, a zero: amax 448 is scale 1, its
+    exponent 127; zeros count as 1e-4, which is 2^-22; a broken group has no number at all."""
+    values = np.zeros((1, 512), np.float32)
+    values[0, :2], values[0, 64], values[0, 128] = [448, -1], 1, np.nan
+    values[0, 448:450] = [1 + 3 * 2**-8, -2]
+    wanted = bytes.fromhex("7eb8" + "00" * 62 + "78" + "00" * 63 + "7f" * 64 + "00" * 256)
+    wanted += bytes.fromhex("823f 00c0" + "0000" * 62 + "7f77ff69696969" + "00")
+    rows = encode(ops, torch.from_numpy(values), CODECS["published V4"])
+    assert rows[0].tobytes().hex() == wanted.hex()
+
+
 @pytest.mark.parametrize("broken", [np.nan, -np.nan, np.inf, -np.inf])
 def test_a_broken_value_poisons_its_group_and_no_other(ops: object, broken: float) -> None:
     values = torch.ones(3, 576)
@@ -330,12 +360,31 @@ def test_values_whose_elements_lie_apart_are_copied(set_ops: Ops) -> None:
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_missing())
 
+
+@pytest.mark.parametrize(
+    ("plain_dim", "rope_dim", "says"),
+    [
+        (62, 0, "without plain_dim 62 is not a positive multiple of 64"),
+        (512, 0, "without plain_dim 512 is not a positive"),
+        (63, 0, "an even plain_dim, not 63"),
+        (-64, 0, "an even plain_dim, not -64"),
+        (64, 2, "no rope_dim, not 2"),
+    ],
+)
+def test_what_is_no_row_of_64_is_refused(plain_dim: int, rope_dim: int, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        RowCodec(form="fp8_64", rope_dim=rope_dim, plain_dim=plain_dim)
+
+
 DIGEST = """
 import hashlib, numpy as np
 from ess.kernels.cpu import codec as native_codec, native
 from ess.layout import RowCodec
 digest = hashlib.sha256()
-for codec in (RowCodec(), RowCodec(latent_dim=128, rope_dim=2), RowCodec(form="bf16")):
+for codec in (
+    RowCodec(), RowCodec(latent_dim=128, rope_dim=2), RowCodec(form="bf16"),
+    RowCodec(form="fp8_64", rope_dim=0, plain_dim=64),
+):
     rng = np.random.default_rng(7)
     rows = rng.integers(0, 256, (600, codec.row_bytes), dtype=np.uint8)
     width = codec.latent_dim + codec.rope_dim

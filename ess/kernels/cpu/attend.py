@@ -26,7 +26,7 @@ from ess.kernels.cpu import native, records
 from ess.kernels.cpu.records import Matrix
 from ess.kernels.merge import Partial
 
-FORMS: Final = {"fp8": 0, "bf16": 1, "f32": 2}
+FORMS: Final = {"fp8": 0, "bf16": 1, "f32": 2, "fp8_64": 3}
 QUERY_FORMS: Final = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2}
 NOTHING: Final = Matrix()
 
@@ -50,7 +50,7 @@ def attend(call: Attend) -> None:
     record = records.Attend(
         *(count, heads, codec.latent_dim, codec.rope_dim),
         *(FORMS[codec.form], QUERY_FORMS[queries.dtype], *strides(queries)),
-        *(slots.shape[1], slots.stride()[0]),
+        *(slots.shape[1], slots.stride()[0], codec.plain_dim),
         *(matrix(rows), NOTHING if placed is None else matrix(placed)),
         *(queries.data_ptr(), slots.data_ptr(), into.out.data_ptr(), into.lse.data_ptr()),
         scale,

@@ -16,7 +16,7 @@ from ess.kernels.cpu import native
 from ess.kernels.cpu.records import Strides
 from ess.kernels.reference import formats
 from ess.kernels.reference.formats import Array, Bytes, Keys
-from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
+from ess.layout import BYTE_SCALED, SCALE_GROUP, IndexCodec, RowCodec
 
 
 @functools.cache
@@ -28,6 +28,8 @@ def encode_rows(values: Array, codec: RowCodec, out: Bytes) -> Bytes:
     """Values [n, latent + rope], float32 or bfloat16 bits, into rows [n, row_bytes]."""
     if codec.form == "f32" or not native.available():
         return formats.encode_rows(values, codec, out)
+    if codec.form == "fp8_64":
+        out[:, codec.latent_dim + codec.plain_dim + codec.scale_count :] = 0
     _call("ess_codec_encode", values, codec, out)
     return out
 
@@ -54,14 +56,25 @@ def encode_keys(values: Array, codec: IndexCodec) -> Keys:
 
 
 def _call(name: str, values: Array, codec: RowCodec, rows: Bytes) -> None:
-    """The fp8 form, or the bf16 form as a tail without groups."""
+    """The fp8 forms, or the bf16 form as a tail without groups."""
     group_count = codec.scale_count
+    if codec.form == "fp8_64":
+        return _call_by_bytes(name, values, codec, rows)
     tail_count = codec.rope_dim if group_count else codec.latent_dim + codec.rope_dim
     form = _form(values, len(rows), group_count, SCALE_GROUP, tail_count, True)
     form.row_stride = form.scale_stride = rows.strides[0]
     codes = native.address(rows)
     scales = codes + group_count * SCALE_GROUP
     _function(name)(form, native.address(values), codes, scales, scales + 4 * group_count)
+
+
+def _call_by_bytes(name: str, values: Array, codec: RowCodec, rows: Bytes) -> None:
+    coded = codec.scale_count * BYTE_SCALED
+    form = _form(values, len(rows), codec.scale_count, BYTE_SCALED, codec.plain_dim, True)
+    form.row_stride = form.scale_stride = rows.strides[0]
+    form.scale_is_byte = True
+    codes, scales_from = native.address(rows), coded + 2 * codec.plain_dim
+    _function(name)(form, native.address(values), codes, codes + scales_from, codes + coded)
 
 
 def _form(

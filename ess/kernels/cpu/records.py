@@ -28,7 +28,7 @@ class Attend(ctypes.Structure):
     _fields_ = [
         *_fields(_COUNT, "query_count", "head_count", "latent_dim", "rope_dim"),
         *_fields(_COUNT, "row_form", "query_form", "query_stride", "head_stride"),
-        *_fields(_COUNT, "slot_count", "slot_stride"),
+        *_fields(_COUNT, "slot_count", "slot_stride", "plain_dim"),
         *_fields(Matrix, "rows", "placed"),
         *_fields(_POINTER, "queries", "slots", "out", "lse"),
         *_fields(ctypes.c_float, "scale"),
@@ -101,7 +101,7 @@ class Strides(ctypes.Structure):
     _fields_ = [
         *_fields(_COUNT, "row_count", "group_count", "group_size", "tail_count"),
         *_fields(_COUNT, "power_of_two", "value_is_bf16"),
-        *_fields(_COUNT, "value_stride", "row_stride", "scale_stride"),
+        *_fields(_COUNT, "value_stride", "row_stride", "scale_stride", "scale_is_byte"),
     ]
 
 

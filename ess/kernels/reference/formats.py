@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
+from ess.layout import BYTE_SCALED, SCALE_GROUP, IndexCodec, RowCodec
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -107,6 +107,8 @@ def encode_groups(groups: Floats, *, power_of_two: bool) -> tuple[Bytes, Floats]
 
 def encode_rows(values: Array, codec: RowCodec, out: Bytes) -> Bytes:
     """Values [n, latent + rope], float32 or bfloat16 bits, into rows [n, row_bytes]."""
+    if codec.form == "fp8_64":
+        return _encode_by_bytes(values, codec, out)
     if codec.form != "fp8":
         plain = widen(values) if codec.form == "f32" else narrow(values)
         out[:] = np.ascontiguousarray(plain).view(np.uint8)
@@ -121,7 +123,8 @@ def encode_rows(values: Array, codec: RowCodec, out: Bytes) -> Bytes:
 
 def decode_rows(rows: Bytes, codec: RowCodec, out: Array) -> Array:
     """Rows [n, row_bytes] into values [n, latent + rope], float32 or bfloat16 bits."""
-    plain = _plain(rows, codec) if codec.form != "fp8" else _dequantised(rows, codec)
+    reads = {"fp8": _dequantised, "fp8_64": _decode_by_bytes}.get(codec.form, _plain)
+    plain = reads(rows, codec)
     out[:] = narrow(plain) if out.dtype == np.uint16 else widen(plain)
     return out
 
@@ -139,6 +142,32 @@ def _dequantised(rows: Bytes, codec: RowCodec) -> Floats:
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         latent = groups * scales.view(np.float32)[..., None]
     return np.concatenate([latent.reshape(codes.shape), bf16_widen(rope.view(np.uint16))], axis=1)
+
+
+def _encode_by_bytes(values: Array, codec: RowCodec, out: Bytes) -> Bytes:
+    """e8m0: the exponent of a power of two, with the bias of a float; 255 is NaN."""
+    coded, tail = np.split(values, [codec.latent_dim - codec.plain_dim], axis=1)
+    groups = widen(coded).reshape(len(values), codec.scale_count, BYTE_SCALED)
+    codes, scales = encode_groups(groups, power_of_two=True)
+    exponents = (scales.view(np.uint32) >> 23).astype(np.uint8)
+    parts = codes.reshape(coded.shape), np.ascontiguousarray(narrow(tail)).view(np.uint8), exponents
+    whole = np.concatenate(parts, axis=1)
+    out[:, : whole.shape[1]], out[:, whole.shape[1] :] = whole, 0
+    return out
+
+
+def _decode_by_bytes(rows: Bytes, codec: RowCodec) -> Floats:
+    coded = codec.latent_dim - codec.plain_dim
+    ends = np.cumsum([coded, 2 * codec.plain_dim, codec.scale_count])
+    parts = [np.ascontiguousarray(part) for part in np.split(rows, ends, axis=1)]
+    codes, tail, exponents = parts[:3]
+    bits = np.where(exponents == 0, 1 << 22, exponents.astype(np.int64) << 23)
+    scales = np.where(exponents == 255, np.nan, bits.astype(np.uint32).view(np.float32))
+    scales = scales.astype(np.float32)
+    groups = e4m3_decode(codes).reshape(len(rows), codec.scale_count, BYTE_SCALED)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        latent = groups * scales[..., None]
+    return np.concatenate([latent.reshape(codes.shape), bf16_widen(tail.view(np.uint16))], axis=1)
 
 
 def encode_keys(values: Array, codec: IndexCodec) -> Keys:

@@ -19,7 +19,7 @@ from ess.kernels.reference import cut as cutting
 from ess.kernels.reference import finish as finishing
 from ess.kernels.reference.finish import finish_keys, turn_queries
 from ess.kernels.reference.keys import encode_groups, encode_keys, hadamard, read_keys
-from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
+from ess.layout import BYTE_SCALED, SCALE_GROUP, IndexCodec, RowCodec
 from ess.units import PAGE_ROWS
 
 __all__ = [
@@ -64,6 +64,8 @@ def checked_before(name: str, ids: Tensor) -> bool:
 
 
 def encode_rows(values: Tensor, codec: RowCodec, out: Tensor) -> None:
+    if codec.form == "fp8_64":
+        return _encode_by_bytes(values, codec, out)
     if codec.form != "fp8":
         plain = values.float() if codec.form == "f32" else _narrow(values)
         out.copy_(plain.contiguous().view(torch.uint8))
@@ -78,6 +80,8 @@ def encode_rows(values: Tensor, codec: RowCodec, out: Tensor) -> None:
 def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> None:
     if not len(rows):
         return
+    if codec.form == "fp8_64":
+        return _decode_by_bytes(rows, codec, out)
     if codec.form != "fp8":
         plain = rows.contiguous().view(torch.float32 if codec.form == "f32" else torch.bfloat16)
         out.copy_(_narrow(plain) if out.dtype == torch.bfloat16 else plain)
@@ -88,6 +92,28 @@ def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> None:
     latent = (groups * scales.view(torch.float32)[..., None]).flatten(1)
     out[:, : codec.latent_dim] = _narrow(latent) if out.dtype == torch.bfloat16 else latent
     out[:, codec.latent_dim :] = rope.view(torch.bfloat16)
+
+
+def _encode_by_bytes(values: Tensor, codec: RowCodec, out: Tensor) -> None:
+    coded, tail = values.tensor_split([codec.latent_dim - codec.plain_dim], dim=1)
+    groups = coded.float().reshape(len(values), codec.scale_count, BYTE_SCALED)
+    codes, scales = encode_groups(groups, power_of_two=True)
+    exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    parts = codes.flatten(1).view(torch.uint8), _narrow(tail).contiguous().view(torch.uint8)
+    whole = torch.cat([*parts, exponents], dim=1)
+    out[:, : whole.shape[1]], out[:, whole.shape[1] :] = whole, 0
+
+
+def _decode_by_bytes(rows: Tensor, codec: RowCodec, out: Tensor) -> None:
+    coded, count = codec.latent_dim - codec.plain_dim, codec.scale_count
+    ends = [coded, coded + 2 * codec.plain_dim, coded + 2 * codec.plain_dim + count]
+    codes, tail, exponents, _ = (part.contiguous() for part in rows.tensor_split(ends, dim=1))
+    bits = (exponents.int() << 23).masked_fill(exponents == 0, 1 << 22)
+    scales = bits.view(torch.float32).masked_fill(exponents == 255, torch.nan)
+    groups = codes.view(torch.float8_e4m3fn).float().view(len(rows), count, BYTE_SCALED)
+    latent = (groups * scales[..., None]).flatten(1)
+    out[:, :coded] = _narrow(latent) if out.dtype == torch.bfloat16 else latent
+    out[:, coded:] = tail.view(torch.bfloat16)
 
 
 def _groups_shape(rows: Tensor, codec: RowCodec) -> tuple[int, int, int]:
