@@ -6,11 +6,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from io import FileIO
 from select import select
 from types import TracebackType
 from typing import Any
 
 from ess.errors import BadState
+
+
+def next_line(asked: FileIO, meanwhile: Callable[[], None]) -> bytes:
+    """In the other process. A line that was read ahead would not show here, so none is."""
+    while not select([asked], [], [], 0.0005)[0]:
+        meanwhile()
+    return asked.readline()
 
 
 class Child:

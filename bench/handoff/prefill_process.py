@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import sys
-from io import FileIO
 from typing import Any
 
 import msgspec
 
+from ess.bench.handoff.child import next_line
 from ess.bench.handoff.workers import Shape, Worker
 from ess.engine.tokens.sampling import Sampling
 
@@ -24,20 +23,12 @@ def main() -> None:
     worker = Worker(msgspec.json.decode(sys.argv[1], type=Shape))
     print(json.dumps({"metadata": worker.port.metadata().hex()}), flush=True)
     asked = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
-    while line := _next_line(worker, asked):
+    while line := next_line(asked, worker.engine.pump):
         wish = json.loads(line)
         if "meet" in wish:
             worker.port.meet(bytes.fromhex(wish["meet"]))
         else:
             print(json.dumps(_made(worker, wish)), flush=True)
-
-
-def _next_line(worker: Worker, asked: FileIO) -> bytes:
-    """The next line; rows keep leaving until it comes. Reads no line ahead, as it would not show in
-    `select`."""
-    while not select.select([asked], [], [], 0.0005)[0]:
-        worker.engine.pump()
-    return asked.readline()
 
 
 def _made(worker: Worker, wish: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from ess.door.handoff import geometry, units
+from ess.door.handoff.departure import Departure
 from ess.door.handoff.endings import Landed, Missed
 from ess.door.handoff.origins import Origins
-from ess.door.handoff.departure import Departure
+from ess.door.handoff.packed import PLACES
 from ess.door.handoff.transfers import Transfers
 from ess.door.handoff.units import Part
 from ess.errors import BadInput, PoolFull
@@ -347,8 +348,9 @@ def test_it_leaves_behind_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
     post = Transfers._post
 
     def noted(self: Transfers, departure: Departure, part: Part) -> bool:
-        kinds.append(part.kind)
-        return post(self, departure, part)
+        is_posted = post(self, departure, part)
+        kinds.extend([part.kind] * is_posted)
+        return is_posted
 
     monkeypatch.setattr(Transfers, "_post", noted)
     with two("inprocess", layout=ENTRIES) as pair:
@@ -356,6 +358,29 @@ def test_it_leaves_behind_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.decode.want(7, pair.prefill.port.epoch, TOKENS)
         pair.turn(lambda: bool(pair.decode.came and pair.prefill.left))
     assert kinds == [PieceKind.ROWS, PieceKind.INDEX_KEYS, PieceKind.WINDOWS, STATE]
+
+
+def test_a_handoff_has_one_place_to_leave_from_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A receiver that is not heard of again holds no more of them."""
+    monkeypatch.setattr(units, "PART_BYTES_MAX", geometry.STATE_UNIT_BYTES)
+    with two("inprocess", layout=ENTRIES) as pair:
+        peer, sender = pair.prefill.port.epoch, pair.prefill.port.sender
+        for uid in (1, 2):
+            pair.decode.want(uid, peer, (uid, *TOKENS[1:]))
+            pair.prefill.give(uid, (uid, *TOKENS[1:]))
+        most = 0
+
+        def has_come() -> bool:
+            nonlocal most
+            lent = PLACES - len(sender._transfers._packed._free)
+            most = max(most, lent)
+            return len(pair.decode.came) == len(pair.prefill.left) == 2
+
+        pair.turn(has_come)
+        assert most == 2
+        assert [type(each) for each in pair.decode.came] == [Landed, Landed]
 
 
 def test_the_sender_s_copy_goes_with_the_handoff() -> None:

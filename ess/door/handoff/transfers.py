@@ -2,6 +2,8 @@
 
 A peer has at most `UNDERWAY_BYTES_MAX` under way, and one transfer more. What else is due waits,
 that of the oldest handoff the least. What has failed waits for a pause: why it failed may last.
+Windows and states leave from few places, of which a handoff has one at a time: a peer that takes
+nothing more keeps no other waiting.
 """
 
 from __future__ import annotations
@@ -96,9 +98,10 @@ class Transfers:
 
     def _post(self, departure: Departure, part: Part) -> bool:
         """Whether there was room for the pages to leave from."""
+        here = None
         if part.kind.is_of_layers:
             here = departure.pages.lend(part)
-        else:
+        elif not self._is_packed(departure):
             here = self._packed.lend(departure.packed(part))
         if here is None:
             return False
@@ -118,6 +121,10 @@ class Transfers:
         self._underway_bytes[peer] += job.byte_count
         departure.underway_count += 1
         return True
+
+    def _is_packed(self, departure: Departure) -> bool:
+        jobs = self._jobs.values()
+        return any(job.departure is departure and not job.part.kind.is_of_layers for job in jobs)
 
     def _piece(self, departure: Departure, part: Part, here: Runs) -> Piece:
         layers = departure.wire_layers(part)
