@@ -182,7 +182,8 @@ def _rows(prefix: Prefix, shape: Shape, mode: str) -> list[Row]:
 
 def _measured(arm: Arm, count: int) -> list[Mapping[str, float]]:
     """Thread time of each step: of everything, and of each kind of native call."""
-    meter, taken = Meter(), []
+    taken: list[Mapping[str, float]] = []
+    meter = Meter()
     with meter.reading(twice=False):
         for _ in range(count):
             meter.ns = defaultdict(float)

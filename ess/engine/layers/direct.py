@@ -106,7 +106,9 @@ class DirectLayers:
         batch.step.wrote_each(which)
         count, located_count = len(which), sum(resident)
         if located_count in (0, count):
-            self._tuning.ran(slice(which.start, which.stop), Mode.RESIDENT if located_count else Mode.NONE)
+            self._tuning.ran(
+                slice(which.start, which.stop), Mode.RESIDENT if located_count else Mode.NONE
+            )
         else:
             for layer, is_resident in zip(which, resident, strict=True):
                 self._tuning.ran(layer, Mode.RESIDENT if is_resident else Mode.NONE)

@@ -81,7 +81,7 @@ class FutureMap:
         """The first `count` of them; the other drafts are forgotten."""
         assert line >= 0, f"line {line}: a sequence that is not on the device"
         tokens = tuple(self._tokens[line][:count])
-        assert len(tokens) == count, f"line {line}: {count} tokens were not produced, or taken before"
+        assert len(tokens) == count, f"line {line}: tokens were not produced, or taken before"
         self.forget(line)
         return tokens
 

@@ -82,9 +82,7 @@ def _accepted(drafts: Sequence[int], targets: Sequence[int]) -> tuple[int, ...]:
     return tuple(targets[:count])
 
 
-def _with_chances(
-    request: Request, logits: Tensor, first: int, targets: tuple[int, ...]
-) -> Choice:
+def _with_chances(request: Request, logits: Tensor, first: int, targets: tuple[int, ...]) -> Choice:
     choice, top_count = chosen(targets), request.sampling.logprobs
     if top_count is None:
         return choice

@@ -362,7 +362,8 @@ def claim_each(arenas: Sequence[Arena], rows: Ints, *, step: int, out: Ints, abs
     """`claim_new` in one arena after another until one has no room; returns how many had room.
     Lines of `out` may lie apart."""
     _assert_ids(1, rows, absent)
-    assert out.dtype == np.int32 and out.strides[1] == out.itemsize, "lines of int32 in one piece"
+    assert out.dtype == np.int32, f"{out.dtype} where int32 is expected"
+    assert out.strides[1] == out.itemsize, "a line of slots is not in one piece"
     assert out.shape == (len(arenas), rows.size), f"{rows.size} rows into {out.shape} slots"
     assert absent.size == len(arenas), f"{absent.size} counts of {len(arenas)} arenas"
     pointers = map(native.address, (rows, out, absent))
