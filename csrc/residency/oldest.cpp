@@ -2,7 +2,9 @@
 //
 // Contract. victims[0..n) are the first n = min(wanted, eligible) slots in the order (age
 // descending, slot ascending), where eligible means free, or of age >= floor >= 1, landed and
-// clean. Nothing but `victims` and the scratch is written.
+// clean. Nothing but `victims` and the scratch is written, and where a search for free slots may
+// begin the next time: all slots below the first that it found are used, and stay so until one is
+// left (`Arena::leave`).
 //
 // The pass goes over the slots in ascending order, keeps a list of candidates with a histogram of
 // their ages, and a rising floor: the smallest age that can still matter. `reach` counts the

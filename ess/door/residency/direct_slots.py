@@ -44,19 +44,22 @@ class DirectSlots:
             record.append.slots = self._slots.claim_at(group)
 
     def enter(self, step: Step, layers: Layers, which: range, *, resident: list[bool]) -> None:
-        slots, sparse, groups = self._slots, self._slots.pools.sparse, self._groups(which)
-        for lookup in slots.workspaces[0].lookups.values():
-            planner.copy_at_once(lookup, self._bytes)
+        sparse, groups = self._slots.pools.sparse, self._groups(which)
         for group in (groups.start, groups.stop - 1):
-            slots.claim(step, group)
+            self._slots.claim(step, group)
         told = sparse.addresses(groups), resident
         if layers.told.get(which) != told:
-            layers.told[which] = told
+            layers.tell(which, told)
             layers.column("arena", which)[:] = told[0]
             layers.column("find", which)[:] = [Find.LOCATE if r else Find.RESOLVE for r in resident]
         if not all(resident):
+            self._copy_at_once()
             tickets = [0 if is_resident else sparse.ticket() for is_resident in resident]
             layers.column("ticket", which)[:] = tickets
+
+    def _copy_at_once(self) -> None:
+        for lookup in self._slots.workspaces[0].lookups.values():
+            planner.copy_at_once(lookup, self._bytes)
 
     def _groups(self, which: range) -> range:
         if which not in self._ranges:
@@ -67,6 +70,7 @@ class DirectSlots:
     def resolve(self, layers: Layers, layer: int) -> None:
         record = layers.records[layer]
         layers.told.clear()
+        self._copy_at_once()
         record.find, record.part = Find.RESOLVE, Part.FIND
         record.ticket = self._slots.pools.sparse.ticket()
 

@@ -77,6 +77,12 @@ class Layers:
             self._columns[name] = words[:, 0] if size == _WORD else words
         return self._columns[name][which.start : which.stop]
 
+    def tell(self, which: range, what: Any) -> None:
+        """What is written for these layers now; what was told of any of them no longer holds."""
+        others = self.told.items()
+        self.told = {r: t for r, t in others if r.stop <= which.start or which.stop <= r.start}
+        self.told[which] = what
+
     def run(
         self, which: range, step: records.StepSide, *, threads: int, begins: bool = False
     ) -> int:
