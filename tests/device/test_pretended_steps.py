@@ -1,4 +1,4 @@
-"""The engine beside a device that is not there: modules of this folder, each in a process."""
+"""The engine beside a device that is not there: modules of this folder, some in a process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ BENCHMARKS = pytest.param("benchmarks", marks=pytest.mark.long)
 
 
 MODULES = (
-    "budgets",
-    "choices broken",
-    "disks verifying",
+    "budgets choices broken memory ranges slices timing",
+    "disks verifying steps",
     "libraries loading",
-    "memory",
-    "ranges",
-    "slices",
-    "steps",
-    "timing",
     BENCHMARKS,
     pytest.param("grid", marks=pytest.mark.long),
 )

@@ -11,6 +11,7 @@ from tests.support import beside
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
-@pytest.mark.parametrize("module", ["played", "clocked", "moving"])
-def test_the_doors_agree(module: str, emulated: Path) -> None:
-    beside.run_tests(f"tests/door_device/{module}.py", built=emulated)
+@pytest.mark.parametrize("modules", ["played", "clocked moving"])
+def test_the_doors_agree(modules: str, emulated: Path) -> None:
+    names = (f"tests/door_device/{name}.py" for name in modules.split())
+    beside.run_tests(*names, built=emulated)

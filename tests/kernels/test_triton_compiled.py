@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ from tests.support.compiled import (
     top_k_of,
     types,
 )
+from tests.support.few import few
 
+FORMS, HEADS = ("fp8", "bf16"), (16, 32, 128)
 SHARED_MAX = 227 << 10
 REGISTERS = 64 << 10
 # What is spilled outside the loop: values that are the same for every task, and with `adds` a part
@@ -51,9 +54,13 @@ def fills_a_multiprocessor(found: Figures, *, warps: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("heads", [16, 32, 128])
-@pytest.mark.parametrize("form", ["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("form", "heads", "adds"),
+    few(
+        [("fp8", 128, False), ("fp8", 16, False), ("bf16", 32, False), ("fp8", 128, True)],
+        all_of=product(FORMS, HEADS, (False, True)),
+    ),
+)
 def test_attention_does_not_spill_in_its_loop(form: Any, heads: int, adds: bool) -> None:
     """Nor does a product wait for each of its instructions, or repeat what another warp does: 36
     instructions are the logits of 64 heads and as many keys as the warps share out, the rest sums.
@@ -76,8 +83,9 @@ def test_attention_does_not_spill_in_its_loop(form: Any, heads: int, adds: bool)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [16, 32, 128])
-@pytest.mark.parametrize("form", ["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("form", "heads"), few([("fp8", 128), ("bf16", 16)], all_of=product(FORMS, HEADS))
+)
 def test_attention_does_not_spill_in_its_loop_on_blackwell(form: Any, heads: int) -> None:
     from ess.kernels.cuda.triton.shapes import candidates
 
@@ -287,9 +295,8 @@ def held(at: int) -> Iterator[tuple[str, list[int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("at", "capability"), [(0, 90), pytest.param(1, 100, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("at", "capability"), [(0, 90), (1, 100)])
 def test_the_table_of_the_log_is_what_the_compiler_makes(at: int, capability: int) -> None:
     """Of the version of the compiler that the table names. Registers, shared bytes, spilled bytes,
     words spilled in the loop, its instructions."""

@@ -58,7 +58,7 @@ def files(pid: int) -> list[Path]:
     return [path for path in paths if os.readlink(path).startswith(POOL)]
 
 
-@pytest.mark.parametrize(("tp", "pp", "mtp", "victim"), few(CASES[1:], all_of=CASES))
+@pytest.mark.parametrize(("tp", "pp", "mtp", "victim"), few(CASES[2:], all_of=CASES))
 def test_one_text_from_several_processes_and_again_when_one_is_killed(tp, pp, mtp, victim):
     expected = greedy(load_model(form="f32"), PROMPT, COUNT)
     size = ("--tp-size", str(tp), "--pp-size", str(pp), "--mtp", str(mtp), "--host-bytes", "1GiB")

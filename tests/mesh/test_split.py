@@ -14,6 +14,7 @@ from tests.pd.mixed import mixed, results
 from tests.pd.stand import EXACT, Worker
 from tests.ranks.test_split import before, landed
 from tests.server.harness import until
+from tests.support.few import few
 from tests.support.process import Process
 from tests.support.routers import ask
 
@@ -40,7 +41,7 @@ def is_up(decode: Worker) -> bool:
     return answer.status == 200 and not answer.document["missing"]
 
 
-@pytest.mark.parametrize(("tp", "pp", "mtp", "transport"), SIZES)
+@pytest.mark.parametrize(("tp", "pp", "mtp", "transport"), few(SIZES[:1], all_of=SIZES))
 def test_handed_over_prompts(tp, pp, mtp, transport, asked, expected, tmp_path):
     """And again, when a process of the decode worker was killed: it meets the prefill worker anew,
     with another pool."""

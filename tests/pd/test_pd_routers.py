@@ -38,7 +38,7 @@ STOPPED = few([("decode-2", SGLANG), ("prefill-1", SMG), ("decode-2", VLLM)], al
 KILLED = few([("prefill-1", SGLANG), ("decode-2", SMG), ("prefill-1", VLLM)], all_of=LOST)
 """Each router sees a worker stop and one be killed, and each role stops and is killed."""
 ANSWERS = few(
-    [(stages, kind, COUNT) for stages, kind in zip(STANDS, KINDS, strict=True)],
+    [(STANDS[1], SGLANG, COUNT), (STANDS[1], VLLM, COUNT), (STANDS[2], SMG, COUNT)],
     all_of=itertools.product(STANDS, KINDS, (COUNT, MANY)),
 )
 
@@ -170,8 +170,8 @@ def test_a_stopped_worker_is_left_out_and_taken_back(paced: Stand, kind: Kind, n
 
 @pytest.mark.parametrize("count", few([COUNT], all_of=[COUNT, MANY]))
 def test_answers_behind_serve_pd_are_those_of_a_single_server(expected: Expected, count: int):
-    flags = (*EXACT, *ROOM[:-1], "768MiB", "--mtp", "2")
-    with Process("--pd", "1p3d", *flags, stderr=2) as pd:
+    flags = (*EXACT, *ROOM[:-1], "576MiB", "--mtp", "2")
+    with Process("--pd", "1p2d", *flags, stderr=2) as pd:
         asked = mixed(count)
         check_equal(asked, results(pd.url, asked), expected(count))
         pd.process.send_signal(signal.SIGTERM)

@@ -16,6 +16,7 @@ from ess.prefill.trial.told import Slow
 from ess.server.commands.tune import Tried, judged
 from tests.pd.processes import ROOT
 from tests.support.checkpoints import tokens
+from tests.support.few import few
 
 HALVES = ((0, 3), (3, 6))
 CONFIG = ProcessConfig(threads=1, mtp=2)
@@ -68,7 +69,7 @@ def test_chunks_are_those_asked_for_and_every_layer_is_timed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", few([True], all_of=[True, False]))
 def test_slow_links_end_in_order(is_async: bool, capfd: pytest.CaptureFixture[str]):
     links = Slow(latency_s=0.002, bytes_per_s=4e6, is_async=is_async)
     with Pipe(plan_of(links=links)) as pipe:

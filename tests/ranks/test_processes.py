@@ -23,6 +23,7 @@ from tests.support.greedy import greedy
 
 pytestmark = pytest.mark.slow
 COUNT = 12
+CASES = [(2, 2, "on", "combine-down", 2), (4, 1, "off", "off", 4)]
 
 
 @functools.cache
@@ -63,7 +64,7 @@ def fault(engine: EngineProcess) -> str:
 
 @pytest.mark.parametrize(
     ("size", "mtp", "tbo", "sbo", "redundant"),
-    [(2, 2, "on", "combine-down", 0), (4, 1, "off", "off", 4)],
+    few(CASES[:1], all_of=CASES),
 )
 def test_ranks_give_the_tokens_of_one_process(tmp_path, size, mtp, tbo, sbo, redundant):
     """Requests come to rank 0 alone, then also to the last, while others only stand by. With copies

@@ -223,9 +223,6 @@ def test_wrong_settings_are_one_sentence_and_a_code():
     for flags, environment, code, says in (
         (["--port", "99999"], {}, 2, "port is 99999"),
         (["--portt", "1"], {}, 2, "--port"),
-        (["/no/such/folder"], {}, 2, "not a folder"),
-        (["--pp-size", "2", "--mtp-auto"], {}, 2, "mtp_auto is True, and tp_size is 1"),
-        (["--host-bytes", "1KiB"], {}, 2, "less than one page"),
         ([], {"ESS_PROT": "1"}, 2, "did you mean 'ESS_PORT'"),
         (["--host", "203.0.113.1", "--without-key"], {}, 1, "cannot listen on 203.0.113.1"),
     ):
@@ -240,3 +237,18 @@ def test_wrong_settings_are_one_sentence_and_a_code():
         assert done.returncode == code, done.stderr
         assert says in " ".join(done.stderr.replace("│", " ").split())
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["/no/such/folder"], "not a folder"),
+        (["--pp-size", "2", "--mtp-auto"], "mtp_auto is True, and tp_size is 1"),
+        (["--host-bytes", "1KiB"], "less than one page"),
+    ],
+)
+def test_what_cannot_be_served_is_a_sentence(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["serve", *flags]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
