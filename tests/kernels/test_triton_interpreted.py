@@ -59,7 +59,7 @@ MOST = {
 }
 
 
-FEW = 4
+FEW = 8
 
 
 def run_interpreted(*arguments: str, **environment: str) -> str:
@@ -79,7 +79,7 @@ def test_the_interpreter_agrees_on_a_few() -> None:
 @pytest.mark.parametrize("every", [FEW, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "which"), MOST.items(), ids=MOST)
 def test_the_interpreter_agrees(name: str, which: str, every: int) -> None:
-    """Of each function's cases every fourth one, or all."""
+    """Of each function's cases every eighth one, or all."""
     test, wish = f"tests/kernels/test_{name}.py", ("-k", which, "-m", "not slow")
     printed = run_interpreted(test, *wish, INTERPRET_EVERY=f"{every}")
     assert re.search(r"\d+ passed", printed), printed
