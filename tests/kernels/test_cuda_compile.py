@@ -51,6 +51,15 @@ def test_no_kernel_spills(arch):
 
 
 @needs_nvrtc
+@pytest.mark.slow
+def test_what_serves_the_generation_before_compiles_for_it():
+    """It has e4m3, but neither clusters nor bulk copies."""
+    for one in cuda_programs.programs():
+        if one.file not in ("ring.cu", "together.cu"):
+            program.compile_program(one, "sm_89")
+
+
+@needs_nvrtc
 def test_a_spill_would_be_seen(monkeypatch):
     texts = program.source_text
     monkeypatch.setattr(

@@ -15,6 +15,7 @@ import pytest
 from ess.errors import BadInput
 from ess.pool.lru import specification
 from ess.pool.lru.arena import AGE_MAX, Arena, Split
+from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_audit import SENTENCES
 from ess.pool.lru.cuda_records import moment_record, resolve_record, warm_record
 from ess.pool.lru.cuda_shape import NOW, Moment, ResolveShape
@@ -406,6 +407,19 @@ def test_one_cluster_then_the_whole_device():
     assert small.launches(2)[0].blocks == 8
     assert [one.blocks for one in middle.launches(2)] == [8, 25 + 8, 25, 8, 2]
     assert large.tile_max * large.threads * 8 >= 16_000 * 64
+
+
+def test_a_device_without_clusters_takes_a_launch_for_each_phase():
+    arena = Arena.alone(row_count=640, slot_count=64)
+    for capability, count in (((9, 0), 1), ((8, 9), 5)):
+        loaded = []
+        device = types.SimpleNamespace(
+            capability=capability, kernel=lambda program, entry, seen=loaded: seen.append(entry)
+        )
+        shape = ResolveShape.of(query_max=2, top_k=16, block_max=1)
+        residency = Residency(device, arena, types.SimpleNamespace(shape=shape))
+        assert len(residency.shape.launches(2)) == count
+        assert ("ess_resolve_together" in loaded) == (count == 1)
 
 
 def test_groups_share_what_calls_work_in():

@@ -15,6 +15,7 @@ It differs from the specification in three things, all about work that the host 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from ess.errors import BadInput
@@ -38,6 +39,8 @@ from ess.pool.lru.cuda_workspaces import Claims, ResidencyWorkspaces
 from ess.units import div_ceil
 
 UPKEEP_BLOCKS_MAX: Final = 32
+CLUSTERS_FROM: Final = (9, 0)
+"""The first generation whose blocks can form clusters."""
 
 OTHERS: Final = {
     "ess_locate": "locate.cu",
@@ -57,7 +60,10 @@ class Residency:
         if arena.row_of.shape[0] % 64:
             raise BadInput(f"a slab of {arena.row_of.shape[0]} slots is not whole blocks of 64")
         self.arena = arena
-        self.shape = workspaces.shape
+        has_clusters = device.capability >= CLUSTERS_FROM
+        self.shape = replace(
+            workspaces.shape, is_together=workspaces.shape.is_together and has_clusters
+        )
         self.workspaces = workspaces
         self.group = group
         self._device = device
