@@ -213,9 +213,8 @@ __device__ void number_tile(const Resolve& call, i32 tile, i32 claimed, Desk& de
 #pragma unroll
     for (i32 base = 0; base < kBins; base += 32 * kWarps) {
         const i32 own = base + lane * kWarps + warp;
-        u32 left = __ballot_sync(kAllLanes, own < kBins && desk.here[own < kBins ? own : 0] > 0 &&
-                                                desk.start[own < kBins ? own : 0] < claimed);
-        for (; left != 0; left &= left - 1) {
+        const bool reaches = own < kBins && desk.here[own] > 0 && desk.start[own] < claimed;
+        for (u32 left = __ballot_sync(kAllLanes, reaches); left != 0; left &= left - 1) {
             const i32 first = __popc((left & -left) - 1), bin = base + first * kWarps + warp;
             const i32 lower = in_lower_tiles(call, bin, tile);
             if (lane == first) desk.start[bin] += lower;
