@@ -47,3 +47,22 @@ def test_a_hang_ends_with_its_limit_and_with_all_it_has_started() -> None:
 def test_every_benchmark_has_a_limit_and_all_end_in_eight_minutes() -> None:
     assert set(suite.LIMIT_S) == set(suite.BENCHMARKS)
     assert sum(suite.LIMIT_S.values()) <= 480
+
+
+def test_named_parts_run_in_their_order_and_their_rows_are_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, ran = tmp_path / "rows.json", []
+
+    def finishes(command: list[str], *, limit_s: float) -> bool:
+        name, part = command[command.index("--only") + 1], Path(command[command.index("--out") + 1])
+        ran.append((name, limit_s))
+        part.write_text(json.dumps({"schema": suite.SCHEMA, "rows": [row(name, "us", [1.0])]}))
+        return name != "rows"
+
+    monkeypatch.setattr(suite, "finishes", finishes)
+    monkeypatch.setattr(suite.driver, "why_missing", lambda: None)
+    assert suite.main(["--only", "slice", "rows", "--out", str(out)]) == 1
+    assert ran == [(name, suite.LIMIT_S[name]) for name in ("slice", "rows")]
+    assert [one["name"] for one in json.loads(out.read_text())["rows"]] == ["slice", "rows"]
+    assert [one.name for one in tmp_path.iterdir()] == ["rows.json"]
