@@ -28,6 +28,7 @@ from tests.house.rules import (
     module_state,
     positional_flags,
     registries,
+    split_texts,
     unfinished,
     vague_errors,
     vague_loops,
@@ -72,6 +73,7 @@ RULES = [
     (positional_flags, (".py",), in_package),
     (vague_errors, (".py",), in_package),
     (vague_loops, (".py",), in_package),
+    (split_texts, (".py",), in_package),
     (unfinished, EVERY_FILE, lambda name: True),
     (local_paths, EVERY_FILE, lambda name: True),
     (registries, EVERY_FILE, lambda name: True),
@@ -190,6 +192,7 @@ CAUGHT = [
     (vague_errors, "raise BadInput(f'bad {x}')"),
     (vague_loops, "for one in x: ..."),
     (vague_loops, "[f(one) for at, (one, other) in x]"),
+    (split_texts, 'class A:\n    x = 1\n    "a "\n    "b"'),
     (unfinished, "# TO" + "DO later"),
     (local_paths, "path = '/ho" + "me/me/x'"),
     (registries, "pip install --index" + "-url x"),
@@ -207,6 +210,7 @@ ALLOWED = [
     (positional_flags, "def f(a: int, *, deep: bool = True) -> bool: ...\ndef _g(x: bool): ..."),
     (vague_errors, "raise BadInput(f'row {row} is outside 0..{count}')\nraise BadInput(sentence)"),
     (vague_loops, "for sequence in x:\n    one = sequence"),
+    (split_texts, 'class A:\n    x = 1\n    ("a "\n    "b")\n    y = 2\n    "c"'),
     (local_paths, "/proc/cpuinfo and https://example.org/home/x and ess/home/y"),
 ]
 

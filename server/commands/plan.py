@@ -41,15 +41,9 @@ DURATION_US: Final = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeFlags:
-    """The decoding model, and the time allowed per token."""
+class HardwareFlags:
+    """The GPUs that decode, and the measurements of them."""
 
-    ctx: str = "128k"
-    "Context length, such as 32k."
-    model: str = MODEL
-    "deepseek-v3.2, glm-5 or glm-5.2; deepseek-v3 and -r1 attend to every row, and run resident. "
-    "For a.x-k2-light, hy4-preview, mistral-large-4, dots3-note, deepseek-v4-flash and "
-    "glm-5.3-flash no operator was measured: the plan says only what fits."
     gpu: str = "h200"
     "A GPU with operator tables, h100, h200 or b200; h800 and h20 by stated ratios of these."
     stack: Stack = SGLANG
@@ -60,16 +54,31 @@ class DecodeFlags:
     "Tokens verified per step, up to 8."
     accepted: float | None = None
     "Tokens accepted per step; by default 70 % of each draft in turn."
-    tpot: str | None = None
-    "The most time per token and user, such as 50ms."
     device_bytes: str | None = None
     "Memory per GPU for slots and index. By default what weights and reserves leave."
+    perf_db: Path | None = None
+    "An unpacked measurement package to use in place of the tables that ship."
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeFlags(HardwareFlags):
+    """The decoding model, and the time allowed per token."""
+
+    ctx: str = "128k"
+    "Context length, such as 32k."
+    model: str = MODEL
+    (
+        "deepseek-v3.2, glm-5 or glm-5.2; deepseek-v3 and -r1 attend to every row, and run "
+        "resident. For a.x-k2-light, hy4-preview, mistral-large-4, dots3-note, deepseek-v4-flash "
+        "and glm-5.3-flash no operator was measured: the plan says only what fits."
+    )
+    tpot: str | None = None
+    "The most time per token and user, such as 50ms."
     batch: MaybeWhole = None
     "Requests per GPU: plans the slots for it."
     ratio: float | None = None
     "Slots over context: plans the batch for it. It cannot leave a layer less than its floor."
-    perf_db: Path | None = None
-    "An unpacked measurement package to use in place of the tables that ship."
 
 
 @Parameter(name="*")
@@ -78,8 +87,10 @@ class WayFlags:
     """How the GPUs share the model."""
 
     attention_tp: MaybeWhole = None
-    "GPUs that share the heads of a request. Without this and the next two `ess plan` searches the "
-    "best; `ess sim` takes requests and experts over all GPUs."
+    (
+        "GPUs that share the heads of a request. Without this and the next two `ess plan` searches "
+        "for the best; `ess sim` spreads requests and experts over all GPUs."
+    )
     expert_tp: MaybeWhole = None
     "GPUs that share each expert."
     decode_pp: MaybeWhole = None

@@ -15,9 +15,15 @@ from ess import console
 from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput
 from ess.server.commands import simpage
-from ess.server.commands.plan import MODEL, NodeFlags, WayFlags, parse_duration, planner_of
+from ess.server.commands.plan import (
+    MODEL,
+    HardwareFlags,
+    NodeFlags,
+    WayFlags,
+    parse_duration,
+    planner_of,
+)
 from ess.server.commands.planshow import Line, banded, name_of, print_sides, ranged
-from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import inverse
 from ess.sim.planning.planner import Planner
@@ -42,8 +48,10 @@ class RequestFlags:
     trace: Path | None = None
     "Requests to replay: Mooncake JSONL or Azure CSV. Without it they are drawn."
     rate: float | None = None
-    "Requests per second that reach this decode GPU, or the GPUs that share its heads; stretches a "
-    "trace in time."
+    (
+        "Requests per second that reach this decode GPU, or the GPUs that share its heads; "
+        "stretches a trace in time."
+    )
     requests: MaybeWhole = None
     "How many: the first of a trace, by default all; 200 if they are drawn."
     ctx: str = "32k"
@@ -75,25 +83,11 @@ class RequestFlags:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFlags:
-    """The worker that serves them; names as in `ess plan`."""
+class WorkerFlags(HardwareFlags):
+    """The worker that serves them."""
 
     model: str = MODEL
     "A model that selects rows: deepseek-v3.2, glm-5 or glm-5.2."
-    gpu: str = "h200"
-    "A GPU with operator tables, h100, h200 or b200; h800 and h20 by stated ratios of these."
-    stack: Stack = SGLANG
-    "The framework whose measured kernels a step is made of: sglang, vllm or trtllm."
-    gpus: Whole = 32
-    "GPUs that share the experts: 8, 16, 32, 64, 128 or 256."
-    mtp: Whole = 2
-    "Tokens verified per step."
-    accepted: float | None = None
-    "Tokens accepted per step; by default 70 % of each draft in turn."
-    device_bytes: str | None = None
-    "Memory per GPU for slots and index. By default what weights and reserves leave."
-    perf_db: Path | None = None
-    "An unpacked measurement package to use in place of the tables that ship."
 
     def planner(self, context: int, ways: WayFlags, nodes: NodeFlags) -> Planner:
         ask = Ask(
@@ -116,8 +110,10 @@ class ServingFlags:
     """Where prefill runs, and the objectives."""
 
     prefill: str = AUTO
-    "Pipelines x GPUs of each that prefill for one decode GPU, such as 4x4; auto: the fewest that "
-    "keep --ttft; beside: chunks beside decode."
+    (
+        "Pipelines x GPUs of each that prefill for one decode GPU, such as 4x4; auto: the fewest "
+        "that keep --ttft; beside: chunks beside decode."
+    )
     cached: float | None = None
     "Cached share of every prompt; by default what the blocks of a trace say, or none."
     misses: MissesBy = "curve"
@@ -213,7 +209,7 @@ def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Li
     way = name_of(served.parallel)
     return [
         ("the model is shared", way, way, "heads x requests, experts"),
-        _both(
+        _sides(
             served,
             "served",
             lambda summary: f"{summary.served_count:,}",
@@ -223,28 +219,28 @@ def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Li
         ("GPUs, prefill among them", gpus, gpus, _tier(served)),
         ("prefill, tokens/s per GPU", prefill, prefill, "of a whole prompt"),
         *_rates(served),
-        _both(
+        _sides(
             served,
             "first token, p50 p90 p99",
             lambda summary: _percents(summary.ttft_s, 1.0, "s"),
             f"prompts of {tokens:,.0f} tokens, {served.cached_share:.0%} of them cached",
-            figure=lambda summary: _late(summary.ttft_s),
+            figure=lambda summary: _p90(summary.ttft_s),
         ),
-        _both(
+        _sides(
             served,
             "further tokens, p50 p90 p99",
             lambda summary: _percents(summary.tpot_s, 1e3, "ms"),
             banded("a step for itself:", served.band),
-            figure=lambda summary: _late(summary.tpot_s),
+            figure=lambda summary: _p90(summary.tpot_s),
         ),
-        _both(
+        _sides(
             served,
             "within both objectives",
             lambda summary: f"{summary.good_share:.1%}",
             f"{wanted.ttft_s:g} s and {1e3 * wanted.tpot_s:g} ms",
             figure=lambda summary: summary.good_share,
         ),
-        _both(
+        _sides(
             served,
             "goodput per GPU, requests/s",
             lambda summary: f"{summary.good_per_s / served.gpu_count:.4f}",
@@ -258,21 +254,21 @@ def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Li
 
 def _rates(served: Served) -> list[Line]:
     return [
-        _both(served, "refused", lambda summary: _named(summary.refused, "{:,}")),
-        _both(
+        _sides(served, "refused", lambda summary: _named(summary.refused, "{:,}")),
+        _sides(
             served,
             "until all is done",
             lambda summary: f"{summary.seconds:,.0f} s",
             figure=lambda summary: summary.seconds,
         ),
-        _both(
+        _sides(
             served,
             "tokens/s per GPU, all",
             lambda summary: f"{summary.tokens_per_s / served.gpu_count:,.1f}",
             _ratio(served, lambda summary: summary.tokens_per_s),
             figure=lambda summary: summary.tokens_per_s,
         ),
-        _both(
+        _sides(
             served,
             "batch, mean and peak",
             lambda summary: f"{summary.batch_mean:.1f}, {summary.batch_peak}",
@@ -283,20 +279,20 @@ def _rates(served: Served) -> list[Line]:
 
 def _misses(served: Served) -> list[Line]:
     return [
-        _both(
+        _sides(
             served,
             "misses per request and layer",
             lambda summary: f"{summary.misses_mean:.1f}",
             figure=lambda summary: summary.misses_mean,
         ),
         *(("", "", "", line) for line in _agreed(served)),
-        _both(
+        _sides(
             served,
             "of its time waits for the link",
             lambda summary: f"{summary.exposed_share:.1%}",
             figure=lambda summary: summary.exposed_share,
         ),
-        _both(
+        _sides(
             served,
             "a request waited for",
             lambda summary: _named(summary.waited_s, "{:,.0f} s"),
@@ -304,7 +300,7 @@ def _misses(served: Served) -> list[Line]:
     ]
 
 
-def _both(
+def _sides(
     served: Served,
     name: str,
     show: Callable[[Summary], str],
@@ -314,11 +310,11 @@ def _both(
 ) -> Line:
     """A line with both sides; the band shows the figure with all times and misses at their ends."""
     sides = (served.offload, served.offload_ends), (served.resident, served.resident_ends)
-    ours, theirs = (show(summary) + _off(figure, summary, ends) for summary, ends in sides)
+    ours, theirs = (show(summary) + _band_of(figure, summary, ends) for summary, ends in sides)
     return name, ours, theirs, remark
 
 
-def _off(
+def _band_of(
     figure: Callable[[Summary], float] | None, summary: Summary, ends: tuple[Summary, Summary]
 ) -> str:
     if figure is None or not figure(summary):
@@ -327,7 +323,7 @@ def _off(
     return banded("", (min(0.0, *moves), max(0.0, *moves)))
 
 
-def _late(times: Spread | None) -> float:
+def _p90(times: Spread | None) -> float:
     return 0.0 if times is None else times.p90
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -232,3 +233,21 @@ def vague_loops(text: str) -> list[str]:
         for name in ast.walk(node.target)
         if isinstance(name, ast.Name) and name.id == "one"
     ]
+
+
+def split_texts(text: str) -> list[str]:
+    """Of two strings in a row, which document an attribute, only the first is shown."""
+    return [
+        f"{second.lineno}: a string after a string is lost; join them in brackets"
+        for node in nodes(text)
+        if isinstance(node, (ast.ClassDef, ast.Module))
+        for first, second in itertools.pairwise(node.body)
+        if is_text(first) and is_text(second)
+    ]
+
+
+def is_text(node: ast.AST) -> bool:
+    match node:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return True
+    return False
