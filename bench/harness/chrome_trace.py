@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ess import trace_events
 from ess.sim.timeline import Span
 
 
@@ -16,24 +17,20 @@ def chrome_events(parts: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str,
     events: list[dict[str, Any]] = []
     for process, (title, spans) in enumerate(parts):
         lanes = list(dict.fromkeys(span.lane for span in spans))
-        events.append(_named("process_name", process, 0, title))
-        events += [_named("thread_name", process, at, lane) for at, lane in enumerate(lanes)]
+        events.append(trace_events.named("process_name", title, process=process, thread=0))
+        for at, lane in enumerate(lanes):
+            events.append(trace_events.named("thread_name", lane, process=process, thread=at))
         events += [
-            {
-                "name": span.name,
-                "ph": "X",
-                "pid": process,
-                "tid": lanes.index(span.lane),
-                "ts": span.start_us,
-                "dur": span.end_us - span.start_us,
-            }
+            trace_events.span(
+                span.name,
+                process=process,
+                thread=lanes.index(span.lane),
+                start_us=span.start_us,
+                took_us=span.end_us - span.start_us,
+            )
             for span in spans
         ]
     return events
-
-
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def write_chrome(path: Path, parts: Sequence[tuple[str, Sequence[Span]]]) -> None:

@@ -68,15 +68,6 @@ def build() -> Build:
     )
 
 
-def free_bytes() -> int:
-    """Memory available without swapping, which includes file caches."""
-    listing = Path("/proc/meminfo")
-    for line in listing.read_text().splitlines() if listing.exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
 def _cpu_name() -> str:
     listing = Path("/proc/cpuinfo")
     for line in listing.read_text().splitlines() if listing.exists() else ():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ess import console
-from ess.bench.harness import machine, plots
+from ess.bench.harness import plots
 from ess.bench.harness.chrome_trace import write_chrome
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import modes, shares, sizes
@@ -22,6 +22,7 @@ from ess.bench.headline.measured import measure
 from ess.bench.headline.plan import Outcome, Plan
 from ess.bench.headline.predicted import predict
 from ess.errors import BadInput
+from ess.free_memory import memory_free
 from ess.layout import ModelLayout
 from ess.sim.operators.gpus import check_planned
 from ess.units import PAGE_ROWS, format_bytes
@@ -113,7 +114,7 @@ def check(plan: Plan) -> None:
     layout = ModelLayout.embedded()
     pages = max(plan.contexts) // PAGE_ROWS * max(plan.batches)
     needed = int(pages * layout.host_page_bytes * (2 + 1 + max(plan.ratios)))
-    there = machine.free_bytes()
+    there = memory_free()
     if needed > MEMORY_SHARE * there:
         raise BadInput(
             f"a batch of {max(plan.batches)} at {max(plan.contexts):,} tokens takes "

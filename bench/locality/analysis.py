@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -65,7 +66,7 @@ def analyse(reader: TraceReader, *, context: int, ratios: list[float]) -> Locali
         top_k=header.top_k,
         ratios=ratios,
         within=[step_similarity(step.rows for step in load.steps()) for load in loads],
-        between=[_between(reader, group) for group in groups[1:]],
+        between=[between_layers(reader, group) for group in groups[1:]],
         lru=[[float(np.mean(misses)) for misses in line] for line in lru],
         least=least,
         warm=[float(misses) for misses in warm[:EARLY_STEPS]],
@@ -87,7 +88,7 @@ def _least(load: Workload, slots: int) -> float:
     return laboratory.run(load, {"min": policy}, start=Start(warm=True))["min"].mean()
 
 
-def _between(reader: TraceReader, group: int) -> float:
+def between_layers(reader: TraceReader, group: int) -> float:
     """The share of a query's selection in this group that it also selected in the group before."""
     alike = [
         containment(above, below)
@@ -95,3 +96,7 @@ def _between(reader: TraceReader, group: int) -> float:
         for above, below in zip(step.selection(group - 1), step.selection(group), strict=True)
     ]
     return float(np.mean(alike))
+
+
+def listed(values: Sequence[float], digits: int = 0) -> str:
+    return " ".join(f"{value:.{digits}f}" for value in values)

@@ -19,6 +19,7 @@ from ess.bench.harness.prefix import Prefix, build_prefix, prefix_row
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import text_of
 from ess.bench.harness.threads import compute_threads
+from ess.bench.locality.analysis import between_layers, listed
 from ess.bench.locality.record_trace import record
 from ess.bench.locality.replay import JUDGED, MULTIPLES, slots_of
 from ess.errors import BadInput
@@ -34,7 +35,7 @@ from ess.sim.locality import laboratory
 from ess.sim.locality.laboratory import Start
 from ess.sim.locality.oracles import Min, next_uses
 from ess.sim.locality.policies import PlannerArena, Policy
-from ess.sim.locality.similarity import containment, step_similarity
+from ess.sim.locality.similarity import step_similarity
 from ess.sim.locality.stack_distances import miss_curve
 from ess.sim.locality.workloads import Workload, recorded
 from ess.trace import TraceReader
@@ -89,31 +90,22 @@ def trace_rows(reader: TraceReader) -> list[Row]:
     return [*rows, _warm_row(loads, header.top_k, config), _budget_row(loads, header.top_k, config)]
 
 
-def _listed(values: Sequence[float], digits: int = 0) -> str:
-    return " ".join(f"{value:.{digits}f}" for value in values)
-
-
 def _similarity_rows(
     reader: TraceReader, loads: list[Workload], config: dict[str, Any]
 ) -> list[Row]:
     within = [step_similarity(step.rows for step in load.steps()) for load in loads]
-    between = [_between(reader, group) for group in range(1, len(loads))]
+    between = [between_layers(reader, group) for group in range(1, len(loads))]
     named = ("token before (intra-layer)", within), ("layer before (inter-layer)", between)
     return [
         Row(
             name=f"similarity to the {what}",
             value=float(np.mean(values)),
             unit="of k",
-            config=config | {"by_layer": _listed(values, 2)},
+            config=config | {"by_layer": listed(values, 2)},
         )
         for what, values in named
         if values
     ]
-
-
-def _between(reader: TraceReader, group: int) -> float:
-    pairs = ((step.selection(group - 1)[0], step.selection(group)[0]) for step in reader)
-    return float(np.mean([containment(*pair) for pair in pairs]))
 
 
 def _policy_rows(
@@ -132,7 +124,7 @@ def _policy_rows(
             ratio=least / float(np.mean(found)) if np.mean(found) else 1.0,
             config=config
             | {"slots": slots, "over_min": f"{np.mean(found) / least:.2f}" if least else "-"}
-            | ({"by_layer": _listed(found)} if name == "lru" else {}),
+            | ({"by_layer": listed(found)} if name == "lru" else {}),
             samples=found,
         )
         for name, found in misses.items()
@@ -186,5 +178,5 @@ def _budget_row(loads: list[Workload], top_k: int, config: dict[str, Any]) -> Ro
         baseline="even budgets",
         baseline_value=even,
         ratio=even / ours if ours else None,
-        config=config | {"slots": each, "by_layer": _listed(slots)},
+        config=config | {"slots": each, "by_layer": listed(slots)},
     )

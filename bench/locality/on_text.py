@@ -22,7 +22,7 @@ from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, embedded_prefix,
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
 from ess.bench.harness.threads import compute_threads
-from ess.bench.locality.analysis import EARLY_STEPS, Locality, analyse, slots_for
+from ess.bench.locality.analysis import EARLY_STEPS, Locality, analyse, listed, slots_for
 from ess.bench.locality.guest_text import Plan as GuestPlan
 from ess.bench.locality.guest_text import guest_rows
 from ess.bench.locality.record_trace import record
@@ -137,17 +137,13 @@ def _config(locality: Locality, **more: Any) -> dict[str, Any]:
     return {"ctx": locality.context, "mtp": locality.mtp, "k": locality.top_k, **more}
 
 
-def _listed(values: list[float], digits: int) -> str:
-    return " ".join(f"{value:.{digits}f}" for value in values)
-
-
 def similarity_rows(locality: Locality) -> list[Row]:
     return [
         Row(
             name=name,
             value=float(np.mean(values)),
             unit="of k",
-            config=_config(locality, by_layer=_listed(values, 2)),
+            config=_config(locality, by_layer=listed(values, 2)),
             samples=values,
         )
         for name, values in (
@@ -173,7 +169,7 @@ def ratio_rows(locality: Locality) -> list[Row]:
                     locality,
                     slots=slots_for(ratio, locality.context),
                     hits=f"{1 - mean / (locality.mtp * locality.top_k):.1%}",
-                    by_layer=_listed(lru, 0),
+                    by_layer=listed(lru, 0),
                 ),
                 samples=lru,
             )

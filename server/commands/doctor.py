@@ -24,12 +24,12 @@ from rich.table import Table
 from ess import console
 from ess.errors import BadInput, Unavailable
 from ess.flashtrans.ways import Choice, settle
+from ess.free_memory import memory_free
 from ess.kernels.cpu import native
 from ess.kernels.cuda import driver
 from ess.server.commands.start.device import ask
 from ess.server.commands.start.trial import answer_of
 from ess.server.commands.transports import tried
-from ess.server.process.memory import memory_free
 from ess.units import format_bytes
 
 Grade = Literal["ok", "warn", "fail"]

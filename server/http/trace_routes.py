@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import ess
+from ess import trace_events
 from ess.engine.process.messages import Traced
 from ess.server.http.openapi.door import Door
 from ess.server.http.responses import answer
@@ -33,25 +34,21 @@ async def stop(request: Request) -> Response:
 def trace_document(traced: Traced, *, title: str) -> dict[str, Any]:
     """One thread per lane, in order of each lane's first span."""
     lanes = {lane: at for at, lane in enumerate(dict.fromkeys(span.lane for span in traced.spans))}
-    events = [_named("process_name", 0, title)]
-    events += [_named("thread_name", at, lane) for lane, at in lanes.items()]
+    events = [trace_events.named("process_name", title, process=0, thread=0)]
+    for lane, at in lanes.items():
+        events.append(trace_events.named("thread_name", lane, process=0, thread=at))
     events += [
-        {
-            "name": span.name,
-            "ph": "X",
-            "pid": 0,
-            "tid": lanes[span.lane],
-            "ts": span.start_us,
-            "dur": span.took_us,
-        }
+        trace_events.span(
+            span.name,
+            process=0,
+            thread=lanes[span.lane],
+            start_us=span.start_us,
+            took_us=span.took_us,
+        )
         for span in traced.spans
     ]
     about = {"version": ess.__version__, "left_out": traced.left_out}
     return {"traceEvents": events, "otherData": about}
-
-
-def _named(what: str, lane: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": 0, "tid": lane, "args": {"name": name}}
 
 
 DOORS: Final = (

@@ -93,7 +93,7 @@ class Fronts:
         await self._stand_in.take(start.listener)
         while True:
             began_s = asyncio.get_running_loop().time()
-            how = await self._live(start)
+            how = await self._run_front(start)
             if self._last_words:
                 return
             console.note(f"ess: server process {start.front} is gone: {how}; another starts")
@@ -105,7 +105,7 @@ class Fronts:
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
             start = msgspec.structs.replace(start, life=start.life + 1)
 
-    async def _live(self, start: Start) -> str:
+    async def _run_front(self, start: Start) -> str:
         """Runs a front from start to end, and says how it ended."""
         said, up = os.pipe()
         loop = asyncio.get_running_loop()

@@ -357,7 +357,7 @@ class EngineLink:
             raise Interrupted("the engine does not listen")
         return packed
 
-    def _go_on(self) -> None:
+    def _resend_records(self) -> None:
         """Sends all records to the new engine. If it is lost meanwhile, the next one gets them."""
         self._stop_waiting()
         self.going_on_count = 0
@@ -384,7 +384,7 @@ class EngineLink:
                 self.ready, self.state, self.why_lost = message, "ready", ""
                 self.became_ready.set()
                 if is_next:
-                    self._go_on()
+                    self._resend_records()
             case Flushed():
                 self._answer("flush", message)
             case Tracing() | Traced():

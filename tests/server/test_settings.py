@@ -13,6 +13,7 @@ from ess.engine.config import ProcessConfig
 from ess.engine.devices import DEFAULTS
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
+from ess.free_memory import memory_free
 from ess.layout import ModelLayout
 from ess.server.commands import cli
 from ess.server.commands.serve import shown_default
@@ -29,7 +30,6 @@ from ess.server.commands.start.compat_flags import (
 )
 from ess.server.commands.start.settings import FIELDS, SECTIONS, Settings, resolve
 from ess.server.commands.start.sizing import plan_memory, size_of
-from ess.server.process.memory import memory_free
 
 ROOT = Path(__file__).resolve().parents[2]
 

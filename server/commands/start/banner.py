@@ -105,12 +105,12 @@ def _rooms(plan: MemoryPlan) -> Table:
     for room in plan.rooms:
         limiter = room.limiter.replace("_", "-")
         table.add_row(
-            f"{room.count:,}", _of(room.count), f"{room.length:,}", f"limited by {limiter}"
+            f"{room.count:,}", _requests_of(room.count), f"{room.length:,}", f"limited by {limiter}"
         )
     return table
 
 
-def _of(count: int) -> str:
+def _requests_of(count: int) -> str:
     return "request of" if count == 1 else "requests of"
 
 

@@ -26,6 +26,7 @@ from ess.engine.config import ProcessConfig
 from ess.engine.entries.refusals import check_settings
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
+from ess.free_memory import memory_free
 from ess.layout import ModelLayout
 from ess.models.chat.messages import Message
 from ess.models.chat.reply import PlainParser
@@ -62,7 +63,6 @@ from ess.server.process.link import EngineLink, Place
 from ess.server.process.listening import sockets
 from ess.server.process.listening.stand_in import StandIn
 from ess.server.process.log_pipe import unblocked_stderr
-from ess.server.process.memory import memory_free
 from ess.server.process.own_folder import own_folder
 from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.pair.registration import registration_of

@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from ess.errors import BadInput
+from ess.free_memory import memory_free
 from ess.layout import ModelLayout
 from ess.pool.capacity import (
     HOST_PAGES,
@@ -18,7 +19,6 @@ from ess.pool.capacity import (
     needs,
 )
 from ess.server.commands.start.settings import Settings
-from ess.server.process.memory import memory_free
 from ess.units import PAGE_ROWS, div_ceil, format_bytes, parse_size
 
 AUTO: Final = "auto"

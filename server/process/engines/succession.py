@@ -72,13 +72,13 @@ class Succession:
     async def run(self) -> str:
         """Runs engines until one is lost and not replaced; returns how that one was lost."""
         while True:
-            loss = await self._life()
+            loss = await self._run_one()
             sentence = f"the engine is gone: {loss.how}"
             if self._ends.is_set():
                 return sentence
             if why_not := self._given.restarts.why_not(loss, was_ready=self.was_ready):
                 sentence += why_not
-                await self._bury(loss, sentence)
+                await self._end_lost(loss, sentence)
                 return sentence
             await self._succeed(loss, sentence)
 
@@ -90,7 +90,7 @@ class Succession:
         console.note(f"ess: {sentence}; {starts} ({restarts.count} of {restarts.most})")
         sentence += f"; {starts}" if pause_s else ""
         self._fronts.succeed(self._number, sentence)
-        await self._bury(loss, sentence)
+        await self._end_lost(loss, sentence)
         await self._pause(pause_s)
         self._link.renew(endpoint_of(self._given.folder, self._link.place.front, self._number))
 
@@ -99,14 +99,14 @@ class Succession:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ends.wait(), pause_s)
 
-    async def _bury(self, loss: Loss, sentence: str) -> None:
+    async def _end_lost(self, loss: Loss, sentence: str) -> None:
         """Ends what is left of the lost engine. An engine that reported its end first has a moment
         to log the reason."""
         assert self._group is not None, "it has been started"
         self._link.interrupt(sentence)
         await self._group.stop(within_s=LAST_WORDS_S if loss.is_said else 0.0)
 
-    async def _life(self) -> Loss:
+    async def _run_one(self) -> Loss:
         """Runs one engine until it is lost; its processes may still be there."""
         self._lost = asyncio.get_running_loop().create_future()
         self._link.on_fault = lambda sentence: self._lose(Loss(sentence, is_said=True))
@@ -115,7 +115,7 @@ class Succession:
         self._group = group = await self._given.start(self._number)
         tasks = [
             asyncio.ensure_future(task)
-            for task in (self._hear(), self._watch(group), self._look(), self._greet())
+            for task in (self._hear(), self._watch(group), self._watch_silence(), self._greet())
         ]
         try:
             return await group.cause(await self._lost)
@@ -135,10 +135,10 @@ class Succession:
             self.was_ready = True
             took = f"after {self._clock.now_s() - began_s:.1f} s"
             console.note(
-                f"ess: {word} {took}, {ready.load_s:.1f} s of them loading{self._going_on()}"
+                f"ess: {word} {took}, {ready.load_s:.1f} s of them loading{self._resumed_text()}"
             )
 
-    def _going_on(self) -> str:
+    def _resumed_text(self) -> str:
         """How many requests were sent again, as the end of a sentence."""
         count = self._link.going_on_count
         return f"; {count:,} of the lost engine's requests go on" if count else ""
@@ -153,7 +153,7 @@ class Succession:
     async def _watch(self, group: EngineGroup) -> None:
         self._lose(await group.lost(stopped_s=self._given.stopped_s))
 
-    async def _look(self) -> None:
+    async def _watch_silence(self) -> None:
         """Looks for silence: a stuck engine does not end by itself."""
         limit_s = self._given.watchdog_s
         while True:
