@@ -27,7 +27,7 @@ INTERRUPTED: Final = 130
 PIPE_WIDTH: Final = 1000
 
 
-def _whole(of: Any, tokens: Sequence[cyclopts.Token]) -> int:
+def _whole_number(of: Any, tokens: Sequence[cyclopts.Token]) -> int:
     """Reads a whole number as it was written: cyclopts alone would round 32.5 to 32."""
     try:
         return int(tokens[0].value)
@@ -36,7 +36,7 @@ def _whole(of: Any, tokens: Sequence[cyclopts.Token]) -> int:
         raise BadInput(f"{flag} {tokens[0].value} is not a whole number") from None
 
 
-WHOLE: Final = cyclopts.Parameter(converter=_whole)
+WHOLE: Final = cyclopts.Parameter(converter=_whole_number)
 Whole = Annotated[int, WHOLE]
 MaybeWhole = Annotated[int | None, WHOLE]
 

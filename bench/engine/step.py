@@ -270,11 +270,11 @@ def effective(arm: Arm) -> dict[str, Any]:
         asked = round(div_ceil(wanted, PAGE_ROWS) * PAGE_ROWS / shape.batch)
         held = round(float(arm.offload.stats().slot_count.mean()) / shape.batch)
         config |= {"slots_each": held} if held == asked else {"slots_each": f"{held} of {asked}"}
-    return config | (_there(arm) if arm.engine.runner.model.device.type != CPU else {})
+    return config | (_device_config(arm) if arm.engine.runner.model.device.type != CPU else {})
 
 
-def _there(arm: Arm) -> dict[str, Any]:
-    """How often layers ran in each mode; RESIDENT only where all rows are known to be resident."""
+def _device_config(arm: Arm) -> dict[str, Any]:
+    """The device, and how often layers ran in each mode."""
     counts = arm.engine.tuning.mode_counts.sum(axis=0).tolist()
     ran = {mode.name: count for mode, count in zip(Mode, counts, strict=True) if count}
     name = driver.Device(arm.engine.runner.model.device.index or 0).name

@@ -28,10 +28,10 @@ def main() -> None:
         if "meet" in wish:
             worker.port.meet(bytes.fromhex(wish["meet"]))
         else:
-            print(json.dumps(_made(worker, wish)), flush=True)
+            print(json.dumps(_prefilled(worker, wish)), flush=True)
 
 
-def _made(worker: Worker, wish: dict[str, Any]) -> dict[str, Any]:
+def _prefilled(worker: Worker, wish: dict[str, Any]) -> dict[str, Any]:
     worker.link.bytes_per_s = wish["bytes_per_s"]
     begun_s, uid = worker.clock.now_s(), wish["uid"]
     request = worker.engine.add(wish["prompt"], Sampling(tokens_max=1), give=uid)

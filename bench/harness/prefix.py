@@ -285,12 +285,12 @@ def _make(model: Model, layout: ModelLayout, ids: list[int]) -> Segment:
         request = engine.add(ids, Sampling(tokens_max=1))
         while request.state in ("waiting", "prefilling"):
             engine.step()
-        segment = _taken(offload, request, layout, count)
+        segment = _segment_of(offload, request, layout, count)
         engine.cancel(request)
     return segment
 
 
-def _taken(offload: Offload, request: Request, layout: ModelLayout, count: int) -> Segment:
+def _segment_of(offload: Offload, request: Request, layout: ModelLayout, count: int) -> Segment:
     assert request.sequence is not None, "a prefilled request has a sequence"
     codec, kernels = layout.index, ops("cpu")
     assert codec is not None, "keys without an index codec"

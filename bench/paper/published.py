@@ -59,7 +59,7 @@ class Reproduced:
 def paper_benchmark(*, smoke: bool) -> list[Row]:
     """Takes about a second, so the smoke size is the same."""
     operators = PaperOperators(tables=tables.load(), fitted=Fitted.shipped())
-    table = _once(reproduce_table(operators))
+    table = _distinct(reproduce_table(operators))
     held_out = [ours for ours in table if not ours.row.is_resident]
     rows = [
         *_capacity_rows(table),
@@ -76,7 +76,7 @@ def paper_benchmark(*, smoke: bool) -> list[Row]:
     ]
 
 
-def _once(table: Sequence[Reproduced]) -> list[Reproduced]:
+def _distinct(table: Sequence[Reproduced]) -> list[Reproduced]:
     """Of blocks that differ only in accepted tokens, keeps the last: their steps are equal."""
     steps = {
         (ours.row.queries_each, ours.row.context, ours.row.tbo, ours.row.batch): ours
@@ -110,7 +110,7 @@ def _falsified(operators: PaperOperators) -> list[Row]:
 
 
 def _with_misses(operators: PaperOperators, factor: float) -> Row:
-    table = _once(reproduce_table(operators, miss_factor=factor))
+    table = _distinct(reproduce_table(operators, miss_factor=factor))
     held_out = [ours for ours in table if not ours.row.is_resident]
     rows = [*map(_throughput_row, held_out), *gain_rows(table)]
     errors = [abs(ours.node_tokens_per_s / ours.row.node_tokens_per_s - 1) for ours in held_out]

@@ -59,12 +59,12 @@ def serving_rows(talk: Talk, *, router: str = "") -> list[Row]:
     console.note(f"  one ess serve, {talk.requests} prompts of {talk.length:,} tokens ...")
     with started("serve", *THREADS) as (_, url):
         asyncio.run(_until_up(url))
-        alone = asyncio.run(_heard(talk, url))
+        alone = asyncio.run(_streamed_all(talk, url))
     console.note(f"  PP{STAGES} and {DECODES} decode workers behind a router ...")
     with tier(STAGES, DECODES, *THREADS, router=router) as split:
         asyncio.run(_until_up(split.url))
         before = split.handoffs(1)
-        apart = asyncio.run(_heard(talk, split.url))
+        apart = asyncio.run(_streamed_all(talk, split.url))
         ended = split.handoffs(before.total() + talk.requests) - before
     config = {
         "router": split.router,
@@ -93,7 +93,7 @@ async def _until_up(url: str) -> None:
     deadline_s = time.monotonic() + UP_S
     while True:
         try:
-            await streamed(url, _asked("Every worker says a word.", 2))
+            await streamed(url, _request_body("Every worker says a word.", 2))
             return
         except (OSError, BadState, asyncio.IncompleteReadError):
             if time.monotonic() > deadline_s:
@@ -101,16 +101,16 @@ async def _until_up(url: str) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _heard(talk: Talk, url: str) -> Arm:
+async def _streamed_all(talk: Talk, url: str) -> Arm:
     draw, begun_s, tasks = random.Random(talk.seed), time.monotonic(), []
     for prompt in talk.prompts():
-        tasks.append(asyncio.ensure_future(streamed(url, _asked(prompt, talk.output))))
+        tasks.append(asyncio.ensure_future(streamed(url, _request_body(prompt, talk.output))))
         await asyncio.sleep(draw.expovariate(1 / talk.gap_s))
     seen = await asyncio.gather(*tasks)
     return Arm(list(seen), time.monotonic() - begun_s)
 
 
-def _asked(prompt: str, output: int) -> dict[str, object]:
+def _request_body(prompt: str, output: int) -> dict[str, object]:
     return {
         "model": "ess-embedded",
         "prompt": prompt,

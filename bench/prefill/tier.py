@@ -61,7 +61,9 @@ def prefill_benchmark(
         For --serving: smg, vllm_router or sglang_router; else the first that is installed.
     """
     if turns or serving:
-        return _further(turns, serving, sizes("--length", length)[0], router, chunk, smoke=smoke)
+        return _other_benchmarks(
+            turns, serving, sizes("--length", length)[0], router, chunk, smoke=smoke
+        )
     if smoke:
         arms = arms_of([1, 2], 640, 128, rounds=1)
         return [
@@ -81,7 +83,7 @@ def prefill_benchmark(
     ]
 
 
-def _further(
+def _other_benchmarks(
     turns: bool, serving: bool, length: int, router: str, chunk: int, *, smoke: bool
 ) -> list[Row]:
     length, rounds = (640, 1) if smoke else (length, ROUNDS)

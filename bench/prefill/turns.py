@@ -96,9 +96,9 @@ def _last_changed(prompt: Sequence[int]) -> list[int]:
 
 def _first_tokens(url: str, prompts: Sequence[list[int]]) -> list[float]:
     """Seconds of each, one after the other, once the server is warm."""
-    asyncio.run(streamed(url, _asked(text(WARM, number=777))))
-    return [asyncio.run(streamed(url, _asked(prompt))).first_s for prompt in prompts]
+    asyncio.run(streamed(url, _request_body(text(WARM, number=777))))
+    return [asyncio.run(streamed(url, _request_body(prompt))).first_s for prompt in prompts]
 
 
-def _asked(prompt: list[int]) -> dict[str, object]:
+def _request_body(prompt: list[int]) -> dict[str, object]:
     return {"prompt": prompt, "max_tokens": 2, "ignore_eos": True, "stream": True}

@@ -220,12 +220,12 @@ class LocalTeam:
     def all_gather(
         self, tensor: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        return self._around(tensor, lambda slots: torch.cat(slots, dim))
+        return self._share(tensor, lambda slots: torch.cat(slots, dim))
 
     def all_to_all(self, tensors: list[Tensor]) -> list[Tensor]:
         if len(tensors) != self.size:
             raise BadInput(f"tensors has {len(tensors)} tensors for a team of {self.size}")
-        return self._around(tensors, lambda slots: [slot[self.rank].clone() for slot in slots])
+        return self._share(tensors, lambda slots: [slot[self.rank].clone() for slot in slots])
 
     def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
         check_parts(self, content, given, due)
@@ -238,9 +238,9 @@ class LocalTeam:
         return LocalComing(self._house, self._posts, number, self.rank, list(due))
 
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
-        return self._around(content, lambda slots: bytes(slots[root]))
+        return self._share(content, lambda slots: bytes(slots[root]))
 
-    def _around(self, given: Any, make: Callable[[list[Any]], Made]) -> Made:
+    def _share(self, given: Any, make: Callable[[list[Any]], Made]) -> Made:
         """Shares `given` with all members, makes a result of everybody's, and waits for all."""
         self._slots[self.rank] = given
         self.barrier()

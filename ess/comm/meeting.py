@@ -170,7 +170,7 @@ class Meeting:
             except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as wrong:
                 self._store = None
                 if place.left_s <= 0:
-                    raise self._nobody() from wrong
+                    raise self._store_missing() from wrong
             if missing and place.left_s <= 0:
                 raise self._missing(missing)
             if missing:
@@ -207,7 +207,7 @@ class Meeting:
         waited_s = self._place.timeout_s
         return Unavailable(f"missing in {self._place.where} after {waited_s:g} s: {names}")
 
-    def _nobody(self) -> Unavailable:
+    def _store_missing(self) -> Unavailable:
         if self._place.rank == 0:
             return Unavailable(f"{self._place.where}: the store cannot listen there")
         return self._missing({0})

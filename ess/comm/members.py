@@ -72,15 +72,15 @@ class WiredTeam:
             raise BadInput(f"sizes are {counts}, member {self.rank} has {tensor.shape[dim]}")
         each = tensor.nbytes // max(tensor.shape[dim], 1)
         if not tensor.shape[dim]:
-            each = tensor.new_empty(_with(tensor.shape, dim, 1)).nbytes
+            each = tensor.new_empty(_with_dim(tensor.shape, dim, 1)).nbytes
         lengths = [count * each for count in counts]
         whole = self._gather(as_bytes(tensor), lengths)
         parts = [
-            part.view(tensor.dtype).view(_with(tensor.shape, dim, count))
+            part.view(tensor.dtype).view(_with_dim(tensor.shape, dim, count))
             for part, count in zip(_cut(whole, lengths), counts, strict=True)
         ]
         if dim == 0:
-            return whole.view(tensor.dtype).view(_with(tensor.shape, 0, sum(counts)))
+            return whole.view(tensor.dtype).view(_with_dim(tensor.shape, 0, sum(counts)))
         return torch.cat(parts, dim)
 
     def all_to_all(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -187,5 +187,5 @@ def _cut(content: Tensor, sizes: list[int]) -> list[Tensor]:
     return list(torch.split_with_sizes(content, sizes))
 
 
-def _with(shape: Sequence[int], dim: int, count: int) -> list[int]:
+def _with_dim(shape: Sequence[int], dim: int, count: int) -> list[int]:
     return [count if at == dim % len(shape) else size for at, size in enumerate(shape)]

@@ -341,9 +341,9 @@ class Lead:
         self._group.advance()
         self.stages.listen()
         for stage, report in self.stages.heard():
-            self._hear(stage, report)
+            self._handle(stage, report)
         for report in self._stage.pump():
-            self._hear(0, report)
+            self._handle(0, report)
         self.stages.flush()
 
     def stand_by(self) -> None:
@@ -353,18 +353,18 @@ class Lead:
     def rest_s(self) -> float:
         return math.inf
 
-    def _hear(self, stage: int, report: Report) -> None:
+    def _handle(self, stage: int, report: Report) -> None:
         match report:
             case Ran(number, seconds):
-                self._ran(stage, number, seconds)
+                self._on_ran(stage, number, seconds)
             case Counted(number, page_count):
-                self._counted(stage, number, page_count)
+                self._on_counted(stage, number, page_count)
             case Released():
-                self._released(stage, report)
+                self._on_released(stage, report)
             case _:
                 raise AssertionError(f"stage {stage} reports {report} in the middle")
 
-    def _counted(self, stage: int, number: int, page_count: int) -> None:
+    def _on_counted(self, stage: int, number: int, page_count: int) -> None:
         """Loads the pages that all stages have on disk; the others are computed. The prompt may
         have been given up while its pages came."""
         prompt = self._prompts.get(number)
@@ -384,15 +384,15 @@ class Lead:
         self._roster.move(request, "preempted")
         self._ask_again()
 
-    def _ran(self, stage: int, number: int, seconds: float) -> None:
+    def _on_ran(self, stage: int, number: int, seconds: float) -> None:
         batch = self._batches.ran(stage, number, seconds, now_s=self._clock.now_s())
         if self._batches.is_through(batch) and batch.count is not None:
             self._sizer.observe(batch.done, batch.count, max(batch.seconds.values()))
         if stage == self.stages.count - 1:
             for part in batch.parts:
-                self._made(part)
+                self._chunk_done(part)
 
-    def _made(self, part: Part) -> None:
+    def _chunk_done(self, part: Part) -> None:
         """The chunk has passed the last stage."""
         prompt = self._prompts.get(part.number)
         if prompt is None or prompt.request.reason is not None:
@@ -416,7 +416,7 @@ class Lead:
         self._order(GiveUp(prompt.number))
         self._prompts.give_up(prompt)
 
-    def _released(self, stage: int, report: Released) -> None:
+    def _on_released(self, stage: int, report: Released) -> None:
         """Comes after the stage's `Ran`, as every stage reports in order."""
         prompt = self._prompts.get(report.number)
         assert prompt is not None, f"stage {stage} released {report.number}, which is not open"

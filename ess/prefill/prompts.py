@@ -100,14 +100,14 @@ class Prompts:
         self._by_number[prompt.number] = prompt
         self._uids.add(prompt.uid)
         if prompt.state != "loading":
-            self._go(prompt)
+            self._make_runnable(prompt)
 
     def enter(self, prompt: Prompt) -> None:
         assert prompt.state == "loading", f"prompt {prompt.number} is {prompt.state}"
         prompt.state = "prefilling"
-        self._go(prompt)
+        self._make_runnable(prompt)
 
-    def _go(self, prompt: Prompt) -> None:
+    def _make_runnable(self, prompt: Prompt) -> None:
         """From now on its chunks may run."""
         if prompt.prefilled_count == prompt.prefill_count:
             self._empty.append(prompt)
@@ -127,9 +127,9 @@ class Prompts:
         if not self._left.count("prefilling"):
             return tuple(cached)
         chunks = scheduler.plan_chunks(self._left, chunk_tokens)
-        return (*cached, *(self._go_on(prompt, start, stop) for prompt, start, stop in chunks))
+        return (*cached, *(self._advance(prompt, start, stop) for prompt, start, stop in chunks))
 
-    def _go_on(self, prompt: Prompt, start: int, stop: int) -> Part:
+    def _advance(self, prompt: Prompt, start: int, stop: int) -> Part:
         assert start == prompt.prefilled_count, f"prompt {prompt.number} goes on at {start}"
         prompt.prefilled_count = stop
         is_last = stop == prompt.prefill_count

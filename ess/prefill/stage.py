@@ -141,15 +141,15 @@ class Stage:
             case Open():
                 self._open_alike(order)
             case Load(number, page_count):
-                self._land(self._of(number), page_count)
+                self._land(self._held_of(number), page_count)
             case Enter(number):
-                self._enter_alike(self._of(number))
+                self._enter_alike(self._held_of(number))
             case Run():
                 return self._run(order, hidden)
             case GiveUp(number):
-                self._give_up(self._of(number))
+                self._give_up(self._held_of(number))
             case Close(number):
-                self._close(self._of(number))
+                self._close(self._held_of(number))
             case Meet(metadata):
                 self._meet(metadata)
             case Forget():
@@ -182,7 +182,7 @@ class Stage:
 
     def enter(self, number: int) -> None:
         """Enters a prompt that has loaded. After PoolFull or BadInput nothing has changed."""
-        held = self._of(number)
+        held = self._held_of(number)
         held.sequence.resume()
         try:
             self._offer(held)
@@ -235,7 +235,7 @@ class Stage:
             except EssError:
                 return
 
-    def _of(self, number: int) -> Held:
+    def _held_of(self, number: int) -> Held:
         if number not in self._held:
             raise Disagreement(f"prompt {number} is not open here")
         return self._held[number]
@@ -244,7 +244,7 @@ class Stage:
 
     def _run(self, order: Run, given: Tensor | None) -> Tensor | None:
         began_s = self._clock.now_s()
-        helds = {part.number: self._of(part.number) for part in order.parts}
+        helds = {part.number: self._held_of(part.number) for part in order.parts}
         parts = [part for part in order.parts if part.stop > part.start]
         windows: dict[int, Tensor] = {}
         hidden = None

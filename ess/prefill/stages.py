@@ -144,7 +144,7 @@ class Stages:
         try:
             link.send(records.head(order.record for order in frame), frame[-1].hidden)
         except LinkLost as error:
-            raise self._lost(error) from None
+            raise self._stage_lost(error) from None
 
     # ---- reports
 
@@ -156,12 +156,12 @@ class Stages:
                 self._take(stage, content)
                 wait_s = 0.0
             wait_s = 0.0
-        self._look()
+        self._check_progress()
 
     def _take(self, stage: int, content: bytes) -> None:
         for report in reports.unpack(content):
             if isinstance(report, Took):
-                self._took(stage, report)
+                self._on_took(stage, report)
             else:
                 self._heard.append((stage, report))
 
@@ -174,7 +174,7 @@ class Stages:
         try:
             frame = self._group.reports[stage * self._team].receive(timeout_s)
         except LinkLost as error:
-            raise self._lost(error) from None
+            raise self._stage_lost(error) from None
         return None if frame is None else frame.head
 
     def finish(self) -> None:
@@ -186,13 +186,13 @@ class Stages:
                 content = self._receive(stage, FINISH_S)
                 if content is not None:
                     self._take(stage, content)
-            self._look()
+            self._check_progress()
 
     def _behind(self) -> list[int]:
         stages = range(1, self.count)
         return [s for s in stages if self._taken[s] < self._sent_count or not self.is_clear]
 
-    def _took(self, stage: int, took: Took) -> None:
+    def _on_took(self, stage: int, took: Took) -> None:
         """Stage s has obeyed its next frame: frames are obeyed in order."""
         self._taken[stage] += 1
         frame = self._taken[stage]
@@ -208,7 +208,7 @@ class Stages:
         while self._expected and self._expected[0][0] <= min(self._taken[1:]):
             self._expected.popleft()
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """StageLost for a rank with orders that makes no progress; links report silence and
         loss."""
         for rank, beat in self._group.beats().items():
@@ -225,7 +225,7 @@ class Stages:
         beats = self._group.beats()
         return (0.0, *(beats[stage * self._team].silent_s for stage in range(1, self.count)))
 
-    def _lost(self, error: LinkLost) -> StageLost:
+    def _stage_lost(self, error: LinkLost) -> StageLost:
         return StageLost(f"{self.name(max(error.rank, 0) // self._team)}: {error}")
 
     def check(self) -> None:

@@ -46,7 +46,11 @@ class StepTimes:
     corners: dict[tuple[int, int, int, int], StepTime] = field(default_factory=dict)
 
     def at(self, *, requests: int, queries: int, context: float, misses: float) -> StepTime:
-        sides = (_beside(REQUESTS, requests), _beside(CONTEXTS, context), _beside(MISSES, misses))
+        sides = (
+            _grid_neighbours(REQUESTS, requests),
+            _grid_neighbours(CONTEXTS, context),
+            _grid_neighbours(MISSES, misses),
+        )
         step_us = exposed_us = 0.0
         for corner in itertools.product(*sides):
             weight = corner[0][1] * corner[1][1] * corner[2][1]
@@ -77,7 +81,7 @@ class StepTimes:
         return StepTime(prediction.step_us, prediction.exposed_us)
 
 
-def _beside(sizes: Sequence[int], size: float) -> list[tuple[int, float]]:
+def _grid_neighbours(sizes: Sequence[int], size: float) -> list[tuple[int, float]]:
     """The grid sizes around `size` with their weights. Beyond the grid the last two sizes are
     extrapolated, below it the first size is used: as in the operator tables."""
     if size <= sizes[0]:

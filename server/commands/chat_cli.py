@@ -212,10 +212,10 @@ def top(
     with live, contextlib.suppress(KeyboardInterrupt):
         while True:
             time.sleep(every)
-            live.update(_looked(client), refresh=True)
+            live.update(_table_or_reason(client), refresh=True)
 
 
-def _looked(client: Client) -> Table | str:
+def _table_or_reason(client: Client) -> Table | str:
     """The table, or why there is none: an unreachable server may come back."""
     try:
         return _shown(client)

@@ -14,7 +14,7 @@ from ess.server.dialects.schemas import Common, SglangSampling, StructuredOutput
 
 
 def of_openai(ask: Common, tokenizer: Tokenizer) -> Grammar | None:
-    return _only(
+    return _only_one(
         [
             *_of_format(ask.response_format, tokenizer),
             *_of_structured(ask.structured_outputs, tokenizer),
@@ -29,15 +29,15 @@ def of_openai(ask: Common, tokenizer: Tokenizer) -> Grammar | None:
 
 
 def of_structured(asked: StructuredOutputs | None, tokenizer: Tokenizer) -> Grammar | None:
-    return _only([*_of_structured(asked, tokenizer)])
+    return _only_one([*_of_structured(asked, tokenizer)])
 
 
 def of_response_format(asked: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Grammar | None:
-    return _only([*_of_format(asked, tokenizer)])
+    return _only_one([*_of_format(asked, tokenizer)])
 
 
 def of_sglang(asked: SglangSampling, tokenizer: Tokenizer) -> Grammar | None:
-    return _only(
+    return _only_one(
         [
             *_json("json_schema", asked.json_schema),
             *_text("regex", asked.regex),
@@ -47,7 +47,7 @@ def of_sglang(asked: SglangSampling, tokenizer: Tokenizer) -> Grammar | None:
     )
 
 
-def _only(grammars: Sequence[Grammar]) -> Grammar | None:
+def _only_one(grammars: Sequence[Grammar]) -> Grammar | None:
     if len(grammars) > 1:
         raise BadInput(
             f"{len(grammars)} constraints on the form of the answer: give only one of "

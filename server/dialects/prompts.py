@@ -139,16 +139,18 @@ class PromptReader:
         tools = offered_tools(ask.tools, ask.tool_choice)
         thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
         is_cut = ask.truncate_prompt_tokens is not None
-        return self._said(ask.messages, tools, thinking, goes_on=goes_on(ask), is_cut=is_cut)
+        return self._rendered(ask.messages, tools, thinking, goes_on=goes_on(ask), is_cut=is_cut)
 
     def _response(self, ask: schemas.ResponsesAsk) -> list[int]:
         choice = choice_of_responses(ask.tool_choice)
         tools = offered_tools(tools_of_responses(ask.tools), choice)
         thinking = wants_thinking(None, (ask.reasoning or {}).get("effort"))
         messages = messages_of(ask.input, ask.instructions)
-        return self._said(messages, tools, thinking, is_cut=ask.truncate_prompt_tokens is not None)
+        return self._rendered(
+            messages, tools, thinking, is_cut=ask.truncate_prompt_tokens is not None
+        )
 
-    def _said(
+    def _rendered(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
@@ -176,7 +178,7 @@ class PromptReader:
         add_special = ask.add_special_tokens is not False
         if ask.prompt is None:
             thinking = wants_thinking(ask.chat_template_kwargs, None)
-            lists = [self._said(ask.messages or [], offered_tools(ask.tools, None), thinking)]
+            lists = [self._rendered(ask.messages or [], offered_tools(ask.tools, None), thinking)]
         else:
             texts = ask.prompt if isinstance(ask.prompt, list) else [ask.prompt]
             lists = self._encoded(texts, where="prompt", add_special=add_special)

@@ -261,7 +261,7 @@ async def respond(
     except BaseException:
         grown.give_up()
         raise
-    return _lost(grown)
+    return _lost_answer(grown)
 
 
 def _with_params(document: Any, params: Mapping[str, Any] | None) -> Any:
@@ -283,14 +283,14 @@ async def _stream(grown: Answer, receive: Receive, writer: Writer) -> Response:
                 first.extend(await grown.call.take())
 
     if not await first_of(wait(), gone(receive)):
-        return _lost(grown)
+        return _lost_answer(grown)
     for piece in first:
         if piece.reason in ("refused", "failed"):
             raise _refusal(piece)
     return EventStream(grown, writer, first)
 
 
-def _lost(grown: Answer) -> Response:
+def _lost_answer(grown: Answer) -> Response:
     grown.give_up()
     grown.service.tally.disconnect_count += 1
     return Gone()

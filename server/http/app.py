@@ -174,13 +174,13 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for these"
     path = request.scope["path"][:100]
     if error.status_code == 405:
-        return _not_for(request, path)
+        return _not_allowed(request, path)
     if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
         return error_answer(Absent(f"there is no {path}; {_nearest(path)}"))
     return await http_exception_handler(request, error)
 
 
-def _not_for(request: Request, path: str) -> Response:
+def _not_allowed(request: Request, path: str) -> Response:
     served = _methods_at(request)
     shown = sorted(served - {"HEAD"})
     verb = "is" if len(shown) == 1 else "are"

@@ -170,7 +170,7 @@ async def health_generate(request: Request) -> Response:
         await _one_token(service, request.state.request_id)
     except (Refused, TimeoutError) as error:
         if not _is_making(service):
-            raise _fruitless(service) if isinstance(error, TimeoutError) else error from None
+            raise _no_token(service) if isinstance(error, TimeoutError) else error from None
     return answer({"status": "ok"})
 
 
@@ -192,7 +192,7 @@ def _is_making(service: Service) -> bool:
     return len(counts) > 1 and counts[-1] > counts[0]
 
 
-def _fruitless(service: Service) -> Unavailable:
+def _no_token(service: Service) -> Unavailable:
     return Unavailable(f"no token within {service.limits.probe_s:g} s")
 
 

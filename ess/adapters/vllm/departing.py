@@ -85,7 +85,7 @@ class Departing:
         self._meeting = MeetingPlace(
             host=settings.peers_host,
             port=self._ranks.port(settings.peers_port, self._rank),
-            meet=self._met,
+            meet=self._exchange_metadata,
         )
         self._thread = threading.Thread(target=self._run, name="ess-departing", daemon=True)
         self._thread.start()
@@ -101,7 +101,7 @@ class Departing:
         with self._lock:
             for name in (*step.given_up, *step.preempted):
                 self._open.give_up(name)
-            mine = [(self._open.order(order), order.stop) for order in self._mine(step)]
+            mine = [(self._open.order(order), order.stop) for order in self._own_orders(step)]
             self._stops = tuple((leaving, stop) for leaving, stop in mine if leaving is not None)
             for name in step.finished:
                 if self._open.has(name):
@@ -141,7 +141,7 @@ class Departing:
                 event.record()
             self._notes.append(_Note(layers, self._stops, event))
 
-    def _mine(self, step: StepOrders) -> list[Order]:
+    def _own_orders(self, step: StepOrders) -> list[Order]:
         return [order for order in step.orders if self._ranks.source(order.uid) == self._rank]
 
     @property
@@ -151,7 +151,7 @@ class Departing:
 
     # ---- threads of ESS
 
-    def _met(self, metadata: bytes) -> bytes:
+    def _exchange_metadata(self, metadata: bytes) -> bytes:
         with self._lock:
             return self._open.met(metadata)
 

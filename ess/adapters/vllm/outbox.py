@@ -132,7 +132,7 @@ class Outbox:
 
     def order(self, order: Order) -> Leaving | None:
         """Updates the request; None where it has ended, or cannot leave."""
-        leaving = self._begun(order) if order.prompt else self._leaving.get(order.name)
+        leaving = self._begin(order) if order.prompt else self._leaving.get(order.name)
         if leaving is not None:
             leaving.blocks.extend(order.blocks)
             ids = np.array(leaving.blocks, np.int64)
@@ -169,7 +169,7 @@ class Outbox:
 
     def pump(self) -> None:
         for event in self._transport.poll():
-            self._heard(event)
+            self._handle_event(event)
         self._sender.expire()
         for outcome in self._sender.outcomes():
             LOG.debug("%s", outcome)
@@ -177,7 +177,7 @@ class Outbox:
     def close(self) -> None:
         self._transport.close()
 
-    def _begun(self, order: Order) -> Leaving | None:
+    def _begin(self, order: Order) -> Leaving | None:
         pages = BlockPages(self._reader, self._staging, row_count=len(order.prompt) - 1)
         try:
             salt = order.salt.encode()
@@ -189,7 +189,7 @@ class Outbox:
         self._leaving[order.name] = leaving
         return leaving
 
-    def _heard(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         match event:
             case Completed():
                 self._sender.completed(event.handle)
@@ -198,9 +198,9 @@ class Outbox:
             case PeerLost():
                 self._sender.peer_lost(event.peer)
             case Notification():
-                self._told(event.peer, event.content)
+                self._handle_message(event.peer, event.content)
 
-    def _told(self, peer: int, content: bytes) -> None:
+    def _handle_message(self, peer: int, content: bytes) -> None:
         """Passes on messages that are sealed by this very peer; ignores others."""
         try:
             envelope = self._seal.opened(content)

@@ -106,7 +106,7 @@ class Requests:
         preempted = tuple(sorted((output.preempted_req_ids or set()) & self._leaving.keys()))
         for name in preempted:
             self._leaving[name].made_count = 0
-        orders = [*self._new(output), *self._going_on(output)]
+        orders = [*self._new_orders(output), *self._continued_orders(output)]
         news, self._news = self._news, _News()
         return StepOrders(tuple(orders), tuple(news.finished), tuple(news.given_up), preempted)
 
@@ -128,7 +128,7 @@ class Requests:
         """Workers have sent these: vLLM may free their blocks."""
         self._kept.difference_update(names)
 
-    def _new(self, output: Any) -> list[Order]:
+    def _new_orders(self, output: Any) -> list[Order]:
         orders = []
         for fresh in output.scheduled_new_reqs:
             leaving = self._leaving.get(fresh.req_id)
@@ -145,7 +145,7 @@ class Requests:
                 )
         return orders
 
-    def _going_on(self, output: Any) -> list[Order]:
+    def _continued_orders(self, output: Any) -> list[Order]:
         later, orders = output.scheduled_cached_reqs, []
         for place, name in enumerate(later.req_ids):
             leaving = self._leaving.get(name)

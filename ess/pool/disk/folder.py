@@ -29,24 +29,28 @@ class DiskFolder:
             raise Unavailable(f"{path} takes no pages: {error.strerror}") from error
         try:
             self.slab = Slab(path / SLAB, record_bytes=page_bytes)
-            self.catalogue, self.entries = self._begun(path, identity, record_max)
+            self.catalogue, self.entries = self._open_catalogue(path, identity, record_max)
         except (OSError, Unusable) as error:
             os.close(self._lock)
             raise Unavailable(f"{path} takes no pages: {error}") from error
 
-    def _begun(self, path: Path, identity: bytes, record_max: int) -> tuple[Catalogue, list[Entry]]:
+    def _open_catalogue(
+        self, path: Path, identity: bytes, record_max: int
+    ) -> tuple[Catalogue, list[Entry]]:
         """Forgets rows whose records the slab has lost, and cuts off what lies behind the last
         record or belongs to no catalogue."""
         if (path / CATALOGUE).exists():
             try:
-                return self._read(path, identity, record_max)
+                return self._read_catalogue(path, identity, record_max)
             except Unusable as why:
                 self.opened = f"{path} starts empty: {why}"
         for suffix in SUFFIXES:
             (path / f"{CATALOGUE}{suffix}").unlink(missing_ok=True)
-        return self._read(path, identity, 0)
+        return self._read_catalogue(path, identity, 0)
 
-    def _read(self, path: Path, identity: bytes, record_max: int) -> tuple[Catalogue, list[Entry]]:
+    def _read_catalogue(
+        self, path: Path, identity: bytes, record_max: int
+    ) -> tuple[Catalogue, list[Entry]]:
         self.slab.keep(record_max)
         catalogue = Catalogue(
             path / CATALOGUE, identity=identity, page_bytes=self.slab.record_bytes

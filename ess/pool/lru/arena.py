@@ -214,17 +214,19 @@ def check(arena: Arena, *, step: int) -> None:
     row, age = arena.row_of[slots], step - arena.last_use[slots]
     used, in_flight = row >= 0, arena.ticket_of[slots] != 0
     is_dirty = arena.dirty[slots] != 0
-    _none(slots, (row < -1) | (row >= arena.slot_of.size), "holds an impossible row id")
+    _assert_none(slots, (row < -1) | (row >= arena.slot_of.size), "holds an impossible row id")
     back = np.where(used, arena.slot_of[row], slots)
-    _none(slots, back != slots, "holds a row whose slot_of points elsewhere")
-    _none(slots, used & (age < 0), f"was last used after step {step}")
-    _none(slots, is_dirty & in_flight, "is dirty and in flight")
-    _none(slots, ~used & (is_dirty | in_flight), "is free but dirty or in flight")
-    _none(slots, arena.ticket_of[slots] < 0, "has a negative ticket")
+    _assert_none(slots, back != slots, "holds a row whose slot_of points elsewhere")
+    _assert_none(slots, used & (age < 0), f"was last used after step {step}")
+    _assert_none(slots, is_dirty & in_flight, "is dirty and in flight")
+    _assert_none(slots, ~used & (is_dirty | in_flight), "is free but dirty or in flight")
+    _assert_none(slots, arena.ticket_of[slots] < 0, "has a negative ticket")
     resident = np.flatnonzero(arena.slot_of != -1)
     held = arena.slot_of[resident]
-    _none(resident, ~np.isin(held, slots), "(a row) has a slot that the group does not own")
-    _none(resident, arena.row_of[held] != resident, "(a row) has a slot that holds another row")
+    _assert_none(resident, ~np.isin(held, slots), "(a row) has a slot that the group does not own")
+    _assert_none(
+        resident, arena.row_of[held] != resident, "(a row) has a slot that holds another row"
+    )
     assert resident.size + int((~used).sum()) == slots.size, "free + used slots != all slots"
 
 
@@ -236,5 +238,5 @@ def _check_blocks(arena: Arena) -> None:
     assert inside.all(), f"block {blocks[~inside]} lies outside a slab of {arena.row_of.size}"
 
 
-def _none(name: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], sentence: str) -> None:
+def _assert_none(name: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], sentence: str) -> None:
     assert not wrong.any(), f"{int(name[wrong][0])} {sentence} ({int(wrong.sum())} in all)"

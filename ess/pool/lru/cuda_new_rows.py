@@ -80,10 +80,10 @@ class NewRows:
 
     def _record(self, group: int, arena: Any, rows: Any, now: Any) -> ResolveRecord:
         workspace = {
-            name: self._of(group, name)
+            name: self._slice(group, name)
             for name in ("report", *self.shape.scratch, *self.shape.claims)
         }
-        slots, query_count = self._of(group, "slots"), self._calls[-1:]
+        slots, query_count = self._slice(group, "slots"), self._calls[-1:]
         return claim_record(
             self.shape,
             arena=arena,
@@ -93,7 +93,7 @@ class NewRows:
             query_count=query_count.data_ptr(),
         )
 
-    def _of(self, group: int, name: str) -> Any:
+    def _slice(self, group: int, name: str) -> Any:
         array = self._arrays[name]
         count = array.shape[0] // self.group_count
         return array[group * count : (group + 1) * count]

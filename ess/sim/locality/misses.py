@@ -45,7 +45,7 @@ class MissCurves:
         below = max(known for known in contexts if known <= inside)
         above = min(known for known in contexts if known >= inside)
         share = 0.0 if above == below else (inside - below) / (above - below)
-        low, high = self._at(below, slots), self._at(above, slots)
+        low, high = self._mean_at(below, slots), self._mean_at(above, slots)
         known = low + share * (high - low)
         if inside == context:
             return known
@@ -55,14 +55,15 @@ class MissCurves:
     def _hot(mean: float, context: int, slots: float) -> float:
         return max(0.0, mean - COLD * (1.0 - min(slots / context, 1.0)))
 
-    def _at(self, context: int, slots: float) -> float:
+    def _mean_at(self, context: int, slots: float) -> float:
         ratio = min(slots / context, 1.0)
         curve = self.means[context]
         shortest = min(self.means)
         if ratio < curve.sizes[0] and context > shortest:
             least = curve.sizes[0] * context
             hot, hot_before = (
-                self._hot(self._at(shortest, count), shortest, count) for count in (slots, least)
+                self._hot(self._mean_at(shortest, count), shortest, count)
+                for count in (slots, least)
             )
             return math.exp(curve.times[0]) + COLD * (least - slots) / context + hot - hot_before
         if ratio < curve.sizes[0]:

@@ -44,15 +44,15 @@ def in_us(milliseconds: float) -> float:
 
 def timed(*parts: Part) -> Entry:
     """An entry of a row's key parts, then its time."""
-    return lambda row: (*_said(row, parts), in_us(row["latency"]))
+    return lambda row: (*_cells(row, parts), in_us(row["latency"]))
 
 
 def exchanged(*parts: Part, dispatch: str, combine: str) -> Entry:
     """An entry of a row's key parts, then its two times, which are in microseconds already."""
-    return lambda row: (*_said(row, parts), round(row[dispatch], 1), round(row[combine], 1))
+    return lambda row: (*_cells(row, parts), round(row[dispatch], 1), round(row[combine], 1))
 
 
-def _said(row: Source, parts: Sequence[Part]) -> list[float | str]:
+def _cells(row: Source, parts: Sequence[Part]) -> list[float | str]:
     return [row[part] if isinstance(part, str) else part(row) for part in parts]
 
 

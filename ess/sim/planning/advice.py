@@ -42,21 +42,21 @@ def _host_memory(planner: Planner, plan: Plan, node: Node, is_searched: bool) ->
     if needed > NORMAL_HOST_BYTES:
         normal = replace(node, host_bytes=NORMAL_HOST_BYTES).host_bytes_of(gpus)
         try:
-            said = _outcome(_with(planner, normal, is_searched))
+            said = _outcome(_planned_with(planner, normal, is_searched))
         except BadInput as refusal:
             said = str(refusal)
         has = f"a DGX H200 has {format_bytes(NORMAL_HOST_BYTES)}"
         return [f"{format_bytes(needed)} of host memory per node; {has}: with that, {said}"]
     if plan.limiter != HOST_PAGES or planner.ask.host_bytes is None:
         return []
-    answer = _with(planner, None, is_searched)
+    answer = _planned_with(planner, None, is_searched)
     if answer.chosen.batch <= plan.chosen.batch:
         return []
     amount = format_bytes(answer.chosen.host_bytes * node.neighbours(gpus))
     return [f"host memory limits the batch: {amount} per node would give {_outcome(answer)}"]
 
 
-def _with(planner: Planner, host_bytes: int | None, is_searched: bool) -> Plan:
+def _planned_with(planner: Planner, host_bytes: int | None, is_searched: bool) -> Plan:
     other = replace(planner, ask=replace(planner.ask, host_bytes=host_bytes))
     return (best_way(other) if is_searched else other).plan()
 

@@ -63,15 +63,15 @@ class Ask:
     @property
     def tokens_each(self) -> float:
         """Tokens per request and step: as given, or 70 % for each draft in turn."""
-        return self._made(DRAFT_ACCEPTANCE) if self.accepted is None else self.accepted
+        return self._tokens_at(DRAFT_ACCEPTANCE) if self.accepted is None else self.accepted
 
     @property
     def accepted_band(self) -> tuple[float, float]:
         """How far the tokens of a step may be off, as shares; not at all if they are given."""
         if self.accepted is not None:
             return 0.0, 0.0
-        low, high = (self._made(chance) / self.tokens_each - 1 for chance in ACCEPTANCE_SEEN)
+        low, high = (self._tokens_at(chance) / self.tokens_each - 1 for chance in ACCEPTANCE_SEEN)
         return low, high
 
-    def _made(self, chance: float) -> float:
+    def _tokens_at(self, chance: float) -> float:
         return math.fsum(chance**draft for draft in range(self.queries_each))

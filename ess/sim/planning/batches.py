@@ -48,7 +48,7 @@ def tried(
     while True:
         kept = [point for point in points.values() if is_kept(point)]
         edges = {best(kept).batch, max(point.batch for point in kept)} if kept else set()
-        wanted = _beside(points, edges)
+        wanted = _untried_around(points, edges)
         if not wanted:
             return [points[batch] for batch in sorted(points)]
         points |= {batch: point_of(batch) for batch in wanted}
@@ -59,7 +59,7 @@ def best(points: Iterable[Point]) -> Point:
     return max(points, key=lambda point: (point.tokens_per_s, -point.batch))
 
 
-def _beside(known: Iterable[int], edges: set[int]) -> list[int]:
+def _untried_around(known: Iterable[int], edges: set[int]) -> list[int]:
     """Untried batches between an edge and the tried ones on either side of it."""
     pairs = list(itertools.pairwise(sorted(known)))
     return [

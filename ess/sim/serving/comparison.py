@@ -84,7 +84,7 @@ def serve(
     both = offload.replayed(Off()), resident.replayed(Off())
     sums = [summarise(side, serving.objective) for side in both]
     sample = planner.point(max(1, round(sums[0].batch_mean)), planner.ask.context)
-    good, bad = _ends(sample.token_band, worker.prefilling.band)
+    good, bad = _both_ends(sample.token_band, worker.prefilling.band)
     tokens = sum(arrival.prompt_tokens for arrival in arrivals)
     mean = tokens / len(arrivals)
     sides = (offload, resident) if sustained else ()
@@ -145,7 +145,7 @@ class Side:
             return None
 
 
-def _ends(step: Band, prefill: Band) -> tuple[Off, Off]:
+def _both_ends(step: Band, prefill: Band) -> tuple[Off, Off]:
     """Everything better than predicted, and everything worse: wider than it must be."""
     few, many = MISS_FACTORS
     good = Off(step=1 + step[0], prefill=1 + prefill[0], misses=few)

@@ -140,7 +140,7 @@ class Channel:
         frame = self._landing
         if frame is not None and self.is_landing(ticket):
             frame.refusal = f"ticket {ticket} has ended"
-            self._targets = self._nowhere(sum(map(len, self._targets)))
+            self._targets = self._discarding(sum(map(len, self._targets)))
 
     def _fill(self) -> int | None:
         """Reads into the memory that is due; None when nothing has come."""
@@ -193,7 +193,7 @@ class Channel:
     def _land(self, frame: Frame, targets: Sequence[memoryview] | str) -> None:
         if isinstance(targets, str):
             frame.refusal = targets
-            self._targets = self._nowhere(frame.payload_bytes)
+            self._targets = self._discarding(frame.payload_bytes)
         else:
             self._targets = deque(targets)
         if sum(map(len, self._targets)) != frame.payload_bytes:
@@ -205,7 +205,7 @@ class Channel:
         self._begin_head()
         return frame
 
-    def _nowhere(self, size: int) -> deque[memoryview]:
+    def _discarding(self, size: int) -> deque[memoryview]:
         scratch = memoryview(bytearray(min(size, SCRATCH_BYTES)))
         whole, rest = divmod(size, SCRATCH_BYTES)
         return deque([scratch] * whole + ([scratch[:rest]] if rest else []))

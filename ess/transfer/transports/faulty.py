@@ -74,7 +74,7 @@ class FaultyTransport(Around):
         super().register(regions)
 
     def post(self, transfer: Transfer) -> int:
-        handle, fault = self._next_handle(), self._drawn(transfer)
+        handle, fault = self._next_handle(), self._draw_fault(transfer)
         if fault is None:
             self._pass_on(handle, transfer)
         else:
@@ -96,13 +96,13 @@ class FaultyTransport(Around):
         told, self._told = self._told, []
         lost = [event for event in events if isinstance(event, PeerLost)]
         others = [event for event in events if not isinstance(event, PeerLost)]
-        return [*others, *told, *self._late(), *lost]
+        return [*others, *told, *self._expired(), *lost]
 
     def disconnect(self, peer: int) -> None:
         self._give_up(peer)
         super().disconnect(peer)
 
-    def _drawn(self, transfer: Transfer) -> Fault | None:
+    def _draw_fault(self, transfer: Transfer) -> Fault | None:
         draw = self._random.random()
         for fault, chance in self._odds.items():
             draw -= chance
@@ -152,7 +152,7 @@ class FaultyTransport(Around):
         flipped[self._random.randrange(len(flipped))] ^= 1 << self._random.randrange(8)
         return bytes(flipped)
 
-    def _late(self) -> list[Event]:
+    def _expired(self) -> list[Event]:
         now_s = self._clock.now_s()
         late = [handle for handle, (due_s, _) in self._dropped.items() if due_s <= now_s]
         for handle in late:

@@ -104,13 +104,13 @@ class InProcessTransport(Endpoint):
             if peer is None or peer.epoch != transfer.peer:
                 fault: str | None = "it has just gone"
             else:
-                fault = peer._taken(self.epoch, transfer, views(here, self._regions), there)
+                fault = peer._accept(self.epoch, transfer, views(here, self._regions), there)
         if fault is None:
             self._underway.complete(handle)
         else:
             self._underway.fail(handle, f"refused: {fault}")
 
-    def _taken(
+    def _accept(
         self, sender: int, transfer: Transfer, theirs: list[memoryview], there: Runs
     ) -> str | None:
         """The owner's part of a transfer, under the lock: why it is refused, or None."""

@@ -93,7 +93,7 @@ class Keeper:
         failed_count, wait_s = STARTS_MAX - 1, AGAIN_S
         while True:
             began_s = self._clock.now_s()
-            how = await self._live()
+            how = await self._run_program()
             if self._is_ending:
                 return
             failed_count = 0 if self.ready.is_set() else failed_count + 1
@@ -107,7 +107,7 @@ class Keeper:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
 
-    async def _live(self) -> str:
+    async def _run_program(self) -> str:
         """Runs the program from start to end, and says how it ended."""
         self._last_lines.clear()
         self.listens.clear()

@@ -195,7 +195,7 @@ class RayCrew:
         meeting = f"{places[0].address}:{places[0].meeting_port}"
         secret = settings.peer_secret or new_secret()
         serving = [
-            actor.serve.remote(self._told(at, place, meeting), secret)
+            actor.serve.remote(self._settings_of(at, place, meeting), secret)
             for at, (actor, place) in enumerate(zip(actors, places, strict=True))
         ]
         urls = [f"http://{self._seen(place)}:{place.port}" for place in places]
@@ -212,7 +212,7 @@ class RayCrew:
             within_s = settings.drain_s + HANG_S
             self._ray.wait(serving, num_returns=len(serving), timeout=within_s)
 
-    def _told(self, rank: int, place: Place, meeting: str) -> dict[str, Any]:
+    def _settings_of(self, rank: int, place: Place, meeting: str) -> dict[str, Any]:
         return {
             **told_settings(self._resolved, but=OF_RANK),
             "dp_rank": rank,

@@ -56,7 +56,7 @@ def _check_start(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> None
             raise BadInput(f"logprob_start_len is {start}, the prompt has {len(prompt)} tokens")
 
 
-def _same(name: str, asked: int | list[int] | list[bool] | None) -> int:
+def _same_for_all(name: str, asked: int | list[int] | list[bool] | None) -> int:
     """The value for all prompts; a list must have the same value for each."""
     wishes = set(asked) if isinstance(asked, list) else {asked or 0}
     if len(wishes) > 1:
@@ -67,8 +67,10 @@ def _same(name: str, asked: int | list[int] | list[bool] | None) -> int:
 def _wanted(
     service: Service, ask: schemas.GenerateAsk, sampling: schemas.SglangSampling
 ) -> sampling_params.Wanted:
-    top = _same("top_logprobs_num", ask.top_logprobs_num)
-    _same("return_logprob", ask.return_logprob if isinstance(ask.return_logprob, list) else None)
+    top = _same_for_all("top_logprobs_num", ask.top_logprobs_num)
+    _same_for_all(
+        "return_logprob", ask.return_logprob if isinstance(ask.return_logprob, list) else None
+    )
     if top and not has_logprobs(ask):
         raise BadInput("top_logprobs_num must come with return_logprob")
     where = "input_ids" if ask.text is None else "text"

@@ -55,7 +55,7 @@ def operation(door: Door, path: str) -> dict[str, Any]:
     """What FastAPI cannot see of a route, as its handler takes a request and reads the body."""
     made: dict[str, Any] = {
         "parameters": _parameters(path, door),
-        "responses": {"200": _good(door), **_errors()},
+        "responses": {"200": _good_answer(door), **_errors()},
     }
     if door.asks is not None:
         content = {"schema": {"$ref": SCHEMAS + door.asks.__name__}, "example": door.example}
@@ -98,7 +98,7 @@ def _parameters(path: str, door: Door) -> list[dict[str, Any]]:
     return [*parameters, {"name": "x-request-id", "in": "header", "schema": text}]
 
 
-def _good(door: Door) -> dict[str, Any]:
+def _good_answer(door: Door) -> dict[str, Any]:
     schemas: dict[str, Any] = {JSON: {"type": ["object", "array"]}, EVENTS: {}}
     return {
         "description": door.sentence,
