@@ -13,7 +13,7 @@ from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.load import EMBEDDED
 from ess.prefill.trial.pipe import Kind, Plan, Ran, model_config
-from ess.prefill.trial.told import Slow
+from ess.prefill.trial.pipe_messages import Slow
 from ess.sim.prefill.measured import Measured
 from ess.sim.prefill.tuning import Layers
 

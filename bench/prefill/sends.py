@@ -13,7 +13,7 @@ from ess import console
 from ess.bench.harness.report import Row, compare
 from ess.bench.prefill.rig import embedded, ends_of, layers_of, plan_of, sharing, stage_s, text
 from ess.prefill.trial.pipe import Pipe, Ran
-from ess.prefill.trial.told import Slow
+from ess.prefill.trial.pipe_messages import Slow
 from ess.sim.prefill.stage_clock import Links, clocked
 from ess.sim.prefill.tuning import AHEAD
 

@@ -51,8 +51,8 @@ class Disagreement(EssError):
 @dataclass(slots=True, eq=False)
 class Held:
     """A prompt with rows here. It has entered when it is on the device and its handoff has begun:
-    at once, or after its pages came from disk, whose count the lead must know. It can be closed
-    when it is complete and no handoff reads it any more."""
+    at once, or after its pages came from disk, whose count the lead must know. It is free when
+    it is complete and no handoff reads it any more."""
 
     number: int
     uid: int

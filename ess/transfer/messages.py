@@ -65,8 +65,8 @@ class PieceKind(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why a reservation was refused or a handoff given up. SETTLED answers a refusal: the sender
-    has nothing of this handoff under way any more."""
+    """Why a reservation was refused or a handoff given up. SETTLED is the answer to a Release: the
+    sender has nothing of this handoff under way any more."""
 
     FULL = 1
     DUPLICATE = 2

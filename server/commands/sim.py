@@ -28,9 +28,9 @@ from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import inverse
 from ess.sim.planning.planner import Planner
 from ess.sim.serving.arrivals import Arrival, read_arrivals
-from ess.sim.serving.asked import AUTO, Auto, MissesBy, Serving
 from ess.sim.serving.comparison import Served, serve
 from ess.sim.serving.goodput import Objective, Spread, Summary
+from ess.sim.serving.replay_settings import AUTO, Auto, MissesBy, Serving
 from ess.sim.serving.traffic import Mix, at_rate, draw
 from ess.sim.serving.worker import RATE_MAX, Size
 from ess.units import parse_size

@@ -7,10 +7,10 @@ from typing import Any, Final
 import ess
 from ess.server.commands.htmlfile import whole
 from ess.server.commands.planshow import name_of
-from ess.sim.serving.asked import Serving
 from ess.sim.serving.comparison import Served
 from ess.sim.serving.goodput import ttft_s
 from ess.sim.serving.replay import Replay
+from ess.sim.serving.replay_settings import Serving
 
 POINTS_MAX: Final = 2000
 

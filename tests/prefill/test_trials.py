@@ -12,7 +12,7 @@ from ess.engine.config import ProcessConfig
 from ess.errors import BadState
 from ess.models.load import EMBEDDED
 from ess.prefill.trial.pipe import Pipe, Plan
-from ess.prefill.trial.told import Slow
+from ess.prefill.trial.pipe_messages import Slow
 from ess.server.commands.tune import Tried, judged
 from tests.pd.processes import ROOT
 from tests.support.checkpoints import tokens

@@ -22,10 +22,10 @@ from ess.sim.prefill.prefill_time import FIRST_CHUNK
 from ess.sim.prefill.prompt_pass import PromptPass, pass_us
 from ess.sim.serving import comparison
 from ess.sim.serving.arrivals import Arrival
-from ess.sim.serving.asked import AUTO, Serving
 from ess.sim.serving.comparison import Served
 from ess.sim.serving.goodput import Objective
 from ess.sim.serving.lines import SPANS_MAX, Lines, Span
+from ess.sim.serving.replay_settings import AUTO, Serving
 from ess.sim.serving.traffic import Mix, at_rate, draw
 from ess.sim.serving.worker import RATE_MAX
 from ess.sim.step_grid import StepTimes

@@ -28,7 +28,7 @@ from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.weights.folder import Folder
 from ess.ports import kept_port
-from ess.prefill.trial.told import Answer, Ask, Line, Opened, Slow, Timed, Trial
+from ess.prefill.trial.pipe_messages import Answer, Ask, Line, Opened, Slow, Timed, Trial
 from ess.units import PAGE_ROWS, div_ceil
 
 Kind = Literal["wall", "core"]

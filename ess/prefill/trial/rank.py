@@ -32,8 +32,8 @@ from ess.errors import BadState
 from ess.prefill import worker
 from ess.prefill.follower import Follower
 from ess.prefill.lead import Lead
+from ess.prefill.trial.pipe_messages import Answer, Ask, Opened, Slow, Trial
 from ess.prefill.trial.timed import TimedStage
-from ess.prefill.trial.told import Answer, Ask, Opened, Slow, Trial
 
 WAIT_S: Final = 0.002
 END_S: Final = 1.0

@@ -13,7 +13,7 @@ from ess.clock import RealClock
 from ess.engine.step.runner import Runner
 from ess.prefill.orders import Order, Run
 from ess.prefill.stage import Stage
-from ess.prefill.trial.told import Line, Timed
+from ess.prefill.trial.pipe_messages import Line, Timed
 
 
 class TimedStage(Stage):

@@ -18,10 +18,10 @@ from ess.sim.planning.node import Node
 from ess.sim.planning.planner import MISS_FACTORS, Planner
 from ess.sim.planning.prefilling import prefilling_of
 from ess.sim.serving.arrivals import OUTPUT_MAX, OUTPUTS_MAX, PROMPT_MAX, Arrival
-from ess.sim.serving.asked import Serving
 from ess.sim.serving.goodput import Summary, summarise
 from ess.sim.serving.prefixes import reused, shared
 from ess.sim.serving.replay import Drafting, Replay
+from ess.sim.serving.replay_settings import Serving
 from ess.sim.serving.traffic import chance_of
 from ess.sim.serving.worker import ENDS_STEP, Off, Size, Sustained, Worker
 from ess.sim.step_grid import StepTimes

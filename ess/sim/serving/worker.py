@@ -24,10 +24,10 @@ from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
 from ess.sim.planning.prefilling import tier_of
 from ess.sim.serving.arrivals import Arrival
-from ess.sim.serving.asked import AUTO, Serving
 from ess.sim.serving.decode_rank import Rank
 from ess.sim.serving.goodput import summarise
 from ess.sim.serving.replay import Drafting, Replay, replay
+from ess.sim.serving.replay_settings import AUTO, Serving
 from ess.sim.serving.traffic import at_rate
 from ess.sim.step_grid import Clocked, StepTime
 

@@ -454,7 +454,7 @@ def read_file(path: Path) -> dict[str, Any]:
     for name, value in given.items():
         if isinstance(value, dict):
             raise BadInput(
-                f"the file {path} has the table [{name}]: settings stand at the top level, in none"
+                f"the file {path} has the table [{name}]: settings stand at the top level"
             )
         if name not in FIELDS:
             raise BadInput(f"the file {path} has the unknown key {name!r}{_suggestion(name)}")
