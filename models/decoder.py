@@ -103,6 +103,9 @@ class DecoderLayer:
     window = 0
     """How many tokens it attends to, the last ones; 0: those that an indexer has selected."""
 
+    has_rows = True
+    """Whether tokens have rows in it; else its requests have a state beside rows."""
+
     has_stages = True
     """Whether a few tokens can run as compiled stages; else as ops of torch."""
 

@@ -2,8 +2,8 @@
 
 A small model of random weights, all ways in turn, the same tokens. On a CPU both tiers are DRAM, so
 this shows the cost of offload: planning, copies and one more partial. Random weights choose entries
-at random, and what their MTP module drafts is wrong: the misses and accepted drafts here say nothing
-about a trained model.
+at random and draft wrong tokens: the misses and accepted drafts here say nothing about a trained
+model.
 """
 
 from __future__ import annotations

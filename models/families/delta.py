@@ -133,6 +133,8 @@ class Delta(Mla):
 class RecurrentLayer(MixedLayer):
     """`attended` of its output is what tokens have read of its state."""
 
+    has_rows = False
+
     @property
     def delta(self) -> Delta:
         assert isinstance(self.mla, Delta), "a layer of another kind"

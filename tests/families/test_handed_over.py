@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ess.engine.tokens.sampling import Sampling
-from ess.models.registry import read_config
 from tests.families.test_covered import FURTHER
 from tests.model import grid
 from tests.pd.rigs import Pair
@@ -14,11 +13,10 @@ from tests.support.greedy import greedy
 
 TOKEN_COUNT = 8
 SPANS = ((0, 66), (0, 129), (40, 200), (0, 200))
-HANDED_OVER = [name for name in FURTHER if not read_config(grid.RANDOM[name]).states.fields]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", HANDED_OVER)
+@pytest.mark.parametrize("family", FURTHER)
 def test_tokens_are_those_of_the_plain_model(family: str) -> None:
     torch.set_num_threads(1)
     model, text = grid.checkpoint(family), grid.text(family)

@@ -68,7 +68,7 @@ def run_part(
     chosen: Chosen = [None] * len(work.asked.spans)
     for layer in runner.model.layers:
         hidden, chosen = run_layer(meets, work, layer, hidden, chosen)
-        if on_layer is not None:
+        if on_layer is not None and layer.has_rows:
             work.mine.rows.tell(partial(on_layer, layer.number))
     if runner.offload.layout.mtp_layer_count:
         mtp = runner.model.mtp

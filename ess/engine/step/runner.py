@@ -291,8 +291,8 @@ def layer_runs(
     goes with that layer."""
     runs: list[tuple[bool, list[DecoderLayer]]] = []
     for layer in layers:
-        selects = not isinstance(layer, RecurrentLayer)
-        leads = not selects or layout.groups[layout.group_of(layer.number)][0] == layer.number
+        group = layout.groups[layout.group_of(layer.number)]
+        leads = group[0] == layer.number or not layer.has_rows
         goes_on = bool(runs) and runs[-1][0]
         can_split = layer.experts is not None if leads else goes_on
         if not runs or can_split != goes_on:

@@ -32,12 +32,13 @@ class Stateful(Here):
     ) -> list[Prefilled]:
         """In pieces that end where states are kept: of all spans the first pieces together, and
         so on."""
-        assert on_layer is None, "nobody takes the rows of these layers"
         made: list[list[Prefilled]] = [[] for _ in spans]
-        cut = [_cut(runner, span) for span in spans]
-        for round_ in itertools.zip_longest(*cut):
+        rounds = list(itertools.zip_longest(*(_cut(runner, span) for span in spans)))
+        for round_ in rounds:
             there = [(place, piece) for place, piece in enumerate(round_) if piece is not None]
-            for (place, _), each in zip(there, _ran(runner, [p for _, p in there]), strict=True):
+            told = on_layer if round_ is rounds[-1] else None
+            ran = _ran(runner, [piece for _, piece in there], told)
+            for (place, _), each in zip(there, ran, strict=True):
                 made[place].append(each)
         return [_joined(span, parts) for span, parts in zip(spans, made, strict=True)]
 
@@ -65,11 +66,13 @@ def _cut(runner: Runner, span: Span) -> list[Span]:
     ]
 
 
-def _ran(runner: Runner, pieces: Sequence[Span]) -> list[Prefilled]:
+def _ran(
+    runner: Runner, pieces: Sequence[Span], on_layer: Callable[[int], None] | None
+) -> list[Prefilled]:
     carried = [piece.carried for piece in pieces if piece.carried is not None]
     for each in carried:
         each.begin()
-    ran = run_chunks(runner, pieces)
+    ran = run_chunks(runner, pieces, on_layer)
     for each, piece in zip(carried, pieces, strict=True):
         each.end(len(piece.tokens))
         _opened(piece).reached(piece.stop)
