@@ -53,7 +53,7 @@ def test_every_pair_of_settings_meets_that_may() -> None:
 
 
 def test_every_family_of_an_engine_is_here() -> None:
-    """Beside the guest, which has tests of its own, and a family that no engine serves."""
+    """Beside the guest and the family of entries, which have tests of their own."""
     elsewhere = {"llama", "deepseek_v4", "dots3_note_text", "glm5_next_text"}
     assert {*FACTORS["checkpoint"]} == MODULES.keys() - elsewhere
 

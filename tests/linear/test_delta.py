@@ -16,8 +16,7 @@ HEADS, DIM = 2, 16
 
 def delta(**changes: object) -> Delta:
     """Of a tiny model, or of one with other words."""
-    raw = {**checkpoints._TINY, "num_hidden_layers": 2, **changes}
-    made = checkpoints.model(checkpoints.glm5_next("LI", **raw)) if changes else model()
+    made = checkpoints.model(checkpoints.tiny_glm5_next("LI", **changes)) if changes else model()
     layer = made.layers[0]
     assert isinstance(layer, RecurrentLayer)
     return layer.delta

@@ -16,7 +16,10 @@ from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.plain import Plain
+from tests.families.test_covered import FIRST
 from tests.linear.world import LINE, MADE, OTHER, add, engines, finish, model, run, told
+from tests.model import grid
+from tests.support import checkpoints
 from tests.support.greedy import greedy
 
 PAGE, UNIT = 64, 4
@@ -215,6 +218,13 @@ def test_keys_that_steps_make_are_those_of_a_prompt(is_late: bool) -> None:
     assert (stepped - prompted).abs().max() < 1e-4
     assert prompted.abs().max() > 0.1
     assert len(set(prompted.flatten(1).tolist()[0])) > 100
+
+
+def test_units_without_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["full", "full", "shared", "full"]
+    raw = checkpoints.tiny_glm5_next("IIII", index_kpool=16, index_topk=32, indexer_types=kinds)
+    monkeypatch.setitem(grid.RANDOM, "units", raw)
+    assert grid.differences({**FIRST["glm5_next"], "checkpoint": "units"}) == []
 
 
 # ---- what else an engine is asked

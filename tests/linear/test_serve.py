@@ -30,9 +30,7 @@ from tests.support.process import Process
 
 MODEL = "the-model"
 # Index keys of a server are rounded: with so many rows to a query none is left out.
-RAW = checkpoints.glm5_next(
-    "LILIL", **{**checkpoints._TINY, "num_hidden_layers": 5, "index_topk": 256}, index_kpool=4
-)
+RAW = checkpoints.tiny_glm5_next("LILIL", index_topk=256)
 SHORT = PROMPT[:60]
 """A page; with what is said behind it two."""
 

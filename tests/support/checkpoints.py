@@ -273,12 +273,17 @@ TINY_GLM: Final = {**GLM, **_TINY}
 TINY_HY4: Final = {**HY4, **_TINY, "num_hidden_layers": 6}
 TINY_AXK2: Final = {**AXK2, **_TINY}
 TINY_DOTS3: Final = {**DOTS3, **_TINY, "num_hidden_layers": 6}
-TINY_GLM5_NEXT: Final = glm5_next(
-    # Two layers share a selection; linear layers before, between and behind those with rows.
-    "LILIIL",
-    **{key: value for key, value in _TINY.items() if key != "num_hidden_layers"},
-    index_kpool=4,
-    indexer_types=["full", "full", "full", "full", "shared", "full"],
+
+
+def tiny_glm5_next(kinds: str, **changes: Any) -> dict[str, Any]:
+    return glm5_next(
+        kinds, **{**_TINY, "num_hidden_layers": len(kinds), "index_kpool": 4, **changes}
+    )
+
+
+# Two layers share a selection; linear layers before, between and behind those with rows.
+TINY_GLM5_NEXT: Final = tiny_glm5_next(
+    "LILIIL", indexer_types=["full", "full", "full", "full", "shared", "full"]
 )
 TINY_MISTRAL4: Final = of_text(
     {key: value for key, value in {**_MISTRAL4_TEXT, **_TINY}.items() if key != "q_lora_rank"}
