@@ -16,6 +16,7 @@ from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.plain import Plain
+from ess.models.registry import build
 from tests.families.test_covered import FIRST
 from tests.linear.world import LINE, MADE, OTHER, add, engines, finish, model, run, told
 from tests.model import grid
@@ -287,9 +288,11 @@ def test_states_lie_in_no_device_s_memory_yet() -> None:
         Offload.create(layout, slot_bytes="1MiB", host_bytes="1MiB", device="cuda")
 
 
-def test_rounded_rows_and_keys_are_the_same_offloaded_and_resident() -> None:
-    """Rows and keys in fp8, as a server has them by default; keys of units."""
-    layout, said = model().config.layout(), []
+def test_rounded_weights_rows_and_keys_are_the_same_offloaded_and_resident() -> None:
+    """Weights in bf16, rows and keys in fp8, as a server has them by default."""
+    config = model().config
+    drawn = {name: each.bfloat16() for name, each in checkpoints.tensors(config).items()}
+    rounded, layout, said = build(config, drawn.__getitem__), config.layout(), []
     for mode, chunks in (("resident", 14), ("none", 1)):
         offload = Offload.create(
             layout,
@@ -300,7 +303,7 @@ def test_rounded_rows_and_keys_are_the_same_offloaded_and_resident() -> None:
             poison=True,
         )
         with offload:
-            engine = Engine(model(), offload, EngineConfig(modes=mode))
+            engine = Engine(rounded, offload, EngineConfig(modes=mode))
             requests = [add(engine, line[:330]) for line in (LINE, OTHER)]
             finish(engine)
             said.append([request.output for request in requests])
