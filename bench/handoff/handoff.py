@@ -7,6 +7,7 @@ from typing import Final
 from ess.bench.handoff.landing import landing_rows
 from ess.bench.handoff.mixed import Load, mixed_rows
 from ess.bench.handoff.rates import rate_rows
+from ess.bench.handoff.states import state_rows
 from ess.bench.handoff.warmth import warmth_rows
 from ess.bench.harness.lists import sizes
 from ess.bench.harness.report import Row
@@ -18,7 +19,7 @@ FEW: Final = Load(requests=3, gap_s=0.1, shortest=80, longest=200, output=8)
 
 
 def handoff_benchmark(*, ctx: str = "4k,32k", smoke: bool = False) -> list[Row]:
-    """Transports, the time behind a prompt, misses after landing, and the load of a day.
+    """Transports, states, the time behind a prompt, misses after landing, and the load of a day.
 
     Parameters
     ----------
@@ -26,10 +27,12 @@ def handoff_benchmark(*, ctx: str = "4k,32k", smoke: bool = False) -> list[Row]:
         Prompt lengths, a list.
     """
     if smoke:
-        return [*rate_rows(64), *landing_rows(640, rounds=1), *warmth_rows(640), *mixed_rows(FEW)]
+        first = [*rate_rows(64), *state_rows(share=64), *landing_rows(640, rounds=1)]
+        return [*first, *warmth_rows(640), *mixed_rows(FEW)]
     lengths = sizes("--ctx", ctx)
     landings = [row for length in lengths for row in landing_rows(length, rounds=_rounds(length))]
-    return [*rate_rows(PAGES), *landings, *warmth_rows(lengths[0]), *mixed_rows(LOAD)]
+    moved = [*rate_rows(PAGES), *state_rows(), *landings]
+    return [*moved, *warmth_rows(lengths[0]), *mixed_rows(LOAD)]
 
 
 def _rounds(length: int) -> int:

@@ -457,6 +457,7 @@ class Engine:
             windows, request.windows = request.windows, None
             request.has_landed, request.prefilled_count = False, request.prefill_count
             self._roster.move(request, "prefilling")
+            self._admission.ask_again()
             self._land(request, windows)
             return
         if request.has_loaded:

@@ -15,6 +15,7 @@ import pytest
 from ess.errors import BadInput
 from ess.models.load import load_model
 from ess.models.registry import read_config
+from ess.server.commands.pd.shares import shape_of, share_of
 from ess.server.commands.start.checkpoint import read_checkpoint
 from ess.server.commands.start.launch import derived, layout_of, planned
 from ess.server.commands.start.settings import resolve
@@ -73,6 +74,27 @@ def test_what_a_server_plans(folder: Path) -> None:
     assert plan.state_bytes == 2 * 4 * layout.request_state_bytes(2048)
     assert plan.total_bytes > plan.state_bytes + plan.host_bytes
     assert [(room.length, room.count) for room in plan.rooms] == [(2048, 4)]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_a_worker_of_two_plans(folder: Path, role: str) -> None:
+    """A state more for each request: what is handed over."""
+    more = {"peers": "127.0.0.1:1"} if role == "decode" else {}
+    found = resolved(
+        folder, role=role, peer_secret="s" * 16, max_model_len="2k", max_running=4, **more
+    )
+    checkpoint = read_checkpoint(str(folder))
+    layout = layout_of(found.settings, checkpoint)
+    plan = planned(found.settings, checkpoint, layout)
+    assert plan.state_bytes == 3 * 4 * layout.request_state_bytes(2048)
+
+
+def test_what_a_pair_plans(folder: Path) -> None:
+    """The states of all workers are looked at before one starts."""
+    found = resolve({"model": str(folder), "max_model_len": "2k", "max_running": 4}, environment={})
+    share = share_of(found, shape_of("1p2d"))
+    layout = read_config(world.LISTED).layout(row="bf16")
+    assert share.plan.state_bytes == 3 * 4 * layout.request_state_bytes(2048)
 
 
 REFUSED = [

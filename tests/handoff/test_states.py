@@ -437,3 +437,25 @@ def test_a_slot_has_room_for_both() -> None:
         65_536,
         ENTRIES.request_state_bytes(1101) - 2 * 65_536,
     ]
+
+
+def test_a_landed_state_stays_where_it_came_until_it_is_on_the_device() -> None:
+    """Its slot is another handoff's only then; a sequence that is closed gives it back too."""
+    with paired("inprocess", TOKENS, ENTRIES) as pair:
+        slots = set()
+        for uid, ends in ((UID, "resumed"), (UID + 1, "closed")):
+            sequence = pair.open(TOKENS)
+            room = pair.expect(sequence, uid=uid)
+            pair.peer.push_all(room)
+            assert isinstance(pair.ended(), Landed)
+            assert len(pair.receiver) == 0
+            assert len(pair.receiver._free_slots) == 3
+            pair.check()
+            if ends == "resumed":
+                sequence.resume()
+                assert beside(sequence, len(state_of(pair))) == state_of(pair)
+            sequence.close()
+            assert len(pair.receiver._free_slots) == 4
+            pair.check()
+            slots.add(room.window_at)
+        assert len(slots) == 1

@@ -11,6 +11,7 @@ from ess.bench.handoff.handoff import handoff_benchmark
 def test_every_arm_has_its_rows() -> None:
     rows = {row.name: row for row in handoff_benchmark(smoke=True)}
     assert rows["pages by tcp"].baseline == "plain socket"
+    assert rows["GLM-5-next: its state by shared"].value > 0
     assert rows["640 tokens: prompt's end to first token, layer by layer"].value > 0
     hidden = rows["640 tokens: the link's time that is hidden"]
     assert hidden.value <= 1

@@ -11,6 +11,7 @@ else: the receiver holds it beside its sequence, whatever happens to that, until
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -52,7 +53,8 @@ class Receiver:
     """Handoffs to this worker, at most `arrivals_max` at once, those at rest included.
 
     It registers the host pool and `arrivals_max` slots for windows with the transport. A slot has
-    room for a state too, where requests keep one: then there are no more than active sequences.
+    room for a state too, where requests keep one: then there are no more than active sequences, and
+    a sequence that has landed keeps its slot until it is on the device.
     Where the pool is a part of a model, `ground` is the memory of all of it, where every layer's
     rows lie.
 
@@ -98,6 +100,7 @@ class Receiver:
         self._entries: dict[int, Arriving] = {}
         self._slot_bytes = geometry.slot_bytes(self._layout, self._pools.sizes.length_max)
         self._free_slots = [slot * self._slot_bytes for slot in range(arrivals_max)][::-1]
+        self._lent: set[int] = set()
         self._ticket = 0
         self._outcomes: list[Landed | Missed] = []
         self._over: list[Arriving] = []
@@ -189,7 +192,8 @@ class Receiver:
 
     def check(self) -> None:
         self._legs.check()
-        slots = sorted([*(entry.slot for entry in self._entries.values()), *self._free_slots])
+        taken = [*(entry.slot for entry in self._entries.values()), *self._lent]
+        slots = sorted([*taken, *self._free_slots])
         assert slots == [slot * self._slot_bytes for slot in range(self._arrivals_max)], slots
         for uid, entry in self._entries.items():
             assert uid == entry.uid, f"handoff {entry.uid} is listed as {uid}"
@@ -319,11 +323,19 @@ class Receiver:
             self._outcomes.append(Missed(entry.uid, sentence, entry.timeline()))
         del self._entries[entry.uid]
         self._pools.latent.drop(entry.pages)
-        self._free_slots.append(entry.slot)
+        if entry.slot not in self._lent:
+            self._free_slots.append(entry.slot)
+
+    def _returned(self, slot: int) -> None:
+        """Its state is on the device, or not wanted any more."""
+        self._lent.remove(slot)
+        self._free_slots.append(slot)
 
     def _land(self, entry: Arriving) -> None:
-        state = self._state(entry) if self._layout.has_states else None
-        land(self._pools.latent, entry.sequence, entry.pages, entry.row_count, state)
+        if self._layout.has_states:
+            self._lent.add(entry.slot)
+            entry.sequence.holding.lend(self._state(entry), partial(self._returned, entry.slot))
+        land(self._pools.latent, entry.sequence, entry.pages, entry.row_count)
         self.landed_count += 1
         timeline = entry.timeline(self._clock.now_s())
         self._outcomes.append(Landed(entry.uid, entry.windows(), timeline))
@@ -351,13 +363,7 @@ def awaited_count(sequence: Sequence) -> int:
     return layout.rows_of(len(sequence.tokens) - 1) - layout.rows_of(sequence.cached_count)
 
 
-def land(
-    latent: LatentPool,
-    sequence: Sequence,
-    pages: PageIds,
-    row_count: int,
-    state: Bytes | None = None,
-) -> None:
-    """The rows lie on these pages; of what is kept beside them `state` is a copy to be taken."""
+def land(latent: LatentPool, sequence: Sequence, pages: PageIds, row_count: int) -> None:
+    """The rows lie on these pages."""
     latent.mark_arrived(pages, row_count)
-    sequence.progress.landed(state)
+    sequence.progress.landed()

@@ -10,7 +10,7 @@ changed nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
@@ -39,6 +39,7 @@ class Holding:
         self._promise = promise
         self._reservation: Reservation | None = None
         self.saved: Bytes | None = None
+        self._give_back: Callable[[], None] | None = None
 
     @property
     def page_count(self) -> int:
@@ -133,7 +134,7 @@ class Holding:
         pools.tables.set_text(self.line, text)
         if pools.states is not None:
             pools.states.enter(self.line, self.saved)
-            self.saved = None
+            self._forget_saved()
         assert 0 <= length <= self.page_count * PAGE_ROWS, f"{length} rows, {self.page_count} pages"
 
     def _needs(self, held: PageIds, fresh_count: int) -> dict[str, int]:
@@ -161,6 +162,17 @@ class Holding:
         """To the host, until it is on the device again."""
         if self._pools.states is not None:
             self.saved = self.state.copy()
+
+    def lend(self, state: Bytes, give_back: Callable[[], None]) -> None:
+        """It is this, in memory of another owner, until it is on the device or closed."""
+        self._forget_saved()
+        self.saved, self._give_back = state, give_back
+
+    def _forget_saved(self) -> None:
+        self.saved, give_back = None, self._give_back
+        self._give_back = None
+        if give_back is not None:
+            give_back()
 
     def keep_state(self, content: bytes, text: int) -> None:
         """For others that begin with this text, of so many tokens."""
@@ -223,7 +235,7 @@ class Holding:
     def let_go(self) -> None:
         """The host pages too: published ones stay as prefix cache while there is room."""
         assert self.line == NONE, f"line {self.line} is still on the device"
-        self.saved = None
+        self._forget_saved()
         if self._reservation is not None:
             self._pools.ledger.release(self._reservation)
             self._reservation = None

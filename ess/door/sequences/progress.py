@@ -9,7 +9,6 @@ import numpy as np
 from ess.door.pools import Pools
 from ess.door.sequences.holding import Holding
 from ess.door.sequences.kept import kept_ends
-from ess.door.sequences.states import Bytes
 from ess.errors import BadInput, BadState
 from ess.pool.index import NONE
 from ess.pool.prefix import page_hash
@@ -103,13 +102,12 @@ class Progress:
         self._begun_count = self.arrival_count
         self.refresh()
 
-    def landed(self, state: Bytes | None) -> None:
+    def landed(self) -> None:
         """All rows before the last token have come from another worker, and what is beside them."""
         self.arrival_count += 1
         self._text_length = len(self.tokens) - 1
         self.refresh()
-        if state is not None:
-            self._holding.saved = state.copy()
+        if self._holding.saved is not None:
             self.keep_state(prompt_end=self.text_length)
 
     def check_start(self, start: int | None) -> None:
