@@ -243,10 +243,10 @@ int64_t landed(const Arena& arena, int32_t* slots, int64_t first, int64_t n) {
 }
 
 #if defined(__x86_64__)
-// Each entry has a line of the map and one of the tickets. Sixteen are gathered at once, and those
-// of the next sixteen are on their way; an address that means nothing is harmless.
-__attribute__((target("avx512f,popcnt"))) int64_t land_avx512(const Arena& arena, int32_t* slots,
-                                                             int64_t n) {
+// Each entry has a line of the map and one of the tickets. Sixteen are gathered at once, and lines
+// of later ones are requested; to request an address that means nothing is harmless.
+__attribute__((target("avx512f,popcnt"))) int64_t landed_avx512(const Arena& arena,
+                                                               int32_t* slots, int64_t n) {
     const __m512i none = _mm512_set1_epi32(-1), zero = _mm512_setzero_si512();
     int64_t absent = 0, i = 0;
     for (; i + 16 <= n; i += 16) {
@@ -360,7 +360,7 @@ ESS_EXPORT int64_t ess_locate(const Arena* arena, const Lookup* in, const int32_
     const int64_t n = queries * width;
     if (!within(slots, n, -1, arena->row_count)) return kRowOutOfRange;
 #if defined(__x86_64__)
-    if (isa() == Isa::avx512) return land_avx512(*arena, slots, n);
+    if (isa() == Isa::avx512) return landed_avx512(*arena, slots, n);
 #endif
     return landed(*arena, slots, 0, n);
 }
@@ -395,7 +395,8 @@ ESS_EXPORT int64_t ess_claim_new(Arena* arena, const int32_t* rows, int32_t* out
 }
 
 // How many arenas had room, in their order, each with its own line of `out`, `stride` from the one
-// before; behind one that had none nothing has changed. `absent` says how many of the rows were new to each.
+// before; behind one that had none nothing has changed. `absent` says how many of the rows were new
+// to each.
 ESS_EXPORT int64_t ess_claim_each(Arena* const* arenas, const int32_t* rows, int32_t* out,
                                   int32_t* absent, int64_t count, int64_t n, int64_t stride,
                                   int64_t step) {

@@ -24,7 +24,7 @@ from ess.door.placement import LayerMemory, Resolution
 from ess.door.pools import HostPools
 from ess.door.residency import row_copies
 from ess.door.residency.direct_slots import DirectSlots
-from ess.door.residency.sealing import Sealing
+from ess.door.residency.seal_at_once import Sealing
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Counters, TimedFetch, Timings
 from ess.door.step import Step
