@@ -69,6 +69,32 @@ def positions(rng):
 
 
 @needs_native
+def test_any_number_of_positions_is_located_alike():
+    """Native code takes sixteen at a time; some rows are in flight, some absent, some were left."""
+    rng = np.random.default_rng(11)
+    worlds, chosen = list(two_worlds(rng)), positions(rng)
+    lines, lengths = ids([0, 0, 1, 2]), ids([200, 201, 202, 320])
+    for operations, lookup, arena, split in worlds:
+        claims = operations.resolve(
+            arena, lookup, chosen, lines, lengths, layers=range(1), step=300, ticket=1, split=split
+        )
+        assert len(claims.slots) > 40
+        operations.land(arena, claims.slots[::2].copy(), ticket=1)
+        operations.drop(arena, claims.rows[::5].copy())
+    seen = set()
+    for queries in range(1, QUERIES + 1):
+        for width in range(1, WIDTH + 1):
+            some, found = np.ascontiguousarray(chosen[:queries, -width:]), []
+            for operations, lookup, arena, _ in worlds:
+                out = np.full_like(some, 77)
+                given = lookup, some, lines[:queries], lengths[:queries]
+                found.append((operations.locate(arena, *given, out=out), out.tolist()))
+            assert found[0] == found[1]
+            seen.add(found[0][0])
+    assert len(seen) > 20
+
+
+@needs_native
 @pytest.mark.parametrize("at_once_bytes", [0, 40 * LAYERS * ROW_BYTES])
 def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes):
     seen = Counter()
