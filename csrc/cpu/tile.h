@@ -178,14 +178,6 @@ template <bool half>
 ESS_LANE void pack(const Packing& p, const uint8_t* query, int64_t form, int64_t head_stride,
                    uint32_t* words) {
     const int64_t used = p.head_count * p.spread;
-    if (p.spread == 4 && form == (half ? Form::bf16 : Form::f32)) {
-        for (int64_t i = 0; i < p.words; i += 4, words += p.width) {
-            for (int64_t head = 0; head < p.head_count; head++)
-                __builtin_memcpy(words + 4 * head, query + head * head_stride + 4 * i, 16);
-            __builtin_memset(words + used, 0, (p.width - used) * 4);
-        }
-        return;
-    }
     for (int64_t i = 0; i < p.words; i += p.spread, words += p.width) {
         for (int64_t head = 0; head < p.head_count; head++)
             for (int64_t part = 0; part < p.spread; part++)

@@ -47,7 +47,7 @@ class DirectSlots:
         sparse, groups = self._slots.pools.sparse, self._groups(which)
         for group in (groups.start, groups.stop - 1):
             self._slots.claim(step, group)
-        told = sparse.addresses(groups), resident
+        told = sparse.addresses(groups), tuple(resident)
         if layers.told.get(which) != told:
             layers.tell(which, told)
             layers.column("arena", which)[:] = told[0]
