@@ -1,4 +1,4 @@
-"""Pages of the prefix cache that come from a disk: run by `test_pretended_steps`."""
+"""Pages of the prefix cache that come from a disk: run by `test_forward_steps`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Prompts that one engine makes and another answers, one of them or both on the pretended device:
-tokens as from an engine of the host alone. Run by `test_pretended_steps`."""
+tokens as from an engine of the host alone. Run by `test_forward_steps`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values beside the pretended device: modules of this folder with long tests, each in a process."""
+"""Values beside the pretended device: modules of this folder with long tests, some in a process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import pytest
 from tests.support import beside
 
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
-MODULES = ("doors", "drafts", "gate", "handoffs", "whole")
+MODULES = ("disks verifying", "doors", "drafts gate whole", "handoffs")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_values_on_the_pretended_device(module: str, built: Path) -> None:
-    beside.run_tests(f"tests/device/{module}.py", "-m", "not long", built=built)
+def run(modules: str, marks: str, built: Path) -> None:
+    files = (f"tests/device/{name}.py" for name in modules.split())
+    beside.run_tests(*files, "-m", marks, built=built)
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_values_on_the_pretended_device(modules: str, built: Path) -> None:
+    run(modules, "not long", built)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("module", MODULES)
-def test_more_values_on_the_pretended_device(module: str, built: Path) -> None:
-    beside.run_tests(f"tests/device/{module}.py", "-m", "long", built=built)
+@pytest.mark.parametrize("modules", MODULES)
+def test_more_values_on_the_pretended_device(modules: str, built: Path) -> None:
+    run(modules, "long", built)

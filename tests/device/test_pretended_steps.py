@@ -16,8 +16,7 @@ BENCHMARKS = pytest.param("benchmarks", marks=pytest.mark.long)
 
 MODULES = (
     "budgets choices broken memory ranges slices timing",
-    "disks verifying steps",
-    "libraries loading",
+    "libraries loading steps",
     BENCHMARKS,
     pytest.param("grid", marks=pytest.mark.long),
 )

@@ -18,6 +18,7 @@ import pytest
 from ess.ports import kept_port
 from tests.server.harness import until
 from tests.support.crowd import Crowd
+from tests.support.few import few
 from tests.support.process import Process
 from tests.support.routers import ADVISED, SGLANG, SMG, VLLM, Asked, Kind, Router, Worker, ask
 
@@ -187,7 +188,7 @@ def test_full_workers_are_a_503_that_says_when(front: Front):
     assert [front.router.ask("/v1/completions", SHORT).status for _ in range(4)] == [200] * 4
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
+@pytest.mark.parametrize("kind", few([VLLM], all_of=KINDS), ids=lambda kind: kind.package)
 def test_a_breaker_that_refusals_opened_closes_soon(kind: Kind, tmp_path: Path):
     """A router's breaker counts our 503 as a failure; by default it stays open for a minute."""
     with started(kind, tmp_path, "--max-waiting", "0", "--pace-ms", "20") as front:
@@ -227,7 +228,7 @@ def test_a_killed_worker_costs_its_streams_and_no_request(kind: Kind, tmp_path: 
             until(is_used, "its being used again")
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
+@pytest.mark.parametrize("kind", few([SGLANG], all_of=KINDS), ids=lambda kind: kind.package)
 def test_a_draining_worker_gets_nothing_new_and_ends_what_it_has(kind: Kind, tmp_path: Path):
     drains = ("--drain-grace-s", "60", "--drain-s", "60", "--pace-ms", "20")
     with started(kind, tmp_path, *drains) as front:
