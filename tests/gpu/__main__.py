@@ -32,11 +32,11 @@ GRACE_S = 30
 
 
 def files_of_a_device() -> list[Path]:
-    """Those that may hold such tests: whole engines, then the longest."""
+    """Those that may hold such tests: whole engines, then what takes long."""
     both = [*HERE.glob("test_*.py"), *HERE.parent.joinpath("kernels").glob("test_*.py")]
     texts = {path: path.read_text() for path in both}
     marked = [path for path, text in texts.items() if "SETS" in text or "mark.gpu" in text]
-    places = {"test_engines": 0, "test_attend": 1}
+    places = {"test_engines": 0, "test_sanitised": 1, "test_attend": 1}
     return sorted(marked, key=lambda path: (places.get(path.stem, 2), path.stem))
 
 

@@ -1,5 +1,5 @@
 """A short run of every kernel, for compute-sanitizer: slow tools, small sizes. Each scenario is
-named before it is played, so that what a tool ends in is known.
+named before it is played, so that what a tool ends in is known. Words choose: `kernels`, `rings`.
 
 Rings are alone: a tool that follows barriers of shared memory makes room for as many as there are
 instructions that make one, which is 4 of a ring, where 64 threads make 256 with them.
@@ -22,7 +22,7 @@ replayed, landed = (
     residency.a_graph_is_replayed_with_changing_selections,
     residency.a_landing_warms_and_fills_behind_the_plans,
 )
-SCENARIOS = {
+KERNELS = {
     "moves": partial(scenarios.every_form_moves_the_same_bytes, SIZES, 200, ("flat",)),
     "new rows": claims.new_rows_get_slots_in_all_groups,
     "audit": residency.an_audit_names_what_is_wrong,
@@ -35,10 +35,11 @@ SCENARIOS = {
     "together": partial(replayed, 3, 1, is_together=True),
     "landing together": partial(landed, True),
 }
-RING = {"ring": partial(scenarios.every_form_moves_the_same_bytes, SIZES, 200, ("ring",))}
+RINGS = {"rings": partial(scenarios.every_form_moves_the_same_bytes, SIZES, 200, ("ring",))}
 
 if __name__ == "__main__":
-    for name, play in (RING if sys.argv[1:] == ["ring"] else SCENARIOS).items():
-        print(f"{name} ...", flush=True)
-        play()
+    for word in sys.argv[1:]:
+        for name, play in {"kernels": KERNELS, "rings": RINGS}[word].items():
+            print(f"{name} ...", flush=True)
+            play()
     print("all scenarios played")

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -25,10 +18,8 @@ from tests.support.twins import assert_every_case_was_met
 
 pytestmark = pytest.mark.gpu
 
-SANITISED = Path(__file__).with_name("sanitised.py")
 WAYS = {False: "phases", True: "together"}
 REPLAYS = 1000
-REFUSALS = ("Device not supported", "Unable to initialize", "driver is not supported")
 
 
 def test_every_form_moves_the_same_bytes():
@@ -176,45 +167,3 @@ def test_a_lane_follows_torch():
             store = RowCopy(source=slab, source_rows=rows, target=rig.pool, target_rows=rows)
             lane.submit([store]).wait(30)
             assert (rig.pool[:300] == turn).all()
-
-
-TOOLS = "memcheck", "racecheck", "synccheck", "initcheck"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", TOOLS)
-def test_compute_sanitizer(tool):
-    sanitised("--tool", tool)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", TOOLS)
-def test_compute_sanitizer_over_rings(tool):
-    """A ring makes a barrier for each of its four places and 64 threads."""
-    barriers = ["--num-cuda-barriers", "256"] if tool in ("racecheck", "synccheck") else []
-    sanitised("--tool", tool, *barriers, words=["ring"])
-
-
-def sanitised(*options, words=()):
-    checker = shutil.which("compute-sanitizer")
-    if checker is None:
-        pytest.skip("compute-sanitizer is not installed")
-    command = [checker, *options, "--error-exitcode", "9", sys.executable, str(SANITISED), *words]
-    status, printed = output_of(command, limit_s=110)
-    for refusal in REFUSALS:
-        if refusal in printed:
-            pytest.skip(f"compute-sanitizer refuses this machine: {refusal}")
-    assert status == 0, printed[-4000:]
-    assert "all scenarios played" in printed
-
-
-def output_of(command, *, limit_s):
-    """The tool starts a process of its own that holds the pipe: both end with the limit."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as child:
-        try:
-            printed, _ = child.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            printed = child.communicate()[0] + f"\nkilled after {limit_s} s"
-    return child.returncode, printed
