@@ -174,6 +174,29 @@ class NodeFlags:
         return self.node.host_bytes_of(max(gpus, 1))
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFlags(HardwareFlags):
+    """The worker that `ess sim` replays; it stands here, where cyclopts finds the types."""
+
+    model: str = MODEL
+    "A model that selects rows: deepseek-v3.2, glm-5 or glm-5.2."
+
+    def planner(self, context: int, ways: WayFlags, nodes: NodeFlags) -> Planner:
+        ask = Ask(
+            context=context,
+            queries_each=self.mtp,
+            accepted=self.accepted,
+            gpu_count=self.gpus,
+            device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
+            host_bytes=nodes.host_bytes(self.gpus),
+            parallel=ways.over(self.gpus),
+        )
+        return planner_of(
+            ask, self.gpu, self.perf_db, nodes.node, model=self.model, stack=self.stack
+        )
+
+
 def plan(
     *,
     decode: DecodeFlags | None = None,

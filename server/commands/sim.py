@@ -16,17 +16,13 @@ from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput
 from ess.server.commands import simpage
 from ess.server.commands.plan import (
-    MODEL,
-    HardwareFlags,
     NodeFlags,
     WayFlags,
+    WorkerFlags,
     parse_duration,
-    planner_of,
 )
 from ess.server.commands.planshow import Line, banded, name_of, print_sides, ranged
-from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import inverse
-from ess.sim.planning.planner import Planner
 from ess.sim.serving.arrivals import Arrival, read_arrivals
 from ess.sim.serving.comparison import Served, serve
 from ess.sim.serving.goodput import Objective, Spread, Summary
@@ -79,29 +75,6 @@ class RequestFlags:
             spread=self.spread,
         )
         return draw(mix, seed=self.seed)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFlags(HardwareFlags):
-    """The worker that serves them."""
-
-    model: str = MODEL
-    "A model that selects rows: deepseek-v3.2, glm-5 or glm-5.2."
-
-    def planner(self, context: int, ways: WayFlags, nodes: NodeFlags) -> Planner:
-        ask = Ask(
-            context=context,
-            queries_each=self.mtp,
-            accepted=self.accepted,
-            gpu_count=self.gpus,
-            device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
-            host_bytes=nodes.host_bytes(self.gpus),
-            parallel=ways.over(self.gpus),
-        )
-        return planner_of(
-            ask, self.gpu, self.perf_db, nodes.node, model=self.model, stack=self.stack
-        )
 
 
 @Parameter(name="*")
