@@ -177,7 +177,7 @@ def answer(
         magic, *numbers, _ = _HELLO.unpack(hello)
         ends = Ends(*numbers)
         if magic != b"ESSL" or ends not in expected:
-            raise BadInput(f"nobody expected the connection {tuple(ends)}")
+            raise BadInput(f"the connection {tuple(ends)} was not expected")
         mine = _pack_hello(ends)
         keys = _keys(secret, hello + mine)
         sock.sendall(mine + _seal(keys["proof"], b"answerer"))

@@ -42,7 +42,7 @@ def open_lane(*, device: str = "cpu", threads: int = 1, at_once_bytes: int = AT_
     if kind == "cuda" and (ordinal or "0").isdigit():
         return _stream_lane(int(ordinal or 0), threads)
     if device != "cpu":
-        raise BadInput(f"there are no lanes of {device!r}; there are those of cpu and cuda:0")
+        raise BadInput(f"there is no lane for {device!r}; there are lanes for cpu and cuda:0")
     if not native.available():
         return InlineLane(threads=threads)
     return WorkerLane(threads=threads, at_once_bytes=at_once_bytes)

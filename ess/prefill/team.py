@@ -247,7 +247,7 @@ def _packed(span: Span) -> bytes:
 
 def _unpacked(said: bytes, pools: MappedPools) -> Iterator[Span]:
     if said[:1] != _RUN:
-        raise BadInput(f"{said[:20]!r} is no order of a team")
+        raise BadInput(f"{said[:20]!r} is not an order of a team")
     at = 1
     while at < len(said):
         try:

@@ -45,7 +45,7 @@ def build_kernels(
     names = [name.strip() for name in arch.split(",")]
     for name in names:
         if not ARCH.fullmatch(name):
-            raise BadInput(f"--arch {name!r} is no architecture; write sm_90a or sm_90a,sm_100a")
+            raise BadInput(f"--arch {name!r} is not an architecture, such as sm_90a or sm_100a")
     home = program.default_folder() if folder is None else folder
     built = [kernel for name in names for kernel in _build(name, home)]
     if json:

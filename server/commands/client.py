@@ -30,7 +30,7 @@ class Client:
         self.url = url
         self._key = (api_key or os.environ.get("ESS_API_KEY", "").partition(",")[0]).strip()
         if not (self._key.isascii() and self._key.isprintable()):
-            raise BadInput("the API key has a character that is no visible ASCII")
+            raise BadInput("the API key has a character that is not visible ASCII")
 
     def wait_ready(self) -> None:
         """Waits until the server takes requests, and shows why it does not."""

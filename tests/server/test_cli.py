@@ -288,5 +288,5 @@ def test_a_key_that_no_header_carries_is_refused_and_not_shown(
 ):
     assert cli.main(["top", "--api-key", "sec\nret"]) == 2
     said = capsys.readouterr().err
-    assert "the API key has a character that is no visible ASCII" in said
+    assert "the API key has a character that is not visible ASCII" in said
     assert "ret" not in said

@@ -299,7 +299,7 @@ def test_a_peer_that_does_not_read_costs_a_bounded_queue(rig: Rig) -> None:
     [b"", b"80", b"80 localhost", b"x 127.0.0.1", b"99999 127.0.0.1", b"80 0x7f000001", b"\xff"],
 )
 def test_an_address_is_numbers(rig: Rig, address: bytes) -> None:
-    with pytest.raises(BadInput, match="no address of a peer"):
+    with pytest.raises(BadInput, match="not an address of a peer"):
         rig.end().connect(identity().hello(address=address))
 
 

@@ -20,7 +20,7 @@ def kind_of(name: str) -> Kind:
     for kind in kinds:
         if kind == name:
             return kind
-    raise BadInput(f"{name!r} is no transport, must be one of {', '.join(kinds)}")
+    raise BadInput(f"{name!r} is not a transport; it must be one of {', '.join(kinds)}")
 
 
 def open_transport(

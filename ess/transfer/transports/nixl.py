@@ -275,5 +275,5 @@ def _read_address(address: bytes) -> tuple[dict[int, tuple[int, int]], bytes]:
         end = _COUNT.size + count * _REGION.size
         rows = list(_REGION.iter_unpack(address[_COUNT.size : end]))
     except error:
-        raise BadInput(f"{address[:80]!r} is no address of a NIXL agent") from None
+        raise BadInput(f"{address[:80]!r} is not an address of a NIXL agent") from None
     return {number: (begin, size) for number, begin, size in rows}, address[end:]

@@ -139,7 +139,7 @@ def _regions_of(address: bytes) -> dict[int, Region]:
         table = address[_OWNER.size : _OWNER.size + count * _REGION.size]
         rows = list(_REGION.iter_unpack(table))
     except error:
-        raise BadInput(f"{address[:80]!r} is no address of shared memory") from None
+        raise BadInput(f"{address[:80]!r} is not an address of shared memory") from None
     return {
         number: Region(number, map_memory_file(pid, fd, size, begin=begin))
         for number, fd, begin, size in rows

@@ -45,9 +45,9 @@ class TcpTransport(StreamTransport):
         try:
             family, port = _family(host), int(number)
         except ValueError:
-            raise BadInput(f"{address[:80]!r} is no address of a peer") from None
+            raise BadInput(f"{address[:80]!r} is not an address of a peer") from None
         if not 0 < port < 1 << 16:
-            raise BadInput(f"{address[:80]!r} is no address of a peer: the port is {port}")
+            raise BadInput(f"{address[:80]!r} is not an address of a peer: the port is {port}")
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -213,7 +213,7 @@ def _check_keys(settings: Settings) -> None:
     if settings.api_key and not settings.keys:
         raise BadInput("api_key has no key in it, only spaces and commas")
     if not all(key.isascii() and key.isprintable() and " " not in key for key in settings.keys):
-        raise BadInput("api_key has a character that is no visible ASCII: no header carries it")
+        raise BadInput("api_key has a character that is not visible ASCII: no header can carry it")
     if settings.keys and settings.without_key:
         raise BadInput("without_key and api_key exclude one another")
     is_near = bool(settings.uds) or is_loopback(settings.host)

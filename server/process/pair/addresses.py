@@ -49,7 +49,7 @@ def read_address(text: str, *, where: str) -> Address:
     """Reads HOST:PORT and nothing else: no scheme, no user, no path."""
     parts = AUTHORITY.fullmatch(text)
     if parts is None or not 0 < int(parts[2]) <= 65535:
-        raise BadInput(f"{where} has {text!r:.100}, which is no HOST:PORT such as 10.0.0.1:8998")
+        raise BadInput(f"{where} has {text!r:.100}, not HOST:PORT such as 10.0.0.1:8998")
     return address_of(parts[1], int(parts[2]))
 
 
