@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from ess.errors import BadInput
 from ess.models.load import EMBEDDED, load_model
 from ess.models.registry import read_config
-from ess.server.commands.pd.shares import Shape, share_of
 from ess.server.commands.start.checkpoint import read_checkpoint
 from ess.server.commands.start.launch import derived, layout_of, planned
 from ess.server.commands.start.settings import resolve
@@ -155,14 +154,13 @@ def test_what_a_server_plans(folder: Path) -> None:
 
 
 REFUSED = [
-    ({"mtp": 2}, "mtp is 2, and the model is glm5_next: weights of its MTP module are not"),
+    ({"mtp": 2}, "mtp is 2, and this glm5_next has no MTP module that is read"),
     ({"tp_size": 2}, "tp_size is 2, and the model is glm5_next: its heads are not divided"),
     ({"pp_size": 2}, "pp_size is 2, and the model is glm5_next: its layers are not divided"),
     ({"dp_size": 2}, "dp_size is 2, and the model is glm5_next: its experts are not divided"),
     ({"device": "cuda"}, "device is cuda, and the model is glm5_next: its layers are computed"),
     ({"prefix_cache_dir": "x"}, "prefix_cache_dir is x, and the model is glm5_next: states"),
     ({"deterministic": True}, "deterministic is True, and the model is glm5_next: it has no"),
-    ({"role": "prefill", "peer_secret": "s" * 16}, "role is prefill, and the model is glm5_next"),
 ]
 
 
@@ -172,11 +170,6 @@ def test_what_a_server_cannot_do_is_refused_by_name(
 ) -> None:
     with pytest.raises(BadInput, match=said):
         resolved(folder, **flags)
-
-
-def test_a_prefill_tier_is_refused(folder: Path) -> None:
-    with pytest.raises(BadInput, match="pd is given, and the model is glm5_next: states beside"):
-        share_of(resolve({"model": str(folder)}, environment={}), Shape(prefill=1, decode=1))
 
 
 @pytest.mark.parametrize("flags", [{"tbo": "1"}, {"sbo": "combine-down"}, {"modes": "da"}])

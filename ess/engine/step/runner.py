@@ -291,12 +291,17 @@ def layer_runs(
     goes with that layer."""
     runs: list[tuple[bool, list[DecoderLayer]]] = []
     for layer in layers:
-        group = layout.groups[layout.group_of(layer.number)]
-        leads = group[0] == layer.number or not layer.has_rows
         goes_on = bool(runs) and runs[-1][0]
-        can_split = layer.experts is not None if leads else goes_on
+        can_split = layer.experts is not None if _leads(layer, layout) else goes_on
         if not runs or can_split != goes_on:
             runs.append((can_split, []))
         runs[-1][1].append(layer)
     assert sum(len(run) for _, run in runs) == len(layers), "a layer is in no run"
     return runs
+
+
+def _leads(layer: DecoderLayer, layout: ModelLayout) -> bool:
+    """Whether it makes a selection of its own, or needs none."""
+    if not layer.has_rows:
+        return True
+    return layout.groups[layout.group_of(layer.number)][0] == layer.number
