@@ -56,7 +56,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     spent: Counter[str] = Counter()
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
-            spent[Path(report.nodeid.partition("::")[0]).parent.name] += report.duration
+            folders = report.nodeid.partition("::")[0].split("/")[:-1]
+            spent["/".join(folders[:2])] += report.duration
     if spent.total() > SHORT_S:
         told = ", ".join(f"{folder} {seconds:.0f}" for folder, seconds in spent.most_common())
         terminalreporter.write_line(f"seconds of all workers, by folder: {told}")
