@@ -123,8 +123,8 @@ template <bool half>
 ESS_LANE void decode_by_bytes(const Attend& call, const uint8_t* row, char* to) {
     const int64_t size = half ? 2 : 4, coded = call.latent_dim - call.plain_dim;
     const uint8_t *tail = row + coded, *scales = tail + 2 * call.plain_dim;
-    for (int64_t at = 0; at < coded; at += 64)
-        ESS_DECODE_GROUP<half>(row + at, byte_scale(*scales++), 64, to + at * size);
+    for (int64_t at = 0; at < coded; at += kByteScaled)
+        ESS_DECODE_GROUP<half>(row + at, byte_scale(*scales++), kByteScaled, to + at * size);
     decode_tail<half>(tail, call.plain_dim, to + coded * size);
 }
 
@@ -209,7 +209,7 @@ ESS_LANE const uint8_t* const* decode_tile(const Attend& call, const Work<half>&
 ESS_LANE int64_t line_count(const Attend& call) {
     const int64_t dim = call.latent_dim + call.rope_dim;
     const int64_t bytes = call.row_form == Form::fp8      ? dim + call.rope_dim + dim / 32
-                          : call.row_form == Form::fp8_64 ? dim + call.plain_dim + dim / 64
+                          : call.row_form == Form::fp8_64 ? dim + call.plain_dim + dim / kByteScaled
                           : call.row_form == Form::bf16   ? 2 * dim
                                                           : 4 * dim;
     return bytes / 64 + 1;

@@ -13,6 +13,7 @@
 namespace ess {
 
 enum Form : int64_t { fp8 = 0, bf16 = 1, f32 = 2, fp8_64 = 3 };
+constexpr int64_t kByteScaled = 64;  // values of fp8_64 that share a scale
 
 // Rows of bytes, any distance apart.
 struct Matrix {

@@ -14,8 +14,6 @@ from tests.compressed import drafting, world
 from tests.compressed.test_engine import LINE, OTHER, add, engines, finish, run, told
 from tests.support.greedy import greedy
 
-VERIFIED = (2, 4)
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
@@ -41,9 +39,10 @@ def module_s(prompt: list[int], count: int, *, verified: int) -> tuple[list[int]
     return said[:count], drafts
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("verified", VERIFIED)
-@pytest.mark.parametrize("length", [1, 2, 7, 75, 140])
+@pytest.mark.parametrize(
+    ("length", "verified", "depth"),
+    [(1, 4, 0), (2, 2, 1), (7, 2, 0), (7, 4, 1), (75, 4, 1), (140, 2, 1), (140, 4, 0)],
+)
 def test_drafts_are_those_of_the_plain_module(
     length: int, verified: int, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +56,10 @@ def test_drafts_are_those_of_the_plain_module(
     assert drafted.guesses[:asked] == drafts[:asked]
 
 
-@pytest.mark.parametrize(("mode", "verified"), [("none", 4), ("da", 2), ("dba", 4)])
+SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in (("da", 2), ("dba", 4))]
+
+
+@pytest.mark.parametrize(("mode", "verified"), [("none", 4), *SLOW])
 def test_every_count_is_accepted_at_every_offset(
     mode: str, verified: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,13 +78,13 @@ def test_every_count_is_accepted_at_every_offset(
     assert met == set(itertools.product(range(8), range(1, verified + 1)))
 
 
-@pytest.mark.parametrize("mtp", [3, 4])
+@pytest.mark.parametrize("mtp", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_published_windows_with_drafts(mtp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 128 tokens: an entry is closed by each of the tokens of a step, right or wrong."""
     model = world.tiny("ratios")
     drafted = drafting.known(monkeypatch, model, seed=mtp)
     with engines(spelling="ratios", mtp=mtp) as engine:
-        requests = [add(engine, LINE[: 380 + n]) for n in range(6)]
+        requests = [add(engine, LINE[: 381 + n]) for n in range(4)]
         finish(engine)
         for request in requests:
             assert request.output == told(len(request.prompt), spelling="ratios")

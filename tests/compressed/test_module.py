@@ -87,7 +87,7 @@ def test_guesses_are_those_of_all_positions_at_once(spelling: str, length: int) 
 
 
 def test_pieces_of_every_length_make_the_same_rows(whole: Tensor) -> None:
-    for first, second in itertools.product((1, 3, 6, 9), (1, 5, 8)):
+    for first, second in ((1, 1), (3, 8), (6, 5), (9, 1)):
         plain = Plain(world.tiny(), drafts=VERIFIED)
         stops = (0, first, first + second, *range(first + second + 1, LENGTH, 3), LENGTH)
         for begin, stop in itertools.pairwise(stops):

@@ -14,6 +14,7 @@ import torch
 
 from ess.errors import BadInput
 from ess.kernels import backend
+from ess.kernels.checks import require_readable
 from ess.kernels.cpu import codec as native_codec
 from ess.kernels.cpu import native
 from ess.kernels.ops import Ops
@@ -314,6 +315,15 @@ def test_bad_input(
     with pytest.raises(BadInput, match=says):
         backend.ops(name).decode_rows(rows, codec, values)
     assert (rows.view(torch.uint8) == 0xA5).all()
+
+
+def test_no_device_reads_rows_with_a_byte_of_scale() -> None:
+    """Its kernels know 128 values to a scale in float32, and would read something else."""
+    require_readable(CODECS["published V4"], "cpu")
+    with pytest.raises(
+        BadInput, match="no kernel of a device reads or writes rows of the form fp8"
+    ):
+        require_readable(CODECS["published V4"], "cuda")
 
 
 @pytest.fixture(params=SETS)
