@@ -238,7 +238,7 @@ def _attend(batch: Batch, layer: int, queries: Tensor, out: Tensor, lse: Tensor)
     memory, codec = batch.offload.memory(layer), batch.layout.row_of(layer)
     return records.Attend(
         *(*queries.shape[:2], codec.latent_dim, codec.rope_dim),
-        *(FORMS[codec.form], QUERY_FORMS[queries.dtype], *strides(queries), 0, 0),
+        *(FORMS[codec.form], QUERY_FORMS[queries.dtype], *strides(queries), 0, 0, codec.plain_dim),
         *(matrix(memory.slots), matrix(memory.host)),
         *(queries.data_ptr(), 0, out.data_ptr(), lse.data_ptr(), batch.scale),
     )
