@@ -111,7 +111,7 @@ class Shelf:
     def pump(self) -> None: ...
 
     def offer(self, uid: int, sequence, *, prompt: Sequence[int], salt: bytes) -> None:
-        self.offer_pages(uid, SequencePages(sequence, row_count=len(prompt) - 1), prompt=prompt)
+        self.offer_pages(uid, SequencePages(sequence, token_count=len(prompt) - 1), prompt=prompt)
 
     def offer_pages(self, uid: int, pages: SequencePages, *, prompt, salt: bytes = b"") -> None:
         assert uid not in self.open, "an uid is open twice"
