@@ -84,7 +84,6 @@ class SparsePool:
         self._evictions = Evictions(evict, slot_count=slab_rows, row_count=row_id_count)
         self._arenas = [self._arena(group) for group in range(layout.group_count)]
         self._slot_count = self._counted_slots()
-        self._addresses: dict[tuple[int, ...], list[int]] = {}
         self.step = FIRST_STEP
         self.departed_count = 0
         self.window_departed_count = 0
@@ -324,12 +323,8 @@ class SparsePool:
             assert self._used_count[group] >= 0, f"group {group} lost rows that it did not have"
 
     def addresses(self, groups: Sequence[int]) -> list[int]:
-        """Addresses of these groups' native records, valid until a chunk moves."""
-        name = tuple(groups)
-        if name not in self._addresses:
-            found = planner.addresses([self._arenas[group] for group in groups])
-            self._addresses[name] = found
-        return self._addresses[name]
+        """Addresses of these groups' native records, to be used at once."""
+        return planner.addresses([self._arenas[group] for group in groups])
 
     def drop_pages(self, active: PageIds) -> None:
         """All rows of these pages leave every group: the page ids may be used again."""
@@ -357,7 +352,6 @@ class SparsePool:
         return False
 
     def _clear_chunk(self, group: int, chunk: int) -> bool:
-        self._addresses.clear()
         blocks = self._chunk_blocks(group, chunk)
         slots = page_rows(blocks // np.int32(PAGE_ROWS))
         used = self._row_of[slots] >= 0
