@@ -26,7 +26,7 @@ def require_calls(
     must = choice == "required" or isinstance(choice, Mapping)
     functions = [tool["function"] for tool in tools]
     if must and wanted.grammar is not None:
-        raise BadInput("tool_choice asks for calls alone: leave out response_format and its like")
+        raise BadInput("tool_choice is for calls alone: leave out response_format and its like")
     is_free = parallel and not any(map(is_strict, functions))
     if not tools or wanted.grammar is not None or (is_free and not must):
         return
