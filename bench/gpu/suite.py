@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(only: Sequence[str] | None, *, smoke: bool, out: Path | None) -> bool:
-    """One alone has no limit but that of whoever started this process."""
+    """A single benchmark has no time limit of its own; the caller may end this process."""
     names = list(BENCHMARKS) if only is None else only
     if len(names) == 1:
         return measure_one(names[0], smoke=smoke, out=out)

@@ -5,8 +5,8 @@ takes one copy; to move a key takes two. The same class serves both tiers: the l
 truth by host page, the index pool holds active pages on the device.
 
 Where neighbouring rows share a key (`IndexCodec.unit`), a page has 64 / unit values and scales. The
-key of a unit is that of its last row: whoever gives or asks for keys does so row by row, and what
-the other rows of a unit are given is dropped.
+key of a unit is that of its last row: callers read and write keys row by row, and what they write
+for other rows of a unit is dropped.
 """
 
 from __future__ import annotations

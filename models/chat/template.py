@@ -2,8 +2,8 @@
 
 The child (`template_child`) is started at the first rendering and stays. A template that takes too
 much processor time ends it, the caller gets BadInput, and the next rendering starts another. A
-child that was killed or stopped from outside is nobody's input: another is asked once, and then the
-caller gets Unavailable.
+child that was killed or stopped from outside does not blame the input: another child is asked once,
+and then the caller gets Unavailable.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ REGION: Final = 1
 
 
 class Staging:
-    """Slots of one size. Whoever takes slots gives them back when their transfer has ended."""
+    """Slots of one size. The caller that takes slots gives them back when their transfer ends."""
 
     def __init__(self, *, slot_bytes: int, slot_count: int) -> None:
         if slot_bytes <= 0 or slot_count <= 0:

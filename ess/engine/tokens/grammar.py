@@ -227,7 +227,7 @@ class Grammars:
             room.is_compiled = True
 
     def _blame(self, room: Room, too_slow: str) -> None:
-        """Its process is lost: by the grammar's fault, or by nobody's."""
+        """Its process is lost, by the grammar's fault or by a cause outside."""
         match self._end(room):
             case signal.SIGPROF:
                 self._refuse(room.grammar, too_slow)
@@ -284,7 +284,7 @@ class Matcher:
         room.matcher_count += 1
 
     def _asked(self, output: Sequence[int], drafts: Sequence[int]) -> NDArray[np.bool_]:
-        """A process that was lost by nobody's fault is made good once: its successor follows the
+        """A process that was lost by a cause outside is replaced once; its successor follows the
         whole output."""
         assert self._room is not None, "a matcher is asked before it is closed"
         try:
