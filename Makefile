@@ -17,7 +17,7 @@ MAKEFLAGS += --keep-going
 BUILD = -c 'from setuptools import setup; setup()' -q build_ext --inplace
 define INSTALL
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q $(2) setuptools wheel
+	$(BIN)/pip install -q $(2) 'setuptools>=77' wheel
 	$(BIN)/python $(BUILD) & native=$$!; \
 	{ $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $(2) torch==2.13.0; } && \
 	CC=false CXX=false $(BIN)/pip install -q $(2) --no-build-isolation -e '.[$(1)]' && wait $$native
