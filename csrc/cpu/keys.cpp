@@ -1,8 +1,8 @@
 // What a step makes: its new rows and index keys into slots and active pages, then home to the
-// host. The native twins of row_copies.write_new, KeyPages.copy_keys and LatentPool.mark_*, and the
-// end of a step (ess/door/residency/seal_at_once.py). A page of keys of a layer is 64 values, then 64
-// scales; a key that comes alone is its value, then its scale. Where `unit` neighbouring rows share a
-// key, that of the last of them, a page has 64 / unit.
+// host. The native twins of row_copies.write_new, KeyPages.copy_keys and LatentPool.mark_*, and
+// the end of a step (ess/door/residency/seal_at_once.py). A page of keys of a layer is 64 values,
+// then 64 scales; a key that comes alone is its value, then its scale. Where `unit` neighbouring
+// rows share a key, that of the last of them, a page has 64 / unit.
 #include <cstring>
 #include <vector>
 
