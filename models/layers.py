@@ -132,7 +132,7 @@ class RotaryPositions:
         if factors is not None:
             self._frequencies = self._frequencies * factors
         self._scale = config.rope.rotation_scale
-        self._kept = torch.empty(0, 2, len(self._frequencies))
+        self._kept = self._frequencies.new_empty(0, 2, len(self._frequencies))
 
     def at(self, positions: Tensor) -> Rotation:
         """Of positions on the device that this was made for. On a CPU they are computed once and

@@ -188,7 +188,11 @@ def test_rows_that_were_only_located_do_not_outlive_the_other_half_s_plan():
 def test_followers_go_the_way_of_their_leader():
     groups = ((0, 1), (2, 3), (4,), (5, 6))
     layout = ModelLayout(name="t", layer_count=7, groups=groups)
-    layers = [SimpleNamespace(number=at, experts=at in (1, 2, 4, 5, 6) or None) for at in range(7)]
+    with_experts = (1, 2, 4, 5, 6)
+    layers = [
+        SimpleNamespace(number=at, has_rows=True, experts=at in with_experts or None)
+        for at in range(7)
+    ]
     runs = [(split, [one.number for one in found]) for split, found in layer_runs(layers, layout)]
     assert runs == [(False, [0, 1]), (True, [2, 3, 4, 5, 6])]
 

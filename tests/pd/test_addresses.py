@@ -168,14 +168,14 @@ def remotes(pid: int) -> set[str]:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("10.0.0.1", "no HOST:PORT"),
-        ("10.0.0.1:0", "no HOST:PORT"),
-        ("10.0.0.1:65536", "no HOST:PORT"),
-        ("http://10.0.0.1:80", "no HOST:PORT"),
-        ("user@a:80", "no HOST:PORT"),
-        ("a:80/x", "no HOST:PORT"),
+        ("10.0.0.1", "not HOST:PORT"),
+        ("10.0.0.1:0", "not HOST:PORT"),
+        ("10.0.0.1:65536", "not HOST:PORT"),
+        ("http://10.0.0.1:80", "not HOST:PORT"),
+        ("user@a:80", "not HOST:PORT"),
+        ("a:80/x", "not HOST:PORT"),
         ("a:80,A:80", "a:80 twice"),
-        ("a:80=b", "no HOST:PORT"),
+        ("a:80=b", "not HOST:PORT"),
         (",".join(f"a{i}:1" for i in range(257)), "at most 256"),
     ],
 )

@@ -230,7 +230,7 @@ KEY = {"ESS_PEER_SECRET": SECRET}
         ({"role": "prefill", "peers": "a:1"}, KEY, "peers is for a decode worker"),
         ({"role": "decode", "bootstrap_port": 1}, KEY, "bootstrap_port is for a prefill worker"),
         ({"peers": "a:1"}, KEY, "role is both"),
-        ({"role": "decode", "peers": "a"}, KEY, "no HOST:PORT"),
+        ({"role": "decode", "peers": "a"}, KEY, "not HOST:PORT"),
         ({"role": "prefill", "tls_cert": "a", "tls_key": "b"}, KEY, "over plain HTTP"),
         ({"role": "prefill", "uds": "a"}, KEY, "uds is given without bootstrap_port"),
         ({"role": "decode", "peer_secret_file": "nowhere"}, {}, "peer_secret_file nowhere cannot"),
