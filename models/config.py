@@ -407,7 +407,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
 
     @property
     def key_dim(self) -> int:
-        """Of what a token gives to indexers: to pooled ones also what its key weighs."""
+        """The size of what a token gives to indexers: pooled ones also get its key's weights."""
         return 2 * self.index_dim if self.pooled else self.index_dim
 
     @property
@@ -442,7 +442,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         return tuple(n for n in range(self.layer_count) if n not in self.recurrent_layers)
 
     def _with_rows(self) -> ModelConfig:
-        """Of its layers those with rows alone."""
+        """The numbers of its layers that have rows."""
         if not self.recurrent_layers:
             return self
         kept = self.row_layers

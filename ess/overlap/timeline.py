@@ -94,7 +94,7 @@ class Timeline:
             )
 
     def took(self, stage: str, run_count: int, taken_ns: int) -> None:
-        """The stage ran in so many layers, over all queries; nobody keeps its spans."""
+        """Adds runs of the stage in so many layers, over all queries; their spans are not kept."""
         assert taken_ns >= 0, f"{stage} ends before it starts"
         assert not self.keeps_spans, f"{stage} in {run_count} layers, without their spans"
         self.total_ns[stage] += taken_ns

@@ -50,7 +50,7 @@ class OverEntries:
 
 
 def way_of(model: Model, offload: Offload, config: EngineConfig, *, is_alone: bool) -> Way:
-    """Of an engine that divides nothing, if it `is_alone`."""
+    """The way of an engine's steps; `is_alone`: it divides nothing among ranks."""
     check_settings(model.config, config)
     if not lacks(model.config):
         return Here()

@@ -86,7 +86,7 @@ class Shared(Protocol):
     @property
     def rotation(self) -> Rotation: ...
     def unit_keys(self, layer: DecoderLayer, given: Tensor) -> Tensor:
-        """Of what tokens give to the keys of their units: a key for each."""
+        """A key for each token, made of what tokens give to the keys of their units."""
 
 
 def queries(batch: Shared, layer: DecoderLayer, query: Tensor) -> Tensor:

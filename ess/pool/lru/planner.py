@@ -393,7 +393,7 @@ def _packed(arenas: Sequence[Arena]) -> bytes:
 
 
 def clear_block(arena: Arena, block: int, *, step: int) -> bool:
-    """Empties a block, if nobody holds on to a row of it: then native code is to look for free
+    """Empties a block, unless a row of it is held: then native code is to look for free
     slots anew."""
     cleared = specification.clear_block(arena, block, step=step)
     arena.native = None
