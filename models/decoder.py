@@ -18,6 +18,7 @@ the type of the weights.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,9 @@ from ess.models.indexer import Indexer, Probe
 from ess.models.layers import Norm, Rotation, Source
 from ess.models.mla import Mla, MlaShare
 from ess.models.moe import Mlp, Moe
+
+State = Mapping[str, Tensor]
+"""Of some sequences in a layer without rows: its fields (`ess.models.linear`), [sequences, ...]."""
 
 
 class Entry(NamedTuple):
@@ -73,10 +77,10 @@ class DecoderLayer:
         tp: int = 1,
         company: Company | None = None,
     ) -> None:
-        """Layer `number` of the whole model. `first` is where its part begins: a layer is known by
-        its place in the part."""
+        """Layer `number` of the whole model, its `place`. `first` is where its part begins: a layer
+        is known by its number in the part."""
         attention = source.under("self_attn")
-        self.number = number - first
+        self.number, self.place = number - first, number
         own, has_indexer = config.at_layer(number), config.has_indexer(number)
         self.mla = self._attention(own, attention, tp)
         self.indexer = self._indexer(own, attention.under("indexer")) if has_indexer else None
@@ -104,7 +108,7 @@ class DecoderLayer:
     """How many tokens it attends to, the last ones; 0: those that an indexer has selected."""
 
     has_rows = True
-    """Whether tokens have rows in it; else its requests have a state beside rows."""
+    """Whether tokens have rows in it; else its requests have a state, which `carry` reads."""
 
     has_stages = True
     """Whether a few tokens can run as compiled stages; else as ops of torch."""
@@ -136,6 +140,15 @@ class DecoderLayer:
     def has_keys(self) -> bool:
         """Whether the pools keep an index key of each token for it."""
         return self.indexer is not None
+
+    def first_state(self) -> State:
+        """Of one sequence, before any token: [1, ...] each."""
+        raise AssertionError(f"layer {self.number} has rows")
+
+    def carry(self, hidden: Tensor, state: State) -> tuple[Tensor, State]:
+        """`hidden` is [sequences, tokens, hidden]. What each token reads of the state of its
+        sequence, [sequences, tokens, ...], and the states behind the last tokens."""
+        raise AssertionError(f"layer {self.number} has rows")
 
     # ---- the stages
 

@@ -7,7 +7,7 @@ norm, the head, the MTP module and, for that module, the embedding once more.
 from __future__ import annotations
 
 import functools
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm
 from ess.models.mtp import Mtp
+from ess.models.part import Place
 from ess.models.weights.kept import Weight, packable, plain
 from ess.models.weights.shapes import FREQUENCY_FACTORS
 
@@ -32,10 +33,7 @@ class LayerKind(Protocol):
         config: ModelConfig,
         source: Source,
         number: int,
-        *,
-        first: int,
-        tp: int,
-        company: Company | None,
+        **place: Unpack[Place],
     ) -> DecoderLayer: ...
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer, Entry
-from ess.models.families.delta import RecurrentLayer
 from ess.models.indexer import Probe, last_positions, select, select_units
 from ess.models.layers import Rotation
 from ess.models.mla import attend, attend_dense
@@ -111,35 +110,31 @@ class PlainLayer:
         self.keys.keep(min(length, self.keys.length))
 
 
-class PlainRecurrent:
-    """A layer without rows. What it was given is kept whole: to forget tokens is to begin again."""
+class PlainCarried:
+    """A layer without rows. What goes into it is kept whole: to forget tokens is to begin again."""
 
-    def __init__(self, layer: RecurrentLayer) -> None:
+    def __init__(self, layer: DecoderLayer, config: ModelConfig) -> None:
         self._layer = layer
-        self.rows = Growing(layer.delta.given_dim)
-        self.keys = Growing(0)
-        self._state = layer.delta.first()
+        self.rows = Growing(config.residual_dim)
+        self._state = layer.first_state()
 
     def run(
         self, hidden: Tensor, positions: Tensor, rotation: Rotation, given: Tensor | None
     ) -> tuple[Tensor, None]:
         assert given is None, "a layer without rows got a selection"
-        made = self._layer.delta.given(self._layer.normed(hidden))
-        self.rows.append(made)
-        told, self._state = self._layer.delta.run(made[None], self._state)
-        return self._layer.mlp(self._layer.output(hidden, told[0])), None
+        self.rows.append(hidden)
+        read, self._state = self._layer.carry(hidden[None], self._state)
+        return self._layer.mlp(self._layer.output(hidden, read[0])), None
 
     def keep(self, length: int) -> None:
         self.rows.keep(length)
-        self._state = self._layer.delta.first()
+        self._state = self._layer.first_state()
         if length:
-            _, self._state = self._layer.delta.run(self.rows.filled[None], self._state)
+            _, self._state = self._layer.carry(self.rows.filled[None], self._state)
 
 
-def alone(layer: DecoderLayer, config: ModelConfig) -> PlainLayer | PlainRecurrent:
-    if isinstance(layer, RecurrentLayer):
-        return PlainRecurrent(layer)
-    return PlainLayer(layer, config)
+def alone(layer: DecoderLayer, config: ModelConfig) -> PlainLayer | PlainCarried:
+    return (PlainLayer if layer.has_rows else PlainCarried)(layer, config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -80,6 +81,27 @@ def parse(
         for ours, theirs in made_of.items():
             sentence = re.sub(rf"(?<!\w){re.escape(ours)}\b", theirs, sentence)
         raise BadInput(sentence) from None
+
+
+@contextmanager
+def named(raw: Mapping[str, Any]) -> Iterator[None]:
+    """What is refused in here is refused as a config.json of this model."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
+
+
+def text_of(
+    text: object, raw: Mapping[str, Any], *, nullable: Collection[str] = ()
+) -> dict[str, Any]:
+    """What `raw` says of its text, under the name of the whole model. Nulls count as absent, but
+    for the `nullable` keys, where a null says something."""
+    if not isinstance(text, Mapping):
+        raise BadInput(f"text_config is {text!r:.60}, expected an object")
+    of_all = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if key in raw}
+    given = {**text, **of_all}
+    return {key: value for key, value in given.items() if value is not None or key in nullable}
 
 
 def said_layers(given: Mapping[str, Any]) -> range:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, Unpack, cast
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
+    from ess.models.part import Part
 
 MODULES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -39,15 +39,7 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
 class Family(Protocol):
     def read(self, raw: Mapping[str, Any]) -> ModelConfig: ...
 
-    def build(
-        self,
-        config: ModelConfig,
-        tensor: TensorSource,
-        *,
-        layers: range | None = None,
-        tp: int = 1,
-        company: Company | None = None,
-    ) -> Model: ...
+    def build(self, config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model: ...
 
 
 def family(model_type: object) -> Family:
@@ -62,14 +54,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return family(raw.get("model_type")).read(raw)
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
     """The model over `tensor(name)`, which gives each weight under its checkpoint name; a part of
     it, where `layers` says which; of `tp` ranks' heads those that `tensor` gives."""
-    return family(config.family).build(config, tensor, layers=layers, tp=tp, company=company)
+    return family(config.family).build(config, tensor, **part)

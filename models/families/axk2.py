@@ -8,15 +8,15 @@ what experts see: two small products of the normed state. Nothing of it is kept 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.families.deepseek_v32 import require_own_indexers
+from ess.models.part import Part, require_all_heads
 from ess.models.reading import parse
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -48,17 +48,9 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
-    from ess.models.families.gates import GatedLayer
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+    from ess.models.families.layers.gates import GatedLayer
     from ess.models.model import Model
 
-    if tp != 1:
-        raise BadInput(f"{tp} ranks cannot share the heads of axk2 yet: its gates are not cut")
-    return Model(config, tensor, layers=layers, company=company, layer=GatedLayer)
+    require_all_heads(config, part)
+    return Model(config, tensor, **part, layer=GatedLayer)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.reading import parse
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
+    from ess.models.part import Part
 
 
 DEFAULTS: Final = {
@@ -40,14 +40,7 @@ def require_own_indexers(config: ModelConfig, raw: Mapping[str, Any]) -> None:
         )
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
     from ess.models.model import Model
 
-    return Model(config, tensor, layers=layers, tp=tp, company=company)
+    return Model(config, tensor, **part)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.reading import parse, said_layers
+from ess.models.reading import named, parse, said_layers
 from ess.models.rope import read_rope
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
+    from ess.models.part import Part
 
 
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
@@ -81,13 +81,11 @@ SAVED: Final = (
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
     said = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
-    try:
+    with named(raw):
         rope_dim = _rope_dim(said)
         compress, window = _ropes(said, rope_dim)
         compressed = _compressed(said) | {"window_rope": window}
         module_count = _module_count(said)
-    except BadInput as error:
-        raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
     shared = {
         "qk_rope_head_dim": rope_dim,
         "qk_nope_head_dim": said["head_dim"] - rope_dim,
@@ -253,16 +251,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 1 << 24
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
     from ess.models.compressed.model import CompressedModel
 
-    if layers is not None or tp > 1 or company is not None:
+    is_whole = part.get("layers") is None and part.get("tp", 1) == 1
+    if not is_whole or part.get("company") is not None:
         raise BadInput(f"{config.family}: its layers, heads and experts are not divided yet")
     return CompressedModel(config, tensor)

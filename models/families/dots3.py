@@ -8,14 +8,14 @@ are. Rows of all layers are as long as the longest. Pictures, sound and the MTP 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.reading import parse, said_kinds
+from ess.models.part import Part, require_all_heads
+from ess.models.reading import named, parse, said_kinds
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -65,14 +65,12 @@ SAME: Final = (
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
     said = {key: value for key, value in raw.items() if value is not None}
-    try:
+    with named(raw):
         for key in ("rope_parameters", "rope_scaling"):
             if key in said:
                 raise BadInput(f"{key} is not supported, only rope_theta and swa_rope_theta")
         layers = said_kinds(said, KINDS, lambda n: USUAL[n > 1 and n % 4 != 1])
         window = _window(said)
-    except BadInput as error:
-        raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
     shared = next((said[key] for key in SHARED if key in said), SHARED_DIM)
     own = {
         **OWN,
@@ -96,17 +94,9 @@ def _window(said: Mapping[str, Any]) -> dict[str, Any]:
     return window
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
-    from ess.models.families.windows import WindowLayer
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+    from ess.models.families.layers.windows import WindowLayer
     from ess.models.model import Model
 
-    if tp != 1:
-        raise BadInput(f"{tp} ranks cannot share the heads of {config.family} yet")
-    return Model(config, tensor, layers=layers, company=company, layer=WindowLayer)
+    require_all_heads(config, part)
+    return Model(config, tensor, **part, layer=WindowLayer)

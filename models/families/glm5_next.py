@@ -8,14 +8,14 @@ read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.reading import parse, said_kinds
+from ess.models.part import Part, require_all_heads
+from ess.models.reading import named, parse, said_kinds, text_of
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -42,6 +42,8 @@ RECURRENT: Final = {
     "linear_conv_kernel_dim": 4,
     "linear_lower_bound": -5.0,
 }
+# A null says that there is no bound.
+NULLABLE: Final = ("linear_lower_bound",)
 # As older files say the same.
 NESTED: Final = {
     "num_heads": "linear_num_heads",
@@ -63,8 +65,8 @@ UNREAD: Final = ("model.visual.", "visual.", "model.vision_tower.")
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    try:
-        said = _text(raw)
+    with named(raw):
+        said = text_of(raw.get("text_config", raw), raw, nullable=NULLABLE)
         layers = said_kinds(said, KINDS, lambda n: [*KINDS][n % 4 == 3])
         own = {
             **{key: said.get(key, usual) for key, usual in STREAMS.items()},
@@ -75,23 +77,8 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
             "unread_prefixes": (*UNREAD, f"model.layers.{said.get('num_hidden_layers')}."),
             "words": WORDS,
         }
-    except BadInput as error:
-        raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
     given = {key: value for key, value in said.items() if key not in FOREIGN}
     return parse(given, defaults=DEFAULTS, fixed=FIXED, own=own)
-
-
-def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of the text, under the name of the whole model; nulls count as absent, but
-    where a null says that there is no bound."""
-    text = raw.get("text_config", raw)
-    if not isinstance(text, Mapping):
-        raise BadInput(f"text_config is {text!r:.60}, expected an object")
-    of_all = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if key in raw}
-    kept = {key: value for key, value in text.items() if value is not None}
-    if "linear_lower_bound" in text:
-        kept["linear_lower_bound"] = text["linear_lower_bound"]
-    return {**kept, **of_all}
 
 
 def _recurrent(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,17 +104,9 @@ def _rows_chosen(said: Mapping[str, Any]) -> object:
     return rows + unit - 1
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
-    from ess.models.families.delta import layer_of
-    from ess.models.families.pooled import MixedModel
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+    from ess.models.families.layers.delta import layer_of
+    from ess.models.families.layers.pooled import MixedModel
 
-    if tp != 1:
-        raise BadInput(f"{tp} ranks cannot share the heads of {config.family} yet")
-    return MixedModel(config, tensor, layers=layers, company=company, layer=layer_of)
+    require_all_heads(config, part)
+    return MixedModel(config, tensor, **part, layer=layer_of)

@@ -7,15 +7,15 @@ index_share_for_mtp_iteration makes later draft passes reuse the selection of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.models.config import ModelConfig
 from ess.models.reading import parse
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
+    from ess.models.part import Part
 
 
 DEFAULTS: Final = {
@@ -31,14 +31,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return parse(raw, defaults=DEFAULTS, fixed={"indexer_rope_interleave": True})
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
     from ess.models.model import Model
 
-    return Model(config, tensor, layers=layers, tp=tp, company=company)
+    return Model(config, tensor, **part)

@@ -8,16 +8,15 @@ computes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import msgspec
 
-from ess.errors import BadInput
 from ess.models.config import ModelConfig
+from ess.models.part import Part, require_all_heads
 from ess.models.reading import parse
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -54,18 +53,10 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return msgspec.structs.replace(config, index_norm_eps=config.norm_eps)
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+    from ess.models.families.layers.streams import StreamLayer, StreamModel
     from ess.models.families.order import in_our_order
-    from ess.models.families.streams import StreamLayer, StreamModel
 
-    if tp != 1:
-        raise BadInput(f"{tp} ranks cannot share the heads of {config.family} yet")
+    require_all_heads(config, part)
     source = in_our_order(config, tensor)
-    return StreamModel(config, source, layers=layers, company=company, layer=StreamLayer)
+    return StreamModel(config, source, **part, layer=StreamLayer)

@@ -9,14 +9,14 @@ rotary part, so that all layers have rows of one size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.reading import parse, said_layers
+from ess.models.part import Part, require_all_heads
+from ess.models.reading import named, parse, said_layers, text_of
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -81,8 +81,8 @@ STILL_EVERY: Final = 4
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    try:
-        given = _text(raw)
+    with named(raw):
+        given = text_of(raw.get("text_config"), raw)
         layers = said_layers(given)
         own = {
             **OWN,
@@ -92,19 +92,8 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         }
         if given.get("kv_source_layers", own_rows := [*layers]) != own_rows:
             raise BadInput("kv_source_layers lets layers share rows, which is not supported")
-    except BadInput as error:
-        raise BadInput(f"config.json of {raw.get('model_type')}: {error}") from None
     made_of = {} if "q_lora_rank" in given else {"q_lora_rank": "hidden_size"}
     return parse(given, defaults=DEFAULTS, fixed=FIXED, own=own, made_of=made_of)
-
-
-def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of the text, under the name of the whole model; nulls count as absent."""
-    text = raw.get("text_config")
-    if not isinstance(text, Mapping):
-        raise BadInput(f"text_config is {text!r:.60}, expected an object")
-    of_all = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if key in raw}
-    return {key: value for key, value in {**text, **of_all}.items() if value is not None}
 
 
 def _still_layers(given: Mapping[str, Any], layers: range) -> tuple[int, ...]:
@@ -118,17 +107,9 @@ def _still_layers(given: Mapping[str, Any], layers: range) -> tuple[int, ...]:
     return tuple(n for n in layers if not turns[n])
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
-    from ess.models.families.grown import GrownLayer
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+    from ess.models.families.layers.grown import GrownLayer
     from ess.models.model import Model
 
-    if tp != 1:
-        raise BadInput(f"{tp} ranks cannot share the heads of {config.family} yet")
-    return Model(config, tensor, layers=layers, company=company, layer=GrownLayer)
+    require_all_heads(config, part)
+    return Model(config, tensor, **part, layer=GrownLayer)

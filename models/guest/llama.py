@@ -8,16 +8,16 @@ holds is told in `ess.models.guest.grouped`; there are no experts and no MTP mod
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.layout import SCALE_GROUP
 from ess.models.config import ModelConfig
+from ess.models.part import Part, require_all_heads
 from ess.models.reading import parse
 from ess.units import align_up
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
     from ess.models.layers import TensorSource
     from ess.models.model import Model
 
@@ -80,16 +80,8 @@ def _refusal(sentence: str) -> BadInput:
     return BadInput(f"config.json of llama: {sentence}")
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
     from ess.models.model import Model
 
-    if tp != 1:
-        raise BadInput(f"{tp} ranks cannot share the heads of llama: a row holds all keys")
-    return Model(config, tensor, layers=layers, tp=tp, company=company)
+    require_all_heads(config, part)
+    return Model(config, tensor, **part)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ess.models.families.delta import BLOCK, Delta, RecurrentLayer, State
+from ess.models.families.layers.delta import BLOCK, Delta, RecurrentLayer, State
 from tests.linear.world import model
 from tests.support import checkpoints
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from ess.comm.company import Company
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.families.deepseek_v32 import DEFAULTS
-from ess.models.families.gates import InputGatedMla
+from ess.models.families.layers.gates import InputGatedMla
 from ess.models.layers import Source, TensorSource
 from ess.models.model import Model
+from ess.models.part import Part, require_all_heads
 from ess.models.reading import parse
 
 
@@ -22,16 +22,9 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return parse(raw, defaults=DEFAULTS, fixed={"indexer_rope_interleave": False}, own=own)
 
 
-def build(
-    config: ModelConfig,
-    tensor: TensorSource,
-    *,
-    layers: range | None = None,
-    tp: int = 1,
-    company: Company | None = None,
-) -> Model:
-    assert tp == 1, "one rank"
-    return Model(config, tensor, layers=layers, company=company, layer=SunkLayer)
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+    require_all_heads(config, part)
+    return Model(config, tensor, **part, layer=SunkLayer)
 
 
 class SunkLayer(DecoderLayer):

@@ -9,6 +9,7 @@ one that did not come to its end, is a fault that is seen at once.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,25 +20,27 @@ from torch import Tensor
 from ess.door import Offload
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
-from ess.models.families.delta import RecurrentLayer, State
-from ess.models.families.pooled import MixedLayer
 from ess.models.indexer import pooled
-from ess.models.linear import Name, StateForm
+from ess.models.linear import StateForm
 
 if TYPE_CHECKING:
     from ess.door import Step
 
 
 class Beside:
-    """All lines at once: `lengths` [lines], and of each field [lines, *shape]."""
+    """All lines at once: `lengths` [lines], and each layer's fields by name, [lines, *shape]."""
 
     def __init__(self, form: StateForm, held: Tensor) -> None:
         """`held` uint8 [lines, bytes]."""
         self.lengths = held[:, :8].view(torch.int64)[:, 0]
-        self.fields: Mapping[tuple[Name, int], Tensor] = {
-            (each.name, each.layer): _values(held[:, at : at + each.byte_count], each.shape)
-            for each, at in zip(form.fields, form.offsets(), strict=True)
-        }
+        self._fields = defaultdict[int, dict[str, Tensor]](dict)
+        for each, at in zip(form.fields, form.offsets(), strict=True):
+            values = _values(held[:, at : at + each.byte_count], each.shape)
+            self._fields[each.layer][each.name] = values
+
+    def of(self, layer: DecoderLayer) -> Mapping[str, Tensor]:
+        assert layer.place in self._fields, f"layer {layer.place} keeps no state"
+        return self._fields[layer.place]
 
 
 def _values(held: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -77,21 +80,20 @@ class Carried:
         """All layers have so many tokens more."""
         self.beside.lengths[self.lines] = self.starts + count
 
-    def through(self, layer: RecurrentLayer, hidden: Tensor) -> Tensor:
-        """What the tokens read of the layer's states, [tokens, heads, dim]: those of the first
-        sequence, then those of the next."""
-        made = layer.delta.given(layer.normed(hidden))
-        given = made.view(len(self.lines), -1, made.shape[1])
-        matrix, channels = self._field("matrix", layer), self._field("channels", layer)
-        state = State(matrix[self.lines], channels[self.lines])
-        told, after = layer.delta.run(given, state)
-        matrix[self.lines], channels[self.lines] = after
-        return told.flatten(0, 1)
+    def through(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
+        """What the tokens read of the layer's states, [tokens, ...]: those of the first sequence,
+        then those of the next."""
+        held = self.beside.of(layer)
+        state = {name: lines[self.lines] for name, lines in held.items()}
+        read, after = layer.carry(hidden.view(len(self.lines), -1, hidden.shape[1]), state)
+        for name, lines in held.items():
+            lines[self.lines] = after[name]
+        return read.flatten(0, 1)
 
     def unit_keys(self, layer: DecoderLayer, given: Tensor) -> Tensor:
         """Of what the tokens give to the keys of their units, [tokens, 2 * dim]: a key for each
         that is the last of its unit, zeros for the others."""
-        last = self._field("unit", layer)
+        last = self.beside.of(layer)["unit"]
         new = given.view(len(self.lines), -1, given.shape[1])
         joined, count, unit = torch.cat((last[self.lines], new), 1), new.shape[1], last.shape[1] + 1
         last[self.lines] = joined[:, count:]
@@ -100,7 +102,3 @@ class Carried:
         keys = given.new_zeros(len(self.lines), count, given.shape[1] // 2)
         keys[ends] = pooled(units.flatten(0, 1), unit)
         return keys.flatten(0, 1)
-
-    def _field(self, name: Name, layer: DecoderLayer) -> Tensor:
-        assert isinstance(layer, MixedLayer), "a layer of another family"
-        return self.beside.fields[name, layer.place]

@@ -21,14 +21,13 @@ from ess.engine.prompt.pack import Chosen, Pack, window_of
 from ess.engine.prompt.reading import attend_chosen, top_k
 from ess.engine.prompt.share import Share, Work, joined
 from ess.models.decoder import DecoderLayer
-from ess.models.families.delta import RecurrentLayer
 from ess.models.indexer import last_positions
 
 
 def run_layer(
     share: Share, work: Work, layer: DecoderLayer, hidden: Tensor, given: Chosen
 ) -> tuple[Tensor, Chosen]:
-    if isinstance(layer, RecurrentLayer):
+    if not layer.has_rows:
         return _through_states(work.mine, layer, hidden), given
     work.mine.rows.enter(layer.number)
     mine, made, chosen = work.mine, front(work.mine, layer, hidden), given
@@ -45,7 +44,7 @@ def run_layer(
     return back(mine, layer, hidden, share.exchanged(work, layer, attended)), chosen
 
 
-def _through_states(pack: Pack, layer: RecurrentLayer, hidden: Tensor) -> Tensor:
+def _through_states(pack: Pack, layer: DecoderLayer, hidden: Tensor) -> Tensor:
     told = []
     for _, span, place in pack.each():
         assert span.carried is not None, "a layer without rows, and no state"

@@ -33,7 +33,6 @@ from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer
-from ess.models.families.delta import RecurrentLayer
 from ess.models.model import Model
 from ess.overlap import sbo, tbo
 from ess.overlap.da import da
@@ -194,7 +193,7 @@ class Runner:
         if self.on_layer is not None:
             self.on_layer()
         timeline = self.tuning.timeline
-        if isinstance(layer, RecurrentLayer):
+        if not layer.has_rows:
             assert half.batch.carried is not None, "a layer without rows, and no states"
             attended = half.batch.carried.through(layer, hidden)
             yield

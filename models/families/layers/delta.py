@@ -20,17 +20,18 @@ powers: so all exponents are at most 0, and nothing overflows, however fast a ch
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.company import Company
+from ess.models import decoder
 from ess.models.config import ModelConfig
-from ess.models.families.pooled import MixedLayer
+from ess.models.families.layers.pooled import MixedLayer
 from ess.models.layers import Source, linear, rms_norm
 from ess.models.mla import Mla
+from ess.models.part import Place
 from ess.models.weights.kept import plain
 
 UNIT_EPS: Final = 1e-6
@@ -140,6 +141,14 @@ class RecurrentLayer(MixedLayer):
         assert isinstance(self.mla, Delta), "a layer of another kind"
         return self.mla
 
+    def first_state(self) -> decoder.State:
+        return self.delta.first()._asdict()
+
+    def carry(self, hidden: Tensor, state: decoder.State) -> tuple[Tensor, decoder.State]:
+        given = self.delta.given(self.normed(hidden.flatten(0, 1)))
+        read, after = self.delta.run(given.view(*hidden.shape[:2], -1), State(**state))
+        return read, after._asdict()
+
     def _attention(self, config: ModelConfig, source: Source, tp: int) -> Mla:
         return Delta(config, source)
 
@@ -173,16 +182,10 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def layer_of(
-    config: ModelConfig,
-    source: Source,
-    number: int,
-    *,
-    first: int = 0,
-    tp: int = 1,
-    company: Company | None = None,
+    config: ModelConfig, source: Source, number: int, **place: Unpack[Place]
 ) -> MixedLayer:
     """The door counts layers with rows alone; one without has the number of the next."""
     kind = RecurrentLayer if number in config.recurrent_layers else MixedLayer
-    layer = kind(config, source, number, first=first, tp=tp, company=company)
+    layer = kind(config, source, number, **place)
     layer.number = sum(each < number for each in config.row_layers)
     return layer

@@ -6,11 +6,12 @@ one key of its unit; the weights of a unit's places are in it already.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.company import Company
 from ess.models.compressed.streams import Mixing, Read
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer, Entry
@@ -18,6 +19,7 @@ from ess.models.indexer import Indexer, Probe
 from ess.models.layers import Rotation, Source
 from ess.models.mla import Mla
 from ess.models.model import Model
+from ess.models.part import Place
 
 
 class PooledIndexer(Indexer):
@@ -40,23 +42,15 @@ class PooledIndexer(Indexer):
 
 
 class MixedLayer(DecoderLayer):
-    """Hidden states are [tokens, streams * hidden]. `place` is where it is in the whole model."""
+    """Hidden states are [tokens, streams * hidden]."""
 
     mla: Mla
     has_stages = False
 
     def __init__(
-        self,
-        config: ModelConfig,
-        source: Source,
-        number: int,
-        *,
-        first: int = 0,
-        tp: int = 1,
-        company: Company | None = None,
+        self, config: ModelConfig, source: Source, number: int, **place: Unpack[Place]
     ) -> None:
-        super().__init__(config, source, number, first=first, tp=tp, company=company)
-        self.place = number
+        super().__init__(config, source, number, **place)
         self._around_mla = Mixing(config, source, "hc_attn_")
         self._around_mlp = Mixing(config, source, "hc_ffn_")
 

@@ -6,15 +6,17 @@ makes to each of them; the shares of both are sigmoids of a small product of all
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.company import Company
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer, Entry
-from ess.models.families.gates import InputGatedMla
+from ess.models.families.layers.gates import InputGatedMla
 from ess.models.layers import Source
 from ess.models.model import Model
+from ess.models.part import Place
 from ess.models.weights.kept import Weight, plain
 
 
@@ -55,16 +57,9 @@ class StreamLayer(DecoderLayer):
     has_stages = False
 
     def __init__(
-        self,
-        config: ModelConfig,
-        source: Source,
-        number: int,
-        *,
-        first: int = 0,
-        tp: int = 1,
-        company: Company | None = None,
+        self, config: ModelConfig, source: Source, number: int, **place: Unpack[Place]
     ) -> None:
-        super().__init__(config, source, number, first=first, tp=tp, company=company)
+        super().__init__(config, source, number, **place)
         self._around_mla = Streams(config, source.under("hc_attn_layer"), "hc_", 2)
         self._around_mlp = Streams(config, source.under("hc_mlp_layer"), "hc_", 2)
 

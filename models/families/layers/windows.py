@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from torch import Tensor
 
-from ess.comm.company import Company
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
-from ess.models.families.gates import HeadGatedMla
+from ess.models.families.layers.gates import HeadGatedMla
 from ess.models.layers import RotaryPositions, Rotation, Source
+from ess.models.part import Place
 
 
 class WindowLayer(DecoderLayer):
@@ -16,16 +18,9 @@ class WindowLayer(DecoderLayer):
     has_stages = False
 
     def __init__(
-        self,
-        config: ModelConfig,
-        source: Source,
-        number: int,
-        *,
-        first: int = 0,
-        tp: int = 1,
-        company: Company | None = None,
+        self, config: ModelConfig, source: Source, number: int, **place: Unpack[Place]
     ) -> None:
-        super().__init__(config, source, number, first=first, tp=tp, company=company)
+        super().__init__(config, source, number, **place)
         self._turns = None
         if number in config.window_layers:
             assert config.window is not None, "layers of no window"

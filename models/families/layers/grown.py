@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.company import Company
 from ess.kernels.calls import RowFinish
 from ess.models.config import INDEX_NORM_EPS, ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.indexer import Indexer
 from ess.models.layers import Rotation, Source, linear
 from ess.models.mla import Mla
+from ess.models.part import Place
 from ess.models.weights.kept import Weight
 
 
@@ -72,16 +74,9 @@ class GrownLayer(DecoderLayer):
     has_stages = False
 
     def __init__(
-        self,
-        config: ModelConfig,
-        source: Source,
-        number: int,
-        *,
-        first: int = 0,
-        tp: int = 1,
-        company: Company | None = None,
+        self, config: ModelConfig, source: Source, number: int, **place: Unpack[Place]
     ) -> None:
-        super().__init__(config, source, number, first=first, tp=tp, company=company)
+        super().__init__(config, source, number, **place)
         self._is_still = number in config.still_layers
 
     def _attention(self, config: ModelConfig, source: Source, tp: int) -> GrownMla:

@@ -1,0 +1,1 @@
+"""Layers of families that compute something else than the shared decoder layer."""

@@ -1,0 +1,38 @@
+"""Which part of a model is built, and by whom. Needs no torch.
+
+Families and their layers hand these on as they get them, so a family's file names none of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+from ess.errors import BadInput
+
+if TYPE_CHECKING:
+    from ess.comm.company import Company
+    from ess.models.config import ModelConfig
+
+
+class Team(TypedDict, total=False):
+    """`tp` ranks share the heads of each layer, the ranks of `company` its experts."""
+
+    tp: int
+    company: Company | None
+
+
+class Part(Team, total=False):
+    """Of a model: the run of consecutive `layers`; None: all."""
+
+    layers: range | None
+
+
+class Place(Team, total=False):
+    """Of a layer: `first` is where its part of the model begins."""
+
+    first: int
+
+
+def require_all_heads(config: ModelConfig, part: Part) -> None:
+    if (tp := part.get("tp", 1)) != 1:
+        raise BadInput(f"{tp} ranks cannot share the heads of {config.family}")
