@@ -25,7 +25,7 @@ def delta(**changes: object) -> Delta:
 def drawn(own: Delta, count: int, *, fade: float) -> torch.Tensor:
     """What tokens give; of each channel is kept exp(0) to exp(-fade)."""
     noise, wide = torch.Generator().manual_seed(count), own.head_count * DIM
-    given = torch.randn(3, count, own.given_dim, generator=noise)
+    given = torch.randn(3, count, 4 * wide + own.head_count, generator=noise)
     given[..., 3 * wide : 4 * wide] = -fade * torch.rand(3, count, wide, generator=noise)
     given[..., 4 * wide :] = torch.rand(3, count, own.head_count, generator=noise)
     return given

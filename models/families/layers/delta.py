@@ -74,11 +74,6 @@ class Delta(Mla):
     def device(self) -> torch.device:
         return self._in.device
 
-    @property
-    def given_dim(self) -> int:
-        """Of what a token gives to the state: its channels, how each fades, and its shares."""
-        return 4 * self._dim + self.head_count
-
     def first(self) -> State:
         """Of one sequence, before any token."""
         own = self._own
@@ -86,7 +81,8 @@ class Delta(Mla):
         return State(*(torch.zeros(1, *shape, device=self.device) for shape in shapes))
 
     def given(self, normed: Tensor) -> Tensor:
-        """[tokens, given_dim] of the layer's normed input."""
+        """Of the layer's normed input [tokens, hidden]: channels, how each fades, and shares,
+        [tokens, 4 * dim + heads]."""
         faded = linear(linear(normed, self._fade[0]), self._fade[1]) + self._fade_base
         share = linear(normed, self._share).sigmoid()
         return torch.cat((linear(normed, self._in), self._faded(faded), share), -1)
@@ -100,8 +96,8 @@ class Delta(Mla):
         return (bound * (self._fade_rate * heads).sigmoid()).flatten(1)
 
     def run(self, given: Tensor, state: State) -> tuple[Tensor, State]:
-        """Of `given` [sequences, tokens, given_dim]: what each token reads, float32 [sequences,
-        tokens, heads, dim], and the states behind the last ones."""
+        """What each token reads, float32 [sequences, tokens, heads, dim], and the states behind the
+        last ones; `given` is [sequences, tokens, ...]."""
         wide, heads, count = self._dim, self.head_count, given.shape[1]
         raw, fades, shares = torch.split(given, [3 * wide, wide, heads], -1)
         channels = torch.cat((state.channels, raw), 1)
