@@ -68,13 +68,13 @@ class Waited:
 
 
 @compute_threads(1)
-def rows_of(load: Load, *, packs: int = PACKS) -> list[Row]:
+def rows_of(load: Load) -> list[Row]:
     """First tokens against one prompt per step, and the gain of packing itself."""
     if load.requests < 1:
         raise BadInput(f"--arrivals {load.requests}: at least one request arrives")
     model = load_model()
     prompts = texts(load.requests, load.prompt)
-    alone, packed = _prefilled(model, load, prompts, packs)
+    alone, packed = _prefilled(model, load, prompts)
     work_s = load.requests / load.pack * statistics.median(packed)
     one, many = (
         _waited(model, load, prompts, chunk_tokens)
@@ -147,13 +147,13 @@ def _engine(model: Model, load: Load, chunk_tokens: int) -> Engine:
 
 @torch.inference_mode()
 def _prefilled(
-    model: Model, load: Load, prompts: Sequence[Sequence[int]], repeats: int
+    model: Model, load: Load, prompts: Sequence[Sequence[int]]
 ) -> tuple[list[float], list[float]]:
     """Seconds for one pack of prompts, one by one and together, in turn, after a warm-up."""
     eng = _engine(model, load, load.chunk_tokens)
     seconds: dict[int, list[float]] = {1: [], load.pack: []}
     chosen = prompts[: load.pack]
-    for _ in range(repeats + 1):
+    for _ in range(PACKS + 1):
         for at_once, taken in seconds.items():
             opened = [eng.offload.open(prompt, length_max=len(prompt)) for prompt in chosen]
             spans = list(map(_span, opened, chosen))

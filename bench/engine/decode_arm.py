@@ -197,7 +197,7 @@ def lay_in(offload: Offload, prefix: Prefix, prompts: Sequence[Sequence[int]]) -
         sequence.close()
 
 
-def slots_each(layout: ModelLayout, shape: Shape, ratio: float) -> int:
+def slots_each(shape: Shape, ratio: float) -> int:
     """Slots per request and group for a ratio, at least those that one step writes."""
     return max(shape.mtp, min(int(ratio * shape.context), shape.length_max))
 
@@ -210,7 +210,7 @@ def _offload(
     lane: Lane | None,
     device: str,
 ) -> Offload:
-    each = 1 if way.ratio is None else slots_each(layout, shape, way.ratio)
+    each = 1 if way.ratio is None else slots_each(shape, way.ratio)
     if way.ratio is not None and way.ratio >= 1.0:
         each = div_ceil(shape.length_max + 1, PAGE_ROWS) * PAGE_ROWS
     count = shape.sequence_count

@@ -266,7 +266,7 @@ def effective(arm: Arm) -> dict[str, Any]:
     shape, way = arm.shape, arm.way
     config: dict[str, Any] = {"ctx": shape.context, "batch": shape.batch, "mtp": shape.mtp}
     if way.mode != "resident" and way.ratio is not None:
-        wanted = slots_each(arm.offload.layout, shape, way.ratio) * shape.batch
+        wanted = slots_each(shape, way.ratio) * shape.batch
         asked = round(div_ceil(wanted, PAGE_ROWS) * PAGE_ROWS / shape.batch)
         held = round(float(arm.offload.stats().slot_count.mean()) / shape.batch)
         config |= {"slots_each": held} if held == asked else {"slots_each": f"{held} of {asked}"}

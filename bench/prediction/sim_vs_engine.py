@@ -64,7 +64,7 @@ def least_slots(layout: ModelLayout, mtp: int) -> int:
 
 def twin_row(prefix: Prefix, *, ratio: float, mtp: int, steps: int) -> Row:
     shape = Shape(context=prefix.length, batch=1, mtp=mtp, steps=steps)
-    if slots_each(prefix.layout, shape, ratio) < least_slots(prefix.layout, mtp):
+    if slots_each(shape, ratio) < least_slots(prefix.layout, mtp):
         raise BadInput(f"ratio {ratio:g} of {prefix.length} tokens is less than a step selects")
     recording, way = Recording(), Way(name="recorded", mode="none", ratio=ratio)
     arm = Arm(prefix, shape, way, placement=recording.over)

@@ -115,7 +115,7 @@ def rows_of(plan: Plan) -> Iterator[Row]:
     offload = measured(plan, model, OFFLOAD, batches[1])
     yield rate_row(plan, offload, resident)
     yield predicted_row(plan, offload, resident)
-    yield missed_row(plan, offload)
+    yield missed_row(offload)
 
 
 # ---- how much fits
@@ -158,7 +158,7 @@ def taken(plan: Plan, way: Way, batch: int) -> float:
     shape, layout = plan.shape(batch), layout_of(plan.slice)
     each = align_up(shape.length_max + 1, PAGE_ROWS)
     if way.ratio is not None and way.ratio < 1:
-        each = slots_each(layout, shape, way.ratio)
+        each = slots_each(shape, way.ratio)
     pools = PoolShape(
         layout=layout,
         chunks=div_ceil(each * batch, PAGE_ROWS) * layout.group_count,
@@ -265,7 +265,7 @@ def predicted_row(plan: Plan, ours: Measured, rival: Measured) -> Row:
     return msgspec.structs.replace(row, samples=[])
 
 
-def missed_row(plan: Plan, ours: Measured) -> Row:
+def missed_row(ours: Measured) -> Row:
     return Row(
         name="slice: misses of a request, layer and step",
         value=ours.misses,

@@ -96,7 +96,6 @@ class Prediction:
 
     step_us: float
     exposed_us: float
-    fetch_us: float
     modes: tuple[Mode, ...]
     timeline: Timeline
     band: tuple[float, float]
@@ -138,7 +137,6 @@ def simulate(operators: Operators, scenario: Scenario) -> Prediction:
     return Prediction(
         step_us=layers_us + operators.around_us(scenario.whole),
         exposed_us=layers_us - resident_us,
-        fetch_us=timeline.busy_us(FETCH),
         modes=tuple(fetch.mode for fetch in fetches) or (Mode.RESIDENT,) * layers,
         timeline=timeline,
         band=trust.band,

@@ -56,7 +56,7 @@ def test_a_lane_does_one_thing_at_a_time_and_time_is_conserved(operators: PaperO
     moved = transfer_us(
         miss_count=200, request_count=80, row_bytes=656, bytes_per_us=operators.machine.link_rate
     )
-    assert found.fetch_us == pytest.approx(2 * LAYERS * moved)
+    assert found.timeline.busy_us(FETCH) == pytest.approx(2 * LAYERS * moved)
 
 
 @pytest.mark.parametrize("miss_count", [32.0, 128.0, 256.0, 512.0])

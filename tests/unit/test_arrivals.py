@@ -50,13 +50,6 @@ def test_a_byte_order_mark_and_quotes_are_no_obstacle(tmp_path: Path) -> None:
     assert read_arrivals(write(tmp_path, quoted))[0].prompt_tokens == 374
 
 
-def test_lengths_scale_for_small_models(tmp_path: Path) -> None:
-    first, second, _ = read_arrivals(write(tmp_path, MOONCAKE), length_scale=1 / 64)
-    assert (first.prompt_tokens, first.output_tokens) == (109, 1)
-    assert first.prefix_blocks == (46,)
-    assert second.prompt_tokens == 8
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -82,11 +75,8 @@ def test_a_wrong_line_is_named(tmp_path: Path, text: str, says: str) -> None:
     assert str(path) in str(refusal.value)
 
 
-def test_bytes_that_are_no_text_and_wrong_scales_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "arrivals"
     path.write_bytes(b'{"timestamp": 1, \xff\xfe}\n')
     with pytest.raises(BadInput, match="arrivals"):
         read_arrivals(path)
-    for scale in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(BadInput, match="length_scale"):
-            read_arrivals(write(tmp_path, AZURE), length_scale=scale)

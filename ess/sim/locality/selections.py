@@ -148,7 +148,7 @@ class LayerStream:
         self._own = _Walk(
             self._rng,
             hot=hot,
-            order=_order_with(self._kin, hot=hot, size=load.context, rng=self._rng),
+            order=_order_with(self._kin, size=load.context, rng=self._rng),
             loose=np.setdiff1d(np.arange(hot, dtype=np.int32), self._kin),
             memory=profile.slow_memory,
         )
@@ -231,7 +231,7 @@ def _common_walk(load: Load) -> _Walk:
     )
 
 
-def _order_with(kin: Ints, *, hot: int, size: int, rng: np.random.Generator) -> Ints:
+def _order_with(kin: Ints, *, size: int, rng: np.random.Generator) -> Ints:
     """A permutation that leaves the kin in their places and shuffles the rest."""
     order = np.arange(size, dtype=np.int32)
     loose = np.setdiff1d(order, kin)

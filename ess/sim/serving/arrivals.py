@@ -10,7 +10,7 @@ import datetime
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -44,10 +44,8 @@ class _MooncakeLine(msgspec.Struct, frozen=True):
     hash_ids: tuple[int, ...] = ()
 
 
-def read_arrivals(path: str | os.PathLike[str], *, length_scale: float = 1.0) -> list[Arrival]:
-    """Reads either form, told by its first byte, in order of time; scales lengths."""
-    if not (length_scale > 0 and math.isfinite(length_scale)):
-        raise BadInput(f"length_scale {length_scale} must be above 0 and finite")
+def read_arrivals(path: str | os.PathLike[str]) -> list[Arrival]:
+    """Reads either form, told by its first byte, in order of time, which begins at 0."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             first = file.read(1)
@@ -58,7 +56,7 @@ def read_arrivals(path: str | os.PathLike[str], *, length_scale: float = 1.0) ->
     if not arrivals:
         raise BadInput(f"{os.fspath(path)} holds no request")
     start = min(arrival.at_s for arrival in arrivals)
-    moved = [_moved(arrival, start, length_scale) for arrival in arrivals]
+    moved = [_moved(arrival, start) for arrival in arrivals]
     return sorted(moved, key=lambda arrival: arrival.at_s)
 
 
@@ -128,11 +126,7 @@ def _check(number: int, at_s: float, prompt: int, output: int) -> None:
         )
 
 
-def _moved(arrival: Arrival, start: float, scale: float) -> Arrival:
-    blocks = math.ceil(len(arrival.prefix_blocks) * min(scale, 1.0))
-    return Arrival(
-        at_s=arrival.at_s - start,
-        prompt_tokens=max(1, round(arrival.prompt_tokens * scale)),
-        output_tokens=max(1, round(arrival.output_tokens * scale)),
-        prefix_blocks=arrival.prefix_blocks[:blocks],
-    )
+def _moved(arrival: Arrival, start: float) -> Arrival:
+    """A request asks for one token at least."""
+    output = max(1, arrival.output_tokens)
+    return replace(arrival, at_s=arrival.at_s - start, output_tokens=output)

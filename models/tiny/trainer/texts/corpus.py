@@ -227,13 +227,10 @@ class Deduplicator:
 
     forbidden: frozenset[bytes] = frozenset()
     seen: set[bytes] = field(default_factory=set)
-    dropped_bytes: int = 0
 
     def keep(self, document: str) -> str:
         kept = [part for part in document.split("\n\n") if self._is_new(part)]
-        text = "\n\n".join(kept).strip()
-        self.dropped_bytes += len(document) - len(text)
-        return text
+        return "\n\n".join(kept).strip()
 
     def _is_new(self, paragraph: str) -> bool:
         if len(paragraph) < PARAGRAPH_LENGTH_MIN:
