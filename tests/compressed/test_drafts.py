@@ -11,7 +11,7 @@ import torch
 from ess.engine.tokens.sampling import Sampling
 from ess.models.compressed.plain import Plain
 from tests.compressed import drafting, world
-from tests.compressed.test_engine import LINE, OTHER, add, engines, finish, run, told
+from tests.states.world import LINE, OTHER, V4, V4_PUBLISHED, add, finish, run
 from tests.support.greedy import greedy
 
 
@@ -49,8 +49,8 @@ def test_drafts_are_those_of_the_plain_module(
     """Prompts in one chunk and in several, whose last rows drafts attend to."""
     drafted = drafting.watched(monkeypatch)
     said, drafts = module_s(LINE[:length], 6, verified=verified)
-    with engines(mtp=verified, depth=depth) as engine:
-        assert run(engine, LINE[:length]).output == said == told(length)
+    with V4.engines(mtp=verified, depth=depth) as engine:
+        assert run(engine, LINE[:length]).output == said == V4.told(length)
     asked = min(len(drafts), len(drafted.guesses)) - 1
     assert asked >= 4
     assert drafted.guesses[:asked] == drafts[:asked]
@@ -66,7 +66,7 @@ def test_every_count_is_accepted_at_every_offset(
     """Entries of 4 tokens and of 8 are closed by drafts, which are then right or wrong; three
     requests at once, fewer slots than entries."""
     drafted = drafting.known(monkeypatch, world.tiny(), seed=verified)
-    with engines(mtp=verified, chunks=1, modes=mode, depth=1) as engine:
+    with V4.engines(mtp=verified, chunks=1, modes=mode, depth=1) as engine:
         sampling = Sampling(tokens_max=60, ignore_eos=True)
         prompts = [LINE[:100], OTHER[:37], LINE[200:203]]
         requests = [engine.add(prompt, sampling) for prompt in prompts]
@@ -83,11 +83,11 @@ def test_published_windows_with_drafts(mtp: int, monkeypatch: pytest.MonkeyPatch
     """Of 128 tokens: an entry is closed by each of the tokens of a step, right or wrong."""
     model = world.tiny("ratios")
     drafted = drafting.known(monkeypatch, model, seed=mtp)
-    with engines(spelling="ratios", mtp=mtp) as engine:
+    with V4_PUBLISHED.engines(mtp=mtp) as engine:
         requests = [add(engine, LINE[: 381 + n]) for n in range(4)]
         finish(engine)
         for request in requests:
-            assert request.output == told(len(request.prompt), spelling="ratios")
+            assert request.output == V4_PUBLISHED.told(len(request.prompt))
     closing = {kept for begin, count, kept in drafted.steps if begin + count > 383 >= begin}
     assert len(closing) >= 3
 
@@ -98,7 +98,7 @@ def test_the_last_token_that_may_be_leaves_no_room_for_drafts(
     """At the end of a state's entries, of pages and of what a request was given."""
     drafting.known(monkeypatch, world.tiny(), seed=1)
     prompt = (LINE + OTHER)[:1016]
-    with engines(mtp=4, chunks=8) as engine:
+    with V4.engines(mtp=4, chunks=8) as engine:
         for count in (8, 7, 3):
             request = engine.add(prompt, Sampling(tokens_max=count, ignore_eos=True))
             finish(engine)
@@ -108,7 +108,7 @@ def test_the_last_token_that_may_be_leaves_no_room_for_drafts(
 def test_fewer_tokens_where_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of one token to four of them; the module's rows have no gap."""
     drafted = drafting.known(monkeypatch, world.tiny(), seed=2)
-    with engines(mtp=4, mtp_auto=True) as engine:
+    with V4.engines(mtp=4, mtp_auto=True) as engine:
         request = engine.add(LINE[:90], Sampling(tokens_max=60, ignore_eos=True))
         finish(engine)
         assert request.output == greedy(world.tiny(), LINE[:90], 60)
@@ -119,7 +119,7 @@ def test_drafts_behind_a_prefix_hit_and_a_preemption(monkeypatch: pytest.MonkeyP
     """The module's rows come with the state."""
     drafted = drafting.watched(monkeypatch)
     said, drafts = module_s(LINE[:300], 6, verified=4)
-    with engines(mtp=4, chunks=8) as engine:
+    with V4.engines(mtp=4, chunks=8) as engine:
         run(engine, LINE[:300])
         first = drafted.guesses[: len(drafts) - 1]
         assert first == drafts[: len(drafts) - 1]

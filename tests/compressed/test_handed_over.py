@@ -15,11 +15,12 @@ from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
 from tests.compressed import world
-from tests.compressed.test_engine import LINE, MADE, OTHER, PAGE, told
 from tests.pd.rigs import Pair
 from tests.pd.test_handoff_ends import assert_free
+from tests.states.world import LINE, MADE, OTHER, V4, V4_PUBLISHED, World
 from tests.support.greedy import greedy
 
+PAGE = V4.page
 LENGTHS = (1, 2, 4, 5, 8, 9, PAGE, PAGE + 1, PAGE + 2, PAGE + 5, 530)
 WAYS = [(mode, depth) for mode in ("resident", "none", "da", "dba") for depth in (0, 1)]
 WISH = Sampling(tokens_max=MADE, ignore_eos=True)
@@ -31,18 +32,18 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def pair_of(*, spelling: str = "listed", pools: Any = None, **config: Any) -> Pair:
+def pair_of(*, own: World = V4, pools: Any = None, **config: Any) -> Pair:
     """`pools` are those of the worker that decodes."""
-    model = {"model": world.tiny(spelling)}
+    model = {"model": own.model()}
     return Pair(pools={**model, **(pools or {})}, prefill_pools=model, **config)
 
 
-def all_said(pair: Pair, lengths: tuple[int, ...], *, spelling: str = "listed") -> None:
+def all_said(pair: Pair, lengths: tuple[int, ...], *, own: World = V4) -> None:
     added = [pair.add(LINE[:length], WISH) for length in lengths]
     pair.run()
     for (given, taken), length in zip(added, lengths, strict=True):
         assert given.reason == "sent"
-        assert taken.output == told(length, spelling=spelling), length
+        assert taken.output == own.told(length), length
     stats = pair.decode.port.stats()
     assert (stats.landed, stats.missed) == (len(lengths), 0)
     assert_free(pair.prefill, pair.decode)
@@ -71,7 +72,7 @@ def test_chunks_end_anywhere(chunk: int) -> None:
 @pytest.mark.parametrize("mode", ["layerwise", "none"])
 def test_published_windows_go_over_too(mode: str) -> None:
     lengths = (1, 127, 128, 131, 300)
-    all_said(pair_of(spelling="ratios", modes=mode), lengths, spelling="ratios")
+    all_said(pair_of(own=V4_PUBLISHED, modes=mode), lengths, own=V4_PUBLISHED)
 
 
 def test_rows_leave_layer_by_layer_while_a_prompt_is_made() -> None:
@@ -94,7 +95,7 @@ def test_rows_leave_layer_by_layer_while_a_prompt_is_made() -> None:
     pair.run()
     assert len(counts) == len(world.tiny().chosen_layers) == 2
     assert 0 < counts[0] < counts[1]
-    assert taken.output == told(600)
+    assert taken.output == V4.told(600)
 
 
 # ---- prefixes
@@ -108,7 +109,7 @@ def test_a_hit_of_the_giver_begins_at_a_state_and_sends_one() -> None:
     for length, cached in ((700, 512), (513, 512), (600, 512)):
         given, taken = pair.add(LINE[:length], WISH)
         pair.run()
-        assert (given.cached_count, taken.output) == (cached, told(length)), length
+        assert (given.cached_count, taken.output) == (cached, V4.told(length)), length
         pair.decode.engine.forget_prefixes()
 
 
@@ -174,7 +175,7 @@ def test_preemption_behind_an_arrival_keeps_the_tokens() -> None:
     for number, (given, taken) in enumerate(added):
         length, line = len(taken.prompt), number % 2
         assert given.reason == "sent"
-        assert taken.output == told(length, line=line), length
+        assert taken.output == V4.told(length, line=line), length
     pair.run()
     assert_free(pair.prefill, pair.decode)
 
@@ -185,8 +186,8 @@ def test_states_arrive_while_the_device_is_full() -> None:
     pair.until(lambda: second.has_landed)
     assert (first.state, second.state) == ("decoding", "preempted")
     pair.run()
-    assert first.output == told(30, count=40)
-    assert second.output == told(300, line=1)
+    assert first.output == V4.told(30, count=40)
+    assert second.output == V4.told(300, line=1)
 
 
 def test_choices_of_one_prompt_are_handed_over_once() -> None:
@@ -317,7 +318,7 @@ def test_what_does_not_come_is_computed_here(cause: str, cached: bool) -> None:
     if cause != "unknown peer":
         assert taken.cached_count == (512 if cached else 0)
     run_to_end(pair, lambda: taken.reason is not None)
-    assert (taken.cached_count, taken.output) == (0, told(600))
+    assert (taken.cached_count, taken.output) == (0, V4.told(600))
 
 
 @pytest.mark.slow
@@ -345,7 +346,7 @@ def test_a_prompt_that_is_all_cached_still_needs_its_state() -> None:
     assert taken.is_prefilled
     pair.clock.advance(6.0)
     pair.run()
-    assert taken.output == told(2 * PAGE + 1)
+    assert taken.output == V4.told(2 * PAGE + 1)
 
 
 def test_followers_wait_for_a_leader_that_begins_again() -> None:
@@ -356,7 +357,7 @@ def test_followers_wait_for_a_leader_that_begins_again() -> None:
     pair.until(lambda: leader.state == "landing")
     pair.clock.advance(6.0)
     pair.run()
-    assert leader.output == follower.output == told(300)
+    assert leader.output == follower.output == V4.told(300)
     assert_free(pair.decode)
 
 

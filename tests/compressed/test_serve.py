@@ -1,79 +1,27 @@
-"""`ess serve` of a DeepSeek-V4 checkpoint: what it says, what it prints, what it refuses."""
+"""What is DeepSeek-V4's own in `ess serve`: its rows, the plans of several workers, refusals."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ess.errors import BadInput
-from ess.models.load import load_model
 from ess.models.registry import read_config
 from ess.server.commands.pd.shares import shape_of, share_of
 from ess.server.commands.start.checkpoint import read_checkpoint
-from ess.server.commands.start.launch import derived, layout_of, planned
+from ess.server.commands.start.launch import layout_of, planned
 from ess.server.commands.start.settings import resolve
 from tests.compressed import world
-from tests.ranks.test_serve import COUNT, PROMPT, tokens
-from tests.support.greedy import greedy
-from tests.support.process import Process
-
-MODEL = "the-model"
+from tests.states.test_serve import resolved
 
 
-def resolved(folder: Path, **flags: Any) -> Any:
-    found = resolve({"model": str(folder), **flags}, environment={})
-    return derived(found, read_checkpoint(str(folder)))
-
-
-@pytest.mark.slow
-def test_a_server_says_what_the_plain_model_says_and_again_when_its_engine_is_lost(
-    folder: Path,
-) -> None:
-    expected = greedy(load_model(folder, form="f32"), PROMPT, COUNT)
-    flags = (
-        "--dtype",
-        "f32",
-        "--row",
-        "f32",
-        "--recover",
-        "resume",
-        "--max-running",
-        "2",
-        "--mtp",
-        "4",
-    )
-    names = ("--model", str(folder), "--served-model-name", "ess-embedded")
-    with Process(*flags, *names).wait_ready() as process:
-        layout = read_config(world.LISTED).layout(row="f32")
-        assert process.greeting["memory"]["state_bytes"] == 4 * layout.request_state_bytes(2048)
-        assert list(tokens(process.url)) == expected
-        going = tokens(process.url)
-        first = [next(going), next(going)]
-        os.kill(process.engine_pid, signal.SIGKILL)
-        assert [*first, *going] == expected
-        with urllib.request.urlopen(process.url + "/metrics", timeout=60) as answer:
-            assert b"ess_" in answer.read()
-
-
-def test_what_a_server_plans(folder: Path) -> None:
-    """Rows are in bf16 unless it is said; a page is of 256 tokens."""
+def test_rows_are_in_bf16_unless_it_is_said(folder: Path) -> None:
     found = resolved(folder, max_model_len="2k", max_running=4)
-    checkpoint = read_checkpoint(str(folder))
-    layout = layout_of(found.settings, checkpoint)
-    plan = planned(found.settings, checkpoint, layout)
     assert (found.settings.row, found.origins["row"]) == ("bf16", "derived")
-    assert plan.token_capacity == 4 * 2048
-    assert plan.host_bytes == 4 * 8 * layout.host_page_bytes
-    assert plan.state_bytes == 2 * 4 * layout.request_state_bytes(2048)
-    assert plan.total_bytes > plan.state_bytes + plan.host_bytes
-    assert [(room.length, room.count) for room in plan.rooms] == [(2048, 4)]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -100,13 +48,7 @@ def test_what_a_pair_plans(folder: Path) -> None:
 REFUSED = [
     ({"mtp": 8}, "mtp is 8, and the model is deepseek_v4: states beside rows have room for 4"),
     ({"tbo": "1"}, "tbo is 1, and the model is deepseek_v4: the steps of its layers"),
-    ({"tp_size": 2}, "tp_size is 2, and the model is deepseek_v4: its heads are not divided"),
-    ({"pp_size": 2}, "pp_size is 2, and the model is deepseek_v4: its layers are not divided"),
-    ({"dp_size": 2}, "dp_size is 2, and the model is deepseek_v4: its experts are not divided"),
-    ({"device": "cuda"}, "device is cuda, and the model is deepseek_v4: its layers are computed"),
-    ({"prefix_cache_dir": "x"}, "prefix_cache_dir is x, and the model is deepseek_v4: states"),
     ({"kv_events": "ipc://x"}, "kv_events is ipc://x, and the model is deepseek_v4: routers"),
-    ({"deterministic": True}, "deterministic is True, and the model is deepseek_v4: it has no"),
 ]
 
 

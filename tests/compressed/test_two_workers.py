@@ -14,12 +14,12 @@ from ess.engine.process.messages import Add, Handoff
 from ess.engine.tokens.sampling import Sampling
 from ess.models.load import load_model
 from ess.server.commands.pd.routers import ROUTERS
-from tests.compressed.test_engine import LINE, OTHER
 from tests.pd.processes import adds, engines, handed_over
 from tests.pd.stand import ENDED
 from tests.pd.test_two_processes import arriving, counts, met
 from tests.ranks.test_serve import COUNT, PROMPT, tokens
 from tests.server.harness import until
+from tests.states.world import LINE, OTHER
 from tests.support.greedy import greedy
 from tests.support.process import Process
 from tests.support.routers import ask

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ess.models.families.layers.delta import BLOCK, Delta, RecurrentLayer, State
-from tests.linear.world import model
+from tests.states.world import GLM5
 from tests.support import checkpoints
 
 HEADS, DIM = 2, 16
@@ -16,7 +16,9 @@ HEADS, DIM = 2, 16
 
 def delta(**changes: object) -> Delta:
     """Of a tiny model, or of one with other words."""
-    made = checkpoints.model(checkpoints.tiny_glm5_next("LI", **changes)) if changes else model()
+    made = (
+        checkpoints.model(checkpoints.tiny_glm5_next("LI", **changes)) if changes else GLM5.model()
+    )
     layer = made.layers[0]
     assert isinstance(layer, RecurrentLayer)
     return layer.delta

@@ -1,80 +1,67 @@
-"""DeepSeek-V4 through the engine under random calls and little memory: always the plain model's."""
+"""Families with states under random calls and little memory: always the plain model's tokens."""
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable, Sequence
 
 import pytest
-import torch
 
-from ess.door import Offload
 from ess.door.sequences import kept
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import PoolFull
-from tests.compressed import drafting, world
-from tests.support import checkpoints
-from tests.support.greedy import greedy
+from tests.compressed import drafting
+from tests.states.world import EACH, GLM5, LINE, MADE, OTHER, V4, World
 from tests.support.manual_lane import ManualLane
 
 LENGTHS = (1, 3, 8, 31, 256, 257, 259, 300, 511, 513, 530)
-TEXTS = [checkpoints.tokens(530, 96, seed=seed) for seed in (1, 2)]
-MADE = 7
+HOST_PAGES = {GLM5: 30, V4: 9}
+INDEX_PAGES = {GLM5: 20, V4: 6}
 TURNS = 60
 
 
-@functools.cache
-def told(text: int, length: int) -> list[int]:
-    return greedy(world.tiny(), TEXTS[text][:length], MADE)
-
-
-def engine(seed: int) -> Engine:
+def engine(world: World, seed: int) -> Engine:
     """Less of everything than the requests want: lines, pages of both kinds, slots."""
-    model, draw, mtp = world.tiny(), random.Random(seed), (4, 1, 2)[seed % 3]
+    draw, mtp = random.Random(seed), (4, 1, 2)[seed % 3] if world is V4 else 1
     layout = world.layout(mtp=mtp)
-    offload = Offload.create(
-        layout,
-        slot_bytes=draw.choice((1, 2)) * layout.group_count * layout.page_bytes,
-        host_bytes=9 * layout.host_page_bytes,
-        index_bytes=6 * layout.index_page_bytes,
+    offload = world.offload(
+        chunks=draw.choice((1, 2)),
+        mtp=mtp,
+        host_bytes=HOST_PAGES[world] * layout.host_page_bytes,
+        index_bytes=INDEX_PAGES[world] * layout.index_page_bytes,
         length_max=768,
         sequence_max=4,
-        slot_floor=8,
         lane=ManualLane(seed=seed, delay_max=3),
-        poison=True,
     )
     config = EngineConfig(
         modes=draw.choice(("none", "da", "dba", "layerwise", "resident")),
         chunk_tokens=draw.choice((48, 150)),
         depth=draw.choice((0, 1)),
+        tbo="off" if world is V4 else draw.choice(("off", 2)),
         mtp=mtp,
         promise="some",
     )
-    return Engine(model, offload, config)
+    return Engine(world.model(), offload, config)
 
 
 class Walk:
-    """Requests that begin with one of two `texts`."""
+    """Requests that begin with one of two lines."""
 
-    def __init__(self, seed: int, engine: Engine, texts: Sequence[list[int]] = TEXTS) -> None:
-        self.draw, self.engine, self._texts = random.Random(seed), engine, texts
+    def __init__(self, seed: int, engine: Engine) -> None:
+        self.draw, self.engine = random.Random(seed), engine
         self.asked: list[tuple[Request, int, int]] = []
         self.cancelled: set[int] = set()
 
     def add(self) -> None:
-        text, length = self.draw.randrange(2), self.draw.choice(LENGTHS)
+        line, length = self.draw.randrange(2), self.draw.choice(LENGTHS)
         sampling = Sampling(tokens_max=MADE, ignore_eos=True)
         salt = self.draw.choice((b"", b"", b"other"))
-        leader = None
+        prompt, leader = (LINE, OTHER)[line][:length], None
         for _ in range(self.draw.choice((1, 1, 3))):
-            request = self.engine.add(
-                self._texts[text][:length], sampling, leader=leader, salt=salt
-            )
+            request = self.engine.add(prompt, sampling, leader=leader, salt=salt)
             leader = leader or request
-            self.asked.append((request, text, length))
+            self.asked.append((request, line, length))
 
     def running(self, *states: str) -> list[Request]:
         return [request for request, _, _ in self.asked if request.state in states]
@@ -112,28 +99,24 @@ class Walk:
 
 
 @pytest.mark.slow
+@EACH
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_answers_are_the_plain_model_s(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr(kept, "KEPT_TOKENS", 256)
-    drafting.known(monkeypatch, world.tiny(), seed=seed)
-    walk = Walk(seed, engine(seed))
-    checked(walk, told)
-
-
-def checked(walk: Walk, told: Callable[[int, int], list[int]]) -> None:
-    """To its end: `told(text, length)` is what each request says, and nothing is left behind."""
+    monkeypatch.setattr(kept, "KEPT_TOKENS", max(128, world.page))
+    if world is V4:
+        drafting.known(monkeypatch, V4.model(), seed=seed)
+    walk = Walk(seed, engine(world, seed))
     for number in range(TURNS):
         walk.turn()
         if number % 5 == 0:
             walk.engine.offload.check()
             walk.engine.check()
     walk.end()
-    for request, text, length in walk.asked:
+    for request, line, length in walk.asked:
         if request.number not in walk.cancelled:
-            assert request.output == told(text, length), (request.number, text, length)
+            assert request.output == world.told(length, line=line), (request.number, line, length)
     stats = walk.engine.offload.stats()
     assert stats.free_index_page_count == stats.index_page_count
     assert not stats.used_slot_count.any()
