@@ -423,19 +423,8 @@ class ModelLayout:
     def glm_52(cls, *, row: RowCodec | None = None, mtp: bool = True) -> ModelLayout:
         """GLM-5.2 and 5.3: indexers on 21 of 78 layers, groups of four from layer 2 on."""
         shared = shared_groups(layer_count=78, index_freq=4, index_skip_offset=3)
-        return cls(
-            name="glm-5.2",
-            layer_count=78,
-            groups=shared + (((78,),) if mtp else ()),
-            row=row or RowCodec(),
-            index=IndexCodec(head_count=32, rope_style="interleaved"),
-            mtp_layer_count=int(mtp),
-            head_count=64,
-            hidden_dim=6144,
-            nope_dim=192,
-            value_dim=256,
-            query_rank=2048,
-        )
+        groups = shared + (((78,),) if mtp else ())
+        return replace(cls.glm_5(row=row, mtp=mtp), name="glm-5.2", groups=groups)
 
     @classmethod
     def embedded(cls, *, row: RowCodec | None = None, mtp: bool = True) -> ModelLayout:

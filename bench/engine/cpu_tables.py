@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.harness.prefix import Prefix
 from ess.bench.harness.slow_lane import TimedLane
 from ess.bench.harness.spans import step_spans

@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 
-from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import size, sizes
 from ess.bench.harness.prefix import Prefix, embedded_prefix

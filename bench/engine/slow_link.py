@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ess import console, cost
-from ess.bench.engine.decode_arm import Arm, Shape, Way
-from ess.bench.engine.forced_misses import Forced
+from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.forced_misses import Forced
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import size, sizes
 from ess.bench.harness.prefix import Prefix, embedded_prefix

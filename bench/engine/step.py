@@ -3,7 +3,7 @@
 On a CPU both tiers are DRAM. So this does not show the gain of offload, a larger batch in the same
 device memory; it shows its cost: planning, copying and two partials, beside an engine of the same
 model and kernels that keeps every row where attention reads it
-(`ess.bench.engine.resident_baseline`).
+(`ess.bench.engine.arms.resident_baseline`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Final
 import numpy as np
 
 from ess import console
+from ess.bench.engine.arms.decode_arm import Arm, Shape, Way, slots_each
 from ess.bench.engine.arrivals import Load
 from ess.bench.engine.arrivals import rows_of as arrival_rows
 from ess.bench.engine.cpu_tables import stage_medians
-from ess.bench.engine.decode_arm import Arm, Shape, Way, slots_each
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import modes, policies, shares, sizes
 from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, embedded_prefix, prefix_row

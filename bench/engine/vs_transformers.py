@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ess import console
-from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.harness import machine
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import size, sizes

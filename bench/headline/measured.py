@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ess import console
+from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.engine.cpu_tables import Watched, calibrate
-from ess.bench.engine.decode_arm import Arm, Shape, Way
 from ess.bench.engine.step import WHOLE, effective
 from ess.bench.harness.agreement import agreement
 from ess.bench.harness.prefix import Prefix, embedded_prefix, prefix_row

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from ess import console
-from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.harness import plots
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import shares, size

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ess.bench.engine.around import Around
-from ess.bench.engine.decode_arm import lay_in
+from ess.bench.engine.arms.around import Around
+from ess.bench.engine.arms.decode_arm import lay_in
 from ess.bench.harness.prefix import Prefix
 from ess.door import Offload
 from ess.door import Sequence as Served

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from ess.bench.engine.decode_arm import STAGGER
+from ess.bench.engine.arms.decode_arm import STAGGER
 from ess.units import div_ceil
 
 ROWS_MAX: Final = 1 << 18

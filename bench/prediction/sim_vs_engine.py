@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ess.bench.engine.around import Around
-from ess.bench.engine.decode_arm import Arm, Shape, Way, slots_each
+from ess.bench.engine.arms.around import Around
+from ess.bench.engine.arms.decode_arm import Arm, Shape, Way, slots_each
 from ess.bench.harness.agreement import agreement
 from ess.bench.harness.prefix import Prefix
 from ess.bench.harness.report import Row

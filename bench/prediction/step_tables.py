@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ess import console
+from ess.bench.engine.arms.decode_arm import Shape, Way
 from ess.bench.engine.cpu_tables import Watched, stage_totals
-from ess.bench.engine.decode_arm import Shape, Way
 from ess.bench.harness.prefix import Prefix
 from ess.bench.prediction.grid import VISITS, Cell
 from ess.clock import Clock

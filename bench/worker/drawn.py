@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from ess.bench.engine.decode_arm import Arm
+from ess.bench.engine.arms.decode_arm import Arm
 from ess.bench.harness.prefix import Prefix, Segment, key_bytes
 from ess.bench.worker.random_model import layout_of
 from ess.door import Offload

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from ess import console
-from ess.bench.engine.decode_arm import STAGGER, Arm, Shape, Way, slots_each
+from ess.bench.engine.arms.decode_arm import STAGGER, Arm, Shape, Way, slots_each
 from ess.bench.harness.report import Row, compare
 from ess.bench.worker.drawn import DrawnArm, noise
 from ess.bench.worker.random_model import (

@@ -38,7 +38,7 @@ from ess.engine.process.messages import ExpertLine, GraphLine, StageLine
 from ess.engine.prompt.run import span_of
 from ess.engine.prompt.scores import score
 from ess.engine.ranks.accord import Alone, Ranks, Wish
-from ess.engine.request import Reason, Request, State
+from ess.engine.request import FinishReason, Request, State
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_waiting
 from ess.engine.step.feeding import Outcome
@@ -474,7 +474,7 @@ class Engine:
         request.refusal = refusal
         self._finish(request, "refused")
 
-    def _finish(self, request: Request, reason: Reason) -> None:
+    def _finish(self, request: Request, reason: FinishReason) -> None:
         assert request.reason in (None, reason), f"request {request.number} ended before"
         request.reason = reason
         self._roster.move(request, "finished")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ess.pool.warmup import WindowSet
 
 State = Literal["waiting", "landing", "loading", "prefilling", "decoding", "preempted", "finished"]
-Reason = Literal["length", "stop", "cancelled", "refused", "failed", "sent"]
+FinishReason = Literal["length", "stop", "cancelled", "refused", "failed", "sent"]
 
 PRIORITY_MAX: Final = (1 << 31) - 1
 MOVES: Final[frozenset[tuple[State, State]]] = frozenset(
@@ -102,7 +102,7 @@ class Request:
     owner: object = None
     output: list[int] = field(default_factory=list)
     state: State = "waiting"
-    reason: Reason | None = None
+    reason: FinishReason | None = None
     sequence: Sequence | None = None
     cached_count: int = 0
     prefilled_count: int = 0
@@ -213,7 +213,7 @@ class Request:
             if self.reader is not None:
                 self.reader.finish()
 
-    def _reason_after(self, token: int) -> Reason | None:
+    def _reason_after(self, token: int) -> FinishReason | None:
         if self.matcher is not None and self.matcher.failure:
             return "failed"
         self.ended_by = token if token in self.ends else self._stop_string(token)

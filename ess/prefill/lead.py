@@ -27,7 +27,7 @@ from ess.engine.handoff import ENDED_MAX, Ended
 from ess.engine.intake import Intake, Wishes
 from ess.engine.plan import Chunk, StepResult
 from ess.engine.process.messages import StageLine
-from ess.engine.request import Reason, Request, State
+from ess.engine.request import FinishReason, Request, State
 from ess.engine.roster import Roster
 from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.sampling import Sampling
@@ -124,7 +124,7 @@ class Lead:
         if request.reason is None:
             self._finish(request, "cancelled")
 
-    def _finish(self, request: Request, reason: Reason) -> None:
+    def _finish(self, request: Request, reason: FinishReason) -> None:
         assert request.reason is None, f"request {request.number} ended before"
         request.reason = reason
         self._roster.move(request, "finished")

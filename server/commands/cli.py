@@ -40,7 +40,7 @@ COMMANDS: Final = (
     ),
     Command(
         name="plan",
-        home="ess.server.commands.plan:plan",
+        home="ess.server.commands.planning.plan:plan",
         summary="What fits on given GPUs, how fast, and what limits it.",
     ),
     Command(
@@ -55,7 +55,7 @@ COMMANDS: Final = (
     ),
     Command(
         name="sim",
-        home="ess.server.commands.sim:sim",
+        home="ess.server.commands.planning.sim:sim",
         summary="What users would see of requests that arrive, with offload and without.",
     ),
     Command(

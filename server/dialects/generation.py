@@ -9,14 +9,14 @@ from typing import Final, Literal
 import msgspec
 
 from ess.engine.process.messages import Piece
-from ess.engine.request import Reason
+from ess.engine.request import FinishReason
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.stops import StopText
 from ess.models.text.detokenizer import Detokenizer
 from ess.models.text.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "abort"]
-FINISH_OF: Final[Mapping[Reason, Finish]] = {
+FINISH_OF: Final[Mapping[FinishReason, Finish]] = {
     "length": "length",
     "stop": "stop",
     "cancelled": "abort",

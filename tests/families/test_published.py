@@ -13,8 +13,8 @@ from ess.models.registry import read_config as parse_config
 from ess.models.weights.__main__ import main as dry_run
 from ess.models.weights.dry_run import PUBLISHED, read_config
 from ess.server.commands.about import layout
-from ess.server.commands.fits import is_unmeasured
-from ess.server.commands.plan import DecodeFlags, NodeFlags, TierFlags, WayFlags, plan
+from ess.server.commands.planning.fits import is_unmeasured
+from ess.server.commands.planning.plan import DecodeFlags, NodeFlags, TierFlags, WayFlags, plan
 
 UNMEASURED = [name for name in PUBLISHED if is_unmeasured(name)]
 WITH_STATES = ["deepseek-v4-flash", "glm-5.3-flash"]

@@ -9,7 +9,7 @@ import pytest
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server.commands.cli import main
-from ess.server.commands.plan import parse_duration
+from ess.server.commands.planning.plan import parse_duration
 from ess.sim import step_grid
 from ess.sim.decode_step import Prediction, Scenario, simulate
 from ess.sim.locality import misses

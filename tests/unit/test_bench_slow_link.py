@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from ess.bench.engine.decode_arm import Arm, Shape, Way
-from ess.bench.engine.forced_misses import Forced
+from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.forced_misses import Forced
 from ess.bench.engine.slow_link import (
     Cell,
     Plan,

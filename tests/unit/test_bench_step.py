@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ess.bench import cli
-from ess.bench.engine.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.engine.step import RESIDENT, WHOLE, take_turns
 from ess.bench.harness import prefix as prefixes
 from ess.bench.harness.lists import modes, policies, shares, size, sizes

@@ -13,8 +13,8 @@ import pytest
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.server.commands import planpage
 from ess.server.commands.cli import main
+from ess.server.commands.planning import planpage
 from ess.sim.locality import misses
 from ess.sim.operators import tables
 from ess.sim.operators.paper import Fitted, PaperOperators

@@ -47,7 +47,7 @@ from ess.engine.process.messages import (
     Tracing,
 )
 from ess.engine.process.wire import SocketWire, Wire, open_counts
-from ess.engine.request import Reason
+from ess.engine.request import FinishReason
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
 from ess.transfer.endpoint import Identity
@@ -197,7 +197,7 @@ class PacedEngine:
             return Piece(going.add.number, reason="sent", cached_count=self._cached_count)
         sampling = going.add.sampling
         tokens: list[int] = []
-        reason: Reason | None = None
+        reason: FinishReason | None = None
         is_first = going.made_count == len(going.add.said)
         cached_count = self._cached_count if is_first else None
         scored = going.add.prompt[sampling.prompt_start + 1 :] if is_first else []

@@ -18,7 +18,7 @@ import msgspec
 
 from ess.decoding import UNDECODABLE
 from ess.engine.config import ProcessConfig
-from ess.engine.request import Reason
+from ess.engine.request import FinishReason
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
@@ -101,7 +101,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     number: int
     tokens: tuple[int, ...] = ()
-    reason: Reason | None = None
+    reason: FinishReason | None = None
     cached_count: int | None = None
     chances: tuple[Chance, ...] = ()
     sentence: str = ""

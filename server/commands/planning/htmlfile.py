@@ -11,7 +11,7 @@ import msgspec
 def whole(name: str, *, title: str, numbers: Any, code: str | None = None) -> str:
     """The page of that name under the common head; `code` names its script, if that is a file of
     its own."""
-    folder = resources.files("ess.server.commands")
+    folder = resources.files("ess.server.commands.planning")
     head, body = (
         (folder / file).read_text(encoding="utf-8") for file in ("head.html", f"{name}.html")
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import ess
-from ess.server.commands.htmlfile import whole
+from ess.server.commands.planning.htmlfile import whole
 from ess.sim.planning.batches import Point
 from ess.sim.planning.planner import WORTH, Planner
 

@@ -14,14 +14,14 @@ from cyclopts import Parameter
 from ess import console
 from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput
-from ess.server.commands import simpage
-from ess.server.commands.plan import (
+from ess.server.commands.planning import simpage
+from ess.server.commands.planning.plan import (
     NodeFlags,
     WayFlags,
     WorkerFlags,
     parse_duration,
 )
-from ess.server.commands.planshow import Line, banded, name_of, print_sides, ranged
+from ess.server.commands.planning.planshow import Line, banded, name_of, print_sides, ranged
 from ess.sim.planning.bands import inverse
 from ess.sim.serving.arrivals import Arrival, read_arrivals
 from ess.sim.serving.comparison import Served, serve

@@ -11,7 +11,7 @@ from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.dry_run import PUBLISHED, make_plan, read_config, request_needs
-from ess.server.commands.planshow import Line, print_sides
+from ess.server.commands.planning.planshow import Line, print_sides
 from ess.sim.operators.families import FAMILIES
 from ess.sim.operators.silicon.chip import chip_of
 from ess.sim.planning.planner import RESERVED_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ess.bench.engine.around import Around
+from ess.bench.engine.arms.around import Around
 from ess.door import Step
 from ess.door.placement import Array
 from ess.pool.lru import planner

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import ess
-from ess.server.commands.htmlfile import whole
-from ess.server.commands.planshow import name_of
+from ess.server.commands.planning.htmlfile import whole
+from ess.server.commands.planning.planshow import name_of
 from ess.sim.serving.comparison import Served
 from ess.sim.serving.goodput import ttft_s
 from ess.sim.serving.replay import Replay

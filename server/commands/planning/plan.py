@@ -17,8 +17,8 @@ from ess.engine.chunking.partition import counted_costs, explained, partition, r
 from ess.errors import BadInput
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.dry_run import read_config
-from ess.server.commands import fits, planpage
-from ess.server.commands.planshow import show
+from ess.server.commands.planning import fits, planpage
+from ess.server.commands.planning.planshow import show
 from ess.sim.locality import misses
 from ess.sim.operators.families import family_of
 from ess.sim.operators.gpus import operators_of

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ess.bench.engine.resident_baseline import EveryRow
+from ess.bench.engine.arms.resident_baseline import EveryRow
 from ess.bench.harness.prefix import Prefix
 from ess.door import Offload
 from ess.door.side import MakePlacement
