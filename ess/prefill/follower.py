@@ -1,7 +1,8 @@
 """A stage behind the first: it obeys the frames of orders as they come, and passes them on.
 
-A stage passes a frame on once it has obeyed it, with its output for the micro-batch. Then it
-reports to the lead: what is free, how long chunks took, which handoffs are over.
+A stage passes a frame on with its output for the micro-batch, as soon as its last layer is queued;
+a frame without a micro-batch once it has obeyed it. Then it reports to the lead: what is free, how
+long chunks took, which handoffs are over.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Follower:
         self._previous: Link = group.previous
         self._reports: Link = group.reports[0]
         self._frame_count = 0
+        self._unsent: bytes | None = None
         stage.between = self._between
+        stage.leaves = self._pass_on
         self._report([hello])
 
     @property
@@ -54,14 +57,19 @@ class Follower:
         return frame is not None
 
     def _obey(self, head: bytes, given: Tensor | None) -> None:
-        hidden = None
+        self._unsent = head
         for order in orders.unpack(head):
-            hidden = self._stage.obey(order, given if _runs(order) else None)
+            self._stage.obey(order, given if _runs(order) else None)
         self._frame_count += 1
-        if self._group.next is not None:
-            self._group.next.send(head, hidden)
+        self._pass_on(None)
         took = Took(self._frame_count, self._stage.free())
         self._report([*self._stage.pump(), took])
+
+    def _pass_on(self, hidden: Tensor | None) -> None:
+        """The frame goes on once: a micro-batch ends it."""
+        head, self._unsent = self._unsent, None
+        if head is not None and self._group.next is not None:
+            self._group.next.send(head, hidden)
 
     def _report(self, said: list[Report]) -> None:
         if said:

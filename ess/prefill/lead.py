@@ -5,7 +5,8 @@
 It takes the place of an engine: requests go in, and each ends as "sent" when the last stage has run
 its last chunk. Several requests are under way at once, in order of rank, in at most
 `stage count + AHEAD` micro-batches. The lead obeys every decision first, with its own part of the
-model, and then orders it of the others; so it never orders what this stage cannot do.
+model, and then orders it of the others; so it never orders what this stage cannot do. A micro-batch
+is ordered as soon as its last layer here is queued: what could be refused has been done by then.
 
 A request that has ended leaves its prompt in place until every stage has reported that its handoff
 is over; then all stages close the prompt.
@@ -17,6 +18,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol, Unpack
+
+from torch import Tensor
 
 from ess.clock import Clock
 from ess.comm.group import Group
@@ -102,7 +105,9 @@ class Lead:
         self._batches = Batches(self.stages.count)
         self._running_max = config.max_running
         self._may_admit = False
+        self._unsent: orders.Order | None = None
         stage.between = self._between
+        stage.leaves = self._pass_on
 
     # ---- requests
 
@@ -248,7 +253,18 @@ class Lead:
 
     def _order(self, order: orders.Order) -> None:
         """Obeys the order here, then sends it to the other stages."""
-        self.stages.order(order, self._stage.obey(order))
+        self._unsent = order
+        self._stage.obey(order)
+        if self._unsent is not None:
+            self.stages.order(order)
+        self.stages.obeyed()
+
+    def _pass_on(self, hidden: Tensor) -> None:
+        """The micro-batch that is being obeyed, with what was made of it here."""
+        assert self._unsent is not None, "a state without an order"
+        self.stages.order(self._unsent, hidden, is_obeyed=False)
+        self._unsent = None
+        self.stages.flush()
 
     def _between(self) -> None:
         """Between two layers: takes reports; they are acted on after the step."""

@@ -3,6 +3,10 @@
 A stage obeys orders, in the caller's thread. Events of a handoff are reported and change no pool:
 the rows stay until the lead, which has reports from all stages, orders Close. Pages from disk count
 when the lead orders Load.
+
+On a device a micro-batch is queued layer by layer, and its state leaves when its last layer is
+queued: a link orders the send behind what makes the state. When a micro-batch has been obeyed the
+device has made all of it, and the host has its rows; so what it took is the host's time.
 """
 
 from __future__ import annotations
@@ -75,7 +79,8 @@ class Held:
 
 
 class Stage:
-    """`between` is called between layers; `ranks` are its team, if it has one."""
+    """`between` is called between layers, `leaves` with the state of each micro-batch for the next
+    stage, which does not change any more; `ranks` are its team, if it has one."""
 
     def __init__(
         self,
@@ -84,6 +89,7 @@ class Stage:
         port: Port | None,
         clock: Clock,
         between: Callable[[], None] = lambda: None,
+        leaves: Callable[[Tensor], None] = lambda _: None,
         ranks: Ranks | None = None,
     ) -> None:
         self.runner = runner
@@ -91,7 +97,9 @@ class Stage:
         self.offload = runner.offload
         self.port = port
         self.between = between
+        self.leaves = leaves
         self._clock = clock
+        self._leaving_s = 0.0
         self._texts: dict[int, list[int]] = {}
         self._held: dict[int, Held] = {}
         self._freed: list[Held] = []
@@ -132,9 +140,8 @@ class Stage:
     # ---- orders
 
     @torch.inference_mode()
-    def obey(self, order: Order, hidden: Tensor | None = None) -> Tensor | None:
-        """`hidden` is the previous stage's output for a micro-batch; returns this stage's
-        output."""
+    def obey(self, order: Order, hidden: Tensor | None = None) -> None:
+        """`hidden` is the previous stage's output for a micro-batch."""
         match order:
             case Text(number, tokens):
                 self._texts.setdefault(number, []).extend(tokens)
@@ -145,7 +152,7 @@ class Stage:
             case Enter(number):
                 self._enter_alike(self._held_of(number))
             case Run():
-                return self._run(order, hidden)
+                self._run(order, hidden)
             case GiveUp(number):
                 self._give_up(self._held_of(number))
             case Close(number):
@@ -155,11 +162,10 @@ class Stage:
             case Forget():
                 self.offload.forget_prefixes()
             case Profile():
-                return self._profile(order, hidden)
+                self._profile(order, hidden)
             case Stop():
                 self._is_stopped = True
                 self.ranks.stop()
-        return None
 
     def open(
         self, number: int, tokens: Sequence[int], *, uid: int, salt: bytes, load_max: int = 0
@@ -242,28 +248,38 @@ class Stage:
 
     # ---- chunks
 
-    def _run(self, order: Run, given: Tensor | None) -> Tensor | None:
-        began_s = self._clock.now_s()
+    def _run(self, order: Run, given: Tensor | None) -> None:
+        began_s, self._leaving_s = self._clock.now_s(), 0.0
         helds = {part.number: self._held_of(part.number) for part in order.parts}
         parts = [part for part in order.parts if part.stop > part.start]
         windows: dict[int, Tensor] = {}
-        hidden = None
         if parts:
             self._check_given(given, order.token_count)
             spans = [_span(helds[part.number], part) for part in parts]
             stored = self._while_made([(helds[part.number].uid, part.stop) for part in parts])
-            made, hidden = self.ranks.run_part(spans, stored, given=given)
+            made, _ = self.ranks.run_part(spans, stored, given=given, leaves=self._leave)
             windows = {p.number: m.windows for p, m in zip(parts, made, strict=True)}
         for part in order.parts:
             if part.is_last:
                 self._finish(helds[part.number], windows.get(part.number))
-        self._ran.append(Ran(order.batch, self._clock.now_s() - began_s))
-        return None if self.runner.model.is_last else hidden
+        self._report_run(order.batch, began_s)
+
+    def _leave(self, hidden: Tensor) -> None:
+        """To wait for the next stage is no work of this one."""
+        if not self.runner.model.is_last:
+            began_s = self._clock.now_s()
+            self.leaves(hidden)
+            self._leaving_s = self._clock.now_s() - began_s
+
+    def _report_run(self, batch: int, began_s: float) -> None:
+        took_s = self._clock.now_s() - began_s - self._leaving_s
+        self._ran.append(Ran(batch, max(0.0, took_s)))
 
     def _check_given(self, given: Tensor | None, count: int) -> None:
         model = self.runner.model
-        shape = None if given is None else (tuple(given.shape), given.dtype)
-        wanted = ((self.ranks.own_count(count), model.config.residual_dim), torch.float32)
+        shape = None if given is None else (tuple(given.shape), given.dtype, given.device)
+        size = self.ranks.own_count(count), model.config.residual_dim
+        wanted = (size, torch.float32, model.device)
         if shape != (None if model.is_first else wanted):
             raise Disagreement(f"a batch of {count} tokens came with a state of {shape}")
 
@@ -279,17 +295,16 @@ class Stage:
 
         return stored
 
-    def _profile(self, order: Profile, given: Tensor | None) -> Tensor | None:
+    def _profile(self, order: Profile, given: Tensor | None) -> None:
         self._check_given(given, order.count)
         vocabulary = self.runner.model.config.vocab_size
         tokens = [(7 * i + order.count) % vocabulary for i in range(order.count + 1)]
         opened = self.offload.open(tokens, length_max=len(tokens), salt=PROFILE_SALT)
-        began_s = self._clock.now_s()
+        began_s, self._leaving_s = self._clock.now_s(), 0.0
         span = Span(sequence=opened, start=0, tokens=tokens[:-1], following=tokens[1:])
-        _, hidden = self.ranks.run_part([span], lambda _: self.between(), given=given)
-        self._ran.append(Ran(order.batch, self._clock.now_s() - began_s))
+        self.ranks.run_part([span], lambda _: self.between(), given=given, leaves=self._leave)
+        self._report_run(order.batch, began_s)
         opened.discard()
-        return None if self.runner.model.is_last else hidden
 
     # ---- the end of a prompt
 

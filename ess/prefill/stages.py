@@ -5,7 +5,8 @@ never waits in a send, and waiting orders go as one frame. A micro-batch with it
 frame. Reports are taken between the lead's own layers and acted on between its steps.
 
 Every obeyed frame comes back with what is free in the stage's pools; this must equal what was free
-here after the same orders. A stage that differs, is lost, or has orders and makes no progress for
+here after the same orders. A micro-batch leaves before this stage has obeyed it: a stage that is
+done with it earlier is compared at its next frame. A stage that differs, is lost, or has orders and makes no progress for
 the stage timeout ends the group: StageLost names it.
 """
 
@@ -34,13 +35,20 @@ class StageLost(EssError):
     """The group has ended; the sentence names the stage and its layers."""
 
 
+@dataclass(slots=True, eq=False)
+class _Behind:
+    """What was free here behind an order; None where that is unknown, or not known yet."""
+
+    free: Free | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """An order that was obeyed here, and what was free afterwards; None where that is unknown."""
+    """An order to be sent, and what was free behind it."""
 
     record: bytes
     hidden: Tensor | None
-    free: Free | None
+    behind: _Behind
 
 
 class Stages:
@@ -61,7 +69,8 @@ class Stages:
         self._free = free
         self._team = group.size // len(layers)
         self._waiting: deque[_Waiting] = deque()
-        self._expected: deque[tuple[int, Free | None]] = deque()
+        self._expected: deque[tuple[int, _Behind]] = deque()
+        self._newest = _Behind()
         self._sent_count = 0
         self._taken = [0] * len(layers)
         self._heard: deque[tuple[int, Report]] = deque()
@@ -119,11 +128,20 @@ class Stages:
 
     # ---- orders
 
-    def order(self, order: Order, hidden: Tensor | None = None) -> None:
-        """This stage has just obeyed the order; the others get it with the next `flush`."""
+    def order(
+        self, order: Order, hidden: Tensor | None = None, *, is_obeyed: bool = True
+    ) -> None:
+        """This stage has just obeyed the order, or will have when `obeyed` is called; the others get
+        it with the next `flush`. Behind a Text nothing is known: its prompt is open here already."""
         if self.count > 1:
-            free = None if isinstance(order, Text) else self._free()
-            self._waiting.append(_Waiting(orders.pack(order), hidden, free))
+            is_known = is_obeyed and not isinstance(order, Text)
+            self._newest = _Behind(self._free() if is_known else None)
+            self._waiting.append(_Waiting(orders.pack(order), hidden, self._newest))
+
+    def obeyed(self) -> None:
+        """This stage has obeyed the order that was given last."""
+        if self.count > 1:
+            self._newest.free = self._free()
 
     def flush(self) -> None:
         while self._waiting and self._sent_count - self._taken[1] < FRAMES_AHEAD:
@@ -140,7 +158,7 @@ class Stages:
         link = self._group.next
         assert link is not None, "the last stage sends nothing on"
         self._sent_count += 1
-        self._expected.append((self._sent_count, frame[-1].free))
+        self._expected.append((self._sent_count, frame[-1].behind))
         try:
             link.send(records.head(order.record for order in frame), frame[-1].hidden)
         except LinkLost as error:
@@ -199,7 +217,7 @@ class Stages:
         first = self._expected[0][0] if self._expected else self._sent_count + 1
         if took.frame != frame or not first <= frame <= self._sent_count:
             raise StageLost(f"{self.name(stage)} has obeyed frame {took.frame}, not {frame}")
-        free = self._expected[frame - first][1]
+        free = self._expected[frame - first][1].free
         if free is not None and took.free != free:
             raise StageLost(
                 f"{self.name(stage)} disagrees: behind frame {frame} it has {took.free}, "

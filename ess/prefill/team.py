@@ -107,6 +107,7 @@ class Ranks(Protocol):
         on_layer: Callable[[int], None] | None = None,
         *,
         given: Tensor | None = None,
+        leaves: Callable[[Tensor], None] | None = None,
     ) -> tuple[list[Prefilled], Tensor]: ...
 
     def own_count(self, count: int) -> int:
@@ -128,8 +129,9 @@ class OneRank:
         on_layer: Callable[[int], None] | None = None,
         *,
         given: Tensor | None = None,
+        leaves: Callable[[Tensor], None] | None = None,
     ) -> tuple[list[Prefilled], Tensor]:
-        return run_part(self._runner, spans, on_layer, given=given)
+        return run_part(self._runner, spans, on_layer, given=given, leaves=leaves)
 
     def own_count(self, count: int) -> int:
         return count
@@ -161,10 +163,13 @@ class TeamLead:
         on_layer: Callable[[int], None] | None = None,
         *,
         given: Tensor | None = None,
+        leaves: Callable[[Tensor], None] | None = None,
     ) -> tuple[list[Prefilled], Tensor]:
         shared = [replace(span, sequence=self._own(span)) for span in spans]
         self._say(_RUN + b"".join(map(_packed, shared)))
-        return run_part(self._runner, shared, on_layer, given=given, share=self._share)
+        return run_part(
+            self._runner, shared, on_layer, given=given, share=self._share, leaves=leaves
+        )
 
     def _own(self, span: Span) -> OwnRows:
         assert isinstance(span.sequence, Opened), "member 0 opens the sequences"

@@ -55,9 +55,11 @@ def run_part(
     *,
     given: Tensor | None = None,
     share: Share | None = None,
+    leaves: Callable[[Tensor], None] | None = None,
 ) -> tuple[list[Prefilled], Tensor]:
     """The same for a part of a model. `given` is what the part before it has made of the pack; what
-    this part makes of it comes back beside the spans."""
+    this part makes of it comes back beside the spans. `leaves` is told of it first, as soon as the
+    last layer is queued, while a device may still be making it."""
     assert (given is None) == runner.model.is_first, "only the first part embeds"
     meets = Whole() if share is None else share
     work = meets.work(runner, spans)
@@ -70,6 +72,8 @@ def run_part(
         hidden, chosen = run_layer(meets, work, layer, hidden, chosen)
         if on_layer is not None and layer.has_rows:
             work.mine.rows.tell(partial(on_layer, layer.number))
+    if leaves is not None:
+        leaves(hidden)
     if runner.offload.layout.mtp_layer_count:
         mtp = runner.model.mtp
         assert mtp is not None, "the layout has an MTP layer, the model has none"

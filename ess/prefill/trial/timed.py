@@ -23,25 +23,36 @@ class TimedStage(Stage):
         super().__init__(runner, port=None, clock=RealClock())
         self._log = log
         self._marks: list[tuple[float, float]] = []
+        self._away = (0.0, 0.0)
 
     def follow(self) -> None:
-        before = self.between
+        before, leaves = self.between, self.leaves
 
         def between() -> None:
             self._mark()
             before()
 
-        self.between = between
+        def leaving(hidden: Tensor) -> None:
+            wall_s, core_s = _now()
+            leaves(hidden)
+            after = _now()
+            self._away = (after[0] - wall_s, after[1] - core_s)
+
+        self.between, self.leaves = between, leaving
 
     def _mark(self) -> None:
-        self._marks.append((time.monotonic(), time.thread_time()))
+        """What the send of a state takes is no layer's time."""
+        wall_s, core_s = _now()
+        self._marks.append((wall_s - self._away[0], core_s - self._away[1]))
 
-    def obey(self, order: Order, hidden: Tensor | None = None) -> Tensor | None:
+    def obey(self, order: Order, hidden: Tensor | None = None) -> None:
         if not isinstance(order, Run):
-            return super().obey(order, hidden)
+            super().obey(order, hidden)
+            return
+        self._away = (0.0, 0.0)
         self._marks.clear()
         self._mark()
-        made = super().obey(order, hidden)
+        super().obey(order, hidden)
         self._mark()
         walls, cores = zip(*self._marks, strict=True)
         self.write(
@@ -51,10 +62,13 @@ class TimedStage(Stage):
                 core_s=_steps(cores),
             )
         )
-        return made
 
     def write(self, line: Line) -> None:
         self._log.write(msgspec.json.encode(line) + b"\n")
+
+
+def _now() -> tuple[float, float]:
+    return time.monotonic(), time.thread_time()
 
 
 def _steps(times: tuple[float, ...]) -> list[float]:
