@@ -25,10 +25,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ess.comm.control import Ends, Kind, Wire, answer, greet
 from ess.comm.ending import Ending
+from ess.comm.group import Group
 from ess.comm.joined import JoinedGroup
 from ess.comm.link import AHEAD_MAX, HELD_MAX, PATIENCE_S, REPORTS_MAX, name_of
 from ess.comm.members import Collectives, WiredTeam
 from ess.comm.pulse import Pulse
+from ess.comm.staged import StagedGroup
 from ess.comm.team import OneTeam, Team
 from ess.comm.tensors import GlooWay, NcclWay, Way, gloo_group, nccl_group
 from ess.comm.wired import Terms, WiredLink
@@ -37,6 +39,7 @@ from ess.errors import BadInput, BadState, Unavailable
 SILENT_S: Final = 3.0
 LOOK_S: Final = 0.02
 REPORT, STAGE = 0, 1
+BY_HOST: Final = "host:"
 RANKS_MAX: Final = 4096
 
 
@@ -63,6 +66,13 @@ class Place:
         return f"generation {self.generation} at {self.host}:{self.port}"
 
     @property
+    def home(self) -> str:
+        """Where this rank's tensors are, for the others; from a device without NCCL they go over the
+        host, unless a team needs NCCL all the same."""
+        is_alone = self.device.type != "cpu" and self.team == 1 and not dist.is_nccl_available()
+        return f"{BY_HOST}{self.device}" if is_alone else str(self.device)
+
+    @property
     def left_s(self) -> float:
         return self.until_s - time.monotonic()
 
@@ -82,12 +92,14 @@ def join_group(
     device: torch.device | str = "cpu",
     patience_s: float = PATIENCE_S,
     silent_s: float = SILENT_S,
-) -> JoinedGroup:
+) -> Group:
     """The group of this rank, once all `size` ranks have come.
 
     init        "tcp://host:port", where rank 0 listens, or "env://" (MASTER_ADDR, MASTER_PORT)
     secret      shared by all ranks; a process that does not know it is refused
-    device      where tensors lie: they travel over gloo on a CPU, over NCCL on CUDA
+    device      where tensors lie: they travel over gloo on a CPU, over NCCL on CUDA; between
+                ranks of CUDA over gloo and the host's memory, where two of them share a device or
+                one has no NCCL
     patience_s  how long a peer may take nothing before it counts as lost
     silent_s    how long a peer may send no heartbeat before it counts as lost
     """
@@ -120,8 +132,9 @@ class Meeting:
         self._wires: dict[tuple[int, int], Wire] = {}
         self._ending = Ending()
         self._store: Any = None
+        self._device = place.device
 
-    def hold(self) -> JoinedGroup:
+    def hold(self) -> Group:
         try:
             host = self._meet()
             links = self._links(host)
@@ -139,7 +152,7 @@ class Meeting:
         group = JoinedGroup(place.rank, place.size, name, team, links, pulse, self._ending)
         self._store = None
         group.start()
-        return group
+        return group if self._device == place.device else StagedGroup(group, place.device)
 
     def _meet(self) -> str:
         """Finds all ranks and connects a wire to each neighbour; returns this rank's address."""
@@ -158,14 +171,14 @@ class Meeting:
     def _gather(self, mine: str) -> dict[int, str]:
         """Writes this rank's address into the store and waits for all others'."""
         place = self._place
-        missing, addresses = set(range(place.size)), {}
+        missing, addresses, homes = set(range(place.size)), {}, {}
         while missing:
             try:
                 if self._store is None:
-                    self._store = self._enter(f"{place.size} {place.team} {mine}")
+                    self._store = self._enter(f"{place.size} {place.team} {place.home} {mine}")
                 for rank in sorted(missing):
                     if self._store.check([str(rank)]):
-                        addresses[rank] = self._read(rank)
+                        homes[rank], addresses[rank] = self._read(rank)
                 missing -= set(addresses)
             except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as wrong:
                 self._store = None
@@ -175,7 +188,20 @@ class Meeting:
                 raise self._missing(missing)
             if missing:
                 time.sleep(LOOK_S)
+        self._device = self._carried(homes, addresses)
         return addresses
+
+    def _carried(self, homes: dict[int, str], addresses: dict[int, str]) -> torch.device:
+        """Where tensors are that go from rank to rank: on the device of each rank, or on the host."""
+        place = self._place
+        kinds = {home.removeprefix(BY_HOST).partition(":")[0] for home in homes.values()}
+        if len(kinds) > 1:
+            raise BadInput(f"{place.where}: tensors are on {' and on '.join(sorted(kinds))}")
+        shared = len({(homes[rank], addresses[rank].split(" ")[0]) for rank in homes}) < place.size
+        by_host = any(home.startswith(BY_HOST) for home in homes.values())
+        if place.device.type == "cpu" or place.team > 1 or not (shared or by_host):
+            return place.device
+        return torch.device("cpu")
 
     def _enter(self, mine: str) -> Any:
         place = self._place
@@ -192,15 +218,16 @@ class Meeting:
         ours.set(str(place.rank), mine)
         return ours
 
-    def _read(self, rank: int) -> str:
+    def _read(self, rank: int) -> tuple[str, str]:
+        """Where its tensors are, and its address."""
         place = self._place
-        size, team, address = self._store.get(str(rank)).decode().split(" ", 2)
+        size, team, home, address = self._store.get(str(rank)).decode().split(" ", 3)
         if (int(size), int(team)) != (place.size, place.team):
             raise BadInput(
                 f"rank {rank} was started for {size} ranks in teams of {team}, "
                 f"rank {place.rank} for {place.size} in teams of {place.team}"
             )
-        return str(address)
+        return home, address
 
     def _missing(self, ranks: set[int]) -> Unavailable:
         names = ", ".join(self._place.name(rank) for rank in sorted(ranks))
@@ -263,7 +290,7 @@ class Meeting:
         terms = Terms(
             peer=peer,
             name=place.name(peer),
-            device=place.device,
+            device=self._device,
             ahead=REPORTS_MAX if is_report else AHEAD_MAX,
             held=REPORTS_MAX if is_report else HELD_MAX,
             patience_s=place.patience_s,
@@ -272,7 +299,7 @@ class Meeting:
 
     def _way(self, sender: int, part: int, host: str) -> Way:
         """The process group of `sender`, its rank 0, and the same member of the next stage."""
-        device = self._place.device
+        device = self._device
         made = self._process_group(f"way/{sender}", part, 2, host, device)
         return (
             GlooWay(made, patience_s=self._place.patience_s)

@@ -72,6 +72,7 @@ def load_weights(launch: Launch, rank: Rank, team: Team) -> tuple[Model, ModelLa
         launch.model,
         form=chosen.form,
         layers=range(*rank.layers[rank.rank // rank.team]),
+        device=rank.device,
         heads=heads_of(rank.team_kind, team),
     )
     config = model.config
@@ -97,6 +98,7 @@ def load(launch: Launch, rank: Rank, team: Team, clock: Clock) -> Loaded:
         length_max=launch.length_max,
         sequence_max=chosen.max_running,
         shared=team.size > 1 or chosen.transport == "shared",
+        device=rank.device,
         disk=disk_of(launch, whole, layers),
     )
     port = open_port(launch, offload, clock, whole=whole)

@@ -20,11 +20,13 @@ import torch
 from ess.clock import RealClock
 from ess.comm.link import AHEAD_MAX, HELD_MAX
 from ess.comm.local import local_group
+from ess.comm.staged import StagedGroup
 from ess.door import Offload
 from ess.door.handoff.endings import Lapsed, Sent, Timeline
 from ess.door.handoff.pages import SequencePages
 from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
+from ess.engine.devices import backend_of
 from ess.engine.engine import Engine
 from ess.engine.request import Request
 from ess.engine.step.runner import made_runner
@@ -56,8 +58,8 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 @functools.cache
-def model_of(layers: range | None = None) -> Model:
-    return build(read_config(CONFIG), weights().__getitem__, layers=layers)
+def model_of(layers: range | None = None, device: str = "cpu") -> Model:
+    return build(read_config(CONFIG), lambda name: weights()[name].to(device), layers=layers)
 
 
 def text(length: int, *, seed: int = 0) -> list[int]:
@@ -175,6 +177,7 @@ def room_of(
     mtp: bool = True,
     disk: Path | None = None,
     disk_pages: int = 100,
+    device: str = "cpu",
 ) -> Offload:
     config = msgspec.structs.replace(model_of().config, mtp_layer_count=int(mtp))
     whole = config.layout(row=row, index="f32" if row == "f32" else "fp8")
@@ -186,6 +189,7 @@ def room_of(
         length_max=1024,
         sequence_max=sequence_max,
         poison=True,
+        device=device,
         disk=None if disk is None else disk_of(disk, whole.part(*layers), disk_pages),
     )
 
@@ -209,16 +213,17 @@ def stage_of(
     *,
     deterministic: bool = False,
     port_of: Callable[[Offload], Port] = lambda _: Shelf(),
+    device: str = "cpu",
     **room,
 ) -> Stage:
-    offload = room_of(layers, **room)
-    config = EngineConfig(deterministic=deterministic)
-    runner = made_runner(model_of(range(*layers)), offload, config)
+    offload = room_of(layers, device=device, **room)
+    config = EngineConfig(deterministic=deterministic, backend=backend_of(device))
+    runner = made_runner(model_of(range(*layers), device), offload, config)
     return Stage(runner, port=port_of(offload), clock=RealClock())
 
 
 class Pipe:
-    """A lead and its followers, none of which goes on by itself."""
+    """A lead and its followers, none of which goes on by itself. Stages of a device share it."""
 
     def __init__(
         self,
@@ -227,13 +232,23 @@ class Pipe:
         deterministic: bool = False,
         sequence_max: int = 8,
         sizes: Sizes | None = None,
+        device: str = "cpu",
         **room,
     ) -> None:
         layers = list(itertools.pairwise(CUTS[stage_count]))
         self.sizes = sizes or Sizes()
-        self.groups = local_group(stage_count, patience_s=1.0)
+        self.links = local_group(stage_count, patience_s=1.0)
+        self.groups = self.links
+        if device != "cpu":
+            self.groups = [StagedGroup(group, torch.device(device)) for group in self.links]
         self.stages = [
-            stage_of(part, deterministic=deterministic, sequence_max=sequence_max, **room)
+            stage_of(
+                part,
+                deterministic=deterministic,
+                sequence_max=sequence_max,
+                device=device,
+                **room,
+            )
             for part in layers
         ]
         self.followers = [
@@ -267,7 +282,7 @@ class Pipe:
 
     def _turn_of(self, rank: int) -> Callable[[], object]:
         """Nothing while it would wait for another rank, of which none has a thread here."""
-        group = self.groups[rank]
+        group = self.links[rank]
 
         def turn() -> None:
             is_full = group.next is not None and len(group.next._out.frames) >= LINK_MAX

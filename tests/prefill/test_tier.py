@@ -10,6 +10,7 @@ import pytest
 from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
+from ess.engine.devices import backend_of
 from ess.engine.engine import Engine
 from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
@@ -26,11 +27,14 @@ LENGTHS = (1, 2, 64, 65, 66, 127, 129, 257, 300)
 STEP_S = 0.002
 
 
-def decoder(offload: Offload, mtp: int, port: Port | None = None) -> Engine:
-    return Engine(model_of(), offload, EngineConfig(mtp=mtp, chunk_tokens=128), port=port)
+def decoder(
+    offload: Offload, mtp: int, port: Port | None = None, *, device: str = "cpu"
+) -> Engine:
+    config = EngineConfig(mtp=mtp, chunk_tokens=128, backend=backend_of(device))
+    return Engine(model_of(None, device), offload, config, port=port)
 
 
-def offload_of(mtp: int) -> Offload:
+def offload_of(mtp: int, *, device: str = "cpu") -> Offload:
     config = msgspec.structs.replace(model_of().config, mtp_layer_count=int(mtp > 1))
     layout = config.layout(row="f32", index="f32")
     return Offload.create(
@@ -41,19 +45,28 @@ def offload_of(mtp: int) -> Offload:
         slot_floor=96,
         sequence_max=4,
         poison=True,
+        device=device,
     )
 
 
 class Tier:
     """All in one process, over one clock. Each stage has a port of its own."""
 
-    def __init__(self, stage_count: int, *, mtp: int = 1, lease_s: float = 30.0, **pipe) -> None:
+    def __init__(
+        self,
+        stage_count: int,
+        *,
+        mtp: int = 1,
+        lease_s: float = 30.0,
+        decode: str = "cpu",
+        **pipe,
+    ) -> None:
         self.clock, self.exchange = ManualClock(), Exchange()
         self.epochs = itertools.count(1)
         self.lease_s = lease_s
         self.pipe = Pipe(stage_count, port_of=self.port, mtp=mtp > 1, **pipe)
-        self.decode_port = self.port(offload := offload_of(mtp))
-        self.decode = decoder(offload, mtp, self.decode_port)
+        self.decode_port = self.port(offload := offload_of(mtp, device=decode))
+        self.decode = decoder(offload, mtp, self.decode_port, device=decode)
         self.lead_epoch = self.meet()
 
     def port(self, offload: Offload) -> Port:

@@ -122,6 +122,9 @@ class Event(Device):
             queues.stream if stream is None else stream.cuda_stream,
         )
 
+    def query(self):
+        return driver().attempt_now("cuEventQuery", self._handle)[0] != driver().NOT_READY
+
     def elapsed_time(self, end):
         assert self.timed, "both events must be created with argument 'enable_timing=True'"
         assert end.timed

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from typing import Final, NoReturn
 
 import msgspec
+import torch
 
 from ess.comm.group import Group
 from ess.comm.link import LinkLost
 from ess.comm.meeting import join_group
+from ess.engine.devices import is_device, ordinal_of
 from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.messages import Launch, Rank
 from ess.errors import BadInput, EssError
@@ -32,6 +34,9 @@ def rank_of(launch: Launch) -> Rank:
 
 
 def join(rank: Rank, secret: str) -> Group:
+    """Where its tensors are on a device, that is the process's device from here on."""
+    if is_device(rank.device):
+        torch.cuda.set_device(ordinal_of(rank.device))
     return join_group(
         rank.rank,
         rank.size,
@@ -40,6 +45,7 @@ def join(rank: Rank, secret: str) -> Group:
         timeout_s=JOIN_S,
         generation=rank.generation,
         secret=secret.encode(),
+        device=rank.device,
         patience_s=rank.stage_timeout_s,
     )
 

@@ -367,7 +367,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     `layers` are the main layers of each stage: the first, and the one behind the last. Rank 0 is
     met at `init`, a "tcp://HOST:PORT". Processes of another `generation` are of another start of
     the worker, and are not let in. The memory in Launch is that of all stages together: each takes
-    the share of its layers, so that all have equally many pages.
+    the share of its layers, so that all have equally many pages. `device` is this process's own.
     """
 
     rank: int
@@ -380,6 +380,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     dynamic: bool = False
     smoothing: float = 0.75
     stage_timeout_s: float = 60.0
+    device: str = "cpu"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

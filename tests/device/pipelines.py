@@ -1,0 +1,251 @@
+"""Pipelines of prompts whose stages compute on the pretended device: run by `test_forward_steps`.
+
+What they make is compared bit by bit with what one engine of the host makes by the same products: a
+device has no compiled stages, and another op for its experts. The stages share the device, so their
+states travel over links of the host (`ess.comm.staged`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from unittest import mock
+
+import pytest
+import torch
+
+from ess.comm.local import local_group
+from ess.comm.staged import LEAVING_MAX, StagedLink
+from ess.errors import BadInput
+from ess.kernels.backend import ops
+from ess.models import moe
+from ess.models.model import Model
+from ess.prefill.stages import StageLost
+from tests.device.races import either
+from tests.prefill.pipes import CHUNK, Given, Pipe, Ragged, engine_given, text
+from tests.prefill.test_exact import assert_alike
+from tests.prefill.test_lead import assert_quiet
+from tests.prefill.test_tier import Tier, alone
+from tests.support.few import few
+from tests.support.pretended import PRETENCE, RACES, without_waits
+from tests.support.pretended_streams import Event, Stream
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+THERE = "cuda:0"
+HOME = torch.device(THERE)
+LENGTHS = (300, 1, 65)
+MORE_LENGTHS = (2, 64, 66, 81, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK, 2 * CHUNK + 1, 511)
+
+
+@contextlib.contextmanager
+def by_the_same_products():
+    def products(tokens, ends, weights, *, scales):
+        return ops("cpu").expert_products(tokens, ends, weights, scales=scales)
+
+    with (
+        mock.patch.object(Model, "has_stages", False),
+        mock.patch.object(moe, "_products", products),
+    ):
+        yield
+
+
+def expected(prompts, **given) -> list[Given]:
+    """One after the other, so that the same tokens run together."""
+    with by_the_same_products():
+        return [engine_given([prompt], **given)[0] for prompt in prompts]
+
+
+def closed(pipe: Pipe) -> None:
+    """Nothing is kept, on the host or on the device."""
+    pipe.settle()
+    pipe.release_all()
+    assert_quiet(pipe)
+    pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("stage_count", "lengths"),
+    [
+        *((n, LENGTHS) for n in (2, 3)),
+        *(pytest.param(n, LENGTHS, marks=pytest.mark.long) for n in (1, 4)),
+        *(pytest.param(n, MORE_LENGTHS, marks=pytest.mark.long) for n in (2, 3)),
+    ],
+)
+def test_rows_keys_and_windows_are_those_of_the_host(stage_count, lengths):
+    prompts = [text(length) for length in lengths]
+    pipe = Pipe(stage_count, device=THERE, page_count=128)
+    for prompt in prompts:
+        pipe.add(prompt)
+        pipe.run()
+    uids = range(1, len(prompts) + 1)
+    assert_alike(pipe, uids, expected(prompts, page_count=128))
+    closed(pipe)
+
+
+def test_a_cached_prefix_is_read_from_the_host():
+    pipe, shared = Pipe(2, device=THERE), text(260)
+    second = shared[:250] + text(90, seed=4)
+    pipe.add(shared)
+    pipe.run()
+    pipe.release_all()
+    found = pipe.add(second)
+    pipe.run()
+    assert found.cached_count == 128
+    with by_the_same_products():
+        whole = Pipe(1)
+        for prompt in (shared, second):
+            whole.add(prompt)
+            whole.run()
+    assert_alike(pipe, [2], [whole.given(2)])
+    closed(pipe)
+
+
+DECODES = few(["cpu", THERE], all_of=["cpu", THERE])
+
+
+@pytest.mark.parametrize("decode", DECODES)
+def test_answers_are_those_of_one_engine(decode):
+    """Chunks of any size, several prompts in a micro-batch, one that has a cached beginning."""
+    prompts = [text(length, seed=9) for length in (1, 66, 300)]
+    prompts.append(prompts[2][:200] + text(50))
+    tier = Tier(3, mtp=2, decode=decode, device=THERE, sizes=Ragged())
+    asked = [tier.add(prompt, uid) for uid, prompt in enumerate(prompts[:3])]
+    tier.run()
+    asked.append(tier.add(prompts[3], 3))
+    tier.run()
+    assert [take.output for _, take in asked] == alone(prompts, 2)
+    assert asked[3][0].cached_count == 128
+    assert tier.decode_port.stats().landed == len(prompts)
+    tier.decode.offload.close()
+
+
+@pytest.mark.parametrize("moment", few([2, 5], all_of=range(14)))
+def test_a_request_is_cancelled_at_any_moment(moment):
+    pipe, other_text = Pipe(3, device=THERE), text(200)
+    other = pipe.add(other_text)
+    request = pipe.add(text(300, seed=3))
+    for at in range(moment):
+        pipe.turns[at % len(pipe.turns)]()
+    pipe.lead.cancel(request)
+    pipe.run()
+    assert other.reason == "sent"
+    with by_the_same_products():
+        whole = Pipe(1)
+        whole.add(other_text)
+        whole.add(text(300, seed=3))
+        whole.run()
+    assert pipe.given(1).rows == whole.given(1).rows
+    closed(pipe)
+
+
+@pytest.mark.parametrize("lost", few([1], all_of=[0, 1, 2]))
+def test_a_stage_that_is_lost_midway_is_named_and_nothing_is_under_way(lost):
+    pipe = Pipe(3, device=THERE)
+    pipe.add(text(700))
+    for _ in range(2):
+        for turn in pipe.turns:
+            turn()
+    pipe.groups[lost].fail("out of memory")
+    with pytest.raises(StageLost, match=rf"stage {lost} \(layers .*\): out of memory"):
+        pipe.run()
+    pipe.close()
+
+
+def test_a_state_of_another_device_is_refused():
+    first, second = local_group(2)
+    link = StagedLink(first.next, HOME)
+    with pytest.raises(BadInput, match="tensor is on cpu, the link's on cuda:0"):
+        link.send(b"head", torch.zeros(2, 2))
+    assert second.previous.receive() is None
+
+
+# ---- sends
+
+
+def states(count: int) -> list[torch.Tensor]:
+    return [torch.full((3, 5), float(number), device=HOME) for number in range(count)]
+
+
+def test_frames_go_in_order_when_their_states_have_come(monkeypatch: pytest.MonkeyPatch):
+    first, second = local_group(2)
+    link, there = StagedLink(first.next, HOME), StagedLink(second.previous, HOME)
+    has_landed = [False]
+    monkeypatch.setattr(Event, "query", lambda self: has_landed[0])
+    [state] = states(1)
+    link.send(b"a state", state)
+    link.send(b"none")
+    assert there.receive() is None
+    has_landed[0] = True
+    link.forward()
+    came = [there.receive() for _ in range(3)]
+    assert [frame and frame.head for frame in came] == [b"a state", b"none", None]
+    assert came[0].tensor.device == HOME
+    assert torch.equal(came[0].tensor, state)
+
+
+def test_a_send_waits_only_for_the_send_before_the_last(monkeypatch: pytest.MonkeyPatch):
+    first, second = local_group(2)
+    link = StagedLink(first.next, HOME)
+    monkeypatch.setattr(Event, "query", lambda self: False)
+    given = states(LEAVING_MAX + 1)
+    with without_waits():
+        for number in range(LEAVING_MAX):
+            link.send(b"%d" % number, given[number])
+    assert second.previous.receive() is None
+    link.send(b"last", given[-1])
+    assert second.previous.receive().head == b"0"
+    link.flush()
+    assert [second.previous.receive().head for _ in range(LEAVING_MAX)] == [b"1", b"last"]
+
+
+def test_a_state_leaves_before_the_host_waits_for_its_chunk(monkeypatch: pytest.MonkeyPatch):
+    """So the next stage begins while the last rows of this one still come to the host."""
+    pipe, told = Pipe(2, device=THERE), []
+    send, refuse = StagedLink.send, PRETENCE.refuse
+
+    def sends(link, head, tensor=None):
+        if tensor is not None:
+            told.append("leaves")
+        send(link, head, tensor)
+
+    def waits(name):
+        if name == "cpu":
+            told.append("windows")
+        refuse(name)
+
+    monkeypatch.setattr(StagedLink, "send", sends)
+    monkeypatch.setattr(PRETENCE, "refuse", waits)
+    pipe.add(text(100))
+    pipe.run()
+    assert told == ["leaves", "windows", "windows"]
+    closed(pipe)
+
+
+# ---- races
+
+
+def watched(pipe_of):
+    with RACES.watched() as found:
+        pipe = pipe_of()
+        pipe.add(text(300))
+        pipe.run()
+        pipe.settle()
+        return found()
+
+
+def test_nothing_races():
+    assert watched(lambda: Pipe(2, device=THERE)) == []
+
+
+COPY = r"copy_ on staged\.py:\d+"
+MISTAKES = {
+    "a send does not wait for the state": (
+        "wait_stream",
+        either(rf"staged\.py:\d+ {COPY}", r"\S+ \w+ on compute"),
+    ),
+    "a frame goes before its state has come": (
+        "",
+        r"on the host reads what .*copy_ on staged\.py",
+    ),
+}
