@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from ess import config
 from ess.config import setting
-from ess.engine.devices import check_device
+from ess.engine.devices import check_device, check_stage_devices
 from ess.engine.graphs.buckets import parse_sizes
 from ess.engine.tokens.determinism import check_deterministic
 from ess.errors import BadInput
@@ -181,6 +181,9 @@ class ProcessConfig(EngineConfig):
     pp_layer_partition: str = setting(
         "", "pipeline", "Layers of each stage, as 15,15,15,16; else they are divided by cost."
     )
+    pp_devices: str = setting(
+        "", "pipeline", "CUDA devices of the stages here, as 0,1; else each has one, from 0 on."
+    )
     dp_size: int = setting(
         1, "pipeline", "Servers that divide the experts, each with requests of its own.", (1, 1024)
     )
@@ -222,6 +225,7 @@ class ProcessConfig(EngineConfig):
         EngineConfig.__post_init__(self)
         check_device(self)
         check_stages(self)
+        check_stage_devices(self)
 
     @property
     def team_size(self) -> int:

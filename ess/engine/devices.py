@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from ess.engine.config import ProcessConfig
 
 CPU: Final = "cpu"
+CUDA: Final = "cuda"
 DEFAULTS: Final[Mapping[str, Any]] = {"backend": "cuda", "form": "stored"}
 """Of settings that nobody has given, where a device serves."""
 
-OF_DEVICES: Final = ("device_bytes", "graph_bytes", "graph_sizes", "nvtx")
+OF_DEVICES: Final = ("device_bytes", "graph_bytes", "graph_sizes", "nvtx", "pp_devices")
 
-STAGES: Final = "the processes of a pipeline compute on the host alone"
+TEAM: Final = "a stage's processes map one another's index keys, which lie on its device"
+DECODES: Final = "an engine that decodes in several processes has its rows and weights on the host"
 
 # Settings, the values that a device serves, and why it does not serve others.
 SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "backend": (("cuda",), "its kernels are those of backend cuda"),
     "evict": (("lru",), "rows give way by lru alone there"),
     "deterministic": ((False,), "its kernels have no stages that are alike in every batch"),
-    "pp_size": ((1,), STAGES),
-    "tp_size": ((1,), STAGES),
-    "cp_size": ((1,), STAGES),
-    "dynamic_chunking": ((False,), STAGES),
+    "tp_size": ((1,), TEAM),
+    "cp_size": ((1,), TEAM),
     "transport": (("tcp", "nixl"), "its pools cannot be mapped by other processes"),
 }
 
@@ -109,6 +109,37 @@ def check_device(config: ProcessConfig) -> None:
         value = getattr(config, name)
         if value not in served:
             raise BadInput(f"{name} is {value!r:.80}, and device is {device!r}: {why}")
+    if config.pp_size > 1 and config.role != "prefill":
+        raise BadInput(f"pp_size is {config.pp_size}, and device is {device!r}: {DECODES}")
+
+
+def check_stage_devices(config: ProcessConfig) -> None:
+    """Whether each stage here has a device that the settings name."""
+    if not is_device(config.device):
+        return
+    device, given, count = config.device, config.pp_devices, config.processes_here
+    if given and not config.is_staged:
+        raise BadInput(f"pp_devices is {given!r:.80}, and no pipeline runs: device says which one")
+    if device != CUDA and (given or (config.is_staged and count > 1)):
+        raise BadInput(
+            f"device is {device!r}, and {counted(count, 'stage')} of a pipeline run here: say cuda,"
+            " and each has a device of its own from cuda:0 on, or those that pp_devices lists"
+        )
+    if given and (not re.fullmatch(r"\d{1,3}(,\d{1,3})*", given) or given.count(",") + 1 != count):
+        raise BadInput(
+            f"pp_devices is {given!r:.80}, must be a device's number for each of the"
+            f" {counted(count, 'stage')} here, as 0,1"
+        )
+
+
+def devices_here(config: ProcessConfig) -> tuple[str, ...]:
+    """The device of each process of a pipeline on this machine, in the order of ranks."""
+    count = config.processes_here
+    if config.pp_devices and is_device(config.device):
+        return tuple(f"{CUDA}:{number}" for number in config.pp_devices.split(","))
+    if config.device != CUDA:
+        return (config.device,) * count
+    return tuple(f"{CUDA}:{number}" for number in range(count))
 
 
 def _check_cpu(config: ProcessConfig) -> None:

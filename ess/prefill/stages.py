@@ -128,9 +128,7 @@ class Stages:
 
     # ---- orders
 
-    def order(
-        self, order: Order, hidden: Tensor | None = None, *, is_obeyed: bool = True
-    ) -> None:
+    def order(self, order: Order, hidden: Tensor | None = None, *, is_obeyed: bool = True) -> None:
         """This stage has just obeyed the order, or will have when `obeyed` is called; the others get
         it with the next `flush`. Behind a Text nothing is known: its prompt is open here already."""
         if self.count > 1:

@@ -19,6 +19,7 @@ from ess.models.weights.verify import FP8
 
 F32_BYTES: Final = 4
 BF16_BYTES: Final = 2
+EMBEDDING: Final = "model.embed_tokens.weight"
 COMPUTED: Final = {"bf16": BF16_BYTES, "f32": F32_BYTES}
 IN_F32: Final = ("mlp.gate.weight", "indexer.weights_proj.weight")
 UNREAD: Final = (".embed_tokens.weight", ".shared_head.head.weight")
@@ -28,14 +29,35 @@ REORDERED: Final = ("q_b_proj", "kv_a_proj_with_mqa", "wq_b", "wk")
 """Products whose rows are put in our order, where a configuration `reorders`."""
 
 
-def kept_bytes(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> int:
-    """`form` is what weights are computed in: bf16, f32, or as they are stored."""
+def kept_bytes(
+    config: ModelConfig, entries: Mapping[str, Entry], form: str, *, layers: range | None = None
+) -> int:
+    """`form` is what weights are computed in: bf16, f32, or as they are stored. With `layers` those
+    of a part of the model, which consists of these main layers."""
+    part = range(config.layer_count) if layers is None else layers
     entries = renamed(entries, config.words)
     specs = expected_tensors(config, mtp=config.mtp_layer_count > 0)
-    kept = sum(_kept(spec, entries, config, form) for spec in specs if spec.name in entries)
-    more = _padding(config, entries, form) + _own_head(config, entries, form)
-    rotaries = 1 + len(config.window_layers)
+    kept = sum(
+        _kept(spec, entries, config, form)
+        for spec in specs
+        if spec.name in entries and _is_of(spec, part, config)
+    )
+    more = _padding(config, entries, form, part)
+    if part.stop == config.layer_count:
+        more += _own_head(config, entries, form)
+    rotaries = 1 + sum(layer in part for layer in config.window_layers)
     return kept + more + rotaries * (config.rope_dim // 2) * F32_BYTES
+
+
+def _is_of(spec: Spec, part: range, config: ModelConfig) -> bool:
+    """Whether a part of the model reads it; the last part has the MTP layer, and for it, or as a
+    head, the embedding once more."""
+    is_last = part.stop == config.layer_count
+    if spec.name == EMBEDDING:
+        return part.start == 0 or (is_last and (config.mtp_layer_count > 0 or config.tie_head))
+    if spec.layer is None:
+        return is_last or spec.name == FREQUENCY_FACTORS
+    return spec.layer in part or (is_last and spec.layer >= config.layer_count)
 
 
 def _kept(spec: Spec, entries: Mapping[str, Entry], config: ModelConfig, form: str) -> int:
@@ -59,11 +81,11 @@ def _own_head(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> i
     """Of several streams the head is float32: a copy, where it is the embedding in another type."""
     if HEAD in entries or config.stream_count == 1:
         return 0
-    size = COMPUTED.get(form) or DTYPE_BYTES[entries["model.embed_tokens.weight"].dtype]
+    size = COMPUTED.get(form) or DTYPE_BYTES[entries[EMBEDDING].dtype]
     return 0 if size == F32_BYTES else config.vocab_size * config.hidden_dim * F32_BYTES
 
 
-def _padding(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> int:
+def _padding(config: ModelConfig, entries: Mapping[str, Entry], form: str, part: range) -> int:
     """Of grouped heads: what fills keys and values up to a row's halves, and the unused rest."""
     if not config.is_grouped:
         return 0
@@ -71,7 +93,7 @@ def _padding(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> in
     rows = config.latent_dim - 2 * kept + config.rope_dim
     stored = entries["model.layers.0.self_attn.k_proj.weight"].dtype
     size = COMPUTED.get(form) or (BF16_BYTES if stored == FP8 else DTYPE_BYTES[stored])
-    return config.layer_count * rows * config.hidden_dim * size
+    return len(part) * rows * config.hidden_dim * size
 
 
 def _stays_in_blocks(spec: Spec, config: ModelConfig) -> bool:

@@ -22,6 +22,7 @@ import msgspec
 from ess import console
 from ess.engine.chunking.partition import counted_costs, partition, read_partition
 from ess.engine.config import EngineConfig, ProcessConfig
+from ess.engine.devices import is_device
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.prefill.trial.pipe import Kind, Pipe, Plan, Ran, kind_for
@@ -98,6 +99,11 @@ def tune(
 
 
 def _prompt_of(settings: Settings, checkpoint: Checkpoint, text: str) -> int:
+    if is_device(settings.device):
+        raise BadInput(
+            f"device is {settings.device}: tune times layers that compute on the host; for stages on"
+            " devices compare runs of a few settings"
+        )
     if settings.nnodes > 1 or settings.team_size > 1:
         raise BadInput(
             f"tune runs stages of one process each on one machine; nnodes is {settings.nnodes},"

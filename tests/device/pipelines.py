@@ -8,7 +8,9 @@ states travel over links of the host (`ess.comm.staged`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
+import weakref
 from unittest import mock
 
 import pytest
@@ -21,7 +23,7 @@ from ess.kernels.backend import ops
 from ess.models import moe
 from ess.models.model import Model
 from ess.prefill.stages import StageLost
-from tests.device.races import either
+from tests.device.races import either, within
 from tests.prefill.pipes import CHUNK, Given, Pipe, Ragged, engine_given, text
 from tests.prefill.test_exact import assert_alike
 from tests.prefill.test_lead import assert_quiet
@@ -225,7 +227,8 @@ def test_a_state_leaves_before_the_host_waits_for_its_chunk(monkeypatch: pytest.
 # ---- races
 
 
-def watched(pipe_of):
+def found_in(pipe_of) -> list[str]:
+    """A stage of one layer waits for nothing before its state leaves."""
     with RACES.watched() as found:
         pipe = pipe_of()
         pipe.add(text(300))
@@ -235,17 +238,39 @@ def watched(pipe_of):
 
 
 def test_nothing_races():
-    assert watched(lambda: Pipe(2, device=THERE)) == []
+    assert found_in(lambda: Pipe(3, device=THERE)) == []
 
 
-COPY = r"copy_ on staged\.py:\d+"
+COPY = r"staged\.py:\d+ copy_ on of torch"
 MISTAKES = {
     "a send does not wait for the state": (
-        "wait_stream",
-        either(rf"staged\.py:\d+ {COPY}", r"\S+ \w+ on compute"),
+        within(StagedLink, "_copied", Stream, "wait_stream"),
+        either(COPY, r"\S+ add on compute"),
     ),
     "a frame goes before its state has come": (
-        "",
-        r"on the host reads what .*copy_ on staged\.py",
+        mock.patch.multiple(Event, query=lambda self: True, synchronize=lambda self: None),
+        rf"clone on the host reads what {COPY} writes,",
     ),
 }
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_wait_that_is_left_out_is_found(name):
+    mistake, says = MISTAKES[name]
+    with mistake:
+        found = found_in(lambda: Pipe(3, device=THERE))
+    assert any(re.search(says, sentence) for sentence in found), found
+
+
+def test_a_state_is_kept_until_it_has_come(monkeypatch: pytest.MonkeyPatch):
+    """Torch would lend its memory to the next chunk."""
+    first, _ = local_group(2)
+    link, given = StagedLink(first.next, HOME), states(1)
+    kept = weakref.ref(given[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Event, "query", lambda self: False)
+        link.send(b"head", given.pop())
+        assert kept() is not None
+    link.forward()
+    gc.collect()
+    assert kept() is None

@@ -9,7 +9,7 @@ import pytest
 from tests.support import beside
 
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
-MODULES = ("disks verifying", "doors", "drafts gate whole", "handoffs")
+MODULES = ("disks verifying", "doors", "drafts gate whole", "handoffs", "pipelines")
 
 
 def run(modules: str, marks: str, built: Path) -> None:

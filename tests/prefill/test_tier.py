@@ -27,9 +27,7 @@ LENGTHS = (1, 2, 64, 65, 66, 127, 129, 257, 300)
 STEP_S = 0.002
 
 
-def decoder(
-    offload: Offload, mtp: int, port: Port | None = None, *, device: str = "cpu"
-) -> Engine:
+def decoder(offload: Offload, mtp: int, port: Port | None = None, *, device: str = "cpu") -> Engine:
     config = EngineConfig(mtp=mtp, chunk_tokens=128, backend=backend_of(device))
     return Engine(model_of(None, device), offload, config, port=port)
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from ess.engine.devices import DEFAULTS, SERVED, Found
+from ess.engine.process.messages import Launch
 from ess.engine.step_bytes import graph_bytes, staged_bytes
 from ess.errors import BadInput
+from ess.models.weights.kept_bytes import kept_bytes
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from ess.server.commands.start import banner
-from ess.server.commands.start.checkpoint import read_checkpoint
+from ess.server.commands.start.checkpoint import read_checkpoint, read_entries
 from ess.server.commands.start.device_sizing import Needed, plan_on_device
-from ess.server.commands.start.launch import launch_of
+from ess.server.commands.start.device_stages import COMING, LEAVING, plan_stages
+from ess.server.commands.start.launch import launch_of, layout_of
 from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.sizing import MemoryPlan
+from ess.server.commands.start.topology import launches_of
 from ess.units import parse_size
+from tests.pd.pairs import SECRET
 
 HOST = 8 << 30
+STAGES = {"role": "prefill", "peer_secret": SECRET, "device": "cuda", "pp_size": 2}
 FOUND = Found(
     torch="2.13.0+cu130",
     torch_cuda="13.0",
@@ -58,10 +65,8 @@ def test_what_a_device_does_not_serve_is_refused_by_name(name: str):
         "backend": "cpu",
         "evict": "sieve",
         "deterministic": True,
-        "pp_size": 2,
         "tp_size": 2,
         "cp_size": 2,
-        "dynamic_chunking": True,
         "transport": "shared",
     }
     with pytest.raises(BadInput, match=rf"{name} is .*, and device is 'cuda'"):
@@ -72,6 +77,11 @@ def test_what_a_device_does_not_serve_is_refused_by_name(name: str):
     ("given", "says"),
     [
         ({"device": "tpu"}, "device is 'tpu', must be cpu, cuda or cuda:N"),
+        ({"device": "cuda", "pp_size": 2}, "pp_size is 2, and device is 'cuda': an engine that"),
+        ({**STAGES, "device": "cuda:1"}, "device is 'cuda:1', and 2 stages of a pipeline run here"),
+        ({**STAGES, "pp_devices": "0"}, "pp_devices is '0', must be .* each of the 2 stages here"),
+        ({**STAGES, "pp_devices": "0,"}, "pp_devices is '0,', must be .* each of the 2 stages"),
+        ({"device": "cuda", "pp_devices": "1"}, "pp_devices is '1', and no pipeline runs"),
         ({"device": "cuda:x"}, "device is 'cuda:x', must be"),
         ({"backend": "cuda"}, "backend is 'cuda', and device is 'cpu': --device cuda brings both"),
         ({"form": "stored"}, "form is 'stored', and device is 'cpu'"),
@@ -161,6 +171,87 @@ def test_the_sizes_that_are_told_the_engine_are_those_of_the_plan():
 def test_a_plan_that_does_not_fit_is_refused_with_numbers(given: dict[str, str], says: str):
     with pytest.raises(BadInput, match=says):
         planned(**given)
+
+
+# ---- stages
+
+
+def of_stages(founds: dict[str, Found], *, free: int = HOST, **given: Any) -> MemoryPlan:
+    settings = resolve({**STAGES, "max_model_len": "8k", **given}, environment={}).settings
+    checkpoint = read_checkpoint("")
+    entries = read_entries(Path(checkpoint.path))
+    layout = layout_of(settings, checkpoint)
+    return plan_stages(settings, checkpoint, entries, layout, founds, free=free)
+
+
+def lines_of(plan: MemoryPlan, name: str) -> list[int]:
+    return [line.bytes for stage in plan.stages for line in stage.lines if line.name == name]
+
+
+TWO = {"cuda:0": FOUND, "cuda:1": FOUND}
+SIZES = {"host_bytes": "96MiB", "form": "f32", "max_running": 4}
+
+
+def test_each_stage_has_a_plan_and_all_together_are_one_engine():
+    plan = of_stages(TWO, mtp=2, **SIZES)
+    first, last = plan.stages
+    assert first.name.startswith("stage 0 (layers 0 to ")
+    assert first.name.endswith(" on cuda:0, a GPU")
+    assert " on cuda:1, " in last.name
+    config = read_checkpoint("").config
+    entries = read_entries(Path(read_checkpoint("").path))
+    assert sum(lines_of(plan, "weights")) > kept_bytes(config, entries, "f32"), "one table more"
+    keys = sum(lines_of(plan, "index keys"))
+    pages = plan.index_bytes // config.layout().index_page_bytes
+    maps = config.layout().group_count * pages * 64 * 4
+    assert keys == pages * config.layout().key_page_bytes + maps
+    assert lines_of(plan, "graphs") == lines_of(plan, "decoding") == []
+    state = 512 * config.residual_dim * 4
+    assert lines_of(plan, "states") == [LEAVING * state, COMING * state]
+    assert plan.rooms[-1].count > 0
+
+
+def test_stages_that_share_a_device_share_its_room():
+    plan = of_stages({"cuda:1": FOUND}, pp_devices="1,1", **SIZES)
+    assert [stage.room for stage in plan.stages] == [35 << 30] * 2
+    assert all(" on cuda:1, " in stage.name for stage in plan.stages)
+
+
+def test_a_stage_that_does_not_fit_is_refused_by_name():
+    with pytest.raises(BadInput, match=r"of stage 0 \(layers .*\) on cuda:0, a GPU \(weights"):
+        of_stages(TWO, device_bytes="1MiB", **SIZES)
+    with pytest.raises(BadInput, match=r"host.s memory, of which .* are free: lower host"):
+        of_stages(TWO, host_bytes="96MiB", free=97 << 20)
+
+
+def test_the_stages_of_another_machine_are_planned_there():
+    given = {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:9"}
+    [plan] = of_stages({"cuda:0": FOUND}, **given, **SIZES).stages
+    assert plan.name.startswith("stage 1 (layers ")
+
+
+def test_ranks_are_told_their_devices():
+    launch = Launch(model="m", config=None, length_max=2, slot_bytes=1, host_bytes=1, index_bytes=1)
+
+    def told(**given: Any) -> list[str]:
+        settings = resolve({**STAGES, **given}, environment={}).settings
+        made = launches_of(settings, launch, ((0, 2), (2, 4)), 0, "10.0.0.1:9")
+        return [each.rank.device for each in made]
+
+    assert told() == ["cuda:0", "cuda:1"]
+    assert told(pp_devices="3,1") == ["cuda:3", "cuda:1"]
+    assert told(device="cpu", pp_devices="3,1") == ["cpu", "cpu"]
+    given = {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:9", "host_bytes": "1GiB"}
+    assert told(device="cuda:5", **given) == ["cuda:5"]
+
+
+def test_the_plans_of_stages_are_printed(capsys: pytest.CaptureFixture[str]):
+    resolved = resolve(STAGES, environment={})
+    banner.greet(resolved, of_stages(TWO, **SIZES), url="http://here", json=False)
+    said = capsys.readouterr().out
+    assert "that may be taken of stage 0 (layers" in said
+    assert "that may be taken of stage 1 (layers" in said
+    assert said.count("host pool") == 1
 
 
 def of_graphs(**given: Any) -> int:

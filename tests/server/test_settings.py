@@ -84,6 +84,7 @@ NEEDS = {
     "cp_size": STAGES[:2],
     "dynamic_chunking": STAGES[:2],
     "pp_layer_partition": STAGES,
+    "pp_devices": (*STAGES, "--device", "cuda"),
     "redundant_experts": ("--dp-size", "2"),
     "expert_load": ("--dp-size", "2"),
     "record_expert_load": ("--dp-size", "2"),
@@ -96,6 +97,7 @@ OTHERS = {
     "graph_sizes": "1,2",
     "dist_init_addr": "10.0.0.1:5",
     "pp_layer_partition": "3,4",
+    "pp_devices": "1,0",
 }
 
 

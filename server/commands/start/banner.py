@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from rich.table import Table
@@ -45,8 +46,9 @@ def _print(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> Non
         )
         return
     out = console.tables()
-    memory = _memory(plan) if plan.device is None else _device(plan, plan.device)
-    for table in (_settings(resolved), memory, _rooms(plan), _urls(url)):
+    devices = [plan.device] if plan.device is not None else plan.stages
+    memory = [_device(device) for device in devices] or [_memory(plan)]
+    for table in (_settings(resolved), *memory, *_host(plan, devices), _rooms(plan), _urls(url)):
         out.print(table)
         out.print()
 
@@ -84,7 +86,7 @@ def _memory(plan: MemoryPlan) -> Table:
     return table
 
 
-def _device(plan: MemoryPlan, device: DevicePlan) -> Table:
+def _device(device: DevicePlan) -> Table:
     table = _grid("left", "right", "left")
     for line in device.lines:
         table.add_row(line.name, format_bytes(line.bytes), line.note)
@@ -92,12 +94,19 @@ def _device(plan: MemoryPlan, device: DevicePlan) -> Table:
     table.add_row("on the device", format_bytes(device.taken), there)
     free = f"{format_bytes(device.free)} of {format_bytes(device.total)} are free"
     table.add_row("", "", free)
-    held = f"all rows of {plan.token_capacity:,} tokens, pages locked"
-    table.add_row("host pool", format_bytes(plan.host_bytes), held)
-    table.add_row(
-        "locked", format_bytes(device.locked), f"of {format_bytes(device.host_free)} that are free"
-    )
     return table
+
+
+def _host(plan: MemoryPlan, devices: Sequence[DevicePlan]) -> Iterator[Table]:
+    """Of an engine on devices."""
+    if devices:
+        table = _grid("left", "right", "left")
+        held = f"all rows of {plan.token_capacity:,} tokens, pages locked"
+        table.add_row("host pool", format_bytes(plan.host_bytes), held)
+        locked = sum(device.locked for device in devices)
+        free = f"of {format_bytes(devices[0].host_free)} that are free"
+        table.add_row("locked", format_bytes(locked), free)
+        yield table
 
 
 def _rooms(plan: MemoryPlan) -> Table:

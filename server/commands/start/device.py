@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ess.engine.devices import Found, is_device, ordinal_of
+from ess.engine.devices import Found, devices_here, is_device, ordinal_of
 from ess.errors import Unavailable
 from ess.server.commands.start.trial import answer_of
 
@@ -17,14 +18,17 @@ PROBE: Final = "ess.engine.process.device_probe"
 PROBE_S: Final = 120.0
 
 
-def found_for(settings: Settings) -> Found | None:
-    """The device; None if none is used. Unavailable if it cannot serve."""
+def found_for(settings: Settings) -> Mapping[str, Found]:
+    """The devices of the engine's processes here, by name; empty if they use none. Unavailable if
+    one cannot serve."""
     if not is_device(settings.device) or settings.engine == "paced":
-        return None
-    found = ask(ordinal_of(settings.device))
-    if why := found.why_not(settings.device):
-        raise Unavailable(why)
-    return found
+        return {}
+    names = devices_here(settings) if settings.is_staged else (settings.device,)
+    founds = {name: ask(ordinal_of(name)) for name in dict.fromkeys(names)}
+    for name, found in founds.items():
+        if why := found.why_not(name):
+            raise Unavailable(why)
+    return founds
 
 
 def ask(ordinal: int) -> Found:

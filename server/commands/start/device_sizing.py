@@ -8,7 +8,7 @@ the device, but for no more rows than the host has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -57,15 +57,19 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
     """The plan; `free` is the host's free memory. BadInput with advice if it does not fit."""
     layout = needed.layout
     longest = asked_length(settings, needed.config.positions_max)
-    host_bytes = _host_bytes(settings, layout, longest, free)
+    host_bytes = host_bytes_of(settings, layout, longest, free)
     length_max, token_capacity = check_host(settings, layout, host_bytes, longest, free)
     shape = _shape(settings, layout, found, length_max, token_capacity // PAGE_ROWS)
     graphs = _graphs(needed, settings, length_max, found)
-    rest = [*_weights(needed, settings), *_steps(needed, settings, length_max), graphs]
+    rest = [
+        weight_line(needed.weight_bytes, settings),
+        *_steps(needed, settings, length_max),
+        graphs,
+    ]
     room = min(found.free_bytes, size_of(settings.device_bytes, of=found.total_bytes))
     if settings.slot_bytes == AUTO:
         shape = _filled(shape, room - sum(line.bytes for line in rest), token_capacity)
-    lines = (*rest[:1], *_pools(shape), *rest[1:])
+    lines = (*rest[:1], *pool_lines(shape), *rest[1:])
     device = DevicePlan(
         name=found.name,
         lines=lines,
@@ -76,7 +80,7 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
         + staged_bytes(layout, chunk_tokens=settings.chunk_tokens, length_max=length_max),
         host_free=free,
     )
-    _check_fit(device, settings)
+    check_fit(device, settings)
     plan = MemoryPlan(
         length_max=length_max,
         host_bytes=host_bytes,
@@ -91,7 +95,7 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
     return with_rooms(plan, settings, layout)
 
 
-def _host_bytes(settings: Settings, layout: ModelLayout, longest: int, free: int) -> int:
+def host_bytes_of(settings: Settings, layout: ModelLayout, longest: int, free: int) -> int:
     if settings.host_bytes != AUTO:
         return size_of(settings.host_bytes, of=free)
     enough = settings.max_running * page_count(longest) * layout.host_page_bytes
@@ -102,23 +106,11 @@ def _shape(
     settings: Settings, layout: ModelLayout, found: Found, length_max: int, host_pages: int
 ) -> PoolShape:
     """The pools, with as many chunks as slot_bytes says, or with as few as possible."""
-    index_pages = min(host_pages, settings.max_running * page_count(length_max))
-    if settings.index_bytes != AUTO:
-        size = size_of(settings.index_bytes, of=found.total_bytes)
-        index_pages = size // layout.index_page_bytes
+    index_pages = index_pages_of(settings, layout, [found], length_max, host_pages)
     chunks = layout.group_count
     if settings.slot_bytes != AUTO:
         chunks = size_of(settings.slot_bytes, of=found.total_bytes) // layout.chunk_bytes
-    for name, count, least in (
-        ("index_bytes", index_pages, 1),
-        ("slot_bytes", chunks, layout.group_count),
-    ):
-        if count < least:
-            unit = layout.index_page_bytes if name == "index_bytes" else layout.chunk_bytes
-            raise BadInput(
-                f"{name} is {getattr(settings, name)}, the least that works is"
-                f" {format_bytes(least * unit)}"
-            )
+    _check_least("slot_bytes", settings, chunks, layout.group_count, unit=layout.chunk_bytes)
     return PoolShape(
         layout=layout,
         chunks=chunks,
@@ -127,6 +119,30 @@ def _shape(
         length_max=length_max,
         query_max=settings.max_running * settings.mtp,
     )
+
+
+def index_pages_of(
+    settings: Settings,
+    layout: ModelLayout,
+    founds: Iterable[Found],
+    length_max: int,
+    host_pages: int,
+) -> int:
+    """Pages of index keys on each of the devices."""
+    pages = min(host_pages, settings.max_running * page_count(length_max))
+    if settings.index_bytes != AUTO:
+        size = size_of(settings.index_bytes, of=sum(found.total_bytes for found in founds))
+        pages = size // layout.index_page_bytes
+    _check_least("index_bytes", settings, pages, 1, unit=layout.index_page_bytes)
+    return pages
+
+
+def _check_least(name: str, settings: Settings, count: int, least: int, *, unit: int) -> None:
+    if count < least:
+        raise BadInput(
+            f"{name} is {getattr(settings, name)}, the least that works is"
+            f" {format_bytes(least * unit)}"
+        )
 
 
 def _filled(least: PoolShape, room: int, token_capacity: int) -> PoolShape:
@@ -141,12 +157,12 @@ def _filled(least: PoolShape, room: int, token_capacity: int) -> PoolShape:
     return replace(least, chunks=fits)
 
 
-def _weights(needed: Needed, settings: Settings) -> list[Line]:
+def weight_line(size: int, settings: Settings) -> Line:
     how = "as stored" if settings.form == "stored" else f"in {settings.form}"
-    return [Line(name="weights", bytes=needed.weight_bytes, note=how, setting="form")]
+    return Line(name="weights", bytes=size, note=how, setting="form")
 
 
-def _pools(shape: PoolShape) -> list[Line]:
+def pool_lines(shape: PoolShape) -> list[Line]:
     takes = dict(pool_bytes(shape))
     slots = takes.pop("slots")
     index = takes.pop("index keys") + takes.pop("row maps")
@@ -201,7 +217,7 @@ def _graphs(needed: Needed, settings: Settings, length_max: int, found: Found) -
     return Line(name="graphs", bytes=size, note=note, setting="graphs")
 
 
-def _check_fit(device: DevicePlan, settings: Settings) -> None:
+def check_fit(device: DevicePlan, settings: Settings) -> None:
     """Refuses a plan that does not fit, before anything is allocated."""
     if device.locked > device.host_free:
         raise BadInput(

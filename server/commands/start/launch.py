@@ -44,6 +44,7 @@ from ess.server.commands.start.checkpoint import (
 )
 from ess.server.commands.start.device import found_for
 from ess.server.commands.start.device_sizing import Needed, plan_on_device
+from ess.server.commands.start.device_stages import plan_stages
 from ess.server.commands.start.hidden_files import check_tls
 from ess.server.commands.start.node import STOPPED_S, Node
 from ess.server.commands.start.settings import Resolved, Settings, check_events
@@ -163,16 +164,18 @@ def planned(
 ) -> MemoryPlan:
     """The plan for the host's memory, of which `shared_by` workers have equal parts, or for the
     device's, after asking the device whether it can serve."""
-    free, found = memory_free() // shared_by, found_for(settings)
-    if found is not None:
+    free, founds = memory_free() // shared_by, found_for(settings)
+    if founds:
         entries = read_entries(Path(checkpoint.path))
+        if settings.is_staged:
+            return plan_stages(settings, checkpoint, entries, layout, founds, free=free)
         needed = Needed(
             config=checkpoint.config,
             layout=layout,
             weight_bytes=kept_bytes(checkpoint.config, entries, settings.form),
             file_bytes=checkpoint.weight_bytes,
         )
-        return plan_on_device(settings, needed, found, free=free)
+        return plan_on_device(settings, needed, founds[settings.device], free=free)
     return plan_memory(
         settings,
         layout,

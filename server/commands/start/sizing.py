@@ -66,7 +66,7 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """`weight_bytes` are those of the files; `state_bytes` are what requests keep beside their
     rows, as much again for shared beginnings of prompts, and again for what is handed over. With a
-    `device`, slots and index are there."""
+    `device`, slots and index are there; with `stages` each of this machine has a device."""
 
     length_max: int
     host_bytes: int
@@ -78,6 +78,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     graph_bytes: int = 0
     device: DevicePlan | None = None
+    stages: tuple[DevicePlan, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -217,9 +218,13 @@ def _host_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: 
 
 
 def _slot_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: int) -> int:
-    """Automatic: the slots that every running request is promised, and a quarter more."""
     if settings.slot_bytes != AUTO:
         return size_of(settings.slot_bytes, of=free)
+    return promised_slots(settings, layout, length_max)
+
+
+def promised_slots(settings: Settings, layout: ModelLayout, length_max: int) -> int:
+    """Bytes of the slots that every running request is promised, and a quarter more."""
     return _bytes_for(layout, length_max, times=settings.max_running * 5, share=4)
 
 

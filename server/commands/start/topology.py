@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from ess.engine.chunking.partition import counted_costs, partition, read_partition
+from ess.engine.devices import devices_here
 from ess.engine.process.messages import Launch, Rank
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
@@ -43,8 +44,13 @@ def ranks_here(settings: Settings) -> range:
     """The ranks that this process starts."""
     if settings.only_rank is not None:
         return range(settings.only_rank, settings.only_rank + 1)
-    count = settings.world_size // settings.nnodes
-    return range(settings.node_rank * count, (settings.node_rank + 1) * count)
+    first = first_here(settings)
+    return range(first, first + settings.world_size // settings.nnodes)
+
+
+def first_here(settings: Settings) -> int:
+    """The first rank of this machine."""
+    return settings.node_rank * (settings.world_size // settings.nnodes)
 
 
 def launches_of(
@@ -68,7 +74,11 @@ def launches_of(
         smoothing=settings.smooth,
         stage_timeout_s=settings.stage_timeout_s,
     )
-    ranks = (msgspec.structs.replace(whole, rank=rank) for rank in ranks_here(settings))
+    devices, first = devices_here(settings), first_here(settings)
+    ranks = (
+        msgspec.structs.replace(whole, rank=rank, device=devices[rank - first])
+        for rank in ranks_here(settings)
+    )
     return [msgspec.structs.replace(launch, rank=rank) for rank in ranks]
 
 

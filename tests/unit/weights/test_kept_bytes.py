@@ -32,3 +32,15 @@ def test_a_plan_says_what_a_model_takes(
     made = load_model(tmp_path, form=form)
     sizes = {(each.data_ptr(), each.numel()): each.nbytes for each in held(made, set())}
     assert sum(sizes.values()) == kept_bytes(made.config, read_entries(tmp_path), form)
+
+
+@pytest.mark.parametrize("raw", CASES.values(), ids=CASES)
+def test_so_does_one_of_each_part(raw: dict[str, Any], write: Any, tmp_path: Path) -> None:
+    write(tmp_path, raw, shard_count=1)
+    entries = read_entries(tmp_path)
+    config = load_model(tmp_path, form="f32").config
+    middle = config.groups[len(config.groups) // 2][0]
+    for part in (range(middle), range(middle, config.layer_count)):
+        made = load_model(tmp_path, form="f32", layers=part)
+        sizes = {(each.data_ptr(), each.numel()): each.nbytes for each in held(made, set())}
+        assert sum(sizes.values()) == kept_bytes(config, entries, "f32", layers=part)

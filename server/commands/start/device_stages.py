@@ -1,0 +1,174 @@
+"""The memory plan of a pipeline's stages, each on a device, before any of them takes anything.
+
+Sizes of pools are those of all stages together: each has its layers' part of them. Stages keep no
+working set and run no steps that decode, so their devices have weights, index keys, and what a
+chunk takes; states of chunks come from the stage before and leave for the next one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from ess.comm.link import AHEAD_MAX, HELD_MAX
+from ess.engine.chunking.sizer import PROFILE_MARGIN
+from ess.engine.devices import Found, devices_here
+from ess.engine.step_bytes import F32, prompt_bytes, staged_bytes
+from ess.layout import ModelLayout
+from ess.models.config import ModelConfig
+from ess.models.weights.header import Entry
+from ess.models.weights.kept_bytes import kept_bytes
+from ess.pool.device_bytes import PoolShape, locked_bytes
+from ess.server.commands.start.checkpoint import Checkpoint
+from ess.server.commands.start.device_sizing import (
+    check_fit,
+    host_bytes_of,
+    index_pages_of,
+    pool_lines,
+    weight_line,
+)
+from ess.server.commands.start.settings import Settings
+from ess.server.commands.start.sizing import (
+    DevicePlan,
+    Line,
+    MemoryPlan,
+    asked_length,
+    check_host,
+    promised_slots,
+    size_of,
+    with_rooms,
+)
+from ess.server.commands.start.topology import layers_of, ranks_here
+from ess.server.process.engines.stages import stage_name
+from ess.units import PAGE_ROWS, div_ceil
+
+COMING: Final = HELD_MAX + 1
+"""States that a stage may hold of the one before, and one that is being read."""
+LEAVING: Final = AHEAD_MAX + 2
+"""States that the next stage has not taken, one that waits for these, and one that is being made."""
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What is the same for all stages."""
+
+    settings: Settings
+    config: ModelConfig
+    entries: Mapping[str, Entry]
+    index_pages: int
+    host_pages: int
+    length_max: int
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of the largest chunk: dynamic ones are timed before with a little more."""
+        more, of = PROFILE_MARGIN if self.settings.dynamic_chunking else (1, 1)
+        return min(self.settings.chunk_tokens * more // of, self.length_max)
+
+
+def plan_stages(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    entries: Mapping[str, Entry],
+    layout: ModelLayout,
+    founds: Mapping[str, Found],
+    *,
+    free: int,
+) -> MemoryPlan:
+    """`founds` are by the name of each device that stages have here, `free` is this machine's
+    memory. BadInput with advice if a stage does not fit."""
+    longest, all_free = asked_length(settings, checkpoint.config.positions_max), free
+    if settings.nnodes > 1:
+        all_free *= settings.nnodes
+    host_bytes = host_bytes_of(settings, layout, longest, all_free)
+    length_max, token_capacity = check_host(settings, layout, host_bytes, longest, all_free)
+    host_pages = token_capacity // PAGE_ROWS
+    share = Share(
+        settings=settings,
+        config=checkpoint.config,
+        entries=entries,
+        index_pages=index_pages_of(settings, layout, founds.values(), length_max, host_pages),
+        host_pages=host_pages,
+        length_max=length_max,
+    )
+    layers = layers_of(settings, layout, checkpoint.config)
+    stages = _stages(share, layout, layers, founds, free)
+    plan = MemoryPlan(
+        length_max=length_max,
+        host_bytes=host_bytes,
+        slot_bytes=promised_slots(settings, layout, length_max),
+        index_bytes=share.index_pages * layout.index_page_bytes,
+        weight_bytes=checkpoint.weight_bytes,
+        token_capacity=token_capacity,
+        rooms=(),
+        stages=stages,
+    )
+    held = sum(line.bytes for stage in stages for line in stage.lines if line.name == "slots")
+    return msgspec.structs.replace(with_rooms(plan, settings, layout), slot_bytes=held)
+
+
+def _stages(
+    share: Share,
+    layout: ModelLayout,
+    layers: Sequence[tuple[int, int]],
+    founds: Mapping[str, Found],
+    free: int,
+) -> tuple[DevicePlan, ...]:
+    """Those of this machine. Stages that share a device have equal parts of what may be taken."""
+    devices, first = devices_here(share.settings), ranks_here(share.settings).start
+    sharing, plans = Counter(devices), list[DevicePlan]()
+    for stage, device in enumerate(devices, first):
+        found, count = founds[device], sharing[device]
+        name = f"{stage_name(stage, layers[stage])} on {device}, {found.name}"
+        lines, locked = _lines(share, layout.part(*layers[stage]), range(*layers[stage]))
+        limit = size_of(share.settings.device_bytes, of=found.total_bytes)
+        plan = DevicePlan(
+            name=name,
+            lines=lines,
+            room=min(found.free_bytes, limit) // count,
+            free=found.free_bytes,
+            total=found.total_bytes,
+            locked=locked,
+            host_free=free - sum(each.locked for each in plans),
+        )
+        check_fit(plan, share.settings)
+        plans.append(plan)
+    return tuple(plans)
+
+
+def _lines(share: Share, part: ModelLayout, layers: range) -> tuple[tuple[Line, ...], int]:
+    """What a stage takes of its device, and of the host with locked pages."""
+    settings, config, length_max = share.settings, share.config, share.length_max
+    shape = PoolShape(
+        layout=part,
+        chunks=div_ceil(settings.max_running, PAGE_ROWS) * part.group_count,
+        index_pages=share.index_pages,
+        sequence_max=settings.max_running,
+        length_max=length_max,
+        query_max=1,
+    )
+    tokens = share.chunk_tokens
+    sizes = {"chunk_tokens": tokens, "length_max": length_max}
+    weights = kept_bytes(config, share.entries, settings.form, layers=layers)
+    is_between = (layers.start > 0) * COMING + (layers.stop < config.layer_count) * LEAVING
+    states = is_between * tokens * config.residual_dim * F32
+    lines = (
+        weight_line(weights, settings),
+        *pool_lines(shape),
+        Line(
+            name="prompts",
+            bytes=prompt_bytes(config, part, **sizes),
+            note=f"estimated, {tokens:,} tokens a chunk",
+            setting="chunk_tokens",
+        ),
+        Line(
+            name="states",
+            bytes=states,
+            note="of chunks, from the stage before and for the next one",
+            setting="chunk_tokens",
+        ),
+    )
+    locked = locked_bytes(shape, host_pages=share.host_pages) + staged_bytes(part, **sizes)
+    return lines, locked + states
