@@ -67,7 +67,7 @@ class Place:
 
     @property
     def home(self) -> str:
-        """Where this rank's tensors are, for the others; from a device without NCCL they go over the
+        """Where this rank's tensors are, for the others; without NCCL those of a device go over the
         host, unless a team needs NCCL all the same."""
         is_alone = self.device.type != "cpu" and self.team == 1 and not dist.is_nccl_available()
         return f"{BY_HOST}{self.device}" if is_alone else str(self.device)
@@ -192,7 +192,7 @@ class Meeting:
         return addresses
 
     def _carried(self, homes: dict[int, str], addresses: dict[int, str]) -> torch.device:
-        """Where tensors are that go from rank to rank: on the device of each rank, or on the host."""
+        """Where tensors lie that go from rank to rank: on each rank's device, or on the host."""
         place = self._place
         kinds = {home.removeprefix(BY_HOST).partition(":")[0] for home in homes.values()}
         if len(kinds) > 1:

@@ -7,9 +7,9 @@ A frame waits for those before it. What comes is copied to page-locked memory by
 there to the device on the stream of the caller.
 
 Why nothing is overwritten on its way: the tensor that leaves is kept until its copy has landed, and
-each copy is memory of its own, which the link keeps until the peer has taken it. What comes has left
-the link's memory when `receive` returns, and page-locked memory is lent anew only when the device
-has read it.
+each copy is memory of its own, which the link keeps until the peer has taken it. What comes is out
+of the link's memory when `receive` returns, and torch lends page-locked memory to others only when
+the device has read it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from ess.pool.capacity import whole_count
 from ess.pool.disk.tier import DiskTier
 from ess.units import PAGE_ROWS, div_ceil
 
-
 QUERY_MAX: Final = 1
 """Of a step: a stage runs none."""
 

@@ -6,8 +6,8 @@ frame. Reports are taken between the lead's own layers and acted on between its 
 
 Every obeyed frame comes back with what is free in the stage's pools; this must equal what was free
 here after the same orders. A micro-batch leaves before this stage has obeyed it: a stage that is
-done with it earlier is compared at its next frame. A stage that differs, is lost, or has orders and makes no progress for
-the stage timeout ends the group: StageLost names it.
+done with it earlier is compared at its next frame. A stage that differs, is lost, or has orders and
+makes no progress for the stage timeout ends the group: StageLost names it.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Stages:
     # ---- orders
 
     def order(self, order: Order, hidden: Tensor | None = None, *, is_obeyed: bool = True) -> None:
-        """This stage has just obeyed the order, or will have when `obeyed` is called; the others get
-        it with the next `flush`. Behind a Text nothing is known: its prompt is open here already."""
+        """This stage has just obeyed the order, or will have when `obeyed` is called; the others
+        get it with the next `flush`. Behind a Text nothing is known: its prompt is open here."""
         if self.count > 1:
             is_known = is_obeyed and not isinstance(order, Text)
             self._newest = _Behind(self._free() if is_known else None)

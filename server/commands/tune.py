@@ -101,8 +101,8 @@ def tune(
 def _prompt_of(settings: Settings, checkpoint: Checkpoint, text: str) -> int:
     if is_device(settings.device):
         raise BadInput(
-            f"device is {settings.device}: tune times layers that compute on the host; for stages on"
-            " devices compare runs of a few settings"
+            f"device is {settings.device}: tune times layers that compute on the host; for stages"
+            " on devices compare runs of a few settings"
         )
     if settings.nnodes > 1 or settings.team_size > 1:
         raise BadInput(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import urllib.request
 from pathlib import Path
 
@@ -12,14 +13,18 @@ import pytest
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
+from ess.engine.process.messages import Add, Handoff, Status
 from ess.engine.tokens.sampling import Sampling
 from ess.models.load import load_model
 from ess.server.commands import cli, doctor
 from ess.server.commands.start.checkpoint import embedded_path
+from tests.pd.pairs import SECRET
 from tests.pd.processes import adds, engines, handed_over, introduce
+from tests.prefill.processes import pipeline
 from tests.server.harness import TOKENIZER, until
 from tests.support import beside
 from tests.support.process import ROOT, Process
+from tests.support.routers import ask
 
 FOLDER = Path(__file__).with_name("beside")
 GRAPHS = ("--graph-sizes", "1", "--modes", "none")
@@ -101,6 +106,78 @@ def test_processes_hand_prompts_over(
         assert [decode.tokens(number) for number in (0, 1)] == expected(*prompts)
         assert [prefill.reason(number) for number in (0, 1)] == ["sent"] * 2
         decode.until(lambda _: decode.status.handoff.landed_count == len(prompts))
+
+
+def asked(process: Process, **kv: object) -> dict[str, object]:
+    body = {"prompt": PROMPT, "max_tokens": MADE, "temperature": 0, "kv_transfer_params": kv}
+    answer = ask(f"{process.url}/v1/completions", body)
+    assert answer.status == 200, answer
+    return answer.document
+
+
+def test_a_pipeline_behind_a_server_makes_prompts_for_a_worker_of_the_host(told: dict[str, str]):
+    """Two stages share the device, each in a process of its own."""
+    secret, same = {"ESS_PEER_SECRET": SECRET}, ("--form", "f32", "--row", "f32")
+    stages = ("--device", "cuda", "--pp-size", "2", "--pp-devices", "0,0", "--chunk-tokens", "32")
+    with (
+        Process(*stages, *same, command="prefill", **told, **secret) as prefill,
+        Process("--peers", f"127.0.0.1:{prefill.port}", *same, command="decode", **secret) as decode,
+    ):
+        first, last = prefill.greeting["memory"]["stages"]
+        assert first["name"] == "stage 0 (layers 0 to 2) on cuda:0, emulated"
+        assert 0 < first["room"] == last["room"] < first["free"] // 2
+        for process in (prefill, decode):
+            until(lambda at=process: at.status("/ready") == 200, "both workers", within_s=300)
+        made = asked(prefill, do_remote_decode=True, do_remote_prefill=False)
+        answer = asked(decode, **made["kv_transfer_params"])
+        [wanted] = expected(PROMPT)
+        assert answer["choices"][0]["text"] == TOKENIZER.decode(wanted)
+        [peer] = ask(f"{decode.url}/server_info").document["peers"]
+        assert peer["landed"] == 1, peer
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("takes", ["cpu", "cuda"])
+def test_processes_of_a_pipeline_hand_prompts_over(
+    takes: str, told: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    there = {"device": "cuda", "backend": "cuda"}
+    kinds = {"cpu": {}, "cuda": {**there, "graphs": 0}}
+    prompts, wish = [PROMPT, PROMPT[5:]], Sampling(tokens_max=MADE)
+    rank = {"device": "cuda:0", "dynamic": True}
+    with (
+        engines(tmp_path, {"role": "decode", **kinds[takes]}) as [decode],
+        pipeline(tmp_path / "it", 2, rank=rank, chunk_tokens=32, **there) as lead,
+    ):
+        theirs, ours = lead.ready().metadata, decode.ready().metadata
+        peer = introduce(lead, decode, theirs, ours)
+        for add in adds(prompts, wish):
+            handed_over(add, lead, decode, uid=add.number + 1, peer=peer)
+        decode.ended(0, 1)
+        assert [decode.tokens(number) for number in (0, 1)] == expected(*prompts)
+        decode.until(lambda _: decode.status.handoff.landed_count == len(prompts))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_stage_on_a_device_ends_all(
+    lost: int, told: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    there = {"device": "cuda", "backend": "cuda"}
+    with pipeline(
+        tmp_path / "it", 2, rank={"device": "cuda:0"}, chunk_tokens=32, **there
+    ) as lead:
+        lead.ready()
+        lead.say(Add(0, PROMPT, Sampling(tokens_max=1), handoff=Handoff(1)))
+        lead.until(lambda message: isinstance(message, Status) and bool(message.requests))
+        os.kill(lead.ranks[lost].pid, signal.SIGKILL)
+        if lost:
+            assert "stage 1 (layers 3..5)" in lead.fault()
+        assert 0 not in lead.wait_all()
 
 
 @pytest.mark.long

@@ -48,7 +48,7 @@ from ess.units import PAGE_ROWS, div_ceil
 COMING: Final = HELD_MAX + 1
 """States that a stage may hold of the one before, and one that is being read."""
 LEAVING: Final = AHEAD_MAX + 2
-"""States that the next stage has not taken, one that waits for these, and one that is being made."""
+"""States that the next stage has not taken, one that waits for them, and one that is made."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):

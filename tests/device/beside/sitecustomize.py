@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-OF_AN_ENGINE = "ess.engine.process."
+OF_AN_ENGINE = ("ess.engine.process.", "ess.prefill.worker")
 
 if any(word.startswith(OF_AN_ENGINE) for word in sys.orig_argv):
     os.environ["ESS_EMULATED"] = os.environ["PRETENDED_DRIVER"]
