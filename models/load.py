@@ -46,8 +46,8 @@ def load_model(
     fp8. Nothing in the weights depends on `top_k`: it may be another than the checkpoint's.
     """
     place = torch.device(device)
-    if company is not None and (heads is not None or place.type != "cpu"):
-        raise BadInput("experts are divided among ranks on the CPU that have all heads")
+    if company is not None and heads is not None:
+        raise BadInput("experts are divided among ranks that have all heads")
     if form == "stored" and place.type == "cpu":
         raise BadInput("form 'stored' is for a device; on the CPU weights are in 'bf16' or 'f32'")
     with Checkpoint(path, links=links) as checkpoint:

@@ -55,6 +55,7 @@ class Model:
         part = range(c.layer_count) if layers is None else layers
         check_part(c.groups, c.layer_count, part.start, part.stop)
         self.config = c
+        self.company = company
         self.is_first, self.is_last = part.start == 0, part.stop == c.layer_count
         table = self._table_of(source)
         self._embedding = None if table is None else plain(table)

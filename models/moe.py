@@ -143,19 +143,23 @@ class Moe:
         does not depend on which other tokens chose the same experts, beyond the products' rounding.
         """
         if self._company is not None:
-            return self._through_company(x, routing)
+            return self._through_company(self._company, x, routing)
         limit = self._config.expert_limit
         return routed.experts(_products, x, *routing, self._gate_up, self._down, limit)
 
-    def _through_company(self, x: Tensor, routing: Routing) -> Tensor:
-        journey = self.depart(x, routing)
-        assert journey is not None, "the experts are divided"
-        journey.send()
-        inner = self.up(x, routing, journey.arrive())
-        whole = range(self.own_count)
-        self.down(inner, whole)
-        self.give_back(inner, whole, journey)
-        return self.collect(inner, routing, journey)
+    def _through_company(self, company: Company, x: Tensor, routing: Routing) -> Tensor:
+        """Cut by cut, so that what comes from all ranks at a time stays small."""
+        made, whole, cuts = [], range(self.own_count), company.cuts(len(x))
+        for cut in cuts:
+            part = slice(cut.start, None if cut is cuts[-1] else cut.stop)
+            chosen = Routing(routing.experts[part], routing.weights[part])
+            journey = self._departed(company, x[part], chosen, cut)
+            journey.send()
+            inner = self.up(x[part], chosen, journey.arrive())
+            self.down(inner, whole)
+            self.give_back(inner, whole, journey)
+            made.append(self.collect(inner, chosen, journey))
+        return made[0] if len(made) == 1 else torch.cat(made)
 
     @property
     def is_divided(self) -> bool:
@@ -174,8 +178,12 @@ class Moe:
         """Begins what `up` waits for; None where all experts are here."""
         if self._company is None:
             return None
+        [whole] = self._company.cuts(len(x))
+        return self._departed(self._company, x, routing, whole)
+
+    def _departed(self, company: Company, x: Tensor, routing: Routing, cut: range) -> Journey:
         kept = x.to(routed.product_type(self._gate_up[0]))
-        return self._company.depart(kept, routing.experts, layer=self._number)
+        return company.depart(kept, *routing, layer=self._number, cut=cut)
 
     def up(self, x: Tensor, routing: Routing, guests: Guests | None = None) -> Inner:
         weights, scales = self._gate_up
@@ -211,15 +219,13 @@ class Moe:
     def give_back(self, inner: Inner, experts: range, journey: Journey | None) -> None:
         """What these experts have made goes to the ranks of its tokens."""
         if journey is not None:
-            first, stop = (int(inner.edges[at]) for at in (experts.start, experts.stop))
-            journey.give_back(inner.outer[first:stop], inner.order[first:stop], experts)
+            journey.give_back(inner.outer, inner.order, inner.edges, experts)
 
     def collect(self, inner: Inner, routing: Routing, journey: Journey | None = None) -> Tensor:
         """Each token's weighted sum, float32, of what all its experts made for it."""
         if journey is None:
             return routed.collected(inner.outer, inner.order, routing.weights)
-        made = journey.collect(inner.outer.dtype, self._config.hidden_dim)
-        return routed.summed(made, routing.weights)
+        return journey.collect(inner.outer.dtype, self._config.hidden_dim)
 
     def shared(self, x: Tensor) -> Tensor:
         assert self._shared is not None, "this model has no shared experts"

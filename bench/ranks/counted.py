@@ -37,6 +37,13 @@ class CountedTeam:
         self.sent_bytes += sum(given) - given[self.rank]
         return self._team.start(content, given, due)
 
+    def spread(self, content: Tensor) -> Coming:
+        self.sent_bytes += len(content) * (self.size - 1)
+        return self._team.spread(content)
+
+    def check(self) -> None:
+        self._team.check()
+
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
         return self._team.broadcast(content, root)
 

@@ -68,6 +68,14 @@ class LateTeam:
         self._line.send(self.rank, number, sum(given) - given[self.rank])
         return _Late(self, self._team.start(content, given, due), self._line, number)
 
+    def spread(self, content: Tensor) -> Coming:
+        number, self._number = self._number, self._number + 1
+        self._line.send(self.rank, number, len(content) * (self.size - 1))
+        return _Late(self, self._team.spread(content), self._line, number)
+
+    def check(self) -> None:
+        self._team.check()
+
     def sleep_until(self, due_s: float) -> None:
         left_s = due_s - time.monotonic()
         if left_s > 0:

@@ -19,15 +19,17 @@ of the exchange in the step, and the layer. A rank that receives another place e
 instead of taking one layer's tokens for another's.
 
 Sizes are known before data is received: of lines by their counts, of outputs because the receiver
-has asked for them. Nothing waits for a count of outputs.
+has asked for them. Nothing waits for a count of outputs. On a device the host learns no count in a
+step: there `experts.fixed` has the exchanges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ from ess.comm.experts.loads import Loads
 from ess.comm.experts.placement import Placement, Places
 from ess.comm.tensors import as_bytes
 from ess.errors import EssError
+from ess.kernels.experts import summed
 
 if TYPE_CHECKING:
     from ess.comm.team import Coming, Team
@@ -70,6 +73,32 @@ class Traffic:
     back_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """The most tokens that any rank brings to an exchange of this step: of its decode batch, of the
+    larger half of that, of prompts."""
+
+    batch: int = 0
+    half: int = 0
+    chunk: int = 0
+
+
+class Journey(Protocol):
+    """One exchange: a rank's tokens travel to their experts and back; other ranks' tokens come."""
+
+    def send(self) -> None: ...
+    def arrive(self) -> Guests:
+        """All tokens that go to this rank's experts."""
+
+    def give_back(self, outer: Tensor, order: Tensor, edges: Tensor, block: range) -> None:
+        """Sends back what the experts at the places `block` have made: their lines of `outer`,
+        between `edges`; `order` says of which pair of Guests each line is. Blocks are the same on
+        all ranks."""
+
+    def collect(self, dtype: torch.dtype, width: int) -> Tensor:
+        """Each token's weighted sum of what all its experts have made, float32 [n, width]."""
+
+
 class Company:
     """Begins the exchanges of a rank, in order, in the thread that runs the step."""
 
@@ -79,25 +108,47 @@ class Company:
         self.team = team
         self.traffic = Traffic()
         self.loads = Loads(self.places.usual.expert_count)
+        self.rooms = Rooms()
         self._step = self._number = 0
 
     def own(self, layer: int) -> tuple[int, ...]:
         """The experts of this rank, by place."""
         return self.places.of(layer).places[self.team.rank]
 
-    def enter(self, step: int) -> None:
-        """Every rank is at the head of this step."""
+    def enter(self, step: int, rooms: Rooms) -> None:
+        """Every rank is at the head of this step, which has these rooms."""
         self._step, self._number = step, 0
+        self.rooms = rooms
 
-    def depart(self, tokens: Tensor, experts: Tensor, *, layer: int) -> Journey:
-        """Begins an exchange: `tokens` [n, width] go to `experts` [n, per_token] of this layer."""
+    @contextmanager
+    def in_halves(self) -> Iterator[None]:
+        """What departs meanwhile is one half of the decode batch or the other."""
+        yield
+
+    def turn_to_prompts(self) -> None:
+        """What departs from now on in this step are tokens of prompts."""
+
+    def cuts(self, count: int) -> list[range]:
+        """In which parts so many tokens depart, one exchange for each: as many on every rank."""
+        return [range(count)]
+
+    def depart(
+        self, tokens: Tensor, experts: Tensor, weights: Tensor, *, layer: int, cut: range
+    ) -> Journey:
+        """Begins an exchange: of `tokens` [n, width] those of this cut go to `experts` [n,
+        per_token] of this layer, whose outputs count by `weights`."""
         assert len(tokens) == len(experts), f"{len(tokens)} tokens, {len(experts)} choices"
-        where = self._step, self._number, layer
-        self._number += 1
         self.traffic.exchange_count += 1
         self.traffic.token_count += len(tokens)
         self.loads.count(layer, experts)
-        return Journey(self, tokens, experts, where)
+        return self._journey(tokens, experts, weights, layer=layer, cut=cut)
+
+    def _journey(
+        self, tokens: Tensor, experts: Tensor, weights: Tensor, *, layer: int, cut: range
+    ) -> Journey:
+        where = self._step, self._number, layer
+        self._number += 1
+        return CountedJourney(self, tokens, experts, weights, where)
 
     def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
         return self.team.start(as_bytes(content), given, due)
@@ -106,15 +157,20 @@ class Company:
         return sum(sizes) - sizes[self.team.rank]
 
 
-class Journey:
-    """One exchange: a rank's tokens travel to their experts and back; other ranks' tokens come."""
+class CountedJourney:
+    """`Journey` on a CPU: counts go first."""
 
     def __init__(
-        self, company: Company, tokens: Tensor, experts: Tensor, where: tuple[int, int, int]
+        self,
+        company: Company,
+        tokens: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        where: tuple[int, int, int],
     ) -> None:
         self._company = company
         self._tokens = tokens
-        self._shape = experts.shape
+        self._weights = weights
         self._where = where
         placement = company.places.of(where[-1])
         size, each = company.team.size, placement.place_count
@@ -168,33 +224,31 @@ class Journey:
         self._guest_places = asked[lines, columns].long()
         return Guests(tokens, lines, self._guest_places)
 
-    def give_back(self, made: Tensor, pairs: Tensor, block: range) -> None:
-        """Sends back `made`: a line for each of these pairs of Guests, in any order, from all
-        experts at the places `block`. Blocks are the same on all ranks."""
-        ordered, order = pairs.sort()
-        edges = torch.searchsorted(ordered, self._pair_edges).tolist()
-        content = made[order].contiguous()
+    def give_back(self, outer: Tensor, order: Tensor, edges: Tensor, block: range) -> None:
+        first, stop = int(edges[block.start]), int(edges[block.stop])
+        made, (ordered, back) = outer[first:stop], order[first:stop].sort()
+        ends = torch.searchsorted(ordered, self._pair_edges).tolist()
+        content = made[back].contiguous()
         mine = self._own_places.flatten()[self._pairs]
         is_due = (mine >= block.start) & (mine < block.stop)
         size, width = self._company.team.size, made.shape[1] * made.element_size()
         due_counts = torch.bincount(self._pair_ranks[is_due], minlength=size).tolist()
-        given = [(stop - start) * width for start, stop in pairwise(edges)]
+        given = [(stop - start) * width for start, stop in pairwise(ends)]
         due = [count * width for count in due_counts]
         self._company.traffic.back_bytes += self._company.abroad(given)
         coming = self._company.start(content, given, due)
         self._returns.append((coming, self._pairs[is_due]))
 
     def collect(self, dtype: torch.dtype, width: int) -> Tensor:
-        """Waits for all outputs for this rank's tokens: float32 [n, per_token, width],
-        unweighted."""
-        count, per_token = self._shape
+        """Waits for all outputs for this rank's tokens, and adds them up as a single rank does."""
+        count, per_token = self._weights.shape
         placed = torch.empty((count * per_token, width), dtype=torch.float32)
         found = 0
         for coming, pairs in self._returns:
             placed[pairs] = coming.wait().view(dtype).view(-1, width).float()
             found += len(pairs)
         assert found == len(placed), f"{found} of {len(placed)} lines came back"
-        return placed.view(count, per_token, width)
+        return summed(placed.view(count, per_token, width), self._weights)
 
 
 def _lines(values: Tensor) -> Tensor:

@@ -237,6 +237,13 @@ class LocalTeam:
             self._house.changed.notify_all()
         return LocalComing(self._house, self._posts, number, self.rank, list(due))
 
+    def spread(self, content: Tensor) -> Coming:
+        sizes = [len(content)] * self.size
+        return self.start(content.repeat(self.size), sizes, sizes)
+
+    def check(self) -> None:
+        self._house.check()
+
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
         return self._share(content, lambda slots: bytes(slots[root]))
 

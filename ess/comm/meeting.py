@@ -330,7 +330,7 @@ class Meeting:
         try:
             if device.type == "cpu":
                 return gloo_group(store, rank, size, host=host, timeout_s=timeout_s)
-            return nccl_group(store, rank, size, timeout_s=timeout_s)
+            return nccl_group(store, rank, size, device=device)
         except (dist.DistError, RuntimeError) as wrong:
             raise Unavailable(f"{self._place.where}: {name} was not connected: {wrong}") from wrong
 

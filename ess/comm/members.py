@@ -2,6 +2,11 @@
 
 Sizes go before contents, unless the caller knows them. A collective that fails, or that another
 rank's failure ends, raises LinkLost; a member missing for `patience_s` ends the group.
+
+On a device nobody waits: a collective is queued behind the current stream, on a stream of NCCL's
+own, and `Coming.wait` makes the current stream wait for it. So a step's collectives run beside its
+compute, and are captured with it. When the group ends they are aborted, and the device goes on with
+bytes that mean nothing: a caller asks `check` before it believes them.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ _SIZES: Final = DIMS_MAX + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
-    """`host` for bytes and sizes; `tensors` for tensors on the device: gloo's own on a CPU."""
+    """`host` for all that lies on the host; `tensors` for what lies on the device: the same group
+    on a CPU."""
 
     host: Any
     tensors: Any
@@ -44,7 +50,7 @@ class WiredComing:
         self._content = content
 
     def wait(self) -> Tensor:
-        self._team.end(self._work)
+        self._team.end(self._work, self._came)
         return self._came
 
 
@@ -105,10 +111,17 @@ class WiredTeam:
     def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
         check_parts(self, content, given, due)
         came = content.new_empty(sum(due))
-        work = self._guarded(
-            lambda: self._tensors.alltoall_base(came, content, list(due), list(given))
-        )
+        group = self._group_of(content)
+        work = self._guarded(lambda: group.alltoall_base(came, content, list(due), list(given)))
         return WiredComing(self, work, came, content)
+
+    def spread(self, content: Tensor) -> Coming:
+        came, group = content.new_empty(self.size * len(content)), self._group_of(content)
+        work = self._guarded(lambda: group._allgather_base(came, content))
+        return WiredComing(self, work, came, content)
+
+    def check(self) -> None:
+        self._ending.check()
 
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
         if self.rank == root and len(content) > HEAD_BYTES_MAX:
@@ -140,25 +153,28 @@ class WiredTeam:
         return [torch.Size(row[1 : 1 + row[0]]) for row in came.tolist()]
 
     def _gather(self, content: Tensor, counts: list[int]) -> Tensor:
-        whole = content.new_empty(sum(counts))
+        whole, group = content.new_empty(sum(counts)), self._group_of(content)
         if len(set(counts)) == 1:
             if counts[0]:
-                self._run(lambda: self._tensors._allgather_base(whole, content))
+                self.end(self._guarded(lambda: group._allgather_base(whole, content)), whole)
             return whole
         given = [content.numel()] * self.size
         return self._exchange(content.repeat(self.size), given, counts)
 
     def _exchange(self, content: Tensor, given: list[int], due: list[int]) -> Tensor:
-        came = content.new_empty(sum(due))
-        self._run(lambda: self._tensors.alltoall_base(came, content, due, given))
-        return came
+        return self.start(content, given, due).wait()
+
+    def _group_of(self, content: Tensor) -> Any:
+        return self._tensors if content.is_cuda else self._host
 
     def _run(self, begin: Callable[[], Any]) -> None:
-        self.end(self._guarded(begin))
-
-    def end(self, work: Any) -> None:
-        """Waits for an exchange that has begun."""
+        work = self._guarded(begin)
         self._guarded(lambda: work.wait(self._patience))
+
+    def end(self, work: Any, came: Tensor) -> None:
+        """Waits for an exchange that has begun; on a device only the current stream does: given a
+        limit of time, NCCL's `wait` would make the host wait."""
+        self._guarded(work.wait if came.is_cuda else lambda: work.wait(self._patience))
 
     def _guarded(self, act: Callable[[], Any]) -> Any:
         self._ending.check()

@@ -54,6 +54,15 @@ class Team(Protocol):
         `content` must not change.
         """
 
+    def spread(self, content: Tensor) -> Coming:
+        """Begins to send the flat bytes of `content` to every member: all send equally many, and
+        all know how many. Otherwise like `start`."""
+
+    def check(self) -> None:
+        """LinkLost if a member is lost. What came from a device's exchange counts only if this
+        passes when the host has waited for it: a lost member's exchange ends with no one's bytes.
+        """
+
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
         """The root's bytes; other members' `content` is ignored."""
 
@@ -97,6 +106,12 @@ class OneTeam:
 
     def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
         return Come(content)
+
+    def spread(self, content: Tensor) -> Coming:
+        return Come(content)
+
+    def check(self) -> None:
+        return
 
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
         return content

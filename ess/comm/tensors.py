@@ -39,6 +39,7 @@ SHAPE_BYTES: Final = _SHAPE.size
 _BREAK_TAG: Final = 1
 _BREAK_WAIT: Final = timedelta(milliseconds=1)
 _POLL_S: Final = 50e-6
+NCCL_S: Final = 3600.0
 
 
 def pack_shape(tensor: Tensor | None) -> bytes:
@@ -137,9 +138,11 @@ def gloo_group(store: Any, rank: int, size: int, *, host: str, timeout_s: float)
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def nccl_group(store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
+def nccl_group(store: Any, rank: int, size: int, *, device: torch.device) -> Any:
+    """NCCL's own watch ends the process, without a word; `wake` comes long before it does."""
     if not dist.is_nccl_available():
         raise Unavailable("this torch has no NCCL: tensors on CUDA cannot travel between ranks")
+    torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=NCCL_S)
     return dist.ProcessGroupNCCL(store, rank, size, options)

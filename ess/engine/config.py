@@ -316,7 +316,7 @@ def _check_ranks(config: ProcessConfig) -> None:
             " prompts beside one another"
         )
     if config.device != "cpu":
-        raise BadInput(f"dp_size is {size}, and device is {config.device}: so far it must be cpu")
+        _check_device_ranks(config)
     if config.deterministic:
         raise BadInput(
             f"dp_size is {size}, and deterministic is set: what an expert makes of a token is"
@@ -324,6 +324,19 @@ def _check_ranks(config: ProcessConfig) -> None:
         )
     if rank >= 0 and not config.dist_init_addr:
         raise BadInput(f"dist_init_addr is missing: {size} ranks must know where they meet")
+
+
+def _check_device_ranks(config: ProcessConfig) -> None:
+    if config.sbo == "combine-down":
+        raise BadInput(
+            f"sbo is combine-down, dp_size {config.dp_size} and device {config.device}: a device"
+            " sends a sum of all its experts, so no block of them leaves before the others"
+        )
+    if config.device != "cuda" and config.processes_here > 1:
+        raise BadInput(
+            f"device is {config.device}, and {config.processes_here} ranks start here: with `cuda`"
+            " each takes the device of its place on this machine"
+        )
 
 
 def _check_one_place(config: ProcessConfig) -> None:

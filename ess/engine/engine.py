@@ -398,6 +398,7 @@ class Engine:
         spans = [span_of(chunk) for chunk in chunks]
         on_layer = self._handoffs.while_made(chunks)
         prefilled = self._way.prefilled(self.runner, spans, on_layer)
+        self._ranks.check()
         scored = tuple(score(*each) for each in zip(prefilled, chunks, strict=True))
         seconds = self._clock.now_s() - started_s
         tokens = sum(chunk.count for chunk in chunks)

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.company import Company, OutOfStep
+from ess.comm.company import Company, OutOfStep, Rooms
 from ess.comm.experts.placement import Placement, even
 from ess.comm.link import LinkLost
 from ess.comm.local import local_group
 from ess.errors import BadInput
+from ess.kernels.experts import by_expert
 from tests.comm.test_local import each
 
 EXPERTS, PER_TOKEN = 12, 4
@@ -37,19 +39,30 @@ def made_by(expert: int, lines: Tensor) -> Tensor:
     return torch.cat((lines, torch.full((len(lines), 1), expert, dtype=lines.dtype)), 1)
 
 
-def through(company: Company, given: Tensor, asked: Tensor, blocks: Sequence[range]) -> Tensor:
-    journey = company.depart(given, asked, layer=3)
+def through(
+    company: Company, given: Tensor, asked: Tensor, blocks: Sequence[range], column: int = 0
+) -> Tensor:
+    """What the experts of this column have made: only they count."""
+    weights = torch.zeros(asked.shape)
+    weights[:, column] = 1.0
+    return summed_by(company, given, asked, weights, blocks)
+
+
+def summed_by(
+    company: Company, given: Tensor, asked: Tensor, weights: Tensor, blocks: Sequence[range]
+) -> Tensor:
+    """Lines that are not to be read are NaN."""
+    [whole] = company.cuts(len(given))
+    journey = company.depart(given, asked, weights, layer=3, cut=whole)
     journey.send()
-    guests = journey.arrive()
-    order = guests.places.argsort(stable=True)
+    guests, own = journey.arrive(), company.own(3)
+    order, ends = by_expert(guests.places, len(own))
+    outer = given.new_full((len(order), given.shape[1] + 1), torch.nan)
+    for line, pair in enumerate(order[: int(ends[-1])].tolist()):
+        token = guests.tokens[guests.lines[pair]][None]
+        outer[line] = made_by(own[int(guests.places[pair])], token)[0]
     for block in blocks:
-        mine = [at for at in order.tolist() if int(guests.places[at]) in block]
-        lines = [
-            made_by(company.own(3)[int(guests.places[at])], guests.tokens[guests.lines[at]][None])
-            for at in mine
-        ]
-        none = given.new_empty(0, given.shape[1] + 1)
-        journey.give_back(torch.cat([none, *lines]), torch.tensor(mine, dtype=torch.long), block)
+        journey.give_back(outer, order, F.pad(ends, (1, 0)), block)
     return journey.collect(given.dtype, given.shape[1] + 1)
 
 
@@ -65,29 +78,27 @@ def in_blocks(placement: Placement, count: int) -> list[range]:
 def test_every_line_comes_back_from_its_expert(
     placement: Placement, dtype: torch.dtype, block_count: int
 ) -> None:
-    """Ranks with many tokens, with one and with none, three layers in turn."""
+    """Ranks with many tokens, with one and with none, four layers in turn."""
     blocks = in_blocks(placement, block_count)
 
     def act(group) -> list[tuple[Tensor, Tensor]]:
         company, results = Company(group.team, placement), []
-        for turn in range(3):
+        for turn in range(PER_TOKEN):
             count = (31, 1, 0, 5)[(group.rank + turn) % 4]
             seed = 10 * group.rank + turn
             given, asked = tokens(count, seed, dtype), chosen(count, seed)
             expected = [
-                made_by(int(expert), token[None])[0]
+                made_by(int(line[turn]), token[None])[0]
                 for token, line in zip(given, asked, strict=True)
-                for expert in line
             ]
-            results.append((through(company, given, asked, blocks), expected))
+            results.append((through(company, given, asked, blocks, turn), expected))
         return results
 
     size = placement.rank_count
     for result in each(local_group(size, team=size), act):
         assert isinstance(result, list), result
         for came, expected in result:
-            flat = came.flatten(0, 1)
-            pairs = zip(flat, expected, strict=True)
+            pairs = zip(came, expected, strict=True)
             assert all(line.equal(wanted.float()) for line, wanted in pairs)
 
 
@@ -144,7 +155,7 @@ def alone(act: Callable[[Company], object], *, rank: int) -> Callable[[object], 
 
     def run(group) -> object:
         company = Company(group.team, even(EXPERTS, 2))
-        company.enter(5)
+        company.enter(5, Rooms())
         if group.rank == rank:
             return act(company)
         return through(company, tokens(2, 0), chosen(2, 0), in_blocks(company.places.usual, 1))
@@ -152,13 +163,18 @@ def alone(act: Callable[[Company], object], *, rank: int) -> Callable[[object], 
     return run
 
 
+def begun(company: Company, *, layer: int) -> None:
+    [whole], weights = company.cuts(1), torch.ones(1, PER_TOKEN)
+    company.depart(tokens(1, 0), chosen(1, 0), weights, layer=layer, cut=whole).send()
+
+
 def test_a_rank_at_another_layer_or_step_is_named_by_all() -> None:
     def elsewhere(company: Company) -> None:
-        company.depart(tokens(1, 0), chosen(1, 0), layer=4).send()
+        begun(company, layer=4)
 
     def earlier(company: Company) -> None:
-        company.enter(4)
-        company.depart(tokens(1, 0), chosen(1, 0), layer=3).send()
+        company.enter(4, Rooms())
+        begun(company, layer=3)
 
     groups = local_group(2, team=2, patience_s=30)
     results = each(groups, alone(elsewhere, rank=1))

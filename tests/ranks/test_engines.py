@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from ess.comm.company import Rooms
 from ess.engine.ranks.accord import Accord, Wish, agreed
 from ess.engine.step.tuning import Tuning
 from tests.model.test_engine import expected
@@ -102,12 +103,13 @@ def test_steps_launched_ahead_stay_in_step():
 def test_one_step_of_accord():
     """A step as it may be: two decode, one has a chunk, one has nothing."""
     wishes = [
-        Wish(token_count=6, draft_count=2, splits=True),
-        Wish(token_count=2, chunk_tokens=48, draft_count=1),
+        Wish(token_count=6, half_count=4, draft_count=2, splits=True),
+        Wish(token_count=2, half_count=2, chunk_tokens=48, draft_count=1),
         Wish(leaves=True),
     ]
     made = agreed(wishes)
-    assert made == Accord(token_max=6, draft_count=1, splits=True, has_chunks=True, all_leave=False)
+    rooms = Rooms(batch=6, half=4, chunk=48)
+    assert made == Accord(rooms=rooms, draft_count=1, splits=True, all_leave=False)
     assert made == agreed(wishes[::-1])
     assert agreed([wishes[1], wishes[2]]).splits is False
     assert agreed([Wish(), wishes[2]]).is_quiet

@@ -55,15 +55,26 @@ class Placement:
     def at(self, experts: Tensor, *, first: int) -> Tensor:
         """The place for each of these experts [tokens, per_token], as rank times `place_count` plus
         place. Tokens, numbered from `first` on, take copies in turn."""
-        numbers, counts = self._table
+        numbers, counts = self.table(experts.device)
         if numbers.shape[1] == 1:
             return numbers[:, 0][experts]
-        tokens = torch.arange(first, first + len(experts))[:, None]
+        tokens = torch.arange(first, first + len(experts), device=experts.device)[:, None]
         return numbers[experts, tokens % counts[experts]]
+
+    def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The places of each expert, ascending, and how many it has. The first call for a device
+        waits for it."""
+        if device not in self._tables:
+            numbers, counts = self._table
+            self._tables[device] = numbers.to(device), counts.to(device)
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
 
     @cached_property
     def _table(self) -> tuple[Tensor, Tensor]:
-        """The places of each expert, ascending, and how many it has."""
         found: list[list[int]] = [[] for _ in range(self.expert_count)]
         for rank, own in enumerate(self.places):
             for place, expert in enumerate(own):

@@ -16,7 +16,7 @@ from typing import Final
 from ess.clock import Clock
 from ess.engine.graphs.replays import EAGER_STEPS, Fit, Replays
 from ess.engine.plan import Turn
-from ess.engine.ranks.accord import Alone, Wish
+from ess.engine.ranks.accord import Ranks, Wish
 from ess.engine.request import Request
 from ess.engine.step.decode import launch, learn
 from ess.engine.step.feeding import Future
@@ -49,6 +49,7 @@ def rehearse(
     *,
     width: int,
     draft_count: int,
+    ranks: Ranks,
     clock: Clock,
     tell: Callable[[str], None],
 ) -> None:
@@ -57,7 +58,7 @@ def rehearse(
     with runner.tuning.uncounted(), runner.verifier.off():
         for kind in kinds(runner, replays, width):
             if not replays.is_full and replays.has_bytes(sum(kind.counts)):
-                _capture(runner, future, replays, kind, draft_count)
+                _capture(runner, future, replays, kind, draft_count, ranks)
     replays.rehearsed()
     runner.offload.drain()
     made, size = replays.captured_count, format_bytes(replays.byte_count)
@@ -87,6 +88,7 @@ def _capture(
     replays: Replays,
     kind: Kind,
     draft_count: int,
+    ranks: Ranks,
 ) -> None:
     """In the step behind those that load what it needs; with times behind the one without."""
     request = Request(number=0, prompt=[0], sampling=kind.sampling)
@@ -101,12 +103,12 @@ def _capture(
             replays,
             (Turn(request, kind.count),),
             brought=Wish(draft_count=draft_count),
-            ranks=Alone(),
+            ranks=ranks,
             way=Here(),
             lap=DeviceLap(),
-            fit=Fit(kind.counts),
+            fit=Fit(kind.counts, kind.counts),
             vector=kind.vector,
         )
-        learn(future, flight)
+        learn(future, flight, ranks)
     future.forget(line)
     opened.close()

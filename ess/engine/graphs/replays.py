@@ -63,9 +63,11 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a step runs: padded to a bucket, so that it may be a graph; or for a cause as it is."""
+    """How a step runs: padded to a bucket, so that it may be a graph; or for a cause as it is.
+    Other ranks make room for a step of this `shape`, so that they need no graph for other sizes."""
 
     counts: tuple[int, ...]
+    shape: tuple[int, ...]
     cause: Cause | None = None
 
 
@@ -123,10 +125,10 @@ class Replays:
     def fit(self, turns: Sequence[Turn], width: int) -> Fit:
         """Before the step begins; `width` is what requests with all their drafts bring."""
         own = tuple(turn.count for turn in turns)
-        if any(turn.request.sampling.changes_logits for turn in turns):
-            return Fit(own, "host logits")
         bucket = self.bucket(own, width)
-        return Fit(bucket) if bucket else Fit(own, "no bucket")
+        if any(turn.request.sampling.changes_logits for turn in turns):
+            return Fit(own, bucket or own, "host logits")
+        return Fit(bucket, bucket) if bucket else Fit(own, own, "no bucket")
 
     def bucket(self, counts: Sequence[int], width: int) -> tuple[int, ...]:
         return bucket_of(counts, self.sizes, query_max=self._query_max, width=width)

@@ -43,6 +43,7 @@ class Lockstep:
 
     def __init__(self, group: Group, offload: Offload) -> None:
         self.latest = agreed([Wish(leaves=True)])
+        self.counts = True
         self.group = group
         self._offload = offload
         self._step = 0
@@ -62,6 +63,12 @@ class Lockstep:
     @property
     def latent(self) -> LatentPool:
         return self._offload.owner.pools.latent
+
+    def turn_to_prompts(self) -> None:
+        return
+
+    def check(self) -> None:
+        return
 
     def line(self) -> None:
         """Each process has all experts of its layers."""

@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import torch
 import zmq
 
 from ess import console
 from ess.clock import Clock, RealClock
 from ess.comm.company import Company
+from ess.comm.experts.fixed import FixedCompany
 from ess.comm.experts.loads import WINDOW_STEPS
 from ess.comm.group import Group
 from ess.comm.meeting import join_group
+from ess.door.device.memory.uploads import Download
 from ess.engine.config import ProcessConfig
+from ess.engine.devices import is_device, ordinal_of
 from ess.engine.process.member import main, membership
 from ess.engine.process.messages import Launch
 from ess.engine.process.wire import SocketWire
@@ -36,7 +41,7 @@ from ess.models.weights.fingerprint import fingerprint
 
 JOIN_S: Final = 120.0
 LOAD_S: Final = 3600.0
-ALIKE: Final = ("mtp", "tbo", "sbo", "form", "dp_size", "redundant_experts")
+ALIKE: Final = ("mtp", "tbo", "sbo", "form", "backend", "dp_size", "redundant_experts")
 """Settings that all ranks must have in common: the order of the exchanges follows from them, and
 the values that they carry. Each of the others is a rank's own affair."""
 
@@ -49,6 +54,7 @@ def join(config: ProcessConfig, secret: str) -> Group:
         team=config.dp_size,
         timeout_s=JOIN_S,
         secret=secret.encode(),
+        device=config.device,
         patience_s=config.stage_timeout_s,
     )
 
@@ -62,6 +68,9 @@ def company_of(launch: Launch, group: Group) -> Company:
     places = agreed_places(
         group.team, config, redundant=told.redundant_experts, path=loads_file(told)
     )
+    if is_device(told.device):
+        home = torch.device("cuda", ordinal_of(told.device))
+        return FixedCompany(group.team, places, home, lambda there: Download(there).read)
     return Company(group.team, places)
 
 
@@ -77,10 +86,10 @@ def loaded(launch: Launch, group: Group, clock: Clock) -> Built:
     company = company_of(launch, group)
     record = recorder(launch.config, company)
     ranks = Many(company, on_meet=group.advance, on_census=record)
-    built = build(launch, clock, company=company, ranks=ranks)
     said = {name: str(getattr(launch.config, name)) for name in ALIKE}
-    greet(group, {**said, "model": fingerprint(launch.model).hex()})
-    return built
+    said["model"] = fingerprint(launch.model).hex()
+    meets = partial(greet, group, said)
+    return build(launch, clock, company=company, ranks=ranks, before_steps=meets)
 
 
 def recorder(config: ProcessConfig, company: Company) -> Callable[[], None]:

@@ -402,10 +402,15 @@ class Built:
 
 
 def build(
-    launch: Launch, clock: Clock, *, company: Company | None = None, ranks: Ranks | None = None
+    launch: Launch,
+    clock: Clock,
+    *,
+    company: Company | None = None,
+    ranks: Ranks | None = None,
+    before_steps: Callable[[], None] = lambda: None,
 ) -> Built:
     """The engine over the loaded weights; of several `ranks`, which divide the experts, this one's
-    share of them."""
+    share of them. `before_steps` is called when all is loaded and no step has run."""
     import torch
 
     chosen = launch.config
@@ -433,6 +438,7 @@ def build(
     port = open_port(launch, offload, clock)
     tokenizer = Tokenizer(launch.model)
     engine = Engine(model, offload, chosen, tokenizer=tokenizer, port=port, ranks=ranks)
+    before_steps()
     engine.rehearse(console.note)
     return Built(engine, port, config.vocab_size)
 

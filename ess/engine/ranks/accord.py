@@ -8,6 +8,8 @@ layers with experts, so all must know which of them there will be:
     drafts   so many times the MTP module's layer
     prompts  the layers with experts, and the MTP module's, if any rank has a prompt chunk
 
+and on a device also how large they are: as the largest batch, half and chunk of any rank.
+
 Each rank says what it brings, hears what all bring, and derives the accord by the same function of
 the same table: that is why they agree, with a single round. The step's halves are those of the rank
 with the most tokens, which the others wait for in any case; a rank that has fewer than two requests
@@ -22,7 +24,7 @@ from typing import Final, Protocol
 
 import torch
 
-from ess.comm.company import Company, OutOfStep
+from ess.comm.company import Company, OutOfStep, Rooms
 from ess.comm.experts.balance import balance
 from ess.comm.experts.loads import WINDOW_STEPS
 from ess.engine.process.messages import ExpertLine
@@ -33,10 +35,12 @@ TICK_S: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a rank brings: tokens that it decodes, and of prompts; drafts per request that it can
-    afford; whether its batch should run in two halves; whether it wants to end."""
+    """What a rank brings: tokens that it decodes, those of the larger half of its batch, and those
+    of prompts; drafts per request that it can afford; whether its batch should run in two halves;
+    whether it wants to end."""
 
     token_count: int = 0
+    half_count: int = 0
     chunk_tokens: int = 0
     draft_count: int = 0
     splits: bool = False
@@ -45,17 +49,26 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Accord:
-    """`token_max` is the largest decode batch of any rank; 0: nobody decodes."""
+    """`rooms` has the largest decode batch of any rank, 0 where nobody decodes, the largest half
+    and the largest chunk."""
 
-    token_max: int
+    rooms: Rooms
     draft_count: int
     splits: bool
-    has_chunks: bool
     all_leave: bool
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """How large the exchanges of what decodes are: a graph holds them."""
+        return self.rooms.batch, self.rooms.half if self.splits else 0
+
+    @property
     def decodes(self) -> bool:
-        return self.token_max > 0
+        return self.rooms.batch > 0
+
+    @property
+    def has_chunks(self) -> bool:
+        return self.rooms.chunk > 0
 
     @property
     def is_quiet(self) -> bool:
@@ -65,29 +78,40 @@ class Accord:
 def agreed(wishes: Sequence[Wish]) -> Accord:
     """
     >>> agreed([Wish(token_count=3, draft_count=2, splits=True), Wish(chunk_tokens=64)])
-    Accord(token_max=3, draft_count=2, splits=True, has_chunks=True, all_leave=False)
+    Accord(rooms=Rooms(batch=3, half=0, chunk=64), draft_count=2, splits=True, all_leave=False)
     """
     decoding = [wish for wish in wishes if wish.token_count]
     largest = max(decoding, key=lambda wish: wish.token_count, default=Wish())
     return Accord(
-        token_max=largest.token_count,
+        rooms=Rooms(
+            batch=largest.token_count,
+            half=max((wish.half_count for wish in wishes), default=0),
+            chunk=max((wish.chunk_tokens for wish in wishes), default=0),
+        ),
         draft_count=min((wish.draft_count for wish in decoding), default=0),
         splits=largest.splits,
-        has_chunks=any(wish.chunk_tokens for wish in wishes),
         all_leave=all(wish.leaves for wish in wishes),
     )
 
 
 class Ranks(Protocol):
-    """`latest` is what was agreed last."""
+    """`latest` is what was agreed last. `counts`: the choices of experts are those of requests."""
 
     latest: Accord
+    counts: bool
 
     @property
     def rest_s(self) -> float:
         """How long this rank may wait for requests before it meets the others again."""
 
     def meet(self, wish: Wish) -> Accord: ...
+
+    def turn_to_prompts(self) -> None:
+        """All that decodes in this step has been launched."""
+
+    def check(self) -> None:
+        """LinkLost if a rank is lost: asked when the host has waited for a device, before what came
+        from there is believed."""
 
     def line(self) -> ExpertLine | None:
         """None where all experts are here."""
@@ -100,17 +124,23 @@ class Alone:
 
     def __init__(self) -> None:
         self.latest = agreed([Wish(leaves=True)])
+        self.counts = True
 
     def meet(self, wish: Wish) -> Accord:
         decodes = wish.token_count > 0
         self.latest = Accord(
-            token_max=wish.token_count,
+            rooms=Rooms(wish.token_count, wish.half_count, wish.chunk_tokens),
             draft_count=wish.draft_count if decodes else 0,
             splits=wish.splits and decodes,
-            has_chunks=wish.chunk_tokens > 0,
             all_leave=True,
         )
         return self.latest
+
+    def turn_to_prompts(self) -> None:
+        return
+
+    def check(self) -> None:
+        return
 
     def line(self) -> None:
         return None
@@ -128,6 +158,7 @@ class Many:
         on_census: Callable[[], None] = lambda: None,
     ) -> None:
         self.latest = agreed([Wish()])
+        self.counts = True
         self._company = company
         self._on_meet = on_meet
         self._on_census = on_census
@@ -146,17 +177,28 @@ class Many:
         for rank, (step, *_) in enumerate(table):
             if step != self._step:
                 raise OutOfStep(f"rank {rank} is at step {step}, rank {team.rank} at {self._step}")
-        self._company.enter(self._step)
+        self.latest = agreed([_wish(*said) for _, *said in table])
+        self._company.enter(self._step, self.latest.rooms)
         self._step += 1
         self._on_meet()
-        self.latest = agreed([_wish(*said) for _, *said in table])
-        self._census()
+        if self.counts:
+            self._census()
+        else:
+            self._company.loads.forget()
         return self.latest
+
+    def turn_to_prompts(self) -> None:
+        self._company.turn_to_prompts()
+
+    def check(self) -> None:
+        self._company.team.check()
 
     def _census(self) -> None:
         """All ranks count steps alike, quiet ones not; what the last ones chose is told too."""
-        if self._busy_count == WINDOW_STEPS or (self.latest.all_leave and self._busy_count):
-            self._company.loads.share(self._company.team, self._busy_count)
+        is_last = self.latest.all_leave and self._busy_count > 0
+        if self._busy_count == WINDOW_STEPS or is_last:
+            loads, team = self._company.loads, self._company.team
+            loads.share(team, self._busy_count, is_last=self.latest.all_leave)
             self._busy_count = 0
             self._line = expert_line(self._company)
             self._on_census()
@@ -177,5 +219,12 @@ def expert_line(company: Company) -> ExpertLine:
     )
 
 
-def _wish(token_count: int, chunk_tokens: int, draft_count: int, splits: int, leaves: int) -> Wish:
-    return Wish(token_count, chunk_tokens, draft_count, bool(splits), bool(leaves))
+def _wish(
+    token_count: int,
+    half_count: int,
+    chunk_tokens: int,
+    draft_count: int,
+    splits: int,
+    leaves: int,
+) -> Wish:
+    return Wish(token_count, half_count, chunk_tokens, draft_count, bool(splits), bool(leaves))

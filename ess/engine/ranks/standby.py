@@ -8,6 +8,7 @@ to do, and are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from ess.overlap.stages import Run, finish
 from ess.overlap.timeline import Timeline
 
 Runs = Sequence[tuple[bool, Sequence[DecoderLayer]]]
+
+
+def in_halves(model: Model) -> AbstractContextManager[None]:
+    return nullcontext() if model.company is None else model.company.in_halves()
 
 
 class Standby:
@@ -45,7 +50,8 @@ class Standby:
     def decode(self, accord: Accord) -> None:
         for can_split, layers in self._runs:
             if accord.splits and can_split:
-                tbo.interleave(self.through(layers), self.through(layers))
+                with in_halves(self._model):
+                    tbo.interleave(self.through(layers), self.through(layers))
             else:
                 finish(self._whole(layers))
 
@@ -78,7 +84,7 @@ class Standby:
 
     @property
     def _none(self) -> Tensor:
-        return self._model.embed(torch.empty(0, dtype=torch.int64))
+        return self._model.embed(torch.empty(0, dtype=torch.int64, device=self._model.device))
 
     @property
     def _mtp(self) -> DecoderLayer:
@@ -87,4 +93,4 @@ class Standby:
 
     @property
     def _none_of_mtp(self) -> Tensor:
-        return torch.empty((0, self._model.config.hidden_dim))
+        return torch.empty((0, self._model.config.hidden_dim), device=self._model.device)

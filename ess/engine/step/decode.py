@@ -10,7 +10,7 @@ caller's thread; what it has said stays in the future map all the same until the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ess.door import Step
 from ess.engine.graphs.replays import Fit, Made, Replays
@@ -18,6 +18,7 @@ from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
 from ess.engine.ranks.accord import Ranks, Wish
 from ess.engine.step.feeding import Fed, Future, Outcome
+from ess.engine.step.half import half_tokens
 from ess.engine.step.laps import Lap
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import SeenRows
@@ -73,23 +74,27 @@ def launch(
     step = runner.offload.begin(sequences, query_counts=query_counts, room=room)
     fed = future.feed(step, turns, counts)
     course = runner.course(step, counts, vector)
-    wish = Wish(sum(counts), brought.chunk_tokens, brought.draft_count, course.splits)
+    shape = counts if fit is None else fit.shape
+    wish = replace(
+        brought, token_count=sum(shape), half_count=half_tokens(shape), splits=course.splits
+    )
     accord = ranks.meet(wish)
     course, draft_count = runner.settled(course, splits=accord.splits), accord.draft_count
     compute = _computing(runner, way, step, course, fed, draft_count)
     if replays is None or fit is None:
         made = compute()
     else:
-        made = replays.run(step, fit, course, (draft_count, fed.form), compute)
+        made = replays.run(step, fit, course, (draft_count, accord.sizes, fed.form), compute)
     step.seal(accepted=made.said.accepted[: len(turns)])
     lap.end()
     made.said.tell(fed)
     return Flight(turns, step, draft_count, lap, made.watch.seen())
 
 
-def learn(future: Future, flight: Flight) -> tuple[Outcome, ...]:
-    """What the oldest step has made."""
+def learn(future: Future, flight: Flight, ranks: Ranks) -> tuple[Outcome, ...]:
+    """What the oldest step has made; LinkLost if another rank's part of it may be missing."""
     outcomes = future.learn(flight.step.number)
+    ranks.check()
     kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
     flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
     return outcomes

@@ -6,6 +6,7 @@ enter --> launch, launch, ... --> leave        of a request
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -85,6 +86,7 @@ class Flights:
         chunk_tokens = sum(chunk.count for chunk in plan.chunks)
         if plan.turns:
             self._launch(plan.turns, chunk_tokens)
+            self._ranks.turn_to_prompts()
         else:
             self.stand_by(Wish(chunk_tokens=chunk_tokens))
         return plan
@@ -96,6 +98,7 @@ class Flights:
         if accord.decodes:
             self._runner.standby.decode(accord)
             self._runner.standby.drafts(accord.draft_count)
+        self._ranks.turn_to_prompts()
 
     def stand_by_prompts(self) -> None:
         """The same for prompt chunks of the others."""
@@ -126,7 +129,7 @@ class Flights:
     def learn(self) -> tuple[Outcome, ...]:
         """What the oldest step has made. What it took goes into the pace."""
         flight = self._flights.popleft()
-        outcomes = learn(self._future, flight)
+        outcomes = learn(self._future, flight, self._ranks)
         self._runner.verifier.learned(flight.step.number)
         self.warmth.stepped(flight.turns, flight.step.firsts, flight.rows)
         for outcome in outcomes:
@@ -138,8 +141,10 @@ class Flights:
         return outcomes
 
     def rehearse(self, tell: Callable[[str], None]) -> None:
-        """Captures the usual steps, as far as graphs have room; `tell` hears how it goes."""
+        """Captures the usual steps, as far as graphs have room; `tell` hears how it goes. Ranks
+        meet in each of them, and one that has no more stands by until no rank has."""
         assert not self._flights, "a step is under way"
+        self._ranks.counts = False
         if self.replays is not None:
             verified = self.pace.verified_count
             rehearse(
@@ -148,9 +153,15 @@ class Flights:
                 self.replays,
                 width=verified,
                 draft_count=drafts_of(verified, self._config.mtp),
+                ranks=self._ranks,
                 clock=self._clock,
                 tell=tell,
             )
+        while self._ranks.rest_s < math.inf:
+            self.stand_by(Wish())
+            if self._ranks.latest.is_quiet:
+                break
+        self._ranks.counts = True
 
     def observe(self, seen: Seen) -> None:
         if self._config.is_paced:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Final
 
 from ess.engine.layers.batch import Batch
+from ess.overlap import tbo
 
 PARTS: Final = 2
 
@@ -44,6 +45,16 @@ class Half:
 def whole(batch: Batch) -> Half:
     counts = batch.course.counts
     return Half(batch=batch, queries=range(sum(counts)), counts=counts)
+
+
+def half_tokens(counts: Sequence[int]) -> int:
+    """Of the larger half of a batch of so many queries each.
+
+    >>> half_tokens((2, 2, 2)), half_tokens((4,))
+    (4, 4)
+    """
+    first = tbo.first_half(counts) if len(counts) > 1 else 0
+    return max(sum(counts[:first]), sum(counts[first:]))
 
 
 def halves(batch: Batch, first_count: int) -> tuple[Half | None, Half]:

@@ -21,6 +21,7 @@ import msgspec
 
 from ess import console
 from ess.clock import RealClock
+from ess.engine.devices import is_device
 from ess.errors import BadInput
 from ess.ports import kept_port
 from ess.server.commands.pd.keeper import Keeper, Order
@@ -75,6 +76,13 @@ def ranks_of(settings: Settings) -> range:
     """The ranks of this machine."""
     count = settings.dp_size // settings.nnodes
     return range(settings.node_rank * count, (settings.node_rank + 1) * count)
+
+
+def device_of(settings: Settings, rank: int) -> dict[str, str]:
+    """Of the devices of this machine each rank takes one, in order."""
+    if not is_device(settings.device):
+        return {}
+    return {"device": f"{settings.device}:{rank - ranks_of(settings).start}"}
 
 
 def divided(resolved: Resolved) -> Resolved:
@@ -145,6 +153,7 @@ class RankCrew:
         given: dict[str, Any] = {
             **told_settings(self._resolved, but=OF_RANK),
             "dp_rank": rank,
+            **device_of(settings, rank),
             "dist_init_addr": self._address,
             "host": settings.host,
             "port": port,

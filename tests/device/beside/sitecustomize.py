@@ -15,6 +15,7 @@ if any(word.startswith(OF_AN_ENGINE) for word in sys.orig_argv):
     os.environ["ESS_EMULATED"] = os.environ["PRETENDED_DRIVER"]
     from ess.kernels import backend
     from tests.support import pretended  # noqa: F401  from here on there is a device
+    from tests.support import pretended_nccl  # noqa: F401  and ranks may exchange its tensors
 
     from tests.device.kernels import Kernels  # isort: skip
 

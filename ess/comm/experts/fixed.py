@@ -1,0 +1,164 @@
+"""The exchanges of a device: of sizes that all ranks know beforehand, so that no host waits.
+
+    tokens' rank                              every rank
+    depart, send  its tokens' lines, choices  --->  arrive     those of all ranks
+                  and weights, to all               give_back  for each line, what the experts here
+    collect       a sum per rank, added up    <---             have made of it, weighed and added up
+
+All ranks have agreed how many tokens the largest batch has (`Rooms`); each sends so many lines, and
+behind its own tokens are lines that choose no expert. Which pairs of a token and an expert are for
+this rank the device finds out: they are sorted by place, and the others lie behind the last
+expert's end, where no product looks. So a step has the same exchanges of the same sizes on every
+rank, whether a rank replays it, captures it, runs it eagerly or stands by.
+
+A rank adds up what its own experts have made, ascending, in float32; the sum travels in the type of
+the products, and the token's rank adds the ranks' sums in the order of ranks, in float32. NCCL only
+moves bytes, so its choice of algorithm changes no result.
+
+What is sent is a matrix in the type and width of the tokens: `room` lines of tokens, then lines
+whose bytes are the choices and the weights. So tokens are read where they have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ess.comm.company import Company, Guests, Journey, Rooms
+from ess.comm.experts.loads import DeviceLoads, Fetch
+from ess.comm.tensors import as_bytes
+from ess.kernels.experts import shares
+from ess.units import div_ceil
+
+if TYPE_CHECKING:
+    from ess.comm.experts.placement import Placement, Places
+    from ess.comm.team import Coming, Team
+
+CUT_TOKENS: Final = 128
+"""Of prompts, the tokens of a rank that are exchanged at a time."""
+NOWHERE: Final = -1
+_WORD_BYTES: Final = 4
+
+
+class FixedCompany(Company):
+    def __init__(
+        self, team: Team, places: Places | Placement, device: torch.device, fetch: Fetch
+    ) -> None:
+        super().__init__(team, places)
+        self._counts = DeviceLoads(self.places.usual.expert_count, device, fetch)
+        self.loads = self._counts
+        self._device = device
+        self._rooms_now: tuple[int, ...] = ()
+
+    def own(self, layer: int) -> tuple[int, ...]:
+        """Also prepares what the layer needs on the device, before any step runs."""
+        self._counts.expect(layer)
+        self.places.of(layer).table(self._device)
+        return super().own(layer)
+
+    def enter(self, step: int, rooms: Rooms) -> None:
+        super().enter(step, rooms)
+        self._rooms_now = (rooms.batch,)
+
+    @contextmanager
+    def in_halves(self) -> Iterator[None]:
+        before, self._rooms_now = self._rooms_now, (self.rooms.half,)
+        try:
+            yield
+        finally:
+            self._rooms_now = before
+
+    def turn_to_prompts(self) -> None:
+        whole, rest = divmod(self.rooms.chunk, CUT_TOKENS)
+        self._rooms_now = (CUT_TOKENS,) * whole + ((rest,) if rest else ())
+
+    def cuts(self, count: int) -> list[range]:
+        """Parts that are larger than what is left of the tokens, or empty, are sent all the same.
+        What does not fit into a batch's room is padding of the step."""
+        firsts = [CUT_TOKENS * at for at in range(len(self._rooms_now))]
+        return [range(a, a + room) for a, room in zip(firsts, self._rooms_now, strict=True)]
+
+    def _journey(
+        self, tokens: Tensor, experts: Tensor, weights: Tensor, *, layer: int, cut: range
+    ) -> Journey:
+        placement = self.places.of(layer)
+        places = placement.at(experts, first=self.team.rank)
+        return FixedJourney(self.team, tokens, places, weights, placement.place_count, len(cut))
+
+
+class FixedJourney:
+    """`places` [n, per_token] are those of all ranks, rank by rank, `place_count` for each."""
+
+    def __init__(
+        self,
+        team: Team,
+        tokens: Tensor,
+        places: Tensor,
+        weights: Tensor,
+        place_count: int,
+        room: int,
+    ) -> None:
+        assert room > 0, "an exchange without room"
+        self._team = team
+        self._tokens, self._places, self._weights = tokens, places, weights
+        self._place_count = place_count
+        self._room = room
+        width, per_token = tokens.shape[1], places.shape[1]
+        line_bytes = width * tokens.element_size()
+        assert line_bytes % _WORD_BYTES == 0, f"words behind lines of {line_bytes} bytes"
+        self._words = 2 * room * per_token
+        self._line_count = room + div_ceil(self._words * _WORD_BYTES, line_bytes)
+
+    def send(self) -> None:
+        room, given, made = self._room, slice(self._room), self._tokens
+        count = min(len(made), room)
+        content = made.new_empty(self._line_count, made.shape[1])
+        content[:count] = made[given]
+        choices, weights = self._told(content.view(torch.uint8).flatten(), 1)
+        choices.fill_(NOWHERE)
+        choices[0, :count] = self._places[given].int()
+        weights[0, :count] = self._weights[given]
+        self._coming = self._team.spread(as_bytes(content))
+
+    def _told(self, content: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        """Of what so many ranks have sent: the choices, and the weights, [ranks, room, per_token]
+        each, in place."""
+        width = self._tokens.shape[1] * self._tokens.element_size()
+        first = self._room * width
+        words = content.view(ranks, -1)[:, first : first + self._words * _WORD_BYTES]
+        both = words.view(torch.int32).view(ranks, 2, self._room, -1)
+        return both[:, 0], both[:, 1].view(torch.float32)
+
+    def arrive(self) -> Guests:
+        came, size = self._coming.wait(), self._team.size
+        choices, weights = self._told(came, size)
+        first, per_token = self._team.rank * self._place_count, choices.shape[2]
+        here = choices.flatten(0, 1).long() - first
+        self._is_here = (here >= 0) & (here < self._place_count)
+        self._here_weights = weights.flatten(0, 1)
+        places = torch.where(self._is_here, here, self._place_count).flatten()
+        pairs = torch.arange(len(places), device=came.device) // per_token
+        lines = pairs + (pairs // self._room) * (self._line_count - self._room)
+        tokens = came.view(self._tokens.dtype).view(-1, self._tokens.shape[1])
+        return Guests(tokens, lines, places)
+
+    def give_back(self, outer: Tensor, order: Tensor, edges: Tensor, block: range) -> None:
+        """A sum needs all its experts, so there is one block."""
+        assert len(block) == self._place_count, f"experts {block} of {self._place_count}"
+        made = shares(outer, order, self._is_here, self._here_weights)
+        content, size = as_bytes(made.to(outer.dtype)), self._team.size
+        sizes = [len(content) // size] * size
+        self._returning: Coming = self._team.start(content, sizes, sizes)
+
+    def collect(self, dtype: torch.dtype, width: int) -> Tensor:
+        count = len(self._tokens)
+        came = self._returning.wait().view(dtype).view(-1, self._room, width)[:, :count]
+        total = came[0].float()
+        for sums in came[1:]:
+            total = total + sums.float()
+        return F.pad(total, (0, 0, 0, count - len(total)))

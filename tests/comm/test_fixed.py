@@ -1,0 +1,102 @@
+"""Exchanges of fixed sizes give what those give that tell their sizes, whoever has the tokens."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from ess.comm.company import Company, Rooms
+from ess.comm.experts.fixed import CUT_TOKENS, FixedCompany
+from ess.comm.experts.placement import Placement, even
+from ess.comm.local import local_group
+from tests.comm.test_company import EXPERTS, PER_TOKEN, TWICE, chosen, summed_by, tokens
+from tests.comm.test_local import each
+
+COUNTS = (31, 1, 0, 5)
+PLACEMENTS = [even(EXPERTS, 1), even(EXPERTS, 2), even(EXPERTS, 4), TWICE]
+
+
+def fixed(group, placement: Placement) -> FixedCompany:
+    """On the host, whose memory needs no fetching."""
+    made = FixedCompany(group.team, placement, torch.device("cpu"), lambda there: there.clone)
+    made.own(3)
+    return made
+
+
+def weights_for(count: int, seed: int) -> Tensor:
+    return torch.rand(count, PER_TOKEN, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize("room", [31, 40])
+def test_sums_are_those_of_the_company_that_tells_its_counts(placement, dtype, within, room):
+    """Of a room as large as the largest batch, and of a larger one. In bfloat16 each rank rounds
+    its sum, of values that may cancel."""
+    whole = [range(placement.place_count)]
+
+    def act(group) -> list[tuple[Tensor, Tensor]]:
+        told, results = Company(group.team, placement), []
+        company = fixed(group, placement)
+        for turn in range(3):
+            company.enter(turn, Rooms(batch=room))
+            count, seed = COUNTS[(group.rank + turn) % 4], 10 * group.rank + turn
+            given = tokens(count, seed, dtype, 8), chosen(count, seed), weights_for(count, seed)
+            wanted, came = (summed_by(one, *given, whole) for one in (told, company))
+            results.append((came, wanted))
+        return results
+
+    size = placement.rank_count
+    for result in each(local_group(size, team=size), act):
+        assert isinstance(result, list), result
+        for came, wanted in result:
+            assert came.dtype == torch.float32
+            torch.testing.assert_close(came, wanted, atol=8 * within, rtol=within)
+
+
+def test_what_is_padding_of_the_step_may_lie_beyond_the_room():
+    """A step in a large bucket, beside ranks that agreed on a small one."""
+
+    def act(group) -> tuple[Tensor, Tensor]:
+        company, given = fixed(group, even(EXPERTS, 2)), tokens(9, group.rank)
+        company.enter(0, Rooms(batch=4))
+        asked, weights = chosen(9, group.rank), weights_for(9, 1)
+        came = summed_by(company, given, asked, weights, [range(EXPERTS // 2)])
+        told = Company(group.team, even(EXPERTS, 2))
+        return came, summed_by(told, given[:4], asked[:4], weights[:4], [range(EXPERTS // 2)])
+
+    for came, wanted in each(local_group(2, team=2), act):
+        torch.testing.assert_close(came[:4], wanted)
+        assert not came[4:].any()
+
+
+def test_all_ranks_cut_prompts_alike_and_halves_have_their_own_room():
+    [group] = local_group(1)
+    company = fixed(group, even(EXPERTS, 1))
+    company.enter(0, Rooms(batch=8, half=5, chunk=2 * CUT_TOKENS + 3))
+    assert company.cuts(3) == company.cuts(8) == [range(8)]
+    with company.in_halves():
+        assert company.cuts(3) == [range(5)]
+    assert company.cuts(1) == [range(8)]
+    company.turn_to_prompts()
+    ends = (0, CUT_TOKENS, 2 * CUT_TOKENS, 2 * CUT_TOKENS + 3)
+    cuts = [range(*pair) for pair in itertools.pairwise(ends)]
+    assert company.cuts(0) == company.cuts(2 * CUT_TOKENS) == cuts
+
+
+def test_choices_are_told_a_window_late_and_at_the_end_all_of_them():
+    def act(group) -> list[int]:
+        company = fixed(group, even(EXPERTS, 2))
+        seen = []
+        for window in range(3):
+            asked = torch.full((2 + group.rank, 1), window)
+            company.loads.count(3, asked)
+            company.loads.share(company.team, 4, is_last=window == 2)
+            seen.append(sum(company.loads.recent().get(3, [])))
+        assert company.loads.recent()[3][:4] == [5, 5, 5, 0]
+        return [*seen, company.loads.step_count]
+
+    assert each(local_group(2, team=2), act) == [[0, 5, 15, 12]] * 2
