@@ -1,39 +1,104 @@
-"""Ranks that divide the experts of a model on devices: as processes, beside the pretended device."""
+"""Ranks that divide the experts on devices say what one process says: beside the pretended one."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.device.test_served import FOLDER
-from tests.ranks.test_processes import add, expected, ranks
+from ess.ports import kept_port
+from tests.device.rank_tasks import BUSY, LATE, PICKY, expected
 from tests.support import beside
 from tests.support.process import ROOT
 
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
-ON_DEVICE = {"device": "cuda", "backend": "cuda", "modes": "none"}
+LIMIT_S = 250
 
 
-@pytest.fixture(autouse=True)
-def told(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment in which engines have the pretended device."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(FOLDER), str(ROOT))))
-    monkeypatch.setenv("PRETENDED_DRIVER", str(built))
+@contextlib.contextmanager
+def processes(size: int, cases: list[dict], built: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    made = []
+    env = {**os.environ, "ESS_EMULATED": str(built), "OMP_NUM_THREADS": "1"}
+    with kept_port("127.0.0.1") as port:
+        try:
+            for rank in range(size):
+                words = (rank, size, port, json.dumps(cases))
+                command = [sys.executable, "-m", "tests.device.rank_process", *map(str, words)]
+                made.append(
+                    subprocess.Popen(
+                        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True
+                    )
+                )
+            yield made
+        finally:
+            for process in made:
+                process.kill()
+                process.communicate()
 
 
-def test_ranks_give_the_tokens_of_one_process(tmp_path):
-    with ranks(tmp_path, 2, **ON_DEVICE, mtp=1, graphs=0) as made:
-        for engine in made:
-            engine.ready()
-        first, last = made
-        first.say(add(0, 40))
-        first.say(add(1, 130))
-        first.until(lambda _: bool(first.tokens(1)))
-        last.say(add(2, 90))
-        first.ended(0, 1)
-        last.ended(2)
-        assert first.tokens(0) == expected(40)
-        assert first.tokens(1) == expected(130)
-        assert last.tokens(2) == expected(90)
+def told(size: int, cases: list[dict], built: Path) -> list[list[dict[str, Any]]]:
+    """What each rank has told of each case."""
+    with processes(size, cases, built) as made:
+        said = [process.communicate(timeout=LIMIT_S)[0] for process in made]
+        assert [process.returncode for process in made] == [0] * size
+    return [[json.loads(line) for line in lines.splitlines()] for lines in said]
+
+
+def check(case: dict, ranks: list[dict[str, Any]]) -> None:
+    for tasks, rank in zip(case["tasks"], ranks, strict=True):
+        assert rank["said"] == expected(case["family"], tasks), case
+
+
+FEW = {"graphs": "many", "graph_sizes": "2,4", "rehearses": True}
+BOTH = [BUSY, LATE]
+CASES = (
+    {"family": "v32", "mode": "dba", "mtp": "2", "depth": "1", "graphs": "many", "tasks": BOTH},
+    {"family": "glm", "mode": "none", "tbo": "on", "sbo": "dispatch-shared", **FEW, "tasks": BOTH},
+    {"family": "v32", "mode": "none", "mtp": "4", "redundant": 4, **FEW, "tasks": [PICKY, BUSY]},
+)
+
+
+def test_two_ranks_say_the_tokens_of_one(built: Path):
+    """Batches of other sizes, prompts beside decoding, steps that are captured beside some that are
+    replayed or run eagerly, drafts, halves, copies of experts."""
+    for case, *ranks in zip(CASES, *told(2, CASES, built), strict=True):
+        check(case, ranks)
+        assert all(rank["captured"] for rank in ranks), case
+        assert any(rank["replayed"] for rank in ranks), case
+        assert ranks[0]["chosen"] == ranks[1]["chosen"] > 0
+        if "tbo" in case:
+            assert all(rank["splits"] for rank in ranks), "two halves"
+        if case["tasks"][0] is PICKY:
+            assert ranks[0]["eager"].keys() == {"host logits"}
+        if case.get("depth"):
+            steady = [names for rank in ranks for names in rank["waited"][4:9]]
+            assert {name for names in steady for name in names} == {"an earlier moment"}
+
+
+MORE = (
+    {"family": "glm", "mode": "da", "mtp": "2", **FEW, "tasks": [LATE, (), BUSY], "redundant": 1},
+    {"family": "v32", "mode": "layerwise", "graphs": "off", "sbo": "combine-shared", "depth": "1"}
+    | {"tasks": [(), BUSY, ()], "redundant": 4},
+)
+
+
+def test_a_rank_of_three_has_nothing_to_do(built: Path):
+    for case, *ranks in zip(MORE, *told(3, MORE, built), strict=True):
+        check(case, ranks)
+        assert max(rank["stood_by"] for rank in ranks) > 5
+
+
+def test_a_rank_that_is_lost_ends_the_others_in_words(built: Path):
+    """In the middle of requests, whose steps are replays."""
+    [case] = [{**CASES[1], "lost": 1}]
+    with processes(2, [case], built) as made:
+        said, _ = made[0].communicate(timeout=LIMIT_S)
+        assert made[1].wait(LIMIT_S) == 3
+    assert "rank 1 is lost" in json.loads(said)["lost"]

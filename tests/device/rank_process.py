@@ -1,0 +1,116 @@
+"""A rank on the pretended device, told by words: its number, of how many, where they meet, and cases.
+
+    python -m tests.device.rank_process RANK SIZE PORT CASES
+
+Each case is an engine of its own, in one group for all; what its requests have said, and how its
+steps ran, is a line of JSON. A case that names a rank which is `lost` ends there in the middle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from tests.support import pretended  # from here on there is a device
+from tests.support import pretended_nccl  # isort: skip # noqa: F401
+
+import torch
+
+from ess.comm.experts.balance import balanced
+from ess.comm.experts.fixed import FixedCompany
+from ess.comm.experts.placement import Placement, Places, even
+from ess.comm.link import LinkLost
+from ess.comm.meeting import join_group
+from ess.door.device.memory.uploads import Download
+from ess.engine.engine import Engine
+from ess.engine.ranks.accord import Many
+from ess.models.registry import build, read_config
+from tests.device import engines
+from tests.device.rank_tasks import added
+from tests.support.checkpoints import tensors
+
+PATIENCE_S = 60.0
+OF_TEST = ("tasks", "redundant", "rehearses", "lost")
+
+
+class Rank:
+    def __init__(self, group, case):
+        self.case, self.tasks = case, case["tasks"][group.rank]
+        config = read_config(engines.FAMILIES[case["family"]])
+        whole, count = tensors(config), config.expert_count
+        places = Places(even(count, group.size))
+        if case.get("redundant"):
+            loads = [1000, *range(count - 1)]
+            places = Places(Placement(balanced(loads, group.size, case["redundant"])))
+        home = torch.device("cuda", 0)
+        self.company = FixedCompany(group.team, places, home, lambda there: Download(there).read)
+        model = build(config, lambda name: whole[name].to("cuda"), company=self.company)
+        settings = {name: case[name] for name in case if name not in OF_TEST}
+        _, offload, chosen = engines.parts("cuda", **settings)
+        ranks = Many(self.company, on_meet=group.advance)
+        self.engine = Engine(model, offload, chosen, ranks=ranks)
+        self.requests, self.waited, self.stood_by = [], [], 0
+        if case.get("rehearses"):
+            self.engine.rehearse(lambda said: None)
+
+    def run(self, *, is_lost=False):
+        left, step = sorted(self.tasks, key=lambda task: task[0]), 0
+        while left or not self.engine.is_idle:
+            while left and left[0][0] <= step:
+                self.requests.append(added(self.engine, left.pop(0)))
+            pretended.PRETENCE.waited.clear()
+            if self.engine.is_idle:
+                self.engine.stand_by()
+                self.stood_by += 1
+            else:
+                self.engine.step()
+                self.waited.append(sorted(pretended.PRETENCE.waited))
+            self.engine.check()
+            step += 1
+            if is_lost and step == 6:
+                os._exit(3)
+        self.engine.close()
+        self.engine.offload.close()
+        return self.told()
+
+    def told(self):
+        line, tuning = self.engine.graph_line(), self.engine.tuning
+        return {
+            "said": [request.output for request in self.requests],
+            "replayed": 0 if line is None else line.replayed,
+            "captured": 0 if line is None else line.captured,
+            "eager": {} if line is None else line.eager,
+            "splits": tuning.split_count,
+            "stood_by": self.stood_by,
+            "waited": self.waited,
+            "chosen": sum(map(sum, self.company.loads.recent().values())),
+            "exchanged": self.company.traffic.exchange_count,
+        }
+
+
+def main(rank, size, port, cases):
+    rank, size = int(rank), int(size)
+    group = join_group(
+        rank,
+        size,
+        init=f"tcp://127.0.0.1:{port}",
+        team=size,
+        timeout_s=PATIENCE_S,
+        patience_s=PATIENCE_S,
+        device="cuda:0",
+    )
+    with engines.alone():
+        for case in json.loads(cases):
+            try:
+                said = Rank(group, case).run(is_lost=case.get("lost") == rank)
+            except LinkLost as lost:
+                said = {"lost": str(lost)}
+            print(json.dumps(said), flush=True)
+            if "lost" in said:
+                os._exit(0)
+    group.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
