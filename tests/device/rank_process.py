@@ -13,6 +13,7 @@ import os
 import sys
 
 from tests.support import pretended  # from here on there is a device
+
 from tests.support import pretended_nccl  # isort: skip # noqa: F401
 
 import torch
@@ -27,7 +28,7 @@ from ess.engine.engine import Engine
 from ess.engine.ranks.accord import Many
 from ess.models.registry import build, read_config
 from tests.device import engines
-from tests.device.rank_tasks import added
+from tests.device.rank_tasks import TASKS, added
 from tests.support.checkpoints import tensors
 
 PATIENCE_S = 60.0
@@ -36,13 +37,12 @@ OF_TEST = ("tasks", "redundant", "rehearses", "lost")
 
 class Rank:
     def __init__(self, group, case):
-        self.case, self.tasks = case, case["tasks"][group.rank]
+        self.tasks = TASKS[case["tasks"][group.rank]]
         config = read_config(engines.FAMILIES[case["family"]])
         whole, count = tensors(config), config.expert_count
-        places = Places(even(count, group.size))
-        if case.get("redundant"):
-            loads = [1000, *range(count - 1)]
-            places = Places(Placement(balanced(loads, group.size, case["redundant"])))
+        loads, copies = [1000, *range(count - 1)], case.get("redundant", 0)
+        placed = balanced(loads, group.size, copies) if copies else even(count, group.size).places
+        places = Places(Placement(placed))
         home = torch.device("cuda", 0)
         self.company = FixedCompany(group.team, places, home, lambda there: Download(there).read)
         model = build(config, lambda name: whole[name].to("cuda"), company=self.company)
@@ -55,7 +55,7 @@ class Rank:
             self.engine.rehearse(lambda said: None)
 
     def run(self, *, is_lost=False):
-        left, step = sorted(self.tasks, key=lambda task: task[0]), 0
+        left, step = list(self.tasks), 0
         while left or not self.engine.is_idle:
             while left and left[0][0] <= step:
                 self.requests.append(added(self.engine, left.pop(0)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from typing import Final
 
 from ess.engine.engine import Engine
 from ess.engine.request import Request
@@ -14,10 +14,13 @@ from tests.support.checkpoints import tokens
 Task = tuple[int, int, int] | tuple[int, int, int, dict]
 """The step in which it comes, its prompt's length, how many tokens it is to make, how it draws."""
 
-BUSY = ((0, 130, 12), (0, 2, 16, {"temperature": 0.9, "seed": 5}), (1, 90, 9), (9, 100, 6))
-LATE = ((3, 64, 12), (7, 1, 6, {"temperature": 1.1, "seed": 2}))
-PICKY = ((2, 70, 8, {"presence_penalty": 0.7, "logit_bias": {5: 2.0}}), (4, 3, 5))
-"""Its logits are changed by the host, so its steps run eagerly."""
+TASKS: Final[dict[str, tuple[Task, ...]]] = {
+    "busy": ((0, 130, 12), (0, 2, 16, {"temperature": 0.9, "seed": 5}), (1, 90, 9), (9, 100, 6)),
+    "late": ((3, 64, 12), (7, 1, 6, {"temperature": 1.1, "seed": 2})),
+    "picky": ((2, 70, 8, {"presence_penalty": 0.7, "logit_bias": {5: 2.0}}), (4, 3, 5)),
+    "idle": (),
+}
+"""Of each rank's day. The host changes logits of a picky one, so its steps run eagerly."""
 
 
 def added(engine: Engine, task: Task) -> Request:
@@ -31,10 +34,10 @@ def alone(family: str) -> Engine:
     return engines.engine("cpu", family=family)
 
 
-def expected(family: str, tasks: Sequence[Task]) -> list[list[int]]:
-    """In the order in which they come."""
+@functools.cache
+def expected(family: str, name: str) -> list[list[int]]:
     engine = alone(family)
-    requests = [added(engine, task) for task in sorted(tasks, key=lambda task: task[0])]
+    requests = [added(engine, task) for task in TASKS[name]]
     while not engine.is_idle:
         engine.step()
     return [request.output for request in requests]

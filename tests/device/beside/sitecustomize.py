@@ -14,8 +14,10 @@ OF_AN_ENGINE = ("ess.engine.process.", "ess.prefill.worker")
 if any(word.startswith(OF_AN_ENGINE) for word in sys.orig_argv):
     os.environ["ESS_EMULATED"] = os.environ["PRETENDED_DRIVER"]
     from ess.kernels import backend
-    from tests.support import pretended  # noqa: F401  from here on there is a device
-    from tests.support import pretended_nccl  # noqa: F401  and ranks may exchange its tensors
+    from tests.support import (
+        pretended,  # noqa: F401  from here on there is a device
+        pretended_nccl,  # noqa: F401  and ranks may exchange its tensors
+    )
 
     from tests.device.kernels import Kernels  # isort: skip
 
