@@ -6,7 +6,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 
 from ess.ports import kept_port
 from tests.house.tree import ROOT
+from tests.support.forked import started
 
 LIMIT_S = 180
 
@@ -21,12 +21,9 @@ LIMIT_S = 180
 class Rank:
     def __init__(self, act: str, rank: int, size: int, port: str, team: int, env: dict[str, str]):
         words = [act, str(rank), str(size), port, str(team)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.comm.peer_process", *words],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=env,
+        module = ["-m", "tests.comm.peer_process"]
+        self.process = started(
+            "engine", [*module, *words], env=env, stdout=subprocess.PIPE, text=True
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -62,11 +59,11 @@ class Rank:
 @contextmanager
 def ranks(act: str, size: int, *, team: int = 1) -> Iterator[list[Rank]]:
     with kept_port("127.0.0.1") as port:
-        started = [Rank(act, rank, size, str(port), team, environment()) for rank in range(size)]
+        group = [Rank(act, rank, size, str(port), team, environment()) for rank in range(size)]
         try:
-            yield list(started)
+            yield list(group)
         finally:
-            for rank in started:
+            for rank in group:
                 rank.end()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,10 +30,10 @@ from ess.engine.process.messages import (
     ToEngine,
 )
 from ess.models.load import EMBEDDED
+from tests.support.forked import started
 
 PATIENCE_MS = 180_000
 SECRET = "a secret of all workers"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class EngineProcess:
@@ -59,11 +58,8 @@ class EngineProcess:
         self._packer = Packer()
         self.said: dict[int, list[Piece]] = {}
         self.status = Status()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, endpoint],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-        )
+        words = ["-m", module, endpoint]
+        self.process = started("engine", words, stdin=subprocess.PIPE)
         self.launch = Launch(
             model=str(model),
             config=ProcessConfig(**{"form": "f32", "row": "f32", "threads": 1, **config}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import msgspec
 
 from ess.engine.process.messages import Fault, Rank
 from ess.ports import kept_port
-from tests.pd.processes import PATIENCE_MS, ROOT, EngineProcess
+from tests.pd.processes import PATIENCE_MS, EngineProcess
+from tests.support.forked import started
 
 CUTS = {1: (0, 6), 2: (0, 3, 6), 4: (0, 1, 3, 4, 6)}
 MODULE = "ess.prefill.worker"
@@ -34,17 +34,13 @@ class PipelineProcess(EngineProcess):
         super().__init__(folder, module=MODULE, rank=lead, role="prefill", **config)
         self.ranks = [self.process]
         for number in range(1, stage_count):
-            started = subprocess.Popen(
-                [sys.executable, "-m", MODULE],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-            )
+            follower = started("engine", ["-m", MODULE], stdin=subprocess.PIPE)
             mine = msgspec.structs.replace(lead, rank=number)
             launch = msgspec.structs.replace(self.launch, rank=mine)
-            assert started.stdin is not None
-            started.stdin.write(msgspec.json.encode(launch) + b"\n")
-            started.stdin.flush()
-            self.ranks.append(started)
+            assert follower.stdin is not None
+            follower.stdin.write(msgspec.json.encode(launch) + b"\n")
+            follower.stdin.flush()
+            self.ranks.append(follower)
 
     def close(self) -> None:
         for process in self.ranks[1:]:

@@ -1,0 +1,195 @@
+"""Python processes of tests, started without the seconds that their imports take.
+
+A nursery is a process that has made the imports of one kind of process and is forked for each one
+that is asked for. `Forked` is a `subprocess.Popen` whose child comes from there: it has pipes, an
+environment, signals and an exit code of its own, and executes `__main__` anew. What differs from a
+real start: /proc shows the nursery's command line; children of a nursery have the same seed of
+hashes and share the pages that they do not write; their parent is the nursery, which tells how they
+end. So tests of a start, of memory or of a command line take `subprocess.Popen`.
+
+A nursery ends with the process that asked for it, and then a child is killed that wants to die
+with its parent. It has a single thread: a fork would copy the locks of others, for ever held.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTS = {
+    "engine": ("ess.engine.process.rank", "ess.prefill.worker", "ess.comm.joined"),
+    "server": ("ess.server.commands.start.begin", "ess.server.commands.serve", "uvloop"),
+}
+"""By kind; a server's have no torch."""
+STARTED = dict(os.environ)
+READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "MALLOC_", "TORCH")
+ASKED_MAX = 1 << 17
+
+
+def started(
+    kind: str, words: Sequence[str], *, env: Mapping[str, str] | None = None, **given: Any
+) -> subprocess.Popen[Any]:
+    """`python words...` in this tree's folder; forked unless the environment differs in something
+    that Python or a library reads when it starts."""
+    told = dict(os.environ if env is None else env)
+    command = [sys.executable, *words]
+    if not _starts_alike(told):
+        return subprocess.Popen(command, cwd=ROOT, env=told, **given)
+    return Forked(command, kind=kind, cwd=ROOT, env=told, **given)
+
+
+def _starts_alike(told: Mapping[str, str]) -> bool:
+    alike = {**STARTED, "PYTHONPATH": str(ROOT)}
+    return all(
+        told.get(name) in (STARTED.get(name), alike.get(name))
+        for name in {*told, *STARTED}
+        if name.startswith(READ_AT_START)
+    )
+
+
+class Forked(subprocess.Popen):
+    """Three methods differ: one begins a child, two learn of its end."""
+
+    def __init__(self, args: Sequence[str], *, kind: str, **given: Any) -> None:
+        self._kind = kind
+        super().__init__(args, **given)
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
+        pipes = more[3:9]
+        theirs = (pipes[0], pipes[3], pipes[5])
+        files = [own if end == -1 else end for own, end in enumerate(theirs)]
+        self._end, told = os.pipe()
+        asked = {"words": args[1:], "folder": str(cwd), "environment": env}
+        self.pid = nursery(self._kind).fork(asked, [*files, told])
+        os.close(told)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        try:
+            return self._wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _wait(self, timeout: float | None) -> int:
+        with self._waitpid_lock:
+            if self.returncode is None:
+                if not select.select([self._end], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                said = os.read(self._end, 64)
+                assert said, "its nursery has ended"
+                os.close(self._end)
+                self.returncode = int(said)
+        return self.returncode
+
+
+class Nursery:
+    """As seen by the process that asks it."""
+
+    def __init__(self, kind: str) -> None:
+        self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        with theirs:
+            words = ["-m", "tests.support.forked", str(theirs.fileno()), *IMPORTS[kind]]
+            self.process = subprocess.Popen(
+                [sys.executable, *words],
+                cwd=ROOT,
+                env=STARTED,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        atexit.register(self.close)
+
+    def fork(self, asked: Mapping[str, Any], files: Sequence[int]) -> int:
+        with self._lock:
+            socket.send_fds(self._asks, [json.dumps(asked).encode()], files)
+            said = self._asks.recv(64)
+        assert said, "the nursery has ended"
+        return int(said)
+
+    def close(self) -> None:
+        self._asks.close()
+        self.process.wait()
+
+
+@functools.cache
+def nursery(kind: str) -> Nursery:
+    return Nursery(kind)
+
+
+def main(asks: socket.socket, modules: Sequence[str]) -> None:
+    """Forks until the other end is closed. Only a child leaves the loop, with what it shall be."""
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    assert len(os.listdir("/proc/self/task")) == 1, "a nursery with a second thread"
+    ended, woken = os.pipe2(os.O_NONBLOCK)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken)
+    telling: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([asks, ended], [], [])
+        if ended in ready:
+            os.read(ended, 1 << 10)
+            _tell(telling)
+        if asks in ready:
+            packed, files, _, _ = socket.recv_fds(asks, ASKED_MAX, 8)
+            if not packed:
+                return
+            pid = os.fork()
+            if pid == 0:
+                break
+            *given, telling[pid] = files
+            for file in given:
+                os.close(file)
+            asks.send(b"%d" % pid)
+    _become(json.loads(packed), files)
+
+
+def _tell(telling: dict[int, int]) -> None:
+    """Those that wait for children which have ended."""
+    for pid, end in list(telling.items()):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            os.write(end, b"%d" % os.waitstatus_to_exitcode(status))
+            os.close(telling.pop(pid))
+
+
+def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
+    """The process that was asked for, with nothing of the nursery but its imports."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for own, file in enumerate(files[:3]):
+        os.dup2(file, own)
+    os.closerange(3, 1 << 10)
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    form, program, *words = asked["words"]
+    sys.argv = [form, *words]
+    if form == "-c":
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.modules.pop(program, None)
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
