@@ -160,7 +160,9 @@ class Memory:
 def measure(attack: Attack, tree: Path) -> Figures:
     with contextlib.ExitStack() as held:
         log = held.enter_context(attack.log())
-        process = held.enter_context(Process(*attack.all_flags(), stderr=log, tree=tree))
+        process = held.enter_context(
+            Process(*attack.all_flags(), stderr=log, tree=tree, is_real=True)
+        )
         if not is_ready(process):
             return Figures(name=attack.name, got="never ready")
         bystander = held.enter_context(Bystander(process.port, attack.key))
@@ -191,7 +193,7 @@ def measure(attack: Attack, tree: Path) -> Figures:
 def measure_start(name: str, flags: tuple[str, ...], tree: Path) -> Figures:
     """Does a server start with these flags?"""
     try:
-        with Process("--engine", "paced", *flags, tree=tree):
+        with Process("--engine", "paced", *flags, tree=tree, is_real=True):
             return Figures(name=name, got="starts")
     except AssertionError:
         return Figures(name=name, got="refused")

@@ -117,7 +117,7 @@ def test_keys_hold_for_everybody(tmp_path: Path):
     """In front and behind; no table of processes shows one."""
     keys = tmp_path / "keys"
     keys.write_text("first-key\nsecond-key\n")
-    with served(tmp_path, "--api-key-file", str(keys)) as pd:
+    with served(tmp_path, "--api-key-file", str(keys), is_real=True) as pd:
         for url in (pd.url, pd.urls["prefill-1"], pd.urls["decode-1"]):
             assert ask(f"{url}/v1/completions", ASKED).status == 401
         first = ask(f"{pd.url}/v1/completions", ASKED, Authorization="Bearer first-key")

@@ -14,9 +14,9 @@ from ess.models.load import EMBEDDED
 from ess.prefill.trial.pipe import Pipe, Plan
 from ess.prefill.trial.pipe_messages import Slow
 from ess.server.commands.tune import Tried, judged
-from tests.pd.processes import ROOT
 from tests.support.checkpoints import tokens
 from tests.support.few import few
+from tests.support.process import ROOT
 
 HALVES = ((0, 3), (3, 6))
 CONFIG = ProcessConfig(threads=1, mtp=2)

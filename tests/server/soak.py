@@ -249,7 +249,7 @@ def soak(
     seen, over = Seen(), threading.Event()
     flags = ("--max-running", str(RUNNING), "--deterministic", "--engine-restarts", "1000")
     flags += ("--recover", recover)
-    with Process(*flags, stderr=sys.stderr.fileno()) as server:
+    with Process(*flags, stderr=sys.stderr.fileno(), is_real=True) as server:
         server.wait_ready()
         clients = [Client(server, number, seed, seen, over) for number in range(CLIENTS)]
         began_s = time.monotonic()

@@ -34,7 +34,7 @@ GRACE_S = 3.0
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Process]:
-    with Process() as made:
+    with Process(is_real=True) as made:
         early = made.status("/ready"), made.status("/health")
         assert early in ((503, 200), (200, 200))
         yield made.wait_ready()

@@ -17,9 +17,9 @@ from typing import Any
 
 import openai
 
+from tests.support.forked import ROOT, started
 from tests.support.kin import commands, kin
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN = "from ess.server.commands.cli import main; raise SystemExit(main())"
 READY_S = 180.0
 SMALL = {
@@ -34,7 +34,8 @@ SMALL = {
 
 class Process:
     """`ess serve`, or another command that serves, on a free port, of this tree or another. Words
-    `before` the command may let it run on another host."""
+    `before` the command may let it run on another host. It is forked, unless `is_real` is asked
+    for or it is elsewhere; its engine is started by itself and real."""
 
     def __init__(
         self,
@@ -43,18 +44,19 @@ class Process:
         tree: Path = ROOT,
         command: str = "serve",
         before: Sequence[str] = (),
+        is_real: bool = False,
         **environment: str,
     ) -> None:
-        given = {name: value for name, value in SMALL.items() if name not in flags}
-        small = [word for pair in given.items() for word in pair]
-        self.process = subprocess.Popen(
-            [*before, sys.executable, "-c", RUN, command, "--json", *small, *flags],
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree), **environment},
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
+        sizes = {name: value for name, value in SMALL.items() if name not in flags}
+        small = [word for pair in sizes.items() for word in pair]
+        words = ["-c", RUN, command, "--json", *small, *flags]
+        given = {"env": {**os.environ, "PYTHONPATH": str(tree), **environment}, "stderr": stderr}
+        given |= {"stdout": subprocess.PIPE, "text": True}
+        if is_real or before or tree != ROOT:
+            command_line = [*before, sys.executable, *words]
+            self.process = subprocess.Popen(command_line, cwd=tree, **given)
+        else:
+            self.process = started("server", words, **given)
         with self._ended_on_failure():
             self.greeting = self._greeting()
         self.url = self.greeting["url"]
