@@ -22,7 +22,7 @@ from ess.server.dialects.streaming import Answer
 from ess.server.http.metrics import CONTENT_TYPE, MODES, exposition
 from ess.server.http.openapi.door import Door
 from ess.server.http.responses import Interrupted, Refused, answer, error_answer
-from ess.server.process.bounds import in_force
+from ess.server.process.bound_table import in_force
 from ess.server.process.engines import stages
 from ess.server.process.handoffs import view
 from ess.server.process.service import Service

@@ -16,7 +16,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -27,12 +26,12 @@ from typing import Final
 from ess.pool.disk.folder import CATALOGUE, SLAB, SUFFIXES
 from ess.pool.disk.slab import ALIGN
 from tests.disk.bytes_of import PAGE_BYTES, content, fill, loaded, tier
+from tests.support.forked import started
 
 PAGES: Final = 24
 NUMBERS: Final = 60
 SIGNS_MAX: Final = 400
 STRIDE: Final = PAGE_BYTES + -PAGE_BYTES % ALIGN
-ROOT: Final = Path(__file__).parents[2]
 
 
 @dataclass(slots=True)
@@ -47,9 +46,9 @@ class Told:
 
 def kill_one(folder: Path, drawn: random.Random) -> None:
     """A process that writes is killed behind a random number of signs."""
-    command = [sys.executable, "-m", "tests.disk.victim", str(folder)]
+    command = ["-m", "tests.disk.victim", str(folder)]
     numbers = [str(drawn.randrange(1 << 30)), str(PAGES), str(NUMBERS)]
-    with subprocess.Popen([*command, *numbers], cwd=ROOT, stdout=subprocess.PIPE) as child:
+    with started("disk", [*command, *numbers], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         wanted = drawn.randint(1, SIGNS_MAX)
         assert len(child.stdout.read(wanted)) == wanted, "the victim ended by itself"

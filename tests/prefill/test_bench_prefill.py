@@ -8,8 +8,9 @@ import pytest
 
 from ess.bench.prefill.tier import prefill_benchmark
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_trials")]
 
-@pytest.mark.slow
+
 def test_every_arm_has_its_rows():
     rows = {row.name: row for row in prefill_benchmark(smoke=True)}
     bubbles = rows["PP2 on the virtual clock, bubble share"]
@@ -24,7 +25,6 @@ def test_every_arm_has_its_rows():
     assert peak.config["whole_mb"] == pytest.approx(peak.value + peak.config["pools_mb"], abs=0.2)
 
 
-@pytest.mark.slow
 def test_a_second_turn_runs_fewer_chunks():
     rows = {row.name: row for row in prefill_benchmark(smoke=True, turns=True)}
     assert rows["PP2, 640 tokens, chunks of a second turn"].ratio == 2
@@ -32,7 +32,6 @@ def test_a_second_turn_runs_fewer_chunks():
     assert "ess serve, 640 tokens, second turn after a restart, from disk" in rows
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="no router is installed")
 def test_rows_are_handed_over_behind_a_router():
     rows = {row.name: row for row in prefill_benchmark(smoke=True, serving=True, router="smg")}

@@ -69,6 +69,7 @@ def test_chunks_are_those_asked_for_and_every_layer_is_timed():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize("is_async", few([True], all_of=[True, False]))
 def test_slow_links_end_in_order(is_async: bool, capfd: pytest.CaptureFixture[str]):
     links = Slow(latency_s=0.002, bytes_per_s=4e6, is_async=is_async)
@@ -82,6 +83,7 @@ def test_slow_links_end_in_order(is_async: bool, capfd: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 def test_a_rank_that_fails_ends_the_pipeline():
     with Pipe(plan_of()) as pipe:
         pipe._processes[1].kill()

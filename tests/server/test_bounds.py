@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ess.server.commands.start.settings import FIELDS, resolve
-from ess.server.process.bounds import BOUNDS, Bound, in_force
+from ess.server.process.bound_table import BOUNDS, Bound, in_force
 
 ROOT = Path(__file__).resolve().parents[2]
 

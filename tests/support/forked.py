@@ -33,9 +33,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = {
     "engine": ("ess.engine.process.rank", "ess.prefill.worker", "ess.comm.joined"),
+    "disk": ("tests.disk.bytes_of",),
     "server": ("ess.server.commands.start.begin", "ess.server.commands.serve", "uvloop"),
 }
-"""By kind; a server's have no torch."""
+"""By kind; only an engine's have torch."""
 STARTED = dict(os.environ)
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "MALLOC_", "TORCH")
 ASKED_MAX = 1 << 17

@@ -61,7 +61,7 @@ def is_there(thing):
 
 
 def tensors(*things):
-    return list(leaves(things))
+    return leaves(things)
 
 
 def at_capture(func, args, kwargs):

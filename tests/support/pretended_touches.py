@@ -22,13 +22,16 @@ EXTENT_MAX = 1 << 22
 
 def leaves(thing):
     """Torch's own walk over trees takes longer than most calls whose arguments it looks at."""
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, tuple | list):
-        for each in thing:
-            yield from leaves(each)
-    elif isinstance(thing, dict):
-        yield from leaves(list(thing.values()))
+    found, left = [], [thing]
+    while left:
+        each = left.pop()
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            left.extend(reversed(each))
+        elif isinstance(each, dict):
+            left.extend(reversed(each.values()))
+    return found
 
 
 def is_inplace(name):
@@ -74,7 +77,7 @@ def elements(tensor, pick):
 
 def of_torch(name, args, kwargs, result):
     """Reads, writes, and what of the result is new memory."""
-    given, target = list(leaves((args, kwargs))), list(leaves(kwargs.get("out")))
+    given, target = leaves((args, kwargs)), leaves(kwargs.get("out"))
     if args and is_inplace(name):
         target.append(args[0])
     known = {each.untyped_storage().data_ptr() for each in given}
@@ -118,12 +121,12 @@ def of_kernel(name, function, given, result):
     named = dict(zip(inspect.signature(function).parameters, given, strict=True))
     rule = RULES.get(name)
     reads, writes = rule(**named) if rule else whole(**named)
-    fresh = list(leaves(result))
+    fresh = leaves(result)
     return reads, [*writes, *fresh], fresh
 
 
 def whole(**named):
-    writes = list(leaves((named.pop("out", None), named.pop("into", None))))
+    writes = leaves((named.pop("out", None), named.pop("into", None)))
     writes += leaves(getattr(named.get("call"), "out", None))
     known = {id(each) for each in writes}
     return [each for each in leaves(named) if id(each) not in known], writes
@@ -144,13 +147,13 @@ def of_index(call, out, **_):
 
 def of_rows(values, codec, out, places, finish=None):
     rows = out if places is None else slices(out, 0, places[places >= 0])
-    return list(leaves((values, finish, places))), [rows]
+    return leaves((values, finish, places)), [rows]
 
 
 def of_keys(values, codec, row_ids, out=None, pages=None, finish=None):
     pages = out if pages is None else pages
     touched = pages if row_ids is None else slices(pages, 0, row_ids[row_ids >= 0] // PAGE_ROWS)
-    return list(leaves((values, finish, row_ids))), [touched]
+    return leaves((values, finish, row_ids)), [touched]
 
 
 RULES = {

@@ -17,17 +17,27 @@ ROOT = Path(__file__).resolve().parents[2]
 HEADER = Path(__file__).resolve().parent / "emulated_tiles.h"
 VARIABLE = "TILED_LIBRARY"
 OWN_FLAGS = ("-O1", "-fPIC", f'-DESS_EMULATED_TILES="{HEADER}"')
+OTHER = ("kernels_amx", "module")
+"""What the header changes."""
 
 
 def build(folder: Path) -> Path:
-    """Compiles the sources that pyproject.toml lists, but for the extension's empty module."""
+    """Compiles the sources that pyproject.toml lists. Of those that are as in the package it takes
+    what building that has left, if no source is newer."""
     [extension] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
         "ext-modules"
     ]
     flags = [flag for flag in extension["extra-compile-args"] if flag != "-O3"]
     include = f"-I{sys.base_prefix}/include/python{sys.version_info[0]}.{sys.version_info[1]}"
 
+    newest_s = max(
+        path.stat().st_mtime for path in (*ROOT.glob("csrc/*/*"), ROOT / "pyproject.toml")
+    )
+
     def compiled(source: str) -> str:
+        for kept in ROOT.glob(f"build/temp.*/{Path(source).with_suffix('.o')}"):
+            if kept.stem not in OTHER and kept.stat().st_mtime > newest_s:
+                return str(kept)
         target = folder / f"{Path(source).stem}.o"
         run("g++", *flags, *OWN_FLAGS, include, "-c", str(ROOT / source), "-o", str(target))
         return str(target)

@@ -4,40 +4,32 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
 from ess.kernels.mappings import mappings
 from ess.ports import kept_port
 from tests.support.few import few
+from tests.support.forked import started
 from tests.team.member_process import CHUNK, FAMILY, FORM, LENGTHS, digest
 from tests.team.rig import alone
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
 def members(kind: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
     with ExitStack() as stack:
         init = f"tcp://127.0.0.1:{stack.enter_context(kept_port('127.0.0.1'))}"
-        started = []
+        group = []
         for rank in range(size):
             words = ["-m", "tests.team.member_process", kind, str(size), str(rank), init]
-            process = subprocess.Popen(
-                [sys.executable, *words],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            process = started("engine", words, **pipes)
             stack.enter_context(process)
             stack.callback(process.kill)
-            started.append(process)
-        yield started
+            group.append(process)
+        yield group
 
 
 def said(process: subprocess.Popen[str]) -> str:
@@ -57,17 +49,17 @@ def pool_bytes(process: subprocess.Popen[str], what: str) -> int:
 )
 def test_processes_leave_what_one_rank_leaves_in_one_copy_of_the_pools(kind: str, size: int):
     wanted = digest(alone(FAMILY, FORM, LENGTHS, CHUNK))
-    with members(kind, size) as started:
-        assert [said(process) for process in started] == ["ready"] * size
-        assert said(started[0]) == wanted
-        assert [said(process) for process in started[1:]] == ["ran"] * (size - 1)
-        resident = [pool_bytes(process, "resident_bytes") for process in started]
-        shares = sum(pool_bytes(process, "share_bytes") for process in started)
+    with members(kind, size) as group:
+        assert [said(process) for process in group] == ["ready"] * size
+        assert said(group[0]) == wanted
+        assert [said(process) for process in group[1:]] == ["ran"] * (size - 1)
+        resident = [pool_bytes(process, "resident_bytes") for process in group]
+        shares = sum(pool_bytes(process, "share_bytes") for process in group)
         print(f"resident {resident}, shares {shares}")
         assert min(resident[1:]) > 1 << 20
         assert resident[0] <= shares * 1.01 <= resident[0] * 1.02
-        for process in started:
+        for process in group:
             assert process.stdin is not None
             process.stdin.close()
-        assert [process.wait(60) for process in started] == [0] * size
+        assert [process.wait(60) for process in group] == [0] * size
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("ess-")]
