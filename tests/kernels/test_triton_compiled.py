@@ -168,16 +168,15 @@ def test_experts_in_float32_compile_without_spills() -> None:
 
 
 def test_the_small_kernels_compile_without_spills() -> None:
+    from ess.kernels.cuda.triton import attend as attending
     from ess.kernels.cuda.triton import copy
     from ess.kernels.cuda.triton.device import attend, partials, shares
     from ess.kernels.cuda.triton.device import copy as device
 
     width = {"WIDTH": 512, "PADDED": 512}
     sides = types("*fp32: first_out first_lse second_out second_lse out lse")
-    parts = types(
-        "*fp32: part_out part_lse out lse, *i32: cuts counts, i32: query_count heads programs"
-    )
-    piece = {"HEADS": 64, "KEYS": 64, "ADDS": True}
+    parts = types("*fp32: part_out part_lse out lse, *i32: cuts, i32: heads programs")
+    piece = {"HEADS": 64, "LINES": attending.JOIN_LINES, "ADDS": True}
     shared = types("*i32: counts cuts pieces, i32: query_count head_blocks")
     lists = types("*i32: slots named counts, i32: width slot_stride")
     for binary in (

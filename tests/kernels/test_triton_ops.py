@@ -75,42 +75,83 @@ def test_any_cut_of_the_lists_agrees(ops: Ops, grids: dict[int, int], dtype: tor
         assert (ours.out[2] == 0).all()
 
 
+SHARED = (
+    # queries, programs, head blocks, blocks of a piece at least, keys of a list at most
+    (9, 4, 2, 1, 130),
+    (1, 7, 1, 2, 130),
+    (3, 40, 1, 1, 600),
+    (1100, 5, 1, 1, 130),
+    (40, 7, 2, 2, 20),
+    (8, 40, 1, 8, 40),
+)
+
+
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_every_key_is_in_one_piece_and_shares_are_even(ops: Ops, is_cut: bool) -> None:
+@pytest.mark.parametrize(("query_count", "programs", "head_blocks", "least", "longest"), SHARED)
+def test_every_key_is_in_one_piece_and_shares_are_even(
+    ops: Ops,
+    is_cut: bool,
+    query_count: int,
+    programs: int,
+    head_blocks: int,
+    least: int,
+    longest: int,
+) -> None:
     """Of lists of any length: none, less than a block, many; of few programs and of more than
-    there are blocks."""
-    from ess.kernels.cuda.triton.device.shares import lay_out
+    there are blocks. A list counts as two blocks more where no program is without one."""
+    from ess.kernels.cuda.triton.attend import pieces_max
 
     generator = torch.Generator().manual_seed(0)
-    for query_count, programs, head_blocks, least in ((9, 4, 2, 1), (1, 7, 1, 2), (1100, 5, 1, 1)):
-        counts = torch.randint(0, 130, (query_count,), generator=generator).int()
-        counts[::3] = 0
-        cuts = torch.full((programs, 4), 99, dtype=torch.int32, device=device())
-        room = query_count * head_blocks + 1
-        pieces = torch.full((room, programs, 4), 99, dtype=torch.int32, device=device())
-        there = counts.to(device())
-        given = there, cuts, pieces, query_count, head_blocks
-        lay_out[(programs,)](*given, KEYS=16, BLOCKS_MIN=least, IS_CUT=is_cut)
-        seen, sizes = {}, []
-        for program, (begin, start, stop, count) in enumerate(cuts.tolist()):
-            mine = pieces[:count, program].tolist()
-            sizes.append(sum(max(1, -(-(end - first) // 16)) for _, first, end, _ in mine))
-            for number, (task, first, end, part) in enumerate(mine):
-                seen.setdefault(task, []).append((first, end))
-                whole = (first, end) == (0, int(counts[task // head_blocks]))
-                assert part == (-1 if whole else 2 * program + (number > 0))
-            if start >= 0 and is_cut:
-                assert start < begin < stop
-                assert mine[0][1] == 16 * (begin - start)
-        for task in range(query_count * head_blocks):
-            spans = sorted(seen[task])
-            length = int(counts[task // head_blocks])
-            assert spans[0][0] == 0
-            assert spans[-1][1] == length
-            assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
-            assert is_cut or len(spans) == 1
-        live = [size for size in sizes if size]
-        assert not is_cut or max(live) - min(live) <= 1
+    counts = torch.randint(0, longest, (query_count,), generator=generator).int()
+    counts[::3] = 0
+    cuts, pieces = laid_out(counts, programs, head_blocks, least, is_cut)
+    lists, blocks = query_count * head_blocks, head_blocks * block_count(0, counts).sum()
+    most, seen, sizes = pieces_max(lists, int(blocks), programs, least), {}, []
+    for program, (first, block, count, _) in enumerate(cuts.tolist()):
+        assert count <= most
+        mine = pieces[:count, program].tolist()
+        begun = sum(start == 0 for _, start, _, _ in mine)
+        sizes.append((begun, sum(int(block_count(*piece[1:3])) for piece in mine)))
+        for number, (task, start, end, part) in enumerate(mine):
+            seen.setdefault(task, []).append((start, end))
+            whole = (start, end) == (0, int(counts[task // head_blocks]))
+            assert part == (-1 if whole else 2 * program + (number > 0))
+        if count:
+            assert mine[0][:2] == [first, 16 * block]
+    for task in range(lists):
+        spans = sorted(seen.pop(task))
+        assert (spans[0][0], spans[-1][1]) == (0, int(counts[task // head_blocks]))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+        assert is_cut or len(spans) == 1
+    assert not seen
+    live = min(programs, max(int(blocks) // least, lists))
+    counted = 2 if lists >= live else 0
+    shares = [counted * begun + size for begun, size in sizes if size]
+    assert not is_cut or (len(shares) == live and max(shares) - min(shares) <= 1 + 2 * counted)
+
+
+def block_count(start: int, end: int | torch.Tensor) -> torch.Tensor:
+    return (torch.as_tensor(end) - start + 15).div(16, rounding_mode="floor").clamp(min=1)
+
+
+def laid_out(
+    counts: torch.Tensor, programs: int, head_blocks: int, least: int, is_cut: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from ess.kernels.cuda.triton.device.shares import lay_out
+
+    cuts = torch.full((programs, 4), 99, dtype=torch.int32, device=device())
+    room = len(counts) * head_blocks + 1
+    pieces = torch.full((room, programs, 4), 99, dtype=torch.int32, device=device())
+    given = counts.to(device()), cuts, pieces, len(counts), head_blocks
+    lay_out[(programs,)](*given, KEYS=16, BLOCKS_MIN=least, IS_CUT=is_cut)
+    return cuts.cpu(), pieces.cpu()
+
+
+def test_lists_of_a_block_each_are_whole_and_on_a_program_each(ops: Ops) -> None:
+    """As the misses of a small batch are: nothing is left to join, and none waits for another."""
+    cuts, pieces = laid_out(torch.tensor([16, 3, 0, 9]).int(), 40, 2, 8, is_cut=True)
+    assert cuts[:, :3].tolist() == [[task, 0, 1] for task in range(8)] + [[8, 0, 0]] * 32
+    assert pieces[0, :8, 3].tolist() == [-1] * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

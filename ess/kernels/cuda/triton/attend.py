@@ -26,6 +26,7 @@ from ess.units import div_ceil
 DOT_MIN: Final = 16
 LIST_BLOCK: Final = 1024
 PIECE_KEYS_MIN: Final = 128
+JOIN_LINES: Final = 4
 
 
 class Lists(NamedTuple):
@@ -130,11 +131,8 @@ class _Work(NamedTuple):
         return count * div_ceil(heads, self.shape.heads) * blocks
 
     def _pieces_max(self, programs: int) -> int:
-        """Of a program: lists have a block or more, and its share may cut one at each end. With
-        few blocks fewer programs have any, each less than twice the least."""
         lists = len(self.queries) * div_ceil(self.queries.shape[1], self.shape.heads)
-        share = max(div_ceil(self._block_count(), programs), 2 * self._blocks_min())
-        return min(lists, share + 1)
+        return pieces_max(lists, self._block_count(), programs, self._blocks_min())
 
     def _blocks_min(self) -> int:
         return max(1, PIECE_KEYS_MIN // self.shape.keys)
@@ -183,14 +181,22 @@ class _Work(NamedTuple):
 
     def _join(self, programs: int, parts: Partial, cuts: Tensor) -> None:
         dim, shape = self.codec.latent_dim, self.shape
-        partials.join[(programs - 1, shape.heads)](
-            *(*parts, cuts, self.lists.counts, *self.into, *self.queries.shape[:2], programs),
+        partials.join[(programs - 1, div_ceil(shape.heads, JOIN_LINES))](
+            *(*parts, cuts, *self.into, self.queries.shape[1], programs),
             WIDTH=dim,
             PADDED=_padded(dim),
             HEADS=shape.heads,
-            KEYS=shape.keys,
+            LINES=JOIN_LINES,
             ADDS=self.adds,
         )
+
+
+def pieces_max(lists: int, blocks: int, programs: int, least: int) -> int:
+    """How many pieces a program may get of at most so many blocks: a list has a block or more, and
+    a share may cut one at each end. `shares` says when fewer programs have any: a share is then
+    less than twice the least, or the lists are fewer than the programs."""
+    share = max(div_ceil(blocks, programs), 2 * least)
+    return min(lists, share + div_ceil(lists, programs) + 1)
 
 
 def _apart(part: Tensor, mine: Tensor) -> int:

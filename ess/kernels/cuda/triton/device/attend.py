@@ -147,7 +147,7 @@ def attend(
     leaves that to the join.
     """
     head_blocks = tl.cdiv(heads, HEADS)
-    count = tl.load(cuts + 4 * tl.program_id(0) + 3)
+    count = tl.load(cuts + 4 * tl.program_id(0) + 2)
     for number in range(tl.program_id(0), count * tl.num_programs(0), tl.num_programs(0)):
         piece = pieces + number * 4
         task, start = tl.load(piece), tl.load(piece + 1)
@@ -195,7 +195,7 @@ def attend(
             piece, heads, head_blocks, part_from, part_lse_from, DIM, HEADS
         )
         is_written = (head < heads) & (is_any | (not ADDS))
-        mean = tl.where(is_any, sums / total_weight[:, None], 0.0)
+        mean = sums * (1.0 / tl.where(is_any, total_weight, 1.0))[:, None]
         top = tl.where(is_any, top + tl.log2(total_weight) * LN2, top)
         at, mask = _out(is_written, DIM, DIM_PADDED)
         tl.store(out + line_at + at, mean, mask=mask)

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from ess.kernels.cuda.triton.device.shares import task_at
-
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -41,49 +39,51 @@ def merge(
 
 @triton.jit
 def join(
-    part_out, part_lse, cuts, counts, out, lse, query_count, heads, programs,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    part_out, part_lse, cuts, out, lse, heads, programs,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, LINES: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, h) makes head h of the list that is cut for the first time where share p begins.
+    """Program (p, h) makes LINES heads of the list that is cut for the first time where share p
+    begins.
 
     Its pieces are the last one of the program before p, and the first ones of p and of those after
     it whose shares begin within the list; they are added up in this order, with ADDS behind the
-    partial that is there. `shares` says what a share is, `attend` what `cuts` holds.
+    partial that is there. `shares` says what a share is, and what `cuts` holds.
     """
     program = tl.program_id(0) + 1
-    start = tl.load(cuts + 4 * program + 1)
-    before = tl.load(cuts + 4 * program - 4)
-    if (start >= 0) & (before <= start):
-        stop = tl.load(cuts + 4 * program + 2)
+    task, block = tl.load(cuts + 4 * program), tl.load(cuts + 4 * program + 1)
+    before, before_block = tl.load(cuts + 4 * program - 4), tl.load(cuts + 4 * program - 3)
+    if (block > 0) & ((before < task) | (before_block == 0)):
+        line = tl.program_id(1) * LINES + tl.arange(0, LINES)
         head_blocks = tl.cdiv(heads, HEADS)
-        task, _, _ = task_at(counts, start, query_count, head_blocks, KEYS)
-        head = task % head_blocks * HEADS + tl.program_id(1)
-        if head < heads:
-            at = (task // head_blocks).to(tl.int64) * heads + head
-            column = tl.arange(0, PADDED)
-            mask = column < WIDTH
-            top = tl.full((), -float("inf"), tl.float32)
-            total = tl.zeros((), tl.float32)
-            whole = tl.zeros((PADDED,), tl.float32)
-            if ADDS:
-                top = tl.load(lse + at)
-                total = tl.where(top == -float("inf"), 0.0, 1.0)
-                whole = tl.load(out + at * WIDTH + column, mask=mask, other=0.0)
-            part = 2 * (program - 1) + (before < start).to(tl.int32)
-            begin = start
-            while (program <= programs) & (begin < stop):
-                piece = part.to(tl.int64) * HEADS + tl.program_id(1)
-                level = tl.load(part_lse + piece)
-                higher = tl.maximum(top, level, propagate_nan=tl.PropagateNan.ALL)
-                fade, weight = tl.exp2((top - higher) * LOG2E), tl.exp2((level - higher) * LOG2E)
-                total = total * fade + weight
-                given = tl.load(part_out + piece * WIDTH + column, mask=mask, other=0.0)
-                whole = whole * fade + weight * given
-                top = higher
-                part = 2 * program
-                begin = tl.load(cuts + 4 * program, mask=program < programs, other=0)
-                begin = tl.where(program < programs, begin, stop)
-                program += 1
-            tl.store(out + at * WIDTH + column, whole / total, mask=mask)
-            tl.store(lse + at, top + tl.log2(total) * LN2)
+        head = task % head_blocks * HEADS + line
+        is_head = (line < HEADS) & (head < heads)
+        at = (task // head_blocks).to(tl.int64) * heads + head
+        column = tl.arange(0, PADDED)[None, :]
+        mask = is_head[:, None] & (column < WIDTH)
+        top = tl.full((LINES,), -float("inf"), tl.float32)
+        total = tl.zeros((LINES,), tl.float32)
+        whole = tl.zeros((LINES, PADDED), tl.float32)
+        if ADDS:
+            top = tl.load(lse + at, mask=is_head, other=-float("inf"))
+            total = tl.where(top == -float("inf"), 0.0, 1.0)
+            whole = tl.load(out + (at[:, None] * WIDTH + column), mask=mask, other=0.0)
+        part = 2 * (program - 1) + (before < task).to(tl.int32)
+        goes_on = True
+        while goes_on:
+            piece = part.to(tl.int64) * HEADS + line
+            level = tl.load(part_lse + piece, mask=is_head, other=0.0)
+            given = tl.load(part_out + (piece[:, None] * WIDTH + column), mask=mask, other=0.0)
+            higher = tl.maximum(top, level, propagate_nan=tl.PropagateNan.ALL)
+            fade, weight = tl.exp2((top - higher) * LOG2E), tl.exp2((level - higher) * LOG2E)
+            total = total * fade + weight
+            whole = whole * fade[:, None] + weight[:, None] * given
+            top = higher
+            part = 2 * program
+            is_there = program < programs
+            next_task = tl.load(cuts + 4 * program, mask=is_there, other=-1)
+            next_block = tl.load(cuts + 4 * program + 1, mask=is_there, other=0)
+            goes_on = (next_task == task) & (next_block > 0)
+            program += 1
+        tl.store(out + (at[:, None] * WIDTH + column), whole / total[:, None], mask=mask)
+        tl.store(lse + at, top + tl.log2(total) * LN2, mask=is_head)
