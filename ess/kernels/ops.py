@@ -192,14 +192,18 @@ class Ops:
         threads: int = 1,
         balanced: bool = False,
         whole: bool = False,
+        spares: bool = False,
+        adds: bool = False,
     ) -> Partial:
         """Queries [q, heads, latent + rope] over the encoded rows that slots [q, width] name.
 
         A slot >= 0 names a row of `rows` [slot, row_bytes], -1 none, and -2 or less row -2 - slot
         of `placed`, which on CUDA may be pinned memory of the host. The key is the whole row, the
         value its latent part. A slot named twice counts twice. What no slot names may hold
-        anything. Without a slot a query gets out = 0 and lse = -inf. On a device, `balanced`: what
-        a query gets may depend on the batch, by rounding; `whole`: nothing is to run beside it.
+        anything. Without a slot a query gets out = 0 and lse = -inf. With `adds`, `into` holds a
+        partial over other rows and gets the one over both. On a device, `balanced`: what a query
+        gets may depend on the batch, by rounding; `whole`: nothing is to run beside it; `spares`: a
+        copy of rows runs beside it and is left the multiprocessors that it takes.
         """
         require_readable(codec, self.name)
         self._check_bytes("rows", rows, None, codec.row_bytes)
@@ -210,6 +214,8 @@ class Ops:
         self._check("slots", slots, (count, None), COUNTS)
         check_threads(threads)
         if into is None:
+            if adds:
+                raise BadInput("adds without the partial `into` that rows are added to")
             into = new_partial(queries, codec.latent_dim)
         else:
             require("into.out", into.out, (count, heads, codec.latent_dim), SINGLE)
@@ -217,7 +223,7 @@ class Ops:
             self._check_into(into)
         slots = self._ids("slots", slots, *slot_range(rows, placed))
         given = plain(queries), rows, slots, codec, scale, placed, into
-        self.backend.attend(Attend(*given, threads, balanced, whole))
+        self.backend.attend(Attend(*given, threads, balanced, whole, spares, adds))
         return into
 
     def merge(self, first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
