@@ -126,18 +126,28 @@ class Staging:
         row_bytes, count = copy.source.row_bytes, copy.count
         return Side("source", self, self._twin.address, count, row_bytes, row_bytes, None, True)
 
-    def send(self, copy: CheckedCopy, spreading: Launch, after: CudaEvent, stream: int) -> Any:
+    def send(
+        self,
+        copy: CheckedCopy,
+        spreading: Launch,
+        after: CudaEvent,
+        stream: int,
+        *,
+        kept: list[Any],
+    ) -> None:
         """Gathers the sources of `copy` when `after` has passed, sends and spreads them.
 
         `spreading` is the kernel for all rows at once, from the first place on; every chunk gets
-        its part of it. The returned object must live until the stream has come this far. The
-        source's list is copied, as the host may read it after the caller has changed it.
+        its part of it. What is added to `kept` must live until `stream` has come this far, also
+        where this raises, since some of the chunks may be queued. The source's list is copied, as
+        the host may read it after the caller has changed it.
         """
         assert not copy.source.on_device, "the host gathers rows of the host only"
         assert copy.source.device_rows is None, "the host cannot read a list on a device"
         rows = list(chunks(copy.count, self.rows_max(copy.source.row_bytes)))
         numbers = None if copy.source.rows is None else copy.source.rows.copy()
         sizes, jobs = np.array(rows, np.int64), (HostJob * len(rows))()
+        kept += [copy, numbers, jobs]
         after.hold(self._gathering.handle)
         self._describe(copy, numbers, spreading)
         fetch = self._fetch
@@ -146,8 +156,8 @@ class Staging:
         self._device.make_current()
         status = _staged_fetch()(ctypes.byref(fetch))
         if status:
+            self._gathering.record().hold(stream)
             raise fault("a fetch by the copy engine", status)
-        return copy, numbers, jobs
 
     def _describe(
         self, copy: CheckedCopy, numbers: npt.NDArray[Any] | None, spreading: Launch

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from ess.flashtrans.mover import KernelWay, RowMover
 from ess.flashtrans.row_lists import RowLists
 from ess.flashtrans.staging import PLACE_BYTES, Staging
 from ess.flashtrans.views import CheckedCopy, Side
-from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.driver import Device, attempt
 from ess.kernels.cuda.rows import COPY_BLOCKS, PAIRS_MAX
 from ess.kernels.cuda.streams import CudaEvent, CudaStream
 from ess.kernels.streams import RowCopy, closed_lane
@@ -109,6 +110,9 @@ class StreamLane:
 
     In the way `staged` the host gathers with `threads` threads and the copy engine sends; this
     serves fetches with host lists. All other copies use the flat kernel.
+
+    `_pending` keeps alive what jobs under way use; it outlives this object, because the finalizer,
+    which waits for the jobs, holds it too.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class StreamLane:
         self._closed = False
         self._anchor = Anchor.now(self._stream)
         self._last = StreamEvent(self._anchor.event, self._anchor.event, self._anchor)
+        weakref.finalize(self, _release, device, self._stream.handle, self._pending)
 
     def submit(self, copies: Sequence[RowCopy]) -> StreamEvent:
         checked = [self._check(copy) for copy in copies]
@@ -146,14 +151,21 @@ class StreamLane:
             self._forget()
             CudaEvent(self._device).record(self._compute_stream()).hold(self._stream.handle)
             started = self._stream.record()
-            kept: list[Any] = list(checked)
-            for copy in checked:
-                kept += self._queue(copy)
-            finished = self._stream.record()
-            self._pending.append(_Job(finished, kept))
+            finished = self._queue_all(checked)
             self._anchor = self._last.later_anchor()
             self._last = StreamEvent(started, finished, self._anchor)
         return self._last
+
+    def _queue_all(self, checked: list[CheckedCopy]) -> CudaEvent:
+        """The event behind them. What is queued before something raises is kept too."""
+        kept: list[Any] = list(checked)
+        try:
+            for copy in checked:
+                self._queue(copy, kept)
+        finally:
+            finished = self._stream.record()
+            self._pending.append(_Job(finished, kept))
+        return finished
 
     def mark(self) -> StreamEvent:
         return self._last
@@ -191,7 +203,7 @@ class StreamLane:
         fits = self._staging is not None and self._staging.rows_max(copy.source.row_bytes) > 0
         return fits and fetch and not any(device_lists)
 
-    def _queue(self, copy: CheckedCopy) -> list[Any]:
+    def _queue(self, copy: CheckedCopy, kept: list[Any]) -> None:
         """Cuts the copy into pieces whose lists fit the ring of lists.
 
         The host must not gather a row that an earlier copy, maybe of the same job, has still to
@@ -202,22 +214,20 @@ class StreamLane:
         staged = self._is_staged(copy)
         most = self._lists.piece_max if listed or staged else PAIRS_MAX
         assert copy.device_count is None or most >= copy.count, "a counted copy in pieces"
-        kept: list[Any] = []
         for first in range(0, copy.count, most):
             piece = _piece(copy, first, min(most, copy.count - first))
             if staged:
-                kept.append(self._queue_staged(piece, before))
+                self._queue_staged(piece, before, kept)
             else:
                 self._move(piece)
             self._lists.seal(self._stream.record())
-        return kept
 
-    def _queue_staged(self, piece: CheckedCopy, before: CudaEvent) -> Any:
+    def _queue_staged(self, piece: CheckedCopy, before: CudaEvent, kept: list[Any]) -> None:
         assert self._staging is not None, "picked without a staging area"
         target = _skipping(piece)
         spread = CheckedCopy(self._staging.there(piece), target)
         launch = self._mover.launch(spread, "flat", target_rows=self._put(target))
-        return self._staging.send(piece, launch, before, self._stream.handle)
+        self._staging.send(piece, launch, before, self._stream.handle, kept=kept)
 
     def _move(self, piece: CheckedCopy) -> None:
         launch = self._mover.launch(
@@ -235,6 +245,13 @@ class StreamLane:
     def _forget(self) -> None:
         while self._pending and self._pending[0].event.done():
             self._pending.popleft()
+
+
+def _release(device: Device, stream: int, pending: deque[_Job]) -> None:
+    """Jobs of a lane that nobody closed still run: what they use stays until they are over."""
+    attempt("cuCtxSetCurrent", device.context)
+    attempt("cuStreamSynchronize", stream)
+    pending.clear()
 
 
 def _require_in_range(side: Side) -> None:

@@ -44,6 +44,20 @@ def test_chunks_are_queued_by_native_code():
     scenarios.chunks_are_queued_by_native_code()
 
 
+@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+def test_a_lane_that_is_dropped_waits_for_its_jobs():
+    scenarios.a_lane_that_is_dropped_waits_for_its_jobs()
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+def test_a_fetch_that_fails_midway_keeps_what_is_queued():
+    scenarios.a_fetch_that_fails_midway_keeps_what_is_queued()
+
+
+def test_memory_that_is_dropped_waits_for_its_copies():
+    scenarios.memory_that_is_dropped_waits_for_its_copies()
+
+
 def test_counted_copies_follow_a_graph():
     scenarios.counted_copies_follow_a_graph(100)
 

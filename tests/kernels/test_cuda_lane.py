@@ -36,6 +36,9 @@ LANE = (
     "copies_of_the_driver_are_cut_where_registrations_meet",
     "pinned_memory_is_near_and_not_for_children",
     "every_form_moves_the_same_bytes",
+    "a_lane_that_is_dropped_waits_for_its_jobs",
+    "a_fetch_that_fails_midway_keeps_what_is_queued",
+    "memory_that_is_dropped_waits_for_its_copies",
 )
 RESIDENCY = (
     "a_graph_is_replayed_with_changing_selections",

@@ -5,6 +5,7 @@ Neither torch nor any package but NumPy and cuda-python is needed.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,6 +273,63 @@ def chunks_are_queued_by_native_code():
     assert made[1] == made[2] == made[3], made
     assert "cuMemcpyHtoDAsync" in made[1], "the list of targets is sent"
     assert "cuLaunchKernel" not in made[1], made[1]
+
+
+def a_lane_that_is_dropped_waits_for_its_jobs():
+    """Until they are over, what they use stays: the host's function reads its job and a list."""
+    for way in ("flat", "staged"):
+        rig = Rig(9, way=way)
+        rows = {
+            "pool": rig.random.permutation(500)[:140],
+            "slab": rig.random.permutation(300)[:140],
+        }
+        rig.move(rows, "pool", "slab")
+        far, near = rows["pool"], rows["slab"]
+        event = rig.lane.submit(
+            [RowCopy(source=rig.pool, source_rows=far, target=rig.slab, target_rows=near)]
+        )
+        del rig.lane
+        assert event.done(), way
+        rig.check()
+
+
+def a_fetch_that_fails_midway_keeps_what_is_queued():
+    """The first chunk's gathering is queued when its spreading is refused."""
+    rig = Rig(10, way="staged")
+    describe = rig.lane._staging._describe
+
+    def describe_wrongly(*given):
+        describe(*given)
+        rig.lane._staging._fetch.block_threads = 4096
+
+    rig.lane._staging._describe = describe_wrongly
+    rows = np.arange(140)
+    copy = RowCopy(source=rig.pool, source_rows=rows, target=rig.slab, target_rows=rows)
+    with pytest.raises(BadState, match="a fetch by the copy engine"):
+        rig.lane.submit([copy])
+    rig.lane._staging._describe = describe
+    kept = rig.lane._pending[-1].kept
+    assert any(isinstance(one, ctypes.Array) for one in kept), "the gathering reads its job"
+    rig.lane.close()
+    rig.check()
+
+
+def memory_that_is_dropped_waits_for_its_copies():
+    device = Device()
+    stream, there = CudaStream(device), DeviceMemory(device, 1 << 16)
+    memory = pinned_memory(device, 1 << 16, touch_threads=1)
+    memory[:] = 7
+    way = {"device": device, "byte_count": memory.nbytes, "stream": stream.handle}
+    here = int(memory.__array_interface__["data"][0])
+    copy_to_device(target=there.address, source=here, **way)
+    landed = stream.record()
+    del memory
+    assert landed.done()
+    back = pinned_memory(device, 1 << 16, touch_threads=1)
+    here = int(back.__array_interface__["data"][0])
+    copy_to_host(target=here, source=there.address, **way)
+    stream.synchronize()
+    assert (back == 7).all()
 
 
 def refusals_name_what_is_wrong_and_change_nothing():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 from ess.kernels.cuda import program
@@ -85,4 +87,46 @@ def begin(*, alone: bool = True) -> ctypes.CDLL:
         return str(library).encode() + b"\0"
 
     program.cubin = emulated_cubin
+    tell_records(driver)
+    lock_away()
     return driver
+
+
+def tell_records(library: ctypes.CDLL) -> None:
+    """Of each launch, how many bytes its record has: the driver knows how many the kernel takes."""
+    from ess.kernels.cuda.driver import Kernel
+
+    launch = Kernel.launch
+
+    def told(kernel: Kernel, record: ctypes.Structure, **shape: int) -> None:
+        library.driver_record(ctypes.sizeof(record))
+        launch(kernel, record, **shape)
+
+    Kernel.launch = told  # type: ignore[assignment, method-assign]
+
+
+def lock_away() -> None:
+    """Registered memory that is let go can be neither read nor written from then on, and nobody
+    else gets its addresses: who goes on using it, host or kernel, ends the process there."""
+    from ess.kernels.cuda import pinned
+
+    register, mappings = pinned.register, []
+
+    def registered(device: object, memory: pinned.Bytes, **how: object) -> None:
+        owner, start = pinned._owner(memory), memory.__array_interface__["data"][0]
+        locks = weakref.finalize(owner, lock, start, memory.nbytes)  # the last of its finalizers
+        locks.atexit = False
+        try:
+            register(device, memory, **how)  # type: ignore[arg-type]
+        except BaseException:
+            locks.detach()
+            raise
+        mappings.append(owner.base)
+
+    pinned.register = registered  # type: ignore[assignment]
+
+
+def lock(start: int, byte_count: int) -> None:
+    libc, words = ctypes.CDLL(None, use_errno=True), (ctypes.c_void_p(start),)
+    assert libc.madvise(*words, ctypes.c_size_t(byte_count), mmap.MADV_DONTNEED) == 0
+    assert libc.mprotect(*words, ctypes.c_size_t(byte_count), 0) == 0

@@ -29,7 +29,15 @@ from types import SimpleNamespace
 
 from tests.support import emulated_driver, interpreted  # before triton and torch
 from tests.support.pretended_races import caller
-from tests.support.pretended_streams import DEVICE, CUDAGraph, Device, Event, Queues, Stream
+from tests.support.pretended_streams import (
+    DEVICE,
+    REFUSED,
+    CUDAGraph,
+    Device,
+    Event,
+    Queues,
+    Stream,
+)
 from tests.support.pretended_touches import UNWRITTEN, is_inplace, leaves, of_torch
 
 import torch  # isort: skip
@@ -110,6 +118,8 @@ class Pretence(Queues, TorchFunctionMode):
         wanted = kwargs.get("device")
         kwargs |= {"device": "cpu"} if wanted is not None else {}
         pins = kwargs.pop("pin_memory", False)
+        if pins and self.captured is not None:
+            raise RuntimeError(REFUSED.format("pin_memory"))
         if name in UPLOADS and wanted is not None and torch.device(wanted).type == "cuda":
             self.refuse(name)
         self.check(name, args, kwargs)

@@ -19,6 +19,7 @@ from ess.kernels.cuda.ranges import PinnedRanges
 NOT_READY: Final = 600
 STATIC_SHARED_BYTES: Final = 48 << 10
 PORTABLE_CLUSTER_BLOCKS: Final = 8
+ENTRY_EDITION: Final = 12000
 
 # The architectures whose own instructions a plain number would leave out.
 _OWN: Final = (90, 100, 101, 103, 110, 120, 121)
@@ -134,10 +135,24 @@ def attempt(name: str, *arguments: Any) -> tuple[Any, ...]:
 
 
 def fault(name: str, status: int) -> Unavailable | BadState:
-    text = str(_driver().CUresult(status)).rpartition(".")[2]
+    sentence = f"{name} answers {_name_of(status)} ({status})"
     if name in ("cuInit", "cuDeviceGet", "cuMemHostRegister", "cuMemAlloc"):
-        return Unavailable(f"{name} answers {text} ({status})")
-    return BadState(f"{name} answers {text} ({status}): an earlier kernel may have failed")
+        return Unavailable(sentence)
+    return BadState(
+        f"{sentence}: an earlier kernel may have failed" if is_broken(status) else sentence
+    )
+
+
+def is_broken(status: int) -> bool:
+    """Whether the context may be lost: all calls answer so from then on."""
+    return 700 <= status < 720
+
+
+def _name_of(status: int) -> str:
+    try:
+        return str(_driver().CUresult(status).name)
+    except ValueError:
+        return "what cuda-bindings have no name for"
 
 
 def constant(kind: str, name: str) -> Any:
@@ -154,12 +169,12 @@ def enumerated(kind: str, name: str) -> Any:
 
 
 def entry(name: str) -> int:
-    """The address of a driver function, in its newest form, for native code that calls it."""
-    library = ctypes.CDLL("libcuda.so.1")
-    for form in (f"{name}_v2", name):
-        if hasattr(library, form):
-            return ctypes.cast(getattr(library, form), ctypes.c_void_p).value or 0
-    raise Unavailable(f"the CUDA driver has no {name}")
+    """The address of a driver function, for native code that calls it as CUDA 12.0 declares it. A
+    later driver may have a form of the same name that takes more arguments."""
+    address = call("cuGetProcAddress", name.encode(), ENTRY_EDITION, 0)
+    if not address:
+        raise Unavailable(f"the CUDA driver has no {name}")
+    return int(address)
 
 
 def why_missing() -> str | None:

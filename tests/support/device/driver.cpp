@@ -6,196 +6,12 @@
 // ordered by an event goes wrong sooner or later. A module is the path of an emulated library.
 // What is captured runs in any order that its events allow.
 // Host memory must be registered before a kernel or a copy names it; memory of the device that is
-// freed is poisoned. The watch is told what there is, so that it finds kernels that stray.
-#include "races.h"
-#include "watch.h"
-
-#include <algorithm>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
-#include <dlfcn.h>
-#include <functional>
-#include <map>
-#include <set>
-#include <string>
-#include <vector>
+// freed is poisoned, and none may be let go while a queued copy names it. Handles that are
+// destroyed are refused. A stream that is destroyed does what is queued on it, but later. The watch
+// is told what there is, so that it finds kernels that stray.
+#include "world.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-
-typedef int Result;
-typedef unsigned long long Address;
-constexpr Result kOk = 0, kInvalid = 1, kNotInitialised = 3, kNoContext = 201, kNotFound = 500;
-constexpr Result kCapturing = 900, kNotReady = 600, kAlreadyRegistered = 712, kNotRegistered = 713;
-constexpr int64_t kMoments = 64;
-constexpr Result kUnjoined = 904, kIsolation = 905, kCapturedEvent = 907;
-
-namespace {
-
-struct Work {
-    std::function<bool()> ready;
-    std::function<void()> run;
-};
-
-struct Stream;
-typedef std::set<size_t> Nodes;
-
-// Work and what each piece of it must follow. `streams` are captured into it: the first began it,
-// the others joined by waiting for an event of it.
-struct Graph {
-    std::vector<Work> work;
-    std::vector<Nodes> follows;
-    std::vector<Stream*> streams;
-};
-
-// `captured` is the graph in which the event was recorded last; then it stands behind `nodes`.
-struct Event {
-    int64_t recorded = 0, passed = 0;
-    int64_t tick = 0;
-    Graph* captured = nullptr;
-    Nodes nodes;
-    std::map<int64_t, races::Clock> clocks;
-};
-
-struct Stream {
-    int actor = races::new_actor();
-    std::deque<Work> queue;
-    Graph* capturing = nullptr;
-    Nodes tail;
-
-    void take(Work one) {
-        if (!capturing) return queue.push_back(one);
-        capturing->work.push_back(one);
-        capturing->follows.push_back(tail);
-        tail = {capturing->work.size() - 1};
-    }
-};
-
-struct Function {
-    std::string name;
-    const char* (*launch)(const void*, int, int, int, uint64_t);
-    int record_bytes;
-};
-
-uint64_t seed() {
-    const char* given = std::getenv("ESS_DRIVER_SEED");
-    return 88172645463325252ull + (given ? std::strtoull(given, nullptr, 10) : 0);
-}
-
-struct World {
-    int host = races::new_actor();
-    bool initialised = false;
-    bool current = false;
-    bool others = false;
-    uint64_t random = seed();
-    int64_t ticks = 0, allocation_count = 0;
-    Stream legacy;
-    std::vector<Stream*> streams{&legacy};
-    std::map<Address, size_t> registered, allocated;
-    std::string place;
-};
-
-World& world() {
-    static World one;
-    return one;
-}
-
-uint64_t draw() {
-    uint64_t& r = world().random;
-    r ^= r << 13;
-    r ^= r >> 7;
-    return r ^= r << 17;
-}
-
-bool advance() {
-    std::vector<Stream*> ready;
-    for (Stream* one : world().streams)
-        if (!one->queue.empty() && one->queue.front().ready()) ready.push_back(one);
-    if (ready.empty()) return false;
-    Stream* stream = ready[draw() % ready.size()];
-    Work work = stream->queue.front();
-    stream->queue.pop_front();
-    world().ticks++;
-    work.run();
-    return true;
-}
-
-Stream* stream_of(void* handle) { return handle ? (Stream*)handle : &world().legacy; }
-
-// What the real driver refuses while a stream is being captured.
-bool capturing() {
-    for (Stream* one : world().streams)
-        if (one->capturing) return true;
-    return false;
-}
-
-// `name` is that of the work, for the races that it is in. It comes behind all that the host knows
-// to be over when it queues.
-Result queue(void* stream, const std::string& name, std::function<void()> run) {
-    if (!world().current) return kNoContext;
-    const int actor = stream_of(stream)->actor;
-    if (!races::on) return stream_of(stream)->take({[] { return true; }, run}), kOk;
-    const races::Clock known = races::now(world().host);
-    stream_of(stream)->take({[] { return true; }, [=, text = world().place + name] {
-        races::follow(actor, known);
-        races::begin(actor, text);
-        run();
-    }});
-    return kOk;
-}
-
-Nodes before(const Graph& graph, const Nodes& nodes) {
-    Nodes all = nodes;
-    std::vector<size_t> open(nodes.begin(), nodes.end());
-    while (!open.empty()) {
-        const size_t node = open.back();
-        open.pop_back();
-        for (size_t earlier : graph.follows[node])
-            if (all.insert(earlier).second) open.push_back(earlier);
-    }
-    return all;
-}
-
-// A stream that is captured may wait only for its own capture; one that is not joins the event's.
-Result wait_in_capture(Stream* waits, const Event& event) {
-    Graph* graph = event.captured;
-    if (!graph || !graph->streams[0]->capturing) return kIsolation;
-    if (waits->capturing && waits->capturing != graph) return kIsolation;
-    if (!waits->capturing) {
-        waits->capturing = graph;
-        waits->tail.clear();
-        graph->streams.push_back(waits);
-    }
-    waits->tail.insert(event.nodes.begin(), event.nodes.end());
-    return kOk;
-}
-
-bool inside(const std::map<Address, size_t>& ranges, Address at, size_t bytes) {
-    auto next = ranges.upper_bound(at);
-    if (next == ranges.begin()) return false;
-    --next;
-    return at + bytes <= next->first + next->second;
-}
-
-bool reachable(Address at, size_t bytes) {
-    if (world().others) return true;
-    return inside(world().allocated, at, bytes) || inside(world().registered, at, bytes);
-}
-
-// What was never written is as unknown in the copy.
-Result copy(Address to, Address from, size_t bytes, void* stream) {
-    if (!reachable(to, bytes) || !reachable(from, bytes)) return kInvalid;
-    return queue(stream, "copy", [=] {
-        races::touch((void*)from, bytes, false);
-        races::touch((void*)to, bytes, true);
-        std::memcpy((void*)to, (void*)from, bytes);
-        watch_copied((void*)to, (void*)from, bytes);
-    });
-}
-
-}  // namespace
 
 // Memory that this driver has not given out is torch's: the device's too, for all it can tell.
 EXPORT void reach_others() { world().others = true; }
@@ -233,19 +49,29 @@ EXPORT Result cuModuleLoadData(void** module, const void* image) {
 EXPORT Result cuModuleGetFunction(void** function, void* module, const char* name) {
     std::string entry = name;
     void* launch = dlsym(module, ("emulate_" + entry).c_str());
-    void* bytes = dlsym(module, ("bytes_" + entry).c_str());
-    if (!launch || !bytes) return kNotFound;
-    *function = new Function{entry, (decltype(Function::launch))launch, *(int*)bytes};
+    const int* bytes = (const int*)dlsym(module, ("bytes_" + entry).c_str());
+    const int* cluster = (const int*)dlsym(module, "cluster_blocks");
+    if (!launch || !bytes || !cluster) return kNotFound;
+    *function = new Function{entry, (decltype(Function::launch))launch, *bytes, *cluster};
+    world().functions.insert(*function);
     return kOk;
 }
-EXPORT Result cuFuncSetAttribute(void*, int, int) { return kOk; }
+EXPORT Result cuFuncSetAttribute(void* handle, int attribute, int value) {
+    if (!world().functions.count(handle)) return kNoHandle;
+    return limits::allow(*(Function*)handle, attribute, value) ? kOk : kInvalid;
+}
+// What ctypes says that the record of the next launch has.
+EXPORT void driver_record(int bytes) { limits::told_record_bytes = bytes; }
 EXPORT Result cuLaunchKernel(void* handle, unsigned blocks, unsigned, unsigned, unsigned threads,
                              unsigned, unsigned, unsigned shared, void* stream, void** parameters,
                              void**) {
+    if (!world().functions.count(handle)) return kNoHandle;
     Function function = *(Function*)handle;
+    limits::check_record(function);
+    if (limits::refuses(function, {blocks, threads, shared})) return kInvalid;
     std::vector<char> record((char*)parameters[0], (char*)parameters[0] + function.record_bytes);
     return queue(stream, function.name, [=] {
-        alignas(16) char own[1024];
+        alignas(16) char own[limits::kRecordBytes];
         std::memcpy(own, record.data(), record.size());
         const char* wrong = function.launch(own, int(blocks), int(threads), int(shared), draw());
         if (!wrong) return;
@@ -256,28 +82,42 @@ EXPORT Result cuLaunchKernel(void* handle, unsigned blocks, unsigned, unsigned, 
 EXPORT Result cuLaunchHostFunc(void* stream, void (*run)(void*), void* argument) {
     return queue(stream, "host function", [=] { run(argument); });
 }
+// A later form of the same name takes one argument more.
+EXPORT Result cuLaunchHostFunc_v2(void*, void (*)(void*), void*, unsigned) {
+    limits::die("a host function is queued by a form of the call that is newer than asked for");
+}
 
 EXPORT void driver_finish(void* stream);
+EXPORT void driver_drain();
+EXPORT void races_waited(void* stream);
 EXPORT Result cuStreamCreateWithPriority(void** stream, unsigned, int) {
     world().streams.push_back(new Stream);
     return *stream = world().streams.back(), kOk;
 }
 EXPORT Result cuStreamDestroy(void* stream) {
-    driver_finish(stream);
-    auto& all = world().streams;
-    for (size_t i = 0; i < all.size(); i++)
-        if (all[i] == stream) all.erase(all.begin() + i--);
-    races::end_actor(((Stream*)stream)->actor);
-    return kOk;
+    if (!stream || !is_stream(stream)) return kNoHandle;
+    ((Stream*)stream)->destroyed = true;
+    return retire((Stream*)stream), kOk;
+}
+EXPORT Result cuStreamSynchronize(void* stream) {
+    if (capturing()) return kCapturing;
+    if (!is_stream(stream)) return kNoHandle;
+    return driver_finish(stream), races_waited(stream), kOk;
+}
+EXPORT Result cuCtxSynchronize() {
+    if (!world().current) return kNoContext;
+    if (capturing()) return kCapturing;
+    return driver_drain(), kOk;
 }
 EXPORT Result cuStreamWaitEvent(void* stream, void* handle, unsigned) {
+    if (!world().events.count(handle) || !is_stream(stream)) return kNoHandle;
     Event* event = (Event*)handle;
     Stream* waits = stream_of(stream);
     if (event->captured || waits->capturing) return wait_in_capture(waits, *event);
     int64_t wanted = event->recorded;
     waits->queue.push_back({[=] { return event->passed >= wanted; }, [=] {
         races::follow(waits->actor, event->clocks[wanted]);
-    }});
+    }, {}});
     return kOk;
 }
 
@@ -302,12 +142,16 @@ EXPORT Result cuStreamEndCapture(void* stream, void** result) {
     return answer;
 }
 EXPORT Result cuGraphInstantiateWithFlags(void** executable, void* graph, uint64_t) {
-    return *executable = new Graph(*(Graph*)graph), kOk;
+    world().graphs.insert(*executable = new Graph(*(Graph*)graph));
+    return kOk;
 }
 // Events remember the graph in which they were recorded, so it stays.
 EXPORT Result cuGraphDestroy(void*) { return kOk; }
-EXPORT Result cuGraphExecDestroy(void*) { return kOk; }
+EXPORT Result cuGraphExecDestroy(void* executable) {
+    return world().graphs.erase(executable) ? kOk : kNoHandle;
+}
 EXPORT Result cuGraphLaunch(void* executable, void* stream) {
+    if (!world().graphs.count(executable) || !is_stream(stream)) return kNoHandle;
     const Graph& graph = *(Graph*)executable;
     Nodes left, done;
     for (size_t node = 0; node < graph.work.size(); node++) left.insert(node);
@@ -325,9 +169,14 @@ EXPORT Result cuGraphLaunch(void* executable, void* stream) {
     return kOk;
 }
 
-EXPORT Result cuEventCreate(void** event, unsigned) { return *event = new Event, kOk; }
-EXPORT Result cuEventDestroy(void*) { return kOk; }
+EXPORT Result cuEventCreate(void** event, unsigned) {
+    world().events.insert(*event = new Event);
+    return kOk;
+}
+// Who waits for it goes on waiting.
+EXPORT Result cuEventDestroy(void* event) { return world().events.erase(event) ? kOk : kNoHandle; }
 EXPORT Result cuEventRecord(void* handle, void* stream) {
+    if (!world().events.count(handle) || !is_stream(stream)) return kNoHandle;
     Event* event = (Event*)handle;
     Stream* records = stream_of(stream);
     event->captured = records->capturing;
@@ -342,6 +191,7 @@ EXPORT Result cuEventRecord(void* handle, void* stream) {
     });
 }
 EXPORT Result cuEventQuery(void* handle) {
+    if (!world().events.count(handle)) return kNoHandle;
     Event* event = (Event*)handle;
     if (event->captured) return kCapturedEvent;
     if (capturing()) return kCapturing;
@@ -356,6 +206,10 @@ EXPORT Result cuEventQuery(void* handle) {
     return kOk;
 }
 EXPORT Result cuEventElapsedTime(float* ms, void* from, void* to) {
+    for (void* each : {from, to}) {
+        if (!world().events.count(each) || !((Event*)each)->recorded) return kNoHandle;
+        if (((Event*)each)->passed < ((Event*)each)->recorded) return kNotReady;
+    }
     *ms = float(((Event*)to)->tick - ((Event*)from)->tick);
     return kOk;
 }
@@ -372,8 +226,12 @@ EXPORT Result cuMemHostRegister(void* at, size_t bytes, unsigned) {
     return kOk;
 }
 EXPORT Result cuMemHostUnregister(void* at) {
+    const auto found = world().registered.find(Address(at));
+    if (found == world().registered.end()) return kNotRegistered;
+    require_unnamed(found->first, found->second);
     watch_forget(at);
-    return world().registered.erase(Address(at)) ? kOk : kNotRegistered;
+    world().registered.erase(found);
+    return kOk;
 }
 EXPORT Result cuMemHostGetDevicePointer(Address* seen, void* at, unsigned) {
     if (!inside(world().registered, Address(at), 1)) return kInvalid;
@@ -401,6 +259,7 @@ EXPORT Result cuMemGetInfo(size_t* free, size_t* total) {
 EXPORT Result cuMemFree(Address at) {
     auto found = world().allocated.find(at);
     if (found == world().allocated.end()) return kInvalid;
+    require_unnamed(at, found->second);
     std::memset((void*)at, 0xFF, found->second);
     watch_forget((void*)at);
     world().allocated.erase(found);
@@ -430,10 +289,12 @@ EXPORT Result cuMemsetD32Async(Address at, unsigned value, size_t count, void* s
         races::touch((void*)at, count * 4, true);
         for (size_t i = 0; i < count; i++) ((unsigned*)at)[i] = value;
         watch_written((void*)at, count * 4);
-    });
+    }, {{at, count * 4}});
 }
 
-EXPORT Result cuGetProcAddress_v2(const char* name, void** function, int, uint64_t, void*) {
+// The first form of each call that CUDA 12 has.
+EXPORT Result cuGetProcAddress_v2(const char* name, void** function, int, uint64_t, int* status) {
+    if (status) *status = 0;
     for (const std::string& form : {std::string(name), name + std::string("_v2"),
                                     name + std::string("WithFlags")})
         if ((*function = dlsym(RTLD_DEFAULT, form.c_str()))) return kOk;
@@ -453,7 +314,7 @@ EXPORT void races_work(void* stream, bool is_host, const char* name) {
 }
 // The host waits for everything.
 EXPORT void driver_drain() {
-    for (Stream* one : world().streams) {
+    for (Stream* one : std::vector<Stream*>(world().streams)) {
         driver_finish(one);
         races::follow(world().host, races::now(one->actor));
     }

@@ -370,9 +370,13 @@ inline const char* launch(const char* kernel, void (*run)(const void*), const vo
 
 }  // namespace emulated
 
+extern "C" __attribute__((visibility("default"))) const i32 cluster_blocks =
+    emulated::kClusterBlocks;
+
 // A launch from Python: the record, the grid, the threads of a block, its shared bytes, a seed. It
 // returns what went wrong, or null. The size of the record is for whoever must copy it.
 #define ESS_EMULATE(kernel, Record)                                                             \
+    static_assert(sizeof(Record) <= 4096, "arguments of a kernel");                              \
     extern "C" __attribute__((visibility("default"))) const i32 bytes_##kernel = sizeof(Record); \
     extern "C" __attribute__((visibility("default"))) const char* emulate_##kernel(             \
         const Record* record, i32 blocks, i32 threads, i32 shared_bytes, u64 seed) {            \

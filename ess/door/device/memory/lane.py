@@ -9,6 +9,7 @@ have a stream of their own, so that no fetch of a step queues behind them.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from ess.errors import BadState
 from ess.flashtrans.mover import PreparedCopies, RowMover
-from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.driver import Device, attempt
 from ess.kernels.cuda.rows import COPY_BLOCKS
 from ess.kernels.cuda.streams import CudaEvent, CudaStream
 from ess.kernels.streams import RowCopy
@@ -36,6 +37,7 @@ class DeviceLane:
         self._fork = CudaEvent(self.device)
         self._kept: deque[tuple[CudaEvent, object]] = deque()
         self._is_open = True
+        weakref.finalize(self, _release, self.device, self._kept)
 
     @property
     def compute(self) -> int:
@@ -92,3 +94,10 @@ class DeviceLane:
         if self._is_open:
             self._is_open = False
             self.mark().wait()
+
+
+def _release(device: Device, kept: deque[tuple[CudaEvent, object]]) -> None:
+    """Copies of a lane that nobody closed still run: what they use stays until they are over."""
+    attempt("cuCtxSetCurrent", device.context)
+    attempt("cuCtxSynchronize")
+    kept.clear()
