@@ -82,7 +82,8 @@ bench: $(STAMP)
 # After a run that was cut off: BEHIND=its print leaves out tests that passed there, and ONLY="names"
 # takes these benchmarks alone; a single one has no limit.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
-GPU_NATIVE = $(GPU_PYTHON) $(BUILD)
+GPU_CAN_BUILD = 'import sys, setuptools as s; sys.exit(int(s.__version__.split(".")[0]) < 77)'
+GPU_NATIVE = $(GPU_PYTHON) -c $(GPU_CAN_BUILD) 2>/dev/null && $(GPU_PYTHON) $(BUILD)
 GPU_LIMIT_S ?= 480
 GPU_JSON = $(if $(OUT),$(OUT)/bench-gpu.json,bench/results/gpu.json)
 KEPT = 2>&1 $(if $(OUT),| tee $(OUT)/$@.txt)
@@ -92,12 +93,12 @@ test-gpu bench-gpu: SHELL := /bin/bash
 test-gpu bench-gpu: .SHELLFLAGS := -o pipefail -c
 
 test-gpu:
-	$(GPU_NATIVE) || echo "no native library: what needs it is skipped"
+	$(GPU_NATIVE) || echo "no native library (setuptools 77 builds it): what needs it is skipped"
 	@mkdir -p $(or $(OUT),bench/results)
 	$(GPU_PYTHON) -m tests.gpu --limit-s $(GPU_LIMIT_S) $(addprefix --behind ,$(BEHIND)) $(KEPT)
 
 bench-gpu:
-	$(GPU_NATIVE) || echo "no native library: the copy engine is left out"
+	$(GPU_NATIVE) || echo "no native library (setuptools 77 builds it): no copy engine"
 	@mkdir -p $(or $(OUT),bench/results)
 	$(GPU_PYTHON) -m ess.bench.gpu.suite $(if $(ONLY),--only $(ONLY)) --out $(GPU_JSON) $(KEPT)
 

@@ -1,16 +1,17 @@
 """`python -m tests.gpu`: the tests of a device, several files at once, and none spoils the others.
 
 A file runs in a process of its own, and where that dies or hangs another goes on behind the test
-that did it. More than one runs at a time, since most of the time goes into compiling kernels. With
-`--limit-s` everything ends then, and what has not run is named. With `--behind FILE`, the print of
-an earlier run, what passed there is not run again. A foreign machine's plugins are not loaded, and
-what its drivers and libraries warn of fails nothing.
+that did it; what hangs prints its stacks as it ends. More than one runs at a time, since most of
+the time goes into compiling kernels. With `--limit-s` everything ends then, and what has not run is
+named. With `--behind FILE`, the print of an earlier run, what passed there is not run again. A
+foreign machine's plugins are not loaded, and what its drivers and libraries warn of fails nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -23,12 +24,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ess.kernels.cuda import driver
 from tests.support.guarded import SLOW_S
 
 HERE = Path(__file__).parent
 ENDINGS = ("passed", "skipped", "failed")
 PASSED = re.compile(r"^[\d:]+ passed +[\d.]+ s (\S.*)$", re.MULTILINE)
 GRACE_S = 30
+STACKS_S = 5
+PACKAGES = ("torch", "triton")
 
 
 def files_of_a_device() -> list[Path]:
@@ -40,9 +44,20 @@ def files_of_a_device() -> list[Path]:
     return sorted(marked, key=lambda path: (places.get(path.stem, 2), path.stem))
 
 
+def lacks(path: Path) -> str | None:
+    """The package that a file of tests imports and this machine does not have."""
+    sources = [path, path.with_name("conftest.py")]
+    text = "\n".join(source.read_text() for source in sources if source.exists())
+    imported = (name for name in PACKAGES if re.search(rf"^(import|from) {name}\b", text, re.M))
+    return next((name for name in imported if importlib.util.find_spec(name) is None), None)
+
+
 def play(path: Path, home: Path, given: argparse.Namespace, ends_s: float) -> Path:
     told, log = home / f"{path.stem}.told", home / f"{path.stem}.log"
     told.write_text("".join(f"passed\t{name}\t\n" for name in given.passed))
+    if missing := lacks(path):
+        told.write_text(f"skipped\t{path.name}\t{missing} is not installed\n")
+        return told
     hung_s = max(SLOW_S, given.seconds_each) + GRACE_S
     plugin = [
         "-c",
@@ -65,7 +80,7 @@ def play(path: Path, home: Path, given: argparse.Namespace, ends_s: float) -> Pa
             status = wait_for(child, ends_s, told, hung_s)
         if told.read_text().endswith("end\t\t\n"):
             return told
-        print(f"{path.name}: its process ended with {status}, another goes on", flush=True)
+        print(f"{path.name}: its process ended by {cause_of(status)}, another goes on", flush=True)
     print(log.read_text(errors="replace")[-4000:], flush=True)
     with told.open("a") as file:
         file.write(f"failed\t{path.name}\tnot all of it has run\n")
@@ -74,16 +89,28 @@ def play(path: Path, home: Path, given: argparse.Namespace, ends_s: float) -> Pa
 
 def wait_for(child: subprocess.Popen[bytes], ends_s: float, told: Path, hung_s: float) -> int:
     """Its status. With its children it does not outlive the limit, nor this process, nor a time in
-    which it has told nothing."""
+    which it has told nothing: then it is asked to print where it stands, whoever has the
+    interpreter's lock, and ends by that."""
     try:
         while time.monotonic() < ends_s and time.time() - told.stat().st_mtime < hung_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(min(1.0, max(0.0, ends_s - time.monotonic())))
+        child.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(STACKS_S)
         return -signal.SIGKILL
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def cause_of(status: int) -> str:
+    """What ended a process, in words."""
+    if status >= 0:
+        return f"exit {status}"
+    name = signal.Signals(-status).name
+    return f"{name} (of the system, perhaps: no memory)" if name == "SIGKILL" else name
 
 
 def summary(told: Sequence[Path]) -> bool:
@@ -119,6 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--files", type=Path, nargs="*", help="instead of all of a device")
     parser.add_argument("--behind", type=Path, help="what an earlier run has printed")
     given, given.rest = parser.parse_known_args(arguments)
+    missing = None if given.files else driver.why_missing()
+    if missing is not None:
+        print(f"nothing is tested: {missing}")
+        return 0
     given.passed = passed_before(given.behind)
     files, ends_s = given.files or files_of_a_device(), time.monotonic() + given.limit_s
     with (

@@ -1,7 +1,8 @@
 """A pytest plugin for a device that may hang or break: `-p tests.support.guarded --told FILE`.
 
 Every test has a time, after which its process dies with all stacks printed; so it does when a test
-has broken the context, which would fail all that follow. FILE says what has begun and how it ended,
+has broken the context, which would fail all that follow, or has found no memory on the device,
+since what it held may stay as long as the process. FILE says what has begun and how it ended,
 and what it names is not begun again: whoever starts the process anew goes on behind the test that
 ended it. Each end is printed at once, past whatever captures.
 
@@ -97,8 +98,8 @@ class Guard:
         say(f"{time.strftime('%X')} {report.outcome:7} {report.duration:6.1f} s {report.nodeid}")
         if report.failed:
             say(report.longreprtext)
-            if is_broken():
-                say("the device refuses everything now: the rest has a process of its own")
+            if cause := why_alone(report.longreprtext):
+                say(f"{cause}: the rest has a process of its own")
                 os._exit(DEAD)
 
     def pytest_collectreport(self, report):
@@ -108,6 +109,14 @@ class Guard:
 
     def pytest_sessionfinish(self):
         self.tell("end")
+
+
+def why_alone(failure):
+    """Why no other test may run in the process of one that has failed so; None where one may."""
+    if is_broken():
+        return "the device refuses everything now"
+    is_full = "OutOfMemoryError" in failure or "ERROR_OUT_OF_MEMORY" in failure
+    return "there was no memory on the device" if is_full else None
 
 
 def is_broken():

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import tests.gpu.__main__ as runner
+from tests.gpu.test_sanitised import findings
+
 ROOT = Path(__file__).resolve().parents[2]
-HEAD = "import os, time, pytest\npytestmark = pytest.mark.gpu\n"
+HEAD = "import faulthandler, os, time, pytest\npytestmark = pytest.mark.gpu\n"
 BAD = """
 def test_first(): pass
 def test_hangs(): time.sleep(60)
 def test_between(): assert [1] == [2], "not so"
 def test_dies(): os.abort()
+def test_crashes(): faulthandler._sigsegv()
+def test_is_killed(): os.kill(os.getpid(), 9)
+def test_fills_the_device(): raise MemoryError("torch.OutOfMemoryError: CUDA out of memory")
 def test_skips(): pytest.skip("for a reason")
 def test_last(): pass
 """
@@ -36,9 +44,14 @@ def test_one_test_takes_nothing_from_the_others(tmp_path: Path) -> None:
     broken.write_text("import nothing_of_this_name\n")
     status, printed = run("--seconds-each", 6, "--processes", 2, "--files", bad, good, broken)
     assert status == 1
-    assert "3 passed, 1 skipped, 4 failed" in printed, printed
+    assert "3 passed, 1 skipped, 7 failed" in printed, printed
     assert "skipped 1: Skipped: for a reason" in printed
-    assert printed.count("its process died in it, or it took too long") == 2
+    assert printed.count("its process died in it, or it took too long") == 4
+    for cause in ("exit 86", "SIGABRT", "SIGSEGV", "SIGKILL (of the system, perhaps: no memory)"):
+        assert f"test_bad.py: its process ended by {cause}, another goes on" in printed, printed
+    assert "Fatal Python error: Segmentation fault" in printed
+    assert "in test_crashes" in printed, "no stack of the crash is shown"
+    assert "there was no memory on the device: the rest has a process of its own" in printed
     assert "::test_hangs has taken 6 s" in printed
     assert "in test_hangs" in printed, "no stack is shown"
     kept = tmp_path / "printed.txt"
@@ -60,3 +73,58 @@ def test_the_whole_ends_in_time(tmp_path: Path) -> None:
     assert status == 1
     assert "1 passed, 0 skipped, 2 failed" in printed, printed
     assert "FAILED test_slow.py not all of it has run" in printed
+
+
+HOLDS_THE_LOCK = """
+import ctypes
+def waits_for_a_device(): ctypes.PyDLL(None).sleep(60)
+waits_for_a_device()
+"""
+
+
+def test_what_hangs_with_the_lock_shows_where(tmp_path: Path) -> None:
+    """No thread of Python runs there, so the stacks come from a handler of a signal."""
+    told, out = tmp_path / "told", tmp_path / "out"
+    told.touch()
+    with out.open("wb") as file:
+        command = [sys.executable, "-X", "faulthandler", "-c", HOLDS_THE_LOCK]
+        child = subprocess.Popen(command, stderr=file, start_new_session=True)
+        status = runner.wait_for(child, time.monotonic() + 600, told, hung_s=2)
+    assert status == -signal.SIGABRT
+    assert "in waits_for_a_device" in out.read_text()
+
+
+def test_without_a_device_one_sentence_is_printed(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(runner.driver, "why_missing", lambda: "the CUDA driver sees no device")
+    assert runner.main([]) == 0
+    assert capsys.readouterr().out == "nothing is tested: the CUDA driver sees no device\n"
+
+
+def test_a_file_whose_package_is_missing_is_named(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "test_some.py"
+    path.write_text("import torch\n")
+    assert runner.lacks(path) is None
+    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
+    assert runner.lacks(path) == "torch"
+    path.write_text("def test_first(): import torch\n")
+    assert runner.lacks(path) is None
+    (tmp_path / "conftest.py").write_text("from triton import language\n")
+    assert runner.lacks(path) == "triton"
+
+
+PRINTED = """moves ...
+========= COMPUTE-SANITIZER
+rings ...
+========= Barrier error detected. Divergent thread(s) in warp
+=========     at ess_ring_rows+0x1f0
+Traceback (most recent call last):
+"""
+
+
+def test_what_a_sanitizer_says_first_is_printed_first() -> None:
+    """However much comes behind it."""
+    shown = findings(PRINTED + "a frame of Python\n" * 500 + "LAUNCH_FAILED (719)\n").splitlines()
+    assert shown[:2] == ["moves ...", "========= COMPUTE-SANITIZER"]
+    assert "Divergent thread(s) in warp" in shown[3]
+    assert shown[-1] == "LAUNCH_FAILED (719)"
+    assert len(shown) < 40
