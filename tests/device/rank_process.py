@@ -1,4 +1,4 @@
-"""A rank on the pretended device, told by words: its number, of how many, where they meet, and cases.
+"""A rank on the pretended device: its number, of how many, where they meet, and its cases.
 
     python -m tests.device.rank_process RANK SIZE PORT CASES
 

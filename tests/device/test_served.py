@@ -121,7 +121,9 @@ def test_a_pipeline_behind_a_server_makes_prompts_for_a_worker_of_the_host(told:
     stages = ("--device", "cuda", "--pp-size", "2", "--pp-devices", "0,0", "--chunk-tokens", "32")
     with (
         Process(*stages, *same, command="prefill", **told, **secret) as prefill,
-        Process("--peers", f"127.0.0.1:{prefill.port}", *same, command="decode", **secret) as decode,
+        Process(
+            "--peers", f"127.0.0.1:{prefill.port}", *same, command="decode", **secret
+        ) as decode,
     ):
         first, last = prefill.greeting["memory"]["stages"]
         assert first["name"] == "stage 0 (layers 0 to 2) on cuda:0, emulated"
@@ -168,9 +170,7 @@ def test_a_lost_stage_on_a_device_ends_all(
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     there = {"device": "cuda", "backend": "cuda"}
-    with pipeline(
-        tmp_path / "it", 2, rank={"device": "cuda:0"}, chunk_tokens=32, **there
-    ) as lead:
+    with pipeline(tmp_path / "it", 2, rank={"device": "cuda:0"}, chunk_tokens=32, **there) as lead:
         lead.ready()
         lead.say(Add(0, PROMPT, Sampling(tokens_max=1), handoff=Handoff(1)))
         lead.until(lambda message: isinstance(message, Status) and bool(message.requests))
