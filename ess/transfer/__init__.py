@@ -6,5 +6,5 @@
     transport    how bytes move: the interface of all transports
     arrivals     what has come: the receiver's own count, the only thing it believes
 
-The argument is in docs/adr/0010-what-moves-between-workers.md.
+The argument is in docs/adr/0010-prefill-pushes-pages-decode-counts-them.md.
 """
