@@ -24,9 +24,9 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """Of a step whose rows are of `rate` tokens: how many tokens each sequence had before it, how
-    many new rows it brings, those whose last token is among its queries', and how many of them each
-    query may select, behind all rows before them."""
+    """Counts of a step whose rows are of `rate` tokens: how many tokens each sequence had before;
+    how many new rows it brings, those whose last token is among its queries'; and how many of them
+    each query may select, behind all rows before them."""
 
     texts: list[int]
     row_counts: list[int]
@@ -98,8 +98,8 @@ class StepArrays(Protocol):
 
 
 class HostArrays:
-    """Of a step over `lines` of these tables; the k-th brings `query_counts[k]` rows, or what
-    `brought` says."""
+    """The arrays of a step over `lines` of these tables; the k-th line brings `query_counts[k]`
+    rows, or what `brought` says."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class HostArrays:
 
 @dataclass(frozen=True, slots=True)
 class _NewRows:
-    """Of each new row its sequence and its place among that one's; of each query its sequence and
-    how many of that one's new rows it may select."""
+    """Each new row's sequence and its place among the new rows of that sequence; each query's
+    sequence and how many new rows of that sequence it may select."""
 
     sequence_of: npt.NDArray[np.int64]
     offset: Ints
@@ -200,7 +200,7 @@ class _NewRows:
 
 
 def places(query_counts: Many[int]) -> tuple[npt.NDArray[np.int64], Ints]:
-    """Of each query or row: its sequence in the batch, and its place among that one's."""
+    """Each query's or row's sequence in the batch, and its place in that sequence."""
     firsts = np.cumsum([0, *query_counts[:-1]]).astype(np.int32)
     sequence_of = np.repeat(np.arange(len(query_counts)), query_counts)
     offset: Ints = np.arange(len(sequence_of), dtype=np.int32) - firsts[sequence_of]

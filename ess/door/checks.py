@@ -111,7 +111,7 @@ def part_of(queries: range | None, count: int) -> range:
 
 
 def kept_counts(accepted: Any, row_counts: Sequence[int]) -> list[int]:
-    """Of each sequence's new rows how many are kept."""
+    """How many new rows of each sequence are kept."""
     listed = counts("accepted", accepted, len(row_counts))
     for kept, brought in zip(listed, row_counts, strict=True):
         in_range("accepted", kept, 0, brought)
@@ -119,7 +119,7 @@ def kept_counts(accepted: Any, row_counts: Sequence[int]) -> list[int]:
 
 
 def token_ids(name: str, tokens: Any) -> list[int]:
-    """Of a list, or of an array or a tensor with one dimension."""
+    """Token ids of a list, or of an array or a tensor with one dimension."""
     if hasattr(tokens, "tolist"):
         if tokens.ndim != 1:
             raise BadInput(f"{name} has shape {list(tokens.shape)}, must have one dimension")

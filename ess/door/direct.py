@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Direct(Protocol):
-    """Of a placement whose slots lie on the host. Layers are neighbours, and each is alone in its
-    group."""
+    """What native code needs to find slots that lie on the host. Layers are neighbours, and each is
+    alone in its group."""
 
     def bind(self, layers: Layers, which: range) -> None:
         """Writes what stays, once."""

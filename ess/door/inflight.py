@@ -39,7 +39,7 @@ class _Pending:
 
 
 class Pending:
-    """Of copies that somebody else has queued, in the order of their lane."""
+    """What waits for copies that another owner has queued, in the order of their lane."""
 
     def __init__(self, lane: Marks) -> None:
         self._lane = lane
@@ -92,7 +92,7 @@ class Pending:
 
 
 class InFlight(Pending):
-    """Of copies that it submits to a lane."""
+    """What waits for copies that it submits to a lane itself."""
 
     def __init__(self, lane: Lane) -> None:
         super().__init__(lane)

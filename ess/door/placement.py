@@ -143,7 +143,7 @@ class Placement(Protocol):
         """A graph has queued it again."""
 
     def seal(self, step: Step, accepted: Kept) -> None:
-        """Of each sequence's new rows the first `accepted` are kept, the others are gone."""
+        """Keeps the first `accepted` new rows of each sequence and drops the others."""
 
     def warm(self, sequence: Sequence, windows: Array) -> None:
         """Selections of late prefill queries, [groups, windows, k], oldest first."""

@@ -112,14 +112,14 @@ class Pools(ABC):
     inflight: Pending
     shelf: Shelf | None
     states: States | None = None
-    """Of a layout whose requests keep something beside their rows."""
+    """The states of a layout whose requests keep something beside their rows."""
 
     @abstractmethod
     def step_arrays(
         self, lines: list[int], query_counts: Many[int], room: int, brought: Brought | None
     ) -> StepArrays:
-        """Of a step that begins now, over these lines of the tables, padded to `room` queries; a
-        row for each query, unless it says what is `brought`."""
+        """The arrays of a step that begins now, over these lines of the tables, padded to `room`
+        queries; each query brings a row, unless `brought` says what is brought."""
 
     def slot_needs(self, length_max: int | None) -> dict[str, int]:
         """Slots per group that a sequence of at most this length reserves."""

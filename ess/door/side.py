@@ -54,7 +54,7 @@ class Side(Protocol):
 
     @property
     def stopwatch(self) -> Stopwatch | None:
-        """Of a device, whose work the host's clock says nothing of."""
+        """The clock of a device, whose work the host's clock does not see."""
 
     def step_begun(self) -> None: ...
 

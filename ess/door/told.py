@@ -38,7 +38,7 @@ class Recording(NamedTuple):
 def known_texts(
     sequences: Many[Sequence], accepted: Many[int], tokens: Tokens
 ) -> list[list[int]] | None:
-    """Of each sequence the ids of what was accepted, which must match what is known of it."""
+    """The accepted token ids of each sequence, which must match what is known of it."""
     if tokens is None:
         return None
     if not hasattr(tokens, "__iter__"):

@@ -61,7 +61,7 @@ class Admission:
         self._resume_step = step_count + PAUSE_STEPS
 
     def admit(self, *, step_count: int, limit: int) -> None:
-        """Of the pace, `limit` requests may run."""
+        """Lets waiting requests in while the pools have room and fewer than `limit` run."""
         if self._is_full and self.running_count:
             return
         self._is_full, self.refusal = False, None

@@ -284,7 +284,7 @@ MESH_LACKS: Final[Mapping[str, str]] = {
 
 
 def _check_mesh(config: ProcessConfig) -> None:
-    """Of an engine that decodes in several processes."""
+    """Refuses what an engine that decodes in several processes cannot do."""
     for field in fields(ProcessConfig):
         if field.name in MESH_LACKS and (given := getattr(config, field.name)) != field.default:
             raise BadInput(

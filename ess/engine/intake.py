@@ -36,7 +36,8 @@ class Wishes(TypedDict, total=False):
 
 
 class Intake:
-    """Of one `owner`. `on_first` is called when a request has become the first that waits."""
+    """The waiting requests of one `owner`; `on_first` is called when a request has become the
+    first that waits."""
 
     def __init__(
         self, owner: object, roster: Roster[Request], *, on_first: Callable[[], None]
@@ -96,7 +97,7 @@ class Intake:
             self._roster.add(request)
 
     def ended(self, leader: Request) -> None:
-        """Of those that have waited for this leader the first leads the others, and enters."""
+        """The first request that has waited for this leader leads the others, and enters."""
         heir = self.followers.succeed(leader)
         if heir is not None:
             self.enter(heir)

@@ -22,7 +22,7 @@ HIDDENS: Final = 8
 SIDES: Final = 2
 """Layers whose rows of a prompt are on the device at a time."""
 STAGED_BYTES: Final = 64 << 20
-"""Of rows and keys of a prompt on their way to the host: at so many the host waits for them."""
+"""Bytes of a prompt's rows and keys on their way to the host: at so many the host waits."""
 GRAPH_LAYER_BYTES: Final = 64 << 10
 """What the driver keeps of a captured layer, beside the memory that all graphs share."""
 

@@ -31,7 +31,7 @@ class Arriving:
         return all(leg.is_over for leg in self.legs)
 
     def windows(self) -> tuple[list[WindowSet], int]:
-        """Of all layer groups. A worker may have fewer windows than others: they are the latest."""
+        """The windows of all layer groups. A worker may have fewer than others: the latest ones."""
         known = [leg.windows for leg in sorted(self.legs, key=lambda leg: leg.origin.groups.start)]
         parts = [windows for windows in known if windows is not None]
         assert len(parts) == len(known), f"handoff {self.uid}: windows of {len(parts)} legs"

@@ -95,7 +95,7 @@ class Departure:
 
     @property
     def peer(self) -> int:
-        """Of a handoff that has its target."""
+        """The peer of a handoff that has its target."""
         assert self.target is not None, f"handoff {self.uid} has no target"
         return self.target.peer
 

@@ -107,7 +107,7 @@ def row_pages(layout: ModelLayout, length: int) -> int:
 
 
 def unit_bytes(layout: ModelLayout, kind: PieceKind) -> int:
-    """Of the largest unit."""
+    """The bytes of the largest unit."""
     if kind is PieceKind.ROWS:
         return layout.page_bytes
     assert kind is PieceKind.INDEX_KEYS, f"{kind.name} have no units of equal size"

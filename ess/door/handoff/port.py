@@ -101,7 +101,7 @@ class Port:
 
     @property
     def now_s(self) -> float:
-        """Of the clock by which handoffs begin and end."""
+        """The time of the clock by which handoffs begin and end."""
         return self._clock.now_s()
 
     @property

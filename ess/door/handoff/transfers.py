@@ -189,7 +189,7 @@ class Transfers:
         return job
 
     def check(self, departures: Collection[Departure]) -> None:
-        """Of these handoffs."""
+        """The transfers of these handoffs."""
         jobs = self._jobs.values()
         counts = Counter(job.departure for job in jobs)
         for departure in departures:

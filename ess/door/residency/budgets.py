@@ -54,7 +54,7 @@ class Budgets:
         return moved
 
     def _next_move(self, curves: list[Curve], floors: list[int]) -> tuple[int, int] | None:
-        """Of a chunk between groups with rows of one size: the first such move that pays."""
+        """The first move of a chunk that pays, between groups with rows of one size."""
         layout, counts = self.pools.layout, self.pools.sparse.chunk_counts()
         for size in layout.row_sizes:
             groups = layout.size_groups(size)

@@ -103,7 +103,7 @@ class Resident:
         return [group for group in self._groups() if self.pools.layout.window_of(group)]
 
     def _groups(self) -> list[int]:
-        """Of the main model, fewest rows first: the likeliest to lack a row."""
+        """Groups of the main model, fewest rows first: those are the likeliest to lack a row."""
         layout, used_count = self.pools.layout, self.pools.sparse.used_count
         return sorted(range(layout.main_group_count), key=used_count)
 

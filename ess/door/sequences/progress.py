@@ -144,7 +144,7 @@ class Progress:
     def learned(
         self, step_number: int, count: int, kept: int, ids: Many[int] | None, *, text: int
     ) -> None:
-        """Of the `count` rows that the step has brought, `kept` were kept, of `text` tokens."""
+        """The step brought `count` rows, of which `kept` were kept; `text` are their tokens."""
         assert self.step_numbers[0] == step_number, "steps are learned in their order"
         assert 0 <= kept <= count <= self.ahead_count, "rows were learned that no step brought"
         if ids is not None and len(self.tokens) >= self.text_length:

@@ -215,7 +215,7 @@ class Sequence:
 
     @property
     def loaded_count(self) -> int | None:
-        """Of the pages that it waits for, how many came whole; None while some are on their way.
+        """How many of the pages that it waits for came whole; None while some are on their way.
         With MTP a page that no page follows does not count, as of a cached prefix."""
         if self._load is None:
             return 0

@@ -41,8 +41,8 @@ def fitted(samples: Sequence[Sample]) -> Fit | None:
 
 
 def fitted_robustly(samples: Sequence[Sample], expected: Sequence[float]) -> Fit | None:
-    """Of relative errors against what was `expected` of each, in any unit. Samples far from the
-    middle are left out; those that lie off the fit count less."""
+    """A fit by relative errors against what was `expected` of each sample, in any unit. Samples far
+    from the middle are left out; those that lie off the fit count less."""
     columns, seconds, scale = _columns(samples), _seconds(samples), np.array(expected)
     ratios = seconds / scale
     middle = np.median(ratios)

@@ -159,7 +159,7 @@ def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
 
 
 def _loads(layout: ModelLayout, costs: Costs) -> list[int]:
-    """Of each group, in whole grains; the ends go with the first and the last."""
+    """The cost of each group, in whole grains; the ends go with the first and the last."""
     if len(costs.layers) != layout.layer_count:
         raise BadInput(f"costs of {len(costs.layers)} layers, the model has {layout.layer_count}")
     grain = max(costs.layers) / GRAIN

@@ -81,7 +81,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """Of one rate: the tokens of a step that are the last ones of an entry, and its numbers."""
+    """The tokens of a step that are the last of an entry of one rate, and the entries' numbers."""
 
     which: Tensor
     numbers: Tensor
@@ -111,8 +111,8 @@ class Tokens:
         return Tokens(self.memory, self.positions[list(which)] + 1, self._line[list(which)])
 
     def _in_windows(self, window: int) -> tuple[Tensor, Tensor]:
-        """Of each token where the last ones stand in a ring, the oldest first; and which of them
-        are there."""
+        """Where in a ring the window of each token stands, oldest token first; and which of those
+        tokens are there."""
         lines = window - 1 + self.memory.form.drafts
         last = self.positions[:, None] - torch.arange(window - 1, -1, -1)
         return self._first[:, None] + last % lines, last >= 0

@@ -57,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Of one span: the streams of its tokens, and int32 [groups, windows, k]."""
+    """What one span made: the streams of its tokens, and windows int32 [groups, windows, k]."""
 
     streams: Tensor
     windows: Tensor
@@ -103,7 +103,7 @@ def _windows(piece: Piece) -> Tensor:
 
 
 class Pieces:
-    """Of different sequences, through all layers."""
+    """Pieces of different sequences, run through all layers together."""
 
     def __init__(self, runner: Runner, memory: Memory, pieces: Sequence[Piece]) -> None:
         model = runner.model

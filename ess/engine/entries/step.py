@@ -121,7 +121,7 @@ class EntryBatch:
     # ---- what layers need
 
     def number_of(self, layer: Layer) -> int:
-        """Of a layer whose entries are chosen: its number at the door."""
+        """The number at the door of a layer whose entries are chosen."""
         return self.model.chosen_layers.index(layer.number)
 
     def rotation(self, layer: Layer) -> Rotation:

@@ -91,8 +91,8 @@ class Carried:
         return read.flatten(0, 1)
 
     def unit_keys(self, layer: DecoderLayer, given: Tensor) -> Tensor:
-        """Of what the tokens give to the keys of their units, [tokens, 2 * dim]: a key for each
-        that is the last of its unit, zeros for the others."""
+        """A key for each token that is the last of its unit, zeros for the others; `given` is what
+        each token gives to the key of its unit, [tokens, 2 * dim]."""
         last = self.beside.of(layer)["unit"]
         new = given.view(len(self.lines), -1, given.shape[1])
         joined, count, unit = torch.cat((last[self.lines], new), 1), new.shape[1], last.shape[1] + 1

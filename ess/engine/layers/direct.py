@@ -218,7 +218,7 @@ class Room:
         setattr(record, f"{name}_sides", ctypes.addressof(sides))
 
     def _tensor(self, place: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Of that name, shape and type: layers share it."""
+        """The tensor of that name, shape and type: layers share it."""
         key = place, shape, dtype
         if key not in self._tensors:
             self._tensors[key] = torch.empty(shape, dtype=dtype)

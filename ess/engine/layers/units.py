@@ -33,7 +33,7 @@ def select(
     table: Tensor,
     lengths: Tensor,
 ) -> Tensor:
-    """Of queries that each have a line of the page table."""
+    """Selections of queries that each have a line of the page table."""
     return select_scored(layout, queries, weights, pages, table, lengths)[0]
 
 
@@ -65,7 +65,7 @@ def select_one(
     line: Tensor,
     lengths: Tensor,
 ) -> Tensor:
-    """Of queries that share one line."""
+    """Selections of queries that share one line."""
     return _scored(layout, queries, weights, pages, line, lengths)[0]
 
 

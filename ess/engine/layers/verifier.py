@@ -28,7 +28,7 @@ from ess.engine.layers.batch import Batch
 from ess.errors import EssError
 
 TOLERANCES: Final[Mapping[str, float]] = {"cpu": 1e-3, "cuda": 2**-6}
-"""Of the largest value that is attended, by where it is."""
+"""The allowed difference as a share of the largest attended value, by kind of device."""
 LISTED_MAX: Final = 100
 
 
@@ -68,8 +68,8 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Of one layer: slots that differ; by how much the attention of each query does, and last, how
-    much may be."""
+    """The findings in one layer: slots that differ; how much the attention of each query differs,
+    and last, how much it may."""
 
     step: int
     layer: int
@@ -139,7 +139,7 @@ class Verifier:
 
 
 def _differences(attended: Tensor, expected: Tensor) -> Tensor:
-    """Of each query the largest, and last what is allowed."""
+    """The largest difference of each query, and last what is allowed."""
     assert attended.shape == expected.shape, f"{attended.shape} against {expected.shape}"
     worst = (attended - expected).abs().flatten(1).amax(1).float()
     scale = expected.abs().amax().clamp_min(1.0).float()

@@ -154,7 +154,7 @@ class Lockstep:
 
     @property
     def layout(self) -> ModelLayout:
-        """Of this rank's part."""
+        """The layout of this rank's part."""
         return self._offload.layout
 
     def _free(self) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ class Relay:
 
 
 def digest(fed: HostFed) -> int:
-    """Of what a step is fed with."""
+    """A checksum of what a step is fed with."""
     numbers = [(feed.request.number, feed.position, *feed.tokens) for feed in fed.feeds]
     return crc32(msgspec.msgpack.encode(numbers))
 

@@ -88,7 +88,7 @@ class Holds(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Full(msgspec.Struct, frozen=True, array_like=True):
-    """Of a PoolFull."""
+    """What a PoolFull says."""
 
     limiter: str
     needed: int
@@ -105,8 +105,8 @@ class Room(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
-    """Of a handoff: it has landed, with windows of all groups; or will not, and why; or neither,
-    where it had been given up."""
+    """How a handoff ended: it has landed, with windows of all groups; or it will not, and why; or
+    neither, where it had been given up."""
 
     uid: int
     has_landed: bool = False
@@ -122,7 +122,7 @@ class Came(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """Of one request: what `Choice` has, and drafts."""
+    """What `Choice` has of one request, and drafts."""
 
     tokens: tuple[int, ...]
     chances: tuple[Chance, ...] = ()

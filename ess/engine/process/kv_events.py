@@ -284,7 +284,7 @@ class Post:
 
 
 def _listening(context: zmq.Context[Socket], kind: int, address: str, name: str) -> Socket:
-    """Of what a subscriber sends only a little is read. A file is for this user alone."""
+    """A socket that reads little of what a subscriber sends. Its file is for this user alone."""
     made = context.socket(kind)
     made.setsockopt(zmq.LINGER, 200)
     made.setsockopt(zmq.SNDHWM, UNREAD_MAX)

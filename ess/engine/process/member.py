@@ -24,7 +24,7 @@ JOIN_S: Final = 120.0
 
 
 def rank_of(launch: Launch) -> Rank:
-    """Of a process that is one of several stages, or of a stage's team."""
+    """Checks the settings of a process that is one of several stages, or of a stage's team."""
     if launch.rank is None:
         raise BadInput("rank is missing: it says which stage of the pipeline this process is")
     rank, stage_count = launch.rank, len(launch.rank.layers)

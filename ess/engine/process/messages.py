@@ -306,7 +306,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
 
     @property
     def fullness(self) -> float:
-        """Of the pool that is fullest; slots are not counted, they are meant to be full."""
+        """The used share of the fullest pool; slots are not counted, they are meant to be full."""
         return max((pool.used / max(pool.capacity, 1) for pool in self.pools), default=0.0)
 
 
@@ -427,6 +427,6 @@ class Packer:
 
 
 def as_dict(value: object) -> object:
-    """Of the values in our messages msgpack knows all but this kind."""
+    """Encodes the one kind of value in our messages that msgpack does not know."""
     assert isinstance(value, MappingProxyType), f"a message holds a {type(value).__name__}"
     return dict(value)

@@ -64,7 +64,7 @@ class Share(Protocol):
         tokens of `mine`."""
 
     def windows(self, work: Work) -> list[Tensor]:
-        """Of each span, int32 [groups, windows, k]."""
+        """The windows of each span, int32 [groups, windows, k]."""
 
     def done(self) -> None:
         """Returns when no rank reads what the spans have."""

@@ -43,7 +43,7 @@ class Outcome:
 class Chosen(Protocol):
     @property
     def last(self) -> Counts:
-        """Of each sequence, the query whose token is the newest that was kept."""
+        """The query of each sequence whose token is the newest that was kept."""
 
     @property
     def following(self) -> Tensor:

@@ -50,7 +50,7 @@ SCHEDULES: Final[Mapping[Mode, Schedule]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Of every query of a step: logits float32 and the finished hidden state."""
+    """Logits (float32) and the finished hidden state of every query of a step."""
 
     logits: Tensor
     hidden: Tensor

@@ -29,7 +29,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class SeenRows(Protocol):
-    """Of a step that the host has learned: hits of each query, and rows that it asked for."""
+    """Hits of each query of a step that the host has learned, and rows that it asked for."""
 
     def read(self) -> tuple[Counts, Counts]: ...
 
@@ -38,7 +38,7 @@ class Watch(Protocol):
     def resolved(self, part: range, where: Resolution) -> None: ...
     def located(self, part: range) -> None: ...
     def counted(self, hits: Counts, resolved_count: int, located_count: int) -> None:
-        """Of layers that were resolved or located in one go, all queries: their hits together."""
+        """Notes the hits of all queries in layers that were resolved or located together."""
 
     def seen(self) -> SeenRows:
         """The step's layers are launched."""
@@ -53,7 +53,7 @@ def watch(lengths: Any, layout: ModelLayout) -> Watch:
 
 
 class StepWarmth:
-    """Of one step: how often each query asked a group for its rows, how often all of them were
+    """How often each query of one step asked a group for its rows, how often all of them were
     there, and the hits of the other times."""
 
     def __init__(self, lengths: npt.NDArray[np.int32], unit: int, most: int) -> None:

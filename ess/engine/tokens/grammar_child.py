@@ -79,8 +79,9 @@ class Follower:
         self._output: list[int] = []
 
     def masks(self, fresh: list[int], drafts: list[int]) -> list[bytes]:
-        """Of the query behind the output, and of those behind drafts: up to the first draft that
-        is forbidden or ends the text. A mask without a token means that only the end is left."""
+        """Masks for the query behind the output and for those behind drafts, up to the first draft
+        that is forbidden or ends the text. A mask without a token means that only the end is
+        left."""
         self._follow(fresh)
         masks = [self._matcher.compute_bitmask()]
         if self._matcher.is_error():

@@ -145,7 +145,7 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Of some token at least."""
+        """Whether the chances of some token at least change."""
         return not self.is_plain
 
 

@@ -38,7 +38,7 @@ class Choice:
 
 
 def chosen(targets: tuple[int, ...]) -> Choice:
-    """Of targets as they were drawn, of which the last may be `NOT_A_NUMBER`."""
+    """The choice that `targets` make, as they were drawn; the last may be `NOT_A_NUMBER`."""
     is_broken = targets[-1] == NOT_A_NUMBER
     tokens = (*targets[:-1], 0) if is_broken else targets
     assert min(tokens) >= 0, f"{targets}: a token behind logits that are no numbers"

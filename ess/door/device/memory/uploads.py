@@ -88,7 +88,7 @@ class Behind:
 
 
 class Download:
-    """Of a tensor of a device: its values, once the device has made them."""
+    """The values of a tensor of a device, once the device has made them."""
 
     def __init__(self, there: Tensor) -> None:
         self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
