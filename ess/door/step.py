@@ -31,7 +31,7 @@ from ess.door.checks import in_range, kept_counts, named, part_of, require_appen
 from ess.door.owner import Owner
 from ess.door.placement import Resolution
 from ess.door.sequences.sequence import Sequence, key_layer
-from ess.door.told import Answer, Recording, Tokens, known_texts
+from ess.door.step_answers import Answer, Recording, Tokens, known_texts
 from ess.errors import BadInput, BadState
 
 StepState = Literal["open", "sealed", "learned"]

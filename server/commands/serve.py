@@ -166,7 +166,7 @@ def _serve_pd(
 ) -> int:
     _note_foreign(foreign)
     try:
-        from ess.server.commands.pd.crew import serve_pd
+        from ess.server.commands.pd.processes import serve_pd
     except ModuleNotFoundError as error:
         raise Unavailable(f"{error.name} is missing: install ess[serve]") from None
     return serve_pd(pd, router, flags, config=config, json=json)

@@ -13,7 +13,7 @@ from ess.engine.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, PoolFull, Unavailable
 from ess.pool.disk.tier import DiskUse
-from tests.campaign.crew import AnyWorker, Crew, Kind
+from tests.campaign.cluster import AnyWorker, Cluster, Kind
 from tests.campaign.families import FAMILIES, others, prompts
 from tests.campaign.plan import TOKENS_MAX, TURNS, Ask, Hit, Plan
 from tests.pd.rigs import alone
@@ -68,10 +68,10 @@ class Outcome:
 
 
 class World:
-    def __init__(self, plan: Plan, crew: Crew) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster) -> None:
         self.plan = plan
         self.told = Outcome()
-        self._crew = crew
+        self._cluster = cluster
         self._last = max([TURNS, *(max(ask.give_at, ask.take_at) for ask in plan.asks)])
         self._draw = random.Random(plan.seed)
         self._frozen: dict[AnyWorker, int] = {}
@@ -83,7 +83,7 @@ class World:
 
     def play(self) -> Outcome:
         for turn in range(TURNS_MAX):
-            self._crew.clock.advance(STEP_S if turn < self._last else LATE_STEP_S)
+            self._cluster.clock.advance(STEP_S if turn < self._last else LATE_STEP_S)
             self._begin(turn)
             self._step(turn)
             self._look()
@@ -105,18 +105,18 @@ class World:
         self._hunt()
         self._resume(turn)
         if turn % MEET_EVERY == 0:
-            self._crew.meet()
+            self._cluster.meet()
 
     def _step(self, turn: int) -> None:
-        workers = self._crew.all
+        workers = self._cluster.all
         self._draw.shuffle(workers)
         for worker in workers:
             if self._frozen.get(worker, 0) <= turn:
                 worker.step()
-        self._crew.advance()
+        self._cluster.advance()
 
     def _is_quiet(self) -> bool:
-        return not self._held and all(worker.is_quiet for worker in self._crew.all)
+        return not self._held and all(worker.is_quiet for worker in self._cluster.all)
 
     # ---- requests
 
@@ -125,7 +125,7 @@ class World:
             return
         prompt = (others if ask.sort == "foreign" else prompts)(self.plan.family)[ask.prompt]
         salt = SALTS[2] if ask.sort == "foreign salt" else SALTS[ask.salt]
-        worker, wish = self._crew.of["giver"][ask.giver], Sampling(tokens_max=1)
+        worker, wish = self._cluster.of["giver"][ask.giver], Sampling(tokens_max=1)
         for turn in range(2 if ask.sort == "twice" else 1):
             request = worker.engine.add(prompt, wish, give=number, salt=salt)
             self._legs["give"].append(Leg(worker, request, [], may_fail=turn > 0))
@@ -141,9 +141,9 @@ class World:
             leader = self._taken(number, ask, leader)
 
     def _taken(self, number: int, ask: Ask, leader: Request | None) -> Request:
-        worker = self._crew.of["taker"][ask.taker]
+        worker = self._cluster.of["taker"][ask.taker]
         is_here = ask.sort in ("alone", "fork")
-        take = None if is_here else Take(number, self._crew.of["giver"][ask.giver].port.epoch)
+        take = None if is_here else Take(number, self._cluster.of["giver"][ask.giver].port.epoch)
         request = worker.engine.add(
             prompts(self.plan.family)[ask.prompt],
             _wish(ask.tokens, is_warm=ask.is_warm),
@@ -158,7 +158,7 @@ class World:
         return request
 
     def _refused(self, ask: Ask) -> None:
-        worker = self._crew.of["taker"][ask.taker]
+        worker = self._cluster.of["taker"][ask.taker]
         try:
             worker.engine.add([0] * TOO_LONG, _wish(1, is_warm=False))
         except BadInput:
@@ -181,12 +181,12 @@ class World:
             case ["restart", side]:
                 self._restart(side, hit.which)
             case ["freeze", side]:
-                workers = self._crew.of[side]
+                workers = self._cluster.of[side]
                 self._frozen[workers[hit.which % len(workers)]] = turn + hit.size
             case ["cut"]:
                 self._cut(hit.which)
             case ["leap"]:
-                self._crew.clock.advance(0.3 * hit.size)
+                self._cluster.clock.advance(0.3 * hit.size)
             case ["junk"]:
                 self._meet_junk(hit)
             case ["forget"]:
@@ -196,7 +196,7 @@ class World:
         self.told.faults[hit.strike] += 1
 
     def _any(self, hit: Hit) -> AnyWorker:
-        workers = self._crew.all
+        workers = self._cluster.all
         return workers[hit.which % len(workers)]
 
     def _cancel_one(self, legs: list[Leg], which: int) -> None:
@@ -204,7 +204,7 @@ class World:
             self._cancel(legs[which % len(legs)])
 
     def _cancel(self, leg: Leg) -> None:
-        if leg.worker in self._crew.all and leg.request.reason is None:
+        if leg.worker in self._cluster.all and leg.request.reason is None:
             leg.worker.engine.cancel(leg.request)
             leg.is_cancelled = True
 
@@ -229,7 +229,7 @@ class World:
     def _resume(self, turn: int) -> None:
         """Those whose time is over go on, when there is room."""
         for due, leg in [*self._held]:
-            is_there = leg.worker in self._crew.all and leg.request.state == "preempted"
+            is_there = leg.worker in self._cluster.all and leg.request.state == "preempted"
             if is_there and due > turn:
                 continue
             if is_there and leg.request.is_held:
@@ -240,7 +240,7 @@ class World:
             self._held.remove((due, leg))
 
     def _restart(self, side: Kind, which: int) -> None:
-        lost = self._crew.restart(side, which % len(self._crew.of[side]))
+        lost = self._cluster.restart(side, which % len(self._cluster.of[side]))
         for leg in self._open():
             if leg.worker is lost:
                 leg.is_over = True
@@ -248,8 +248,8 @@ class World:
 
     def _cut(self, which: int) -> None:
         """The network between two workers: both hear of it, and meet again later."""
-        giver = self._crew.of["giver"][which % len(self._crew.of["giver"])]
-        taker = self._crew.of["taker"][which % len(self._crew.of["taker"])]
+        giver = self._cluster.of["giver"][which % len(self._cluster.of["giver"])]
+        taker = self._cluster.of["taker"][which % len(self._cluster.of["taker"])]
         here = giver.transports[which % len(giver.transports)]
         there = taker.transports[0]
         here.disconnect(there.epoch)
@@ -257,7 +257,7 @@ class World:
 
     def _meet_junk(self, hit: Hit) -> None:
         worker = self._any(hit)
-        good = bytearray(self._crew.all[0].metadata())
+        good = bytearray(self._cluster.all[0].metadata())
         good[hit.which % len(good)] ^= 1 << hit.size % 8
         for junk in (b"", bytes(hit.size), bytes(good)):
             try:
@@ -315,8 +315,8 @@ class World:
         """Every request has ended; every page is free once prefixes are forgotten."""
         if still := self._open_legs():
             raise Wrong(f"workers are idle, and {', '.join(still)}")
-        self.told.faults += self._crew.count()
-        for worker in self._crew.all:
+        self.told.faults += self._cluster.count()
+        for worker in self._cluster.all:
             _verify(worker)
             self.told.seen["preemptions"] += getattr(worker.engine, "preempted_count", 0)
             for offload in worker.offloads:
@@ -354,8 +354,8 @@ def _verify(worker: AnyWorker) -> None:
 
 
 def play(plan: Plan) -> Outcome:
-    crew = Crew(plan)
+    cluster = Cluster(plan)
     try:
-        return World(plan, crew).play()
+        return World(plan, cluster).play()
     finally:
-        crew.close()
+        cluster.close()

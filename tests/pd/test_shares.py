@@ -12,7 +12,7 @@ import pytest
 
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.pd import routers
-from ess.server.commands.pd.crew import serve_pd
+from ess.server.commands.pd.processes import serve_pd
 from ess.server.commands.pd.routers import ROUTERS, Place
 from ess.server.commands.pd.shares import Share, clean, shape_of, share_of, stages_of
 from ess.server.commands.start import sizing

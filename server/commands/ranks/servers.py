@@ -68,8 +68,8 @@ def serve_ranks(resolved: Resolved, *, json: bool) -> int:
     for sentence in told.notes:
         console.note(f"ess: {sentence}")
     with own_folder() as folder, kept_places(told.settings) as (ports, address), unblocked_stderr():
-        crew = RankCrew(told, ports, address, Path(folder))
-        return asyncio.run(crew.run(json=json))
+        processes = RankProcesses(told, ports, address, Path(folder))
+        return asyncio.run(processes.run(json=json))
 
 
 def ranks_of(settings: Settings) -> range:
@@ -108,7 +108,7 @@ def kept_places(settings: Settings) -> Iterator[tuple[list[int], str]]:
         yield ports, address
 
 
-class RankCrew:
+class RankProcesses:
     """Owns the servers of the ranks, and the order in which they start and end."""
 
     def __init__(

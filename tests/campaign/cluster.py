@@ -33,7 +33,7 @@ Kind = Literal["giver", "taker"]
 AnyWorker = Whole | Piped
 
 
-class Crew:
+class Cluster:
     """`struck` counts what networks and disks did. To be closed."""
 
     def __init__(self, plan: Plan) -> None:

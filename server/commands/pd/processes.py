@@ -65,8 +65,8 @@ def serve_pd(
         console.note(f"ess: {sentence}")
     settings = resolved.settings
     with kept_place(settings) as place, own_folder() as folder, unblocked_stderr():
-        crew = Crew(shape, share, chosen, place, settings, Path(folder), RealClock())
-        return asyncio.run(crew.run(json=json))
+        processes = PdProcesses(shape, share, chosen, place, settings, Path(folder), RealClock())
+        return asyncio.run(processes.run(json=json))
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def kept_place(settings: Settings) -> Iterator[Place]:
         yield Place(host=host, port=port, metrics_port=metrics_port)
 
 
-class Crew:
+class PdProcesses:
     """Owns the workers and the router, and the order in which they start and end."""
 
     def __init__(

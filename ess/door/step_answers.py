@@ -1,4 +1,4 @@
-"""What a step was told, and what of it another step may replay."""
+"""What a placement answered in a step, and what of a step another one may replay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tokens = Many[Many[int]] | None
 
 
 class Answer(NamedTuple):
-    """What a group's first layer was told about a part; for each layer of the group its own.
+    """What a group's first layer was answered about a part; each layer of the group has its own.
 
     Layers that have appended fewer queries than `appended_min` may not read it: the selection may
     name rows that they do not have yet.
