@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ess.comm.group import Beat, Group
-from ess.comm.link import Frame, Link, check_frame
+from ess.comm.link import Frame, Link, LinkLost, check_frame
 from ess.comm.team import Team
 from ess.errors import BadInput
 
@@ -142,5 +143,6 @@ class StagedGroup:
 
     def close(self) -> None:
         if self.next is not None:
-            self.next.flush()
+            with suppress(LinkLost):
+                self.next.flush()
         self._group.close()

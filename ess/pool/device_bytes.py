@@ -17,7 +17,7 @@ from ess.pool.lru.cuda_audit import FINDINGS
 from ess.pool.lru.cuda_new_rows import call_words, new_row_sizes
 from ess.pool.lru.cuda_shape import KINDS, REPORT, ResolveShape
 from ess.pool.lru.cuda_workspaces import workspace_sizes
-from ess.units import PAGE_ROWS
+from ess.units import PAGE_ROWS, div_ceil
 
 INT: Final = 4
 LONG: Final = 8
@@ -57,6 +57,22 @@ class PoolShape:
         """The most blocks of 64 slots that each group may own."""
         counts = zip(chunks_max(self.layout, self.chunks), self.layout.groups, strict=True)
         return [chunks * (self.layout.group_layers_max // len(group)) for chunks, group in counts]
+
+
+def stage_shape(
+    part: ModelLayout, *, index_pages: int, sequence_max: int, length_max: int
+) -> PoolShape:
+    """Of a pipeline's stage that has this part of the layout. Chunks of prompts read their rows on
+    the host, or in a copy that lasts as long as the chunk: a stage keeps no working set and runs no
+    steps. It has a slot for each sequence and no more."""
+    return PoolShape(
+        layout=part,
+        chunks=div_ceil(sequence_max, PAGE_ROWS) * part.group_count,
+        index_pages=index_pages,
+        sequence_max=sequence_max,
+        length_max=length_max,
+        query_max=1,
+    )
 
 
 def chunks_max(layout: ModelLayout, chunks: int) -> list[int]:

@@ -159,7 +159,7 @@ class Lead:
         return ()
 
     def graph_line(self) -> None:
-        """None: there is no device."""
+        """None: no steps of stages are replayed."""
 
     def expert_line(self) -> None:
         """None: each rank has all experts of its layers."""

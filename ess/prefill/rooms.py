@@ -1,26 +1,12 @@
-"""The pools of a stage: its part of the layout, with as many pages as every other stage has.
-
-A stage needs no sparse pool, as chunks read their prompts' rows on the host, or a copy of them that
-lasts as long as the chunk: it has one slot for each sequence and no more.
-"""
+"""The pools of a stage: its part of the layout, with as many pages as every other stage has."""
 
 from __future__ import annotations
-
-from typing import Final
 
 from ess.door import Offload
 from ess.layout import ModelLayout
 from ess.pool.capacity import whole_count
+from ess.pool.device_bytes import stage_shape
 from ess.pool.disk.tier import DiskTier
-from ess.units import PAGE_ROWS, div_ceil
-
-QUERY_MAX: Final = 1
-"""Of a step: a stage runs none."""
-
-
-def slot_chunks(part: ModelLayout, sequence_max: int) -> int:
-    """Chunks of slots that a stage with this part of the layout has."""
-    return div_ceil(sequence_max, PAGE_ROWS) * part.group_count
 
 
 def stage_offload(
@@ -40,14 +26,17 @@ def stage_offload(
     part = layout.part(*layers)
     host_pages = whole_count("host_bytes", host_bytes, layout.host_page_bytes)
     index_pages = whole_count("index_bytes", index_bytes, layout.index_page_bytes)
+    shape = stage_shape(
+        part, index_pages=index_pages, sequence_max=sequence_max, length_max=length_max
+    )
     return Offload.create(
         part,
-        slot_bytes=slot_chunks(part, sequence_max) * part.chunk_bytes,
+        slot_bytes=shape.chunks * part.chunk_bytes,
         host_bytes=host_pages * part.host_page_bytes,
         index_bytes=index_pages * part.index_page_bytes,
         length_max=length_max,
         sequence_max=sequence_max,
-        query_max=QUERY_MAX,
+        query_max=shape.query_max,
         slot_floor=1,
         poison=poison,
         shared=shared,

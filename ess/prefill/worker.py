@@ -23,9 +23,11 @@ import msgspec
 import torch
 import zmq
 
+from ess import console
 from ess.clock import Clock, RealClock
 from ess.comm.group import Group
 from ess.comm.link import Link, PeerLeft
+from ess.comm.staged import StagedGroup
 from ess.comm.team import Team
 from ess.door.handoff.port import Port
 from ess.engine.chunking.sizer import ChunkSizer
@@ -52,6 +54,7 @@ from ess.prefill.team import TeamLead, TeamMember, check_team, heads_of
 GRACE_S: Final = 1.5
 LOOK_S: Final = 0.25
 LOAD_S: Final = 3600.0
+BY_HOST: Final = "two stages share a device, or one has no NCCL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,8 @@ def run(launch: Launch, endpoints: list[str]) -> None:
     rank = rank_of(launch)
     group = join(rank, launch.secret)
     is_lead = rank.rank == 0
+    if is_lead and isinstance(group, StagedGroup):
+        console.note("ess: states go from stage to stage through the host's memory: " + BY_HOST)
     Watch(
         group.next if is_lead else group.reports[0],
         stdin=None if is_lead else sys.stdin.fileno(),

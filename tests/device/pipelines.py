@@ -22,9 +22,11 @@ from ess.errors import BadInput
 from ess.kernels.backend import ops
 from ess.models import moe
 from ess.models.model import Model
+from ess.pool.device_bytes import pool_bytes, stage_shape
 from ess.prefill.stages import StageLost
+from tests.device.memory import driver_bytes, tensor_bytes
 from tests.device.races import either, within
-from tests.prefill.pipes import CHUNK, Given, Pipe, Ragged, engine_given, text
+from tests.prefill.pipes import CHUNK, Given, Pipe, Ragged, engine_given, room_of, text
 from tests.prefill.test_exact import assert_alike
 from tests.prefill.test_lead import assert_quiet
 from tests.prefill.test_tier import Tier, alone
@@ -152,6 +154,26 @@ def test_a_stage_that_is_lost_midway_is_named_and_nothing_is_under_way(lost):
     with pytest.raises(StageLost, match=rf"stage {lost} \(layers .*\): out of memory"):
         pipe.run()
     pipe.close()
+
+
+def test_what_stages_have_on_disk_is_not_computed(tmp_path):
+    prompt, cached = text(320), []
+    for _ in range(2):
+        pipe = Pipe(2, device=THERE, disk=tmp_path)
+        request = pipe.add(prompt)
+        pipe.run()
+        assert_alike(pipe, [1], expected([prompt]))
+        cached.append(request.cached_count)
+        closed(pipe)
+    assert cached == [0, 192]
+
+
+def test_a_stage_takes_what_is_planned_for_it():
+    before = tensor_bytes() + driver_bytes()
+    offload = room_of((1, 3), device=THERE, page_count=40)
+    shape = stage_shape(offload.layout, index_pages=40, sequence_max=8, length_max=1024)
+    assert tensor_bytes() + driver_bytes() - before == sum(pool_bytes(shape).values())
+    offload.close()
 
 
 def test_a_state_of_another_device_is_refused():

@@ -21,7 +21,7 @@ from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.weights.header import Entry
 from ess.models.weights.kept_bytes import kept_bytes
-from ess.pool.device_bytes import PoolShape, locked_bytes
+from ess.pool.device_bytes import locked_bytes, stage_shape
 from ess.server.commands.start.checkpoint import Checkpoint
 from ess.server.commands.start.device_sizing import (
     check_fit,
@@ -43,7 +43,7 @@ from ess.server.commands.start.sizing import (
 )
 from ess.server.commands.start.topology import layers_of, ranks_here
 from ess.server.process.engines.stages import stage_name
-from ess.units import PAGE_ROWS, div_ceil
+from ess.units import PAGE_ROWS
 
 COMING: Final = HELD_MAX + 1
 """States that a stage may hold of the one before, and one that is being read."""
@@ -141,13 +141,11 @@ def _stages(
 def _lines(share: Share, part: ModelLayout, layers: range) -> tuple[tuple[Line, ...], int]:
     """What a stage takes of its device, and of the host with locked pages."""
     settings, config, length_max = share.settings, share.config, share.length_max
-    shape = PoolShape(
-        layout=part,
-        chunks=div_ceil(settings.max_running, PAGE_ROWS) * part.group_count,
+    shape = stage_shape(
+        part,
         index_pages=share.index_pages,
         sequence_max=settings.max_running,
         length_max=length_max,
-        query_max=1,
     )
     tokens = share.chunk_tokens
     sizes = {"chunk_tokens": tokens, "length_max": length_max}
