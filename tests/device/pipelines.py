@@ -267,7 +267,7 @@ COPY = r"staged\.py:\d+ copy_ on of torch"
 MISTAKES = {
     "a send does not wait for the state": (
         within(StagedLink, "_copied", Stream, "wait_stream"),
-        either(COPY, r"\S+ add on compute"),
+        either(COPY, r"\S+ add on [a-z ]+"),
     ),
     "a frame goes before its state has come": (
         mock.patch.multiple(Event, query=lambda self: True, synchronize=lambda self: None),
