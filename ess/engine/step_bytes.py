@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from ess.comm.experts.sizes import CUT_TOKENS
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.units import PAGE_ROWS, align_up, div_ceil
@@ -19,6 +20,10 @@ LOGITS: Final = 3
 PARTIALS: Final = 4
 """Attention over hits, over fetched rows, over both, and the last in the type of the weights."""
 HIDDENS: Final = 8
+EXCHANGED: Final = 4
+"""Lines that a rank sends and gets, sums that it sends and gets."""
+SUMS: Final = 4
+"""The sum, one expert's part of it, that part weighed, and what is added."""
 SIDES: Final = 2
 """Layers whose rows of a prompt are on the device at a time."""
 STAGED_BYTES: Final = 64 << 20
@@ -27,16 +32,34 @@ GRAPH_LAYER_BYTES: Final = 64 << 10
 """What the driver keeps of a captured layer, beside the memory that all graphs share."""
 
 
-def decode_bytes(config: ModelConfig, *, query_max: int, length_max: int) -> int:
+def decode_bytes(
+    config: ModelConfig, *, query_max: int, length_max: int, rank_count: int = 1
+) -> int:
     each = config.vocab_size * F32 * LOGITS + _token_bytes(config, length_max)
-    return query_max * each
+    return query_max * each + exchange_bytes(config, query_max, rank_count)
 
 
 def prompt_bytes(
-    config: ModelConfig, layout: ModelLayout, *, chunk_tokens: int, length_max: int
+    config: ModelConfig,
+    layout: ModelLayout,
+    *,
+    chunk_tokens: int,
+    length_max: int,
+    rank_count: int = 1,
 ) -> int:
     rows = SIDES * align_up(length_max, PAGE_ROWS) * layout.row_bytes
-    return rows + min(chunk_tokens, length_max) * _token_bytes(config, length_max)
+    tokens = min(chunk_tokens, length_max)
+    exchanged = exchange_bytes(config, min(tokens, CUT_TOKENS), rank_count)
+    return rows + tokens * _token_bytes(config, length_max) + exchanged
+
+
+def exchange_bytes(config: ModelConfig, token_count: int, rank_count: int) -> int:
+    """Of ranks that divide the experts: tokens of all ranks, a line for each of their experts,
+    whether it is here or not, and the sums that go back."""
+    if rank_count == 1:
+        return 0
+    sums = config.hidden_dim * (EXCHANGED * BF16 + SUMS * F32)
+    return rank_count * token_count * (_expert_bytes(config) + sums)
 
 
 def staged_bytes(layout: ModelLayout, *, chunk_tokens: int, length_max: int) -> int:
@@ -54,13 +77,14 @@ def graph_bytes(
     query_max: int,
     graph_count: int,
     length_max: int,
+    rank_count: int = 1,
     pool_bytes: int = 0,
 ) -> int:
     """Graphs work in memory of their own, which they share: as much as the largest of them takes,
     and no less than the `pool_bytes` that it has by now."""
     if not graph_count:
         return 0
-    step = decode_bytes(config, query_max=query_max, length_max=length_max)
+    step = decode_bytes(config, query_max=query_max, length_max=length_max, rank_count=rank_count)
     return max(step, pool_bytes) + graph_count * layout.layer_total * GRAPH_LAYER_BYTES
 
 
@@ -71,8 +95,11 @@ def _token_bytes(config: ModelConfig, length_max: int) -> int:
     queries = config.head_count * (config.nope_dim + config.rope_dim) * F32
     absorbed = 2 * config.head_count * config.row_dim * BF16
     partials = PARTIALS * config.head_count * config.latent_dim * F32
-    lines = config.experts_per_token * (
-        config.hidden_dim * (BF16 + F32) + 2 * config.expert_dim * (F32 + BF16)
-    )
     hidden = HIDDENS * config.residual_dim * F32
-    return index + queries + absorbed + partials + lines + hidden
+    return index + queries + absorbed + partials + _expert_bytes(config) + hidden
+
+
+def _expert_bytes(config: ModelConfig) -> int:
+    """Of a token: what goes into its experts and comes out, a line for each."""
+    outer, inner = config.hidden_dim * (BF16 + F32), 2 * config.expert_dim * (F32 + BF16)
+    return config.experts_per_token * (outer + inner)

@@ -30,18 +30,28 @@ REORDERED: Final = ("q_b_proj", "kv_a_proj_with_mqa", "wq_b", "wk")
 
 
 def kept_bytes(
-    config: ModelConfig, entries: Mapping[str, Entry], form: str, *, layers: range | None = None
+    config: ModelConfig,
+    entries: Mapping[str, Entry],
+    form: str,
+    *,
+    layers: range | None = None,
+    rank_count: int = 1,
+    redundant: int = 0,
 ) -> int:
     """`form` is what weights are computed in: bf16, f32, or as they are stored. With `layers` those
-    of a part of the model, which consists of these main layers."""
+    of a part of the model, which consists of these main layers. Of so many ranks each has its share
+    of the places of experts, `redundant` more than there are experts."""
     part = range(config.layer_count) if layers is None else layers
     entries = renamed(entries, config.words)
     specs = expected_tensors(config, mtp=config.mtp_layer_count > 0)
-    kept = sum(
-        _kept(spec, entries, config, form)
-        for spec in specs
-        if spec.name in entries and _is_of(spec, part, config)
-    )
+    kept = routed = 0
+    for spec in specs:
+        if spec.name in entries and _is_of(spec, part, config):
+            size = _kept(spec, entries, config, form)
+            kept, routed = kept + size, routed + (size if spec.expert is not None else 0)
+    if rank_count > 1:
+        places = (config.expert_count + redundant) // rank_count
+        kept += routed * places // config.expert_count - routed
     more = _padding(config, entries, form, part)
     if part.stop == config.layer_count:
         more += _own_head(config, entries, form)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ess.comm.company import Company, Rooms
-from ess.comm.experts.fixed import CUT_TOKENS, FixedCompany
+from ess.comm.experts.fixed import FixedCompany
 from ess.comm.experts.placement import Placement, even
+from ess.comm.experts.sizes import CUT_TOKENS
 from ess.comm.local import local_group
 from tests.comm.test_company import EXPERTS, PER_TOKEN, TWICE, chosen, summed_by, tokens
 from tests.comm.test_local import each

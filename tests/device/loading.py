@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ess.comm.experts.balance import balanced
+from ess.comm.experts.fixed import FixedCompany
+from ess.comm.experts.placement import Placement
+from ess.comm.local import local_group
+from ess.door.device.memory.uploads import Download
 from ess.errors import BadInput
 from ess.models.load import load_model
 from ess.models.weights.blocks import quantise
@@ -51,6 +56,24 @@ def test_a_plan_says_what_a_model_takes(form, raw, tmp_path):
     entries, before = read_entries(tmp_path), tensor_bytes()
     made = load_model(tmp_path, form=form, device="cuda")
     assert tensor_bytes() - before == kept_bytes(made.config, entries, form)
+
+
+@pytest.mark.parametrize("form", ["f32", "stored"])
+def test_a_plan_says_what_a_rank_takes(form, tmp_path):
+    """It has its own experts and no others, among them one of two copies."""
+    write_checkpoint(tmp_path, EMBEDDED)
+    entries = read_entries(tmp_path)
+    config = load_model(tmp_path, form=form, device="cuda").config
+    placed = balanced([*range(config.expert_count)], 2, 2)
+    team, home = local_group(2, team=2)[1].team, torch.device("cuda", 0)
+    company = FixedCompany(team, Placement(placed), home, lambda there: Download(there).read)
+    for layer in range(config.layer_total):
+        company.own(layer)
+    before = tensor_bytes()
+    made = load_model(tmp_path, form=form, device="cuda", company=company)
+    planned = kept_bytes(config, entries, form, rank_count=2, redundant=2)
+    assert tensor_bytes() - before == planned
+    assert made.layers[-1].experts.own_count == (config.expert_count + 2) // 2
 
 
 def test_blocks_are_kept_for_products_and_nothing_else(folder):

@@ -1,4 +1,4 @@
-"""A rank on the pretended device: its number, of how many, where they meet, and its cases.
+"""A rank on the pretended device, told by words what it is and what to do.
 
     python -m tests.device.rank_process RANK SIZE PORT CASES
 

@@ -11,12 +11,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from ess.ports import kept_port
 from tests.device.rank_tasks import expected
+from tests.device.test_served import FLAGS, FOLDER, MADE, PROMPT
+from tests.device.test_served import expected as served_alone
+from tests.server.harness import TOKENIZER, until
 from tests.support import beside
-from tests.support.process import ROOT
+from tests.support.process import ROOT, Process
 
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 LIMIT_S = 250
@@ -115,3 +119,29 @@ def test_a_rank_that_is_lost_ends_the_others_in_words(built: Path):
         said, _ = made[0].communicate(timeout=LIMIT_S)
         assert made[1].wait(LIMIT_S) == 3
     assert "rank 1 (member 1 of stage 0) is lost" in json.loads(said)["lost"]
+
+
+@pytest.mark.long
+def test_two_servers_answer(built: Path, tmp_path: Path):
+    """`ess serve --device cuda --dp-size 2`, a server for each rank."""
+    paths = os.pathsep.join((str(FOLDER), str(ROOT)))
+    told = {"PYTHONPATH": paths, "PRETENDED_DRIVER": str(built)}
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of both ranks, and of nobody else")
+    secret.chmod(0o600)
+    with kept_port("127.0.0.1") as port, contextlib.ExitStack() as held:
+        meeting = ("--dist-init-addr", f"127.0.0.1:{port}", "--peer-secret-file", str(secret))
+        ranks = ("--device", "cuda", "--dp-size", "2", *meeting)
+        served = [
+            held.enter_context(Process(*ranks, "--dp-rank", str(rank), *FLAGS, **told))
+            for rank in range(2)
+        ]
+        for process in served:
+            until(lambda one=process: one.status("/ready") == 200, "ranks that met", within_s=240)
+        [wanted] = served_alone(PROMPT)
+        for process in served:
+            client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0)
+            made = client.completions.create(
+                model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
+            )
+            assert made.choices[0].text == TOKENIZER.decode(wanted)

@@ -24,7 +24,11 @@ from ess.server.commands.start import launch
         (["--data-parallel-size", "2", "--data-parallel-rank", "2"], "dp_rank is 2, must be 0 to"),
         (["--dp", "2", "--dp-rank", "1"], "dist_init_addr is missing: 2 ranks"),
         (["--dp", "2", "--disaggregation-mode", "prefill"], "dp_size is 2, and role is prefill"),
-        (["--dp", "2", "--device", "cuda"], "dp_size is 2, and device is cuda"),
+        (["--dp", "2", "--device", "cuda:1"], "device is cuda:1, and 2 ranks start here"),
+        (
+            ["--dp", "2", "--device", "cuda", "--sbo", "combine-down"],
+            "sbo is combine-down, dp_size 2 and device cuda",
+        ),
         (["--dp", "2", "--deterministic"], "dp_size is 2, and deterministic is set"),
         (
             ["--dp", "2", "--dp-rank", "0", "--dist-init-addr", "10.1.2.3:29500"],

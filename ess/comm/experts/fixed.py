@@ -31,18 +31,15 @@ from torch import Tensor
 
 from ess.comm.company import Company, Guests, Journey, Rooms
 from ess.comm.experts.loads import DeviceLoads, Fetch
+from ess.comm.experts.sizes import WORD_BYTES, WORDS, cuts, line_count
 from ess.comm.tensors import as_bytes
 from ess.kernels.experts import shares
-from ess.units import div_ceil
 
 if TYPE_CHECKING:
     from ess.comm.experts.placement import Placement, Places
     from ess.comm.team import Coming, Team
 
-CUT_TOKENS: Final = 128
-"""Of prompts, the tokens of a rank that are exchanged at a time."""
 NOWHERE: Final = -1
-_WORD_BYTES: Final = 4
 
 
 class FixedCompany(Company):
@@ -53,7 +50,7 @@ class FixedCompany(Company):
         self._counts = DeviceLoads(self.places.usual.expert_count, device, fetch)
         self.loads = self._counts
         self._device = device
-        self._rooms_now: tuple[int, ...] = ()
+        self._cuts: list[range] = []
 
     def own(self, layer: int) -> tuple[int, ...]:
         """Also prepares what the layer needs on the device, before any step runs."""
@@ -63,25 +60,23 @@ class FixedCompany(Company):
 
     def enter(self, step: int, rooms: Rooms) -> None:
         super().enter(step, rooms)
-        self._rooms_now = (rooms.batch,)
+        self._cuts = [range(rooms.batch)]
 
     @contextmanager
     def in_halves(self) -> Iterator[None]:
-        before, self._rooms_now = self._rooms_now, (self.rooms.half,)
+        before, self._cuts = self._cuts, [range(self.rooms.half)]
         try:
             yield
         finally:
-            self._rooms_now = before
+            self._cuts = before
 
     def turn_to_prompts(self) -> None:
-        whole, rest = divmod(self.rooms.chunk, CUT_TOKENS)
-        self._rooms_now = (CUT_TOKENS,) * whole + ((rest,) if rest else ())
+        self._cuts = cuts(self.rooms.chunk)
 
     def cuts(self, count: int) -> list[range]:
         """Parts that are larger than what is left of the tokens, or empty, are sent all the same.
         What does not fit into a batch's room is padding of the step."""
-        firsts = [CUT_TOKENS * at for at in range(len(self._rooms_now))]
-        return [range(a, a + room) for a, room in zip(firsts, self._rooms_now, strict=True)]
+        return self._cuts
 
     def _journey(
         self, tokens: Tensor, experts: Tensor, weights: Tensor, *, layer: int, cut: range
@@ -110,9 +105,9 @@ class FixedJourney:
         self._room = room
         width, per_token = tokens.shape[1], places.shape[1]
         line_bytes = width * tokens.element_size()
-        assert line_bytes % _WORD_BYTES == 0, f"words behind lines of {line_bytes} bytes"
-        self._words = 2 * room * per_token
-        self._line_count = room + div_ceil(self._words * _WORD_BYTES, line_bytes)
+        assert line_bytes % WORD_BYTES == 0, f"words behind lines of {line_bytes} bytes"
+        self._told_bytes = WORDS * WORD_BYTES * room * per_token
+        self._line_count = line_count(room, per_token=per_token, line_bytes=line_bytes)
 
     def send(self) -> None:
         room, given, made = self._room, slice(self._room), self._tokens
@@ -130,8 +125,8 @@ class FixedJourney:
         each, in place."""
         width = self._tokens.shape[1] * self._tokens.element_size()
         first = self._room * width
-        words = content.view(ranks, -1)[:, first : first + self._words * _WORD_BYTES]
-        both = words.view(torch.int32).view(ranks, 2, self._room, -1)
+        words = content.view(ranks, -1)[:, first : first + self._told_bytes]
+        both = words.view(torch.int32).view(ranks, WORDS, self._room, -1)
         return both[:, 0], both[:, 1].view(torch.float32)
 
     def arrive(self) -> Guests:

@@ -102,7 +102,14 @@ class Replays:
         self.eager_counts: Counter[Cause] = Counter()
         self._runner = runner
         layout, pools = runner.offload.layout, runner.offload.sizes
-        self._takes = partial(graph_bytes, runner.model.config, layout, length_max=pools.length_max)
+        company = runner.model.company
+        self._takes = partial(
+            graph_bytes,
+            runner.model.config,
+            layout,
+            length_max=pools.length_max,
+            rank_count=1 if company is None else company.team.size,
+        )
         self._query_max = pools.query_max
         self.sizes = sizes
         self._graph_max = graph_max

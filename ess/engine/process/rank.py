@@ -44,6 +44,8 @@ LOAD_S: Final = 3600.0
 ALIKE: Final = ("mtp", "tbo", "sbo", "form", "backend", "dp_size", "redundant_experts")
 """Settings that all ranks must have in common: the order of the exchanges follows from them, and
 the values that they carry. Each of the others is a rank's own affair."""
+ALIKE_ON_DEVICES: Final = ("max_running", "chunk_tokens")
+"""There an exchange takes as much memory as the largest batch and chunk of any rank ask for."""
 
 
 def join(config: ProcessConfig, secret: str) -> Group:
@@ -86,7 +88,8 @@ def loaded(launch: Launch, group: Group, clock: Clock) -> Built:
     company = company_of(launch, group)
     record = recorder(launch.config, company)
     ranks = Many(company, on_meet=group.advance, on_census=record)
-    said = {name: str(getattr(launch.config, name)) for name in ALIKE}
+    names = ALIKE + (ALIKE_ON_DEVICES if is_device(launch.config.device) else ())
+    said = {name: str(getattr(launch.config, name)) for name in names}
     said["model"] = fingerprint(launch.model).hex()
     meets = partial(greet, group, said)
     return build(launch, clock, company=company, ranks=ranks, before_steps=meets)

@@ -180,9 +180,10 @@ def pool_lines(shape: PoolShape) -> list[Line]:
 def _steps(needed: Needed, settings: Settings, length_max: int) -> list[Line]:
     config, layout = needed.config, needed.layout
     queries = settings.max_running * settings.mtp
-    decode = decode_bytes(config, query_max=queries, length_max=length_max)
+    more = {"length_max": length_max, "rank_count": settings.dp_size}
+    decode = decode_bytes(config, query_max=queries, **more)
     tokens = settings.chunk_tokens
-    prompt = prompt_bytes(config, layout, chunk_tokens=tokens, length_max=length_max)
+    prompt = prompt_bytes(config, layout, chunk_tokens=tokens, **more)
     return [
         Line(
             name="decoding",
@@ -209,6 +210,7 @@ def _graphs(needed: Needed, settings: Settings, length_max: int, found: Found) -
         query_max=max(sizes, default=0) * settings.mtp,
         graph_count=settings.graphs,
         length_max=length_max,
+        rank_count=settings.dp_size,
     )
     is_given = settings.graph_bytes != AUTO
     if is_given and settings.graphs:

@@ -165,6 +165,7 @@ def planned(
     """The plan for the host's memory, of which `shared_by` workers have equal parts, or for the
     device's, after asking the device whether it can serve."""
     free, founds = memory_free() // shared_by, found_for(settings)
+    share_bytes = checkpoint.share_bytes(settings.dp_size, redundant=settings.redundant_experts)
     if founds:
         entries = read_entries(Path(checkpoint.path))
         if settings.is_staged:
@@ -172,16 +173,21 @@ def planned(
         needed = Needed(
             config=checkpoint.config,
             layout=layout,
-            weight_bytes=kept_bytes(checkpoint.config, entries, settings.form),
-            file_bytes=checkpoint.weight_bytes,
+            weight_bytes=kept_bytes(
+                checkpoint.config,
+                entries,
+                settings.form,
+                rank_count=settings.dp_size,
+                redundant=settings.redundant_experts,
+            ),
+            file_bytes=share_bytes,
         )
         return plan_on_device(settings, needed, founds[settings.device], free=free)
     return plan_memory(
         settings,
         layout,
         positions_max=checkpoint.config.positions_max,
-        weight_bytes=settings.team_size
-        * checkpoint.share_bytes(settings.dp_size, redundant=settings.redundant_experts),
+        weight_bytes=settings.team_size * share_bytes,
         free=free * (settings.nnodes if settings.dp_size == 1 else 1),
     )
 
