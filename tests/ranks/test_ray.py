@@ -84,6 +84,7 @@ def test_what_ray_decides_is_not_told_to_it():
         ({"dp_rank": 0, "dist_init_addr": "127.0.0.1:5"}, "which starts all ranks"),
         ({"dp_size": 1}, "which starts all ranks"),
         ({"host_bytes": "auto"}, "host_bytes is auto"),
+        ({"device": "cuda"}, "executor is ray, and device is cuda"),
     ):
         with pytest.raises(BadInput, match=why):
             resolve({**given, **changed}, environment={})

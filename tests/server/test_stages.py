@@ -136,6 +136,10 @@ def test_torchrun_says_which_rank_this_is():
         resolve({**shared, "dp_rank": 1}, environment=OF_RANK)
     found = resolve(shared, environment=OF_RANK).settings
     assert (found.dp_rank, found.port, found.dist_init_addr) == (2, 9001, "127.0.0.1:29501")
+    there = resolve({**shared, "device": "cuda"}, environment=OF_RANK).settings
+    assert (there.device, there.backend) == ("cuda:1", "cuda")
+    given = resolve({**shared, "device": "cuda:5"}, environment=OF_RANK).settings
+    assert given.device == "cuda:5"
     assert cleaned({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "x"}) == {
         "HOME": "x"
     }

@@ -332,6 +332,10 @@ def _check_executor(settings: Settings) -> None:
         raise BadInput(
             "executor is ray, which finds nodes itself: leave out nnodes and dist_init_addr"
         )
+    if settings.device != "cpu":
+        raise BadInput(
+            f"executor is ray, and device is {settings.device}: its actors ask for CPUs alone"
+        )
 
 
 def is_loopback(host: str) -> bool:

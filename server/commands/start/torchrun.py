@@ -62,7 +62,9 @@ def _rank_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any])
         if name in values:
             raise BadInput(f"{name} is {values[name]}: torchrun says where each process runs")
     own = values.get("port", PORT)
+    of_place = {"device": f"cuda:{place}"} if values.get("device") == "cuda" else {}
     return {
+        **of_place,
         "dp_rank": rank,
         "dist_init_addr": values.get("dist_init_addr")
         or f"{environment['MASTER_ADDR']}:{port + 1}",
