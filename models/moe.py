@@ -18,6 +18,7 @@ from ess.kernels.backend import ops
 from ess.kernels.cpu import stage as compiled
 from ess.kernels.cpu.stage import Stage, Values, pack
 from ess.kernels.experts import Weights, swiglu
+from ess.kernels.guests import gated, taken
 from ess.models.config import ModelConfig
 from ess.models.indexer import top_k
 from ess.models.layers import Source, linear
@@ -192,9 +193,12 @@ class Moe:
             tokens = x.to(routed.product_type(weights))[order // routing.experts.shape[1]]
         else:
             order, ends = routed.by_expert(guests.places, self.own_count)
-            tokens = guests.tokens[guests.lines[order]]
-        both = _products(tokens, ends, weights, scales=scales)
-        values = swiglu(both.float(), self._config.expert_limit).to(both.dtype)
+            tokens = taken(guests.tokens, guests.lines[order], ends)
+        both, limit = _products(tokens, ends, weights, scales=scales), self._config.expert_limit
+        if guests is None:
+            values = swiglu(both.float(), limit).to(both.dtype)
+        else:
+            values = gated(both, ends, limit)
         edges, outer = F.pad(ends, (1, 0)), values.new_empty(len(values), self._config.hidden_dim)
         return Inner(values, order, edges, outer)
 
@@ -236,8 +240,10 @@ def _products(tokens: Tensor, ends: Tensor, weights: Tensor, *, scales: Tensor |
     """By torch on a CPU; on a device by the op, which does not wait for `ends`."""
     if tokens.is_cpu and scales is None:
         return F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
-    chosen = ops("cpu" if tokens.is_cpu else "cuda")
-    return chosen.expert_products(tokens, ends, weights, scales=scales)
+    if tokens.is_cpu:
+        return ops("cpu").expert_products(tokens, ends, weights, scales=scales)
+    out = tokens.new_empty(len(tokens), weights.shape[1])
+    return ops("cuda").expert_products(tokens, ends, weights, scales=scales, out=out)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

@@ -57,20 +57,6 @@ def collected(outer: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return summed(placed.view(*weights.shape, outer.shape[1]), weights)
 
 
-def shares(outer: Tensor, order: Tensor, is_here: Tensor, weights: Tensor) -> Tensor:
-    """Each token's weighted sum of what the experts that are here have made for it, float32: of
-    pairs, sorted by expert in this `order`, of which some `is_here` [tokens, per_token]. What is
-    not here has not been written, so it is not even multiplied by 0."""
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    total = outer.new_zeros(len(is_here), outer.shape[1], dtype=torch.float32)
-    columns = zip(place.view(is_here.shape).T, is_here.T, weights.T, strict=True)
-    for at, is_own, weight in columns:
-        made = outer[at].float() * weight[:, None]
-        total += made.where(is_own[:, None], 0.0)
-    return total
-
-
 def summed(made: Tensor, weights: Tensor) -> Tensor:
     """Of what each token's experts have made for it, float32 [n, per_token, width]."""
     return (made * weights[..., None]).sum(1)

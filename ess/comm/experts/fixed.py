@@ -33,7 +33,7 @@ from ess.comm.company import Company, Guests, Journey, Rooms
 from ess.comm.experts.loads import DeviceLoads, Fetch
 from ess.comm.experts.sizes import WORD_BYTES, WORDS, cuts, line_count
 from ess.comm.tensors import as_bytes
-from ess.kernels.experts import shares
+from ess.kernels.guests import added
 
 if TYPE_CHECKING:
     from ess.comm.experts.placement import Placement, Places
@@ -145,15 +145,18 @@ class FixedJourney:
     def give_back(self, outer: Tensor, order: Tensor, edges: Tensor, block: range) -> None:
         """A sum needs all its experts, so there is one block."""
         assert len(block) == self._place_count, f"experts {block} of {self._place_count}"
-        made = shares(outer, order, self._is_here, self._here_weights)
-        content, size = as_bytes(made.to(outer.dtype)), self._team.size
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        places = place.view(self._is_here.shape).where(self._is_here, NOWHERE)
+        made = added(outer, places, self._here_weights, outer.dtype)
+        content, size = as_bytes(made), self._team.size
         sizes = [len(content) // size] * size
         self._returning: Coming = self._team.start(content, sizes, sizes)
 
     def collect(self, dtype: torch.dtype, width: int) -> Tensor:
-        count = len(self._tokens)
-        came = self._returning.wait().view(dtype).view(-1, self._room, width)[:, :count]
-        total = came[0].float()
-        for sums in came[1:]:
-            total = total + sums.float()
-        return F.pad(total, (0, 0, 0, count - len(total)))
+        came = self._returning.wait().view(dtype).view(-1, width)
+        lines = torch.arange(min(len(self._tokens), self._room), device=came.device)
+        ranks = torch.arange(self._team.size, device=came.device) * self._room
+        places = lines[:, None] + ranks
+        total = added(came, places, torch.ones_like(places, dtype=torch.float32), torch.float32)
+        return F.pad(total, (0, 0, 0, len(self._tokens) - len(total)))

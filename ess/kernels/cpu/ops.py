@@ -13,6 +13,7 @@ from ess.kernels.cpu import codec as compiled
 from ess.kernels.cpu import native
 from ess.kernels.reference import finish as finishing
 from ess.kernels.reference.formats import Array
+from ess.kernels.reference.guests import add_guests, gate_guests, take_guests
 from ess.kernels.reference.ops import (
     cut,
     expert_products,
@@ -32,6 +33,7 @@ else:
 CHECKED: Final = ("slots", "lengths", "page_table") if native.available() else ()
 
 __all__ = [
+    "add_guests",
     "attend",
     "checked_before",
     "cut",
@@ -41,6 +43,7 @@ __all__ = [
     "expert_products",
     "finish_keys",
     "finish_rows",
+    "gate_guests",
     "hadamard",
     "has_stages",
     "implementation",
@@ -51,6 +54,7 @@ __all__ = [
     "reaches",
     "store_keys",
     "store_rows",
+    "take_guests",
     "top_k",
     "turn_queries",
 ]

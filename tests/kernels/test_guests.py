@@ -1,0 +1,94 @@
+"""Tokens come to their experts, sums go back: up to the last end, which the device alone knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ess.kernels.experts import swiglu
+from tests.kernels.sets import SETS, op_set
+from tests.kernels.test_triton_ops import device
+
+POISON = 7.0
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(params=SETS)
+def ops(request: pytest.FixtureRequest) -> Any:
+    """A backend's own functions; tensors go where its kernels are."""
+    made = op_set(request.param)
+    return getattr(made, "_ops", made).backend
+
+
+def home(ops: Any) -> str:
+    return device() if ops.__name__.startswith("ess.kernels.cuda") else "cpu"
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ends_of(count: int) -> Tensor:
+    return torch.tensor([0, count // 2, count], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 5, 11])
+def test_tokens_are_taken_as_far_as_the_last_end(ops: Any, dtype: torch.dtype, count: int) -> None:
+    there = home(ops)
+    tokens, lines = drawn(6, 1030, dtype=dtype), torch.tensor([3, 0, 0, 5, 1, 2, 4, 3, 3, 1, 0])
+    out = torch.full((11, 1030), POISON, dtype=dtype, device=there)
+    ops.take_guests(tokens.to(there), lines.to(there), ends_of(count).to(there), out)
+    wanted = torch.full((11, 1030), POISON, dtype=dtype)
+    wanted[:count] = tokens[lines[:count]]
+    assert torch.equal(out.cpu(), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "limit"), [(0, 0.0), (3, 0.0), (5, 0.5)])
+def test_gates_are_those_of_one_rank(
+    ops: Any, dtype: torch.dtype, count: int, limit: float
+) -> None:
+    """What lies behind is NaN, and stays unread."""
+    there, both = home(ops), 3 * drawn(5, 2 * 72, dtype=dtype)
+    both[count:] = torch.nan
+    out = torch.full((5, 72), POISON, dtype=dtype, device=there)
+    ops.gate_guests(both.to(there), ends_of(count).to(there), limit, out)
+    assert (out[count:] == POISON).all()
+    wanted = swiglu(both[:count].float(), limit).to(dtype)
+    within = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(out[:count].cpu(), wanted, rtol=within, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_sums_are_in_order_and_of_lines_that_are_here(
+    ops: Any, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    """One after the other in float32: bit for bit. Lines that nobody names are NaN."""
+    there, made = home(ops), drawn(9, 1030, dtype=dtype)
+    places = torch.tensor([[0, -1, 4], [-1, -1, -1], [8, 2, 1], [5, 5, -1]])
+    made[[3, 6, 7]] = torch.nan
+    weights = drawn(4, 3, seed=1).abs()
+    out = torch.full((4, 1030), POISON, dtype=out_dtype, device=there)
+    ops.add_guests(made.to(there), places.to(there), weights.to(there), out)
+    wanted = torch.zeros(4, 1030)
+    for token, named in enumerate(places.tolist()):
+        for place, weight in zip(named, weights[token], strict=True):
+            if place >= 0:
+                wanted[token] += made[place].float() * weight
+    assert torch.equal(out.cpu(), wanted.to(out_dtype))
+
+
+def test_nothing_came(ops: Any) -> None:
+    there = home(ops)
+    none = torch.empty(0, 8, device=there)
+    numbers = torch.empty(0, dtype=torch.int64, device=there)
+    ends = ends_of(0).to(there)
+    ops.take_guests(torch.ones(3, 8, device=there), numbers, ends, none)
+    ops.gate_guests(torch.empty(0, 16, device=there), ends, 0.0, none)
+    places = torch.empty(0, 2, dtype=torch.int64, device=there)
+    ops.add_guests(torch.ones(3, 8, device=there), places, places.float(), none)
