@@ -64,8 +64,9 @@ class Rank:
                 self.engine.stand_by()
                 self.stood_by += 1
             else:
-                self.engine.step()
-                self.waited.append(sorted(pretended.PRETENCE.waited))
+                result = self.engine.step()
+                if result.turn_count and not result.chunks:
+                    self.waited.append(sorted(pretended.PRETENCE.waited))
             self.engine.check()
             step += 1
             if is_lost and step == 6:

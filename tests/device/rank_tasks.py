@@ -15,9 +15,9 @@ Task = tuple[int, int, int] | tuple[int, int, int, dict]
 """The step in which it comes, its prompt's length, how many tokens it is to make, how it draws."""
 
 TASKS: Final[dict[str, tuple[Task, ...]]] = {
-    "busy": ((0, 130, 12), (0, 2, 16, {"temperature": 0.9, "seed": 5}), (1, 90, 9), (9, 100, 6)),
-    "late": ((3, 64, 12), (7, 1, 6, {"temperature": 1.1, "seed": 2})),
-    "picky": ((2, 70, 8, {"presence_penalty": 0.7, "logit_bias": {5: 2.0}}), (4, 3, 5)),
+    "busy": ((0, 130, 8), (0, 2, 12, {"temperature": 0.9, "seed": 5}), (5, 100, 4)),
+    "late": ((3, 64, 8), (5, 1, 5, {"temperature": 1.1, "seed": 2})),
+    "picky": ((2, 70, 6, {"presence_penalty": 0.7, "logit_bias": {5: 2.0}}), (4, 3, 5)),
     "idle": (),
 }
 """Of each rank's day. The host changes logits of a picky one, so its steps run eagerly."""

@@ -10,9 +10,11 @@ import msgspec
 import torch
 
 from ess.comm.company import Company
+from ess.comm.experts.fixed import FixedCompany
 from ess.comm.experts.placement import Places, even
 from ess.comm.group import Group
 from ess.comm.local import local_group
+from ess.comm.team import Team
 from ess.door import Offload
 from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
@@ -28,6 +30,11 @@ from tests.support.manual_lane import ManualLane
 
 EXPERTS = SMALL["n_routed_experts"]
 PATIENCE_S = 60.0
+
+
+def fixed(team: Team, places: Places) -> FixedCompany:
+    """As on a device, with all that lies there on the host."""
+    return FixedCompany(team, places, torch.device("cpu"), lambda there: there.clone)
 
 
 @functools.cache
@@ -74,9 +81,11 @@ class Rank:
         mtp: int = 1,
         index_pages: int | None = None,
         places: Places | None = None,
+        is_fixed: bool = False,
         **config,
     ) -> None:
-        self.company = Company(group.team, places or Places(even(EXPERTS, group.size)))
+        placed = places or Places(even(EXPERTS, group.size))
+        self.company = (fixed if is_fixed else Company)(group.team, placed)
         made = share(family, self.company)
         kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
         layout = kept.layout(row="f32", index="f32")

@@ -72,6 +72,26 @@ def test_every_order_on_two_ranks_and_on_four(size, mtp, tbo, sbo, family, mode)
     check(family, run_ranks(family, tasks, modes=mode, mtp=mtp, tbo=tbo, sbo=sbo))
 
 
+FIXED = [case for case in GRID if case[3] != "combine-down"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "mtp", "tbo", "sbo", "family", "mode"), few(FIXED[4::8], all_of=FIXED)
+)
+def test_exchanges_of_agreed_sizes_change_no_token(size, mtp, tbo, sbo, family, mode):
+    """As devices have them, by engines of the host: a rank of four has nothing to do."""
+    tasks = [LATE, BUSY, (), BRIEF][:size]
+    more = {"depth": 1} if mtp == 2 else {}
+    ranks = run_ranks(family, tasks, is_fixed=True, modes=mode, mtp=mtp, tbo=tbo, sbo=sbo, **more)
+    check(family, ranks)
+    assert len({rank.company.traffic.exchange_count for rank in ranks}) == 1
+    loads = [rank.company.loads.recent() for rank in ranks]
+    assert loads[0] == loads[-1]
+    tokens = sum(rank.company.traffic.token_count for rank in ranks)
+    assert sum(map(sum, loads[0].values())) == 2 * tokens > 0
+
+
 def test_a_rank_has_its_own_experts_and_no_others():
     ranks = run_ranks("v32", [BRIEF, ()], modes="none")
     for rank in ranks:

@@ -39,14 +39,19 @@ def placed(ranks: int, redundant: int) -> Places:
 
 
 @pytest.mark.parametrize(
-    ("size", "redundant", "mtp", "tbo", "sbo"),
-    [(2, 4, 2, "on", "combine-down"), (3, 4, 1, "off", "dispatch-shared")],
+    ("size", "redundant", "mtp", "tbo", "sbo", "is_fixed"),
+    [
+        (2, 4, 2, "on", "combine-down", False),
+        (3, 4, 1, "off", "dispatch-shared", False),
+        (3, 4, 2, "on", "combine-shared", True),
+    ],
 )
-def test_copies_of_experts_change_no_token(size, redundant, mtp, tbo, sbo):
+def test_copies_of_experts_change_no_token(size, redundant, mtp, tbo, sbo, is_fixed):
     """Three ranks could not share eight experts without copies."""
     places = placed(size, redundant)
     tasks = [BUSY, LATE, ()][:size]
-    ranks = run_ranks("v32", tasks, places=places, modes="da", mtp=mtp, tbo=tbo, sbo=sbo)
+    order = {"mtp": mtp, "tbo": tbo, "sbo": sbo}
+    ranks = run_ranks("v32", tasks, places=places, modes="da", is_fixed=is_fixed, **order)
     check("v32", ranks)
     for rank in ranks:
         for layer in rank.engine.runner.model.layers[1:]:
