@@ -28,6 +28,7 @@ from ess.comm.link import Frame, Link, LinkLost, check_frame
 from ess.comm.team import Team
 from ess.errors import BadInput
 
+SOON_S: Final = 0.001
 LEAVING_MAX: Final = 2
 """Frames whose tensors are on their way to the host; another one waits for the first of them."""
 
@@ -49,12 +50,22 @@ class _Leaving:
 
 
 class StagedLink:
-    def __init__(self, link: Link, device: torch.device) -> None:
+    """While frames leave on the link `beside` it, nothing is awaited here longer than `SOON_S`."""
+
+    def __init__(
+        self, link: Link, device: torch.device, *, beside: StagedLink | None = None
+    ) -> None:
         self.peer = link.peer
+        self._beside = beside
         self._link = link
         self._device = device
         self._stream = Cuda.Stream(device)
         self._leaving: deque[_Leaving] = deque()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether frames wait for their tensors."""
+        return bool(self._leaving)
 
     def send(self, head: bytes, tensor: Tensor | None = None) -> None:
         check_frame(head, tensor, has_tensors=True)
@@ -77,6 +88,8 @@ class StagedLink:
 
     def receive(self, timeout_s: float | None = 0.0) -> Frame | None:
         """The tensor is the caller's own."""
+        if timeout_s is not None and self._beside is not None and self._beside.is_leaving:
+            timeout_s = min(timeout_s, SOON_S)
         frame = self._link.receive(timeout_s)
         if frame is None or frame.tensor is None:
             return frame
@@ -112,7 +125,9 @@ class StagedGroup:
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group = group
         self.next = None if group.next is None else StagedLink(group.next, device)
-        self.previous = None if group.previous is None else StagedLink(group.previous, device)
+        self.previous = (
+            None if group.previous is None else StagedLink(group.previous, device, beside=self.next)
+        )
 
     @property
     def rank(self) -> int:

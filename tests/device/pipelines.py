@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ess.comm.local import local_group
-from ess.comm.staged import LEAVING_MAX, StagedLink
+from ess.comm.local import LocalLink, local_group
+from ess.comm.staged import LEAVING_MAX, SOON_S, StagedGroup, StagedLink
 from ess.errors import BadInput
 from ess.kernels.backend import ops
 from ess.models import moe
@@ -206,6 +206,20 @@ def test_frames_go_in_order_when_their_states_have_come(monkeypatch: pytest.Monk
     assert [frame and frame.head for frame in came] == [b"a state", b"none", None]
     assert came[0].tensor.device == HOME
     assert torch.equal(came[0].tensor, state)
+
+
+def test_nothing_is_awaited_for_long_while_a_state_leaves(monkeypatch: pytest.MonkeyPatch):
+    group = StagedGroup(local_group(3)[1], HOME)
+    waited, receive = [], LocalLink.receive
+    monkeypatch.setattr(Event, "query", lambda self: False)
+    monkeypatch.setattr(
+        LocalLink, "receive", lambda link, s=0.0: (waited.append(s), receive(link, 0.0))[1]
+    )
+    for sends in (False, True):
+        if sends:
+            group.next.send(b"head", *states(1))
+        assert group.previous.receive(5.0) is None
+    assert waited == [5.0, SOON_S]
 
 
 def test_a_send_waits_only_for_the_send_before_the_last(monkeypatch: pytest.MonkeyPatch):

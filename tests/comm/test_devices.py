@@ -1,0 +1,72 @@
+"""How tensors of devices go from rank to rank: what all ranks say of theirs decides."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ess.comm.meeting import Meeting, Place
+from ess.errors import BadInput
+
+HOST = torch.device("cpu")
+
+
+def place(device: str, *, team: int = 1) -> Place:
+    return Place(
+        rank=0,
+        size=2,
+        team=team,
+        generation=0,
+        host="10.0.0.1",
+        port=9,
+        is_agents_store=False,
+        secret=b"",
+        device=torch.device(device),
+        timeout_s=1.0,
+        patience_s=1.0,
+        silent_s=1.0,
+        until_s=time.monotonic() + 1.0,
+    )
+
+
+def carried(mine: Place, *homes: str, machines: tuple[str, ...] = ("a", "a")) -> torch.device:
+    """Where tensors lie on their way, for rank 0, when the others have said these homes."""
+    said = dict(enumerate((mine.home, *homes)))
+    addresses = {rank: f"{machine} 5{rank}" for rank, machine in enumerate(machines)}
+    return Meeting(mine)._carried(said, addresses)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_devices_of_their_own_exchange_by_themselves():
+    assert carried(place("cuda:0"), "cuda:1") == torch.device("cuda:0")
+    assert carried(place("cuda:1"), "cuda:1", machines=("a", "b")) == torch.device("cuda:1")
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_shared_device_or_one_rank_without_nccl_takes_all_over_the_host():
+    assert carried(place("cuda:0"), "cuda:0") == HOST
+    assert carried(place("cuda:0"), "host:cuda:1") == HOST
+
+
+def test_without_nccl_here_all_go_over_the_host(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert carried(place("cuda:0"), "cuda:1") == HOST
+    assert place("cuda:0", team=2).home == "cuda:0", "a team needs NCCL, and says so later"
+
+
+def test_tensors_of_the_host_stay_there():
+    assert carried(place("cpu"), "cpu") == HOST
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_device_and_a_host_do_not_meet():
+    with pytest.raises(BadInput, match=r"at 10\.0\.0\.1:9: tensors are on cpu and on cuda"):
+        carried(place("cuda:0"), "cpu")
