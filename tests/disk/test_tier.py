@@ -20,7 +20,8 @@ from ess.pool.disk import writer
 from ess.pool.disk.folder import CATALOGUE, SLAB
 from ess.pool.disk.tier import DiskTier
 from tests.disk.bytes_of import PAGE_BYTES, content, copies, fill, loaded, page_of, tier
-from tests.disk.kills import ROOT, rounds
+from tests.disk.kills import rounds
+from tests.support.forked import ROOT
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -79,15 +80,26 @@ def test_the_interpreter_agrees_on_a_few() -> None:
     assert re.search(rf"\b{len(QUICK)} passed in ", printed), printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [FEW, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("name", "which"), MOST.items(), ids=MOST)
-def test_the_interpreter_agrees(name: str, which: str, every: int) -> None:
-    """Of each function's cases every eighth one, or all."""
-    test, wish = f"tests/kernels/test_{name}.py", ("-k", which, "-m", "not slow")
-    printed = run_interpreted(test, *wish, INTERPRET_EVERY=f"{every}")
+def agrees(names: Sequence[str], every: int) -> None:
+    """Of each function's cases every n-th one."""
+    tests = [f"tests/kernels/test_{name}.py" for name in names]
+    which = " or ".join(f"(test_{name}.py and {MOST[name]})" for name in names)
+    printed = run_interpreted(*tests, "-k", which, "-m", "not slow", INTERPRET_EVERY=f"{every}")
     assert re.search(r"\d+ passed", printed), printed
     assert "skipped" not in printed
+
+
+@pytest.mark.slow
+def test_the_interpreter_agrees() -> None:
+    """In one process: what each would import takes seconds."""
+    agrees(list(MOST), FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", MOST)
+def test_the_interpreter_agrees_in_every_case(name: str) -> None:
+    agrees([name], 1)
 
 
 @pytest.mark.slow

@@ -29,10 +29,8 @@ def build(folder: Path) -> Path:
     ]
     flags = [flag for flag in extension["extra-compile-args"] if flag != "-O3"]
     include = f"-I{sys.base_prefix}/include/python{sys.version_info[0]}.{sys.version_info[1]}"
-
-    newest_s = max(
-        path.stat().st_mtime for path in (*ROOT.glob("csrc/*/*"), ROOT / "pyproject.toml")
-    )
+    sources = [*ROOT.glob("csrc/*/*"), ROOT / "pyproject.toml"]
+    newest_s = max(path.stat().st_mtime for path in sources)
 
     def compiled(source: str) -> str:
         for kept in ROOT.glob(f"build/temp.*/{Path(source).with_suffix('.o')}"):
