@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import mmap
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,8 +40,34 @@ def emulated(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFacto
 def pytest_collection_finish() -> None:
     """What was imported stays: collections of garbage need not look at it again."""
     gc.enable()
-    gc.collect()
     gc.freeze()
+
+
+GROWN_BYTES = 256 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+class Garbage:
+    """Engines lie in cycles with their pools, of few objects and many bytes: Python, which counts
+    objects, would leave gigabytes of them lying."""
+
+    def __init__(self) -> None:
+        self._left_bytes = resident_bytes()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Iterator[None]:
+        yield
+        if resident_bytes() > self._left_bytes + GROWN_BYTES:
+            gc.collect()
+            self._left_bytes = resident_bytes()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if sys.platform == "linux":
+        config.pluginmanager.register(Garbage())
 
 
 @pytest.hookimpl(trylast=True)

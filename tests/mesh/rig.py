@@ -30,7 +30,7 @@ from tests.support.manual_lane import ManualLane
 
 LAYERS = 3
 PARTS = {1: ((0, 3),), 2: ((0, 1), (1, 3)), 3: ((0, 1), (1, 2), (2, 3))}
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)

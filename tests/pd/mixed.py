@@ -6,6 +6,7 @@ Numbers are such as pass a router that reads floats in 32 bits.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tests.support.routers import Answer, ask
 
 MODEL: Final = "ess-embedded"
 AT_ONCE: Final = 6
+BACK_S: Final = 120.0
 SENTENCE: Final = (
     "The server is a process that answers when a client asks and a page of rows is stored on the"
     " host while the device keeps those that the indexer selects in each layer of the model"
@@ -99,7 +101,20 @@ def _text(choice: Mapping[str, Any]) -> str:
     return choice.get("delta", choice.get("message", {})).get("content") or ""
 
 
-def results(url: str, asked: Sequence[Asked], at_once: int = AT_ONCE) -> list[Result]:
+def results(
+    url: str, asked: Sequence[Asked], at_once: int = AT_ONCE, *, waits: bool = False
+) -> list[Result]:
+    """`waits` asks again behind a 503: a router that a loaded machine has kept from its
+    workers for seconds calls them unhealthy, and takes them back."""
+
+    def answered(each: Asked) -> Answer:
+        deadline_s = time.monotonic() + BACK_S
+        while True:
+            answer = ask(url + each.path, dict(each.body))
+            if answer.status != 503 or not waits or time.monotonic() > deadline_s:
+                return answer
+            time.sleep(0.5)
+
     with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(lambda each: ask(url + each.path, dict(each.body)), asked))
+        answers = list(pool.map(answered, asked))
     return [result_of(each, answer) for each, answer in zip(asked, answers, strict=True)]

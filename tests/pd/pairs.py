@@ -10,7 +10,7 @@ from tests.server import harness
 from tests.support.process import Process
 from tests.support.routers import Answer, ask
 
-until = partial(harness.until, within_s=60.0)
+until = partial(harness.until, within_s=180.0)
 SECRET = "sixteen bytes are enough for it"
 BODIES = json.loads((Path(__file__).parent / "router_bodies.json").read_text())
 

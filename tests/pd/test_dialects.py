@@ -22,7 +22,7 @@ from tests.server import harness
 from tests.server.harness import PacedEngine, Served, counting
 from tests.support.routers import Answer, ask
 
-until = partial(harness.until, within_s=60.0)
+until = partial(harness.until, within_s=180.0)
 SECRET = "sixteen bytes are enough for it"
 PROMPT = {"prompt": "abc", "max_tokens": 3}
 GIVES = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}

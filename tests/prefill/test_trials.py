@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -13,10 +11,10 @@ from ess.errors import BadState
 from ess.models.load import EMBEDDED
 from ess.prefill.trial.pipe import Pipe, Plan
 from ess.prefill.trial.pipe_messages import Slow
+from ess.server.commands import cli
 from ess.server.commands.tune import Tried, judged
 from tests.support.checkpoints import tokens
 from tests.support.few import few
-from tests.support.process import ROOT
 
 HALVES = ((0, 3), (3, 6))
 CONFIG = ProcessConfig(threads=1, mtp=2)
@@ -25,17 +23,6 @@ CONFIG = ProcessConfig(threads=1, mtp=2)
 def plan_of(layers=HALVES, **more) -> Plan:
     given = {"model": str(EMBEDDED), "context": 400, "prompts": 2, "config": CONFIG, **more}
     return Plan(layers=layers, **given)
-
-
-def run_ess(*words: str) -> subprocess.CompletedProcess[str]:
-    command = "import sys; from ess.server.commands.cli import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-c", command, *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 def text(length: int, *, seed: int) -> list[int]:
@@ -94,13 +81,11 @@ def test_a_rank_that_fails_ends_the_pipeline():
 
 
 @pytest.mark.slow
-def test_tune_prints_what_to_set():
-    done = run_ess(
-        *("prefill", "--tune", "--tune-prompt", "512", "--tune-rounds", "1", "--json"),
-        *("--pp-size", "2", "--chunk", "128", "--threads", "1"),
-    )
-    assert done.returncode == 0, done.stderr
-    tuning = json.loads(done.stdout)
+@pytest.mark.usefixtures("forked_trials")
+def test_tune_prints_what_to_set(capsys: pytest.CaptureFixture[str]):
+    tuned = ("prefill", "--tune", "--tune-prompt", "512", "--tune-rounds", "1", "--json")
+    assert cli.main([*tuned, "--pp-size", "2", "--chunk", "128", "--threads", "1"]) == 0
+    tuning = json.loads(capsys.readouterr().out)
     assert tuning["tried"][0]["flags"].startswith("--chunk 128 --pp-layer-partition")
     assert tuning["flags"] in [each["flags"] for each in tuning["tried"]]
     assert 2 <= len(tuning["tried"]) <= 4
@@ -144,7 +129,8 @@ def test_the_default_gives_way_to_what_is_clearly_faster(seconds, kept, says, is
         (("--pp-size", "2", "--tp-size", "2"), "tp_size 2"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(flags: tuple[str, ...], named: str):
-    done = run_ess("prefill", "--tune", *flags)
-    assert done.returncode == 2
-    assert named in done.stderr
+def test_what_cannot_be_tuned_is_refused(
+    flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["prefill", "--tune", *flags]) == 2
+    assert named in capsys.readouterr().err

@@ -29,7 +29,7 @@ from tests.support.checkpoints import GLM, SMALL, V32, tensors
 from tests.support.manual_lane import ManualLane
 
 EXPERTS = SMALL["n_routed_experts"]
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 def fixed(team: Team, places: Places) -> FixedCompany:

@@ -58,7 +58,7 @@ def ranks(folder: Path, size: int, *own: dict, **config: object) -> Iterator[lis
 def fault(engine: EngineProcess) -> str:
     while not isinstance(message := engine.hear(), Fault):
         pass
-    assert engine.process.wait(60) != 0
+    assert engine.process.wait(180) != 0
     return message.sentence
 
 
@@ -92,7 +92,7 @@ def test_ranks_give_the_tokens_of_one_process(tmp_path, size, mtp, tbo, sbo, red
             assert engine.tokens(number) == expected(length), length
         for engine in made[1:]:
             engine.say(Stop())
-        assert [first.stop(), *(engine.process.wait(60) for engine in made[1:])] == [0] * size
+        assert [first.stop(), *(engine.process.wait(180) for engine in made[1:])] == [0] * size
     with Checkpoint(EMBEDDED) as checkpoint:
         loads = read_loads(path, checkpoint.model_config)
         assert all(sum(chosen) > 200 for chosen in loads.values())
