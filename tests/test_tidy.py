@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,10 @@ from tests.house.tree import (
     layer_of,
     line_count,
     module_of,
+    nodes,
     package_texts,
     parsed,
+    running_nodes,
     texts,
     tracked,
 )
@@ -78,6 +81,17 @@ RULES = [
     (local_paths, EVERY_FILE, lambda name: True),
     (registries, EVERY_FILE, lambda name: True),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trees() -> Iterator[None]:
+    """Trees of all files are some million objects: looking for garbage among them takes longer than
+    making them, and no other test needs them."""
+    gc.disable()
+    yield
+    gc.enable()
+    for kept in (parsed, nodes, running_nodes):
+        kept.cache_clear()
 
 
 @pytest.mark.parametrize(
