@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from ess.kernels.merge import Partial
+from ess.kernels.merge import Partial, like
 from ess.layout import IndexCodec, RowCodec
 from ess.units import PAGE_ROWS
 
@@ -84,7 +83,7 @@ class Attend(NamedTuple):
 
     def in_two(self, attend: Callable[[Attend], None], merge: Merge) -> None:
         """What `adds` asks for, of a backend that cannot go on from a partial."""
-        own = Partial(torch.empty_like(self.into.out), torch.empty_like(self.into.lse))
+        own = like(self.into)
         attend(self._replace(into=own, adds=False))
         merge(self.into, own, self.into)
 

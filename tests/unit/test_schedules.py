@@ -43,16 +43,16 @@ class Told:
 R, A, B = "resolve(0-4)", "resolve(0-2)", "resolve(2-4)"
 JOINED = "attend_fetched({0}, attend_resident({0}))"
 CASES = {
-    "none": (none, Told(), f"index() {R} | wait({R}) pre_attn() attend_all({R})"),
+    "none": (none, Told(), f"index() {R} | pre_attn() wait({R}) attend_all({R})"),
     "resident": (
         resident,
         Told(),
-        "index() locate(0-4) | wait(locate(0-4)) pre_attn() attend_all(locate(0-4))",
+        "index() locate(0-4) | pre_attn() wait(locate(0-4)) attend_all(locate(0-4))",
     ),
     "resident, a row is absent": (
         resident,
         Told(is_resident=False),
-        f"index() locate(0-4) {R} | wait({R}) pre_attn() attend_all({R})",
+        f"index() locate(0-4) {R} | pre_attn() wait({R}) attend_all({R})",
     ),
     "da": (
         da,

@@ -237,6 +237,7 @@ class Tuning:
             query_count=step.query_count,
             key_count=key_count,
             missing_share=min(1.0, per_query / layout.top_k),
+            waits_late=self._asks_first,
         )
         return policy.start(
             misses=misses,
@@ -315,4 +316,5 @@ class Tuning:
             split_us=constants.split_fixed_us + constants.split_query_us * query_count,
             index_split_us=constants.index_split_us,
             missing_share=missing_share,
+            waits_late=self._asks_first,
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ess.cost import exposed
 from ess.engine.step.tuning import Tuning
 from ess.layout import ModelLayout
 from ess.overlap import policy
@@ -83,3 +84,20 @@ def test_the_counts_that_hold_this_are_not_all_alike() -> None:
     """Both modes are right somewhere, so a policy with one answer fails."""
     right = {min(MODES, key=lambda mode: rows[mode.name.lower()]) for _, rows in points()}
     assert right == {Mode.NONE, Mode.DA}
+
+
+@pytest.mark.parametrize(("on_device", "ahead_us"), [(True, 30.0), (False, 0.0)])
+def test_a_device_fetches_beside_pre_attention_in_front_of_whole_lists(
+    on_device: bool, ahead_us: float
+) -> None:
+    """So a fetch that is no longer shows nothing there, and no split can pay."""
+    offload: Any = SimpleNamespace(layout=LAYOUT, clock=ManualClock(), stopwatch=None)
+    tuning = Tuning(offload, "layerwise", asks_first=on_device)
+    for stage, us in (("pre_attn", 30), ("attend_all", 900), ("select", 500)):
+        tuning.timeline.took(stage, 1, 1000 * us)
+    hiding = tuning._windows(16, 0.05)
+    assert hiding is not None
+    assert hiding.ahead_us == ahead_us
+    shown = exposed(29.0, hiding)
+    assert shown.none == max(0.0, 29.0 - ahead_us)
+    assert (shown.da == hiding.da_cost_us) and (shown.dba >= shown.da)
