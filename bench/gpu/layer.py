@@ -224,7 +224,8 @@ class LayerStages:
 
     def attend_fetched(self, where: Where, resident: Partial | None = None) -> Partial:
         """Onto what is in the partial of side 0, which is the resident one."""
-        return self._attend(self._layer.fetched, where, 0, spare_sms=0, adds=True)
+        spare_sms = self._spare if where.queries.stop < len(self._layer.queries) else 0
+        return self._attend(self._layer.fetched, where, 0, spare_sms=spare_sms, adds=True)
 
     def attend_apart(self, where: Where) -> Partial:
         return self._attend(self._layer.fetched, where, 1, spare_sms=0)

@@ -100,4 +100,5 @@ def test_a_device_fetches_beside_pre_attention_in_front_of_whole_lists(
     assert hiding.ahead_us == ahead_us
     shown = exposed(29.0, hiding)
     assert shown.none == max(0.0, 29.0 - ahead_us)
-    assert (shown.da == hiding.da_cost_us) and (shown.dba >= shown.da)
+    assert shown.da == hiding.da_cost_us
+    assert shown.dba >= shown.da

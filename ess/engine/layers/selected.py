@@ -156,7 +156,11 @@ class SelectedRows(ABC):
 
     @timed
     def attend_fetched(self, found: Found, resident: Partial) -> Partial:
-        return self.attend_codes(found.part, found.resolution.miss, placed=False, onto=resident)
+        """Beside the fetch of a later part, if there is one."""
+        spares = found.part.stop < self._half.queries.stop
+        return self.attend_codes(
+            found.part, found.resolution.miss, placed=False, spares=spares, onto=resident
+        )
 
     def attend_host(self) -> Partial:
         """What it attends to, over the host's own rows: for verify mode."""
