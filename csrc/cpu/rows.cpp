@@ -335,7 +335,7 @@ bool all_inside(const RowSide& side, int64_t count) {
     const uint64_t allowed = static_cast<uint64_t>(side.row_count);
     int64_t outside = 0;
     for (int64_t i = 0; i < count; ++i)
-        outside += static_cast<uint64_t>(list[i] + int64_t{1}) > allowed;
+        outside += static_cast<uint64_t>(int64_t{list[i]}) + 1 > allowed;
     return outside == 0;
 }
 

@@ -15,7 +15,7 @@ import pytest
 from ess.errors import Unavailable
 from ess.kernels.cuda import driver, program
 from ess.kernels.cuda.program import ARCHITECTURES, Compiled, Program
-from ess.kernels.cuda.rows import flat_form
+from ess.kernels.cuda.rows import SHARED_BYTES_MAX, flat_form, ring_form
 from ess.pool import cuda_programs
 
 needs_nvrtc = pytest.mark.skipif(
@@ -48,6 +48,21 @@ def test_no_kernel_spills(arch):
         for used in program.compile_program(one, arch).resources:
             assert used.stack_bytes == used.spill_bytes == 0, f"{one} for {arch}: {used}"
             assert used.register_count <= 64, f"{one} for {arch}: {used}"
+            assert used.shared_bytes <= driver.STATIC_SHARED_BYTES, f"{one} for {arch}: {used}"
+
+
+@pytest.mark.parametrize("row_bytes", cuda_programs.ROW_BYTES)
+def test_a_launch_keeps_to_what_its_kernel_is_compiled_for(row_bytes):
+    """A block has 65,536 registers, 64 for each of 1,024 threads, and 227 KiB of shared memory; an
+    arrival counts up to 2^20 - 1 bytes."""
+    forms = [flat_form(row_bytes), cuda_programs.rival_form(row_bytes)]
+    forms += [ring_form(row_bytes)] if row_bytes % 16 == 0 else []
+    for form in forms:
+        text = program.source_text(form.program.file)
+        bound = int(re.search(r"__launch_bounds__\((\d+), 1\)", text)[1])
+        assert form.threads <= bound <= 1024, form
+        assert form.shared_bytes <= SHARED_BYTES_MAX, form
+        assert row_bytes < 1 << 20, form
 
 
 @needs_nvrtc

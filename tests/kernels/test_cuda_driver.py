@@ -125,6 +125,10 @@ class Trials:
         self.copy()
         driver.call("cuMemHostUnregister", self.address)
 
+    def memory_is_freed_that_a_kernel_writes(self):
+        self.move()
+        driver.call("cuMemFree", self.there.address)
+
     def memory_is_written_that_was_let_go(self):
         self.here = None
         ctypes.memset(self.address, 0, 1)
@@ -154,8 +158,9 @@ REFUSALS = {
 }
 DEATHS = {
     "a_record_that_is_too_small": (signal.SIGABRT, r"ess_move_rows takes 72 bytes, not 24"),
-    "memory_is_freed_that_a_copy_writes": (signal.SIGABRT, "let go that a queued copy names"),
-    "memory_is_unregistered_that_a_copy_reads": (signal.SIGABRT, "let go that a queued copy names"),
+    "memory_is_freed_that_a_copy_writes": (signal.SIGABRT, "queued work names: copy"),
+    "memory_is_unregistered_that_a_copy_reads": (signal.SIGABRT, "queued work names: copy"),
+    "memory_is_freed_that_a_kernel_writes": (signal.SIGABRT, "work names: ess_move_rows"),
     "memory_is_written_that_was_let_go": (signal.SIGSEGV, ""),
     "a_kernel_reads_memory_that_was_let_go": (signal.SIGABRT, "outside of every array"),
     "a_newer_form_of_a_call": (signal.SIGABRT, "a form of the call that is newer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,62 @@ def test_the_pretence_refuses_what_a_device_does(emulated: Path, tmp_path: Path)
     script = tmp_path / "wrong.py"
     script.write_text(f"WRONG = {WRONG!r}\n{SCRIPT}")
     beside.run(script.stem, built=emulated, path=f"{beside.ROOT}:{tmp_path}")
+
+
+HEAD = """
+from types import SimpleNamespace as Names
+
+from tests.support import pretended
+import torch
+from ess.door.device.memory.lane import DeviceLane
+from ess.engine.prompt.plain_rows import PlainRows
+from ess.kernels.cuda.pinned import pinned_memory
+from ess.kernels.streams import RowCopy
+
+lane = DeviceLane(0)
+slab = torch.zeros(64, 656, dtype=torch.uint8, device="cuda")
+
+def rows():
+    return torch.ones(64, 656, dtype=torch.uint8, device="cuda")
+
+def queue(source):
+    lane.mover.queue([RowCopy(source=source, target=slab)], lane.steps.handle)
+"""
+DROPPED = "queue(rows())"
+KEPT = """
+source = rows()
+queue(source)
+source.record_stream(torch.cuda.Stream(handle=lane.steps.handle))
+del source
+source = rows()
+queue(source)
+lane.hold_compute()
+torch.zeros(1, device="cuda").add_(1)
+del source
+lane.submit([RowCopy(source=rows(), target=slab)])
+
+host = torch.from_numpy(pinned_memory(lane.device, 656 * 128)).view(128, 656)
+layers = [Names(number=0), Names(number=1)]
+computer = Names(
+    model=Names(device=lane.home, layers=layers, mtp=None),
+    offload=Names(
+        layout=Names(row_bytes=656, mtp_layer_count=0), memory=lambda layer: Names(host=host)
+    ),
+)
+sequence = Names(host_rows=lambda first, count: torch.arange(count))
+plain = PlainRows(computer, [Names(start=64, stop=70, sequence=sequence)])
+plain.enter(0)
+del plain, computer, host
+assert (slab == 1).all()
+print("all is kept")
+"""
+
+
+def test_memory_of_the_device_goes_when_no_other_stream_uses_it(emulated: Path) -> None:
+    """A tensor that a queued copy of another stream reads may not go; it may if that stream was
+    recorded for it, if compute has waited, and if the lane keeps it. Rows of a prompt that ends
+    midway stay as long as they are copied to."""
+    assert "all is kept" in beside.run_script(HEAD + KEPT, built=emulated).stdout
+    done = beside.run_script(HEAD + DROPPED, built=emulated)
+    assert done.returncode == -signal.SIGABRT
+    assert "memory is let go that queued work names: ess_move_rows" in done.stderr

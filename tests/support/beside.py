@@ -27,11 +27,20 @@ NEEDS = (
 
 def run(*command: object, built: Path, path: str = "") -> subprocess.CompletedProcess[str]:
     """`python -m command`; the emulated device's libraries are kept in the folder `built`."""
-    env = {**os.environ, "ESS_EMULATED": str(built), **({"PYTHONPATH": path} if path else {})}
-    given = [sys.executable, "-m", *map(str, command)]
-    done = subprocess.run(given, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = _done("-m", *command, built=built, path=path)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
     return done
+
+
+def run_script(text: str, *, built: Path) -> subprocess.CompletedProcess[str]:
+    """However it ends."""
+    return _done("-c", text, built=built)
+
+
+def _done(*given: object, built: Path, path: str = "") -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "ESS_EMULATED": str(built), **({"PYTHONPATH": path} if path else {})}
+    command = [sys.executable, *map(str, given)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
 def run_tests(*tests: str, built: Path) -> str:

@@ -13,7 +13,8 @@ once, whatever its stream, when what is queued there is done; `RACES` finds what
 
 `without_waits` refuses the same where nothing is captured: what makes the host wait for the device.
 Elsewhere `PRETENCE.waited` counts it by name. Who launches counts `PRETENCE.moment`: to wait for an
-event of an earlier one is no wait for what runs.
+event of an earlier one is no wait for what runs. A tensor may go when no other stream has queued
+what names its memory, or when that stream was recorded for it, as torch's allocator asks.
 """
 
 from __future__ import annotations
@@ -103,6 +104,10 @@ def names_device(thing):
 class Pretence(Queues, TorchFunctionMode):
     pinned = frozenset()
 
+    def __init__(self):
+        super().__init__()
+        self.streams_of = {}
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.__name__, dict(kwargs or {})
         if name == "__get__" and func.__self__ == torch.Tensor.device:
@@ -142,6 +147,8 @@ class Pretence(Queues, TorchFunctionMode):
         self.call_count += queues
         for one in tensors(result):
             one.is_there = there
+            if there:
+                self.follow(one.untyped_storage())
             if pins:
                 self.pin(one.untyped_storage())
         place = self.races.place_of(name)
@@ -153,6 +160,21 @@ class Pretence(Queues, TorchFunctionMode):
                 self.races.forget(fresh)
                 self.tell(reads, writes, place)
         return result
+
+    def follow(self, memory):
+        """Memory of the device, to its end."""
+        at = memory.data_ptr()
+        if at and at not in self.streams_of:
+            self.streams_of[at] = set()
+            weakref.finalize(memory, self.let_go, at, memory.nbytes()).atexit = False
+
+    def record_stream(self, tensor, stream):
+        self.streams_of[tensor.untyped_storage().data_ptr()].add(stream.cuda_stream)
+
+    def let_go(self, at, byte_count):
+        for stream in self.streams_of.pop(at):
+            self.races.finish(stream)
+        self.races.driver.driver_let_go(at, byte_count)
 
     def pin(self, memory):
         at = memory.data_ptr()
@@ -321,6 +343,7 @@ def begin():
         "graph_pool_handle": lambda: (0, 1), "memory_reserved": lambda _=None: 0,
     }.items():  # fmt: skip
         setattr(torch.cuda, name, thing)
+    torch.Tensor.record_stream = lambda tensor, stream: PRETENCE.record_stream(tensor, stream)
     PRETENCE.__enter__()
 
 

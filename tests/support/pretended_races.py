@@ -31,7 +31,7 @@ class Races:
         pointer, number = ctypes.c_void_p, ctypes.c_size_t
         driver.races_touch.argtypes = [pointer, number, ctypes.c_bool]
         driver.races_touch_each.argtypes = [pointer, pointer, number, number, ctypes.c_bool]
-        driver.races_forget.argtypes = [pointer, number]
+        driver.races_forget.argtypes = driver.driver_let_go.argtypes = [pointer, number]
         driver.races_work.argtypes = [pointer, ctypes.c_bool, ctypes.c_char_p]
         driver.races_name.argtypes = [pointer, ctypes.c_char_p]
         driver.races_waited.argtypes = driver.driver_finish.argtypes = [pointer]

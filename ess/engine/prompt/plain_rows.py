@@ -44,6 +44,8 @@ class PlainRows:
         ]
         self._pages, self._places = (sent(pages, device) for pages in self._before())
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        for each in (*self._sides, self._pages, self._places):
+            each.record_stream(self._stream)  # a prompt may end midway, while a copy is under way
         self._landed: dict[int, Any] = {}
         self._downloads = Downloads()
         self._numbers = [layer.number for layer in computer.model.layers]

@@ -159,6 +159,8 @@ inline void check_bulk(const void* to, const void* from, u32 bytes) {
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* arrival) {
     emulated::Hush hush;
     check_bulk(to, from, bytes);
+    if (size_t(arrival) % 8 || bytes >= 1u << 20)
+        emulated::fail("an arrival lies at an odd address, or counts too much");
     for (u64* one : emulated::self().new_arrivals)
         if (one == arrival) emulated::fail("a barrier is used before the copy engine can see it");
     watch_touch(watched::kAtomicWrite, arrival, sizeof(u64));

@@ -6,7 +6,7 @@
 // ordered by an event goes wrong sooner or later. A module is the path of an emulated library.
 // What is captured runs in any order that its events allow.
 // Host memory must be registered before a kernel or a copy names it; memory of the device that is
-// freed is poisoned, and none may be let go while a queued copy names it. Handles that are
+// freed is poisoned, and none may be let go while queued work names it. Handles that are
 // destroyed are refused. A stream that is destroyed does what is queued on it, but later. The watch
 // is told what there is, so that it finds kernels that stray.
 #include "world.h"
@@ -77,7 +77,7 @@ EXPORT Result cuLaunchKernel(void* handle, unsigned blocks, unsigned, unsigned, 
         if (!wrong) return;
         std::fprintf(stderr, "emulated device: %s\n", wrong);
         std::abort();
-    });
+    }, limits::pointers(record));
 }
 EXPORT Result cuLaunchHostFunc(void* stream, void (*run)(void*), void* argument) {
     return queue(stream, "host function", [=] { run(argument); });
@@ -303,6 +303,7 @@ EXPORT Result cuGetProcAddress_v2(const char* name, void** function, int, uint64
 
 // ---- for who does work itself, at once and in the order of a stream, as torch does here
 
+EXPORT void driver_let_go(Address at, size_t bytes) { require_unnamed(at, bytes); }
 EXPORT void races_place(const char* place) { world().place = place; }
 EXPORT void races_name(void* stream, const char* name) {
     races::name_actor(stream_of(stream)->actor, name);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,17 @@ struct Span {
         return at < other + count && other < at + bytes;
     }
 };
+
+// What may be pointers among the words of a kernel's record.
+inline std::vector<Span> pointers(const std::vector<char>& record) {
+    std::vector<Span> found;
+    for (size_t at = 0; at + sizeof(Address) <= record.size(); at += sizeof(Address)) {
+        Address word;
+        std::memcpy(&word, record.data() + at, sizeof word);
+        if (word >> 20) found.push_back({word, 1});
+    }
+    return found;
+}
 
 // A kernel that is loaded, and what was asked for it.
 struct Function {

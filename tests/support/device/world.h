@@ -30,10 +30,12 @@ constexpr Result kUnjoined = 904, kIsolation = 905, kCapturedEvent = 907;
 
 namespace {
 
+// `names` is the memory that it is given, by all the pointers in a kernel's record.
 struct Work {
     std::function<bool()> ready;
     std::function<void()> run;
     std::vector<Span> names;
+    std::string title = {};
 };
 
 struct Stream;
@@ -146,21 +148,23 @@ Result queue(void* stream, const std::string& name, std::function<void()> run,
     if (!world().current) return kNoContext;
     if (!is_stream(stream)) return kNoHandle;
     const int actor = stream_of(stream)->actor;
-    if (!races::on) return stream_of(stream)->take({[] { return true; }, run, names}), kOk;
+    if (!races::on) return stream_of(stream)->take({[] { return true; }, run, names, name}), kOk;
     const races::Clock known = races::now(world().host);
     stream_of(stream)->take({[] { return true; }, [=, text = world().place + name] {
         races::follow(actor, known);
         races::begin(actor, text);
         run();
-    }, names});
+    }, names, name});
     return kOk;
 }
 
+// Memory that is let go may be somebody else's at once.
 void require_unnamed(Address at, size_t bytes) {
     for (Stream* one : world().streams)
         for (const Work& work : one->queue)
             for (Span span : work.names)
-                if (span.meets(at, bytes)) limits::die("memory is let go that a queued copy names");
+                if (span.meets(at, bytes))
+                    limits::die("memory is let go that queued work names: " + work.title);
 }
 
 Nodes before(const Graph& graph, const Nodes& nodes) {
