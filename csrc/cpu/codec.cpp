@@ -53,6 +53,7 @@ ESS_LANE void encode_rows(const Strides f, const char* values, uint8_t* codes, c
             const float scale = encode_group<bf16>(from, f.group_size, f.power_of_two, to);
             put_scale(scales + r * f.scale_stride + g * apart, scale, f.scale_is_byte);
         }
+        if (f.tail_count == 0) continue;
         char* to = tail + r * f.row_stride;
         if (bf16)
             std::memcpy(to, from, f.tail_count * 2);
