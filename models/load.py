@@ -18,7 +18,6 @@ from ess.models.layers import TensorSource
 from ess.models.model import Model
 from ess.models.registry import build
 from ess.models.weights.checkpoint import Checkpoint
-from ess.models.weights.folder import Links
 from ess.models.weights.kept import Weight
 from ess.models.weights.rank import Form, RankWeights
 from ess.models.weights.split import Split
@@ -30,7 +29,6 @@ def load_model(
     path: str | os.PathLike[str] = EMBEDDED,
     *,
     form: Form = "bf16",
-    links: Links = "refuse",
     layers: range | None = None,
     heads: Split | None = None,
     company: Company | None = None,
@@ -50,7 +48,7 @@ def load_model(
         raise BadInput("experts are divided among ranks that have all heads")
     if form == "stored" and place.type == "cpu":
         raise BadInput("form 'stored' is for a device; on the CPU weights are in 'bf16' or 'f32'")
-    with Checkpoint(path, links=links) as checkpoint:
+    with Checkpoint(path) as checkpoint:
         config = checkpoint.model_config
         weights = RankWeights(checkpoint, form=form, split=heads or split_of(company, config))
         tp = 1 if heads is None else heads.tp

@@ -15,7 +15,7 @@ from ess.models.chat.messages import Message, arguments_of
 from ess.models.chat.replies import PLAIN, Replies, replies_of
 from ess.models.chat.reply import PlainParser, ReplyParser
 from ess.models.chat.template import SOURCE_BYTES_MAX, ChatTemplate
-from ess.models.weights.folder import Folder, Links
+from ess.models.weights.folder import Folder
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer
@@ -148,7 +148,6 @@ def style_of(
     path: str | os.PathLike[str],
     tokenizer: Tokenizer,
     *,
-    links: Links = "refuse",
     template: str | None = None,
 ) -> ChatStyle:
     """DeepSeek's if the vocabulary has its marks, else the folder's template, else plain; a
@@ -156,7 +155,7 @@ def style_of(
     if template is not None:
         return TemplateStyle(template, replies=replies_of(tokenizer, template))
     is_deepseek = all(tokenizer.id_of(mark) is not None for mark in (dsml.USER, dsml.ASSISTANT))
-    folder = Folder(path, links=links)
+    folder = Folder(path)
     try:
         if is_deepseek:
             is_v4 = _model_type(folder) == "deepseek_v4"

@@ -16,7 +16,7 @@ from typing import Any, Final
 import tokenizers
 
 from ess.errors import BadInput
-from ess.models.weights.folder import Folder, Links
+from ess.models.weights.folder import Folder
 from ess.models.weights.strict_json import parse_object
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -26,8 +26,8 @@ IDS_MAX: Final = 1 << 24
 class Tokenizer:
     """The vocabulary of a checkpoint folder."""
 
-    def __init__(self, path: str | os.PathLike[str], *, links: Links = "refuse") -> None:
-        folder = Folder(path, links=links)
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        folder = Folder(path)
         try:
             raw = folder.read(TOKENIZER_FILE)
         finally:

@@ -24,15 +24,13 @@ from ess.errors import BadInput, BadState
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.weights.blocks import as_scale
-from ess.models.weights.folder import Folder, Links, check_plain_name
-from ess.models.weights.header import DTYPE_BYTES, Entry, read_header, renamed
+from ess.models.weights.folder import Folder
+from ess.models.weights.header import DTYPE_BYTES, Entry, renamed
+from ess.models.weights.placement import open_files
 from ess.models.weights.shapes import HEAD, Spec
 from ess.models.weights.stored import stores_fp8
 from ess.models.weights.verify import FP8, verify
 
-INDEX_FILE: Final = "model.safetensors.index.json"
-SINGLE_FILE: Final = "model.safetensors"
-_PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Not in Python 3.11's mmap module. Without it Linux may refuse a private mapping larger than RAM.
 _NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0
 _TORCH: Final = {
@@ -55,12 +53,11 @@ class Checkpoint:
         path: str | os.PathLike[str],
         *,
         mtp: bool | None = None,
-        links: Links = "refuse",
     ) -> None:
         """`mtp` None loads the MTP layer if the configuration has one."""
         self._files: dict[str, int] = {}
         self._maps: dict[str, mmap.mmap] = {}
-        self._folder = Folder(path, links=links)
+        self._folder = Folder(path)
         try:
             self.config: Mapping[str, Any] = self._folder.read_json("config.json")
             config = read_config(self.config)
@@ -69,7 +66,7 @@ class Checkpoint:
             self.mtp = mtp_count > 0 if mtp is None else mtp
             if self.mtp and not mtp_count:
                 raise BadInput("config.json: num_nextn_predict_layers is 0, but MTP was asked for")
-            self._entries = renamed(self._open_files(), config.words)
+            self._entries = renamed(open_files(self._folder, self._files), config.words)
             where = str(self._folder.path)
             self.specs: Mapping[str, Spec] = verify(
                 self._entries, config, mtp=self.mtp, where=where
@@ -127,47 +124,6 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _open_files(self) -> dict[str, Entry]:
-        """Every tensor of every file, each in exactly the file where the index puts it."""
-        placed = self._placement()
-        files = [SINGLE_FILE] if placed is None else sorted(set(placed.values()))
-        where = str(self._folder.path) if placed is None else INDEX_FILE
-        entries: dict[str, Entry] = {}
-        for file in files:
-            self._files[file] = self._folder.open(file, where=where)
-            for name, entry in read_header(self._files[file], file=file).items():
-                if placed is not None and placed.get(name) != file:
-                    raise BadInput(f"{entry} is not placed in this file by {INDEX_FILE}")
-                entries[name] = entry
-        for name, file in (placed or {}).items():
-            if name not in entries:
-                raise BadInput(f"{INDEX_FILE} places tensor {name[:200]!r} in {file}: not there")
-        return entries
-
-    def _placement(self) -> dict[str, str] | None:
-        """Tensor name -> file by the index; None for a single file. `total_size` is not read: in
-        the published V3.2 index it is twice the number of values, not bytes."""
-        names = self._folder.names()
-        if INDEX_FILE not in names:
-            self._check_single(names)
-            return None
-        placed = self._folder.read_json(INDEX_FILE).get("weight_map")
-        if not isinstance(placed, dict) or not placed:
-            raise BadInput(f"{INDEX_FILE} has no weight_map")
-        for name, file in placed.items():
-            where = f"{INDEX_FILE}: tensor {name[:200]!r}"
-            if not check_plain_name(file, where=where).endswith(".safetensors"):
-                raise BadInput(f"{where} is in {file!r}; {_why_not(file)}")
-        return placed
-
-    def _check_single(self, names: list[str]) -> None:
-        if SINGLE_FILE in names:
-            return
-        pickled = next((name for name in names if name.endswith(_PICKLED)), None)
-        if pickled is not None:
-            raise BadInput(f"{self._folder.path} holds {pickled!r}; {_why_not(pickled)}")
-        raise BadInput(f"{self._folder.path} has neither {INDEX_FILE} nor {SINGLE_FILE}")
-
     def _map(self, file: str) -> mmap.mmap:
         if file not in self._maps:
             if file not in self._files:
@@ -189,9 +145,3 @@ def _head_as_stored(config: ModelConfig, specs: Mapping[str, Spec]) -> ModelConf
     if config.tie_head and HEAD in specs:
         return msgspec.structs.replace(config, tie_head=False)
     return config
-
-
-def _why_not(file: str) -> str:
-    if file.endswith(_PICKLED):
-        return "pickled weights can run code when they are read; convert them to safetensors"
-    return "only .safetensors files are read"

@@ -4,8 +4,8 @@ Contract: nothing outside the folder is opened, whatever config.json or the inde
 is opened once; every file is then opened by a plain name relative to that descriptor, without
 following a link, so there is no path to resolve and no moment between a check and its use.
 
-One exception, on request (`links="hub"`): a Hugging Face cache keeps snapshots as links to
-`../../blobs/<name>`. Such a link, and no other, is followed, again by descriptors.
+One exception: a Hugging Face cache keeps snapshots as links to `../../blobs/<name>`. Such a link,
+and no other, is followed, again by descriptors, to a regular file of that very folder.
 
 Limit: a file that another process shortens while it is mapped kills this one (SIGBUS), as with
 every memory-mapped reader. A checkpoint must not be rewritten in place while it is served.
@@ -17,12 +17,10 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from ess.errors import BadInput
 from ess.models.weights.strict_json import parse_object
-
-Links = Literal["refuse", "hub"]
 
 JSON_BYTES_MAX: Final = 64 << 20
 _BLOB_LINK: Final = re.compile(r"\.\./\.\./blobs/([0-9A-Za-z_-]{1,255})")
@@ -43,9 +41,8 @@ def check_plain_name(name: object, *, where: str) -> str:
 class Folder:
     """A checkpoint folder, held open by its descriptor."""
 
-    def __init__(self, path: str | os.PathLike[str], *, links: Links = "refuse") -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._links = links
         try:
             self._fd = os.open(self.path, _FOLDER_FLAGS)
         except (OSError, ValueError) as error:
@@ -95,10 +92,10 @@ class Folder:
     def _open_link(self, name: str, *, where: str) -> int:
         target = os.readlink(name, dir_fd=self._fd)
         blob = _BLOB_LINK.fullmatch(target)
-        if self._links != "hub" or blob is None:
+        if blob is None:
             raise BadInput(
-                f"{where}: {name!r} is a symbolic link to {target[:200]!r}; links are not followed"
-                ' (a Hugging Face cache is read with links="hub")'
+                f"{where}: {name!r} is a symbolic link to {target[:200]!r}; links are not followed,"
+                " but for those of a Hugging Face cache"
             )
         try:
             blobs = os.open("../../blobs", _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=self._fd)

@@ -24,6 +24,8 @@ from ess.models.weights.strict_json import parse_object
 
 HEADER_BYTES_MAX: Final = 32 << 20
 NAME_CHARS_MAX: Final = 512
+_LFS: Final = b"version "
+"""How a pointer of Git LFS begins: a text, and no number."""
 _DIMS_MAX: Final = 8
 _PREFIX_BYTES: Final = 8
 
@@ -103,6 +105,10 @@ def _header_bytes(fd: int, *, file: str, file_bytes: int) -> int:
         raise BadInput(f"{file} has {file_bytes} bytes, too few for a safetensors file")
     count = int.from_bytes(read_at(fd, 0, _PREFIX_BYTES), "little")
     room = file_bytes - _PREFIX_BYTES
+    if read_at(fd, 0, _PREFIX_BYTES) == _LFS:
+        raise BadInput(
+            f"{file} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`"
+        )
     if count > room:
         raise BadInput(f"{file} claims a header of {count:,} bytes, but only {room:,} follow")
     if count > HEADER_BYTES_MAX:

@@ -17,7 +17,7 @@ from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.commands.start.begin import serve_flags
-from ess.server.commands.start.checkpoint import read_checkpoint
+from ess.server.commands.start.checkpoint import read_checkpoint, read_entries
 from ess.server.commands.start.launch import Told, chat_template, make_service
 from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.sizing import plan_memory
@@ -45,6 +45,7 @@ def test_what_cannot_be_served_is_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], says: str
 ) -> None:
     folder = folder_with(tmp_path, **changed)
+    shutil.copy(EMBEDDED / "model.safetensors", folder)
     with pytest.raises(BadInput, match=rf"^config\.json of deepseek_v32: .*{says}"):
         serve_flags({"model": str(folder), "port": 0}, config=None, json=False)
     assert capsys.readouterr().out == ""
@@ -80,10 +81,62 @@ def test_weights_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_name_of_the_hub_is_not_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(BadInput, match="`hf download deepseek-ai/V3 --local-dir DIR`, then `ess s"):
+    with pytest.raises(BadInput, match="`hf download deepseek-ai/V3`, then `ess serve d"):
         read_checkpoint("deepseek-ai/V3")
     with pytest.raises(BadInput, match=r"weights$"):
         read_checkpoint("/no/folder")
+
+
+def test_a_name_of_the_hub_is_found_where_it_was_fetched_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the cache is a link to its blob. The clients' name is that of the hub, by whichever
+    word the folder is named."""
+    home = tmp_path / "hub" / "models--some-org--a--model"
+    snapshot = home / "snapshots" / "0123abcd"
+    for folder in (snapshot, home / "blobs", home / "refs"):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(sorted(EMBEDDED.iterdir())):
+        shutil.copy(file, home / "blobs" / f"{number:040x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+    (home / "refs" / "main").write_text("0123abcd")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for word in ("some-org/a--model", str(snapshot)):
+        found = read_checkpoint(word)
+        assert (found.path, found.name) == (str(snapshot), "some-org/a--model")
+        assert found.weight_bytes == read_checkpoint("").weight_bytes
+        assert read_entries(Path(found.path)).keys() == read_entries(EMBEDDED).keys()
+        assert len(Tokenizer(found.path)) == len(Tokenizer(EMBEDDED))
+    (home / "refs" / "main").write_text("../../../etc")
+    with pytest.raises(BadInput, match="hf download"):
+        read_checkpoint("some-org/a--model")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "says"),
+    [
+        ("model.safetensors", "neither model.safetensors.index.json nor model.safetensors: fetch"),
+        ("model-2.safetensors", "names 2 files; missing: 1, first 'model-2.safetensors'"),
+    ],
+)
+def test_weights_that_were_not_all_fetched(
+    lacks: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder_with(tmp_path)
+    if lacks != "model.safetensors":
+        shutil.copy(EMBEDDED / "model.safetensors", tmp_path / "model-1.safetensors")
+        names = sorted(read_entries(EMBEDDED))
+        placed = {name: f"model-{1 + (name == names[0])}.safetensors" for name in names}
+        index = json.dumps({"weight_map": placed})
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert says in refused(tmp_path, capsys)
+
+
+def test_a_pointer_of_git_lfs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder_with(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 23899608\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    assert "pointer of Git LFS" in refused(tmp_path, capsys)
 
 
 def test_certificates_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

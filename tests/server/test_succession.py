@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -260,6 +261,16 @@ def test_an_engine_that_cannot_load_is_not_started_again():
             said = process.process.communicate()[1]
     assert said.strip().splitlines()[-1].endswith("; it is not started again")
     assert "another starts" not in said
+
+
+def test_what_an_engine_refuses_while_it_loads_is_a_sentence(tmp_path: Path) -> None:
+    """No traceback stands before it."""
+    (tmp_path / "a-file").touch()
+    with Process("--prefix-cache-dir", str(tmp_path / "a-file")) as process:
+        assert process.process.wait(60) == 1
+        said = process.process.communicate()[1]
+    assert "Traceback" not in said
+    assert f"gone: {tmp_path}/a-file takes no pages: File exists; it is not" in said
 
 
 class Ending:

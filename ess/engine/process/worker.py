@@ -451,10 +451,12 @@ def serve(
     build: Callable[[Launch, Clock], Built] = build,
 ) -> None:
     """Loads, sends Ready and runs until Stop comes. A failure is sent as Fault before it ends the
-    process."""
+    process. What loading refuses is a sentence for the operator: its traceback would hide it."""
     began_s = time.monotonic()
+    is_loading = True
     try:
         built = build(launch, clock)
+        is_loading = False
         events = events_of(launch.config, context)
         loop = EngineLoop(
             built.engine, wire, clock, port=built.port, peers=built.peers, events=events
@@ -473,6 +475,9 @@ def serve(
         loop.run()
         loop.close()
     except Exception as error:
+        if is_loading and isinstance(error, EssError):
+            wire.give(Fault(str(error)))
+            raise SystemExit(1) from None
         wire.give(Fault(f"{type(error).__name__}: {error}"))
         raise
 

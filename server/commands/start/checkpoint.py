@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +16,10 @@ from ess.models.guest.pins import GUESTS
 from ess.models.guest.place import checkpoint_folder
 from ess.models.registry import read_config
 from ess.models.weights.folder import Folder
-from ess.models.weights.header import Entry, read_header
+from ess.models.weights.header import Entry
+from ess.models.weights.placement import open_files
 from ess.models.weights.shapes import expected_tensors
+from ess.server.commands.start import hub
 from ess.server.process.service import SamplingDefaults
 
 EMBEDDED: Final = "ess-embedded"
@@ -51,8 +51,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 def read_checkpoint(model: str) -> Checkpoint:
     path = _place(model)
     if not path.is_dir():
-        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not path.parent.exists()
-        how = f"; fetch it: `hf download {model} --local-dir DIR`, then `ess serve DIR`"
+        is_name = hub.NAME.fullmatch(model) and not path.parent.exists()
+        how = f"; fetch it: `hf download {model}`, then `ess serve {model}`"
         sentence = f"the model {model!r} is not a folder with config.json and weights"
         raise BadInput(sentence + (how if is_name else ""))
     folder = Folder(path)
@@ -65,7 +65,7 @@ def read_checkpoint(model: str) -> Checkpoint:
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return Checkpoint(
         path=str(path),
-        name=EMBEDDED if path == embedded_path() else path.resolve().name,
+        name=_name(path),
         config=read_config(raw),
         architecture=str((raw.get("architectures") or ["unknown"])[0]),
         eos_ids=_eos_ids(raw.get("eos_token_id"), recommended.get("eos_token_id")),
@@ -76,26 +76,34 @@ def read_checkpoint(model: str) -> Checkpoint:
 
 def _place(model: str) -> Path:
     """The model's folder. A guest model is fetched and converted at its first use; ./NAME means a
-    folder of that name."""
+    folder of that name. ORG/NAME that is no folder is looked for where `hf download` puts it."""
     if model in GUESTS:
         return checkpoint_folder(GUESTS[model])
-    return Path(model) if model and model != EMBEDDED else embedded_path()
+    if not model or model == EMBEDDED:
+        return embedded_path()
+    is_name = hub.NAME.fullmatch(model) and not Path(model).exists()
+    found = hub.snapshot_of(model, os.environ) if is_name else None
+    return found or Path(model)
+
+
+def _name(path: Path) -> str:
+    if path == embedded_path():
+        return EMBEDDED
+    whole = path.resolve()
+    return hub.name_of(whole) or whole.name
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """All tensors by name. Checks that every file is as long as its header says, before an engine
-    is started that would fail."""
-    entries: dict[str, Entry] = {}
+    """All tensors by name. Checks that every file is there, and as long as its header says, before
+    an engine is started that would fail."""
+    files: dict[str, int] = {}
     folder = Folder(path)
     try:
-        for name in folder.names():
-            if name.endswith(".safetensors"):
-                file = folder.open(name, where=str(path))
-                with contextlib.closing(os.fdopen(file, "rb")):
-                    entries |= read_header(file, file=name)
+        return open_files(folder, files)
     finally:
+        for file in files.values():
+            os.close(file)
         folder.close()
-    return entries
 
 
 def check_ends(checkpoint: Checkpoint, vocabulary: int) -> None:

@@ -51,7 +51,9 @@ class Settings(ProcessConfig):
     """The settings. Sizes are as people write them (128k, 1.5GiB, 25%); `auto` asks the machine."""
 
     model: str = setting(
-        "", "model", "A checkpoint's folder; without it, the small model that comes with ESS."
+        "",
+        "model",
+        "A checkpoint's folder, or ORG/NAME of `hf download`; else the small model in the box.",
     )
     chat_template: str = setting(
         "", "model", "A Jinja file that writes conversations instead of the checkpoint's own."
