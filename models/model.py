@@ -20,7 +20,7 @@ from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm
 from ess.models.mtp import Mtp
-from ess.models.part import Place
+from ess.models.part import LayerPlace
 from ess.models.weights.kept import Weight, packable, plain
 from ess.models.weights.shapes import FREQUENCY_FACTORS
 
@@ -33,7 +33,7 @@ class LayerKind(Protocol):
         config: ModelConfig,
         source: Source,
         number: int,
-        **place: Unpack[Place],
+        **place: Unpack[LayerPlace],
     ) -> DecoderLayer: ...
 
 

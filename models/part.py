@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from ess.models.config import ModelConfig
 
 
-class Team(TypedDict, total=False):
+class Sharing(TypedDict, total=False):
     """`tp` ranks share the heads of each layer, the ranks of `company` its experts."""
 
     tp: int
     company: Company | None
 
 
-class Part(Team, total=False):
+class ModelPart(Sharing, total=False):
     """Of a model: the run of consecutive `layers`; None: all."""
 
     layers: range | None
 
 
-class Place(Team, total=False):
+class LayerPlace(Sharing, total=False):
     """Of a layer: `first` is where its part of the model begins."""
 
     first: int
 
 
-def require_all_heads(config: ModelConfig, part: Part) -> None:
+def require_all_heads(config: ModelConfig, part: ModelPart) -> None:
     if (tp := part.get("tp", 1)) != 1:
         raise BadInput(f"{tp} ranks cannot share the heads of {config.family}")

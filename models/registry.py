@@ -17,7 +17,7 @@ from ess.models.config import ModelConfig
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource
     from ess.models.model import Model
-    from ess.models.part import Part
+    from ess.models.part import ModelPart
 
 MODULES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -39,7 +39,9 @@ MODULES: Final[Mapping[str, str]] = MappingProxyType(
 class Family(Protocol):
     def read(self, raw: Mapping[str, Any]) -> ModelConfig: ...
 
-    def build(self, config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model: ...
+    def build(
+        self, config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]
+    ) -> Model: ...
 
 
 def family(model_type: object) -> Family:
@@ -54,7 +56,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return family(raw.get("model_type")).read(raw)
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     """The model over `tensor(name)`, which gives each weight under its checkpoint name; a part of
     it, where `layers` says which; of `tp` ranks' heads those that `tensor` gives."""
     return family(config.family).build(config, tensor, **part)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.families.deepseek_v32 import require_own_indexers
-from ess.models.part import Part, require_all_heads
+from ess.models.part import ModelPart, require_all_heads
 from ess.models.reading import parse
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     from ess.models.families.layers.gates import GatedLayer
     from ess.models.model import Model
 

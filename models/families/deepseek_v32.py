@@ -12,7 +12,7 @@ from ess.models.reading import parse
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource
     from ess.models.model import Model
-    from ess.models.part import Part
+    from ess.models.part import ModelPart
 
 
 DEFAULTS: Final = {
@@ -40,7 +40,7 @@ def require_own_indexers(config: ModelConfig, raw: Mapping[str, Any]) -> None:
         )
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     from ess.models.model import Model
 
     return Model(config, tensor, **part)

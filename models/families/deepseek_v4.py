@@ -19,7 +19,7 @@ from ess.models.rope import read_rope
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource
     from ess.models.model import Model
-    from ess.models.part import Part
+    from ess.models.part import ModelPart
 
 
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
@@ -251,7 +251,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 1 << 24
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     from ess.models.compressed.model import CompressedModel
 
     is_whole = part.get("layers") is None and part.get("tp", 1) == 1

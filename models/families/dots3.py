@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.part import Part, require_all_heads
+from ess.models.part import ModelPart, require_all_heads
 from ess.models.reading import named, parse, said_kinds
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _window(said: Mapping[str, Any]) -> dict[str, Any]:
     return window
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     from ess.models.families.layers.windows import WindowLayer
     from ess.models.model import Model
 

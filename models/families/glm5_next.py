@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.part import Part, require_all_heads
+from ess.models.part import ModelPart, require_all_heads
 from ess.models.reading import named, parse, said_kinds, text_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _rows_chosen(said: Mapping[str, Any]) -> object:
     return rows + unit - 1
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     from ess.models.families.layers.delta import layer_of
     from ess.models.families.layers.pooled import MixedModel
 

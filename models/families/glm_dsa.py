@@ -15,7 +15,7 @@ from ess.models.reading import parse
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource
     from ess.models.model import Model
-    from ess.models.part import Part
+    from ess.models.part import ModelPart
 
 
 DEFAULTS: Final = {
@@ -31,7 +31,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return parse(raw, defaults=DEFAULTS, fixed={"indexer_rope_interleave": True})
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     from ess.models.model import Model
 
     return Model(config, tensor, **part)

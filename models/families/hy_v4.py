@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 import msgspec
 
 from ess.models.config import ModelConfig
-from ess.models.part import Part, require_all_heads
+from ess.models.part import ModelPart, require_all_heads
 from ess.models.reading import parse
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return msgspec.structs.replace(config, index_norm_eps=config.norm_eps)
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     from ess.models.families.layers.streams import StreamLayer, StreamModel
     from ess.models.families.order import in_our_order
 

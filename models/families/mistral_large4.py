@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.part import Part, require_all_heads
+from ess.models.part import ModelPart, require_all_heads
 from ess.models.reading import named, parse, said_layers, text_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _still_layers(given: Mapping[str, Any], layers: range) -> tuple[int, ...]:
     return tuple(n for n in layers if not turns[n])
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     from ess.models.families.layers.grown import GrownLayer
     from ess.models.model import Model
 

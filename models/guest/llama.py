@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 from ess.errors import BadInput
 from ess.layout import SCALE_GROUP
 from ess.models.config import ModelConfig
-from ess.models.part import Part, require_all_heads
+from ess.models.part import ModelPart, require_all_heads
 from ess.models.reading import parse
 from ess.units import align_up
 
@@ -80,7 +80,7 @@ def _refusal(sentence: str) -> BadInput:
     return BadInput(f"config.json of llama: {sentence}")
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     from ess.models.model import Model
 
     require_all_heads(config, part)

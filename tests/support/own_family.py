@@ -13,7 +13,7 @@ from ess.models.families.deepseek_v32 import DEFAULTS
 from ess.models.families.layers.gates import InputGatedMla
 from ess.models.layers import Source, TensorSource
 from ess.models.model import Model
-from ess.models.part import Part, require_all_heads
+from ess.models.part import ModelPart, require_all_heads
 from ess.models.reading import parse
 
 
@@ -22,7 +22,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     return parse(raw, defaults=DEFAULTS, fixed={"indexer_rope_interleave": False}, own=own)
 
 
-def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[Part]) -> Model:
+def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     require_all_heads(config, part)
     return Model(config, tensor, **part, layer=SunkLayer)
 

@@ -31,7 +31,7 @@ from ess.models.config import ModelConfig
 from ess.models.families.layers.pooled import MixedLayer
 from ess.models.layers import Source, linear, rms_norm
 from ess.models.mla import Mla
-from ess.models.part import Place
+from ess.models.part import LayerPlace
 from ess.models.weights.kept import plain
 
 UNIT_EPS: Final = 1e-6
@@ -178,7 +178,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def layer_of(
-    config: ModelConfig, source: Source, number: int, **place: Unpack[Place]
+    config: ModelConfig, source: Source, number: int, **place: Unpack[LayerPlace]
 ) -> MixedLayer:
     """The door counts layers with rows alone; one without has the number of the next."""
     kind = RecurrentLayer if number in config.recurrent_layers else MixedLayer

@@ -13,7 +13,7 @@ from ess.models.decoder import DecoderLayer
 from ess.models.indexer import Indexer
 from ess.models.layers import Rotation, Source, linear
 from ess.models.mla import Mla
-from ess.models.part import Place
+from ess.models.part import LayerPlace
 from ess.models.weights.kept import Weight
 
 
@@ -74,7 +74,7 @@ class GrownLayer(DecoderLayer):
     has_stages = False
 
     def __init__(
-        self, config: ModelConfig, source: Source, number: int, **place: Unpack[Place]
+        self, config: ModelConfig, source: Source, number: int, **place: Unpack[LayerPlace]
     ) -> None:
         super().__init__(config, source, number, **place)
         self._is_still = number in config.still_layers

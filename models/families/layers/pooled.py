@@ -19,7 +19,7 @@ from ess.models.indexer import Indexer, Probe
 from ess.models.layers import Rotation, Source
 from ess.models.mla import Mla
 from ess.models.model import Model
-from ess.models.part import Place
+from ess.models.part import LayerPlace
 
 
 class PooledIndexer(Indexer):
@@ -48,7 +48,7 @@ class MixedLayer(DecoderLayer):
     has_stages = False
 
     def __init__(
-        self, config: ModelConfig, source: Source, number: int, **place: Unpack[Place]
+        self, config: ModelConfig, source: Source, number: int, **place: Unpack[LayerPlace]
     ) -> None:
         super().__init__(config, source, number, **place)
         self._around_mla = Mixing(config, source, "hc_attn_")

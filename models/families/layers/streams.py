@@ -16,7 +16,7 @@ from ess.models.decoder import DecoderLayer, Entry
 from ess.models.families.layers.gates import InputGatedMla
 from ess.models.layers import Source
 from ess.models.model import Model
-from ess.models.part import Place
+from ess.models.part import LayerPlace
 from ess.models.weights.kept import Weight, plain
 
 
@@ -57,7 +57,7 @@ class StreamLayer(DecoderLayer):
     has_stages = False
 
     def __init__(
-        self, config: ModelConfig, source: Source, number: int, **place: Unpack[Place]
+        self, config: ModelConfig, source: Source, number: int, **place: Unpack[LayerPlace]
     ) -> None:
         super().__init__(config, source, number, **place)
         self._around_mla = Streams(config, source.under("hc_attn_layer"), "hc_", 2)

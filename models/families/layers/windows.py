@@ -10,7 +10,7 @@ from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.families.layers.gates import HeadGatedMla
 from ess.models.layers import RotaryPositions, Rotation, Source
-from ess.models.part import Place
+from ess.models.part import LayerPlace
 
 
 class WindowLayer(DecoderLayer):
@@ -18,7 +18,7 @@ class WindowLayer(DecoderLayer):
     has_stages = False
 
     def __init__(
-        self, config: ModelConfig, source: Source, number: int, **place: Unpack[Place]
+        self, config: ModelConfig, source: Source, number: int, **place: Unpack[LayerPlace]
     ) -> None:
         super().__init__(config, source, number, **place)
         self._turns = None

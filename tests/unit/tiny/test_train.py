@@ -51,12 +51,12 @@ def test_every_stage_moves_what_it_trains_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(team, "STAGES", SHORT)
     common = _common(small, tokens_path)
-    trained = Team(common)
-    torch.nn.init.normal_(trained.worker.network.lm_head.weight)
-    pieces = pieces_of(trained.worker.network)
+    workers = Team(common)
+    torch.nn.init.normal_(workers.worker.network.lm_head.weight)
+    pieces = pieces_of(workers.worker.network)
     for at, stage in enumerate(SHORT):
         before = common.flats.truth.clone()
-        number = trained.step(stage_at=at, step=0, first=at * 4, rates=(0.02, 2e-3))
+        number = workers.step(stage_at=at, step=0, first=at * 4, rates=(0.02, 2e-3))
         assert np.isfinite(number)
         moved = {
             piece.name
@@ -67,7 +67,7 @@ def test_every_stage_moves_what_it_trains_and_nothing_else(
         assert moved <= trained
         assert len(moved) > 0.8 * len(trained)
         assert not any(grad.any() for grad in common.grads)
-    trained.close()
+    workers.close()
 
 
 def test_a_state_continues_as_if_nothing_had_happened(
@@ -75,16 +75,16 @@ def test_a_state_continues_as_if_nothing_had_happened(
 ) -> None:
     monkeypatch.setattr(team, "STAGES", SHORT)
     common = _common(small, tokens_path)
-    trained = Team(common)
+    workers = Team(common)
     for step in range(2):
-        trained.step(stage_at=0, step=step, first=4 * step, rates=(0.02, 2e-3))
+        workers.step(stage_at=0, step=step, first=4 * step, rates=(0.02, 2e-3))
     place = train.Place(step=2, sequences=8, total_s=1.5)
     train.save_state(tmp_path / "state.safetensors", common, place)
     again = _common(small, tokens_path, seed=9)
     assert train.load_state(tmp_path / "state.safetensors", again) == place
     other = Team(again)
     again.seed = common.seed
-    for each in (trained, other):
+    for each in (workers, other):
         each.step(stage_at=0, step=2, first=8, rates=(0.02, 2e-3))
     for one, two in zip(common.flats.tensors(), again.flats.tensors(), strict=True):
         assert torch.equal(one, two)
