@@ -41,11 +41,11 @@ OFFLOAD = "tests/model/test_offload.py"
 SEEDS = "tests/campaign/few_seeds.py"
 RECEIVER = ("tests/handoff/test_receiver.py", "tests/handoff/test_receiver_endings.py")
 LEAD = ("tests/prefill/test_lead.py", "tests/prefill/test_tier.py")
-DOOR = ("tests/unit/test_at_once.py", "tests/unit/test_door.py")
+DOOR = ("tests/unit/door/test_at_once.py", "tests/unit/door/test_door.py")
 SUITES = {
     "ess.kernels.merge": ["tests/kernels/test_merge.py", "tests/kernels/test_merge_drawn.py"],
     "ess.pool.lru.specification": [
-        "tests/unit/test_lru.py",
+        "tests/unit/pool/test_lru.py",
         "tests/kernels/test_planner_drawn.py",
         "tests/kernels/test_planner.py",
         "tests/kernels/test_lookup.py",
@@ -55,14 +55,14 @@ SUITES = {
         "tests/kernels/test_lookup.py",
         "tests/kernels/test_planner_drawn.py",
     ],
-    "ess.pool.pages": ["tests/unit/test_pages.py"],
-    "ess.pool.prefix": ["tests/unit/test_prefix.py", "tests/unit/test_latent.py"],
-    "ess.pool.latent": ["tests/unit/test_latent.py", "tests/unit/test_door.py", OFFLOAD],
-    "ess.pool.index": ["tests/unit/test_index.py", "tests/unit/test_door.py", OFFLOAD],
-    "ess.pool.sparse": ["tests/unit/test_sparse.py", "tests/unit/test_door.py", OFFLOAD],
-    "ess.pool.warmup": ["tests/unit/test_warmup.py", "tests/unit/test_door.py"],
-    "ess.pool.ledger": ["tests/unit/test_ledger.py"],
-    "ess.pool.budget": ["tests/unit/test_budgets.py", "tests/model/test_budgets_live.py"],
+    "ess.pool.pages": ["tests/unit/pool/test_pages.py"],
+    "ess.pool.prefix": ["tests/unit/pool/test_prefix.py", "tests/unit/pool/test_latent.py"],
+    "ess.pool.latent": ["tests/unit/pool/test_latent.py", "tests/unit/door/test_door.py", OFFLOAD],
+    "ess.pool.index": ["tests/unit/pool/test_index.py", "tests/unit/door/test_door.py", OFFLOAD],
+    "ess.pool.sparse": ["tests/unit/pool/test_sparse.py", "tests/unit/door/test_door.py", OFFLOAD],
+    "ess.pool.warmup": ["tests/unit/pool/test_warmup.py", "tests/unit/door/test_door.py"],
+    "ess.pool.ledger": ["tests/unit/pool/test_ledger.py"],
+    "ess.pool.budget": ["tests/unit/pool/test_budgets.py", "tests/model/test_budgets_live.py"],
     "ess.overlap.none": ["tests/unit/test_schedules.py"],
     "ess.overlap.da": ["tests/unit/test_schedules.py"],
     "ess.overlap.dba": ["tests/unit/test_schedules.py"],
@@ -71,11 +71,15 @@ SUITES = {
     "ess.overlap.sbo": ["tests/unit/test_tbo.py"],
     "ess.overlap.policy": ["tests/unit/test_policy.py"],
     "ess.door.residency.row_copies": [*DOOR, OFFLOAD],
-    "ess.door.residency.slots": [*DOOR, "tests/unit/test_door_misuse.py", OFFLOAD],
-    "ess.door.step": ["tests/unit/test_door.py", "tests/unit/test_door_misuse.py", OFFLOAD],
-    "ess.door.residency.refill": ["tests/unit/test_refill.py", "tests/unit/test_door.py"],
+    "ess.door.residency.slots": [*DOOR, "tests/unit/door/test_door_misuse.py", OFFLOAD],
+    "ess.door.step": [
+        "tests/unit/door/test_door.py",
+        "tests/unit/door/test_door_misuse.py",
+        OFFLOAD,
+    ],
+    "ess.door.residency.refill": ["tests/unit/door/test_refill.py", "tests/unit/door/test_door.py"],
     "ess.door.residency.budgets": [
-        "tests/unit/test_budgets.py",
+        "tests/unit/pool/test_budgets.py",
         "tests/model/test_budgets_live.py",
     ],
     "ess.engine.tpot_control": ["tests/unit/test_pace.py"],

@@ -9,7 +9,7 @@ from ess.door import Offload
 from ess.errors import BadState, PoolFull
 from ess.kernels.streams import RowCopy
 from tests.support.manual_lane import ManualLane
-from tests.unit.test_door import LAYOUT, make
+from tests.unit.door.test_door import LAYOUT, make
 
 TOKENS = list(range(150))
 

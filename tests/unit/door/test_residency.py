@@ -6,7 +6,7 @@ from ess.door import Offload
 from ess.door.residency.resident import PATIENCE
 from tests.support.manual_lane import ManualLane
 from tests.support.move_budget import move_budget
-from tests.unit.test_door import LAYOUT, make, opened, rows, selection
+from tests.unit.door.test_door import LAYOUT, make, opened, rows, selection
 
 CHUNK_BYTES = LAYOUT.group_layers_max * LAYOUT.page_bytes
 

@@ -13,7 +13,7 @@ from ess.door.residency import row_copies
 from ess.flashtrans import InlineLane, WorkerLane
 from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
-from tests.unit.test_door import LAYOUT, make, opened, snapshot
+from tests.unit.door.test_door import LAYOUT, make, opened, snapshot
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
 

@@ -11,7 +11,7 @@ import torch
 from ess.door import Sequence, Step
 from ess.errors import BadInput, BadState
 from ess.flashtrans import InlineLane
-from tests.unit.test_door import LAYOUT, make, opened, refused, rows, selection
+from tests.unit.door.test_door import LAYOUT, make, opened, refused, rows, selection
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 import ess
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_engine.py"
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "own_engine.py"
 
 
 def example():

@@ -8,8 +8,8 @@ from ess.door.residency import refill
 from ess.errors import BadState
 from ess.units import div_ceil
 from tests.support.move_budget import move_budget
-from tests.unit.test_door import make, opened, rows, selection
-from tests.unit.test_residency import decode, filled, roomy, truly_resident
+from tests.unit.door.test_door import make, opened, rows, selection
+from tests.unit.door.test_residency import decode, filled, roomy, truly_resident
 
 
 def settled(offload, *sequences) -> int:

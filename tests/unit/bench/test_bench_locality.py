@@ -15,7 +15,7 @@ from ess.bench.locality.record_trace import record
 from ess.bench.prediction.sim_vs_engine import twin_row
 from ess.errors import BadInput, Unavailable
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
-from tests.unit.test_bench_step import build, ids
+from tests.unit.bench.test_bench_step import build, ids
 
 KEYS = 16
 

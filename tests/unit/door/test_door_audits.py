@@ -13,7 +13,7 @@ from ess.door.inflight import InFlight
 from ess.flashtrans import InlineLane
 from ess.kernels.streams import RowCopy
 from tests.support.manual_lane import ManualLane
-from tests.unit.test_door import make, opened, rows
+from tests.unit.door.test_door import make, opened, rows
 
 
 def world() -> tuple[Offload, object]:

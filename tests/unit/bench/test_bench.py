@@ -174,7 +174,7 @@ def test_suites_are_made_of_benchmarks() -> None:
 
 def test_the_readme_names_every_benchmark_or_its_suite() -> None:
     """The headline stands above the table; documents are checked for commands in blocks only."""
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
     measure = readme.partition("## Measure")[2].partition("\n## ")[0]
     shown = set(re.findall(r"^\| `([a-z-]+)", measure, re.MULTILINE)) - {"ess-bench"}
     members = {name for suite in shown & set(cli.SUITES) for name in cli.SUITES[suite]}
@@ -354,7 +354,7 @@ def test_no_line_of_a_table_is_longer_than_120_columns() -> None:
     assert max(map(len, [*table.heading(), *shown, *config])) <= 120
 
 
-STORED = Path(__file__).resolve().parents[2] / "bench" / "results"
+STORED = Path(__file__).resolve().parents[3] / "bench" / "results"
 
 
 @pytest.mark.parametrize("path", sorted(STORED.glob("*.json")), ids=lambda path: path.name)

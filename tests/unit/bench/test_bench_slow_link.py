@@ -22,7 +22,7 @@ from ess.bench.harness.slow_lane import TimedLane
 from ess.cost import exposed
 from ess.errors import BadInput, BadState
 from ess.kernels.streams import RowCopy
-from tests.unit.test_bench_step import build
+from tests.unit.bench.test_bench_step import build
 
 ROW = 656
 
