@@ -7,14 +7,16 @@ import json
 import pytest
 
 from ess.bench import cli
+from ess.bench.engine import arrivals
 from ess.bench.engine.arrivals import Load, rows_of
 
 
-def test_prompts_enter_together_and_more_decode():
+def test_prompts_enter_together_and_more_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight prompts of 40 tokens: a step of 159 holds four of them, and one by one takes eight."""
     load = Load(requests=8, prompt=40, output=30, mtp=2, chunk_tokens=159)
     assert load.pack == 4
-    pack, median, last = rows_of(load, packs=1)
+    monkeypatch.setattr(arrivals, "PACKS", 1)
+    pack, median, last = rows_of(load)
     assert (pack.baseline, len(pack.samples)) == ("one by one", 1)
     assert median.config["steps"] == 3, "two for the prompts, one more for the last first tokens"
     assert median.config["steps_before"] == 9
