@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -24,6 +26,7 @@ from ess.server.commands.start.sizing import MemoryPlan
 from ess.server.commands.start.topology import launches_of
 from ess.units import parse_size
 from tests.pd.pairs import SECRET
+from tests.server.test_stages import TORCHRUN
 
 HOST = 8 << 30
 STAGES = {"role": "prefill", "peer_secret": SECRET, "device": "cuda", "pp_size": 2}
@@ -176,8 +179,15 @@ def test_a_plan_that_does_not_fit_is_refused_with_numbers(given: dict[str, str],
 # ---- stages
 
 
-def of_stages(founds: dict[str, Found], *, free: int = HOST, **given: Any) -> MemoryPlan:
-    settings = resolve({**STAGES, "max_model_len": "8k", **given}, environment={}).settings
+def of_stages(
+    founds: dict[str, Found],
+    *,
+    free: int = HOST,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **given: Any,
+) -> MemoryPlan:
+    flags = {**STAGES, "max_model_len": "8k", **given}
+    settings = resolve(flags, environment=environment).settings
     checkpoint = read_checkpoint("")
     entries = read_entries(Path(checkpoint.path))
     layout = layout_of(settings, checkpoint)
@@ -228,6 +238,9 @@ def test_the_stages_of_another_machine_are_planned_there():
     given = {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:9"}
     [plan] = of_stages({"cuda:0": FOUND}, **given, **SIZES).stages
     assert plan.name.startswith("stage 1 (layers ")
+    environment = {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2"}
+    plans = of_stages(TWO, environment=environment, **SIZES).stages
+    assert [plan.name[:7] for plan in plans] == ["stage 0", "stage 1"], "one of two processes here"
 
 
 def test_ranks_are_told_their_devices():

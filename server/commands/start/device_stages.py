@@ -41,7 +41,7 @@ from ess.server.commands.start.sizing import (
     size_of,
     with_rooms,
 )
-from ess.server.commands.start.topology import layers_of, ranks_here
+from ess.server.commands.start.topology import first_here, layers_of
 from ess.server.process.engines.stages import stage_name
 from ess.units import PAGE_ROWS
 
@@ -117,7 +117,7 @@ def _stages(
     free: int,
 ) -> tuple[DevicePlan, ...]:
     """Those of this machine. Stages that share a device have equal parts of what may be taken."""
-    devices, first = devices_here(share.settings), ranks_here(share.settings).start
+    devices, first = devices_here(share.settings), first_here(share.settings)
     sharing, plans = Counter(devices), list[DevicePlan]()
     for stage, device in enumerate(devices, first):
         found, count = founds[device], sharing[device]
