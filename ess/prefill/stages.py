@@ -5,8 +5,8 @@ never waits in a send, and waiting orders go as one frame. A micro-batch with it
 frame. Reports are taken between the lead's own layers and acted on between its steps.
 
 Every obeyed frame comes back with what is free in the stage's pools; this must equal what was free
-here after the same orders. A micro-batch leaves before this stage has obeyed it: a stage that is
-done with it earlier is compared at its next frame. A stage that differs, is lost, or has orders and
+here after the same orders. A micro-batch leaves before this stage has obeyed it: stages that are
+done with it earlier are compared when this one is. A stage that differs, is lost, or has orders and
 makes no progress for the stage timeout ends the group: StageLost names it.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from torch import Tensor
@@ -37,9 +37,11 @@ class StageLost(EssError):
 
 @dataclass(slots=True, eq=False)
 class _Behind:
-    """What was free here behind an order; None where that is unknown, or not known yet."""
+    """What was free here behind an order; None where that is unknown, or not known yet. `early` is
+    what stages have said by then."""
 
     free: Free | None = None
+    early: list[tuple[int, Took]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Stages:
         """This stage has obeyed the order that was given last."""
         if self.count > 1:
             self._newest.free = self._free()
+            for stage, took in self._newest.early:
+                self._compare(stage, took, self._newest.free)
 
     def flush(self) -> None:
         while self._waiting and self._sent_count - self._taken[1] < FRAMES_AHEAD:
@@ -215,14 +219,20 @@ class Stages:
         first = self._expected[0][0] if self._expected else self._sent_count + 1
         if took.frame != frame or not first <= frame <= self._sent_count:
             raise StageLost(f"{self.name(stage)} has obeyed frame {took.frame}, not {frame}")
-        free = self._expected[frame - first][1].free
-        if free is not None and took.free != free:
-            raise StageLost(
-                f"{self.name(stage)} disagrees: behind frame {frame} it has {took.free}, "
-                f"{self.name(0)} {free}"
-            )
+        behind = self._expected[frame - first][1]
+        if behind.free is None:
+            behind.early.append((stage, took))
+        else:
+            self._compare(stage, took, behind.free)
         while self._expected and self._expected[0][0] <= min(self._taken[1:]):
             self._expected.popleft()
+
+    def _compare(self, stage: int, took: Took, free: Free) -> None:
+        if took.free != free:
+            raise StageLost(
+                f"{self.name(stage)} disagrees: behind frame {took.frame} it has {took.free}, "
+                f"{self.name(0)} {free}"
+            )
 
     def _check_progress(self) -> None:
         """StageLost for a rank with orders that makes no progress; links report silence and

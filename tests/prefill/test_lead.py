@@ -297,6 +297,30 @@ def test_a_stage_whose_pools_differ_ends_the_group_and_is_named():
         pipe.run()
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_stage_that_is_done_with_a_chunk_before_the_lead_is_compared_too(differs):
+    pipe = Pipe(2)
+    leaves = pipe.stages[0].leaves
+
+    def leaves_and_waits(hidden):
+        leaves(hidden)
+        if differs and not pipe.lead.stages._taken[1]:
+            pipe.stages[1].offload.open(text(10), length_max=10)
+        pipe.followers[0].turn()
+        pipe.lead.stages.listen()
+        assert pipe.lead.stages._taken[1] == pipe.lead.stages._sent_count
+
+    pipe.stages[0].leaves = leaves_and_waits
+    pipe.add(text(300))
+    if differs:
+        with pytest.raises(StageLost, match="disagrees: behind frame 1 it has"):
+            pipe.lead.step()
+        return
+    pipe.run()
+    pipe.release_all()
+    assert_quiet(pipe)
+
+
 def test_a_stage_of_another_model_is_not_let_in():
     pipe = Pipe(2)
     hello = pipe.stages[1].hello(bytes([1] * 32))
