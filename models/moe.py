@@ -175,16 +175,24 @@ class Moe:
     def has_shared(self) -> bool:
         return self._shared is not None
 
-    def depart(self, x: Tensor, routing: Routing) -> Journey | None:
-        """Begins what `up` waits for; None where all experts are here."""
+    def depart(self, x: Tensor, routing: Routing, lengths: Tensor | None = None) -> Journey | None:
+        """Begins what `up` waits for; None where all experts are here. Tokens whose `lengths` are 0
+        stand for none."""
         if self._company is None:
             return None
         [whole] = self._company.cuts(len(x))
-        return self._departed(self._company, x, routing, whole)
+        return self._departed(self._company, x, routing, whole, lengths)
 
-    def _departed(self, company: Company, x: Tensor, routing: Routing, cut: range) -> Journey:
+    def _departed(
+        self,
+        company: Company,
+        x: Tensor,
+        routing: Routing,
+        cut: range,
+        lengths: Tensor | None = None,
+    ) -> Journey:
         kept = x.to(routed.product_type(self._gate_up[0]))
-        return company.depart(kept, *routing, layer=self._number, cut=cut)
+        return company.depart(kept, *routing, layer=self._number, cut=cut, lengths=lengths)
 
     def up(self, x: Tensor, routing: Routing, guests: Guests | None = None) -> Inner:
         weights, scales = self._gate_up

@@ -133,21 +133,24 @@ class Company:
         return [range(count)]
 
     def depart(
-        self, tokens: Tensor, experts: Tensor, weights: Tensor, *, layer: int, cut: range
+        self,
+        tokens: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        *,
+        layer: int,
+        cut: range,
+        lengths: Tensor | None = None,
     ) -> Journey:
         """Begins an exchange: of `tokens` [n, width] those of this cut go to `experts` [n,
-        per_token] of this layer, whose outputs count by `weights`."""
+        per_token] of this layer, whose outputs count by `weights`. On a device some may be pads of
+        the step, whose `lengths` are 0."""
         assert len(tokens) == len(experts), f"{len(tokens)} tokens, {len(experts)} choices"
+        where = self._step, self._number, layer
+        self._number += 1
         self.traffic.exchange_count += 1
         self.traffic.token_count += len(tokens)
         self.loads.count(layer, experts)
-        return self._journey(tokens, experts, weights, layer=layer, cut=cut)
-
-    def _journey(
-        self, tokens: Tensor, experts: Tensor, weights: Tensor, *, layer: int, cut: range
-    ) -> Journey:
-        where = self._step, self._number, layer
-        self._number += 1
         return CountedJourney(self, tokens, experts, weights, where)
 
     def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:

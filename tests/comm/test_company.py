@@ -49,11 +49,16 @@ def through(
 
 
 def summed_by(
-    company: Company, given: Tensor, asked: Tensor, weights: Tensor, blocks: Sequence[range]
+    company: Company,
+    given: Tensor,
+    asked: Tensor,
+    weights: Tensor,
+    blocks: Sequence[range],
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Lines that are not to be read are NaN."""
     [whole] = company.cuts(len(given))
-    journey = company.depart(given, asked, weights, layer=3, cut=whole)
+    journey = company.depart(given, asked, weights, layer=3, cut=whole, lengths=lengths)
     journey.send()
     guests, own = journey.arrive(), company.own(3)
     order, ends = by_expert(guests.places, len(own))

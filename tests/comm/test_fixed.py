@@ -101,3 +101,22 @@ def test_choices_are_told_a_window_late_and_at_the_end_all_of_them():
         return [*seen, company.loads.step_count]
 
     assert each(local_group(2, team=2), act) == [[0, 5, 15, 12]] * 2
+
+
+def test_pads_choose_nothing_and_are_not_counted():
+    """Every second token is one; the others' sums are what they are without pads."""
+
+    def act(group) -> tuple[Tensor, Tensor, int]:
+        company, whole = fixed(group, even(EXPERTS, 2)), [range(EXPERTS // 2)]
+        company.enter(0, Rooms(batch=6))
+        given = tokens(6, group.rank, width=8), chosen(6, group.rank), weights_for(6, 1)
+        lengths = torch.tensor([3, 0] * 3)
+        came = summed_by(company, *given, whole, lengths=lengths)
+        wanted = summed_by(company, *given, whole)
+        company.loads.share(company.team, 1, is_last=True)
+        return came, wanted, sum(company.loads.recent()[3])
+
+    for came, wanted, counted in each(local_group(2, team=2), act):
+        assert torch.equal(came[::2], wanted[::2])
+        assert not came[1::2].any()
+        assert counted == 2 * (3 + 6) * PER_TOKEN

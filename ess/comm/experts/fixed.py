@@ -78,11 +78,23 @@ class FixedCompany(Company):
         What does not fit into a batch's room is padding of the step."""
         return self._cuts
 
-    def _journey(
-        self, tokens: Tensor, experts: Tensor, weights: Tensor, *, layer: int, cut: range
+    def depart(
+        self,
+        tokens: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        *,
+        layer: int,
+        cut: range,
+        lengths: Tensor | None = None,
     ) -> Journey:
+        self.traffic.exchange_count += 1
+        self.traffic.token_count += len(tokens)
         placement = self.places.of(layer)
         places = placement.at(experts, first=self.team.rank)
+        if lengths is not None:
+            places = places.where(lengths[:, None] > 0, NOWHERE)
+        self._counts.count(layer, experts, places >= 0)
         return FixedJourney(self.team, tokens, places, weights, placement.place_count, len(cut))
 
 

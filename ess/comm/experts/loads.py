@@ -85,9 +85,11 @@ class DeviceLoads(Loads):
             zeros = torch.zeros(self._expert_count, dtype=torch.int64, device=self._device)
             self._there[layer] = zeros
 
-    def count(self, layer: int, experts: Tensor) -> None:
+    def count(self, layer: int, experts: Tensor, which: Tensor | None = None) -> None:
+        """Of these choices, or those of them that count."""
         flat = experts.flatten().long()
-        self._there[layer].scatter_add_(0, flat, torch.ones_like(flat))
+        each = torch.ones_like(flat) if which is None else which.flatten().long()
+        self._there[layer].scatter_add_(0, flat, each)
 
     def share(self, team: Team, step_count: int, *, is_last: bool = False) -> None:
         self._tell(team)

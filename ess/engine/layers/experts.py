@@ -21,8 +21,15 @@ class ExpertStep:
     """`Experts` for a layer: made with what attention gave, asked by a schedule, then dropped."""
 
     def __init__(
-        self, layer: DecoderLayer, hidden: Tensor, timeline: Timeline, first_query: int
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        timeline: Timeline,
+        first_query: int,
+        *,
+        lengths: Tensor | None = None,
     ) -> None:
+        """Queries whose `lengths` are 0 are pads: the ranks need not know of them."""
         assert layer.experts is not None, f"layer {layer.number} is dense"
         self.timeline = timeline
         self.number = layer.number
@@ -31,6 +38,7 @@ class ExpertStep:
         self._experts = layer.experts
         self._hidden = hidden
         self._input = layer.mlp_input(hidden)
+        self._lengths = lengths
         self._routing: Routing | None = None
         self._journey: Journey | None = None
         self._guests: Guests | None = None
@@ -49,7 +57,7 @@ class ExpertStep:
     @timed
     def route(self) -> None:
         self._routing = self._experts.route(self._input)
-        self._journey = self._experts.depart(self._input, self._routing)
+        self._journey = self._experts.depart(self._input, self._routing, self._lengths)
 
     @timed
     def dispatch(self) -> None:

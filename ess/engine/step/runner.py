@@ -200,10 +200,13 @@ class Runner:
             yield
         else:
             attended = yield from self._attended(half, layer, hidden, in_stages=in_stages)
-        if layer.experts is None or (self.tuning.sbo == "off" and not in_stages):
+        is_plain = self.tuning.sbo == "off" and not in_stages and not layer.is_divided
+        if layer.experts is None or is_plain:
             return back(half.batch, layer, hidden, attended)
         output = layer.output(hidden, attended)
-        experts = ExpertStep(layer, output, timeline, half.queries.start)
+        experts = ExpertStep(
+            layer, output, timeline, half.queries.start, lengths=half.batch.lengths
+        )
         yield from sbo.SCHEDULES[self.tuning.sbo](experts)
         return experts.result()
 
