@@ -118,10 +118,11 @@ def test_each_layer_s_tokens_go_where_its_experts_are():
     def act(group) -> bool:
         company, count = Company(group.team, places), 5 + group.rank
         given, asked = tokens(count, group.rank), chosen(count, group.rank)
-        came = through(company, given, asked, in_blocks(places.usual, 2))
-        return (
-            came[..., -1].equal(asked.float()) and company.own(3) == places.of(3).places[group.rank]
-        )
+        blocks = in_blocks(places.usual, 2)
+        for column, experts in enumerate(asked.T):
+            came = through(company, given, asked, blocks, column)
+            assert came[:, -1].equal(experts.float()), column
+        return company.own(3) == places.of(3).places[group.rank]
 
     assert each(local_group(3, team=3), act) == [True] * 3
 
