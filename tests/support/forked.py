@@ -38,7 +38,7 @@ IMPORTS = {
 }
 """By kind; only an engine's have torch."""
 STARTED = dict(os.environ)
-READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "MALLOC_", "TORCH")
+READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "MALLOC_", "TORCH", "ESS_ISA")
 ASKED_MAX = 1 << 17
 
 
