@@ -24,4 +24,11 @@ MODULES = (
 
 @pytest.mark.parametrize("modules", MODULES)
 def test_an_engine_on_the_pretended_device(modules: str, built: Path) -> None:
-    beside.run_tests(*(f"tests/device/{name}.py" for name in modules.split()), built=built)
+    files = (f"tests/device/{name}.py" for name in modules.split())
+    beside.run_tests(*files, "-m", "not long", built=built)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("modules", ["broken", "steps"])
+def test_more_of_it_on_the_pretended_device(modules: str, built: Path) -> None:
+    beside.run_tests(f"tests/device/{modules}.py", "-m", "long", built=built)

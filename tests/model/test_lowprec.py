@@ -25,6 +25,7 @@ from ess.models.model import Model
 from ess.models.plain import Plain
 from ess.models.registry import build, read_config
 from tests.support import checkpoints
+from tests.support.few import few
 from tests.support.greedy import continued
 from tests.support.stored import Stored, StoredLayer, key_trip
 
@@ -90,7 +91,7 @@ def test_the_engine_says_what_the_stored_model_says(family: str) -> None:
     assert leads.count(0.0) >= len(leads) - 1, leads
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", few(sorted(FAMILIES)[:1], all_of=sorted(FAMILIES)))
 def test_compiled_stages_say_it_too_but_for_codes_that_turn(family: str) -> None:
     """They sum in another order, so a few more codes turn; random weights have no margins."""
     leads = leads_lost(family, "cpu")
@@ -124,7 +125,7 @@ class Coarse(StoredLayer):
         return Probe(coarse, weights, keys)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", few(sorted(FAMILIES)[1:], all_of=sorted(FAMILIES)))
 def test_it_would_notice_other_index_queries(family: str) -> None:
     for seed in SEEDS:
         model, layout, prompt = case(FAMILIES[family], seed)

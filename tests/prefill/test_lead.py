@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 
 import pytest
 
@@ -14,6 +15,7 @@ from ess.prefill.stage import Disagreement
 from ess.prefill.stages import StageLost
 from ess.transfer.messages import Reason
 from tests.prefill.pipes import CHUNK, Pipe, engine_given, pools, text
+from tests.support.few import few
 
 
 def assert_quiet(pipe: Pipe) -> None:
@@ -67,8 +69,13 @@ def test_more_prompts_than_sequences_come_one_after_another():
     assert [request.reason for request in requests] == ["sent"] * 5
 
 
-@pytest.mark.parametrize("moment", range(14))
-@pytest.mark.parametrize("length", [300, 65])
+@pytest.mark.parametrize(
+    ("length", "moment"),
+    few(
+        [(65 if moment % 2 else 300, moment) for moment in range(14)],
+        all_of=product([300, 65], range(14)),
+    ),
+)
 def test_a_request_is_cancelled_at_any_moment(moment, length):
     pipe = Pipe(3)
     other = pipe.add(text(200))
