@@ -77,9 +77,13 @@ def damage(folder: Path, places: list[int]) -> None:
             slab.write(b"\xaa" * 3000)
 
 
-@pytest.mark.parametrize("row", ["f32", "fp8"])
-@pytest.mark.parametrize("mtp", [False, True])
-@pytest.mark.parametrize("stage_count", [1, 2, 4])
+GRID = [*itertools.product([1, 2, 4], [False, True], ["f32", "fp8"])]
+
+
+@pytest.mark.parametrize(
+    ("stage_count", "mtp", "row"),
+    few([GRID[at] for at in (0, 3, 5, 6, 8, 11)], all_of=GRID),
+)
 def test_behind_a_restart_cached_chunks_are_skipped(tmp_path, stage_count, mtp, row):
     wishes = {"stage_count": stage_count, "mtp": mtp, "row": row}
     assert turn(tmp_path, PROMPT, **wishes) == 0
@@ -321,7 +325,7 @@ def test_any_schedule_over_disks_leaves_all_pools_alike(tmp_path, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", few(range(100, 106), all_of=range(100, 150)))
+@pytest.mark.parametrize("seed", few(range(100, 102), all_of=range(100, 150)))
 def test_many_more_schedules_over_disks(tmp_path, seed):
     run(seed, tmp_path, steps=400)
 
