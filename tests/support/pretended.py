@@ -169,7 +169,8 @@ class Pretence(Queues, TorchFunctionMode):
             weakref.finalize(memory, self.let_go, at, memory.nbytes()).atexit = False
 
     def record_stream(self, tensor, stream):
-        self.streams_of[tensor.untyped_storage().data_ptr()].add(stream.cuda_stream)
+        if tensor.numel():
+            self.streams_of[tensor.untyped_storage().data_ptr()].add(stream.cuda_stream)
 
     def let_go(self, at, byte_count):
         for stream in self.streams_of.pop(at):
