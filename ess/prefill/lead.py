@@ -86,6 +86,7 @@ class Lead:
     ) -> None:
         self.offload = stage.offload
         self.step_count = 0
+        self.preempted_count = 0
         self.stages = Stages(group, layers, timeout_s=stage_timeout_s, free=stage.free)
         self.tuning = stage.runner.tuning
         self.verifier = stage.runner.verifier

@@ -64,29 +64,46 @@ def _own(service: Service) -> Iterator[Metric]:
     yield _count("ess_engine_restarts", "engines that were lost and replaced", link.restart_count)
     yield _count("ess_resumed", "requests that went on in another engine", link.resumed_count)
     yield _gauge("ess_draining", "1 while the server drains", service.draining)
-    yield _labelled("ess_build_info", "the version", ["version"], [((ess.__version__,), 1)])
-    yield _gauge("ess_requests_running", "requests in the engine's batch", status.running_count)
-    yield _gauge("ess_requests_waiting", "requests that wait", service.waiting_count)
-    yield _gauge(
-        "ess_oldest_wait_seconds", "how long the oldest has had nothing", link.oldest_wait_s
+    yield _labelled(
+        "ess_build_info", "1, with the version of ESS", ["version"], [((ess.__version__,), 1)]
     )
-    yield _gauge("ess_connections", "HTTP connections held", tally.connection_count)
-    yield _gauge("ess_requests_preempted", "requests set aside", status.preempted_count)
-    yield _gauge("ess_tokens_per_second", "tokens made, of late", service.board.tokens_per_s)
-    yield _gauge("ess_step_seconds", "the last step's duration", status.step_s)
+    yield _gauge("ess_requests_running", "requests in the engine's batch", status.running_count)
+    yield _gauge("ess_requests_waiting", "requests that wait for room", service.waiting_count)
+    yield _gauge(
+        "ess_oldest_wait_seconds",
+        "the longest that an open request has had no token",
+        link.oldest_wait_s,
+    )
+    yield _gauge("ess_connections", "open HTTP connections", tally.connection_count)
+    yield _gauge("ess_requests_preempted", "requests set aside now", status.preempted_count)
+    yield _count("ess_preemptions", "times a request was set aside", status.preemption_count)
+    yield _gauge(
+        "ess_tokens_per_second", "tokens made a second, of late", service.board.tokens_per_s
+    )
+    yield _gauge("ess_step_seconds", "duration of the last step", status.step_s)
     yield _count("ess_steps", "engine steps", status.step_count)
-    yield _count("ess_turns", "requests in steps", status.turn_count)
-    yield _count("ess_verified_layers", "layers checked", status.verified_count)
-    yield _count("ess_verify_mismatch", "checks that failed", status.mismatch_count)
+    yield _count("ess_turns", "requests in steps, each step counted", status.turn_count)
+    yield _count(
+        "ess_verified_layers", "layers checked against the host's rows", status.verified_count
+    )
+    yield _count(
+        "ess_verify_mismatch",
+        "checked layers that differed from the host's rows",
+        status.mismatch_count,
+    )
     yield _count("ess_tokens", "tokens made", status.made_count)
-    yield _count("ess_prompt_tokens", "prompt tokens taken", status.prompt_count)
-    yield _count("ess_cached_tokens", "prompt tokens found in the prefix", status.cached_count)
-    yield _count("ess_disconnects", "clients that left early", tally.disconnect_count)
+    yield _count("ess_prompt_tokens", "prompt tokens, cached ones included", status.prompt_count)
+    yield _count(
+        "ess_cached_tokens", "prompt tokens found in the prefix cache", status.cached_count
+    )
+    yield _count(
+        "ess_disconnects", "clients that left before their answer's end", tally.disconnect_count
+    )
     answers = CounterMetricFamily("ess_answers", "HTTP answers", labels=["route", "status"])
     for (route, code), count in sorted(tally.answers.items()):
         answers.add_metric([route, str(code)], count)
     yield answers
-    yield _by_name("ess_refusals", "requests refused", "reason", tally.refusals)
+    yield _by_name("ess_refusals", "requests answered 503", "reason", tally.refusals)
     yield _by_name("ess_finished", "answers ended", "how", tally.finishes)
     shown = [((name,), float(name == status.limiter)) for name in LIMITERS]
     yield _labelled("ess_limiter", "1 for what waiting requests are short of", ["limiter"], shown)
@@ -99,9 +116,9 @@ LIMITERS: Final = (SLOTS, WINDOW_SLOTS, INDEX_PAGES, HOST_PAGES, SEQUENCES, TPOT
 def _pools(service: Service) -> Iterator[Metric]:
     pools = service.board.status.pools
     used = [((pool.name,), float(pool.used)) for pool in pools]
-    yield _labelled("ess_pool_used", "units in use", ["pool"], used)
+    yield _labelled("ess_pool_used", "pages in use", ["pool"], used)
     capacity = [((pool.name,), float(pool.capacity)) for pool in pools]
-    yield _labelled("ess_pool_capacity", "units there are", ["pool"], capacity)
+    yield _labelled("ess_pool_capacity", "pages there are", ["pool"], capacity)
 
 
 def _groups(service: Service) -> Iterator[Metric]:
@@ -109,7 +126,7 @@ def _groups(service: Service) -> Iterator[Metric]:
     for name, sentence, values in (
         ("ess_row_hits", "selected rows that were resident", status.hits),
         ("ess_row_misses", "selected rows that were fetched", status.misses),
-        ("ess_row_places", "selected rows read on the host", status.places),
+        ("ess_row_places", "selected rows read in host memory", status.places),
         ("ess_fetched_bytes", "bytes copied to slots", status.fetched_bytes),
         ("ess_stored_bytes", "bytes copied to the host", status.stored_bytes),
     ):
@@ -117,14 +134,16 @@ def _groups(service: Service) -> Iterator[Metric]:
         for group, value in enumerate(values):
             metric.add_metric([str(group)], value)
         yield metric
-    modes = CounterMetricFamily("ess_layer_mode", "how layers ran", labels=["layer", "mode"])
+    modes = CounterMetricFamily(
+        "ess_layer_mode", "runs of a layer in a mode", labels=["layer", "mode"]
+    )
     for layer, counts in enumerate(status.modes):
         for mode, count in zip(MODES, counts, strict=True):
             modes.add_metric([str(layer), mode], count)
     yield modes
     for name, sentence, values in (
         ("ess_transfer_us", "microseconds of fetches", status.transfer_us),
-        ("ess_exposed_us", "of those waited for", status.exposed_us),
+        ("ess_exposed_us", "microseconds of fetches that a step waited for", status.exposed_us),
     ):
         metric = CounterMetricFamily(name, sentence, labels=["layer"])
         for layer, value in enumerate(values):
@@ -141,10 +160,18 @@ def _groups(service: Service) -> Iterator[Metric]:
 def _waits(service: Service) -> Iterator[Metric]:
     tally = service.tally_of_all
     for name, sentence, waits in (
-        ("ess_first_token_seconds", "from request to token", tally.first_token),
-        ("ess_between_tokens_seconds", "between tokens", tally.between_tokens),
-        ("ess_request_seconds", "whole requests", tally.whole),
-        ("ess_token_to_socket_seconds", "from the engine to the socket", tally.to_socket),
+        ("ess_first_token_seconds", "from a request to its first token", tally.first_token),
+        (
+            "ess_between_tokens_seconds",
+            "from a token of an answer to its next",
+            tally.between_tokens,
+        ),
+        ("ess_request_seconds", "from a request to the end of its answer", tally.whole),
+        (
+            "ess_token_to_socket_seconds",
+            "of a token from the engine to the socket",
+            tally.to_socket,
+        ),
     ):
         yield _histogram(name, sentence, waits)
 
@@ -155,11 +182,18 @@ def _stages(service: Service) -> Iterator[Metric]:
     if not lines:
         return
     busy = [((str(line.rank),), line.busy_share) for line in lines]
-    yield _labelled("ess_stage_busy_share", "share of late in which it ran chunks", ["stage"], busy)
+    yield _labelled(
+        "ess_stage_busy_share",
+        "share of its time, of late, in which a stage ran chunks",
+        ["stage"],
+        busy,
+    )
     ran = {str(line.rank): line.chunk_count for line in lines}
-    yield _by_name("ess_stage_chunks", "chunks that the stage has run", "stage", ran)
+    yield _by_name("ess_stage_chunks", "chunks that a stage has run", "stage", ran)
     silent = [((str(line.rank),), line.beat_s) for line in lines]
-    yield _labelled("ess_stage_silent_seconds", "since its last sign", ["stage"], silent)
+    yield _labelled(
+        "ess_stage_silent_seconds", "since a stage's last sign of life", ["stage"], silent
+    )
 
 
 def _handoffs(service: Service) -> Iterator[Metric]:
@@ -179,13 +213,17 @@ def _handoffs(service: Service) -> Iterator[Metric]:
     ]
     yield _labelled("ess_handoffs_open", "handoffs under way", ["way"], under_way)
     moved = {"received": said.received_bytes, "sent": said.sent_bytes}
-    yield _by_name("ess_kv_transfer_bytes", "bytes of rows, keys and windows", "way", moved)
-    yield _count("ess_handoff_pieces_again", "pieces asked for again", said.again_count)
-    yield _count("ess_handoff_refused", "messages refused", said.refused_count)
+    yield _by_name(
+        "ess_kv_transfer_bytes", "bytes of handoffs: rows, keys and windows", "way", moved
+    )
+    yield _count("ess_handoff_pieces_again", "pieces of handoffs asked for again", said.again_count)
+    yield _count("ess_handoff_refused", "messages of handoffs refused", said.refused_count)
     ups = [((peer.address,), float(peer.is_up)) for peer in said.peers]
-    yield _labelled("ess_peer_up", "1 while the other worker is heard", ["address"], ups)
+    yield _labelled("ess_peer_up", "1 while another worker is heard", ["address"], ups)
     silent = [((peer.address,), peer.heard_s) for peer in said.peers]
-    yield _labelled("ess_peer_silent_seconds", "since its last sign", ["address"], silent)
+    yield _labelled(
+        "ess_peer_silent_seconds", "since another worker's last sign of life", ["address"], silent
+    )
     yield from _transfers(service, said, "ess_", {})
 
 
@@ -194,21 +232,23 @@ def _disk(service: Service) -> Iterator[Metric]:
     if said is None:
         return
     yield _gauge("ess_disk_pages", "pages of prompts on disk", said.page_count)
-    yield _gauge("ess_disk_pages_max", "pages that may be there", said.page_max)
-    yield _gauge("ess_disk_queue", "pages that wait to be stored", said.queue_count)
+    yield _gauge("ess_disk_pages_max", "pages of prompts that may be on disk", said.page_max)
+    yield _gauge("ess_disk_queue", "pages that wait to be stored on disk", said.queue_count)
     counts = {
         "stored": said.stored_count,
         "dropped": said.dropped_count,
         "loaded": said.loaded_count,
         "damaged": said.damaged_count,
     }
-    yield _by_name("ess_disk_moved_pages", "pages on their way", "how", counts)
+    yield _by_name("ess_disk_moved_pages", "pages to and from the disk", "how", counts)
     moved = {"stored": said.stored_count, "loaded": said.loaded_count}
     sizes = {how: count * said.page_bytes for how, count in moved.items()}
-    yield _by_name("ess_disk_bytes", "bytes of pages", "how", sizes)
+    yield _by_name("ess_disk_bytes", "bytes to and from the disk", "how", sizes)
     seconds = {"stored": said.store_s, "loaded": said.load_s}
-    yield _by_name("ess_disk_seconds", "seconds that moving them took", "how", seconds)
-    yield _gauge("ess_disk_failed", "1 when no page is stored any more", bool(said.fault))
+    yield _by_name(
+        "ess_disk_seconds", "seconds that pages to and from the disk took", "how", seconds
+    )
+    yield _gauge("ess_disk_failed", "1 when no page is stored on disk any more", bool(said.fault))
 
 
 def _graphs(service: Service) -> Iterator[Metric]:
@@ -218,12 +258,12 @@ def _graphs(service: Service) -> Iterator[Metric]:
         return
     yield _gauge("ess_graphs", "graphs of steps that are kept", said.held)
     yield _gauge("ess_graphs_max", "graphs that may be kept", said.most)
-    yield _gauge("ess_graph_bytes", "bytes that they take", said.bytes)
-    yield _gauge("ess_graph_bytes_max", "bytes that they may take", said.byte_max)
+    yield _gauge("ess_graph_bytes", "bytes of the graphs that are kept", said.bytes)
+    yield _gauge("ess_graph_bytes_max", "bytes that graphs may take", said.byte_max)
     yield _count("ess_graphs_dropped", "graphs that gave way to others", said.dropped)
     counts = {"replayed": said.replayed, "captured": said.captured}
     yield _by_name("ess_graph_steps", "steps that ran as graphs", "how", counts)
-    yield _by_name("ess_eager_steps", "steps that did not", "cause", said.eager)
+    yield _by_name("ess_eager_steps", "steps that ran without a graph", "cause", said.eager)
 
 
 def _experts(service: Service) -> Iterator[Metric]:
@@ -231,9 +271,13 @@ def _experts(service: Service) -> Iterator[Metric]:
     said = service.board.status.experts
     if said is None:
         return
-    yield _gauge("ess_expert_steps", "steps in which choices were counted", said.step_count)
+    yield _gauge(
+        "ess_expert_steps", "steps in which choices of experts were counted", said.step_count
+    )
     yield _gauge("ess_experts_chosen", "how often a token chose an expert", said.chosen_count)
-    yield _gauge("ess_expert_balance", "a rank's share of the busiest rank's", said.balance)
+    yield _gauge(
+        "ess_expert_balance", "mean work of a rank, as a share of the busiest rank's", said.balance
+    )
 
 
 def _transfers(
@@ -242,13 +286,16 @@ def _transfers(
     """Transfers under SGLang's names: recent speed, and the times of successful handoffs."""
     seen, count = service.board.handoffs, said.landed_count + said.sent_count
     speed = [(tuple(labels.values()), seen.gb_per_s)]
-    yield _labelled(f"{prefix}kv_transfer_speed_gb_s", "of late", list(labels), speed)
-    for name, waits in (("latency_ms", seen.latency), ("bootstrap_ms", seen.bootstrap)):
-        yield _histogram(
-            f"{prefix}kv_transfer_{name}", "milliseconds", waits, labels=labels, scale=1e3
-        )
+    sentence = "GB a second of handoffs, of late"
+    yield _labelled(f"{prefix}kv_transfer_speed_gb_s", sentence, list(labels), speed)
+    for name, sentence, waits in (
+        ("latency_ms", "milliseconds of handoffs", seen.latency),
+        ("bootstrap_ms", "milliseconds until the pages of a handoff were reserved", seen.bootstrap),
+    ):
+        metric = f"{prefix}kv_transfer_{name}"
+        yield _histogram(metric, sentence, waits, labels=labels, scale=1e3)
     size = moved_bytes(said) / 1e6
-    yield _summed(f"{prefix}kv_transfer_total_mb", "megabytes", count, size, labels)
+    yield _summed(f"{prefix}kv_transfer_total_mb", "megabytes of handoffs", count, size, labels)
 
 
 def _as_vllm(service: Service) -> Iterator[Metric]:
@@ -264,10 +311,17 @@ def _as_vllm(service: Service) -> Iterator[Metric]:
         ("vllm:generation_tokens", "as ess_tokens", status.made_count),
         ("vllm:prefix_cache_queries", "as ess_prompt_tokens", status.prompt_count),
         ("vllm:prefix_cache_hits", "as ess_cached_tokens", status.cached_count),
+        ("vllm:num_preemptions", "as ess_preemptions", status.preemption_count),
     ):
         family = CounterMetricFamily(metric, sentence, labels=["model_name"])
         family.add_metric([name], value)
         yield family
+    ended = CounterMetricFamily(
+        "vllm:request_success", "as ess_finished", labels=["model_name", "finished_reason"]
+    )
+    for how, count in sorted(tally.finishes.items()):
+        ended.add_metric([name, how], count)
+    yield ended
     blocks = str(service.token_capacity // PAGE_ROWS)
     sizes = [((str(PAGE_ROWS), blocks), 1.0)]
     yield _labelled("vllm:cache_config_info", "pages", ["block_size", "num_gpu_blocks"], sizes)

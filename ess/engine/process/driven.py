@@ -21,6 +21,8 @@ from ess.errors import PoolFull
 class Driven(Protocol):
     offload: Offload
     step_count: int
+    preempted_count: int
+    """How often a request was set aside since the start."""
     tuning: Tuning
     verifier: Verifier
 

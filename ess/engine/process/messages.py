@@ -259,6 +259,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
 
     `modes` says how often each layer ran RESIDENT, NONE, DA and DBA. Per layer too: microseconds of
     fetches, and of those what was waited for. `turn_count` counts every request of every step.
+    `preempted_count` requests are set aside now, `preemption_count` times one was.
     `shortage` says in numbers what the limiter means. Of the rows that requests asked for in their
     step i after landing, `landed_asked[i]`, `landed_hits[i]` were resident. `requests` are the
     oldest, as many as are shown. `depth_reasons` say why the next step's `depth` is 0 whatever was
@@ -274,6 +275,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     running_count: int = 0
     waiting_count: int = 0
     preempted_count: int = 0
+    preemption_count: int = 0
     made_count: int = 0
     prompt_count: int = 0
     cached_count: int = 0

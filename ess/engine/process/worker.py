@@ -330,6 +330,7 @@ class EngineLoop:
             running_count=states.count("prefilling") + states.count("decoding"),
             waiting_count=sum(state in ("waiting", "landing", "loading") for state in states),
             preempted_count=states.count("preempted"),
+            preemption_count=engine.preempted_count,
             made_count=self._made_count,
             prompt_count=self._prompt_count,
             cached_count=self._cached_count,
