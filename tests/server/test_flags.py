@@ -38,6 +38,15 @@ from ess.server.commands.start import launch
         (["--dp", "2", "--eplb-config.num_redundant_experts", "9999"], "must be 0 to 8 for 8"),
         (["--dp", "3"], "8 experts cannot be shared equally by 3 ranks"),
         (["--log-level", "info", "--tp", "2", "--cp-size", "2"], "cp_size is 2"),
+        (
+            ["--quantization", "fp8", "--port", "-1"],
+            "--quantization has no effect: config.json says",
+        ),
+        (["--seed", "1", "--port", "-1"], "--seed has no effect: a request that wants the same"),
+        (["--enable-lora"], "--enable-lora is not served: there are no adapters"),
+        (["--kv-transfer-config", "{}"], "--kv-transfer-config is not served: ess prefill"),
+        (["--load-format", "dummy"], "--load-format must be auto"),
+        (["--load-format", "auto", "--port", "-1"], "port is -1"),
         (["--enable-metrics", "--max-num-seqs", "0"], "--enable-metrics has no effect: /metrics"),
     ],
 )

@@ -157,10 +157,43 @@ class ForeignFlags:
     eplb_config: str | None = None
     page_size: Annotated[int, Parameter(name=["--page-size", "--block-size"])] = 64
     speculative_eagle_topk: int = 1
+    speculative_num_steps: int | None = None
+    speculative_config: str | None = None
+    speculative_draft_model_path: str | None = None
+    quantization: str | None = None
+    compilation_config: str | None = None
+    attention_backend: str | None = None
+    moe_a2a_backend: str | None = None
+    schedule_policy: Annotated[
+        str | None, Parameter(name=["--schedule-policy", "--scheduling-policy"])
+    ] = None
+    seed: Annotated[int | None, Parameter(name=["--seed", "--random-seed"])] = None
+    cuda_graph_max_bs: int | None = None
+    max_prefill_tokens: int | None = None
+    stream_interval: int | None = None
+    decode_log_interval: int | None = None
+    download_dir: str | None = None
+    async_scheduling: bool = False
+    disable_overlap_schedule: bool = False
+    enable_log_requests: bool = False
+    enable_hierarchical_cache: bool = False
+    enable_prompt_tokens_details: bool = False
+    enable_lora: bool = False
+    load_format: str = "auto"
+    tokenizer: Annotated[str | None, Parameter(name=["--tokenizer", "--tokenizer-path"])] = None
+    revision: str | None = None
+    hf_overrides: Annotated[
+        str | None, Parameter(name=["--hf-overrides", "--json-model-override-args"])
+    ] = None
+    kv_transfer_config: str | None = None
+    kv_events_config: str | None = None
+    allowed_origins: str | None = None
     disable_radix_cache: Annotated[
         bool, Parameter(name=["--disable-radix-cache", "--no-enable-prefix-caching"])
     ] = False
 
+
+MTP: Final = "the checkpoint's own MTP layer drafts, --mtp tokens at most"
 
 # Accepted and logged: what they ask for is always so, or changes no answer.
 NO_EFFECT: Final[Mapping[str, str]] = {
@@ -183,7 +216,25 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "reasoning_parser": "the checkpoint's own format is parsed",
     "swap_space": "--host-bytes says how much the host keeps",
     "log_level": "only errors are logged",
-    "speculative_algorithm": "the checkpoint's own MTP layer drafts, --mtp tokens at most",
+    "speculative_algorithm": MTP,
+    "speculative_config": MTP,
+    "speculative_num_steps": MTP,
+    "quantization": "config.json says how weights are stored, --form what they are computed in",
+    "compilation_config": "--graphs and --graph-sizes say which steps of a device are graphs",
+    "cuda_graph_max_bs": "--graph-sizes says which steps of a device are graphs",
+    "attention_backend": "kernels are chosen by the machine; ess doctor shows them",
+    "moe_a2a_backend": "ranks of --dp-size exchange tokens in one way; see --sbo and --tbo",
+    "schedule_policy": "requests start by their priority, then as they came",
+    "seed": "a request that wants the same answer again gives a seed itself",
+    "max_prefill_tokens": "--chunk-tokens says how many tokens of prompts a step takes",
+    "stream_interval": "a token is sent when it is made",
+    "decode_log_interval": "ess top and /metrics show what a log line would",
+    "download_dir": "nothing is fetched: a model is a folder, or in the hub's cache",
+    "async_scheduling": "--depth 1 launches a step before the last one's tokens are known",
+    "disable_overlap_schedule": "--depth 0, the default, waits for each step's tokens",
+    "enable_log_requests": "--request-log prints a line for each request",
+    "enable_hierarchical_cache": "rows are always offloaded; --prefix-cache-dir keeps them on disk",
+    "enable_prompt_tokens_details": "usage always says how many tokens were cached",
 }
 
 # Refused: the answer, or the machine that makes it, would differ from what was asked for.
@@ -191,6 +242,15 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "page_size": "must be 64: a page has 64 rows",
     "speculative_eagle_topk": "must be 1: drafts are a chain, not a tree",
     "disable_radix_cache": "is not served: equal prefixes are always shared",
+    "speculative_draft_model_path": f"is not served: {MTP}",
+    "enable_lora": "is not served: there are no adapters here",
+    "load_format": "must be auto: weights are read from safetensors",
+    "tokenizer": "is not served: the checkpoint's own tokenizer.json is read",
+    "revision": "is not served: give the folder of the snapshot as MODEL",
+    "hf_overrides": "is not served: change config.json in a copy of the folder",
+    "kv_transfer_config": "is not served: ess prefill and ess decode hand rows over",
+    "kv_events_config": "is not served: --kv-events ADDRESS publishes them",
+    "allowed_origins": "is not served: no page of another origin may ask; a proxy can allow it",
 }
 
 
