@@ -79,6 +79,29 @@ def test_states_are_kept_in_bounded_memory() -> None:
     assert states.byte_count == 0
 
 
+def test_each_of_as_many_conversations_as_states_goes_on_from_its_own() -> None:
+    """In turn, each from its last state, which it leaves for a later one."""
+    states, count = kept.KeptStates(5 * 4), 5
+    for turn in range(4):
+        for talk in range(count):
+            contents = [bytes([talk, earlier]) for earlier in range(turn)]
+            assert states.longest(contents) == turn, f"turn {turn} of {talk}"
+            if turn:
+                states.begun(contents[-1])
+            states.keep(bytes([talk, turn]), np.zeros(4, np.uint8))
+            states.check()
+
+
+def test_a_state_that_several_begin_with_stays() -> None:
+    states = kept.KeptStates(3 * 4)
+    states.keep(b"shared", np.zeros(4, np.uint8))
+    for number in range(9):
+        assert states.longest([b"shared", b"other"]) == 1
+        states.begun(b"shared")
+        states.keep(bytes([number]), np.zeros(4, np.uint8))
+        states.check()
+
+
 def test_where_states_are_kept() -> None:
     assert kept.kept_ends(0, 20_000, prompt_end=20_000, page_tokens=256) == [8192, 16384, 19968]
     assert kept.kept_ends(8192, 16384, prompt_end=20_000, page_tokens=256) == [16384]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from ess.errors import BadInput
 from ess.server.commands import cli
 from ess.server.commands.start import launch
+from ess.server.commands.start.settings import read_file
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,10 @@ def test_what_others_call_it_is_understood_or_explained(
         monkeypatch.setattr(launch, start, lambda *_: pytest.fail("no flag is refused"))
     assert cli.main(["serve", *flags]) == 2
     assert says in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_file_in_yaml_is_told_what_settings_are_written_in(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 8000\n")
+    with pytest.raises(BadInput, match=r"is not TOML: .* \(settings are TOML, as port = 8000, or"):
+        read_file(file)

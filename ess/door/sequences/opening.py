@@ -52,13 +52,17 @@ def open_sequence(
     )
     page_count = layout.pages_of(len(tokens))
     if on_device and claim is None and load_max is None:
+        begins = states.kept if states and len(prefix) else None
+        content = b"" if begins is None else hashes[len(prefix) - 1]
         sequence.holding.open(
             prefix,
             page_count,
             length=sequence.length,
             text=sequence.text_length,
-            state=states.kept.of(hashes[len(prefix) - 1]) if states and len(prefix) else None,
+            state=None if begins is None else begins.of(content),
         )
+        if begins is not None:
+            begins.begun(content)
         return sequence
     try:
         sequence.holding.open_on_host(prefix, page_count)

@@ -453,7 +453,9 @@ def read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise BadInput(f"the file {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise BadInput(f"the file {path} is not {form}: {error}") from None
+        wanted = " (settings are TOML, as port = 8000, or JSON in a file.json)"
+        hint = wanted if path.suffix in (".yaml", ".yml") else ""
+        raise BadInput(f"the file {path} is not {form}: {error}{hint}") from None
     if not isinstance(raw, dict):
         raise BadInput(f"the file {path} is not a table of settings")
     given = {key.replace("-", "_"): value for key, value in raw.items()}
