@@ -147,11 +147,11 @@ class SelectedRows(ABC):
 
     @timed
     def attend_resident(self, found: Found) -> Partial:
-        """Hits, and rows in place: both can be read before the fetch has landed. A pad of -1 is one
-        as a code too."""
+        """Hits, and rows in place: both can be read before the fetch has landed. A row that has no
+        host page either is named by some negative number."""
         place = found.resolution.place
         assert found.resolution.hit.shape[0] == place.shape[0], "hits and places of other queries"
-        codes = torch.cat((found.resolution.hit, -2 - place), dim=1)
+        codes = torch.cat((found.resolution.hit, torch.where(place >= 0, -2 - place, -1)), dim=1)
         return self.attend_codes(found.part, codes, spares=True)
 
     @timed

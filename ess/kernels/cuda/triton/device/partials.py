@@ -80,10 +80,7 @@ def join(
             whole = whole * fade[:, None] + weight[:, None] * given
             top = higher
             part = 2 * program
-            is_there = program < programs
-            next_task = tl.load(cuts + 4 * program, mask=is_there, other=-1)
-            next_block = tl.load(cuts + 4 * program + 1, mask=is_there, other=0)
-            goes_on = (next_task == task) & (next_block > 0)
+            goes_on = tl.load(cuts + 4 * program, mask=program < programs, other=-1) == task
             program += 1
         tl.store(out + (at[:, None] * WIDTH + column), whole / total[:, None], mask=mask)
         tl.store(lse + at, top + tl.log2(total) * LN2, mask=is_head)
