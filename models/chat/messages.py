@@ -80,7 +80,7 @@ def _message(index: int, item: Any) -> Message:
         raise BadInput(f"{where} is a {type(item).__name__}, expected an object")
     role = item.get("role")
     if role not in ROLES:
-        raise BadInput(f"{where}.role is {str(role)[:40]!r}, expected one of {ROLES}")
+        raise BadInput(f"{where}.role is {str(role)[:40]!r}; served are {', '.join(ROLES)}")
     reasoning = item.get("reasoning_content") or item.get("reasoning")
     response_format = item.get("response_format")
     if response_format is not None and not isinstance(response_format, Mapping):

@@ -177,7 +177,10 @@ def test_a_response_format_reaches_the_engine(plain: Served, form, kind, text):
     ("changed", "says"),
     [
         ({"messages": []}, "messages is empty"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role is 'king'"),
+        (
+            {"messages": [{"role": "king", "content": "x"}]},
+            "messages[0].role is 'king'; served are system, developer, user, assistant, tool",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
         ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
         ({"tool_choice": "required"}, "there are no tools"),
