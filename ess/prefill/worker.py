@@ -31,12 +31,13 @@ from ess.comm.staged import StagedGroup
 from ess.comm.team import Team
 from ess.door.handoff.port import Port
 from ess.engine.chunking.sizer import ChunkSizer
+from ess.engine.process.build import Built
 from ess.engine.process.disk import disk_of
 from ess.engine.process.member import join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import Peers, layout_digest, open_port
 from ess.engine.process.wire import SocketWire
-from ess.engine.process.worker import Built, serve
+from ess.engine.process.worker import serve
 from ess.engine.step.runner import made_runner
 from ess.errors import EssError
 from ess.kernels.backend import ops

@@ -21,12 +21,13 @@ from ess.door import Offload
 from ess.door.common_host import CommonHost
 from ess.door.handoff.port import Port
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
+from ess.engine.process.build import Built
 from ess.engine.process.member import join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import open_port
 from ess.engine.process.rank import greet
 from ess.engine.process.wire import SocketWire
-from ess.engine.process.worker import Built, serve
+from ess.engine.process.worker import serve
 from ess.errors import BadInput
 from ess.flashtrans.lanes import open_lane
 from ess.flashtrans.patient import PatientLane

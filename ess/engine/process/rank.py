@@ -29,10 +29,11 @@ from ess.comm.meeting import join_group
 from ess.door.device.memory.uploads import Download
 from ess.engine.config import ProcessConfig
 from ess.engine.devices import is_device, ordinal_of
+from ess.engine.process.build import Built, build
 from ess.engine.process.member import main, membership
 from ess.engine.process.messages import Launch
 from ess.engine.process.wire import SocketWire
-from ess.engine.process.worker import Built, build, serve
+from ess.engine.process.worker import serve
 from ess.engine.ranks.accord import Many
 from ess.engine.ranks.placing import agreed_places, write_loads
 from ess.errors import BadInput, Unavailable

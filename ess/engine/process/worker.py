@@ -19,17 +19,13 @@ from typing import Final
 import msgspec
 import zmq
 
-from ess import console
 from ess.clock import Clock, RealClock
-from ess.comm.company import Company
-from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.door.stats import Stats
-from ess.engine.devices import is_device, ordinal_of
-from ess.engine.engine import Engine
 from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
-from ess.engine.process.disk import disk_line, disk_of
+from ess.engine.process.build import Built, build
+from ess.engine.process.disk import disk_line
 from ess.engine.process.driven import Driven
 from ess.engine.process.kv_events import KvEvents, events_of
 from ess.engine.process.lifeline import die_with_parent
@@ -56,15 +52,12 @@ from ess.engine.process.messages import (
     Trace,
     Tracing,
 )
-from ess.engine.process.peers import Peers, open_port
+from ess.engine.process.peers import Peers
 from ess.engine.process.wire import SocketWire, Wire, open_counts
-from ess.engine.ranks.accord import Ranks
 from ess.engine.request import Request, Take
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadState, EssError, Unavailable
 from ess.layout import ModelLayout
-from ess.models.load import load_model
-from ess.models.text.tokenizer import Tokenizer
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES
 
 STATUS_EVERY_S: Final = 0.25
@@ -392,56 +385,6 @@ def _taken(handoff: Handoff | None) -> Take | None:
     if handoff is None or handoff.kind == "give":
         return None
     return Take(handoff.uid, handoff.peer, fake=handoff.kind == "fake")
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    engine: Driven
-    port: Port | None
-    vocabulary: int
-    peers: Peers | None = None
-
-
-def build(
-    launch: Launch,
-    clock: Clock,
-    *,
-    company: Company | None = None,
-    ranks: Ranks | None = None,
-    before_steps: Callable[[], None] = lambda: None,
-) -> Built:
-    """The engine over the loaded weights; of several `ranks`, which divide the experts, this one's
-    share of them. `before_steps` is called when all is loaded and no step has run."""
-    import torch
-
-    chosen = launch.config
-    torch.set_num_threads(chosen.threads)
-    if is_device(chosen.device):
-        torch.cuda.set_device(ordinal_of(chosen.device))
-    model = load_model(launch.model, form=chosen.form, device=chosen.device, company=company)
-    config = model.config
-    if chosen.mtp == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
-    layout = config.layout(row=chosen.row)
-    offload = Offload.create(
-        layout,
-        slot_bytes=launch.slot_bytes,
-        host_bytes=launch.host_bytes,
-        index_bytes=launch.index_bytes,
-        device=chosen.device,
-        length_max=launch.length_max,
-        sequence_max=chosen.max_running,
-        query_max=chosen.query_max,
-        shared=chosen.transport == "shared",
-        evict=chosen.evict,
-        disk=disk_of(launch, layout),
-    )
-    port = open_port(launch, offload, clock)
-    tokenizer = Tokenizer(launch.model)
-    engine = Engine(model, offload, chosen, tokenizer=tokenizer, port=port, ranks=ranks)
-    before_steps()
-    engine.rehearse(console.note)
-    return Built(engine, port, config.vocab_size)
 
 
 def serve(

@@ -53,7 +53,8 @@ class Settings(ProcessConfig):
     model: str = setting(
         "",
         "model",
-        "A checkpoint's folder, or ORG/NAME of `hf download`; else the small model in the box.",
+        "A checkpoint's folder, or ORG/NAME of `hf download`; else the one in the box.model",
+        "A checkpoint's folder or ORG/NAME of `hf download`; else the model in the box.",
     )
     chat_template: str = setting(
         "", "model", "A Jinja file that writes conversations instead of the checkpoint's own."
