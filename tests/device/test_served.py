@@ -148,7 +148,7 @@ def test_processes_of_a_pipeline_hand_prompts_over(
     prompts, wish = [PROMPT, PROMPT[5:]], Sampling(tokens_max=MADE)
     rank = {"device": "cuda:0", "dynamic": True}
     with (
-        engines(tmp_path, {"role": "decode", **kinds[takes]}) as [decode],
+        engines(tmp_path, {"role": "decode", "handoff_wait_s": 150.0, **kinds[takes]}) as [decode],
         pipeline(tmp_path / "it", 2, rank=rank, chunk_tokens=64, **there) as lead,
     ):
         theirs, ours = lead.ready().metadata, decode.ready().metadata
