@@ -27,7 +27,7 @@ from ess.flashtrans.ways import Choice, settle
 from ess.free_memory import memory_free
 from ess.kernels.cpu import native
 from ess.kernels.cuda import driver
-from ess.server.commands.start.devices.found import ask
+from ess.server.commands.start.devices.device_probing import ask
 from ess.server.commands.start.trial import answer_of
 from ess.server.commands.transports import tried
 from ess.units import format_bytes

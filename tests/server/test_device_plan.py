@@ -18,8 +18,8 @@ from ess.models.weights.kept_bytes import kept_bytes
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from ess.server.commands.start import banner
 from ess.server.commands.start.checkpoint import read_checkpoint, read_entries
-from ess.server.commands.start.devices.sizing import Needed, plan_on_device
-from ess.server.commands.start.devices.stages import COMING, LEAVING, plan_stages
+from ess.server.commands.start.devices.device_sizing import Needed, plan_on_device
+from ess.server.commands.start.devices.device_stages import COMING, LEAVING, plan_stages
 from ess.server.commands.start.launch import launch_of, layout_of
 from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.sizing import MemoryPlan

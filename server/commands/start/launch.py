@@ -42,9 +42,9 @@ from ess.server.commands.start.checkpoint import (
     read_checkpoint,
     read_entries,
 )
-from ess.server.commands.start.devices.found import found_for
-from ess.server.commands.start.devices.sizing import Needed, plan_on_device
-from ess.server.commands.start.devices.stages import plan_stages
+from ess.server.commands.start.devices.device_probing import found_for
+from ess.server.commands.start.devices.device_sizing import Needed, plan_on_device
+from ess.server.commands.start.devices.device_stages import plan_stages
 from ess.server.commands.start.hidden_files import check_tls
 from ess.server.commands.start.node import STOPPED_S, Node
 from ess.server.commands.start.settings import Resolved, Settings, check_events

@@ -51,10 +51,7 @@ class Settings(ProcessConfig):
     """The settings. Sizes are as people write them (128k, 1.5GiB, 25%); `auto` asks the machine."""
 
     model: str = setting(
-        "",
-        "model",
-        "A checkpoint's folder, or ORG/NAME of `hf download`; else the one in the box.model",
-        "A checkpoint's folder or ORG/NAME of `hf download`; else the model in the box.",
+        "", "model", "A checkpoint's folder, or ORG/NAME of `hf download`; else the one in the box."
     )
     chat_template: str = setting(
         "", "model", "A Jinja file that writes conversations instead of the checkpoint's own."

@@ -23,7 +23,7 @@ from ess.models.weights.header import Entry
 from ess.models.weights.kept_bytes import kept_bytes
 from ess.pool.device_bytes import locked_bytes, stage_shape
 from ess.server.commands.start.checkpoint import Checkpoint
-from ess.server.commands.start.devices.sizing import (
+from ess.server.commands.start.devices.device_sizing import (
     check_fit,
     host_bytes_of,
     index_pages_of,
