@@ -21,6 +21,7 @@ from tests.device.test_served import expected as served_alone
 from tests.server.harness import TOKENIZER, until
 from tests.support import beside
 from tests.support.process import ROOT, Process
+from tests.support.routers import ask
 
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 LIMIT_S = 250
@@ -122,26 +123,21 @@ def test_a_rank_that_is_lost_ends_the_others_in_words(built: Path):
 
 
 @pytest.mark.long
-def test_two_servers_answer(built: Path, tmp_path: Path):
-    """`ess serve --device cuda --dp-size 2`, a server for each rank."""
+def test_one_command_starts_a_server_for_each_device(built: Path):
     paths = os.pathsep.join((str(FOLDER), str(ROOT)))
-    told = {"PYTHONPATH": paths, "PRETENDED_DRIVER": str(built)}
-    secret = tmp_path / "secret"
-    secret.write_text("a secret of both ranks, and of nobody else")
-    secret.chmod(0o600)
-    with kept_port("127.0.0.1") as port, contextlib.ExitStack() as held:
-        meeting = ("--dist-init-addr", f"127.0.0.1:{port}", "--peer-secret-file", str(secret))
-        ranks = ("--device", "cuda", "--dp-size", "2", *meeting)
-        served = [
-            held.enter_context(Process(*ranks, "--dp-rank", str(rank), *FLAGS, **told))
-            for rank in range(2)
-        ]
-        for process in served:
-            until(lambda one=process: one.status("/ready") == 200, "ranks that met", within_s=240)
-        [wanted] = served_alone(PROMPT)
-        for process in served:
-            client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0)
+    told = {"PYTHONPATH": paths, "PRETENDED_DRIVER": str(built), "EMULATED_DEVICES": "2"}
+    [wanted] = served_alone(PROMPT)
+    with Process("--device", "cuda", "--dp-size", "2", *FLAGS, **told) as process:
+        urls = [line["url"] for line in process.greeting["processes"]]
+        for url in urls:
+            until(lambda url=url: ask(f"{url}/ready").status == 200, "ranks that met", within_s=240)
+        for url in urls:
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
             made = client.completions.create(
                 model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
             )
             assert made.choices[0].text == TOKENIZER.decode(wanted)
+        shown = [ask(f"{url}/server_info").document for url in urls]
+        assert [one["settings"]["device"]["value"] for one in shown] == ["cuda:0", "cuda:1"]
+        process.process.terminate()
+        assert process.ended(120) == 0

@@ -333,6 +333,7 @@ def begin():
     InterpretedFunction.run = interpret
     queue_at_once()
     properties = SimpleNamespace(multi_processor_count=132, name="pretended")
+    count = int(os.environ.get("EMULATED_DEVICES", "1"))
     for name, thing in {
         "Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph, "graph": graph,
         "stream": PRETENCE.on_stream, "device": lambda _: contextlib.nullcontext(),
@@ -340,7 +341,7 @@ def begin():
         "is_available": lambda: True, "is_current_stream_capturing": capturing,
         "get_device_capability": lambda _=None: (9, 0),
         "get_device_name": lambda _=None: "pretended",
-        "get_device_properties": lambda _=None: properties, "device_count": lambda: 1,
+        "get_device_properties": lambda _=None: properties, "device_count": lambda: count,
         "current_device": lambda: 0, "empty_cache": lambda: None, "set_device": lambda _: None,
         "graph_pool_handle": lambda: (0, 1), "memory_reserved": lambda _=None: 0,
     }.items():  # fmt: skip

@@ -21,10 +21,16 @@ EXPORT Result cuInit(unsigned) {
     return std::getenv("ESS_NO_DEVICE") ? 100 : kOk;
 }
 
-EXPORT Result cuDeviceGetCount(int* count) { return *count = 1, kOk; }
+// Several devices differ in nothing but their number.
+static int device_count() {
+    const char* asked = std::getenv("EMULATED_DEVICES");
+    return asked ? std::atoi(asked) : 1;
+}
+EXPORT Result cuDeviceGetCount(int* count) { return *count = device_count(), kOk; }
 EXPORT Result cuDeviceGet(int* device, int ordinal) {
     *device = ordinal;
-    return !world().initialised ? kNotInitialised : ordinal == 0 ? kOk : 101;
+    if (!world().initialised) return kNotInitialised;
+    return 0 <= ordinal && ordinal < device_count() ? kOk : 101;
 }
 EXPORT Result cuDeviceGetName(char* name, int bytes, int) {
     std::snprintf(name, bytes, "emulated");
