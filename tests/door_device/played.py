@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ess.door.device.residency.landings import Landings
+from ess.errors import BadState
 from ess.kernels.cuda import driver
 from ess.kernels.cuda.streams import CudaEvent
 from tests.door_device.doors import LAYOUT, LEADERS, STYLES, Doors, there
@@ -170,6 +172,64 @@ def test_no_step_waits_for_the_device(made):
                 sealed.pop(0).learn(accepted=[1, 2])
     sealed.pop().learn(accepted=[1, 2])
     doors.device.check()
+
+
+@pytest.fixture
+def crowded(made, monkeypatch):
+    """Landings have taken all slots of a group, and are not over, for all that the host sees."""
+    doors = made(chunks=3, seed=18)
+    mine = [doors.open(list(range(n, 2 * n)))[1] for n in (70, 90)]
+    monkeypatch.setattr(Landings, "behind", lambda landings: landings._landed)
+    for sequence in mine:
+        sequence.fill()
+    return doors, mine
+
+
+def step_beside(doors, mine):
+    """A step of the device, and what it has appended, by layer."""
+    pairs = [(None, sequence) for sequence in mine]
+    inputs = [drawn(doors, pairs, layer) for layer in range(LAYOUT.layer_total)]
+    accepted = there(np.array([2, 2], np.int32))
+    with no_waits():
+        step = doors.device.begin(mine, query_counts=[2, 2])
+        for layer, (rows, keys, selection) in enumerate(inputs):
+            step.append(layer, rows, keys=keys)
+            step.resolve(layer, selection).wait()
+        step.seal(accepted=accepted)
+    return step, [rows.cpu().numpy() for rows, _, _ in inputs]
+
+
+def test_new_rows_find_slots_where_a_landing_takes_all(crowded, monkeypatch):
+    """Compute waits for it, as its slots do not give way before; the host does not wait."""
+    doors, mine = crowded
+    starts = [sequence.length for sequence in mine]
+    step, appended = step_beside(doors, mine)
+    monkeypatch.undo()
+    doors.device.drain()
+    step.learn(accepted=[2, 2])
+    for layer, rows in enumerate(appended):
+        host = doors.device.memory(layer).host.numpy()
+        kept = [s.holding.host_rows(start, 2) for s, start in zip(mine, starts, strict=True)]
+        np.testing.assert_array_equal(host[np.concatenate(kept)], rows)
+    doors.device.check()
+
+
+def test_no_more_landings_are_waited_for_than_new_rows_need(crowded):
+    """Both sequences fill groups of 64, 128 and 128 slots with 69 and 89 rows, in this order."""
+    landings = crowded[0].device._side.landings
+    tickets = [piece.ticket for piece in landings._under_way]
+    held = [tickets.index(landings.hold_for(count)) for count in (1, 4, 39, 40)]
+    assert held == [3, 3, 3, 5]
+
+
+def test_new_rows_that_found_no_slot_are_refused(crowded, monkeypatch):
+    doors, mine = crowded
+    monkeypatch.setattr(Landings, "hold_for", lambda landings, _: landings._landed)
+    step, _ = step_beside(doors, mine)
+    monkeypatch.undo()
+    doors.device.drain()
+    with pytest.raises(BadState, match="4 new rows found no slot and are lost"):
+        step.learn(accepted=[2, 2])
 
 
 class Launches(TorchDispatchMode):

@@ -25,10 +25,11 @@ Counts = npt.NDArray[np.int64]
 STORED: Final = len(REPORT)
 WIDTH: Final = STORED + 1
 EVICTED: Final = REPORT.index("evicted")
-FAULTS: Final = {
-    "faults": "are no positions of their sequences, or have no row yet",
-    "unwritten": "are rows that the host has never had",
-}
+FAULTS: Final[tuple[tuple[str, tuple[Kind, ...], str], ...]] = (
+    ("faults", KINDS, "selected entries are no positions of their sequences, or have no row yet"),
+    ("unwritten", KINDS, "selected entries are rows that the host has never had"),
+    ("places", ("write",), "new rows found no slot and are lost"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,11 @@ class Counting:
 
     def require_sound(self) -> None:
         """BadState where kernels have met what the caller of a host's pool would be refused."""
-        for name, sentence in FAULTS.items():
-            counts = self.counts(name)
+        for name, kinds, sentence in FAULTS:
+            counts = self.counts(name, *kinds)
             if counts.any():
                 group = int(counts.argmax())
-                raise BadState(f"group {group}: {int(counts[group])} selected entries {sentence}")
+                raise BadState(f"group {group}: {int(counts[group])} {sentence}")
 
     def wait(self) -> None:
         """For audits: counts are those of now."""

@@ -2,14 +2,16 @@
 
 A landing is cut into pieces of a few thousand rows. A piece claims its slots on compute, in the
 order of the steps, and is copied on a stream of its own; a few pieces are under way at a time, and
-each has its own place for what it has claimed. No step waits for one: what is still on its way is
-read in place. The host sends further pieces where it looks at landings anyway, between steps.
+each has its own place for what it has claimed. What is still on its way is read in place, so a step
+waits for a piece only where its new rows might find no slot: one that a piece fills does not give
+way. The host sends further pieces where it looks at landings anyway, between steps.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +51,17 @@ class LandingPlace:
     copies: dict[int, PreparedCopies]
 
 
+class UnderWay(NamedTuple):
+    """A piece that may not have landed: its slots, `row_count` at most, have this ticket."""
+
+    place: LandingPlace
+    ticket: int
+    group: int
+    row_count: int
+
+
 class Landings:
-    """`under_way` are the places of pieces that may not have landed, oldest first, and tickets."""
+    """Pieces that are under way land in the order in which they began."""
 
     def __init__(self, pools: DevicePools) -> None:
         self._pools = pools
@@ -65,7 +76,7 @@ class Landings:
             for _ in range(LANDINGS)
         ]
         self._free = list(self._places)
-        self._under_way: deque[tuple[LandingPlace, int]] = deque()
+        self._under_way: deque[UnderWay] = deque()
         self._waiting: deque[Piece] = deque()
         self._residencies: dict[tuple[int, int], Residency] = {}
         self._ticket = 1
@@ -96,10 +107,31 @@ class Landings:
 
     def behind(self) -> int:
         """Up to which ticket all have landed, as far as a look at their events shows."""
-        while self._under_way and self._under_way[0][0].event.done():
-            place, self._landed = self._under_way.popleft()
+        while self._under_way and self._under_way[0].place.event.done():
+            place, self._landed, *_ = self._under_way.popleft()
             self._free.append(place)
         return self._landed
+
+    def hold_for(self, new_rows: int) -> int:
+        """As `behind`, for a step that claims slots for so many new rows in each group. Compute
+        waits for the oldest pieces, for as many as it takes until those under way leave that many
+        slots of their group; the host does not."""
+        landed, last, filling = self.behind(), None, Counter[int]()
+        for piece in self._under_way:
+            filling[piece.group] += piece.row_count
+        for piece in self._under_way:
+            if self._leaves(filling, new_rows):
+                break
+            filling[piece.group] -= piece.row_count
+            last, landed = piece, piece.ticket
+        if last is not None:
+            last.place.event.hold(self._pools.lane.compute)
+        return landed
+
+    def _leaves(self, filling: Counter[int], new_rows: int) -> bool:
+        """Whether every group has slots for the new rows beside those that are being filled."""
+        slot_count = self._pools.sparse.slot_count
+        return all(count + new_rows <= slot_count(group) for group, count in filling.items())
 
     def go_on(self) -> None:
         """As many pieces as there are free places."""
@@ -120,7 +152,7 @@ class Landings:
         """Until nothing is under way and nothing waits."""
         self.go_on()
         while self._under_way:
-            self._under_way[0][0].event.wait()
+            self._under_way[0].place.event.wait()
             self.go_on()
         assert not self._waiting, f"{len(self._waiting)} pieces wait beside free places"
 
@@ -151,7 +183,7 @@ class Landings:
         lane.follow(lane.landings)
         self._copies(place, piece.group).queue(lane.landings.handle, then=place.event)
         self._ticket += 2
-        self._under_way.append((place, self._ticket))
+        self._under_way.append(UnderWay(place, self._ticket, piece.group, len(piece.rows)))
 
     def _listed(self, piece: Piece) -> tuple[Tensor, Tensor | None]:
         """The piece's rows on the device, and how many of them count."""
@@ -190,6 +222,6 @@ class Landings:
         return place.copies[group]
 
     def check(self) -> None:
-        tickets = [ticket for _, ticket in self._under_way]
+        tickets = [piece.ticket for piece in self._under_way]
         assert tickets == sorted(set(tickets)), f"landings {tickets} are out of order"
         assert len(self._free) + len(self._under_way) == LANDINGS, "a place is lost"

@@ -164,7 +164,7 @@ class DeviceSlots:
             works.begin(stream=pools.lane.compute)
 
     def _write_now(self, query_count: int) -> None:
-        sparse, behind = self.pools.sparse, self._landings.behind()
+        sparse, behind = self.pools.sparse, self._landings.hold_for(query_count)
         moment = {"step": sparse.step, "ticket": sparse.ticket, "landed": sparse.ticket}
         scarce = bool((self.knowledge.room() < 0).any())
         for works, stamps in ((self._works, scarce), (self._locating, False)):
