@@ -3,7 +3,8 @@
 A layer whose selection misses m rows in each of b requests moves T = m * b * row_bytes / rate
 through the host link. What of T shows depends on what runs beside it:
 
-    none   everything waits: T
+    none   attention waits, pre-attention of P need not: T on a CPU, which copies at once,
+           and on a device                                            max(0, T - P)
     DA     pre-attention and attention over resident rows run beside the fetch, a window of W;
            two partials instead of one cost c_da:                         max(c_da, T - W)
     DBA    the second half of the indexer hides the first half's fetch too;
@@ -37,6 +38,8 @@ class Hiding:
     index_us: float
     da_cost_us: float
     dba_cost_us: float
+    ahead_us: float = 0.0
+    """What runs beside a fetch that is waited for in front of attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,9 @@ class Calibration:
     split_query_us: float
     index_split_us: float
 
-    def hiding(self, *, query_count: int, key_count: int, missing_share: float) -> Hiding:
+    def hiding(
+        self, *, query_count: int, key_count: int, missing_share: float, waits_late: bool = False
+    ) -> Hiding:
         return hiding(
             pre_attn_us=self.pre_attn_fixed_us + self.pre_attn_query_us * query_count,
             attend_us=self.attend_query_us * query_count,
@@ -63,6 +68,7 @@ class Calibration:
             split_us=self.split_fixed_us + self.split_query_us * query_count,
             index_split_us=self.index_split_us,
             missing_share=missing_share,
+            waits_late=waits_late,
         )
 
 
@@ -89,20 +95,23 @@ def hiding(
     split_us: float,
     index_split_us: float,
     missing_share: float,
+    waits_late: bool = False,
 ) -> Hiding:
-    """Windows from a layer's stage times; `missing_share` of its attention waits for the fetch."""
+    """Windows from a layer's stage times; `missing_share` of its attention waits for the fetch.
+    `waits_late`: without a split pre-attention does not wait."""
     return Hiding(
         window_us=max(0.0, pre_attn_us + attend_us * (1.0 - missing_share) - split_us),
         index_us=index_us,
         da_cost_us=split_us,
         dba_cost_us=split_us + index_split_us,
+        ahead_us=pre_attn_us if waits_late else 0.0,
     )
 
 
 def exposed(moved_us: float, behind: Hiding) -> Exposed:
     hidden_us = behind.window_us + behind.index_us / 2
     return Exposed(
-        none=moved_us,
+        none=max(0.0, moved_us - behind.ahead_us),
         da=max(behind.da_cost_us, moved_us - behind.window_us),
         dba=max(behind.dba_cost_us, moved_us - hidden_us),
     )

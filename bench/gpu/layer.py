@@ -39,6 +39,7 @@ from ess.errors import Unavailable
 from ess.flashtrans.mover import RowMover
 from ess.kernels import backend
 from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.rows import COPY_BLOCKS
 from ess.kernels.merge import Partial
 from ess.kernels.streams import RowCopy
 from ess.layout import IndexCodec, RowCodec
@@ -53,7 +54,7 @@ HIDDEN: Final = 7168
 QUERY_RANK: Final = 1536
 QUERY_WIDTH: Final = HEADS * 192
 SCALE: Final = 192**-0.5
-SPARE_SMS: Final = 4
+SPARE_SMS: Final = COPY_BLOCKS
 ROWS: Final = RowCodec()
 KEYS: Final = IndexCodec()
 DIM: Final = ROWS.latent_dim + ROWS.rope_dim
@@ -221,9 +222,10 @@ class LayerStages:
     def attend_resident(self, where: Where) -> Partial:
         return self._attend(self._layer.resident, where, 0, spare_sms=self._spare)
 
-    def attend_fetched(self, where: Where) -> Partial:
-        """Onto the resident partial: there is nothing left to merge."""
-        return self._attend(self._layer.fetched, where, 0, spare_sms=0, adds=True)
+    def attend_fetched(self, where: Where, resident: Partial | None = None) -> Partial:
+        """Onto what is in the partial of side 0, which is the resident one."""
+        spare_sms = self._spare if where.queries.stop < len(self._layer.queries) else 0
+        return self._attend(self._layer.fetched, where, 0, spare_sms=spare_sms, adds=True)
 
     def attend_apart(self, where: Where) -> Partial:
         return self._attend(self._layer.fetched, where, 1, spare_sms=0)
@@ -245,9 +247,6 @@ class LayerStages:
             balanced=True,
             adds=adds,
         )
-
-    def merge(self, resident: Partial, fetched: Partial) -> Partial:
-        return fetched
 
 
 def copy_missing(layer: Layer, requests: range) -> None:
@@ -372,7 +371,7 @@ def under_copies_us(
     layer: Layer, attend: Callable[[], Any], turns: int, *, replays: int
 ) -> list[float]:
     """Attn0 from its own start to its own end, while so many copies that it cannot outlast them run
-    one after the other."""
+    one after the other. All is queued behind a gate, so no launch is in the time."""
     gate, whole = _gate(), range(layer.point.batch)
     copies = captured(lambda: copy_missing(layer, whole), layer.copies)
     attention = captured(attend, layer.compute)

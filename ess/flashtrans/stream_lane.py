@@ -28,7 +28,7 @@ from ess.flashtrans.row_lists import RowLists
 from ess.flashtrans.staging import PLACE_BYTES, Staging
 from ess.flashtrans.views import CheckedCopy, Side
 from ess.kernels.cuda.driver import Device, attempt
-from ess.kernels.cuda.rows import PAIRS_MAX
+from ess.kernels.cuda.rows import COPY_BLOCKS, PAIRS_MAX
 from ess.kernels.cuda.streams import CudaEvent, CudaStream
 from ess.kernels.streams import RowCopy, closed_lane
 
@@ -121,7 +121,7 @@ class StreamLane:
         *,
         compute_stream: Callable[[], int],
         way: LaneWay = "flat",
-        block_count_max: int = 4,
+        block_count_max: int = COPY_BLOCKS,
         threads: int = 2,
         list_capacity: int = 1 << 20,
         place_bytes: int = PLACE_BYTES,

@@ -7,13 +7,16 @@ reads and computes and asks nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ess.kernels.merge import Partial
+from ess.kernels.merge import Partial, like
 from ess.layout import IndexCodec, RowCodec
 from ess.units import PAGE_ROWS
+
+Merge = Callable[[Partial, Partial, Partial], None]
 
 
 class Keys(NamedTuple):
@@ -75,6 +78,14 @@ class Attend(NamedTuple):
     threads: int
     balanced: bool
     whole: bool
+    spares: bool
+    adds: bool
+
+    def in_two(self, attend: Callable[[Attend], None], merge: Merge) -> None:
+        """What `adds` asks for, of a backend that cannot go on from a partial."""
+        own = like(self.into)
+        attend(self._replace(into=own, adds=False))
+        merge(self.into, own, self.into)
 
 
 def slot_range(rows: Tensor, placed: Tensor | None) -> tuple[int, int]:

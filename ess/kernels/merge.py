@@ -47,32 +47,33 @@ def merge(first: Pair, second: Pair, *others: Pair, into: Partial | None = None)
     first, second = check_merge(first, second, into)
     last = second
     for number, other in enumerate(others, start=3):
-        side = _side(f"part {number}", other, first.out.shape)
-        first, last = _combined(first, last), side
-    into = into or _like(first)
+        one = side(f"part {number}", other, first.out.shape)
+        first, last = _combined(first, last), one
+    into = into or like(first)
     combine(first, last, into)
     return into
 
 
 def _combined(first: Partial, second: Partial) -> Partial:
-    fresh = _like(first)
+    fresh = like(first)
     combine(first, second, fresh)
     return fresh
 
 
-def _like(partial: Partial) -> Partial:
+def like(partial: Partial) -> Partial:
+    """Room for another of its sizes."""
     return Partial(torch.empty_like(partial.out), torch.empty_like(partial.lse))
 
 
 def check_merge(first: Pair, second: Pair, into: Partial | None) -> tuple[Partial, Partial]:
     """The two sides, which are pairs of tensors of one size, and so is `into`."""
-    sides = _side("first", first), _side("second", second, first[0].shape)
+    sides = side("first", first), side("second", second, first[0].shape)
     if into is not None:
-        _side("into", into, first[0].shape)
+        side("into", into, first[0].shape)
     return sides
 
 
-def _side(name: str, side: Any, shape: torch.Size | None = None) -> Partial:
+def side(name: str, side: Any, shape: torch.Size | None = None) -> Partial:
     if not isinstance(side, tuple) or len(side) != 2:
         raise BadInput(f"{name} is {type(side).__name__}, must be a pair (out, lse)")
     out, lse = side

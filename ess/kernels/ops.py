@@ -51,7 +51,7 @@ from ess.kernels.checks import (
     require_single,
     require_within,
 )
-from ess.kernels.merge import Pair, Partial, check_merge
+from ess.kernels.merge import Pair, Partial, check_merge, like, side
 from ess.kernels.reference import keys as paged
 from ess.kernels.room import adjacent, empty, int32, new_partial, overlap, plain
 from ess.layout import IndexCodec, RowCodec
@@ -192,14 +192,17 @@ class Ops:
         threads: int = 1,
         balanced: bool = False,
         whole: bool = False,
+        spares: bool = False,
+        adds: bool = False,
     ) -> Partial:
         """Queries [q, heads, latent + rope] over the encoded rows that slots [q, width] name.
 
         A slot >= 0 names a row of `rows` [slot, row_bytes], -1 none, and -2 or less row -2 - slot
         of `placed`, which on CUDA may be pinned memory of the host. The key is the whole row, the
         value its latent part. A slot named twice counts twice. What no slot names may hold
-        anything. Without a slot a query gets out = 0 and lse = -inf. On a device, `balanced`: what
-        a query gets may depend on the batch, by rounding; `whole`: nothing is to run beside it.
+        anything. Without a slot a query gets out = 0 and lse = -inf. With `adds`, `into` holds a
+        partial over other rows and gets the one over both. On a device, `balanced`: bits may follow
+        from the batch; `whole`: nothing runs beside it; `spares`: a copy does, and finds room.
         """
         require_readable(codec, self.name)
         self._check_bytes("rows", rows, None, codec.row_bytes)
@@ -209,15 +212,15 @@ class Ops:
         count, heads, _ = queries.shape
         self._check("slots", slots, (count, None), COUNTS)
         check_threads(threads)
-        if into is None:
-            into = new_partial(queries, codec.latent_dim)
-        else:
-            require("into.out", into.out, (count, heads, codec.latent_dim), SINGLE)
-            require("into.lse", into.lse, (count, heads), SINGLE)
+        if into is not None:
+            side("into", into, torch.Size((count, heads, codec.latent_dim)))
             self._check_into(into)
+        elif adds:
+            raise BadInput("adds without the partial `into` that rows are added to")
+        into = into or new_partial(queries, codec.latent_dim)
         slots = self._ids("slots", slots, *slot_range(rows, placed))
         given = plain(queries), rows, slots, codec, scale, placed, into
-        self.backend.attend(Attend(*given, threads, balanced, whole))
+        self.backend.attend(Attend(*given, threads, balanced, whole, spares, adds))
         return into
 
     def merge(self, first: Pair, second: Pair, *, into: Partial | None = None) -> Partial:
@@ -229,10 +232,9 @@ class Ops:
         first, second = (
             Partial(out.contiguous(), lse.contiguous()) for out, lse in (first, second)
         )
-        if into is None:
-            into = Partial(torch.empty_like(first.out), torch.empty_like(first.lse))
-        else:
+        if into is not None:
             self._check_into(into)
+        into = into or like(first)
         self.backend.merge(first, second, into)
         return into
 

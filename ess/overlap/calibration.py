@@ -3,8 +3,10 @@
 `ess-bench calibrate --out FILE` measures them. FILE is a benchmark document like any other; its
 rows named `calibrate: ...` are read here. It says on which machine and of which layout it was
 measured: another layout is refused. Without a file the policy starts from `DEFAULT`, the embedded
-model's constants on two cores of an EPYC, and no misses: no layer is split until the counters have
-seen misses.
+model's constants on two cores of an EPYC, or on a device from `DEVICE`, those of a layer of
+DeepSeek-V3.2 on one H100 (bench/results/gpu-h100.json), and no misses: no layer is split until the
+counters have seen misses. What a split costs is never measured later, so it matters that this is
+the machine's: by a CPU's no split would ever pay on a device.
 """
 
 from __future__ import annotations
@@ -63,6 +65,21 @@ DEFAULT: Final = Calibrated(
         index_split_us=60.0,
     ),
     bytes_per_us=4400.0,
+    misses={},
+)
+
+DEVICE: Final = Calibrated(
+    constants=Calibration(
+        pre_attn_fixed_us=30.0,
+        pre_attn_query_us=0.1,
+        attend_query_us=3.0,
+        index_fixed_us=70.0,
+        index_key_us=0.0002,
+        split_fixed_us=35.0,
+        split_query_us=0.43,
+        index_split_us=100.0,
+    ),
+    bytes_per_us=40000.0,
     misses={},
 )
 

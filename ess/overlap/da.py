@@ -1,6 +1,6 @@
 """DA: the fetch runs beside pre_attn and the attention over rows that are here already.
 
-compute  | index | resolve | pre_attn | attend_resident | attend_fetched | merge |
+compute  | index | resolve | pre_attn | attend_resident | attend_fetched |
 copy                       |========= fetch ========|
 """
 
@@ -20,4 +20,4 @@ def da(stages: Stages[Where, P]) -> Run[Sequence[P]]:
     stages.pre_attn()
     resident = stages.attend_resident(where)
     stages.wait(where)
-    return [stages.merge(resident, stages.attend_fetched(where))]
+    return [stages.attend_fetched(where, resident)]

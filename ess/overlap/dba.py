@@ -1,6 +1,6 @@
 """DBA: the batch's logits and top-k in two halves, so that half a's fetch hides behind half b's.
 
-    compute  | index | resolve a | resolve b | pre_attn | resident a, b | fetched a, b | merge |
+    compute  | index | resolve a | resolve b | pre_attn | resident a, b | fetched a, b |
     copy                         |=== fetch a ===|=== fetch b ===|
 
 Only the indexer is split: its intensity does not fall with the batch. A batch of a single sequence
@@ -24,9 +24,9 @@ def dba(stages: Stages[Where, P]) -> Run[Sequence[P]]:
     yield
     stages.pre_attn()
     residents = [stages.attend_resident(where) for where in halves]
-    merged = []
+    joined = []
     for where, resident in zip(halves, residents, strict=True):
         stages.wait(where)
-        merged.append(stages.merge(resident, stages.attend_fetched(where)))
-    assert len(merged) == len(parts), "a half has no answer"
-    return merged
+        joined.append(stages.attend_fetched(where, resident))
+    assert len(joined) == len(parts), "a half has no answer"
+    return joined

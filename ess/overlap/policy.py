@@ -199,4 +199,5 @@ def _follow_hiding(average: Hiding, value: Hiding, weight: float) -> Hiding:
         index_us=_follow(average.index_us, value.index_us, weight=weight),
         da_cost_us=_follow(average.da_cost_us, value.da_cost_us, weight=weight),
         dba_cost_us=_follow(average.dba_cost_us, value.dba_cost_us, weight=weight),
+        ahead_us=_follow(average.ahead_us, value.ahead_us, weight=weight),
     )

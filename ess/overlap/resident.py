@@ -21,6 +21,6 @@ def resident(stages: Stages[Where, P]) -> Run[Sequence[P]]:
     if where is None:
         where = stages.resolve(whole)
     yield
-    stages.wait(where)
     stages.pre_attn()
+    stages.wait(where)
     return [stages.attend_all(where)]

@@ -6,8 +6,8 @@
                 fetch of the part's missing rows is under way
     wait        the fetched rows have landed; what passes here is exposed transfer time
     pre_attn    the attention queries: projection, absorption, rope
-    attend_*    attention over all rows, over the resident ones, over the fetched ones
-    merge       two partials over disjoint rows become one partial
+    attend_*    attention over all rows, over the resident ones, and over the fetched ones, which
+                goes on from the partial over the resident ones
 
 A part is a range of the step's queries. Parts are resolved in batch order.
 
@@ -41,8 +41,7 @@ class Stages(Protocol[Where, P]):
     def pre_attn(self) -> None: ...
     def attend_all(self, where: Where) -> P: ...
     def attend_resident(self, where: Where) -> P: ...
-    def attend_fetched(self, where: Where) -> P: ...
-    def merge(self, resident: P, fetched: P) -> P: ...
+    def attend_fetched(self, where: Where, resident: P) -> P: ...
 
 
 def finish(run: Run[R]) -> R:

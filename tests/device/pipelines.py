@@ -277,15 +277,15 @@ def test_nothing_races():
     assert found_in(lambda: Pipe(3, device=THERE)) == []
 
 
-COPY = r"staged\.py:\d+ copy_ on [a-z ]+"
+COPY = r"staged\.py:\d+ copy_ on [\w.: ]+"
 MISTAKES = {
     "a send does not wait for the state": (
         within(StagedLink, "_copied", Stream, "wait_stream"),
-        either(COPY, r"\S+ add on [a-z ]+"),
+        either(COPY, r"\S+ add on [\w.: ]+"),
     ),
     "a frame goes before its state has come": (
         mock.patch.multiple(Event, query=lambda self: True, synchronize=lambda self: None),
-        rf"local\.py:\d+ clone on [a-z ]+ reads what {COPY} writes,",
+        rf"local\.py:\d+ clone on [\w.: ]+ reads what {COPY} writes,",
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,6 +119,14 @@ def test_what_flash_mla_may_not_serve_is_ours(made: Any, options: dict[str, bool
     ops, ours = made()
     case = whole_case(5)
     near(attended(ops, case, **options), attended(reference, case, **options))
+    assert ours.names == ["attend"]
+
+
+def test_what_is_added_to_a_partial_is_ours(made: Any) -> None:
+    ops, ours = made()
+    case = whole_case(5)
+    into, held = (attended(reference, case) for _ in range(2))
+    near(attended(ops, case, into=into, adds=True), held._replace(lse=held.lse + math.log(2)))
     assert ours.names == ["attend"]
 
 

@@ -256,6 +256,30 @@ def test_a_split_changes_the_order_of_sums_alone(codec: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", ["656", "f32-28"])
+def test_rows_are_added_to_a_partial_over_others(ops: Ops, codec: str, dtype: torch.dtype) -> None:
+    """Query 0 has rows on both sides, 1 in the partial only, 2 behind it only, 3 nowhere."""
+    case = make(CODECS[codec], heads=5, keys=61, queries=4, dtype=dtype)
+    out, lse = exact(case)
+    case.slots[3], out[3], lse[3] = -1, 0.0, -math.inf
+    is_held = torch.arange(case.slots.shape[1]) % 3 > 0
+    is_held = torch.stack([is_held, torch.ones_like(is_held), torch.zeros_like(is_held)] * 2)[:4]
+    held = case.run(ops, slots=case.slots.where(is_held, -1))
+    into, slots = Partial(*(side.clone() for side in held)), case.slots.where(~is_held, -1)
+    ours = case.run(ops, slots=slots, into=into, adds=True, spares=True, balanced=True)
+    assert ours.out is into.out
+    close(ours, (out, lse), *tolerance(case.codec, dtype))
+    for query in (1, 3):
+        same_bits(*(Partial(side.out[query], side.lse[query]) for side in (ours, held)))
+    with pytest.raises(BadInput, match="adds without the partial"):
+        case.run(ops, slots=slots, adds=True)
+    if says_so(ops, "slots holds"):
+        with pytest.raises(BadInput, match="slots"):
+            case.run(ops, slots=slots.clamp(min=300), into=held, adds=True)
+        same_bits(held, case.run(ops, slots=case.slots.where(is_held, -1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", ["656", "2304"])
 def test_great_logits_do_not_overflow(ops: Ops, codec: str, dtype: torch.dtype) -> None:
     """Up to logits that leave one weight only, or two equal ones where a key is named twice."""

@@ -153,7 +153,7 @@ def test_halves_hide_fetches_that_nothing_else_hides(monkeypatch):
 def test_the_order_of_stages_is_on_the_timeline(sbo):
     spans = split_step(engine("v32", modes="none", sbo=sbo, tbo="on"))
     order = [span.stage for span in spans if (span.layer, span.first_query) == (1, 0)]
-    attention = ["index", "select", "plan", "wait", "pre_attn", "attend_all"]
+    attention = ["index", "select", "plan", "pre_attn", "wait", "attend_all"]
     assert order == attention + re.sub(r"[|\d]", " ", ORDERS[sbo]).split()
 
 

@@ -57,20 +57,24 @@ def finished(eng: Engine, family: str, count: int = 10, lengths=LENGTHS) -> None
 
 @pytest.mark.parametrize("mode", ["resident", "none", "da", "dba"])
 def test_a_whole_list_is_said_to_be_one(monkeypatch, mode):
-    """A kernel that takes all of a device may have it; not one beside which rows are copied. Where
-    rows were only located none is in place."""
+    """A kernel that takes all of a device may have it; not one beside which rows are copied, which
+    leaves the copy its part. Where rows were only located none is in place, nor where they were
+    fetched: these are added to the others."""
     said, attend = set(), Ops.attend
 
     def watched(ops, *given, **options):
         if "whole" in options:
-            said.add((options["whole"], options["placed"] is not None))
+            is_said = {"placed": options["placed"] is not None}
+            is_said |= {name: options[name] for name in ("whole", "spares", "adds")}
+            said.add(tuple(name for name, is_so in is_said.items() if is_so))
         return attend(ops, *given, **options)
 
     monkeypatch.setattr(Ops, "attend", watched)
     eng = engine("v32", chunks=9 if mode == "resident" else 2, modes=mode)
     finished(eng, "v32", count=3, lengths=(90,))
-    whole = {(True, mode == "none")}
-    assert whole <= said if mode in ("resident", "none") else said == {(False, True)}, said
+    apart = {("placed", "spares"), ("adds",)}
+    whole = {"resident": {("whole",)}, "none": {("placed", "whole")}}
+    assert whole[mode] <= said if mode in whole else said == apart, said
 
 
 def timed(family: str, mode: str, *, row_ns: int = 1000, attend_ns: int = 100, **config) -> Engine:

@@ -136,7 +136,8 @@ def of_attend(call):
     reads = [call.queries, call.slots, slices(call.rows, 0, call.slots[call.slots >= 0])]
     if call.placed is not None:
         reads.append(slices(call.placed, 0, -2 - call.slots[call.slots < -1]))
-    return reads, [call.into.out, call.into.lse]
+    into = [call.into.out, call.into.lse]
+    return [*reads, *(into if call.adds else [])], into
 
 
 def of_index(call, out, **_):

@@ -41,46 +41,43 @@ class Told:
 
 
 R, A, B = "resolve(0-4)", "resolve(0-2)", "resolve(2-4)"
-MERGED = "merge(attend_resident({0}), attend_fetched({0}))"
+JOINED = "attend_fetched({0}, attend_resident({0}))"
 CASES = {
-    "none": (none, Told(), f"index() {R} | wait({R}) pre_attn() attend_all({R})"),
+    "none": (none, Told(), f"index() {R} | pre_attn() wait({R}) attend_all({R})"),
     "resident": (
         resident,
         Told(),
-        "index() locate(0-4) | wait(locate(0-4)) pre_attn() attend_all(locate(0-4))",
+        "index() locate(0-4) | pre_attn() wait(locate(0-4)) attend_all(locate(0-4))",
     ),
     "resident, a row is absent": (
         resident,
         Told(is_resident=False),
-        f"index() locate(0-4) {R} | wait({R}) pre_attn() attend_all({R})",
+        f"index() locate(0-4) {R} | pre_attn() wait({R}) attend_all({R})",
     ),
     "da": (
         da,
         Told(),
-        f"index() {R} | pre_attn() attend_resident({R}) wait({R}) attend_fetched({R}) "
-        + MERGED.format(R),
+        f"index() {R} | pre_attn() attend_resident({R}) wait({R}) " + JOINED.format(R),
     ),
     "dba": (
         dba,
         Told(),
         f"index() {A} {B} | pre_attn() attend_resident({A}) attend_resident({B}) "
-        f"wait({A}) attend_fetched({A}) {MERGED.format(A)} "
-        f"wait({B}) attend_fetched({B}) {MERGED.format(B)}",
+        f"wait({A}) {JOINED.format(A)} wait({B}) {JOINED.format(B)}",
     ),
     "dba of one sequence": (
         dba,
         Told(sequences=1),
-        f"index() {R} | pre_attn() attend_resident({R}) wait({R}) attend_fetched({R}) "
-        + MERGED.format(R),
+        f"index() {R} | pre_attn() attend_resident({R}) wait({R}) " + JOINED.format(R),
     ),
 }
 ANSWERS = {
     "none": [f"attend_all({R})"],
     "resident": ["attend_all(locate(0-4))"],
     "resident, a row is absent": [f"attend_all({R})"],
-    "da": [MERGED.format(R)],
-    "dba": [MERGED.format(A), MERGED.format(B)],
-    "dba of one sequence": [MERGED.format(R)],
+    "da": [JOINED.format(R)],
+    "dba": [JOINED.format(A), JOINED.format(B)],
+    "dba of one sequence": [JOINED.format(R)],
 }
 
 

@@ -208,9 +208,12 @@ def attend(
     *,
     whole: bool = False,
     placed: bool = True,
+    spares: bool = False,
+    onto: Partial | None = None,
 ) -> Partial:
     """One pass over `codes`: a slot, -1 for padding, or -2 - host row for a row in place, if some
-    may be `placed`. `whole`: nothing is to run beside it."""
+    may be `placed`. `whole`: nothing is to run beside it; `spares`: a fetch runs beside it. What
+    they give is added to the partial `onto`."""
     memory = batch.offload.memory(layer)
     return batch.ops.attend(
         queries.contiguous(),
@@ -222,4 +225,7 @@ def attend(
         threads=compute_threads(),
         balanced=batch.balanced,
         whole=whole,
+        spares=spares,
+        into=onto,
+        adds=onto is not None,
     )

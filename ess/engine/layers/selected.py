@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ess.engine.layers.batch import attend, select, select_scored, select_window
 from ess.engine.layers.front import Asking
 from ess.engine.step.half import Half
 from ess.errors import BadState
-from ess.kernels.merge import Partial, merge
+from ess.kernels.merge import Partial
 from ess.overlap.policy import Mode
 from ess.overlap.timeline import Timeline, timed
 
@@ -146,19 +147,20 @@ class SelectedRows(ABC):
 
     @timed
     def attend_resident(self, found: Found) -> Partial:
-        """Hits, and rows in place: both can be read before the fetch has landed."""
+        """Hits, and rows in place: both can be read before the fetch has landed. A row that has no
+        host page either is named by some negative number."""
         place = found.resolution.place
         assert found.resolution.hit.shape[0] == place.shape[0], "hits and places of other queries"
-        codes = torch.where(place >= 0, -2 - place, -1)
-        return self.attend_codes(found.part, torch.cat((found.resolution.hit, codes), dim=1))
+        codes = torch.cat((found.resolution.hit, torch.where(place >= 0, -2 - place, -1)), dim=1)
+        return self.attend_codes(found.part, codes, spares=True)
 
     @timed
-    def attend_fetched(self, found: Found) -> Partial:
-        return self.attend_codes(found.part, found.resolution.miss)
-
-    @timed
-    def merge(self, resident: Partial, fetched: Partial) -> Partial:
-        return merge(resident, fetched)
+    def attend_fetched(self, found: Found, resident: Partial) -> Partial:
+        """Beside the fetch of a later part, if there is one."""
+        spares = found.part.stop < self._half.queries.stop
+        return self.attend_codes(
+            found.part, found.resolution.miss, placed=False, spares=spares, onto=resident
+        )
 
     def attend_host(self) -> Partial:
         """What it attends to, over the host's own rows: for verify mode."""
@@ -170,12 +172,10 @@ class SelectedRows(ABC):
         codes = batch.step.host_codes(self.number, selection, queries=self._half.queries)
         return self.attend_codes(self._half.queries, codes)
 
-    def attend_codes(
-        self, part: range, codes: Tensor, *, whole: bool = False, placed: bool = True
-    ) -> Partial:
+    def attend_codes(self, part: range, codes: Tensor, **how: Any) -> Partial:
         if self._queries is None:
             raise BadState("pre_attn comes before attention")
         is_whole = part == self._half.queries
         mine = self._queries if is_whole else self._queries[self._half.local(part)]
         assert len(mine) == len(codes), f"{len(codes)} lists of codes for {len(mine)} queries"
-        return attend(self._batch, self.number, mine, codes, whole=whole, placed=placed)
+        return attend(self._batch, self.number, mine, codes, **how)

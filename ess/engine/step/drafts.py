@@ -16,7 +16,7 @@ from ess.engine.layers.batch import Batch, attend, compute_threads, join, select
 from ess.engine.layers.front import turned
 from ess.engine.step.feeding import Counts
 from ess.engine.step.runner import Runner
-from ess.kernels.merge import Partial, merge
+from ess.kernels.merge import Partial
 from ess.models.decoder import Entry
 from ess.models.layers import Rotation
 from ess.models.model import Model
@@ -79,7 +79,7 @@ class Chain:
         self._own.append(layer.mla.rows(entry.row, rotation).float())
         queries = layer.mla.queries(entry.query, rotation)
         selection = self._selected(entry, rotation)
-        partial = merge(self._over_pool(queries, selection), self._over_own(queries))
+        partial = self._over_pool(queries, selection, onto=self._over_own(queries))
         attended = runner.heads.joined(self._batch, layer, layer.mla.attended(partial))
         return layer.mlp(layer.output(hidden, attended))
 
@@ -90,10 +90,10 @@ class Chain:
         weights = layer.indexer.weights(entry.hidden)
         return select(batch, layer.number, asked, weights, self._last)
 
-    def _over_pool(self, queries: Tensor, selection: Tensor) -> Partial:
+    def _over_pool(self, queries: Tensor, selection: Tensor, *, onto: Partial) -> Partial:
         batch, number = self._batch, self._mtp.layer.number
         slots = batch.step.locate(number, selection, queries=self._last)
-        return attend(batch, number, queries, slots)
+        return attend(batch, number, queries, slots, onto=onto)
 
     def _over_own(self, queries: Tensor) -> Partial:
         rows = torch.stack(self._own, dim=1)

@@ -28,7 +28,7 @@ from ess.engine.config import Modes
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.overlap import policy
-from ess.overlap.calibration import DEFAULT, load
+from ess.overlap.calibration import DEFAULT, DEVICE, load
 from ess.overlap.policy import Mode, Observation, PolicyState, Vector
 from ess.overlap.sbo import Sbo
 from ess.overlap.tbo import Tbo, reasons_off
@@ -38,7 +38,7 @@ from ess.units import div_ceil
 LAYERWISE: Final = "layerwise"
 LOOK_EVERY: Final = 8
 VECTOR_MAX: Final = 3
-ATTENTION: Final = ("attend_all", "attend_resident", "attend_fetched", "merge")
+ATTENTION: Final = ("attend_all", "attend_resident", "attend_fetched")
 
 
 def fixed_vector(modes: Modes, layout: ModelLayout) -> Vector | None:
@@ -94,8 +94,8 @@ class Tuning:
         sbo: Sbo = "off",
         asks_first: bool = False,
     ) -> None:
-        """`asks_first`: nobody hears in time that a row is absent, so a layer runs RESIDENT only
-        where all rows are known to be there: never the MTP module's."""
+        """`asks_first`: steps run on a device. Nobody hears in time that a row is absent, so a
+        layer runs RESIDENT only where all rows are known to be there: never the MTP module's."""
         self.sbo = sbo
         self._asks_first = asks_first
         self.split_count = 0
@@ -109,7 +109,8 @@ class Tuning:
         self._tbo = tbo
         self._fixed = fixed_vector(modes, offload.layout)
         self._is_guessed = not calibration
-        self._calibrated = load(calibration, offload.layout) if calibration else DEFAULT
+        assumed = DEVICE if asks_first else DEFAULT
+        self._calibrated = load(calibration, offload.layout) if calibration else assumed
         self._state: PolicyState | None = None
         self._since: _Since | None = None
 
@@ -236,6 +237,7 @@ class Tuning:
             query_count=step.query_count,
             key_count=key_count,
             missing_share=min(1.0, per_query / layout.top_k),
+            waits_late=self._asks_first,
         )
         return policy.start(
             misses=misses,
@@ -314,4 +316,5 @@ class Tuning:
             split_us=constants.split_fixed_us + constants.split_query_us * query_count,
             index_split_us=constants.index_split_us,
             missing_share=missing_share,
+            waits_late=self._asks_first,
         )

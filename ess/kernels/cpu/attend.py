@@ -45,6 +45,8 @@ def new_span() -> Span:
 
 
 def attend(call: Attend) -> None:
+    if call.adds:
+        return call.in_two(attend, merge)
     queries, rows, slots, codec, scale, placed, into, threads, *_ = call
     count, heads, _ = queries.shape
     record = records.Attend(

@@ -16,6 +16,8 @@ from ess.units import align_up, div_ceil
 
 Way = Literal["flat", "ring", "rival"]
 
+COPY_BLOCKS: Final = 4
+"""Blocks of a multiprocessor each that fill the link; attention beside a copy leaves these free."""
 UNITS: Final = (16, 8, 4)
 PAIRS_MAX: Final = 1 << 30
 FLAT_THREADS: Final = 1024

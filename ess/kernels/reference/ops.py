@@ -147,6 +147,8 @@ def finish_rows(
 
 
 def attend(call: Attend) -> None:
+    if call.adds:
+        return call.in_two(attend, merge)
     codec, rows = call.codec, call.rows
     elsewhere = rows if call.placed is None else call.placed
     for q, query in enumerate(call.queries):

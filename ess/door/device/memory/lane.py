@@ -19,6 +19,7 @@ import torch
 from ess.errors import BadState
 from ess.flashtrans.mover import PreparedCopies, RowMover
 from ess.kernels.cuda.driver import Device, attempt
+from ess.kernels.cuda.rows import COPY_BLOCKS
 from ess.kernels.cuda.streams import CudaEvent, CudaStream
 from ess.kernels.streams import RowCopy
 
@@ -26,7 +27,7 @@ Cuda: Any = torch.cuda
 
 
 class DeviceLane:
-    def __init__(self, ordinal: int, *, block_count_max: int = 4) -> None:
+    def __init__(self, ordinal: int, *, block_count_max: int = COPY_BLOCKS) -> None:
         self.device = Device(ordinal)
         self.home = torch.device("cuda", ordinal)
         self.mover = RowMover(self.device, block_count_max=block_count_max)

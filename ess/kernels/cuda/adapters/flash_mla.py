@@ -52,7 +52,7 @@ class FlashMla:
 
     def takes(self, call: Attend) -> bool:
         """Its bits follow from the batch, and nothing can run beside it."""
-        if not (call.whole and call.balanced) or call.codec != CODEC:
+        if not (call.whole and call.balanced) or call.adds or call.codec != CODEC:
             return False
         is_paged = len(call.rows) % PAGE_ROWS == 0 and call.rows.is_contiguous()
         heads = call.queries.shape[1]

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from ess.kernels.calls import Attend, Cuts, IndexQueries, Keys, Linear, Products
+from ess.kernels.cuda.rows import COPY_BLOCKS
 from ess.kernels.cuda.triton import attend as attention
 from ess.kernels.cuda.triton import cut as cutting
 from ess.kernels.cuda.triton import grouped, index, linear
@@ -25,7 +26,7 @@ from ess.kernels.cuda.triton import rows as codec_kernels
 from ess.kernels.cuda.triton.attend import merge_into as merge
 from ess.kernels.cuda.triton.finish import finish_keys, finish_rows, hadamard, turn_queries
 from ess.kernels.cuda.triton.guests import add_guests, gate_guests, take_guests
-from ess.kernels.cuda.triton.launch import interpreted, require_device
+from ess.kernels.cuda.triton.launch import interpreted, place, require_device
 from ess.kernels.cuda.triton.rows import decode_rows, encode_rows, store_keys, store_rows
 from ess.kernels.reference.keys import encode_keys as keep_keys
 from ess.kernels.reference.ops import has_stages
@@ -81,11 +82,19 @@ def encode_keys(values: Tensor, codec: IndexCodec) -> Keys:
 
 
 def attend(call: Attend) -> None:
-    queries, rows, slots, codec, scale, placed, into, _, balanced, _ = call
+    queries, rows, slots, codec, scale, placed, into, _, balanced, _, spares, adds = call
     asked = queries if queries.dtype == torch.bfloat16 else queries.float()
-    lists = attention.close_up(slots)
     attention.attend_lists(
-        asked, rows, lists, codec, scale=scale, placed=placed, into=into, balanced=balanced
+        asked,
+        rows,
+        attention.close_up(slots),
+        codec,
+        scale=scale,
+        placed=placed,
+        into=into,
+        spare_sms=min(COPY_BLOCKS, place(asked).sm_count - 1) if spares else 0,
+        balanced=balanced,
+        adds=adds,
     )
 
 
