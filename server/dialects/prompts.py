@@ -19,14 +19,17 @@ from ess.models.chat.messages import read_messages
 from ess.models.chat.quoting import Quoting
 from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
-from ess.server.dialects import schemas
+from ess.server.dialects import message_blocks, schemas
 from ess.server.dialects.logprobs import token_text
 from ess.server.dialects.response_items import messages_of
 from ess.server.dialects.schemas import Ask
 from ess.server.dialects.tools import (
+    choice_of_messages,
     choice_of_responses,
     goes_on,
+    is_thinking,
     offered_tools,
+    tools_of_messages,
     tools_of_responses,
     wants_thinking,
 )
@@ -50,11 +53,13 @@ PROMPT_FIELDS: Final[Mapping[str, Any]] = {
     "input_ids": NOTHING,
     "token_ids": (),
     "messages": (),
+    "system": None,
     "tokens": NOTHING,
 }
 SAMPLED_ASIDE: Final = (schemas.GenerateAsk, schemas.TokensAsk)
 NAMES: Final[Mapping[type[msgspec.Struct], str]] = {
     schemas.ChatAsk: "messages: the prompt",
+    schemas.MessagesAsk: "messages: the prompt",
     schemas.ResponsesAsk: "input: the prompt",
     schemas.TokensAsk: "token_ids: the prompt",
 }
@@ -97,6 +102,11 @@ class PromptReader:
                 prepared.prompts = [self._chat(ask)]
             case schemas.ResponsesAsk():
                 prepared.prompts = [self._response(ask)]
+            case schemas.MessagesAsk():
+                prepared.prompts = [self._message(ask)]
+            case schemas.CountTokensAsk():
+                ids = self._conversation(ask)
+                prepared.document = _json({"input_tokens": len(ids)})
             case schemas.GenerateAsk():
                 prepared.prompts, prepared.is_many = self._generate(ask)
             case schemas.TokensAsk():
@@ -148,6 +158,25 @@ class PromptReader:
         messages = messages_of(ask.input, ask.instructions)
         return self._rendered(
             messages, tools, thinking, is_cut=ask.truncate_prompt_tokens is not None
+        )
+
+    def _message(self, ask: schemas.MessagesAsk) -> list[int]:
+        """The prompt; of a message that goes on, `ask` then says that it does not think."""
+        ids = self._conversation(ask, is_cut=ask.truncate_prompt_tokens is not None)
+        if message_blocks.goes_on(ask.messages):
+            ask.thinking = None
+        return ids
+
+    def _conversation(
+        self, ask: schemas.MessagesAsk | schemas.CountTokensAsk, *, is_cut: bool = False
+    ) -> list[int]:
+        tools = offered_tools(tools_of_messages(ask.tools), choice_of_messages(ask.tool_choice))
+        return self._rendered(
+            message_blocks.messages_of(ask.messages, ask.system),
+            tools,
+            is_thinking(ask.thinking),
+            goes_on=message_blocks.goes_on(ask.messages),
+            is_cut=is_cut,
         )
 
     def _rendered(

@@ -1,4 +1,4 @@
-"""Request bodies as clients of OpenAI, vLLM and SGLang send them.
+"""Request bodies as clients of OpenAI, Anthropic, vLLM and SGLang send them.
 
 Keys that are not listed are refused by name if they are in `unserved`, and ignored otherwise:
 routers add their own.
@@ -166,6 +166,34 @@ class ResponsesAsk(AddressedSampled, kw_only=True):
     prompt: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     request_id: str | None = None
+
+
+class MessagesAsk(AddressedSampled, kw_only=True):
+    """/v1/messages, with Anthropic's fields and ours."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int
+    system: str | list[dict[str, Any]] | None = None
+    model: str | None = None
+    stop_sequences: list[str] | None = None
+    seed: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    stream: bool | None = None
+    request_id: str | None = None
+
+
+class CountTokensAsk(msgspec.Struct, kw_only=True):
+    """/v1/messages/count_tokens: the fields of a MessagesAsk that make its prompt."""
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
 
 
 Generated = Addressed | AddressedSampled

@@ -44,13 +44,19 @@ STREAM_HEADERS: Final = (
 
 
 class Writer(Protocol):
-    """How a dialect writes an answer: `feed` gets every delta of every choice, in order."""
+    """How a dialect writes an answer: `feed` gets every delta of every choice, in order. `done`
+    comes last, also behind an error."""
+
+    done: bytes = DONE
 
     def begin(self) -> bytes: ...
 
     def feed(self, index: int, delta: Delta) -> bytes: ...
 
     def end(self) -> bytes: ...
+
+    def fail(self, error: EssError) -> bytes:
+        return event(error_body(error)[1])
 
 
 class Answer:
@@ -202,8 +208,9 @@ class EventStream(Response):
                 ready = self._encode(pieces) if pieces else self._nudged()
             ready += self._writer.end()
         except EssError as error:
-            ready = event(error_body(error)[1])
-        await send({"type": "http.response.body", "body": ready + DONE, "more_body": False})
+            ready = self._writer.fail(error)
+        body = ready + self._writer.done
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _nudged(self) -> bytes:
         """A keep-alive, or nothing for a stream whose last bytes went straight to the socket."""

@@ -65,6 +65,45 @@ def tools_of_responses(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
     return offered
 
 
+def tools_of_messages(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
+    """Anthropic's tools in the form of a chat's tools."""
+    offered: list[Tool] = []
+    for place, tool in enumerate(given or ()):
+        if tool.get("type") not in (None, "custom"):
+            kind = tool.get("type")
+            raise BadInput(f"tools[{place}].type is {kind!r:.40}; only custom is served")
+        if not isinstance(tool.get("input_schema"), Mapping):
+            raise BadInput(f"tools[{place}].input_schema must be an object")
+        function = {name: tool[name] for name in ("name", "description") if name in tool}
+        function["parameters"] = tool["input_schema"]
+        if "strict" in tool:
+            function["strict"] = tool["strict"]
+        offered.append({"type": "function", "function": function})
+    return offered
+
+
+def choice_of_messages(given: Mapping[str, Any] | None) -> ToolChoice:
+    match given:
+        case None | {"type": "auto"}:
+            return None
+        case {"type": "none"}:
+            return "none"
+        case {"type": "any"}:
+            return "required"
+        case {"type": "tool"}:
+            return {"type": "function", "function": {"name": given.get("name")}}
+    kind = given.get("type")
+    raise BadInput(f"tool_choice.type is {kind!r:.40}; auto, any, tool and none are served")
+
+
+def is_thinking(given: Mapping[str, Any] | None) -> bool:
+    """Whether Anthropic's `thinking` asks for it; its budget_tokens are no bound here."""
+    kind = "disabled" if given is None else given.get("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise BadInput(f"thinking.type is {kind!r:.40}; enabled, adaptive and disabled are served")
+    return kind != "disabled"
+
+
 def choice_of_responses(given: ToolChoice) -> ToolChoice:
     if not isinstance(given, Mapping):
         return given

@@ -91,6 +91,9 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "top_logprobs": "its name here is logprobs",
         "sampling_seed": "its name here is seed",
         "json_schema": _FORM,
+        "mcp_servers": "the client makes the calls",
+        "container": _CODE,
+        "output_format": "give output_config",
         "structural_tag": "give it in response_format or structured_outputs",
     }
 )

@@ -30,7 +30,13 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 import ess
 from ess.errors import BadInput, EssError
-from ess.server.dialects.routes import chat, completions, generate, openai_responses
+from ess.server.dialects.routes import (
+    anthropic_messages,
+    chat,
+    completions,
+    generate,
+    openai_responses,
+)
 from ess.server.http import (
     dashboard,
     events,
@@ -54,6 +60,7 @@ if TYPE_CHECKING:
 ROOMS: Final[Mapping[str, Sequence[Door]]] = MappingProxyType(
     {
         "openai": (*completions.DOORS, *chat.DOORS, *openai_responses.DOORS),
+        "anthropic": anthropic_messages.DOORS,
         "generate": generate.DOORS,
         "text": text_routes.DOORS,
         "status": status_routes.DOORS,
@@ -166,7 +173,7 @@ def _add_route(app: FastAPI, method: str, door: Door, *, tags: list[Any]) -> Non
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EssError), "registered for these"
-    return error_answer(error)
+    return error_answer(error, request.scope)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -176,7 +183,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         return _not_allowed(request, path)
     if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
-        return error_answer(Absent(f"there is no {path}; {_nearest(path)}"))
+        missing = Absent(f"there is no {path}; {_nearest(path)}")
+        return error_answer(missing, request.scope)
     return await http_exception_handler(request, error)
 
 
@@ -185,7 +193,7 @@ def _not_allowed(request: Request, path: str) -> Response:
     shown = sorted(served - {"HEAD"})
     verb = "is" if len(shown) == 1 else "are"
     sentence = f"{request.method} is not served at {path}; {' and '.join(shown)} {verb}"
-    made = error_answer(BadInput(sentence))
+    made = error_answer(BadInput(sentence), request.scope)
     made.status_code = 405
     made.headers["allow"] = ", ".join(sorted(served))
     return made

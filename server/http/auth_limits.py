@@ -60,7 +60,10 @@ class Gate:
 
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *headers_of(state)]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    *headers_of(state, scope["path"]),
+                ]
                 state["answered"] = (scope.get("route_name", "other"), message["status"])
                 self._tally.answers[state["answered"]] += 1
             return send(message)
@@ -68,7 +71,7 @@ class Gate:
         try:
             body = await self._admit(scope, headers, receive)
         except EssError as error:
-            await error_answer(error)(scope, receive, named)
+            await error_answer(error, scope)(scope, receive, named)
             return
         if body is None:
             self._tally.answers["other", 499] += 1
@@ -99,7 +102,7 @@ class Gate:
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
             came = "this API key is not known here" if given.strip() else "no API key came along"
-            raise Denied(f"{came}; a valid one is needed: Authorization: Bearer KEY")
+            raise Denied(f"{came}; a valid one is needed: Authorization: Bearer KEY, or x-api-key")
 
 
 def _digest(key: bytes) -> bytes:

@@ -18,6 +18,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.server.dialects.legs import leg_of
 from ess.server.dialects.schemas import Generated
+from ess.server.http.responses import is_of_messages
 from ess.server.process.bounds import NAME_CHARS_MAX
 from ess.server.process.requests.call import Call
 from ess.server.process.service import Service
@@ -41,10 +42,11 @@ def address(headers: Mapping[bytes, bytes]) -> dict[str, Any]:
     return state
 
 
-def headers_of(state: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
-    """The headers of the answer."""
+def headers_of(state: Mapping[str, Any], path: str) -> list[tuple[bytes, bytes]]:
+    """The headers of the answer; Anthropic's clients know the id as `request-id`."""
     said = (
         (b"x-request-id", state["request_id"]),
+        (b"request-id", state["request_id"] if is_of_messages(path) else ""),
         (b"x-session-id", state["session_id"]),
         (b"traceparent", state["trace"]),
     )

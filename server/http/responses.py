@@ -1,6 +1,8 @@
-"""Answers that are not streams: JSON, and errors in the form of OpenAI clients.
+"""Answers that are not streams: JSON, and errors in the form of OpenAI clients, or of Anthropic's
+at /v1/messages.
 
     {"error": {"message", "type", "param", "code"}}
+    {"type": "error", "error": {"type", "message"}, "request_id"}
 
 Overload carries Retry-After (in seconds, and in milliseconds for clients that read those) and
 `x-ess-reason`, the name of the exhausted resource.
@@ -9,14 +11,18 @@ Overload carries Retry-After (in seconds, and in milliseconds for clients that r
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from ess.errors import BadInput, BadState, EssError, PoolFull, Unavailable
 
 JSON: Final = "application/json"
+MESSAGES: Final = "/v1/messages"
 FIELD: Final = re.compile(
     r"(?:the )?([a-z]+(?:_[a-z]+)*)(?:[.\[][\w.\[\]]*| (?:of )?id -?\d+)?(?::| (?:is|has|must)\b)"
 )
@@ -73,6 +79,15 @@ STATUS_OF: Final[tuple[tuple[type[EssError], int, str], ...]] = (
     (Unavailable, 503, "unavailable_error"),
     (Broken, 500, "server_error"),
 )
+MESSAGES_TYPE_OF: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "overloaded": "overloaded_error",
+        "unavailable_error": "api_error",
+        "server_error": "api_error",
+        "conflict_error": "invalid_request_error",
+    }
+)
+"""Anthropic's types of errors, where they are not ours."""
 
 
 def answer(document: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -108,8 +123,26 @@ def _body(
     return {"error": {"message": sentence, "type": kind, "param": param, "code": code}}
 
 
-def error_answer(error: EssError) -> Response:
+def is_of_messages(path: str) -> bool:
+    """Whether a path, without a proxy's prefix, is one at which Anthropic's clients ask."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def messages_error(error: EssError, request_id: str) -> tuple[int, dict[str, Any]]:
+    """The status and body of an error in Anthropic's form, which streams have too."""
     status, body = error_body(error)
+    ours = body["error"]["type"]
+    kind = "request_too_large" if status == 413 else MESSAGES_TYPE_OF.get(ours, ours)
+    told = {"type": kind, "message": body["error"]["message"]}
+    return status, {"type": "error", "error": told, "request_id": request_id}
+
+
+def error_answer(error: EssError, scope: Scope | None = None) -> Response:
+    """The answer to the request of `scope`, in the form of its path."""
+    if scope is not None and is_of_messages(scope["path"]):
+        status, body = messages_error(error, scope["state"]["request_id"])
+    else:
+        status, body = error_body(error)
     headers = {}
     if isinstance(error, Refused):
         headers["x-ess-reason"] = error.reason

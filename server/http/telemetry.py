@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 TRACED: Final = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"}
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+        *("/generate", "/inference/v1/generate"),
+    }
 )
 
 

@@ -29,7 +29,7 @@ from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects import schemas
 from ess.server.dialects.prompts import Prepared
-from ess.server.dialects.schemas import Ask, ChatAsk, TokenizeAsk
+from ess.server.dialects.schemas import Ask, TokenizeAsk
 from ess.server.http.responses import Refused
 from ess.server.process.bounds import (
     LOOP_BODY_BYTES,
@@ -42,6 +42,9 @@ from ess.server.process.text_child import Desk, Done, Failed, head_of
 
 PROGRAM: Final = "ess.server.process.text_child"
 LANE_BYTES: Final = (LOOP_BODY_BYTES, SHORT_BODY_BYTES)
+TEMPLATED: Final = (
+    *(schemas.ChatAsk, schemas.ResponsesAsk, schemas.MessagesAsk, schemas.CountTokensAsk),
+)
 START_S: Final = 60.0
 FINISH_S: Final = 1.0
 ENDED: Final = "the process that reads texts ended twice; it is started again"
@@ -82,7 +85,7 @@ class Texts:
             return False
         if self._style_waits and kind is TokenizeAsk:
             return schemas.read(raw, TokenizeAsk).messages is None
-        return not (self._style_waits and kind is ChatAsk)
+        return not (self._style_waits and kind in TEMPLATED)
 
     def read(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
         """Reads a short body, on the loop."""

@@ -27,7 +27,7 @@ from ess.server.dialects.calls import require_calls
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.dialects.routes.completions import usage, usage_of_chunk
-from ess.server.dialects.streaming import Answer, event, read, respond
+from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.dialects.tools import goes_on, offered_tools, wants_thinking
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin
@@ -156,7 +156,7 @@ class ChatShape:
         }
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Chunks of a stream; the bytes around plain content are encoded once."""
 
     def __init__(self, shape: ChatShape) -> None:

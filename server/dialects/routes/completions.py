@@ -15,7 +15,7 @@ from ess.errors import BadInput
 from ess.server.dialects import constraints, sampling_params, schemas
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import completion_logprobs, prompt_logprobs
-from ess.server.dialects.streaming import Answer, event, read, respond
+from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON
@@ -144,7 +144,7 @@ class CompletionShape:
         return choice
 
 
-class CompletionWriter:
+class CompletionWriter(Writer):
     """Chunks of a stream; the bytes around a text are encoded once per choice."""
 
     def __init__(self, shape: CompletionShape) -> None:

@@ -14,7 +14,7 @@ from ess.server.dialects import constraints, sampling_params, schemas
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.dialects.routes.completions import usage, usage_of_chunk
-from ess.server.dialects.streaming import Answer, event, read, respond
+from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON
@@ -159,7 +159,7 @@ def finish_reason(grown: Generation) -> dict[str, Any] | None:
     return {"type": "stop", "matched": grown.stopped_by}
 
 
-class GenerateWriter:
+class GenerateWriter(Writer):
     def __init__(self, shape: GenerateShape) -> None:
         self._shape = shape
 
@@ -247,7 +247,7 @@ class TokensShape:
         return document
 
 
-class TokensWriter:
+class TokensWriter(Writer):
     def __init__(self, shape: TokensShape) -> None:
         self._shape = shape
         options = shape.ask.stream_options

@@ -17,7 +17,7 @@ from ess.server.dialects.calls import require_calls
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.response_items import Item, Items
 from ess.server.dialects.routes.completions import usage
-from ess.server.dialects.streaming import Answer, read, respond
+from ess.server.dialects.streaming import Answer, Writer, read, respond
 from ess.server.dialects.tools import (
     choice_of_responses,
     offered_tools,
@@ -177,7 +177,7 @@ class ResponseShape:
         }
 
 
-class ResponseWriter:
+class ResponseWriter(Writer):
     """Numbered events."""
 
     def __init__(self, shape: ResponseShape) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from ess.server.http.auth_limits import OPEN_PATHS
 from ess.server.http.openapi.door import EVENTS, Door
-from ess.server.http.responses import JSON, STATUS_OF
+from ess.server.http.responses import JSON, MESSAGES_TYPE_OF, STATUS_OF, is_of_messages
 
 SCHEMAS: Final = "#/components/schemas/"
 
@@ -32,12 +32,25 @@ class ErrorAnswer(msgspec.Struct, forbid_unknown_fields=True):
     error: Error
 
 
+class MessagesError(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    """An error body in Anthropic's form."""
+
+    type: str
+    error: MessagesError
+    request_id: str
+
+
 def completed(document: Mapping[str, Any], doors: Sequence[Door]) -> dict[str, Any]:
     """The document with the schemas that its operations name, and with the API key."""
     structs = {door.asks for door in doors if door.asks is not None}
     named = sorted(structs, key=lambda struct: struct.__name__)
     _, schemas = msgspec.json.schema_components(
-        [*named, ErrorAnswer], ref_template=SCHEMAS + "{name}"
+        [*named, ErrorAnswer, MessagesErrorAnswer], ref_template=SCHEMAS + "{name}"
     )
     made = document.get("components", {})
     return {
@@ -55,7 +68,7 @@ def operation(door: Door, path: str) -> dict[str, Any]:
     """What FastAPI cannot see of a route, as its handler takes a request and reads the body."""
     made: dict[str, Any] = {
         "parameters": _parameters(path, door),
-        "responses": {"200": _good_answer(door), **_errors()},
+        "responses": {"200": _good_answer(door), **_errors(path)},
     }
     if door.asks is not None:
         content = {"schema": {"$ref": SCHEMAS + door.asks.__name__}, "example": door.example}
@@ -107,13 +120,16 @@ def _good_answer(door: Door) -> dict[str, Any]:
     }
 
 
-def _errors() -> dict[str, Any]:
+def _errors(path: str) -> dict[str, Any]:
     """The error answers, all of one form; those of an overloaded server carry Retry-After."""
-    content = {JSON: {"schema": {"$ref": SCHEMAS + "ErrorAnswer"}}}
+    form, types = (
+        (MessagesErrorAnswer, MESSAGES_TYPE_OF) if is_of_messages(path) else (ErrorAnswer, {})
+    )
+    content = {JSON: {"schema": {"$ref": SCHEMAS + form.__name__}}}
     kinds: dict[int, list[str]] = {}
     for _, status, kind in STATUS_OF:
-        kinds.setdefault(status, []).append(kind)
-    kinds[500] = ["server_error"]
+        kinds.setdefault(status, []).append(types.get(kind, kind))
+    kinds[500] = [types.get("server_error", "server_error")]
     return {
         str(status): {
             "description": " or ".join(dict.fromkeys(named)),

@@ -82,4 +82,4 @@ def _failed(request: Request, error: Exception) -> Response:
     traced = f" of trace {state.trace}" if state.trace else ""
     log = logging.getLogger("ess")
     log.error("request %s%s failed", state.request_id, traced, exc_info=error)
-    return error_answer(EssError())
+    return error_answer(EssError(), request.scope)

@@ -1,0 +1,220 @@
+"""/v1/messages, as clients of Anthropic speak: a conversation in, blocks out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ess.engine.tokens.grammar import Grammar
+from ess.errors import BadInput, EssError
+from ess.models.chat.reply import ReplyParser
+from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects.calls import require_calls
+from ess.server.dialects.generation import Delta, Generation
+from ess.server.dialects.message_blocks import Blocks, Item
+from ess.server.dialects.streaming import Answer, Writer, read, respond
+from ess.server.dialects.tools import (
+    choice_of_messages,
+    is_thinking,
+    offered_tools,
+    tools_of_messages,
+)
+from ess.server.http.openapi.door import EVENTS, Door
+from ess.server.http.request_ids import begin
+from ess.server.http.responses import JSON, MESSAGES, messages_error
+from ess.server.process.service import Service
+
+REASON_OF: Final = {"length": "max_tokens", "stop": "end_turn"}
+
+
+async def messages(request: Request) -> Response:
+    service: Service = request.app.state.service
+    prepared = await read(request, schemas.MessagesAsk)
+    ask, [prompt] = prepared.ask, prepared.prompts
+    service.check_model(ask.model)
+    _refuse_unserved(ask)
+    choice = choice_of_messages(ask.tool_choice)
+    tools = offered_tools(tools_of_messages(ask.tools), choice)
+    thinking = is_thinking(ask.thinking)
+    wanted = _wanted(service, ask)
+    parallel = (ask.tool_choice or {}).get("disable_parallel_tool_use") is not True
+    require_calls(service, wanted, tools, choice, parallel=parallel, thinking=thinking)
+    made, ending = sampling_params.samplings(service, wanted, [prompt])
+    call = begin(request, ask, made, named=ask.request_id)
+    grown = Answer(service, call, [Generation(service.tokenizer, ending)])
+    functions = [tool["function"] for tool in tools]
+    parser = service.style.parser(thinking=thinking, tools=functions)
+    shape = MessageShape(service, ask, grown, prompt, parser)
+    writer = MessageWriter(shape) if ask.stream else None
+    return await respond(grown, request.receive, writer=writer, whole=shape.whole)
+
+
+async def count_tokens(request: Request) -> Response:
+    service: Service = request.app.state.service
+    prepared = await read(request, schemas.CountTokensAsk)
+    service.check_model(prepared.ask.model)
+    return Response(prepared.document, media_type=JSON)
+
+
+def _refuse_unserved(ask: schemas.MessagesAsk) -> None:
+    if ask.n not in (None, 1):
+        raise BadInput(f"n is {ask.n}; a message is one answer")
+    if ask.stop is not None:
+        raise BadInput("stop is not read here: its name is stop_sequences")
+
+
+def _wanted(service: Service, ask: schemas.MessagesAsk) -> sampling_params.Wanted:
+    wanted = sampling_params.wanted_of(
+        ask,
+        tokens_max=ask.max_tokens,
+        seed=ask.seed,
+        more_stops=service.style.stops,
+        keep_special=service.is_marked,
+        grammar=_grammar(service, ask.output_config),
+        names={"stop": "stop_sequences", "the prompt": "messages: the prompt"},
+    )
+    wanted.stop = ask.stop_sequences
+    return wanted
+
+
+def _grammar(service: Service, given: Mapping[str, Any] | None) -> Grammar | None:
+    """output_config.format; the rest of output_config, such as effort, changes no answer."""
+    form = (given or {}).get("format")
+    if form is None:
+        return None
+    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        raise BadInput("output_config.format.type must be json_schema")
+    if not isinstance(form.get("schema"), Mapping):
+        raise BadInput("output_config.format.schema must be an object")
+    schema = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+    return constraints.of_response_format(schema, service.tokenizer)
+
+
+class MessageShape:
+    """The document of one answer, at its beginning and at its end."""
+
+    def __init__(
+        self,
+        service: Service,
+        ask: schemas.MessagesAsk,
+        grown: Answer,
+        prompt: list[int],
+        parser: ReplyParser,
+    ) -> None:
+        self.grown = grown
+        self.parser = parser
+        self.blocks = Blocks()
+        self._ask = ask
+        self._prompt_count = len(prompt)
+        self._model = ask.model or service.name
+
+    @property
+    def generation(self) -> Generation:
+        [only] = self.grown.generations
+        return only
+
+    def whole(self) -> Item:
+        for said in (*self.parser.push(self.generation.text), *self.parser.finish()):
+            self.blocks.take(said)
+        self.blocks.close()
+        return {**self.document(), "content": self.blocks.ended, **self.end()}
+
+    def document(self) -> Item:
+        return {
+            "id": f"msg_{self.grown.call.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self.usage(),
+        }
+
+    def end(self) -> Item:
+        """Why the answer ended, once all its blocks have. An aborted one says `abort`."""
+        finish, stopped_by = self.generation.finish, self.generation.stopped_by
+        if finish == "stop" and stopped_by in (self._ask.stop_sequences or ()):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+        if finish == "stop" and self.blocks.has_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        return {"stop_reason": REASON_OF.get(finish or "", finish), "stop_sequence": None}
+
+    def usage(self) -> Item:
+        """In this dialect `input_tokens` are those that were not read from the cache."""
+        cached_count = self.generation.cached_count
+        return {
+            "input_tokens": self._prompt_count - cached_count,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached_count,
+            "output_tokens": self.generation.made_count,
+        }
+
+
+class MessageWriter(Writer):
+    """Named events. `message_start` waits for the first piece, which says how much of the prompt
+    was cached."""
+
+    done = b""
+
+    def __init__(self, shape: MessageShape) -> None:
+        self._shape = shape
+        self._encoder = msgspec.json.Encoder()
+        self._is_begun = False
+
+    def begin(self) -> bytes:
+        return b""
+
+    def feed(self, index: int, delta: Delta) -> bytes:
+        assert index == 0, "a message is one answer"
+        shape = self._shape
+        said = shape.parser.push(delta.text) if delta.text else []
+        if delta.finish is not None:
+            said = [*said, *shape.parser.finish()]
+        events = [event for part in said for event in shape.blocks.take(part)]
+        if delta.finish is not None:
+            events += shape.blocks.close()
+        if not self._is_begun:
+            self._is_begun = True
+            events = [{"type": "message_start", "message": shape.document()}, *events]
+        return self._events(events)
+
+    def end(self) -> bytes:
+        shape = self._shape
+        last = {"type": "message_delta", "delta": shape.end(), "usage": shape.usage()}
+        return self._events([last, {"type": "message_stop"}])
+
+    def fail(self, error: EssError) -> bytes:
+        return self._events([messages_error(error, self._shape.grown.call.request_id)[1]])
+
+    def _events(self, events: Sequence[Item]) -> bytes:
+        return b"".join(
+            b"event: %b\ndata: %b\n\n" % (event["type"].encode(), self._encoder.encode(event))
+            for event in events
+        )
+
+
+_EXAMPLE: Final = {"messages": [{"role": "user", "content": "Hello"}]}
+DOORS: Final = (
+    Door(
+        "POST",
+        (MESSAGES,),
+        messages,
+        "Answer a conversation, as Anthropic's API does.",
+        schemas.MessagesAsk,
+        (JSON, EVENTS),
+        {**_EXAMPLE, "max_tokens": 16},
+    ),
+    Door(
+        "POST",
+        (f"{MESSAGES}/count_tokens",),
+        count_tokens,
+        "Count the tokens of a conversation.",
+        schemas.CountTokensAsk,
+        example=_EXAMPLE,
+    ),
+)
