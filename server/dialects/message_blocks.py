@@ -6,8 +6,10 @@ answer and a streamed one are made of the same blocks.
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 import msgspec
@@ -21,20 +23,35 @@ Item = dict[str, Any]
 SERVED: Final = {
     "user": "text and tool_result",
     "assistant": "text, thinking and tool_use",
+    "system": "text",
 }
 
 
 def messages_of(given: Sequence[Mapping[str, Any]], system: object) -> list[Item]:
-    """The conversation as chat messages."""
+    """The conversation as chat messages. What the system says after the beginning is a turn of the
+    user: few models were trained on a system's turn there, and chat formats have no place for it.
+    """
     if not given:
         raise BadInput("messages is empty")
     text = text_of(system, where="system")
     messages: list[Item] = [{"role": "system", "content": text}] if text else []
     for place, message in enumerate(given):
-        messages += _read(message, where=f"messages[{place}]")
+        for turn in _read(message, where=f"messages[{place}]"):
+            is_late = turn["role"] == "system" and messages and messages[-1]["role"] != "system"
+            messages.append({**turn, "role": "user"} if is_late else turn)
         if len(messages) > MESSAGES_MAX:
             raise BadInput(f"messages has more than {MESSAGES_MAX:,} messages and results")
-    return messages
+    return [*_joined(messages)]
+
+
+def _joined(messages: Sequence[Item]) -> Iterator[Item]:
+    """Turns of the user that follow one another are one, as they are for Anthropic."""
+    for role, found in itertools.groupby(messages, key=itemgetter("role")):
+        turns = list(found)
+        if role in ("user", "system"):
+            yield {"role": role, "content": "\n\n".join(turn["content"] for turn in turns)}
+        else:
+            yield from turns
 
 
 def goes_on(given: Sequence[Mapping[str, Any]]) -> bool:
@@ -45,13 +62,13 @@ def goes_on(given: Sequence[Mapping[str, Any]]) -> bool:
 def _read(message: Mapping[str, Any], *, where: str) -> list[Item]:
     role, content = message.get("role"), message.get("content")
     if role not in SERVED:
-        raise BadInput(
-            f"{where}.role is {role!r:.40}; user and assistant are served, system beside messages"
-        )
+        raise BadInput(f"{where}.role is {role!r:.40}; user, assistant and system are served")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not content:
         raise BadInput(f"{where}.content must be a text or a list of blocks, not empty")
+    if role == "system":
+        return [{"role": role, "content": text_of(content, where=f"{where}.content")}]
     if role == "assistant":
         return [_said(content, where=where)]
     return _asked(content, where=where)

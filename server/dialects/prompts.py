@@ -103,7 +103,8 @@ class PromptReader:
             case schemas.ResponsesAsk():
                 prepared.prompts = [self._response(ask)]
             case schemas.MessagesAsk():
-                prepared.prompts = [self._message(ask)]
+                is_cut = ask.truncate_prompt_tokens is not None
+                prepared.prompts = [self._conversation(ask, is_cut=is_cut)]
             case schemas.CountTokensAsk():
                 ids = self._conversation(ask)
                 prepared.document = _json({"input_tokens": len(ids)})
@@ -160,22 +161,19 @@ class PromptReader:
             messages, tools, thinking, is_cut=ask.truncate_prompt_tokens is not None
         )
 
-    def _message(self, ask: schemas.MessagesAsk) -> list[int]:
-        """The prompt; of a message that goes on, `ask` then says that it does not think."""
-        ids = self._conversation(ask, is_cut=ask.truncate_prompt_tokens is not None)
-        if message_blocks.goes_on(ask.messages):
-            ask.thinking = None
-        return ids
-
     def _conversation(
         self, ask: schemas.MessagesAsk | schemas.CountTokensAsk, *, is_cut: bool = False
     ) -> list[int]:
+        """The prompt. An answer whose beginning is given does not think, which `ask` then says."""
+        goes_on = message_blocks.goes_on(ask.messages)
+        if goes_on:
+            ask.thinking = None
         tools = offered_tools(tools_of_messages(ask.tools), choice_of_messages(ask.tool_choice))
         return self._rendered(
             message_blocks.messages_of(ask.messages, ask.system),
             tools,
             is_thinking(ask.thinking),
-            goes_on=message_blocks.goes_on(ask.messages),
+            goes_on=goes_on,
             is_cut=is_cut,
         )
 

@@ -169,7 +169,8 @@ class ResponsesAsk(AddressedSampled, kw_only=True):
 
 
 class MessagesAsk(AddressedSampled, kw_only=True):
-    """/v1/messages, with Anthropic's fields and ours."""
+    """/v1/messages, with Anthropic's fields and ours. `context_management` would save context at a
+    server that counts it; here every request has its whole prompt."""
 
     messages: list[dict[str, Any]]
     max_tokens: int
@@ -181,6 +182,7 @@ class MessagesAsk(AddressedSampled, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
     stream: bool | None = None
     request_id: str | None = None
 

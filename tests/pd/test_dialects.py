@@ -26,6 +26,7 @@ until = partial(harness.until, within_s=180.0)
 SECRET = "sixteen bytes are enough for it"
 PROMPT = {"prompt": "abc", "max_tokens": 3}
 GIVES = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+ENDS = ("data: [DONE]\n\n", 'data: {"type":"message_stop"}\n\n')
 LIMITS = Limits(running_max=16, waiting_max=64, length_max=4096, keep_alive_s=0.05)
 
 
@@ -164,6 +165,7 @@ def test_every_route_that_generates_hands_over():
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
         "/v1/completions": {"prompt": "a"},
         "/v1/responses": {"input": "a"},
+        "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
         "/generate": {"text": "a", "return_logprob": True, "logprob_start_len": 0},
         "/inference/v1/generate": {"token_ids": [5, 6]},
     }
@@ -175,7 +177,7 @@ def test_every_route_that_generates_hands_over():
                     answer = post(served, asked, path)
                     assert answer.status == 200, answer.text
                     assert [each.kind for each in handed(served)] == [kind], path
-                    assert answer.text.endswith("data: [DONE]\n\n") == streams
+                    assert answer.text.endswith(ENDS) == streams
             params = post(left, {**body, **GIVES}, path).document["kv_transfer_params"]
             assert params["do_remote_prefill"]
             assert [each.kind for each in handed(left)] == ["give"]

@@ -77,6 +77,18 @@ def test_what_it_says_is_what_the_engine_makes(running: Process):
     assert agreed >= 0.8 * (len(ids) - count)
 
 
+def test_messages_and_chats_make_the_same_tokens(running: Process):
+    asked = {"messages": [{"role": "user", "content": "The server is"}], "max_tokens": 16}
+    said = []
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        body = json.dumps({**asked, "temperature": 0}).encode()
+        with urllib.request.urlopen(running.url + path, body, timeout=120) as answer:
+            said.append(json.load(answer))
+    [choice], [block] = said[0]["choices"], said[1]["content"]
+    assert choice["message"]["content"] == block["text"] != ""
+    assert said[0]["usage"]["completion_tokens"] == said[1]["usage"]["output_tokens"]
+
+
 def calibration(folder: Path, *, row: Literal["fp8", "bf16"] = "fp8") -> str:
     """What `ess-bench calibrate --out FILE` writes, of a machine where DA hides every fetch."""
     layout = read_checkpoint("").config.layout(row=row)

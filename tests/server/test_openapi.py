@@ -92,6 +92,9 @@ def test_errors_have_the_shape_that_is_described():
                 urllib.request.urlopen(served.url + path)
             assert shape("ErrorAnswer").is_valid(json.loads(caught.value.read()))
             assert caught.value.headers["x-request-id"]
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(served.url + "/v1/messages")
+        assert shape("MessagesErrorAnswer").is_valid(json.loads(caught.value.read()))
         with urllib.request.urlopen(served.url + "/openapi.json") as answer:
             assert json.loads(answer.read()) == DOCUMENT
 

@@ -18,7 +18,9 @@ import pytest
 
 from ess.models.chat.styles import style_of
 from ess.server.commands.start.checkpoint import embedded_path
+from ess.server.dialects import schemas
 from ess.server.process.bounds import LOOP_BODY_BYTES, READS_MAX, SHORT_BODY_BYTES
+from ess.server.process.texts import TEMPLATED
 from tests.attacks.processes import peak_bytes
 from tests.attacks.wire import MIB, listed
 from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, raw, saying, until
@@ -46,6 +48,12 @@ def post(url: str, path: str, body: object) -> tuple[int, dict]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.loads(error.read())
+
+
+@pytest.mark.parametrize("kind", TEMPLATED)
+def test_a_template_is_waited_for_apart_in_every_dialect(served: Served, kind: type):
+    assert not served.service.texts.is_short(b"{}", kind)
+    assert served.service.texts.is_short(b"{}", schemas.CompletionAsk)
 
 
 class Asking:

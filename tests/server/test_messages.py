@@ -1,0 +1,513 @@
+"""/v1/messages, as Anthropic's clients speak: blocks in, blocks out, and the events between them.
+
+What the model is asked is compared with /v1/chat/completions, which gets the same conversation.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from email.message import Message
+from typing import Any
+
+import pytest
+
+from ess.models.chat.styles import DeepSeekStyle
+from ess.server.process.bounds import LOOP_BODY_BYTES
+from ess.server.process.service import Limits
+from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, saying, until
+
+THOUGHT = "The tide depends on the moon."
+CALLS = (
+    "\n\n<｜DSML｜function_calls>\n"
+    '<｜DSML｜invoke name="tide">\n'
+    '<｜DSML｜parameter name="city" string="true">Bad "Ulm"\nÄ</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n"
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>"
+)
+CITY = {"city": 'Bad "Ulm"\nÄ', "days": [1, 2]}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [
+    {"name": name, "description": f"{name}?", "input_schema": SCHEMA} for name in ("tide", "now")
+]
+CHAT_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": f"{name}?", "parameters": SCHEMA},
+    }
+    for name in ("tide", "now")
+]
+ASKED = [{"role": "user", "content": "When?"}]
+THINKING = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+CHAT_THINKING = {"chat_template_kwargs": {"thinking": True}}
+PATH = "/v1/messages"
+SMALL = Limits(running_max=1, waiting_max=0, length_max=4096, body_max=2000)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Served]:
+    with Served(PacedEngine(saying(" It is noon."), cached_count=2)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Served]:
+    engine = PacedEngine(saying(f"{THOUGHT}</think>Let me look.{CALLS}"))
+    with Served(engine, style=DeepSeekStyle(), is_marked=True) as made:
+        yield made
+
+
+def exchange(
+    served: Served, path: str, body: Any, *, method: str = "POST", **headers: str
+) -> tuple[int, Message, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=120)
+    connection.request(method, path, json.dumps(body), headers)
+    answer = connection.getresponse()
+    found = answer.status, answer.headers, answer.read().decode()
+    connection.close()
+    return found
+
+
+def create(served: Served, path: str = PATH, **asked: Any) -> Any:
+    status, _, text = exchange(served, path, {"max_tokens": 400, "messages": ASKED, **asked})
+    assert status == 200, text
+    return json.loads(text)
+
+
+def streamed(served: Served, **asked: Any) -> list[Any]:
+    body = {"max_tokens": 400, "messages": ASKED, "stream": True, **asked}
+    status, headers, text = exchange(served, PATH, body)
+    assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream"), text
+    found = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        named, said = event.split("\n")
+        found.append(json.loads(said.removeprefix("data: ")))
+        assert named == f"event: {found[-1]['type']}"
+    return found
+
+
+def put_together(events: list[Any]) -> Any:
+    """The document that a client makes of a stream."""
+    first, *rest = events
+    document, parts = first["message"], {}
+    for event in rest:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(document["content"])
+                document["content"].append(event["content_block"])
+                parts[event["index"]] = ""
+            case "content_block_delta":
+                [text] = (value for key, value in event["delta"].items() if key != "type")
+                parts[event["index"]] += text
+            case "content_block_stop":
+                block, text = document["content"][event["index"]], parts.pop(event["index"])
+                if block["type"] == "tool_use":
+                    block["input"] = json.loads(text or "{}")
+                else:
+                    block[block["type"]] = text
+            case "message_delta":
+                document |= {**event["delta"], "usage": event["usage"]}
+    assert (parts, rest[-1]) == ({}, {"type": "message_stop"})
+    return document
+
+
+def nameless(document: Any) -> Any:
+    """Without the ids, which are each answer's own."""
+    content = [{k: v for k, v in block.items() if k != "id"} for block in document["content"]]
+    return {**document, "id": "", "content": content}
+
+
+def asked_of(served: Served) -> tuple[list[int], Any]:
+    add = served.engine.adds[-1]
+    return add.prompt, add.sampling
+
+
+def same_in_chat(served: Served, asked: dict[str, Any], chat: dict[str, Any]) -> str:
+    """The prompt, once it is the same in both dialects and drawn from in the same way."""
+    wishes = {"max_tokens": 77, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 5}
+    create(served, **{"messages": ASKED, **wishes, **asked})
+    here = asked_of(served)
+    create(served, "/v1/chat/completions", **{"messages": ASKED, **wishes, **chat})
+    assert here == asked_of(served)
+    assert (here[1].tokens_max, here[1].temperature, here[1].top_k) == (77, 0.5, 7)
+    return TOKENIZER.decode(here[0])
+
+
+# ---- answers
+
+
+def test_a_text_is_answered(plain: Served):
+    made = create(plain, system="Be brief.", model="test-model", metadata={"user_id": "u"})
+    assert made["content"] == [{"type": "text", "text": " It is noon."}]
+    assert (made["type"], made["role"], made["model"]) == ("message", "assistant", "test-model")
+    assert (made["stop_reason"], made["stop_sequence"]) == ("end_turn", None)
+    assert made["id"].startswith("msg_")
+    assert made["usage"] == {
+        "input_tokens": len(asked_of(plain)[0]) - 2,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 2,
+        "output_tokens": len(TOKENIZER.encode(" It is noon.")) + 1,
+    }
+    assert TOKENIZER.decode(asked_of(plain)[0]) == "system: Be brief.\nuser: When?\nassistant:"
+
+
+def test_why_it_ended_is_said(plain: Served):
+    made = create(plain, max_tokens=2)
+    assert (made["stop_reason"], made["usage"]["output_tokens"]) == ("max_tokens", 2)
+    for found in (
+        create(plain, stop_sequences=["xyz", "noon"]),
+        put_together(streamed(plain, stop_sequences=["xyz", "noon"])),
+    ):
+        assert found["content"] == [{"type": "text", "text": " It is "}]
+        assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "noon")
+
+
+def test_a_stream_adds_up_to_the_whole(plain: Served):
+    events = streamed(plain)
+    kinds = [event["type"] for event in events]
+    deltas = kinds.count("content_block_delta")
+    assert deltas > 2
+    assert kinds == [
+        *("message_start", "content_block_start", *["content_block_delta"] * deltas),
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    start = events[0]["message"]
+    assert (start["content"], start["stop_reason"]) == ([], None)
+    assert start["usage"]["cache_read_input_tokens"] == 2
+    assert nameless(put_together(events)) == nameless(create(plain))
+
+
+def test_thoughts_and_calls_come_whole_and_in_events(calling: Served):
+    whole = create(calling, tools=TOOLS, **THINKING)
+    thought, text, tide, now = whole["content"]
+    assert thought == {"type": "thinking", "thinking": THOUGHT, "signature": ""}
+    assert text == {"type": "text", "text": "Let me look."}
+    assert (tide["type"], tide["name"], tide["input"]) == ("tool_use", "tide", CITY)
+    assert (now["type"], now["name"], now["input"]) == ("tool_use", "now", {})
+    assert tide["id"] != now["id"]
+    assert whole["stop_reason"] == "tool_use"
+    assert nameless(put_together(streamed(calling, tools=TOOLS, **THINKING))) == nameless(whole)
+
+
+def test_half_a_call_is_no_block_of_the_whole(calling: Served):
+    said = f"{THOUGHT}</think>Let me look.{CALLS}"
+    count = len(TOKENIZER.encode(said[: said.index("Ulm")]))
+    whole = create(calling, tools=TOOLS, max_tokens=count, **THINKING)
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
+    assert whole["stop_reason"] == "max_tokens"
+    events = streamed(calling, tools=TOOLS, max_tokens=count, **THINKING)
+    assert [event["type"] for event in events[-3:]] == [
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+
+
+def test_tokens_are_counted_as_they_are_charged(calling: Served):
+    asked = {"system": "Be brief.", "tools": TOOLS, **THINKING}
+    counted = create(calling, f"{PATH}/count_tokens", **asked)
+    assert counted == {"input_tokens": create(calling, **asked)["usage"]["input_tokens"]}
+    assert counted["input_tokens"] == len(asked_of(calling)[0])
+
+
+def test_a_long_body_is_read_apart(plain: Served):
+    """In a text process, which has the style of the model in the box."""
+    long = {"metadata": {"user_id": "u" * LOOP_BODY_BYTES}}
+    assert same_in_chat(plain, long, long) == "When?\n\n"
+    counted = create(plain, f"{PATH}/count_tokens", **long)
+    assert counted == {"input_tokens": len(asked_of(plain)[0])}
+
+
+# ---- what the model is asked
+
+
+def test_a_conversation_is_the_chat_s(plain: Served):
+    prompt = same_in_chat(
+        plain,
+        {
+            "system": [
+                {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "brief."},
+            ],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+                *ASKED,
+            ],
+        },
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": ""},
+                *ASKED,
+            ]
+        },
+    )
+    assert prompt == "system: Be brief.\nuser: Hi\nassistant: \nuser: When?\nassistant:"
+
+
+def test_what_coding_agents_send_is_served(calling: Served):
+    """Reminders of the system between messages, marks for the cache, effort, edits of context."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    reminder = {"type": "text", "text": "Be brief.", **mark}
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    same_in_chat(
+        calling,
+        {
+            "messages": [
+                {"role": "system", "content": "You help."},
+                *(*ASKED, {"role": "assistant", "content": "Now."}),
+                *({"role": "system", "content": [reminder]}, *ASKED),
+            ],
+            "system": "You are it.",
+            "tools": [{**tool, **mark, "type": "custom"} for tool in TOOLS],
+            "thinking": {"type": "adaptive"},
+            "output_config": {"effort": "medium"},
+            "context_management": {"edits": edits},
+            "metadata": {"user_id": "u"},
+            "service_tier": "auto",
+        },
+        {
+            "messages": [
+                {"role": "system", "content": "You are it.\n\nYou help."},
+                *(*ASKED, {"role": "assistant", "content": "Now."}),
+                {"role": "user", "content": "Be brief.\n\nWhen?"},
+            ],
+            "tools": CHAT_TOOLS,
+            **CHAT_THINKING,
+        },
+    )
+
+
+def test_blocks_go_back_in(calling: Served):
+    content = create(calling, tools=TOOLS, **THINKING)["content"]
+    identities = [block["id"] for block in content if block["type"] == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": identities[0], "content": "5 pm"},
+        {
+            "type": "tool_result",
+            "tool_use_id": identities[1],
+            "content": [{"type": "text", "text": "4 "}, {"type": "text", "text": "pm"}],
+        },
+    ]
+    more = [{"type": "text", "text": "And "}, {"type": "text", "text": "then?"}]
+    calls = [
+        {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for identity, name, arguments in zip(
+            identities, ("tide", "now"), (json.dumps(CITY, ensure_ascii=False), "{}"), strict=True
+        )
+    ]
+    said = {"role": "assistant", "content": "Let me look.", "reasoning_content": THOUGHT}
+    prompt = same_in_chat(
+        calling,
+        {
+            "messages": [
+                *ASKED,
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": [*results, *more]},
+            ],
+            "tools": TOOLS,
+            **THINKING,
+        },
+        {
+            "messages": [
+                *ASKED,
+                {**said, "tool_calls": calls},
+                {"role": "tool", "tool_call_id": identities[0], "content": "5 pm"},
+                {"role": "tool", "tool_call_id": identities[1], "content": "4 pm"},
+                {"role": "user", "content": "And then?"},
+            ],
+            "tools": CHAT_TOOLS,
+            **CHAT_THINKING,
+        },
+    )
+    assert "<result>5 pm</result>\n<result>4 pm</result>" in prompt
+
+
+def test_the_last_message_may_be_the_answer_s_beginning(calling: Served):
+    begun = [*ASKED, {"role": "assistant", "content": "It is"}]
+    chat = {"continue_final_message": True, "add_generation_prompt": False}
+    prompt = same_in_chat(calling, {"messages": begun, **THINKING}, {"messages": begun, **chat})
+    assert prompt.endswith("It is")
+
+
+@pytest.mark.parametrize(
+    ("choice", "chat"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        ({"type": "any"}, {"tool_choice": "required"}),
+        (
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        (
+            {"type": "tool", "name": "now"},
+            {"tool_choice": {"type": "function", "function": {"name": "now"}}},
+        ),
+    ],
+)
+def test_choices_of_tools_are_the_chat_s(calling: Served, choice: Any, chat: Any):
+    prompt = same_in_chat(
+        calling, {"tools": TOOLS, "tool_choice": choice}, {"tools": CHAT_TOOLS, **chat}
+    )
+    sampling = asked_of(calling)[1]
+    assert (sampling.grammar is None) == (choice["type"] in ("auto", "none"))
+    assert ("tide?" in prompt) == (choice["type"] in ("auto", "any"))
+
+
+def test_a_form_is_the_chat_s(calling: Served):
+    form = {"type": "json_schema", "schema": SCHEMA}
+    chat = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    same_in_chat(
+        calling, {"output_config": {"format": form, "effort": "low"}}, {"response_format": chat}
+    )
+    assert json.loads(asked_of(calling)[1].grammar.text) == SCHEMA
+
+
+# ---- errors
+
+
+def blocks(*given: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(given)}]}
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 9999}, "max_tokens is 9,999"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role is 'tool'"),
+        (blocks(IMAGE, role="system"), "'image'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (blocks(), "messages[0].content"),
+        (blocks("text"), "content[0].type is 'str'"),
+        (blocks(IMAGE), "content[0].type is 'image'"),
+        (blocks({"type": "document", "source": {}}), "'document'"),
+        (blocks({"type": "text", "text": 5}), "content[0].text is a int"),
+        (blocks({"type": "tool_result"}), "content[0].tool_use_id"),
+        (
+            blocks({"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}),
+            "content[0].content has a part of type 'image'",
+        ),
+        (blocks({"type": "tool_use"}), "of the user text and tool_result"),
+        (blocks({"type": "tool_use", "id": "x", "name": "y"}, role="assistant"), "input"),
+        (blocks(IMAGE, role="assistant"), "'image'"),
+        ({"system": [IMAGE]}, "system has a part of type 'image'"),
+        ({"system": "x " * 5000}, "messages: the prompt has"),
+        ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "'web_search_20250305'"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "y"}}, "'y'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "required"}}, "'required'"),
+        ({"tool_choice": {"type": "any"}}, "no tools"),
+        ({"thinking": {"type": "on"}}, "thinking.type is 'on'"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop": "x"}, "stop_sequences"),
+        ({"n": 2}, "one answer"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not served"),
+        ({"container": "c"}, "container is not served"),
+        ({"temperature": "warm"}, "temperature"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(calling: Served, changed: Any, says: str):
+    before = len(calling.engine.adds)
+    body = {"max_tokens": 5, "messages": ASKED, **changed}
+    for stream in (False, True):
+        status, headers, text = exchange(calling, PATH, {**body, "stream": stream})
+        document = json.loads(text)
+        error = document.pop("error")
+        assert (status, error["type"]) == (400, "invalid_request_error"), text
+        assert says in error["message"]
+        assert document == {"type": "error", "request_id": headers["request-id"]}
+    assert len(calling.engine.adds) == before
+    assert calling.service.link.open_count == 0
+
+
+def kind_of(answer: tuple[int, Message, str]) -> tuple[int, str]:
+    status, _, text = answer
+    document = json.loads(text)
+    assert (document["type"], set(document["error"])) == ("error", {"type", "message"})
+    return status, document["error"]["type"]
+
+
+def test_every_refusal_has_this_form():
+    body = {"max_tokens": 5, "messages": ASKED}
+    key = {"X-Api-Key": "right"}
+    with Served(PacedEngine(counting(10)), keys=("right",), limits=SMALL) as served:
+        assert kind_of(exchange(served, PATH, body)) == (401, "authentication_error")
+        wrong = exchange(served, PATH, body, **{"X-Api-Key": "wrong"})
+        assert kind_of(wrong) == (401, "authentication_error")
+        assert exchange(served, PATH, body, **key)[0] == 200
+        assert exchange(served, PATH, body, Authorization="Bearer right")[0] == 200
+        unknown = exchange(served, PATH, {**body, "model": "x"}, **key)
+        assert kind_of(unknown) == (404, "not_found_error")
+        assert kind_of(exchange(served, f"{PATH}/x", body, **key)) == (404, "not_found_error")
+        got = exchange(served, PATH, None, method="GET", **key)
+        assert kind_of(got) == (405, "invalid_request_error")
+        long = exchange(served, PATH, {**body, "system": "x" * 3000}, **key)
+        assert kind_of(long) == (413, "request_too_large")
+        named = exchange(served, PATH, {**body, "n": 2}, **key, **{"X-Request-Id": "mine"})
+        assert (named[1]["request-id"], json.loads(named[2])["request_id"]) == ("mine", "mine")
+
+
+def test_overload_says_when_to_come_back():
+    body = {"max_tokens": 3000, "messages": ASKED}
+    engine = PacedEngine(counting(10**6), pace_s=0.005)
+    with Served(engine, limits=SMALL) as served:
+        held = http.client.HTTPConnection("127.0.0.1", served.port, timeout=120)
+        held.request("POST", PATH, json.dumps({**body, "stream": True}))
+        assert held.getresponse().read(40).startswith(b"event: message_start\n")
+        refused = exchange(served, PATH, body)
+        assert kind_of(refused) == (503, "overloaded_error")
+        assert (int(refused[1]["retry-after"]) >= 1, refused[1]["x-ess-reason"]) == (
+            *(True, "queue_full"),
+        )
+        held.close()
+        until(lambda: engine.aborted == [engine.adds[0].number], "the abort")
+        assert served.service.link.open_count == 0
+
+
+def test_a_lost_engine_ends_a_stream_with_an_error_event():
+    engine = PacedEngine(counting(10**6), pace_s=0.005)
+    with Served(engine) as served:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=120)
+        body = {"max_tokens": 3000, "messages": ASKED, "stream": True}
+        connection.request("POST", PATH, json.dumps(body), {"X-Request-Id": "mine"})
+        answer = connection.getresponse()
+        told = answer.read(40)
+        served.call(lambda: served.service.link.lose("the test pulled the plug"))
+        told += answer.read()
+        connection.close()
+    named, said = told.decode().removesuffix("\n\n").split("\n\n")[-1].split("\n")
+    document = json.loads(said.removeprefix("data: "))
+    assert (named, document["request_id"]) == ("event: error", "mine")
+    assert document["error"]["type"] == "api_error"
+    assert "pulled the plug" in document["error"]["message"]
+
+
+# ---- the client itself
+
+
+def test_the_client_s_own_reader_accepts_all_of_it(calling: Served):
+    anthropic = pytest.importorskip("anthropic", reason="`anthropic` of extra `dev` is missing")
+    client = anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0)
+    asked = {"model": "test-model", "max_tokens": 400, "messages": ASKED, "tools": TOOLS}
+    whole = client.messages.create(**asked, **THINKING)
+    with client.messages.stream(**asked, **THINKING) as stream:
+        final = stream.get_final_message()
+    for made in (whole, final):
+        thought, text, tide, _ = made.content
+        assert (thought.thinking, text.text, tide.input) == (THOUGHT, "Let me look.", CITY)
+        assert (made.stop_reason, made.id) == ("tool_use", f"msg_{made.id[4:]}")
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(**{**asked, "max_tokens": 9999})
+    assert caught.value.request_id
