@@ -37,7 +37,8 @@ def messages_of(given: Sequence[Mapping[str, Any]], system: object) -> list[Item
     messages: list[Item] = [{"role": "system", "content": text}] if text else []
     for place, message in enumerate(given):
         for turn in _read(message, where=f"messages[{place}]"):
-            is_late = turn["role"] == "system" and messages and messages[-1]["role"] != "system"
+            is_begun = bool(messages) and messages[-1]["role"] != "system"
+            is_late = turn["role"] == "system" and is_begun
             messages.append({**turn, "role": "user"} if is_late else turn)
         if len(messages) > MESSAGES_MAX:
             raise BadInput(f"messages has more than {MESSAGES_MAX:,} messages and results")
@@ -61,7 +62,7 @@ def goes_on(given: Sequence[Mapping[str, Any]]) -> bool:
 
 def _read(message: Mapping[str, Any], *, where: str) -> list[Item]:
     role, content = message.get("role"), message.get("content")
-    if role not in SERVED:
+    if not isinstance(role, str) or role not in SERVED:
         raise BadInput(f"{where}.role is {role!r:.40}; user, assistant and system are served")
     if isinstance(content, str):
         return [{"role": role, "content": content}]

@@ -38,6 +38,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 9999}, "max_tokens is 9,999"),
         ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "role is ['user']"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role is 'tool'"),
         (blocks(IMAGE, role="system"), "'image'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
