@@ -3,7 +3,7 @@
     {"path": "/generate", "raw": the body's bytes as Latin-1}
 
 The answer is a good one, or an error of the declared form that blames the client or names what is
-short. A stream ends with [DONE]. The engine has nothing left.
+short. A stream ends with [DONE], of Anthropic's with message_stop. The engine has nothing left.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ TOKENS = (
     *('"stream":true,', '"n":3,', '"n":1e400,', '"prompt":"a",', "-0", "1" * 400, "//", "\ud83d"),
 )
 RAW_CHARS_MAX = 200_000
+MESSAGES = "/v1/messages"
+MESSAGE_ENDS = (b"event: message_stop", b"event: error")
 LEAKS = (b"Traceback", b"site-packages", b"object at 0x", b"msgspec.", b'.py"', b"/ess/")
 
 
@@ -98,8 +100,9 @@ class Bodies(ServedTarget):
             if leak in answer.body and leak.decode() not in value["raw"]:
                 raise Finding(f"{leak.decode()!r} in an answer", path, repr(answer.body[:500]))
         if answer.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-            if not answer.body.endswith(b"data: [DONE]\n\n"):
-                raise Finding("no [DONE]", path, repr(answer.body[-300:]))
+            ends = MESSAGE_ENDS if path.startswith(MESSAGES) else (b"data: [DONE]",)
+            if not answer.body.strip().rpartition(b"\n\n")[2].startswith(ends):
+                raise Finding("no end of a stream", path, repr(answer.body[-300:]))
         elif answer.status != 200:
             check_error(answer, path)
         else:
@@ -107,14 +110,17 @@ class Bodies(ServedTarget):
 
 
 def check_error(answer: Response, path: str) -> None:
-    """As the document's ErrorAnswer says."""
+    """As the document says: Anthropic's form at Anthropic's paths, else ErrorAnswer."""
     try:
-        error = json.loads(answer.body)["error"]
+        document = json.loads(answer.body)
+        error, of_messages = document["error"], path.startswith(MESSAGES)
+        names = {"message", "type"} if of_messages else {"message", "type", "param", "code"}
         is_right = (
-            set(error) == {"message", "type", "param", "code"}
+            set(error) == names
+            and (not of_messages or set(document) == {"type", "error", "request_id"})
             and isinstance(error["message"], str)
             and isinstance(error["type"], str)
-            and isinstance(error["param"], str | None)
+            and isinstance(error.get("param"), str | None)
             and bool(error["message"].strip() and error["type"])
         )
     except (ValueError, KeyError, TypeError):

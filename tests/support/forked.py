@@ -39,6 +39,8 @@ IMPORTS = {
 """By kind; only an engine's have torch."""
 STARTED = dict(os.environ)
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "MALLOC_", "TORCH", "ESS_ISA")
+SET_BY_IMPORTS = "TORCHINDUCTOR_CACHE_DIR"
+"""torch writes this one into the environment of whoever imports its compiler."""
 ASKED_MAX = 1 << 17
 
 
@@ -58,7 +60,7 @@ def _starts_alike(told: Mapping[str, str]) -> bool:
     return all(
         told.get(name) == STARTED.get(name) or (name, told.get(name)) == ("PYTHONPATH", str(ROOT))
         for name in {*told, *STARTED}
-        if name.startswith(READ_AT_START)
+        if name.startswith(READ_AT_START) and name != SET_BY_IMPORTS
     )
 
 

@@ -58,7 +58,8 @@ def membership(group: Group) -> Iterator[None]:
     except LinkLost:
         raise
     except BaseException as error:
-        group.fail(f"rank {group.rank} ends: {type(error).__name__}: {error}")
+        reason = _reason(error)
+        group.fail(f"rank {group.rank} ends: {type(reason).__name__}: {reason}")
         raise
     group.close()
 
@@ -76,9 +77,15 @@ def main(
     return 0
 
 
+def _reason(error: BaseException) -> BaseException:
+    """What loading has refused, where that ends the process (`worker.serve`)."""
+    return error.__cause__ or error if isinstance(error, SystemExit) else error
+
+
 def _end(rank: int, error: BaseException) -> NoReturn:
-    if isinstance(error, EssError):
-        sys.stderr.write(f"rank {rank} ends: {error}\n")
+    reason = _reason(error)
+    if isinstance(reason, EssError):
+        sys.stderr.write(f"rank {rank} ends: {reason}\n")
     else:
         traceback.print_exception(error)
     sys.stderr.flush()

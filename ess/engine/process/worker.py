@@ -421,7 +421,7 @@ def serve(
     except Exception as error:
         if is_loading and isinstance(error, EssError):
             wire.give(Fault(str(error)))
-            raise SystemExit(1) from None
+            raise SystemExit(1) from error
         wire.give(Fault(f"{type(error).__name__}: {error}"))
         raise
 
