@@ -85,7 +85,7 @@ def ask(url: str, body: object = None, **headers: str) -> Answer:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(url, content, {"content-type": "application/json", **named})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=240) as answer:
             return Answer(answer.status, answer.headers, answer.read().decode())
     except urllib.error.HTTPError as error:
         return Answer(error.code, error.headers, error.read().decode())
