@@ -268,7 +268,7 @@ def test_compiling_stops_when_its_processor_time_is_over(fresh, patched):
 
 def test_a_token_that_takes_too_long_fails_its_request_and_no_other(fresh, patched):
     """A lexer's states are made when they are first met, so some work is done only here."""
-    patched(STEP_CPU_S=0.02)
+    patched(STEP_CPU_S=0.01)
     other = matcher("regex", "ab", by=fresh)
     slow = matcher("lark", EXPLOSIVE, by=fresh)
     assert texts(slow.allowed([], [])[0]) == {"<|end|>"}
