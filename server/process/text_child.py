@@ -35,11 +35,13 @@ ASKS: Final = (
 
 
 class Desk(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process must know before the first body; `model` is the checkpoint's folder."""
+    """What the process must know before the first body; `model` is the checkpoint's folder,
+    `template` the text of a template that comes before the folder's own."""
 
     model: str
     length_max: int
     vocabulary: int
+    template: str | None = None
 
     def reader(self, tokenizer: Tokenizer, style: ChatStyle) -> PromptReader:
         return PromptReader(
@@ -142,7 +144,7 @@ def main() -> None:
         return
     desk = msgspec.json.decode(first[1], type=Desk)
     tokenizer = Tokenizer(desk.model)
-    reader = desk.reader(tokenizer, style_of(desk.model, tokenizer))
+    reader = desk.reader(tokenizer, style_of(desk.model, tokenizer, template=desk.template))
     gc.freeze()
     gc.disable()
     send(answers, Done())

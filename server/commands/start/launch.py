@@ -392,10 +392,16 @@ def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
     resolved, checkpoint, plan = told.resolved, told.checkpoint, told.plan
     settings = resolved.settings
     tokenizer = Tokenizer(checkpoint.path)
-    style = style_of(checkpoint.path, tokenizer, template=chat_template(settings))
+    template = chat_template(settings)
+    style = style_of(checkpoint.path, tokenizer, template=template)
     vocabulary = min(len(tokenizer), checkpoint.config.vocab_size)
     check_ends(checkpoint, vocabulary)
-    desk = Desk(model=checkpoint.path, length_max=plan.length_max, vocabulary=vocabulary)
+    desk = Desk(
+        model=checkpoint.path,
+        length_max=plan.length_max,
+        vocabulary=vocabulary,
+        template=template,
+    )
     return Service(
         names=settings.names,
         model_type=checkpoint.config.family,
