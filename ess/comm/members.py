@@ -3,10 +3,10 @@
 Sizes go before contents, unless the caller knows them. A collective that fails, or that another
 rank's failure ends, raises LinkLost; a member missing for `patience_s` ends the group.
 
-On a device nobody waits: a collective is queued behind the current stream, on a stream of NCCL's
-own, and `Coming.wait` makes the current stream wait for it. So a step's collectives run beside its
-compute, and are captured with it. When the group ends they are aborted, and the device goes on with
-bytes that mean nothing: a caller asks `check` before it believes them.
+On a device the host does not wait: a collective is queued behind the current stream, on a stream of
+NCCL's own, and `Coming.wait` makes the current stream wait for it. So a step's collectives run
+beside its compute, and are captured with it. When the group ends they are aborted, and the device
+goes on with bytes that mean nothing: a caller asks `check` before it believes them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CPU: Final = "cpu"
 CUDA: Final = "cuda"
 DEFAULTS: Final[Mapping[str, Any]] = {"backend": "cuda", "form": "stored"}
-"""Defaults of settings that nobody has given, where a device serves."""
+"""Defaults of settings that are not given, where a device serves."""
 
 OF_DEVICES: Final = ("device_bytes", "graph_bytes", "graph_sizes", "nvtx", "pp_devices")
 

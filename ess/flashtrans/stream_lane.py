@@ -248,7 +248,7 @@ class StreamLane:
 
 
 def _release(device: Device, stream: int, pending: deque[_Job]) -> None:
-    """Jobs of a lane that nobody closed still run: what they use stays until they are over."""
+    """Jobs of a lane that was not closed still run: what they use stays until they are over."""
     attempt("cuCtxSetCurrent", device.context)
     attempt("cuStreamSynchronize", stream)
     pending.clear()

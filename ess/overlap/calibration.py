@@ -67,6 +67,7 @@ DEFAULT: Final = Calibrated(
     bytes_per_us=4400.0,
     misses={},
 )
+"""Of a CPU, until a calibration is given."""
 
 DEVICE: Final = Calibrated(
     constants=Calibration(
@@ -82,6 +83,7 @@ DEVICE: Final = Calibrated(
     bytes_per_us=40000.0,
     misses={},
 )
+"""Of an H100 (`bench/results/gpu-h100.json`), until a calibration is given."""
 
 
 class _Row(msgspec.Struct):

@@ -71,8 +71,8 @@ def end_in_time() -> Iterator[None]:
 def limit_end(within_s: float) -> None:
     """After this time the process prints where it hangs; a second later the system ends it.
 
-    The print reads frames without the interpreter's lock, which whoever hangs may hold. That can
-    crash a process that is well, so nothing but an end is watched like this.
+    The print reads frames without the interpreter's lock, which the hanging thread may hold. That
+    can crash a process that is well, so nothing but an end is watched like this.
     """
     faulthandler.dump_traceback_later(within_s, file=STDERR)
     signal.setitimer(signal.ITIMER_REAL, within_s + 1.0)

@@ -49,7 +49,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Accord:
-    """`rooms` has the largest decode batch of any rank, 0 where nobody decodes, the largest half
+    """`rooms` has the largest decode batch of any rank, 0 where no rank decodes, the largest half
     and the largest chunk."""
 
     rooms: Rooms

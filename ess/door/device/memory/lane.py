@@ -97,7 +97,7 @@ class DeviceLane:
 
 
 def _release(device: Device, kept: deque[tuple[CudaEvent, object]]) -> None:
-    """Copies of a lane that nobody closed still run: what they use stays until they are over."""
+    """Copies of a lane that was not closed still run: what they use stays until they are over."""
     attempt("cuCtxSetCurrent", device.context)
     attempt("cuCtxSynchronize")
     kept.clear()
