@@ -27,6 +27,7 @@ BREAKING = ("left", "held", "leak", "memory", "stuck", "cpu", "died")
 SHRINK_RUNS_MAX = 60
 SHRINK_S_MAX = 10.0
 PROMOTE_S_MAX = 1.5
+PROMOTED_CHARACTERS_MAX = 16 << 10  # of one input; the whole corpus stays small
 
 
 class Finding(Exception):
@@ -232,10 +233,10 @@ def smaller_values(value: Value) -> Iterator[Value]:
 
 
 def promoted(target: Target, values: Sequence[Value]) -> list[Value]:
-    """The few of them, cut small, that together reach every line that all of them reach."""
+    """The few of them, cut small, that reach every line that the inputs of a fair size reach."""
     reached: list[tuple[Value, set[Line]]] = []
     for value in values:
-        if covers(target, value, set()):
+        if len(str(value)) <= PROMOTED_CHARACTERS_MAX and covers(target, value, set()):
             reached.append((value, set(target.lines.seen)))
     left = set().union(*(lines for _, lines in reached))
     kept = []
