@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ess.comm.company import Company
+from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.kernels.cpu.stage import Stage
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
@@ -75,7 +75,7 @@ class DecoderLayer:
         *,
         first: int = 0,
         tp: int = 1,
-        company: Company | None = None,
+        expert_ranks: ExpertRanks | None = None,
     ) -> None:
         """Layer `number` of the whole model, its `place`. `first` is where its part begins: a layer
         is known by its number in the part."""
@@ -86,7 +86,9 @@ class DecoderLayer:
         self.indexer = self._indexer(own, attention.under("indexer")) if has_indexer else None
         self.experts = None
         if config.has_experts(number):
-            self.experts = Moe(config, source.under("mlp"), number=number, company=company)
+            self.experts = Moe(
+                config, source.under("mlp"), number=number, expert_ranks=expert_ranks
+            )
         self.dense = (
             None
             if self.experts

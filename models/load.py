@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import torch
 
-from ess.comm.company import Company
+from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.errors import BadInput
 from ess.kernels.backend import ops
 from ess.models.config import ModelConfig
@@ -31,33 +31,33 @@ def load_model(
     form: Form = "bf16",
     layers: range | None = None,
     heads: Split | None = None,
-    company: Company | None = None,
+    expert_ranks: ExpertRanks | None = None,
     device: str | torch.device = "cpu",
     top_k: int | None = None,
 ) -> Model:
     """Every tensor is checked on the way; the files are closed when this returns.
 
     Without a path it is the small model in the box. Of a part, which consists of these main layers,
-    only its own tensors are read; with `heads`, a split by heads, those of one rank's heads; with a
-    `company`, this rank's share of the experts. On a `device` the tensors go there one by one, so
-    the host never has all of them; there weights may also stay as they are "stored", in blocks of
-    fp8. Nothing in the weights depends on `top_k`: it may be another than the checkpoint's.
+    only its own tensors are read; with `heads`, a split by heads, those of one rank's heads; with
+    `expert_ranks`, this rank's share of the experts. On a `device` the tensors go there one by one,
+    so the host never has all of them; there weights may also stay as they are "stored", in blocks
+    of fp8. Nothing in the weights depends on `top_k`: it may be another than the checkpoint's.
     """
     place = torch.device(device)
-    if company is not None and heads is not None:
+    if expert_ranks is not None and heads is not None:
         raise BadInput("experts are divided among ranks that have all heads")
     if form == "stored" and place.type == "cpu":
         raise BadInput("form 'stored' is for a device; on the CPU weights are in 'bf16' or 'f32'")
     with Checkpoint(path) as checkpoint:
         config = checkpoint.model_config
-        weights = RankWeights(checkpoint, form=form, split=heads or split_of(company, config))
+        weights = RankWeights(checkpoint, form=form, split=heads or split_of(expert_ranks, config))
         tp = 1 if heads is None else heads.tp
         if top_k is not None:
             config = msgspec.structs.replace(config, top_k=top_k)
         source = placed(weights, place)
         if config.is_grouped and form == "bf16" and place.type == "cpu" and ops("cpu").has_stages():
             source = coded(source, CodedFile(Path(path)), checkpoint)
-        return build(config, source, layers=layers, tp=tp, company=company)
+        return build(config, source, layers=layers, tp=tp, expert_ranks=expert_ranks)
 
 
 def coded(source: TensorSource, file: CodedFile, checkpoint: Checkpoint) -> TensorSource:
@@ -70,11 +70,11 @@ def coded(source: TensorSource, file: CodedFile, checkpoint: Checkpoint) -> Tens
     return weight
 
 
-def split_of(company: Company | None, config: ModelConfig) -> Split | None:
-    if company is None:
+def split_of(expert_ranks: ExpertRanks | None, config: ModelConfig) -> Split | None:
+    if expert_ranks is None:
         return None
-    own = {layer: frozenset(company.own(layer)) for layer in range(config.layer_total)}
-    return Split(ep=company.team.size, ep_rank=company.team.rank, own=own)
+    own = {layer: frozenset(expert_ranks.own(layer)) for layer in range(config.layer_total)}
+    return Split(ep=expert_ranks.team.size, ep_rank=expert_ranks.team.rank, own=own)
 
 
 def placed(weights: RankWeights, device: torch.device) -> TensorSource:

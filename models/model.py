@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from ess.comm.company import Company
+from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.kernels.cpu.codes import CodedWeight
 from ess.kernels.cpu.stage import Panels, Stage, pack
 from ess.layer_groups import check_part
@@ -45,7 +45,7 @@ class Model:
         *,
         layers: range | None = None,
         tp: int = 1,
-        company: Company | None = None,
+        expert_ranks: ExpertRanks | None = None,
         layer: LayerKind = DecoderLayer,
     ) -> None:
         """`config` is the whole model's, and so are the numbers in `layers`. With `tp` ranks in a
@@ -55,7 +55,7 @@ class Model:
         part = range(c.layer_count) if layers is None else layers
         check_part(c.groups, c.layer_count, part.start, part.stop)
         self.config = c
-        self.company = company
+        self.expert_ranks = expert_ranks
         self.is_first, self.is_last = part.start == 0, part.stop == c.layer_count
         table = self._table_of(source)
         self._embedding = None if table is None else plain(table)
@@ -66,13 +66,15 @@ class Model:
                 number,
                 first=part.start,
                 tp=tp,
-                company=company,
+                expert_ranks=expert_ranks,
             )
             for number in part
         )
         self._take_ending(source, table)
         has_mtp = self.is_last and c.mtp_layer_count
-        self.mtp = Mtp(c, source, first=part.start, tp=tp, company=company) if has_mtp else None
+        self.mtp = (
+            Mtp(c, source, first=part.start, tp=tp, expert_ranks=expert_ranks) if has_mtp else None
+        )
         self.device = self.layers[0].mla.device
         self._positions = RotaryPositions(c, self.device, self._factors(source))
 

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.company import Company, Guests, Journey
+from ess.comm.experts.expert_ranks import ExpertExchange, ExpertRanks, Received
 from ess.kernels import experts as routed
 from ess.kernels.backend import ops
 from ess.kernels.cpu import stage as compiled
 from ess.kernels.cpu.stage import Stage, Values, pack
 from ess.kernels.experts import Weights, swiglu
-from ess.kernels.guests import gated, taken
+from ess.kernels.received import gated, taken
 from ess.models.config import ModelConfig
 from ess.models.indexer import top_k
 from ess.models.layers import Source, linear
@@ -63,7 +63,7 @@ class Inner(NamedTuple):
 
 
 class Moe:
-    """With a `company` the experts are divided: this rank has some, and the tokens travel."""
+    """With `expert_ranks` the experts are divided: this rank has some, and the tokens travel."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class Moe:
         source: Source,
         *,
         number: int = 0,
-        company: Company | None = None,
+        expert_ranks: ExpertRanks | None = None,
     ) -> None:
         c = config
         self._config = c
         self._number = number
-        self._company = company
-        self._own = range(c.expert_count) if company is None else company.own(number)
+        self._expert_ranks = expert_ranks
+        self._own = range(c.expert_count) if expert_ranks is None else expert_ranks.own(number)
         self._gate = source.matrix("gate", c.expert_count, c.hidden_dim).float()
         self._correction = None
         if c.expert_scores == "sigmoid":
@@ -143,28 +143,28 @@ class Moe:
         Sorting is stable and the sum runs over ascending experts in float32, so a token's result
         does not depend on which other tokens chose the same experts, beyond the products' rounding.
         """
-        if self._company is not None:
-            return self._through_company(self._company, x, routing)
+        if self._expert_ranks is not None:
+            return self._through_exchange(self._expert_ranks, x, routing)
         limit = self._config.expert_limit
         return routed.experts(_products, x, *routing, self._gate_up, self._down, limit)
 
-    def _through_company(self, company: Company, x: Tensor, routing: Routing) -> Tensor:
+    def _through_exchange(self, expert_ranks: ExpertRanks, x: Tensor, routing: Routing) -> Tensor:
         """Cut by cut, so that what comes from all ranks at a time stays small."""
-        made, whole, cuts = [], range(self.own_count), company.cuts(len(x))
+        made, whole, cuts = [], range(self.own_count), expert_ranks.cuts(len(x))
         for cut in cuts:
             part = slice(cut.start, None if cut is cuts[-1] else cut.stop)
             chosen = Routing(routing.experts[part], routing.weights[part])
-            journey = self._departed(company, x[part], chosen, cut)
-            journey.send()
-            inner = self.up(x[part], chosen, journey.arrive())
+            exchange = self._departed(expert_ranks, x[part], chosen, cut)
+            exchange.send()
+            inner = self.up(x[part], chosen, exchange.arrive())
             self.down(inner, whole)
-            self.give_back(inner, whole, journey)
-            made.append(self.collect(inner, chosen, journey))
+            self.give_back(inner, whole, exchange)
+            made.append(self.collect(inner, chosen, exchange))
         return made[0] if len(made) == 1 else torch.cat(made)
 
     @property
     def is_divided(self) -> bool:
-        return self._company is not None
+        return self._expert_ranks is not None
 
     @property
     def own_count(self) -> int:
@@ -175,35 +175,37 @@ class Moe:
     def has_shared(self) -> bool:
         return self._shared is not None
 
-    def depart(self, x: Tensor, routing: Routing, lengths: Tensor | None = None) -> Journey | None:
+    def depart(
+        self, x: Tensor, routing: Routing, lengths: Tensor | None = None
+    ) -> ExpertExchange | None:
         """Begins what `up` waits for; None where all experts are here. Tokens whose `lengths` are 0
         stand for none."""
-        if self._company is None:
+        if self._expert_ranks is None:
             return None
-        [whole] = self._company.cuts(len(x))
-        return self._departed(self._company, x, routing, whole, lengths)
+        [whole] = self._expert_ranks.cuts(len(x))
+        return self._departed(self._expert_ranks, x, routing, whole, lengths)
 
     def _departed(
         self,
-        company: Company,
+        expert_ranks: ExpertRanks,
         x: Tensor,
         routing: Routing,
         cut: range,
         lengths: Tensor | None = None,
-    ) -> Journey:
+    ) -> ExpertExchange:
         kept = x.to(routed.product_type(self._gate_up[0]))
-        return company.depart(kept, *routing, layer=self._number, cut=cut, lengths=lengths)
+        return expert_ranks.depart(kept, *routing, layer=self._number, cut=cut, lengths=lengths)
 
-    def up(self, x: Tensor, routing: Routing, guests: Guests | None = None) -> Inner:
+    def up(self, x: Tensor, routing: Routing, received: Received | None = None) -> Inner:
         weights, scales = self._gate_up
-        if guests is None:
+        if received is None:
             order, ends = routed.by_expert(routing.experts, self.own_count)
             tokens = x.to(routed.product_type(weights))[order // routing.experts.shape[1]]
         else:
-            order, ends = routed.by_expert(guests.places, self.own_count)
-            tokens = taken(guests.tokens, guests.lines[order], ends)
+            order, ends = routed.by_expert(received.places, self.own_count)
+            tokens = taken(received.tokens, received.lines[order], ends)
         both, limit = _products(tokens, ends, weights, scales=scales), self._config.expert_limit
-        if guests is None:
+        if received is None:
             values = swiglu(both.float(), limit).to(both.dtype)
         else:
             values = gated(both, ends, limit)
@@ -228,16 +230,18 @@ class Moe:
             inner.values, edges[1:], weights, scales=scales, begin=edges[:1], out=inner.outer
         )
 
-    def give_back(self, inner: Inner, experts: range, journey: Journey | None) -> None:
+    def give_back(self, inner: Inner, experts: range, exchange: ExpertExchange | None) -> None:
         """What these experts have made goes to the ranks of its tokens."""
-        if journey is not None:
-            journey.give_back(inner.outer, inner.order, inner.edges, experts)
+        if exchange is not None:
+            exchange.give_back(inner.outer, inner.order, inner.edges, experts)
 
-    def collect(self, inner: Inner, routing: Routing, journey: Journey | None = None) -> Tensor:
+    def collect(
+        self, inner: Inner, routing: Routing, exchange: ExpertExchange | None = None
+    ) -> Tensor:
         """Each token's weighted sum, float32, of what all its experts made for it."""
-        if journey is None:
+        if exchange is None:
             return routed.collected(inner.outer, inner.order, routing.weights)
-        return journey.collect(inner.outer.dtype, self._config.hidden_dim)
+        return exchange.collect(inner.outer.dtype, self._config.hidden_dim)
 
     def shared(self, x: Tensor) -> Tensor:
         assert self._shared is not None, "this model has no shared experts"

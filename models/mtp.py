@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ess.comm.company import Company
+from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.kernels.cpu.stage import Stage, pack
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
@@ -28,11 +28,13 @@ class Mtp:
         *,
         first: int = 0,
         tp: int = 1,
-        company: Company | None = None,
+        expert_ranks: ExpertRanks | None = None,
     ) -> None:
         number, dim = config.layer_count, config.hidden_dim
         own = source.under(f"model.layers.{number}")
-        self.layer = DecoderLayer(config, own, number, first=first, tp=tp, company=company)
+        self.layer = DecoderLayer(
+            config, own, number, first=first, tp=tp, expert_ranks=expert_ranks
+        )
         self._eps = config.norm_eps
         self._embedding_norm = own.vector("enorm.weight", dim)
         self._hidden_norm = own.vector("hnorm.weight", dim)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, TypedDict
 from ess.errors import BadInput
 
 if TYPE_CHECKING:
-    from ess.comm.company import Company
+    from ess.comm.experts.expert_ranks import ExpertRanks
     from ess.models.config import ModelConfig
 
 
 class Sharing(TypedDict, total=False):
-    """`tp` ranks share the heads of each layer, the ranks of `company` its experts."""
+    """`tp` ranks share the heads of each layer, the ranks of `expert_ranks` its experts."""
 
     tp: int
-    company: Company | None
+    expert_ranks: ExpertRanks | None
 
 
 class ModelPart(Sharing, total=False):

@@ -28,7 +28,7 @@ from ess.cost import Calibration
 from ess.door import Offload
 from ess.door.stats import Stats
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.ranks.accord import Ranks
+from ess.engine.ranks.agreement import Ranks
 from ess.engine.step.tuning import ATTENTION
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput

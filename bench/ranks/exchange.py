@@ -27,12 +27,12 @@ from ess.bench.ranks.line import LateTeam, Line
 from ess.bench.ranks.members import member_rows
 from ess.bench.ranks.together import together
 from ess.bench.ranks.volumes import volume_rows
-from ess.comm.company import Company, Traffic
 from ess.comm.experts.balance import balance, balanced
+from ess.comm.experts.expert_ranks import ExpertRanks, Traffic
 from ess.comm.experts.placement import even
 from ess.comm.group import Group
 from ess.comm.local import local_group
-from ess.engine.ranks.accord import Many
+from ess.engine.ranks.agreement import Many
 from ess.models.config import ModelConfig
 from ess.models.load import EMBEDDED, load_model
 from ess.models.weights.checkpoint import Checkpoint
@@ -166,8 +166,8 @@ def expert_count() -> int:
 
 def decode(group: Group, line: Line, batch: int, steps: int, *, tbo: Tbo, sbo: Sbo) -> Decoded:
     team = LateTeam(group.team, line)
-    company = Company(team, even(expert_count(), group.size))
-    model = load_model(company=company)
+    expert_ranks = ExpertRanks(team, even(expert_count(), group.size))
+    model = load_model(expert_ranks=expert_ranks)
     engine = settled_engine(
         model,
         context=CONTEXT,
@@ -176,17 +176,17 @@ def decode(group: Group, line: Line, batch: int, steps: int, *, tbo: Tbo, sbo: S
         modes="none",
         tbo=tbo,
         sbo=sbo,
-        ranks=Many(company, on_meet=group.advance),
+        ranks=Many(expert_ranks, on_meet=group.advance),
     )
     exposed_ms = []
     for at in range(SETTLE_STEPS + steps):
         before_s = team.exposed_s
         if at == SETTLE_STEPS:
-            company.traffic = Traffic()
+            expert_ranks.traffic = Traffic()
         engine.step()
         if at >= SETTLE_STEPS:
             exposed_ms.append((team.exposed_s - before_s) * 1e3)
-    sent = company.traffic
+    sent = expert_ranks.traffic
     seen = Decoded(
         exposed_ms, sent.out_bytes / sent.token_count, sent.back_bytes / sent.token_count
     )

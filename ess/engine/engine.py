@@ -37,7 +37,7 @@ from ess.engine.plan import Chunk, Made, StepPlan, StepResult
 from ess.engine.process.messages import ExpertLine, GraphLine, StageLine
 from ess.engine.prompt.run import span_of
 from ess.engine.prompt.scores import score
-from ess.engine.ranks.accord import Alone, Ranks, Wish
+from ess.engine.ranks.agreement import Alone, Ranks, StepNeeds
 from ess.engine.request import FinishReason, Request, State
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_waiting
@@ -216,7 +216,7 @@ class Engine:
     def stand_by(self, *, leaves: bool = False) -> None:
         """Takes part in a step of the other ranks, without requests of its own."""
         if self._ranks.rest_s < math.inf:
-            self._flights.stand_by(Wish(leaves=leaves))
+            self._flights.stand_by(StepNeeds(leaves=leaves))
             self._flights.stand_by_prompts()
 
     @property

@@ -255,6 +255,6 @@ def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) 
     from ess.models.compressed.model import CompressedModel
 
     is_whole = part.get("layers") is None and part.get("tp", 1) == 1
-    if not is_whole or part.get("company") is not None:
+    if not is_whole or part.get("expert_ranks") is not None:
         raise BadInput(f"{config.family}: its layers, heads and experts are not divided yet")
     return CompressedModel(config, tensor)

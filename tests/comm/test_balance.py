@@ -8,13 +8,13 @@ import random
 import pytest
 import torch
 
-from ess.comm.company import Company
 from ess.comm.experts.balance import balance, balanced, copy_counts, rank_loads
+from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.comm.experts.loads import WINDOWS
 from ess.comm.experts.placement import Placement, Places, even
 from ess.comm.local import local_group
 from ess.errors import BadInput
-from tests.comm.test_company import EXPERTS, TWICE, chosen, in_blocks, through, tokens
+from tests.comm.test_expert_ranks import EXPERTS, TWICE, chosen, in_blocks, through, tokens
 from tests.comm.test_local import each
 
 
@@ -116,30 +116,30 @@ def test_each_layer_s_tokens_go_where_its_experts_are():
     places = Places(TWICE, {3: Placement(balanced(range(EXPERTS), 3, redundant=3))})
 
     def act(group) -> bool:
-        company, count = Company(group.team, places), 5 + group.rank
+        expert_ranks, count = ExpertRanks(group.team, places), 5 + group.rank
         given, asked = tokens(count, group.rank), chosen(count, group.rank)
         blocks = in_blocks(places.usual, 2)
         for column, experts in enumerate(asked.T):
-            came = through(company, given, asked, blocks, column)
+            came = through(expert_ranks, given, asked, blocks, column)
             assert came[:, -1].equal(experts.float()), column
-        return company.own(3) == places.of(3).places[group.rank]
+        return expert_ranks.own(3) == places.of(3).places[group.rank]
 
     assert each(local_group(3, team=3), act) == [True] * 3
 
 
 def test_all_ranks_hear_what_all_have_chosen_and_forget_what_is_old():
     def act(group) -> tuple[dict[int, list[int]], int]:
-        company = Company(group.team, even(EXPERTS, 3))
+        expert_ranks = ExpertRanks(group.team, even(EXPERTS, 3))
         for window in range(WINDOWS + 2):
             for layer in (3, 5):
-                company.loads.count(
+                expert_ranks.loads.count(
                     layer,
                     chosen(4, 10 * window + group.rank)
                     if layer == 3
                     else torch.empty((0, 4), dtype=torch.long),
                 )
-            company.loads.share(group.team, 7)
-        return company.loads.recent(), company.loads.step_count
+            expert_ranks.loads.share(group.team, 7)
+        return expert_ranks.loads.recent(), expert_ranks.loads.step_count
 
     (recent, steps), *others = each(local_group(3, team=3), act)
     assert all(other == (recent, steps) for other in others)

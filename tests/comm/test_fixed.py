@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from ess.comm.company import Company, Rooms
-from ess.comm.experts.fixed import FixedCompany
+from ess.comm.experts.expert_ranks import ExpertRanks, Rooms
+from ess.comm.experts.fixed import FixedExpertRanks
 from ess.comm.experts.placement import Placement, even
 from ess.comm.experts.sizes import CUT_TOKENS
 from ess.comm.local import local_group
-from tests.comm.test_company import EXPERTS, PER_TOKEN, TWICE, chosen, summed_by, tokens
+from tests.comm.test_expert_ranks import EXPERTS, PER_TOKEN, TWICE, chosen, summed_by, tokens
 from tests.comm.test_local import each
 
 COUNTS = (31, 1, 0, 5)
 PLACEMENTS = [even(EXPERTS, 1), even(EXPERTS, 2), even(EXPERTS, 4), TWICE]
 
 
-def fixed(group, placement: Placement) -> FixedCompany:
+def fixed(group, placement: Placement) -> FixedExpertRanks:
     """On the host, whose memory needs no fetching."""
-    made = FixedCompany(group.team, placement, torch.device("cpu"), lambda there: there.clone)
+    made = FixedExpertRanks(group.team, placement, torch.device("cpu"), lambda there: there.clone)
     made.own(3)
     return made
 
@@ -40,13 +40,13 @@ def test_sums_are_those_of_the_company_that_tells_its_counts(placement, dtype, w
     whole = [range(placement.place_count)]
 
     def act(group) -> list[tuple[Tensor, Tensor]]:
-        told, results = Company(group.team, placement), []
-        company = fixed(group, placement)
+        told, results = ExpertRanks(group.team, placement), []
+        expert_ranks = fixed(group, placement)
         for turn in range(3):
-            company.enter(turn, Rooms(batch=room))
+            expert_ranks.enter(turn, Rooms(batch=room))
             count, seed = COUNTS[(group.rank + turn) % 4], 10 * group.rank + turn
             given = tokens(count, seed, dtype, 8), chosen(count, seed), weights_for(count, seed)
-            wanted, came = (summed_by(one, *given, whole) for one in (told, company))
+            wanted, came = (summed_by(one, *given, whole) for one in (told, expert_ranks))
             results.append((came, wanted))
         return results
 
@@ -62,11 +62,11 @@ def test_what_is_padding_of_the_step_may_lie_beyond_the_room():
     """A step in a large bucket, beside ranks that agreed on a small one."""
 
     def act(group) -> tuple[Tensor, Tensor]:
-        company, given = fixed(group, even(EXPERTS, 2)), tokens(9, group.rank)
-        company.enter(0, Rooms(batch=4))
+        expert_ranks, given = fixed(group, even(EXPERTS, 2)), tokens(9, group.rank)
+        expert_ranks.enter(0, Rooms(batch=4))
         asked, weights = chosen(9, group.rank), weights_for(9, 1)
-        came = summed_by(company, given, asked, weights, [range(EXPERTS // 2)])
-        told = Company(group.team, even(EXPERTS, 2))
+        came = summed_by(expert_ranks, given, asked, weights, [range(EXPERTS // 2)])
+        told = ExpertRanks(group.team, even(EXPERTS, 2))
         return came, summed_by(told, given[:4], asked[:4], weights[:4], [range(EXPERTS // 2)])
 
     for came, wanted in each(local_group(2, team=2), act):
@@ -76,29 +76,29 @@ def test_what_is_padding_of_the_step_may_lie_beyond_the_room():
 
 def test_all_ranks_cut_prompts_alike_and_halves_have_their_own_room():
     [group] = local_group(1)
-    company = fixed(group, even(EXPERTS, 1))
-    company.enter(0, Rooms(batch=8, half=5, chunk=2 * CUT_TOKENS + 3))
-    assert company.cuts(3) == company.cuts(8) == [range(8)]
-    with company.in_halves():
-        assert company.cuts(3) == [range(5)]
-    assert company.cuts(1) == [range(8)]
-    company.turn_to_prompts()
+    expert_ranks = fixed(group, even(EXPERTS, 1))
+    expert_ranks.enter(0, Rooms(batch=8, half=5, chunk=2 * CUT_TOKENS + 3))
+    assert expert_ranks.cuts(3) == expert_ranks.cuts(8) == [range(8)]
+    with expert_ranks.in_halves():
+        assert expert_ranks.cuts(3) == [range(5)]
+    assert expert_ranks.cuts(1) == [range(8)]
+    expert_ranks.turn_to_prompts()
     ends = (0, CUT_TOKENS, 2 * CUT_TOKENS, 2 * CUT_TOKENS + 3)
     cuts = [range(*pair) for pair in itertools.pairwise(ends)]
-    assert company.cuts(0) == company.cuts(2 * CUT_TOKENS) == cuts
+    assert expert_ranks.cuts(0) == expert_ranks.cuts(2 * CUT_TOKENS) == cuts
 
 
 def test_choices_are_told_a_window_late_and_at_the_end_all_of_them():
     def act(group) -> list[int]:
-        company = fixed(group, even(EXPERTS, 2))
+        expert_ranks = fixed(group, even(EXPERTS, 2))
         seen = []
         for window in range(3):
             asked = torch.full((2 + group.rank, 1), window)
-            company.loads.count(3, asked)
-            company.loads.share(company.team, 4, is_last=window == 2)
-            seen.append(sum(company.loads.recent().get(3, [])))
-        assert company.loads.recent()[3][:4] == [5, 5, 5, 0]
-        return [*seen, company.loads.step_count]
+            expert_ranks.loads.count(3, asked)
+            expert_ranks.loads.share(expert_ranks.team, 4, is_last=window == 2)
+            seen.append(sum(expert_ranks.loads.recent().get(3, [])))
+        assert expert_ranks.loads.recent()[3][:4] == [5, 5, 5, 0]
+        return [*seen, expert_ranks.loads.step_count]
 
     assert each(local_group(2, team=2), act) == [[0, 5, 15, 12]] * 2
 
@@ -107,14 +107,14 @@ def test_pads_choose_nothing_and_are_not_counted():
     """Every second token is one; the others' sums are what they are without pads."""
 
     def act(group) -> tuple[Tensor, Tensor, int]:
-        company, whole = fixed(group, even(EXPERTS, 2)), [range(EXPERTS // 2)]
-        company.enter(0, Rooms(batch=6))
+        expert_ranks, whole = fixed(group, even(EXPERTS, 2)), [range(EXPERTS // 2)]
+        expert_ranks.enter(0, Rooms(batch=6))
         given = tokens(6, group.rank, width=8), chosen(6, group.rank), weights_for(6, 1)
         lengths = torch.tensor([3, 0] * 3)
-        came = summed_by(company, *given, whole, lengths=lengths)
-        wanted = summed_by(company, *given, whole)
-        company.loads.share(company.team, 1, is_last=True)
-        return came, wanted, sum(company.loads.recent()[3])
+        came = summed_by(expert_ranks, *given, whole, lengths=lengths)
+        wanted = summed_by(expert_ranks, *given, whole)
+        expert_ranks.loads.share(expert_ranks.team, 1, is_last=True)
+        return came, wanted, sum(expert_ranks.loads.recent()[3])
 
     for came, wanted, counted in each(local_group(2, team=2), act):
         assert torch.equal(came[::2], wanted[::2])

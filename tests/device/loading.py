@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ess.comm.experts.balance import balanced
-from ess.comm.experts.fixed import FixedCompany
+from ess.comm.experts.fixed import FixedExpertRanks
 from ess.comm.experts.placement import Placement
 from ess.comm.local import local_group
 from ess.door.device.memory.uploads import Download
@@ -66,11 +66,13 @@ def test_a_plan_says_what_a_rank_takes(form, tmp_path):
     config = load_model(tmp_path, form=form, device="cuda").config
     placed = balanced([*range(config.expert_count)], 2, 2)
     team, home = local_group(2, team=2)[1].team, torch.device("cuda", 0)
-    company = FixedCompany(team, Placement(placed), home, lambda there: Download(there).read)
+    expert_ranks = FixedExpertRanks(
+        team, Placement(placed), home, lambda there: Download(there).read
+    )
     for layer in range(config.layer_total):
-        company.own(layer)
+        expert_ranks.own(layer)
     before = tensor_bytes()
-    made = load_model(tmp_path, form=form, device="cuda", company=company)
+    made = load_model(tmp_path, form=form, device="cuda", expert_ranks=expert_ranks)
     planned = kept_bytes(config, entries, form, rank_count=2, redundant=2)
     assert tensor_bytes() - before == planned
     assert made.layers[-1].experts.own_count == (config.expert_count + 2) // 2

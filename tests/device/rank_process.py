@@ -19,13 +19,13 @@ from tests.support import pretended_nccl  # isort: skip # noqa: F401
 import torch
 
 from ess.comm.experts.balance import balanced
-from ess.comm.experts.fixed import FixedCompany
+from ess.comm.experts.fixed import FixedExpertRanks
 from ess.comm.experts.placement import Placement, Places, even
 from ess.comm.link import LinkLost
 from ess.comm.meeting import join_group
 from ess.door.device.memory.uploads import Download
 from ess.engine.engine import Engine
-from ess.engine.ranks.accord import Many
+from ess.engine.ranks.agreement import Many
 from ess.models.registry import build, read_config
 from tests.device import engines
 from tests.device.rank_tasks import TASKS, added
@@ -44,11 +44,13 @@ class Rank:
         placed = balanced(loads, group.size, copies) if copies else even(count, group.size).places
         places = Places(Placement(placed))
         home = torch.device("cuda", 0)
-        self.company = FixedCompany(group.team, places, home, lambda there: Download(there).read)
-        model = build(config, lambda name: whole[name].to("cuda"), company=self.company)
+        self.expert_ranks = FixedExpertRanks(
+            group.team, places, home, lambda there: Download(there).read
+        )
+        model = build(config, lambda name: whole[name].to("cuda"), expert_ranks=self.expert_ranks)
         settings = {name: case[name] for name in case if name not in OF_TEST}
         _, offload, chosen = engines.parts("cuda", **settings)
-        ranks = Many(self.company, on_meet=group.advance)
+        ranks = Many(self.expert_ranks, on_meet=group.advance)
         self.engine = Engine(model, offload, chosen, ranks=ranks)
         self.requests, self.waited, self.stood_by = [], [], 0
         if case.get("rehearses"):
@@ -85,8 +87,8 @@ class Rank:
             "splits": tuning.split_count,
             "stood_by": self.stood_by,
             "waited": self.waited,
-            "chosen": sum(map(sum, self.company.loads.recent().values())),
-            "exchanged": self.company.traffic.exchange_count,
+            "chosen": sum(map(sum, self.expert_ranks.loads.recent().values())),
+            "exchanged": self.expert_ranks.traffic.exchange_count,
         }
 
 

@@ -238,15 +238,15 @@ def test_what_finishes_rows_and_keys_compiles_without_spills(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["*fp32", "*i16"])
 def test_what_comes_to_experts_and_goes_compiles_without_spills(kind: str) -> None:
-    from ess.kernels.cuda.triton.device import guests
+    from ess.kernels.cuda.triton.device import received
 
     sizes, is_half = {"WIDTH": 7168, "COLUMNS": 1024}, {"IS_BF16": kind == "*i16"}
     ends, given = types("*i32: ends, i32: last"), {"out": kind}
     for kernel, kinds, constants in (
-        (guests.take, {"tokens": kind, **types("*i64: lines, i32: token_stride"), **ends}, {}),
-        (guests.gate, {"both": kind, "limit": "fp32", **ends}, {"HAS_LIMIT": True, **is_half}),
+        (received.take, {"tokens": kind, **types("*i64: lines, i32: token_stride"), **ends}, {}),
+        (received.gate, {"both": kind, "limit": "fp32", **ends}, {"HAS_LIMIT": True, **is_half}),
         (
-            guests.add,
+            received.add,
             {"made": kind, **types("*i64: places, *fp32: weights, i32: made_stride")},
             {"EACH": 8, "OUT_IS_BF16": kind == "*i16", **is_half},
         ),

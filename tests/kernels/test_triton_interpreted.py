@@ -42,9 +42,9 @@ QUICK = (
     "test_linear.py::test_products_of_codes[cuda-5-130-384-dtype1]",
     "test_linear.py::test_experts_by_the_loop[cuda-True]",
     "test_cut.py::test_lines_with_cuts_of_their_own[cuda]",
-    "test_guests.py::test_tokens_are_taken_as_far_as_the_last_end[cuda-5-dtype1]",
-    "test_guests.py::test_gates_are_those_of_one_rank[cuda-5-0.5-dtype0]",
-    "test_guests.py::test_sums_are_in_order_and_of_lines_that_are_here[cuda-out_dtype1-dtype0]",
+    "test_received.py::test_tokens_are_taken_as_far_as_the_last_end[cuda-5-dtype1]",
+    "test_received.py::test_gates_are_those_of_one_rank[cuda-5-0.5-dtype0]",
+    "test_received.py::test_sums_are_in_order_and_of_lines_that_are_here[cuda-out_dtype1-dtype0]",
 )
 # What a GPU runs of these files, but for what takes the interpreter minutes.
 MOST = {
@@ -56,7 +56,7 @@ MOST = {
     "grouped": "cuda",
     "finish": "cuda",
     "linear": "cuda",
-    "guests": "cuda",
+    "received": "cuda",
     "triton_grouped": "cuda",
     "triton_ops": "cuda",
     "triton_index": "cuda",

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from ess.comm.company import Company
-from ess.comm.experts.fixed import FixedCompany
+from ess.comm.experts.expert_ranks import ExpertRanks
+from ess.comm.experts.fixed import FixedExpertRanks
 from ess.comm.experts.placement import Places, even
 from ess.comm.group import Group
 from ess.comm.local import local_group
@@ -18,7 +18,7 @@ from ess.comm.team import Team
 from ess.door import Offload
 from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
-from ess.engine.ranks.accord import Many
+from ess.engine.ranks.agreement import Many
 from ess.engine.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.models.model import Model
@@ -32,9 +32,9 @@ EXPERTS = SMALL["n_routed_experts"]
 PATIENCE_S = 240.0
 
 
-def fixed(team: Team, places: Places) -> FixedCompany:
+def fixed(team: Team, places: Places) -> FixedExpertRanks:
     """As on a device, with all that lies there on the host."""
-    return FixedCompany(team, places, torch.device("cpu"), lambda there: there.clone)
+    return FixedExpertRanks(team, places, torch.device("cpu"), lambda there: there.clone)
 
 
 @functools.cache
@@ -46,17 +46,17 @@ def weights(family: str) -> tuple[object, dict[str, torch.Tensor]]:
     return config, tensors(config)
 
 
-def share(family: str, company: Company) -> Model:
+def share(family: str, expert_ranks: ExpertRanks) -> Model:
     """A rank's model. It has no way to the weights of another rank's experts."""
     config, whole = weights(family)
 
     def own(name: str) -> torch.Tensor:
         above, is_routed, rest = name.partition(".mlp.experts.")
         layer = int(above.rpartition(".")[2]) if is_routed else 0
-        assert not is_routed or int(rest.split(".")[0]) in company.own(layer), name
+        assert not is_routed or int(rest.split(".")[0]) in expert_ranks.own(layer), name
         return whole[name]
 
-    return build(config, own, company=company)
+    return build(config, own, expert_ranks=expert_ranks)
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Rank:
         **config,
     ) -> None:
         placed = places or Places(even(EXPERTS, group.size))
-        self.company = (fixed if is_fixed else Company)(group.team, placed)
-        made = share(family, self.company)
+        self.expert_ranks = (fixed if is_fixed else ExpertRanks)(group.team, placed)
+        made = share(family, self.expert_ranks)
         kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
         layout = kept.layout(row="f32", index="f32")
         self.offload = Offload.create(
@@ -101,7 +101,7 @@ class Rank:
         )
         settings = EngineConfig(mtp=mtp, chunk_tokens=48, **config)
         self.engine = Engine(
-            made, self.offload, settings, ranks=Many(self.company, on_meet=group.advance)
+            made, self.offload, settings, ranks=Many(self.expert_ranks, on_meet=group.advance)
         )
         self.made: list[tuple[Task, Request]] = []
         self.stood_by = 0

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from ess.comm.company import Rooms
-from ess.engine.ranks.accord import Accord, Wish, agreed
+from ess.comm.experts.expert_ranks import Rooms
+from ess.engine.ranks.agreement import StepAgreement, StepNeeds, agreed
 from ess.engine.step.tuning import Tuning
 from tests.model.test_engine import expected
 from tests.ranks.rig import EXPERTS, Rank, Task, run_ranks
@@ -43,8 +43,8 @@ def test_ranks_give_the_plain_model_s_tokens(family, size, mode, mtp, tbo, sbo):
     tasks = [BUSY, LATE, (), BRIEF][:size]
     ranks = run_ranks(family, tasks, modes=mode, mtp=mtp, tbo=tbo, sbo=sbo)
     check(family, ranks)
-    assert len({rank.company.traffic.exchange_count for rank in ranks}) == 1
-    assert ranks[0].company.traffic.out_bytes > 0
+    assert len({rank.expert_ranks.traffic.exchange_count for rank in ranks}) == 1
+    assert ranks[0].expert_ranks.traffic.out_bytes > 0
     assert ranks[1].stood_by > 0
     if tbo == "on":
         assert ranks[0].engine.tuning.split_count > 2
@@ -85,10 +85,10 @@ def test_exchanges_of_agreed_sizes_change_no_token(size, mtp, tbo, sbo, family, 
     more = {"depth": 1} if mtp == 2 else {}
     ranks = run_ranks(family, tasks, is_fixed=True, modes=mode, mtp=mtp, tbo=tbo, sbo=sbo, **more)
     check(family, ranks)
-    assert len({rank.company.traffic.exchange_count for rank in ranks}) == 1
-    loads = [rank.company.loads.recent() for rank in ranks]
+    assert len({rank.expert_ranks.traffic.exchange_count for rank in ranks}) == 1
+    loads = [rank.expert_ranks.loads.recent() for rank in ranks]
     assert loads[0] == loads[-1]
-    tokens = sum(rank.company.traffic.token_count for rank in ranks)
+    tokens = sum(rank.expert_ranks.traffic.token_count for rank in ranks)
     assert sum(map(sum, loads[0].values())) == 2 * tokens > 0
 
 
@@ -98,7 +98,7 @@ def test_a_rank_has_its_own_experts_and_no_others():
         layer = rank.engine.runner.model.layers[1]
         assert layer.experts.own_count == EXPERTS // 2
         assert len(layer.experts._down[0]) == EXPERTS // 2
-    assert [rank.company.own(1) for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [rank.expert_ranks.own(1) for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 def test_preempted_requests_go_on_while_others_run():
@@ -122,18 +122,18 @@ def test_steps_launched_ahead_stay_in_step():
 
 def test_one_step_of_accord():
     """A step as it may be: two decode, one has a chunk, one has nothing."""
-    wishes = [
-        Wish(token_count=6, half_count=4, draft_count=2, splits=True),
-        Wish(token_count=2, half_count=2, chunk_tokens=48, draft_count=1),
-        Wish(leaves=True),
+    needs = [
+        StepNeeds(token_count=6, half_count=4, draft_count=2, splits=True),
+        StepNeeds(token_count=2, half_count=2, chunk_tokens=48, draft_count=1),
+        StepNeeds(leaves=True),
     ]
-    made = agreed(wishes)
+    made = agreed(needs)
     rooms = Rooms(batch=6, half=4, chunk=48)
-    assert made == Accord(rooms=rooms, draft_count=1, splits=True, all_leave=False)
-    assert made == agreed(wishes[::-1])
-    assert agreed([wishes[1], wishes[2]]).splits is False
-    assert agreed([Wish(), wishes[2]]).is_quiet
-    assert agreed([wishes[2]] * 2).all_leave
+    assert made == StepAgreement(rooms=rooms, draft_count=1, splits=True, all_leave=False)
+    assert made == agreed(needs[::-1])
+    assert agreed([needs[1], needs[2]]).splits is False
+    assert agreed([StepNeeds(), needs[2]]).is_quiet
+    assert agreed([needs[2]] * 2).all_leave
 
 
 def test_what_the_ranks_agreed_on_is_what_the_step_reports():

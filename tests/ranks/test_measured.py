@@ -10,36 +10,34 @@ import torch
 
 from ess.bench.ranks.exchange import comm_benchmark, even_bytes
 from ess.bench.ranks.line import LateTeam, Line
-from ess.comm.company import Company
+from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.comm.experts.placement import even
 from ess.comm.local import local_group
-from tests.comm.test_company import EXPERTS, PER_TOKEN, in_blocks, through
+from tests.comm.test_expert_ranks import EXPERTS, PER_TOKEN, in_blocks, through
 from tests.comm.test_local import each
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_formula_is_the_mean_over_all_choices_of_experts(ranks):
-    """Every choice of a token's experts, through a company whose rank 0 has all tokens: a line is
+    """Every choice of a token's experts, among ranks of which rank 0 has all tokens: a line is
     bfloat16 there as here, and what comes back is as wide as what went out."""
     choices = torch.tensor(list(itertools.combinations(range(EXPERTS), PER_TOKEN)))
     line = Line(latency_s=0.0, bytes_per_s=1e12)
 
-    def act(group) -> Company:
-        company = Company(LateTeam(group.team, line), even(EXPERTS, ranks))
+    def act(group) -> ExpertRanks:
+        expert_ranks = ExpertRanks(LateTeam(group.team, line), even(EXPERTS, ranks))
         asked = choices if group.rank == 0 else choices[:0]
         given = torch.zeros((len(asked), 7), dtype=torch.bfloat16)
-        through(company, given, asked, in_blocks(company.places.usual, 1))
-        return company
+        through(expert_ranks, given, asked, in_blocks(expert_ranks.places.usual, 1))
+        return expert_ranks
 
-    companies = each(local_group(ranks, team=ranks), act)
+    by_rank = each(local_group(ranks, team=ranks), act)
     config = SimpleNamespace(expert_count=EXPERTS, experts_per_token=PER_TOKEN, hidden_dim=7)
     out, _ = even_bytes(config, ranks)
     config.hidden_dim = 8
     _, back = even_bytes(config, ranks)
-    assert companies[0].traffic.out_bytes == pytest.approx(out * len(choices))
-    assert sum(company.traffic.back_bytes for company in companies) == pytest.approx(
-        back * len(choices)
-    )
+    assert by_rank[0].traffic.out_bytes == pytest.approx(out * len(choices))
+    assert sum(one.traffic.back_bytes for one in by_rank) == pytest.approx(back * len(choices))
 
 
 @pytest.mark.slow

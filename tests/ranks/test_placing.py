@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import torch
 
-from ess.comm.company import Company
 from ess.comm.experts.balance import balance, balanced
+from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.comm.experts.loads import WINDOW_STEPS
 from ess.comm.experts.placement import Placement, Places, even
 from ess.comm.local import local_group
 from ess.engine.config import ProcessConfig
 from ess.engine.process.rank import loads_file, recorder
-from ess.engine.ranks.accord import Many, Wish, expert_line
+from ess.engine.ranks.agreement import Many, StepNeeds, expert_line
 from ess.engine.ranks.placing import agreed_places, decided, read_loads, write_loads
 from ess.errors import BadInput
 from tests.comm.test_local import each
@@ -56,12 +56,12 @@ def test_copies_of_experts_change_no_token(size, redundant, mtp, tbo, sbo, is_fi
     for rank in ranks:
         for layer in rank.engine.runner.model.layers[1:]:
             assert layer.experts.own_count == (EXPERTS + redundant) // size
-    recent = [rank.company.loads.recent() for rank in ranks]
+    recent = [rank.expert_ranks.loads.recent() for rank in ranks]
     assert recent[0] == recent[-1], "ranks have counted differently"
     assert {*recent[0]} <= {*LAYERS}
-    tokens = sum(rank.company.traffic.token_count for rank in ranks)
+    tokens = sum(rank.expert_ranks.traffic.token_count for rank in ranks)
     assert sum(map(sum, recent[0].values())) == tokens * CONFIG.experts_per_token > 0
-    assert ranks[0].engine.expert_line() == expert_line(ranks[-1].company)
+    assert ranks[0].engine.expert_line() == expert_line(ranks[-1].expert_ranks)
 
 
 def test_what_engines_have_chosen_is_recorded_and_places_the_next_ones(tmp_path: Path):
@@ -69,9 +69,9 @@ def test_what_engines_have_chosen_is_recorded_and_places_the_next_ones(tmp_path:
     the mean."""
     path = tmp_path / "loads.json"
     ranks = run_ranks("v32", [BUSY, (Task(0, 90, 12),)], modes="none")
-    write_loads(path, ranks[0].company)
+    write_loads(path, ranks[0].expert_ranks)
     loads = read_loads(path, CONFIG)
-    assert loads == ranks[1].company.loads.recent()
+    assert loads == ranks[1].expert_ranks.loads.recent()
 
     def act(group) -> Places:
         own = str(path) if group.rank == 0 else "/never/read"
@@ -85,16 +85,16 @@ def test_what_engines_have_chosen_is_recorded_and_places_the_next_ones(tmp_path:
 
 
 def test_a_census_is_held_in_the_same_step_by_all_and_at_the_end(monkeypatch):
-    monkeypatch.setattr("ess.engine.ranks.accord.WINDOW_STEPS", 3)
+    monkeypatch.setattr("ess.engine.ranks.agreement.WINDOW_STEPS", 3)
 
     def act(group) -> list[int]:
-        company, held = Company(group.team, even(EXPERTS, 2)), []
-        many = Many(company, on_meet=lambda: None, on_census=lambda: held.append(step))
+        expert_ranks, held = ExpertRanks(group.team, even(EXPERTS, 2)), []
+        many = Many(expert_ranks, on_meet=lambda: None, on_census=lambda: held.append(step))
         for step in range(9):
             is_quiet = step in (1, 2)
-            many.meet(Wish(token_count=int(group.rank == 0 and not is_quiet)))
+            many.meet(StepNeeds(token_count=int(group.rank == 0 and not is_quiet)))
         step = 9
-        many.meet(Wish(leaves=True))
+        many.meet(StepNeeds(leaves=True))
         assert many.line().step_count == 7
         return held
 
@@ -107,20 +107,20 @@ def test_a_file_is_recorded_and_read_by_the_same_ranks(tmp_path: Path, capsys):
     both = ProcessConfig(dp_size=2, expert_load=str(path), record_expert_load=str(path))
     assert loads_file(both) == ""
     assert loads_file(replace(both, record_expert_load="")) == str(path)
-    company = Company(local_group(1)[0].team, even(EXPERTS, 1))
-    record = recorder(both, company)
-    company.loads.count(LAYERS[0], torch.arange(EXPERTS)[None])
-    company.loads.share(company.team, 5)
+    expert_ranks = ExpertRanks(local_group(1)[0].team, even(EXPERTS, 1))
+    record = recorder(both, expert_ranks)
+    expert_ranks.loads.count(LAYERS[0], torch.arange(EXPERTS)[None])
+    expert_ranks.loads.share(expert_ranks.team, 5)
     record()
     assert read_loads(Path(loads_file(both)), CONFIG) == {LAYERS[0]: [1] * EXPERTS}
-    company.loads.count(LAYERS[0], torch.arange(EXPERTS)[None])
-    company.loads.share(company.team, WINDOW_STEPS - 6)
+    expert_ranks.loads.count(LAYERS[0], torch.arange(EXPERTS)[None])
+    expert_ranks.loads.share(expert_ranks.team, WINDOW_STEPS - 6)
     record()
     assert read_loads(path, CONFIG) == {LAYERS[0]: [1] * EXPERTS}
-    company.loads.share(company.team, 1)
+    expert_ranks.loads.share(expert_ranks.team, 1)
     record()
     assert read_loads(path, CONFIG) == {LAYERS[0]: [2] * EXPERTS}
-    recorder(replace(both, record_expert_load="/never/there"), company)()
+    recorder(replace(both, record_expert_load="/never/there"), expert_ranks)()
     assert "/never/there cannot be written: No such file" in capsys.readouterr().err
 
 

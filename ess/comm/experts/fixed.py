@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.company import Company, Guests, Journey, Rooms
+from ess.comm.experts.expert_ranks import ExpertExchange, ExpertRanks, Received, Rooms
 from ess.comm.experts.loads import DeviceLoads, Fetch
 from ess.comm.experts.sizes import WORD_BYTES, WORDS, cuts, line_count
 from ess.comm.tensors import as_bytes
-from ess.kernels.guests import added
+from ess.kernels.received import added
 
 if TYPE_CHECKING:
     from ess.comm.experts.placement import Placement, Places
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 NOWHERE: Final = -1
 
 
-class FixedCompany(Company):
+class FixedExpertRanks(ExpertRanks):
     def __init__(
         self, team: Team, places: Places | Placement, device: torch.device, fetch: Fetch
     ) -> None:
@@ -87,7 +87,7 @@ class FixedCompany(Company):
         layer: int,
         cut: range,
         lengths: Tensor | None = None,
-    ) -> Journey:
+    ) -> ExpertExchange:
         self.traffic.exchange_count += 1
         self.traffic.token_count += len(tokens)
         placement = self.places.of(layer)
@@ -95,10 +95,10 @@ class FixedCompany(Company):
         if lengths is not None:
             places = places.where(lengths[:, None] > 0, NOWHERE)
         self._counts.count(layer, experts, places >= 0)
-        return FixedJourney(self.team, tokens, places, weights, placement.place_count, len(cut))
+        return FixedExchange(self.team, tokens, places, weights, placement.place_count, len(cut))
 
 
-class FixedJourney:
+class FixedExchange:
     """`places` [n, per_token] are those of all ranks, rank by rank, `place_count` for each."""
 
     def __init__(
@@ -141,7 +141,7 @@ class FixedJourney:
         both = words.view(torch.int32).view(ranks, WORDS, self._room, -1)
         return both[:, 0], both[:, 1].view(torch.float32)
 
-    def arrive(self) -> Guests:
+    def arrive(self) -> Received:
         came, size = self._coming.wait(), self._team.size
         choices, weights = self._told(came, size)
         first, per_token = self._team.rank * self._place_count, choices.shape[2]
@@ -152,7 +152,7 @@ class FixedJourney:
         pairs = torch.arange(len(places), device=came.device) // per_token
         lines = pairs + (pairs // self._room) * (self._line_count - self._room)
         tokens = came.view(self._tokens.dtype).view(-1, self._tokens.shape[1])
-        return Guests(tokens, lines, places)
+        return Received(tokens, lines, places)
 
     def give_back(self, outer: Tensor, order: Tensor, edges: Tensor, block: range) -> None:
         """A sum needs all its experts, so there is one block."""

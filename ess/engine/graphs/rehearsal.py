@@ -16,7 +16,7 @@ from typing import Final
 from ess.clock import Clock
 from ess.engine.graphs.replays import EAGER_STEPS, Fit, Replays
 from ess.engine.plan import Turn
-from ess.engine.ranks.accord import Ranks, Wish
+from ess.engine.ranks.agreement import Ranks, StepNeeds
 from ess.engine.request import Request
 from ess.engine.step.decode import launch, learn
 from ess.engine.step.feeding import Future
@@ -102,7 +102,7 @@ def _capture(
             future,
             replays,
             (Turn(request, kind.count),),
-            brought=Wish(draft_count=draft_count),
+            brought=StepNeeds(draft_count=draft_count),
             ranks=ranks,
             way=Here(),
             lap=DeviceLap(),

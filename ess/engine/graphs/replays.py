@@ -102,13 +102,13 @@ class Replays:
         self.eager_counts: Counter[Cause] = Counter()
         self._runner = runner
         layout, pools = runner.offload.layout, runner.offload.sizes
-        company = runner.model.company
+        expert_ranks = runner.model.expert_ranks
         self._takes = partial(
             graph_bytes,
             runner.model.config,
             layout,
             length_max=pools.length_max,
-            rank_count=1 if company is None else company.team.size,
+            rank_count=1 if expert_ranks is None else expert_ranks.team.size,
         )
         self._query_max = pools.query_max
         self.sizes = sizes

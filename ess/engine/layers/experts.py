@@ -1,7 +1,7 @@
 """The stages of one layer's experts in one step: what `overlap.sbo`'s schedules put in order.
 
 On one rank every token is where its experts are, so nothing is sent: `dispatch`, `arrive` and
-`combine` hand on what they are given. Where ranks divide the experts (`comm.company`), `route`
+`combine` hand on what they are given. Where ranks divide the experts (`comm.experts`), `route`
 begins to tell the others how many tokens come, `dispatch` sends them, `arrive` waits for those of
 the others, `combine` sends back what a block of experts has made, and `collect` waits for it.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ess.comm.company import Guests, Journey
+from ess.comm.experts.expert_ranks import ExpertExchange, Received
 from ess.errors import BadState
 from ess.models.decoder import DecoderLayer
 from ess.models.moe import Inner, Routing
@@ -40,8 +40,8 @@ class ExpertStep:
         self._input = layer.mlp_input(hidden)
         self._lengths = lengths
         self._routing: Routing | None = None
-        self._journey: Journey | None = None
-        self._guests: Guests | None = None
+        self._exchange: ExpertExchange | None = None
+        self._received: Received | None = None
         self._inner: Inner | None = None
         self._made: list[range] = []
         self._sent: list[range] = []
@@ -57,27 +57,27 @@ class ExpertStep:
     @timed
     def route(self) -> None:
         self._routing = self._experts.route(self._input)
-        self._journey = self._experts.depart(self._input, self._routing, self._lengths)
+        self._exchange = self._experts.depart(self._input, self._routing, self._lengths)
 
     @timed
     def dispatch(self) -> None:
         if self._routing is None:
             raise BadState("route comes before dispatch")
-        if self._journey is not None:
-            self._journey.send()
+        if self._exchange is not None:
+            self._exchange.send()
 
     @timed
     def arrive(self) -> None:
         assert self._inner is None, "tokens arrive once"
         assert self._routing is not None, "route comes before arrive"
-        if self._journey is not None:
-            self._guests = self._journey.arrive()
+        if self._exchange is not None:
+            self._received = self._exchange.arrive()
 
     @timed
     def up(self) -> None:
         assert self._routing is not None, "route comes before up"
         assert not self._made, "a block was made before its inputs"
-        self._inner = self._experts.up(self._input, self._routing, self._guests)
+        self._inner = self._experts.up(self._input, self._routing, self._received)
 
     @timed
     def down(self, block: range) -> None:
@@ -94,7 +94,7 @@ class ExpertStep:
         made = self._made.pop()
         assert made == block, f"experts {block} are sent before they are done"
         assert self._inner is not None, "up comes before combine"
-        self._experts.give_back(self._inner, block, self._journey)
+        self._experts.give_back(self._inner, block, self._exchange)
         self._sent.append(made)
 
     @timed
@@ -104,7 +104,7 @@ class ExpertStep:
         assert not self._made, "a block of experts was computed and not sent"
         sent = sum(map(len, self._sent))
         assert sent == self._experts.own_count, "a block of experts was not sent"
-        self._routed = self._experts.collect(self._inner, self._routing, self._journey)
+        self._routed = self._experts.collect(self._inner, self._routing, self._exchange)
 
     @timed
     def shared(self) -> None:

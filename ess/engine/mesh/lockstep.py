@@ -23,12 +23,12 @@ from typing import TypeVar
 
 import msgspec
 
-from ess.comm.company import OutOfStep
+from ess.comm.experts.expert_ranks import OutOfStep
 from ess.comm.group import Group
 from ess.comm.link import Link
 from ess.door import Offload
 from ess.engine.mesh.words import Aside, Call, Holds, Met, Told, Word, receive, send
-from ess.engine.ranks.accord import Accord, Wish, agreed
+from ess.engine.ranks.agreement import StepAgreement, StepNeeds, agreed
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.pool.latent import LatentPool
@@ -42,7 +42,7 @@ class Lockstep:
     rest_s = float("inf")
 
     def __init__(self, group: Group, offload: Offload) -> None:
-        self.latest = agreed([Wish(leaves=True)])
+        self.latest = agreed([StepNeeds(leaves=True)])
         self.counts = True
         self.group = group
         self._offload = offload
@@ -100,22 +100,22 @@ class Lockstep:
 
     # ---- a step
 
-    def meet(self, wish: Wish) -> Accord:
+    def meet(self, need: StepNeeds) -> StepAgreement:
         """LinkLost if a rank is lost, OutOfStep if it has come apart from rank 0."""
         mine = Met(
             self._step,
-            wish.token_count,
-            wish.chunk_tokens,
-            wish.draft_count,
+            need.token_count,
+            need.chunk_tokens,
+            need.draft_count,
             self._free(),
-            wish.splits,
+            need.splits,
         )
         theirs = self.from_lead(mine, Met)
         if msgspec.structs.replace(mine, splits=theirs.splits) != theirs:
             raise self._apart(f"its step is {theirs}, here it is {mine}")
         self._step += 1
         self.group.advance()
-        self.latest = agreed([replace(wish, splits=theirs.splits, leaves=True)])
+        self.latest = agreed([replace(need, splits=theirs.splits, leaves=True)])
         return self.latest
 
     def tell(self, make: Callable[[], Told], *, is_last: bool, fed: int) -> Told:

@@ -20,7 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
-from ess.comm.company import OutOfStep
+from ess.comm.experts.expert_ranks import OutOfStep
 from ess.door import Sequence
 from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent, Timeline
 from ess.door.handoff.port import Port

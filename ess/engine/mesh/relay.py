@@ -13,7 +13,7 @@ from zlib import crc32
 import msgspec
 from torch import Tensor
 
-from ess.comm.company import OutOfStep
+from ess.comm.experts.expert_ranks import OutOfStep
 from ess.engine.layers.batch import Batch
 from ess.engine.layers.heads import AllHeads, Heads
 from ess.engine.mesh.lockstep import Lockstep

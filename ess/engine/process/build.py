@@ -9,7 +9,7 @@ import msgspec
 
 from ess import console
 from ess.clock import Clock
-from ess.comm.company import Company
+from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.engine.devices import is_device, ordinal_of
@@ -18,7 +18,7 @@ from ess.engine.process.disk import disk_of
 from ess.engine.process.driven import Driven
 from ess.engine.process.messages import Launch
 from ess.engine.process.peers import Peers, open_port
-from ess.engine.ranks.accord import Ranks
+from ess.engine.ranks.agreement import Ranks
 from ess.models.load import load_model
 from ess.models.text.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ def build(
     launch: Launch,
     clock: Clock,
     *,
-    company: Company | None = None,
+    expert_ranks: ExpertRanks | None = None,
     ranks: Ranks | None = None,
     before_steps: Callable[[], None] = lambda: None,
 ) -> Built:
@@ -47,7 +47,9 @@ def build(
     torch.set_num_threads(chosen.threads)
     if is_device(chosen.device):
         torch.cuda.set_device(ordinal_of(chosen.device))
-    model = load_model(launch.model, form=chosen.form, device=chosen.device, company=company)
+    model = load_model(
+        launch.model, form=chosen.form, device=chosen.device, expert_ranks=expert_ranks
+    )
     config = model.config
     if chosen.mtp == 1:
         config = msgspec.structs.replace(config, mtp_layer_count=0)

@@ -21,8 +21,8 @@ import zmq
 
 from ess import console
 from ess.clock import Clock, RealClock
-from ess.comm.company import Company
-from ess.comm.experts.fixed import FixedCompany
+from ess.comm.experts.expert_ranks import ExpertRanks
+from ess.comm.experts.fixed import FixedExpertRanks
 from ess.comm.experts.loads import WINDOW_STEPS
 from ess.comm.group import Group
 from ess.comm.meeting import join_group
@@ -34,7 +34,7 @@ from ess.engine.process.member import main, membership
 from ess.engine.process.messages import Launch
 from ess.engine.process.wire import SocketWire
 from ess.engine.process.worker import serve
-from ess.engine.ranks.accord import Many
+from ess.engine.ranks.agreement import Many
 from ess.engine.ranks.placing import agreed_places, write_loads
 from ess.errors import BadInput, Unavailable
 from ess.models.weights.checkpoint import Checkpoint
@@ -62,7 +62,7 @@ def join(config: ProcessConfig, secret: str) -> Group:
     )
 
 
-def company_of(launch: Launch, group: Group) -> Company:
+def expert_ranks_of(launch: Launch, group: Group) -> ExpertRanks:
     with Checkpoint(launch.model) as checkpoint:
         config = checkpoint.model_config
     if not config.expert_count:
@@ -73,8 +73,8 @@ def company_of(launch: Launch, group: Group) -> Company:
     )
     if is_device(told.device):
         home = torch.device("cuda", ordinal_of(told.device))
-        return FixedCompany(group.team, places, home, lambda there: Download(there).read)
-    return Company(group.team, places)
+        return FixedExpertRanks(group.team, places, home, lambda there: Download(there).read)
+    return ExpertRanks(group.team, places)
 
 
 def loads_file(config: ProcessConfig) -> str:
@@ -86,28 +86,28 @@ def loads_file(config: ProcessConfig) -> str:
 
 def loaded(launch: Launch, group: Group, clock: Clock) -> Built:
     """Returns when all ranks have loaded the same model in the same way."""
-    company = company_of(launch, group)
-    record = recorder(launch.config, company)
-    ranks = Many(company, on_meet=group.advance, on_census=record)
+    expert_ranks = expert_ranks_of(launch, group)
+    record = recorder(launch.config, expert_ranks)
+    ranks = Many(expert_ranks, on_meet=group.advance, on_census=record)
     names = ALIKE + (ALIKE_ON_DEVICES if is_device(launch.config.device) else ())
     said = {name: str(getattr(launch.config, name)) for name in names}
     said["model"] = fingerprint(launch.model).hex()
     meets = partial(greet, group, said)
-    return build(launch, clock, company=company, ranks=ranks, before_steps=meets)
+    return build(launch, clock, expert_ranks=expert_ranks, ranks=ranks, before_steps=meets)
 
 
-def recorder(config: ProcessConfig, company: Company) -> Callable[[], None]:
+def recorder(config: ProcessConfig, expert_ranks: ExpertRanks) -> Callable[[], None]:
     """Writes the loads, if this is rank 0 and was told where. A rank that cannot write goes on.
     What fewer steps than a window have chosen replaces no file."""
     path = Path(config.record_expert_load)
 
     def record() -> None:
-        if not config.record_expert_load or company.team.rank:
+        if not config.record_expert_load or expert_ranks.team.rank:
             return
-        if company.loads.step_count < WINDOW_STEPS and path.exists():
+        if expert_ranks.loads.step_count < WINDOW_STEPS and path.exists():
             return
         try:
-            write_loads(path, company)
+            write_loads(path, expert_ranks)
         except OSError as error:
             console.note(f"ess: record_expert_load {path} cannot be written: {error.strerror}")
 

@@ -16,8 +16,8 @@ from typing import Final
 
 import msgspec
 
-from ess.comm.company import Company
 from ess.comm.experts.balance import Shares, balanced, check_places
+from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.comm.experts.placement import Placement, Places, even
 from ess.comm.team import Team
 from ess.errors import BadInput
@@ -91,14 +91,14 @@ def _check_loads(path: Path, recorded: Recorded, config: ModelConfig) -> None:
             )
 
 
-def write_loads(path: Path, company: Company) -> None:
+def write_loads(path: Path, expert_ranks: ExpertRanks) -> None:
     """What was chosen of late; a reader has the former file until the new file is whole."""
     recorded = Recorded(
         form=FORM,
-        steps=company.loads.step_count,
-        ranks=company.team.size,
-        experts=company.places.usual.expert_count,
-        layers=company.loads.recent(),
+        steps=expert_ranks.loads.step_count,
+        ranks=expert_ranks.team.size,
+        experts=expert_ranks.places.usual.expert_count,
+        layers=expert_ranks.loads.recent(),
     )
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     draft.write_bytes(msgspec.json.encode(recorded))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ess.engine.layers.experts import ExpertStep
-from ess.engine.ranks.accord import Accord
+from ess.engine.ranks.agreement import StepAgreement
 from ess.models.decoder import DecoderLayer
 from ess.models.model import Model
 from ess.overlap import sbo, tbo
@@ -26,7 +26,7 @@ Runs = Sequence[tuple[bool, Sequence[DecoderLayer]]]
 
 
 def in_halves(model: Model) -> AbstractContextManager[None]:
-    return nullcontext() if model.company is None else model.company.in_halves()
+    return nullcontext() if model.expert_ranks is None else model.expert_ranks.in_halves()
 
 
 class Standby:
@@ -47,9 +47,9 @@ class Standby:
             yield
         return none
 
-    def decode(self, accord: Accord) -> None:
+    def decode(self, agreement: StepAgreement) -> None:
         for can_split, layers in self._runs:
-            if accord.splits and can_split:
+            if agreement.splits and can_split:
                 with in_halves(self._model):
                     tbo.interleave(self.through(layers), self.through(layers))
             else:

@@ -16,7 +16,7 @@ from ess.door import Step
 from ess.engine.graphs.replays import Fit, Made, Replays
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
-from ess.engine.ranks.accord import Ranks, Wish
+from ess.engine.ranks.agreement import Ranks, StepNeeds
 from ess.engine.step.feeding import Fed, Future, Outcome
 from ess.engine.step.half import half_tokens
 from ess.engine.step.laps import Lap
@@ -54,7 +54,7 @@ def launch(
     replays: Replays | None,
     turns: tuple[Turn, ...],
     *,
-    brought: Wish,
+    brought: StepNeeds,
     ranks: Ranks,
     way: Way,
     lap: Lap,
@@ -75,16 +75,16 @@ def launch(
     fed = future.feed(step, turns, counts)
     course = runner.course(step, counts, vector)
     shape = counts if fit is None else fit.shape
-    wish = replace(
+    own = replace(
         brought, token_count=sum(shape), half_count=half_tokens(shape), splits=course.splits
     )
-    accord = ranks.meet(wish)
-    course, draft_count = runner.settled(course, splits=accord.splits), accord.draft_count
+    agreement = ranks.meet(own)
+    course, draft_count = runner.settled(course, splits=agreement.splits), agreement.draft_count
     compute = _computing(runner, way, step, course, fed, draft_count)
     if replays is None or fit is None:
         made = compute()
     else:
-        made = replays.run(step, fit, course, (draft_count, accord.sizes, fed.form), compute)
+        made = replays.run(step, fit, course, (draft_count, agreement.sizes, fed.form), compute)
     step.seal(accepted=made.said.accepted[: len(turns)])
     lap.end()
     made.said.tell(fed)

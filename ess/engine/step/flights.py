@@ -17,7 +17,7 @@ from ess.engine.graphs.buckets import bucket_sizes
 from ess.engine.graphs.rehearsal import rehearse
 from ess.engine.graphs.replays import Replays
 from ess.engine.plan import StepPlan, Turn
-from ess.engine.ranks.accord import Ranks, Wish
+from ess.engine.ranks.agreement import Ranks, StepNeeds
 from ess.engine.request import Request
 from ess.engine.roster import Roster
 from ess.engine.step.audit import check_flights
@@ -88,16 +88,16 @@ class Flights:
             self._launch(plan.turns, chunk_tokens)
             self._ranks.turn_to_prompts()
         else:
-            self.stand_by(Wish(chunk_tokens=chunk_tokens))
+            self.stand_by(StepNeeds(chunk_tokens=chunk_tokens))
         return plan
 
-    def stand_by(self, brought: Wish) -> None:
+    def stand_by(self, brought: StepNeeds) -> None:
         """Meets the other ranks with no turns, and takes part in what they decode."""
         assert not brought.token_count, "a rank with turns launches them"
-        accord = self._ranks.meet(brought)
-        if accord.decodes:
-            self._runner.standby.decode(accord)
-            self._runner.standby.drafts(accord.draft_count)
+        agreement = self._ranks.meet(brought)
+        if agreement.decodes:
+            self._runner.standby.decode(agreement)
+            self._runner.standby.drafts(agreement.draft_count)
         self._ranks.turn_to_prompts()
 
     def stand_by_prompts(self) -> None:
@@ -114,7 +114,7 @@ class Flights:
             self._future,
             self.replays,
             turns,
-            brought=Wish(draft_count=draft_count, chunk_tokens=chunk_tokens),
+            brought=StepNeeds(draft_count=draft_count, chunk_tokens=chunk_tokens),
             ranks=self._ranks,
             way=self._way,
             lap=self._laps(),
@@ -158,7 +158,7 @@ class Flights:
                 tell=tell,
             )
         while self._ranks.rest_s < math.inf:
-            self.stand_by(Wish())
+            self.stand_by(StepNeeds())
             if self._ranks.latest.is_quiet:
                 break
         self._ranks.counts = True

@@ -13,7 +13,6 @@ from ess.kernels.cpu import codec as compiled
 from ess.kernels.cpu import native
 from ess.kernels.reference import finish as finishing
 from ess.kernels.reference.formats import Array
-from ess.kernels.reference.guests import add_guests, gate_guests, take_guests
 from ess.kernels.reference.ops import (
     cut,
     expert_products,
@@ -22,6 +21,7 @@ from ess.kernels.reference.ops import (
     linear_fp8,
     turn_queries,
 )
+from ess.kernels.reference.received import add_received, gate_received, take_received
 from ess.layout import IndexCodec, RowCodec
 
 if native.available():
@@ -33,7 +33,7 @@ else:
 CHECKED: Final = ("slots", "lengths", "page_table") if native.available() else ()
 
 __all__ = [
-    "add_guests",
+    "add_received",
     "attend",
     "checked_before",
     "cut",
@@ -43,7 +43,7 @@ __all__ = [
     "expert_products",
     "finish_keys",
     "finish_rows",
-    "gate_guests",
+    "gate_received",
     "hadamard",
     "has_stages",
     "implementation",
@@ -54,7 +54,7 @@ __all__ = [
     "reaches",
     "store_keys",
     "store_rows",
-    "take_guests",
+    "take_received",
     "top_k",
     "turn_queries",
 ]

@@ -18,13 +18,13 @@ from ess.kernels.merge import combine as merge
 from ess.kernels.reference import cut as cutting
 from ess.kernels.reference import finish as finishing
 from ess.kernels.reference.finish import finish_keys, turn_queries
-from ess.kernels.reference.guests import add_guests, gate_guests, take_guests
 from ess.kernels.reference.keys import encode_groups, encode_keys, hadamard, read_keys
+from ess.kernels.reference.received import add_received, gate_received, take_received
 from ess.layout import BYTE_SCALED, SCALE_GROUP, IndexCodec, RowCodec
 from ess.units import PAGE_ROWS
 
 __all__ = [
-    "add_guests",
+    "add_received",
     "attend",
     "checked_before",
     "cut",
@@ -34,7 +34,7 @@ __all__ = [
     "expert_products",
     "finish_keys",
     "finish_rows",
-    "gate_guests",
+    "gate_received",
     "hadamard",
     "has_stages",
     "implementation",
@@ -45,7 +45,7 @@ __all__ = [
     "reaches",
     "store_keys",
     "store_rows",
-    "take_guests",
+    "take_received",
     "top_k",
     "turn_queries",
 ]

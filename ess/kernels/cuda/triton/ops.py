@@ -25,15 +25,15 @@ from ess.kernels.cuda.triton import grouped, index, linear
 from ess.kernels.cuda.triton import rows as codec_kernels
 from ess.kernels.cuda.triton.attend import merge_into as merge
 from ess.kernels.cuda.triton.finish import finish_keys, finish_rows, hadamard, turn_queries
-from ess.kernels.cuda.triton.guests import add_guests, gate_guests, take_guests
 from ess.kernels.cuda.triton.launch import interpreted, place, require_device
+from ess.kernels.cuda.triton.received import add_received, gate_received, take_received
 from ess.kernels.cuda.triton.rows import decode_rows, encode_rows, store_keys, store_rows
 from ess.kernels.reference.keys import encode_keys as keep_keys
 from ess.kernels.reference.ops import has_stages
 from ess.layout import IndexCodec
 
 __all__ = [
-    "add_guests",
+    "add_received",
     "attend",
     "checked_before",
     "cut",
@@ -43,7 +43,7 @@ __all__ = [
     "expert_products",
     "finish_keys",
     "finish_rows",
-    "gate_guests",
+    "gate_received",
     "hadamard",
     "has_stages",
     "implementation",
@@ -55,7 +55,7 @@ __all__ = [
     "require_device",
     "store_keys",
     "store_rows",
-    "take_guests",
+    "take_received",
     "top_k",
     "turn_queries",
 ]

@@ -1,4 +1,4 @@
-"""`ess.kernels.guests` on a device: the launches, which trust what they are given."""
+"""`ess.kernels.received` on a device: the launches, which trust what they are given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ess.kernels.cuda.triton.device import guests as device
+from ess.kernels.cuda.triton.device import received as device
 from ess.kernels.cuda.triton.launch import bits, on
 from ess.units import div_ceil
 
@@ -16,7 +16,7 @@ COLUMNS_MAX: Final = 1024
 UNFUSED: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 
 
-def take_guests(tokens: Tensor, lines: Tensor, ends: Tensor, out: Tensor) -> None:
+def take_received(tokens: Tensor, lines: Tensor, ends: Tensor, out: Tensor) -> None:
     if not len(lines):
         return
     width = tokens.shape[1]
@@ -28,7 +28,7 @@ def take_guests(tokens: Tensor, lines: Tensor, ends: Tensor, out: Tensor) -> Non
         )
 
 
-def gate_guests(both: Tensor, ends: Tensor, limit: float, out: Tensor) -> None:
+def gate_received(both: Tensor, ends: Tensor, limit: float, out: Tensor) -> None:
     if not len(both):
         return
     with on(both):
@@ -42,7 +42,7 @@ def gate_guests(both: Tensor, ends: Tensor, limit: float, out: Tensor) -> None:
         )
 
 
-def add_guests(made: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> None:
+def add_received(made: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> None:
     if not len(places):
         return
     width = made.shape[1]

@@ -18,14 +18,14 @@ def taken(tokens: Tensor, lines: Tensor, ends: Tensor) -> Tensor:
     """Line i of the result is the token of `lines[i]`, int64, up to the last end."""
     assert lines.dim() == 1, f"lines of shape {tuple(lines.shape)}"
     out = tokens.new_empty(len(lines), tokens.shape[1])
-    _backend(tokens).take_guests(tokens.contiguous(), lines, ends, out)
+    _backend(tokens).take_received(tokens.contiguous(), lines, ends, out)
     return out
 
 
 def gated(both: Tensor, ends: Tensor, limit: float) -> Tensor:
     """`experts.swiglu` of the lines up to the last end, in float32, rounded to the type of both."""
     out = both.new_empty(len(both), both.shape[1] // 2)
-    _backend(both).gate_guests(both.contiguous(), ends, limit, out)
+    _backend(both).gate_received(both.contiguous(), ends, limit, out)
     return out
 
 
@@ -34,7 +34,7 @@ def added(made: Tensor, places: Tensor, weights: Tensor, dtype: torch.dtype) -> 
     it is rounded: `places` [tokens, n] says which, int64; -1 is none."""
     assert places.shape == weights.shape, f"{tuple(places.shape)} places, {weights.shape} weights"
     out = made.new_empty(len(places), made.shape[1], dtype=dtype)
-    _backend(made).add_guests(made.contiguous(), places.contiguous(), weights.contiguous(), out)
+    _backend(made).add_received(made.contiguous(), places.contiguous(), weights.contiguous(), out)
     return out
 
 

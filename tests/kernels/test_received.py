@@ -41,7 +41,7 @@ def test_tokens_are_taken_as_far_as_the_last_end(ops: Any, dtype: torch.dtype, c
     there = home(ops)
     tokens, lines = drawn(6, 1030, dtype=dtype), torch.tensor([3, 0, 0, 5, 1, 2, 4, 3, 3, 1, 0])
     out = torch.full((11, 1030), POISON, dtype=dtype, device=there)
-    ops.take_guests(tokens.to(there), lines.to(there), ends_of(count).to(there), out)
+    ops.take_received(tokens.to(there), lines.to(there), ends_of(count).to(there), out)
     wanted = torch.full((11, 1030), POISON, dtype=dtype)
     wanted[:count] = tokens[lines[:count]]
     assert torch.equal(out.cpu(), wanted)
@@ -56,7 +56,7 @@ def test_gates_are_those_of_one_rank(
     there, both = home(ops), 3 * drawn(5, 2 * 72, dtype=dtype)
     both[count:] = torch.nan
     out = torch.full((5, 72), POISON, dtype=dtype, device=there)
-    ops.gate_guests(both.to(there), ends_of(count).to(there), limit, out)
+    ops.gate_received(both.to(there), ends_of(count).to(there), limit, out)
     assert (out[count:] == POISON).all()
     wanted = swiglu(both[:count].float(), limit).to(dtype)
     within = 1e-5 if dtype == torch.float32 else 2**-7
@@ -74,7 +74,7 @@ def test_sums_are_in_order_and_of_lines_that_are_here(
     made[[3, 6, 7]] = torch.nan
     weights = drawn(4, 3, seed=1).abs()
     out = torch.full((4, 1030), POISON, dtype=out_dtype, device=there)
-    ops.add_guests(made.to(there), places.to(there), weights.to(there), out)
+    ops.add_received(made.to(there), places.to(there), weights.to(there), out)
     wanted = torch.zeros(4, 1030)
     for token, named in enumerate(places.tolist()):
         for place, weight in zip(named, weights[token], strict=True):
@@ -88,7 +88,7 @@ def test_nothing_came(ops: Any) -> None:
     none = torch.empty(0, 8, device=there)
     numbers = torch.empty(0, dtype=torch.int64, device=there)
     ends = ends_of(0).to(there)
-    ops.take_guests(torch.ones(3, 8, device=there), numbers, ends, none)
-    ops.gate_guests(torch.empty(0, 16, device=there), ends, 0.0, none)
+    ops.take_received(torch.ones(3, 8, device=there), numbers, ends, none)
+    ops.gate_received(torch.empty(0, 16, device=there), ends, 0.0, none)
     places = torch.empty(0, 2, dtype=torch.int64, device=there)
-    ops.add_guests(torch.ones(3, 8, device=there), places, places.float(), none)
+    ops.add_received(torch.ones(3, 8, device=there), places, places.float(), none)

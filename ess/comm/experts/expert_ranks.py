@@ -12,7 +12,7 @@ depend on where an expert is. An expert's output for a token is one line of a pr
 affect it only by how the product is cut: it is as exact as a batch of another size.
 
 Why ranks cannot fall out of step. All ranks begin every exchange in the same order: the exchanges
-of a step follow from what the ranks agreed on at its head (`engine.ranks.accord`) and from the
+of a step follow from what the ranks agreed on at its head (`engine.ranks.agreement`) and from the
 layers, never from a rank's own tokens; a rank without tokens sends none, but takes part. Should a
 rank fall out of step all the same, the counts reveal it: each carries its sender's step, the number
 of the exchange in the step, and the layer. A rank that receives another place ends the group
@@ -48,11 +48,11 @@ _WORD_BYTES: Final = 8
 
 
 class OutOfStep(EssError):
-    """Two ranks of a company are not at the same place of the same step."""
+    """Two ranks are not at the same place of the same step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Guests:
+class Received:
     """What came to a rank's experts: `tokens` [n, width]; and for each pair of a token and an
     expert, the token's line and the expert's place here."""
 
@@ -83,23 +83,23 @@ class Rooms:
     chunk: int = 0
 
 
-class Journey(Protocol):
+class ExpertExchange(Protocol):
     """One exchange: a rank's tokens travel to their experts and back; other ranks' tokens come."""
 
     def send(self) -> None: ...
-    def arrive(self) -> Guests:
+    def arrive(self) -> Received:
         """All tokens that go to this rank's experts."""
 
     def give_back(self, outer: Tensor, order: Tensor, edges: Tensor, block: range) -> None:
         """Sends back what the experts at the places `block` have made: their lines of `outer`,
-        between `edges`; `order` says of which pair of Guests each line is. Blocks are the same on
+        between `edges`; `order` says of which pair of Received each line is. Blocks are the same on
         all ranks."""
 
     def collect(self, dtype: torch.dtype, width: int) -> Tensor:
         """Each token's weighted sum of what all its experts have made, float32 [n, width]."""
 
 
-class Company:
+class ExpertRanks:
     """Begins the exchanges of a rank, in order, in the thread that runs the step."""
 
     def __init__(self, team: Team, places: Places | Placement) -> None:
@@ -141,7 +141,7 @@ class Company:
         layer: int,
         cut: range,
         lengths: Tensor | None = None,
-    ) -> Journey:
+    ) -> ExpertExchange:
         """Begins an exchange: of `tokens` [n, width] those of this cut go to `experts` [n,
         per_token] of this layer, whose outputs count by `weights`. On a device some may be pads of
         the step, whose `lengths` are 0."""
@@ -151,33 +151,33 @@ class Company:
         self.traffic.exchange_count += 1
         self.traffic.token_count += len(tokens)
         self.loads.count(layer, experts)
-        return CountedJourney(self, tokens, experts, weights, where)
+        return CountedExchange(self, tokens, experts, weights, where)
 
     def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
         return self.team.start(as_bytes(content), given, due)
 
-    def abroad(self, sizes: Sequence[int]) -> int:
+    def to_others(self, sizes: Sequence[int]) -> int:
         return sum(sizes) - sizes[self.team.rank]
 
 
-class CountedJourney:
-    """`Journey` on a CPU: counts go first."""
+class CountedExchange:
+    """`ExpertExchange` on a CPU: counts go first."""
 
     def __init__(
         self,
-        company: Company,
+        expert_ranks: ExpertRanks,
         tokens: Tensor,
         experts: Tensor,
         weights: Tensor,
         where: tuple[int, int, int],
     ) -> None:
-        self._company = company
+        self._expert_ranks = expert_ranks
         self._tokens = tokens
         self._weights = weights
         self._where = where
-        placement = company.places.of(where[-1])
-        size, each = company.team.size, placement.place_count
-        places = placement.at(experts, first=company.team.rank)
+        placement = expert_ranks.places.of(where[-1])
+        size, each = expert_ranks.team.size, placement.place_count
+        places = placement.at(experts, first=expert_ranks.team.rank)
         ranks, self._own_places = places // each, places % each
         goes = torch.zeros((size, len(tokens)), dtype=torch.bool)
         goes[ranks, torch.arange(len(tokens))[:, None]] = True
@@ -192,8 +192,8 @@ class CountedJourney:
         """Tells every rank our place in the step, and how many lines it will get."""
         words = torch.tensor([[*self._where, count] for count in self._line_counts])
         sizes = [_WORDS * _WORD_BYTES] * len(words)
-        self._company.traffic.count_bytes += self._company.abroad(sizes)
-        return self._company.start(words, sizes, sizes)
+        self._expert_ranks.traffic.count_bytes += self._expert_ranks.to_others(sizes)
+        return self._expert_ranks.start(words, sizes, sizes)
 
     def send(self) -> None:
         """Sends the tokens as bytes: a line, then the places that it asks for, -1 padded."""
@@ -202,20 +202,20 @@ class CountedJourney:
             if tuple(where) != self._where:
                 raise OutOfStep(
                     f"rank {rank} is at exchange {where[1]} of step {where[0]}, in layer"
-                    f" {where[2]}; rank {self._company.team.rank} is at exchange {self._where[1]}"
-                    f" of step {self._where[0]}, in layer {self._where[2]}"
+                    f" {where[2]}; rank {self._expert_ranks.team.rank} is at exchange"
+                    f" {self._where[1]} of step {self._where[0]}, in layer {self._where[2]}"
                 )
         self._coming_counts = [words[-1] for words in heard]
         asked = torch.where(self._asked, self._own_places[self._who], -1).to(torch.int16)
         lines = torch.cat((_lines(self._tokens[self._who]), _lines(asked)), dim=1)
         width = lines.shape[1]
         given = [count * width for count in self._line_counts]
-        self._company.traffic.out_bytes += self._company.abroad(given)
+        self._expert_ranks.traffic.out_bytes += self._expert_ranks.to_others(given)
         due = [count * width for count in self._coming_counts]
         self._line_bytes = width
-        self._lines = self._company.start(lines, given, due)
+        self._lines = self._expert_ranks.start(lines, given, due)
 
-    def arrive(self) -> Guests:
+    def arrive(self) -> Received:
         """Waits for all tokens that go to this rank's experts."""
         width = self._tokens.shape[1] * self._tokens.element_size()
         came = self._lines.wait().view(sum(self._coming_counts), self._line_bytes)
@@ -224,8 +224,8 @@ class CountedJourney:
         lines, columns = (asked >= 0).nonzero(as_tuple=True)
         edges = torch.tensor([0, *accumulate(self._coming_counts)])
         self._pair_edges = torch.searchsorted(lines, edges)
-        self._guest_places = asked[lines, columns].long()
-        return Guests(tokens, lines, self._guest_places)
+        self._received_places = asked[lines, columns].long()
+        return Received(tokens, lines, self._received_places)
 
     def give_back(self, outer: Tensor, order: Tensor, edges: Tensor, block: range) -> None:
         first, stop = int(edges[block.start]), int(edges[block.stop])
@@ -234,12 +234,12 @@ class CountedJourney:
         content = made[back].contiguous()
         mine = self._own_places.flatten()[self._pairs]
         is_due = (mine >= block.start) & (mine < block.stop)
-        size, width = self._company.team.size, made.shape[1] * made.element_size()
+        size, width = self._expert_ranks.team.size, made.shape[1] * made.element_size()
         due_counts = torch.bincount(self._pair_ranks[is_due], minlength=size).tolist()
         given = [(stop - start) * width for start, stop in pairwise(ends)]
         due = [count * width for count in due_counts]
-        self._company.traffic.back_bytes += self._company.abroad(given)
-        coming = self._company.start(content, given, due)
+        self._expert_ranks.traffic.back_bytes += self._expert_ranks.to_others(given)
+        coming = self._expert_ranks.start(content, given, due)
         self._returns.append((coming, self._pairs[is_due]))
 
     def collect(self, dtype: torch.dtype, width: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.company import Company, OutOfStep, Rooms
+from ess.comm.experts.expert_ranks import ExpertRanks, OutOfStep, Rooms
 from ess.comm.experts.placement import Placement, even
 from ess.comm.link import LinkLost
 from ess.comm.local import local_group
@@ -40,16 +40,20 @@ def made_by(expert: int, lines: Tensor) -> Tensor:
 
 
 def through(
-    company: Company, given: Tensor, asked: Tensor, blocks: Sequence[range], column: int = 0
+    expert_ranks: ExpertRanks,
+    given: Tensor,
+    asked: Tensor,
+    blocks: Sequence[range],
+    column: int = 0,
 ) -> Tensor:
     """What the experts of this column have made: only they count."""
     weights = torch.zeros(asked.shape)
     weights[:, column] = 1.0
-    return summed_by(company, given, asked, weights, blocks)
+    return summed_by(expert_ranks, given, asked, weights, blocks)
 
 
 def summed_by(
-    company: Company,
+    expert_ranks: ExpertRanks,
     given: Tensor,
     asked: Tensor,
     weights: Tensor,
@@ -57,18 +61,18 @@ def summed_by(
     lengths: Tensor | None = None,
 ) -> Tensor:
     """Lines that are not to be read are NaN."""
-    [whole] = company.cuts(len(given))
-    journey = company.depart(given, asked, weights, layer=3, cut=whole, lengths=lengths)
-    journey.send()
-    guests, own = journey.arrive(), company.own(3)
-    order, ends = by_expert(guests.places, len(own))
+    [whole] = expert_ranks.cuts(len(given))
+    exchange = expert_ranks.depart(given, asked, weights, layer=3, cut=whole, lengths=lengths)
+    exchange.send()
+    received, own = exchange.arrive(), expert_ranks.own(3)
+    order, ends = by_expert(received.places, len(own))
     outer = given.new_full((len(order), given.shape[1] + 1), torch.nan)
     for line, pair in enumerate(order[: int(ends[-1])].tolist()):
-        token = guests.tokens[guests.lines[pair]][None]
-        outer[line] = made_by(own[int(guests.places[pair])], token)[0]
+        token = received.tokens[received.lines[pair]][None]
+        outer[line] = made_by(own[int(received.places[pair])], token)[0]
     for block in blocks:
-        journey.give_back(outer, order, F.pad(ends, (1, 0)), block)
-    return journey.collect(given.dtype, given.shape[1] + 1)
+        exchange.give_back(outer, order, F.pad(ends, (1, 0)), block)
+    return exchange.collect(given.dtype, given.shape[1] + 1)
 
 
 def in_blocks(placement: Placement, count: int) -> list[range]:
@@ -87,7 +91,7 @@ def test_every_line_comes_back_from_its_expert(
     blocks = in_blocks(placement, block_count)
 
     def act(group) -> list[tuple[Tensor, Tensor]]:
-        company, results = Company(group.team, placement), []
+        expert_ranks, results = ExpertRanks(group.team, placement), []
         for turn in range(PER_TOKEN):
             count = (31, 1, 0, 5)[(group.rank + turn) % 4]
             seed = 10 * group.rank + turn
@@ -96,7 +100,7 @@ def test_every_line_comes_back_from_its_expert(
                 made_by(int(line[turn]), token[None])[0]
                 for token, line in zip(given, asked, strict=True)
             ]
-            results.append((through(company, given, asked, blocks, turn), expected))
+            results.append((through(expert_ranks, given, asked, blocks, turn), expected))
         return results
 
     size = placement.rank_count
@@ -112,14 +116,14 @@ def test_what_travels_is_a_line_per_rank_and_a_line_per_expert() -> None:
     placement, count, width = even(EXPERTS, 4), 9, 7
 
     def act(group) -> tuple[int, int]:
-        company = Company(group.team, placement)
+        expert_ranks = ExpertRanks(group.team, placement)
         asked = chosen(count, group.rank)
-        through(company, tokens(count, group.rank), asked, in_blocks(placement, 1))
+        through(expert_ranks, tokens(count, group.rank), asked, in_blocks(placement, 1))
         ranks = asked // placement.place_count
         goes = sum(len(set(line) - {group.rank}) for line in ranks.tolist())
-        assert company.traffic.exchange_count == 1
-        assert company.traffic.out_bytes == goes * (width * 4 + PER_TOKEN * 2)
-        return company.traffic.back_bytes, int((ranks != group.rank).sum())
+        assert expert_ranks.traffic.exchange_count == 1
+        assert expert_ranks.traffic.out_bytes == goes * (width * 4 + PER_TOKEN * 2)
+        return expert_ranks.traffic.back_bytes, int((ranks != group.rank).sum())
 
     results = each(local_group(4, team=4), act)
     back, pairs = (sum(column) for column in zip(*results, strict=True))
@@ -152,34 +156,36 @@ def test_experts_that_do_not_divide_and_teams_of_another_size_are_refused() -> N
     with pytest.raises(BadInput, match="12 experts cannot be shared equally by 5 ranks"):
         even(12, 5)
     with pytest.raises(BadInput, match="2 ranks in a team of 1"):
-        Company(local_group(1)[0].team, even(12, 2))
+        ExpertRanks(local_group(1)[0].team, even(12, 2))
 
 
-def alone(act: Callable[[Company], object], *, rank: int) -> Callable[[object], object]:
+def alone(act: Callable[[ExpertRanks], object], *, rank: int) -> Callable[[object], object]:
     """Rank `rank` does `act`, the other goes through layer 3 of step 5."""
 
     def run(group) -> object:
-        company = Company(group.team, even(EXPERTS, 2))
-        company.enter(5, Rooms())
+        expert_ranks = ExpertRanks(group.team, even(EXPERTS, 2))
+        expert_ranks.enter(5, Rooms())
         if group.rank == rank:
-            return act(company)
-        return through(company, tokens(2, 0), chosen(2, 0), in_blocks(company.places.usual, 1))
+            return act(expert_ranks)
+        return through(
+            expert_ranks, tokens(2, 0), chosen(2, 0), in_blocks(expert_ranks.places.usual, 1)
+        )
 
     return run
 
 
-def begun(company: Company, *, layer: int) -> None:
-    [whole], weights = company.cuts(1), torch.ones(1, PER_TOKEN)
-    company.depart(tokens(1, 0), chosen(1, 0), weights, layer=layer, cut=whole).send()
+def begun(expert_ranks: ExpertRanks, *, layer: int) -> None:
+    [whole], weights = expert_ranks.cuts(1), torch.ones(1, PER_TOKEN)
+    expert_ranks.depart(tokens(1, 0), chosen(1, 0), weights, layer=layer, cut=whole).send()
 
 
 def test_a_rank_at_another_layer_or_step_is_named_by_all() -> None:
-    def elsewhere(company: Company) -> None:
-        begun(company, layer=4)
+    def elsewhere(expert_ranks: ExpertRanks) -> None:
+        begun(expert_ranks, layer=4)
 
-    def earlier(company: Company) -> None:
-        company.enter(4, Rooms())
-        begun(company, layer=3)
+    def earlier(expert_ranks: ExpertRanks) -> None:
+        expert_ranks.enter(4, Rooms())
+        begun(expert_ranks, layer=3)
 
     groups = local_group(2, team=2, patience_s=30)
     results = each(groups, alone(elsewhere, rank=1))
@@ -193,7 +199,7 @@ def test_a_rank_at_another_layer_or_step_is_named_by_all() -> None:
 def test_a_rank_that_fails_ends_the_others_exchange() -> None:
     groups = local_group(2, team=2, patience_s=30)
 
-    def fails(company: Company) -> None:
+    def fails(expert_ranks: ExpertRanks) -> None:
         groups[1].fail("rank 1 is out of order")
 
     waiting, _ = each(groups, alone(fails, rank=1))
@@ -202,7 +208,9 @@ def test_a_rank_that_fails_ends_the_others_exchange() -> None:
 
 
 def test_a_rank_that_sends_nothing_ends_the_exchange_in_time() -> None:
-    waiting, _ = each(local_group(2, team=2, patience_s=0.2), alone(lambda company: None, rank=1))
+    waiting, _ = each(
+        local_group(2, team=2, patience_s=0.2), alone(lambda expert_ranks: None, rank=1)
+    )
     assert isinstance(waiting, LinkLost)
     assert "members [1] sent nothing for 0.2 s" in str(waiting)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a company agree on at the head of each step, and what follows from it.
+"""What the ranks that divide the experts agree on at the head of each step, and what follows.
 
 Each rank has its own requests, pools and schedules. Of a step the ranks share the exchanges of the
 layers with experts, so all must know which of them there will be:
@@ -10,10 +10,10 @@ layers with experts, so all must know which of them there will be:
 
 and on a device also how large they are: as the largest batch, half and chunk of any rank.
 
-Each rank says what it brings, hears what all bring, and derives the accord by the same function of
-the same table: that is why they agree, with a single round. The step's halves are those of the rank
-with the most tokens, which the others wait for in any case; a rank that has fewer than two requests
-has an empty half. Drafts are as many as every rank that decodes can afford.
+Each rank says what it needs, hears what all need, and derives the agreement by the same function
+of the same table: that is why they agree, with a single round. The step's halves are those of the
+rank with the most tokens, which the others wait for in any case; a rank that has fewer than two
+requests has an empty half. Drafts are as many as every rank that decodes can afford.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Final, Protocol
 
 import torch
 
-from ess.comm.company import Company, OutOfStep, Rooms
 from ess.comm.experts.balance import balance
+from ess.comm.experts.expert_ranks import ExpertRanks, OutOfStep, Rooms
 from ess.comm.experts.loads import WINDOW_STEPS
 from ess.engine.process.messages import ExpertLine
 
@@ -34,7 +34,7 @@ TICK_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class StepNeeds:
     """What a rank brings: tokens that it decodes, those of the larger half of its batch, and those
     of prompts; drafts per request that it can afford; whether its batch should run in two halves;
     whether it wants to end."""
@@ -48,7 +48,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Accord:
+class StepAgreement:
     """`rooms` has the largest decode batch of any rank, 0 where no rank decodes, the largest half
     and the largest chunk."""
 
@@ -75,36 +75,36 @@ class Accord:
         return not self.decodes and not self.has_chunks
 
 
-def agreed(wishes: Sequence[Wish]) -> Accord:
+def agreed(needs: Sequence[StepNeeds]) -> StepAgreement:
     """
-    >>> agreed([Wish(token_count=3, draft_count=2, splits=True), Wish(chunk_tokens=64)])
-    Accord(rooms=Rooms(batch=3, half=0, chunk=64), draft_count=2, splits=True, all_leave=False)
+    >>> agreed([StepNeeds(token_count=3, draft_count=2), StepNeeds(chunk_tokens=64)]).rooms
+    Rooms(batch=3, half=0, chunk=64)
     """
-    decoding = [wish for wish in wishes if wish.token_count]
-    largest = max(decoding, key=lambda wish: wish.token_count, default=Wish())
-    return Accord(
+    decoding = [need for need in needs if need.token_count]
+    largest = max(decoding, key=lambda need: need.token_count, default=StepNeeds())
+    return StepAgreement(
         rooms=Rooms(
             batch=largest.token_count,
-            half=max((wish.half_count for wish in wishes), default=0),
-            chunk=max((wish.chunk_tokens for wish in wishes), default=0),
+            half=max((need.half_count for need in needs), default=0),
+            chunk=max((need.chunk_tokens for need in needs), default=0),
         ),
-        draft_count=min((wish.draft_count for wish in decoding), default=0),
+        draft_count=min((need.draft_count for need in decoding), default=0),
         splits=largest.splits,
-        all_leave=all(wish.leaves for wish in wishes),
+        all_leave=all(need.leaves for need in needs),
     )
 
 
 class Ranks(Protocol):
     """`latest` is what was agreed last. `counts`: the choices of experts are those of requests."""
 
-    latest: Accord
+    latest: StepAgreement
     counts: bool
 
     @property
     def rest_s(self) -> float:
         """How long this rank may wait for requests before it meets the others again."""
 
-    def meet(self, wish: Wish) -> Accord: ...
+    def meet(self, need: StepNeeds) -> StepAgreement: ...
 
     def turn_to_prompts(self) -> None:
         """All that decodes in this step has been launched."""
@@ -123,15 +123,15 @@ class Alone:
     rest_s = float("inf")
 
     def __init__(self) -> None:
-        self.latest = agreed([Wish(leaves=True)])
+        self.latest = agreed([StepNeeds(leaves=True)])
         self.counts = True
 
-    def meet(self, wish: Wish) -> Accord:
-        decodes = wish.token_count > 0
-        self.latest = Accord(
-            rooms=Rooms(wish.token_count, wish.half_count, wish.chunk_tokens),
-            draft_count=wish.draft_count if decodes else 0,
-            splits=wish.splits and decodes,
+    def meet(self, need: StepNeeds) -> StepAgreement:
+        decodes = need.token_count > 0
+        self.latest = StepAgreement(
+            rooms=Rooms(need.token_count, need.half_count, need.chunk_tokens),
+            draft_count=need.draft_count if decodes else 0,
+            splits=need.splits and decodes,
             all_leave=True,
         )
         return self.latest
@@ -152,14 +152,14 @@ class Many:
 
     def __init__(
         self,
-        company: Company,
+        expert_ranks: ExpertRanks,
         *,
         on_meet: Callable[[], None],
         on_census: Callable[[], None] = lambda: None,
     ) -> None:
-        self.latest = agreed([Wish()])
+        self.latest = agreed([StepNeeds()])
         self.counts = True
-        self._company = company
+        self._expert_ranks = expert_ranks
         self._on_meet = on_meet
         self._on_census = on_census
         self._step = self._busy_count = 0
@@ -169,38 +169,38 @@ class Many:
     def rest_s(self) -> float:
         return TICK_S if self.latest.is_quiet else 0.0
 
-    def meet(self, wish: Wish) -> Accord:
+    def meet(self, need: StepNeeds) -> StepAgreement:
         """LinkLost if a rank is lost."""
-        words = torch.tensor([self._step, *map(int, astuple(wish))])
-        size, team = len(words), self._company.team
+        words = torch.tensor([self._step, *map(int, astuple(need))])
+        size, team = len(words), self._expert_ranks.team
         table = team.all_gather(words, sizes=[size] * team.size).view(team.size, size).tolist()
         for rank, (step, *_) in enumerate(table):
             if step != self._step:
                 raise OutOfStep(f"rank {rank} is at step {step}, rank {team.rank} at {self._step}")
-        self.latest = agreed([_wish(*said) for _, *said in table])
-        self._company.enter(self._step, self.latest.rooms)
+        self.latest = agreed([_needs(*said) for _, *said in table])
+        self._expert_ranks.enter(self._step, self.latest.rooms)
         self._step += 1
         self._on_meet()
         if self.counts:
             self._census()
         else:
-            self._company.loads.forget()
+            self._expert_ranks.loads.forget()
         return self.latest
 
     def turn_to_prompts(self) -> None:
-        self._company.turn_to_prompts()
+        self._expert_ranks.turn_to_prompts()
 
     def check(self) -> None:
-        self._company.team.check()
+        self._expert_ranks.team.check()
 
     def _census(self) -> None:
         """All ranks count steps alike, quiet ones not; what the last ones chose is told too."""
         is_last = self.latest.all_leave and self._busy_count > 0
         if self._busy_count == WINDOW_STEPS or is_last:
-            loads, team = self._company.loads, self._company.team
+            loads, team = self._expert_ranks.loads, self._expert_ranks.team
             loads.share(team, self._busy_count, is_last=self.latest.all_leave)
             self._busy_count = 0
-            self._line = expert_line(self._company)
+            self._line = expert_line(self._expert_ranks)
             self._on_census()
         self._busy_count += not self.latest.is_quiet
 
@@ -209,22 +209,22 @@ class Many:
         return self._line
 
 
-def expert_line(company: Company) -> ExpertLine:
-    recent = company.loads.recent()
-    each = [balance(company.places.of(layer).places, loads) for layer, loads in recent.items()]
+def expert_line(expert_ranks: ExpertRanks) -> ExpertLine:
+    recent = expert_ranks.loads.recent()
+    each = [balance(expert_ranks.places.of(layer).places, loads) for layer, loads in recent.items()]
     return ExpertLine(
-        step_count=company.loads.step_count,
+        step_count=expert_ranks.loads.step_count,
         chosen_count=sum(map(sum, recent.values())),
         balance=sum(each) / max(len(each), 1),
     )
 
 
-def _wish(
+def _needs(
     token_count: int,
     half_count: int,
     chunk_tokens: int,
     draft_count: int,
     splits: int,
     leaves: int,
-) -> Wish:
-    return Wish(token_count, half_count, chunk_tokens, draft_count, bool(splits), bool(leaves))
+) -> StepNeeds:
+    return StepNeeds(token_count, half_count, chunk_tokens, draft_count, bool(splits), bool(leaves))
