@@ -18,9 +18,9 @@ from ess.models.layers import TensorSource
 from ess.models.model import Model
 from ess.models.registry import build
 from ess.models.weights.checkpoint import Checkpoint
+from ess.models.weights.expected.split import Split
 from ess.models.weights.kept import Weight
 from ess.models.weights.rank import Form, RankWeights
-from ess.models.weights.split import Split
 
 EMBEDDED: Final = Path(__file__).parent / "tiny" / "checkpoint"
 

@@ -21,8 +21,8 @@ from ess.models.decoder import DecoderLayer
 from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm
 from ess.models.mtp import Mtp
 from ess.models.part import LayerPlace
+from ess.models.weights.expected.shapes import FREQUENCY_FACTORS
 from ess.models.weights.kept import Weight, packable, plain
-from ess.models.weights.shapes import FREQUENCY_FACTORS
 
 W = TypeVar("W", bound=Weight)
 

@@ -22,13 +22,13 @@ from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
-from ess.models.weights.shapes import expected_tensors
+from ess.models.weights.expected.shapes import expected_tensors
 from ess.units import PAGE_ROWS, div_ceil
 
 SMALL: Final[Mapping[str, Any]] = {

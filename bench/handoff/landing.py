@@ -20,7 +20,7 @@ from ess.bench.handoff.child import Child
 from ess.bench.handoff.workers import UNPACED, Shape, Worker
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import token_ids
-from ess.engine.request import Request, Take
+from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
 from ess.layout import ModelLayout

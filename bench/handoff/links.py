@@ -18,7 +18,7 @@ from ess.bench.harness.report import Row, compare
 from ess.comm.delayed import Delayed
 from ess.comm.group import Group
 from ess.comm.link import Link
-from ess.comm.meeting import join_group
+from ess.comm.processes.meeting import join_group
 from ess.errors import BadState
 from ess.ports import kept_port
 

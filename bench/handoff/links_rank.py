@@ -7,7 +7,7 @@ import time
 
 from ess.bench.handoff.links import COMPUTE_S
 from ess.comm.link import LinkLost
-from ess.comm.meeting import join_group
+from ess.comm.processes.meeting import join_group
 
 
 def main() -> None:

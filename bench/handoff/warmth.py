@@ -14,7 +14,7 @@ import numpy as np
 from ess.bench.handoff.workers import Shape, Worker
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
-from ess.engine.request import Take
+from ess.engine.requests.request import Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadState
 from ess.models.load import load_model

@@ -35,7 +35,7 @@ from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.kernels.backend import ops

@@ -38,7 +38,7 @@ from ess.models.load import load_model
 from ess.models.model import Model
 from ess.models.registry import build, read_config
 from ess.models.text.tokenizer import Tokenizer
-from ess.models.weights.shapes import HEAD, expected_tensors
+from ess.models.weights.expected.shapes import HEAD, expected_tensors
 
 QUERIES: Final = 256
 Selecting = Literal["dense", "oracle", "trained"]

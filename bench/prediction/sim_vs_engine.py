@@ -22,7 +22,7 @@ from ess.bench.harness.agreement import agreement
 from ess.bench.harness.prefix import Prefix
 from ess.bench.harness.report import Row
 from ess.door import Sequence, Step
-from ess.door.placement import Array, Kept
+from ess.door.steps.placement import Array, Kept
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.sim.locality.policies import PlannerArena

@@ -15,7 +15,7 @@ from typing import Final
 
 from ess.bench.engine.serve import started
 from ess.bench.harness.report import Row, compare
-from ess.door.common_host import NAME
+from ess.door.memory.common_host import NAME
 from ess.kernels.mappings import Mapping, mappings
 
 PROMPTS: Final = 6

@@ -41,7 +41,7 @@ from ess.kernels.backend import ops
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.load import load_model
-from ess.models.weights.split import Split
+from ess.models.weights.expected.split import Split
 from ess.pool.warmup import WINDOW_MAX
 from ess.prefill.team import Kind, TeamLead, TeamMember, heads_of
 from ess.units import PAGE_ROWS, div_ceil

@@ -19,7 +19,7 @@ from ess.bench.engine.arms.decode_arm import Arm
 from ess.bench.harness.prefix import Prefix, Segment, key_bytes
 from ess.bench.worker.random_model import layout_of
 from ess.door import Offload
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.kernels.backend import ops
 from ess.kernels.calls import Backend, IndexQueries
 from ess.kernels.ops import Ops

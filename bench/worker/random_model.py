@@ -20,12 +20,12 @@ from ess.models.layers import TensorSource
 from ess.models.model import Model
 from ess.models.registry import build
 from ess.models.registry import read_config as typed
-from ess.models.weights.dry_run import read_config
-from ess.models.weights.header import Entry
+from ess.models.weights.expected.dry_run import read_config
+from ess.models.weights.expected.kept_bytes import kept_bytes
+from ess.models.weights.expected.shapes import Spec, expected_tensors, scale_shape
+from ess.models.weights.expected.verify import FP8
+from ess.models.weights.files.header import Entry
 from ess.models.weights.kept import Fp8Weight, Weight
-from ess.models.weights.kept_bytes import kept_bytes
-from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
-from ess.models.weights.verify import FP8
 
 RANKS: Final = 32
 CODES: Final = 0x70

@@ -24,7 +24,7 @@ from ess.models.compressed.model import CompressedModel, Layer
 from ess.models.compressed.plain import Plain, PlainLayer, Seen
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config
-from ess.models.weights.shapes import expected_tensors
+from ess.models.weights.expected.shapes import expected_tensors
 
 TINY: dict[str, Any] = {
     "model_type": "deepseek_v4",

@@ -1,8 +1,8 @@
 """The library door: pools, FlashTrans and lanes joined for an engine of your own."""
 
 from ess.door.offload import Offload
-from ess.door.placement import LayerMemory, Placement, Resolution
 from ess.door.sequences.sequence import Sequence
-from ess.door.step import Step
+from ess.door.steps.placement import LayerMemory, Placement, Resolution
+from ess.door.steps.step import Step
 
 __all__ = ["LayerMemory", "Offload", "Placement", "Resolution", "Sequence", "Step"]

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from ess.clock import Clock, RealClock
-from ess.door.beginning import begin
 from ess.door.checks import counts, in_list, in_range, token_ids
-from ess.door.direct import Direct
+from ess.door.memory.pools import PoolSizes, build_pools
 from ess.door.owner import Owner
-from ess.door.placement import LayerMemory
-from ess.door.pools import PoolSizes, build_pools
 from ess.door.sequences.opening import count_on_disk, open_sequence
 from ess.door.sequences.sequence import Sequence
 from ess.door.side import Differing, HostSide, MakePlacement, Side
 from ess.door.stats import Stats
-from ess.door.step import Step
+from ess.door.steps.beginning import begin
+from ess.door.steps.direct import Direct
+from ess.door.steps.placement import LayerMemory
+from ess.door.steps.step import Step
 from ess.errors import BadInput, BadState
 from ess.flashtrans.lanes import open_lane
 from ess.kernels.streams import Lane

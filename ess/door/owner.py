@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ess.door.placement import Placement
-from ess.door.pools import Pools
+from ess.door.memory.pools import Pools
+from ess.door.steps.placement import Placement
 from ess.errors import BadInput, BadState
 
 if TYPE_CHECKING:
     from ess.door.sequences.sequence import Sequence
-    from ess.door.step import Step
+    from ess.door.steps.step import Step
 
 
 class Owner:

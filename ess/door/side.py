@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from ess.clock import Clock
-from ess.door.placement import Placement
-from ess.door.pools import HostPools, Pools
+from ess.door.memory.pools import HostPools, Pools
 from ess.door.residency.budgets import Budgets
 from ess.door.residency.refill import Refill
 from ess.door.residency.resident import Resident
@@ -17,6 +16,7 @@ from ess.door.residency.row_copies import differing_slots
 from ess.door.residency.slots import Slots
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Counters, Stats, Timings
+from ess.door.steps.placement import Placement
 from ess.kernels.streams import Lane
 from ess.overlap.timeline import Stopwatch
 

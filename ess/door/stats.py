@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.clock import Clock
-from ess.door.pools import HostPools
+from ess.door.memory.pools import HostPools
 from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.layout import ModelLayout

@@ -26,25 +26,25 @@ from torch import Tensor
 
 from ess.clock import Clock, RealClock
 from ess.door import Offload
-from ess.engine.admission import Admission
 from ess.engine.config import EngineConfig
 from ess.engine.entries.over import way_of
-from ess.engine.entry import Entry
 from ess.engine.handoff import Ended, Exchange, Handoffs
-from ess.engine.intake import Intake, Wishes
-from ess.engine.loads import Loads
 from ess.engine.plan import Chunk, Made, StepPlan, StepResult
 from ess.engine.process.messages import ExpertLine, GraphLine, StageLine
 from ess.engine.prompt.run import span_of
 from ess.engine.prompt.scores import score
 from ess.engine.ranks.agreement import Alone, Ranks, StepNeeds
-from ess.engine.request import FinishReason, Request, State
-from ess.engine.roster import Roster
-from ess.engine.step.audit import check_waiting
+from ess.engine.requests.admission import Admission
+from ess.engine.requests.entry import Entry
+from ess.engine.requests.intake import Intake, Wishes
+from ess.engine.requests.loads import Loads
+from ess.engine.requests.request import FinishReason, Request, State
+from ess.engine.requests.roster import Roster
 from ess.engine.step.feeding import Outcome
-from ess.engine.step.flights import Flights
-from ess.engine.step.future import depth_reasons
 from ess.engine.step.runner import made_runner
+from ess.engine.step.underway.audit import check_waiting
+from ess.engine.step.underway.flights import Flights
+from ess.engine.step.underway.future import depth_reasons
 from ess.engine.step.warmth import Warmth
 from ess.engine.step.way import Way
 from ess.engine.tokens.chance import Chance

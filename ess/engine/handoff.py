@@ -22,8 +22,8 @@ from ess.door import Sequence as Opened
 from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent
 from ess.engine.config import EngineConfig
 from ess.engine.plan import Chunk
-from ess.engine.request import Request
-from ess.engine.roster import Roster
+from ess.engine.requests.request import Request
+from ess.engine.requests.roster import Roster
 from ess.engine.step.invented import invent
 from ess.engine.step.runner import Runner
 from ess.errors import BadInput, PoolFull

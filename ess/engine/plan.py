@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.chance import Chance
 
 if TYPE_CHECKING:

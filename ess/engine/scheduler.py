@@ -9,8 +9,8 @@ simulator plans its steps with the same two functions.
 from __future__ import annotations
 
 from ess.engine.plan import Chunk, StepPlan, Turn
-from ess.engine.request import Request
-from ess.engine.roster import AnyRequest, Roster
+from ess.engine.requests.request import Request
+from ess.engine.requests.roster import AnyRequest, Roster
 from ess.units import PAGE_ROWS
 
 

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from ess.clock import Clock
 from ess.comm.group import Group
-from ess.engine.admission import Admission
 from ess.engine.config import EngineConfig
-from ess.engine.entry import check_prompt
 from ess.engine.handoff import ENDED_MAX, Ended
-from ess.engine.intake import Intake, Wishes
 from ess.engine.plan import Chunk, StepResult
 from ess.engine.process.messages import StageLine
-from ess.engine.request import FinishReason, Request, State
-from ess.engine.roster import Roster
+from ess.engine.requests.admission import Admission
+from ess.engine.requests.entry import check_prompt
+from ess.engine.requests.intake import Intake, Wishes
+from ess.engine.requests.request import FinishReason, Request, State
+from ess.engine.requests.roster import Roster
 from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState, PoolFull

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from ess.door.handoff.endings import Lapsed, Sent, Timeline
 from ess.engine import scheduler
-from ess.engine.request import Request, State
-from ess.engine.roster import Roster
+from ess.engine.requests.request import Request, State
+from ess.engine.requests.roster import Roster
 from ess.prefill.orders import Part
 from ess.prefill.reports import Released
 from ess.transfer.messages import Reason

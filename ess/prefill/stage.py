@@ -21,7 +21,7 @@ from torch import Tensor
 from ess.clock import Clock
 from ess.door import Sequence as Opened
 from ess.door.handoff.endings import Lapsed, Sent
-from ess.door.handoff.pages import StagePages
+from ess.door.handoff.outgoing.pages import StagePages
 from ess.door.handoff.port import Port
 from ess.engine.prompt.pack import Span
 from ess.engine.step.runner import Runner

@@ -26,7 +26,7 @@ from ess.clock import Clock
 from ess.comm.group import Group
 from ess.comm.team import Team
 from ess.door import Sequence as Opened
-from ess.door.mapped import MappedPools, MappedRows, SharedPools
+from ess.door.memory.mapped import MappedPools, MappedRows, SharedPools
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import Prefilled, run_part
 from ess.engine.prompt.share import ByHeads, ByTokens, Share, Whole, own_count
@@ -35,7 +35,7 @@ from ess.errors import BadInput
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.models.model import Model
-from ess.models.weights.split import Split
+from ess.models.weights.expected.split import Split
 from ess.units import PAGE_ROWS, div_ceil
 
 Kind = Literal["tp", "cp"]

@@ -27,7 +27,7 @@ from ess import console
 from ess.clock import Clock, RealClock
 from ess.comm.group import Group
 from ess.comm.link import Link, PeerLeft
-from ess.comm.staged import StagedGroup
+from ess.comm.processes.staged import StagedGroup
 from ess.comm.team import Team
 from ess.door.handoff.port import Port
 from ess.engine.chunking.sizer import ChunkSizer

@@ -15,7 +15,7 @@ from ess.models.chat.messages import Message, arguments_of
 from ess.models.chat.replies import PLAIN, Replies, replies_of
 from ess.models.chat.reply import PlainParser, ReplyParser
 from ess.models.chat.template import SOURCE_BYTES_MAX, ChatTemplate
-from ess.models.weights.folder import Folder
+from ess.models.weights.files.folder import Folder
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer

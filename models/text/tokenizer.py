@@ -16,8 +16,8 @@ from typing import Any, Final
 import tokenizers
 
 from ess.errors import BadInput
-from ess.models.weights.folder import Folder
-from ess.models.weights.strict_json import parse_object
+from ess.models.weights.files.folder import Folder
+from ess.models.weights.files.strict_json import parse_object
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 IDS_MAX: Final = 1 << 24

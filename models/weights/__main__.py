@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ess.errors import EssError
-from ess.models.weights.dry_run import make_plan, plan_lines, read_config
+from ess.models.weights.expected.dry_run import make_plan, plan_lines, read_config
 from ess.units import parse_size
 
 

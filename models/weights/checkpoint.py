@@ -24,12 +24,12 @@ from ess.errors import BadInput, BadState
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.weights.blocks import as_scale
-from ess.models.weights.folder import Folder
-from ess.models.weights.header import DTYPE_BYTES, Entry, renamed
-from ess.models.weights.placement import open_files
-from ess.models.weights.shapes import HEAD, Spec
+from ess.models.weights.expected.shapes import HEAD, Spec
+from ess.models.weights.expected.verify import FP8, verify
+from ess.models.weights.files.folder import Folder
+from ess.models.weights.files.header import DTYPE_BYTES, Entry, renamed
+from ess.models.weights.files.placement import open_files
 from ess.models.weights.stored import stores_fp8
-from ess.models.weights.verify import FP8, verify
 
 # Not in Python 3.11's mmap module. Without it Linux may refuse a private mapping larger than RAM.
 _NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0

@@ -10,9 +10,9 @@ import torch
 from ess.errors import BadInput
 from ess.models.weights.blocks import dequantise
 from ess.models.weights.checkpoint import Checkpoint
+from ess.models.weights.expected.shapes import Spec
+from ess.models.weights.expected.split import Split, Window
 from ess.models.weights.kept import Fp8Weight
-from ess.models.weights.shapes import Spec
-from ess.models.weights.split import Split, Window
 
 Form = Literal["stored", "bf16", "f32"]
 _DTYPES: Final = {"bf16": torch.bfloat16, "f32": torch.float32}

@@ -16,7 +16,7 @@ from ess.errors import BadInput
 from ess.kernels.cpu import native
 from ess.layout import ModelLayout, RowCodec
 from ess.models.registry import read_config as parse_config
-from ess.models.weights.dry_run import PUBLISHED, read_config
+from ess.models.weights.expected.dry_run import PUBLISHED, read_config
 from ess.units import PAGE_ROWS, format_bytes, parse_size
 
 RowForm = Literal["fp8", "bf16", "f32"]

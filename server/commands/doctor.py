@@ -40,8 +40,8 @@ PACKAGES: Final = (
     *("torch", "safetensors", "tokenizers", "fastapi", "uvicorn", "uvloop", "httptools"),
     *("pyzmq", "prometheus-client", "jinja2", "llguidance"),
 )
-TRIAL: Final = "ess.engine.process.selfcheck"
-DEVICE_TRIAL: Final = "ess.engine.process.device_check"
+TRIAL: Final = "ess.engine.process.checks.selfcheck"
+DEVICE_TRIAL: Final = "ess.engine.process.checks.device_check"
 PLACEHOLDERS: Final = ("flash-mla", "deep-gemm")
 
 

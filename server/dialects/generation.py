@@ -9,7 +9,7 @@ from typing import Final, Literal
 import msgspec
 
 from ess.engine.process.messages import Piece
-from ess.engine.request import FinishReason
+from ess.engine.requests.request import FinishReason
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.stops import StopText
 from ess.models.text.detokenizer import Detokenizer

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from starlette.requests import Request
 
-from ess.engine.request import PRIORITY_MAX
+from ess.engine.requests.request import PRIORITY_MAX
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.server.dialects.legs import leg_of

@@ -28,7 +28,7 @@ from ess.adapters.vllm.settings import read_layout
 from ess.adapters.vllm.staging import Staging
 from ess.clock import RealClock
 from ess.door.handoff import geometry
-from ess.door.handoff.units import Part
+from ess.door.handoff.outgoing.units import Part
 from ess.layout import ModelLayout
 from ess.transfer.arrivals import Arrivals
 from ess.transfer.endpoint import Identity

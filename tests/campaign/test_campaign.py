@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from ess.door.handoff import departure, receiver, sender
+from ess.door.handoff.incoming import receiver
+from ess.door.handoff.outgoing import departure, sender
 from ess.pool.disk import tier, writer
 from ess.transfer import arrivals
 from ess.transfer.transports.faulty import Fault

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ess.door.stats import Stats
-from ess.engine.request import Request, Take
+from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, PoolFull, Unavailable
 from ess.pool.disk.tier import DiskUse

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 
 from ess.comm.group import Group
-from ess.comm.joined import JoinedGroup
 from ess.comm.link import LinkLost
-from ess.comm.meeting import join_group
+from ess.comm.processes.joined import JoinedGroup
+from ess.comm.processes.meeting import join_group
 from ess.errors import EssError
 from tests.comm.poison import poison_pickle
 

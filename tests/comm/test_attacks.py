@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ess.comm.control import Ends, Kind, Wire, answer, greet
 from ess.comm.ending import Ending
 from ess.comm.link import HEAD_BYTES_MAX, LinkLost
-from ess.comm.meeting import join_group
-from ess.comm.tensors import SHAPE_BYTES, pack_shape, unpack_shape
-from ess.comm.wired import Terms, WiredLink
+from ess.comm.processes.control import Ends, Kind, Wire, answer, greet
+from ess.comm.processes.meeting import join_group
+from ess.comm.processes.tensors import SHAPE_BYTES, pack_shape, unpack_shape
+from ess.comm.processes.wired import Terms, WiredLink
 from ess.errors import BadInput, Unavailable
 from ess.ports import kept_port
 from tests.house.tree import texts

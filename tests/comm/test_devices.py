@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ess.comm.meeting import Meeting, Place
+from ess.comm.processes.meeting import Meeting, Place
 from ess.errors import BadInput
 
 HOST = torch.device("cpu")

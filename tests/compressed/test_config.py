@@ -13,9 +13,9 @@ from ess.models.compressed.gain import Machine, gain, read_bytes
 from ess.models.compressed.memory import entry_bytes, needs
 from ess.models.registry import build, read_config
 from ess.models.weights.__main__ import main
-from ess.models.weights.dry_run import make_plan
-from ess.models.weights.dry_run import read_config as published
-from ess.models.weights.shapes import expected_tensors
+from ess.models.weights.expected.dry_run import make_plan
+from ess.models.weights.expected.dry_run import read_config as published
+from ess.models.weights.expected.shapes import expected_tensors
 from tests.compressed import world
 
 FLASH = "deepseek-v4-flash"

@@ -11,7 +11,7 @@ import torch
 
 from ess.door.sequences import kept
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.request import Request, Take
+from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
 from tests.compressed import world

@@ -130,8 +130,8 @@ def test_the_true_configuration_is_as_large_as_theirs() -> None:
     """Parameters and tables, without one value of them."""
     import transformers
 
-    from ess.models.weights.dry_run import make_plan
-    from ess.models.weights.dry_run import read_config as published
+    from ess.models.weights.expected.dry_run import make_plan
+    from ess.models.weights.expected.dry_run import read_config as published
 
     raw: dict[str, Any] = published("deepseek-v4-flash")
     for key in ("quantization_config", "expert_dtype"):

@@ -14,7 +14,7 @@ from ess.models.compressed.model import CompressedModel
 from ess.models.config import ModelConfig
 from ess.models.families import deepseek_v4
 from ess.models.registry import read_config
-from ess.models.weights.shapes import expected_tensors
+from ess.models.weights.expected.shapes import expected_tensors
 from tests.support import checkpoints
 
 TINY: Final[dict[str, Any]] = {

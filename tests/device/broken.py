@@ -8,7 +8,7 @@ import math
 import pytest
 
 from ess.engine.engine import Engine
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from tests.device import engines
 from tests.support.checkpoints import tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ess.door.device.memory.uploads import Download
-from ess.engine.step.uploads import TURNS, Upload
+from ess.engine.step.underway.uploads import TURNS, Upload
 from ess.engine.tokens.device_draw import NOT_A_NUMBER, Drawing, draw_all, ways_of
 from ess.engine.tokens.draw import draw
 from ess.engine.tokens.logprobs import block_chances, chance_block, chances

@@ -15,7 +15,7 @@ import torch
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.step import flights
+from ess.engine.step.underway import flights
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import PoolFull
 from ess.kernels import backend

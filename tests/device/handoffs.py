@@ -13,7 +13,7 @@ from ess.clock import RealClock
 from ess.door.handoff.port import Port
 from ess.engine.engine import Engine
 from ess.engine.prompt.plain_rows import PlainRows
-from ess.engine.request import Request, Take
+from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal

@@ -2,7 +2,7 @@
 
 What they make is compared bit by bit with what one engine of the host makes by the same products: a
 device has no compiled stages, and another op for its experts. The stages share the device, so their
-states travel over links of the host (`ess.comm.staged`).
+states travel over links of the host (`ess.comm.processes.staged`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ess.comm.local import LocalLink, local_group
-from ess.comm.staged import LEAVING_MAX, SOON_S, StagedGroup, StagedLink
+from ess.comm.processes.staged import LEAVING_MAX, SOON_S, StagedGroup, StagedLink
 from ess.errors import BadInput
 from ess.kernels.backend import ops
 from ess.models import moe

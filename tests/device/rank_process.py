@@ -22,7 +22,7 @@ from ess.comm.experts.balance import balanced
 from ess.comm.experts.fixed import FixedExpertRanks
 from ess.comm.experts.placement import Placement, Places, even
 from ess.comm.link import LinkLost
-from ess.comm.meeting import join_group
+from ess.comm.processes.meeting import join_group
 from ess.door.device.memory.uploads import Download
 from ess.engine.engine import Engine
 from ess.engine.ranks.agreement import Many

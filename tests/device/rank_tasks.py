@@ -6,7 +6,7 @@ import functools
 from typing import Final
 
 from ess.engine.engine import Engine
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from tests.device import engines
 from tests.support.checkpoints import tokens

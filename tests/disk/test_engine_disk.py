@@ -10,7 +10,7 @@ import pytest
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
 from ess.layout import ModelLayout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ess.engine.engine import Engine
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadState, PoolFull, Unavailable
 from ess.pool.disk.folder import SLAB

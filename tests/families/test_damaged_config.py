@@ -19,7 +19,7 @@ from ess.errors import BadInput
 from ess.models import reading
 from ess.models.config import FileConfig, ModelConfig
 from ess.models.registry import MODULES, read_config
-from ess.models.weights.shapes import expected_tensors
+from ess.models.weights.expected.shapes import expected_tensors
 from tests.compressed.world import LISTED, RATIOS
 from tests.support import checkpoints
 

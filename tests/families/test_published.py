@@ -11,7 +11,7 @@ from ess.console import MaybeWhole
 from ess.errors import BadInput
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.__main__ import main as dry_run
-from ess.models.weights.dry_run import PUBLISHED, read_config
+from ess.models.weights.expected.dry_run import PUBLISHED, read_config
 from ess.server.commands.about import layout
 from ess.server.commands.planning.fits import is_unmeasured
 from ess.server.commands.planning.plan import DecodeFlags, NodeFlags, TierFlags, WayFlags, plan

@@ -17,8 +17,8 @@ from ess.errors import BadInput
 from ess.models.guest.packed import Packed
 from ess.models.registry import read_config
 from ess.models.text.tokenizer import Tokenizer
-from ess.models.weights.header import read_header, renamed
-from ess.models.weights.strict_json import parse_object
+from ess.models.weights.files.header import read_header, renamed
+from ess.models.weights.files.strict_json import parse_object
 from ess.pool.disk.folder import CATALOGUE, SLAB
 from ess.prefill import orders, records, reports
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
@@ -50,7 +50,7 @@ class Weights:
     """The header of a safetensors file."""
 
     name = "safetensors"
-    watched = ("models/weights/header.py", "models/weights/strict_json.py")
+    watched = ("models/weights/files/header.py", "models/weights/files/strict_json.py")
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "model.safetensors"

@@ -14,7 +14,7 @@ import torch  # noqa: E402
 
 from ess.door import Offload  # noqa: E402
 from ess.models.load import load_model  # noqa: E402
-from ess.models.weights.kept_bytes import kept_bytes  # noqa: E402
+from ess.models.weights.expected.kept_bytes import kept_bytes  # noqa: E402
 from ess.pool.device_bytes import PoolShape, pool_bytes  # noqa: E402
 from ess.server.commands.start.checkpoint import embedded_path, read_entries  # noqa: E402
 from tests.device import engines  # noqa: E402
@@ -77,8 +77,8 @@ def test_pools_take_what_their_plan_says():
 
 
 def test_a_server_would_find_its_device_and_decode_on_it():
-    from ess.engine.process.device_check import trial
-    from ess.engine.process.device_probe import probe
+    from ess.engine.process.checks.device_check import trial
+    from ess.engine.process.checks.device_probe import probe
 
     assert probe(0).why_not("cuda:0") == ""
     assert trial(0).same

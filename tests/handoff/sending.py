@@ -13,7 +13,7 @@ import numpy as np
 from ess.door import Offload
 from ess.door.handoff import geometry
 from ess.door.handoff.endings import Sent
-from ess.door.handoff.sender import Sender
+from ess.door.handoff.outgoing.sender import Sender
 from ess.errors import BadInput
 from ess.flashtrans.lanes import InlineLane
 from ess.transfer.messages import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ess.door.handoff.origins import Origins
+from ess.door.handoff.incoming.origins import Origins
 from ess.door.handoff.port import PEERS_MAX
 from ess.errors import BadInput
 from ess.transfer.members import Member, joined

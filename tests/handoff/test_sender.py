@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ess.door.handoff import transfers, units
-from ess.door.handoff.orphans import ORPHANS_MAX
-from ess.door.handoff.packed import PLACES
+from ess.door.handoff.outgoing import transfers, units
+from ess.door.handoff.outgoing.orphans import ORPHANS_MAX
+from ess.door.handoff.outgoing.packed import PLACES
 from ess.errors import BadInput, PoolFull
 from ess.transfer.messages import (
     Again,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ess.door.handoff import transfers, units
 from ess.door.handoff.endings import Lapsed
+from ess.door.handoff.outgoing import transfers, units
 from ess.transfer.messages import Again, Count, PieceKind, Reason, Release
 from tests.handoff.layout import LAYOUT
 from tests.handoff.sending import LAYERS, PROMPT, UID, WANTED, landed, prompt_of, world

@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ess.door.handoff import geometry, units
-from ess.door.handoff.departure import Departure
+from ess.door.handoff import geometry
 from ess.door.handoff.endings import Landed, Missed
-from ess.door.handoff.origins import Origins
-from ess.door.handoff.packed import PLACES
-from ess.door.handoff.transfers import Transfers
-from ess.door.handoff.units import Part
+from ess.door.handoff.incoming.origins import Origins
+from ess.door.handoff.outgoing import units
+from ess.door.handoff.outgoing.departure import Departure
+from ess.door.handoff.outgoing.packed import PLACES
+from ess.door.handoff.outgoing.transfers import Transfers
+from ess.door.handoff.outgoing.units import Part
 from ess.errors import BadInput, PoolFull
 from ess.layout import ModelLayout
 from ess.transfer.members import Member

@@ -11,7 +11,7 @@ import numpy as np
 
 from ess.door import Sequence as Opened
 from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent
-from ess.door.handoff.pages import StagePages
+from ess.door.handoff.outgoing.pages import StagePages
 from ess.door.handoff.port import Port
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.pool.warmup import WindowSet

@@ -6,7 +6,7 @@ from typing import Final
 
 KEPT: Final = {
     "ess.adapters.vllm.connector:EssConnector": "vLLM loads it by the path of its module",
-    "ess.door.placement:Resolution.is_ready": "an engine of one's own may poll instead of wait",
+    "ess.door.steps.placement:Resolution.is_ready": "an engine of your own may poll, not wait",
     "ess.flashtrans.rows:gather_rows": "half of FlashTrans' public door, beside scatter_rows",
     "ess.models.compressed.plain:Plain.guesses": "the specification that drafts are held to",
     "ess.kernels.cuda.triton.copy:copy_rows": "a gather where Triton is and NVRTC is not",

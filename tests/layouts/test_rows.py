@@ -14,7 +14,7 @@ from ess.door.handoff import geometry
 from ess.errors import BadInput
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.models.registry import read_config as parse_config
-from ess.models.weights.dry_run import read_config
+from ess.models.weights.expected.dry_run import read_config
 from ess.pool.capacity import INDEX_PAGES, even_slabs, least_chunks, needs, request_bytes
 from ess.pool.latent import LatentPool
 from ess.pool.sparse import SparsePool

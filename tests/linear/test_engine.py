@@ -8,8 +8,8 @@ import torch
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.ranks.accord import Alone
-from ess.engine.request import Request
+from ess.engine.ranks.agreement import Alone
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from tests.families.test_covered import FIRST

@@ -16,14 +16,14 @@ from ess.comm.group import Group
 from ess.comm.local import local_group
 from ess.comm.team import Team
 from ess.door import Offload
-from ess.door.common_host import CommonHost
+from ess.door.memory.common_host import CommonHost
 from ess.engine.config import EngineConfig
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
 from ess.flashtrans.patient import PatientLane
 from ess.layout import ModelLayout
 from ess.models.model import Model
 from ess.models.registry import build
-from ess.models.weights.split import HEAD_TENSORS
+from ess.models.weights.expected.split import HEAD_TENSORS
 from tests.comm.test_local import each
 from tests.ranks.rig import weights
 from tests.support.manual_lane import ManualLane

@@ -9,7 +9,7 @@ import pytest
 from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
 from ess.engine.mesh.engines import Lead
-from ess.engine.request import Request, Take
+from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.transfer.endpoint import Identity

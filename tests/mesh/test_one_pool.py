@@ -11,7 +11,7 @@ import pytest
 
 from ess.comm.local import local_group
 from ess.door import Offload
-from ess.door.common_host import CommonHost
+from ess.door.memory.common_host import CommonHost
 from ess.engine.mesh.engines import Lead
 from ess.errors import BadInput
 from ess.kernels.memory import map_memory_file, memory_file

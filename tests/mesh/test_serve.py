@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ess.door.common_host import NAME
+from ess.door.memory.common_host import NAME
 from ess.kernels.mappings import mappings
 from ess.models.load import load_model
 from tests.ranks.test_serve import COUNT, PROMPT, tokens

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from ess.engine.mesh.engines import Lead
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from tests.mesh.rig import Shape, run_mesh

@@ -20,7 +20,7 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.process.messages import Add
 from ess.engine.process.worker import EngineLoop
 from ess.engine.prompt import scores
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens import sandbox
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from tests.model.test_answers import engine, ids, model
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from ess.engine.engine import Engine
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from tests.model.test_engine import engine, prompt, run
 

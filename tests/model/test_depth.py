@@ -9,14 +9,14 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from ess.door import beginning
 from ess.door.sequences import holding
+from ess.door.steps import beginning
 from ess.engine import scheduler
 from ess.engine.plan import Feed
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.step import way
 from ess.engine.step.feeding import Outcome
-from ess.engine.step.future import FutureMap
+from ess.engine.step.underway.future import FutureMap
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.verification import Choice
 from ess.errors import PoolFull

@@ -10,7 +10,7 @@ import torch
 from ess.engine.engine import Engine
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import run_chunks
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.pool.warmup import WINDOW_MAX
 from tests.model.test_engine import engine, expected, prompt, run

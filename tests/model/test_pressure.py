@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ess.engine.engine import Engine
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.overlap.policy import Mode
 from tests.model.test_engine import engine, expected, prompt, run

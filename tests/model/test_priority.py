@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from ess.engine.admission import Admission
-from ess.engine.request import Request
-from ess.engine.roster import SPARE, Roster
+from ess.engine.requests.admission import Admission
+from ess.engine.requests.request import Request
+from ess.engine.requests.roster import SPARE, Roster
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import TPOT
 from ess.errors import BadInput

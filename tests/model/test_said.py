@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ess.door import arrays
-from ess.door.arrays import HostArrays
+from ess.door.steps import arrays
+from ess.door.steps.arrays import HostArrays
 from ess.kernels.cpu import native, step
 from ess.models.layers import RotaryPositions
 from ess.pool.index import PageTables

@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
 from ess.models.chat.grammars.calls import Calls

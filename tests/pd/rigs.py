@@ -10,7 +10,7 @@ from ess.clock import Clock
 from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.request import Request, Take
+from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.models.model import Model
 from ess.transfer.endpoint import Identity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ess.engine.request import Take
+from ess.engine.requests.request import Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import Unavailable
 from ess.transfer.messages import UID_MAX

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.request import Request, Take
+from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from tests.pd.rigs import Pair, Worker, alone, offload_of

@@ -20,15 +20,15 @@ import torch
 from ess.clock import RealClock
 from ess.comm.link import AHEAD_MAX, HELD_MAX
 from ess.comm.local import local_group
-from ess.comm.staged import StagedGroup
+from ess.comm.processes.staged import StagedGroup
 from ess.door import Offload
 from ess.door.handoff.endings import Lapsed, Sent, Timeline
-from ess.door.handoff.pages import SequencePages
+from ess.door.handoff.outgoing.pages import SequencePages
 from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
 from ess.engine.devices import backend_of
 from ess.engine.engine import Engine
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.step.runner import made_runner
 from ess.engine.tokens.sampling import Sampling
 from ess.layout import ModelLayout

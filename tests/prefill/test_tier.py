@@ -12,7 +12,7 @@ from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
 from ess.engine.devices import backend_of
 from ess.engine.engine import Engine
-from ess.engine.request import Request, Take
+from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.prefill.stages import members
 from ess.transfer.endpoint import Identity

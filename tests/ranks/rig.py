@@ -19,7 +19,7 @@ from ess.door import Offload
 from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
 from ess.engine.ranks.agreement import Many
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.models.model import Model
 from ess.models.registry import build, read_config

@@ -276,7 +276,7 @@ def test_other_tokens_of_a_device_are_a_failure():
 
 @pytest.mark.slow
 def test_the_trial_decodes_both_ways():
-    from ess.engine.process.selfcheck import trial
+    from ess.engine.process.checks.selfcheck import trial
 
     found = trial()
     assert found.same

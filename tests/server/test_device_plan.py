@@ -14,7 +14,7 @@ from ess.engine.devices import DEFAULTS, SERVED, Found
 from ess.engine.process.messages import Launch
 from ess.engine.step_bytes import graph_bytes, staged_bytes
 from ess.errors import BadInput
-from ess.models.weights.kept_bytes import kept_bytes
+from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from ess.server.commands.start import banner
 from ess.server.commands.start.checkpoint import read_checkpoint, read_entries

@@ -8,7 +8,7 @@ import pytest
 
 from ess.door.sequences import kept
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import PoolFull
 from tests.compressed import drafting

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.layout import ModelLayout
 from ess.models.compressed.model import CompressedModel

@@ -17,7 +17,7 @@ import torch
 from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
-from ess.models.weights.shapes import HEAD, expected_tensors
+from ess.models.weights.expected.shapes import HEAD, expected_tensors
 
 V32: Final[dict[str, Any]] = {
     "architectures": ["DeepseekV32ForCausalLM"],

@@ -32,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = {
-    "engine": ("ess.engine.process.rank", "ess.prefill.worker", "ess.comm.joined"),
+    "engine": ("ess.engine.process.rank", "ess.prefill.worker", "ess.comm.processes.joined"),
     "disk": ("tests.disk.bytes_of",),
     "server": ("ess.server.commands.start.begin", "ess.server.commands.serve", "uvloop"),
 }

@@ -6,7 +6,7 @@ and so it waits for its peers, who do the same ones in the same order.
 
 from __future__ import annotations
 
-from ess.comm import meeting, tensors
+from ess.comm.processes import meeting, tensors
 from tests.support.pretended import PRETENCE
 
 GLOO_S = 300.0

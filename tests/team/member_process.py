@@ -12,7 +12,7 @@ import sys
 import torch
 
 from ess.clock import RealClock
-from ess.comm.meeting import join_group
+from ess.comm.processes.meeting import join_group
 from ess.engine.config import EngineConfig
 from ess.engine.step.runner import made_runner
 from ess.kernels.backend import ops

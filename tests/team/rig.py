@@ -23,7 +23,7 @@ from ess.kernels.backend import ops
 from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
-from ess.models.weights.split import HEAD_TENSORS
+from ess.models.weights.expected.split import HEAD_TENSORS
 from ess.prefill.team import Kind, TeamLead, TeamMember
 from tests.support.checkpoints import GLM, SMALL, V32, tensors, tokens
 

@@ -13,14 +13,14 @@ from ess.comm.group import Group
 from ess.comm.local import local_group
 from ess.comm.team import OneTeam
 from ess.door import Offload
-from ess.door.mapped import MappedPools, MappedRows, SharedPools
+from ess.door.memory.mapped import MappedPools, MappedRows, SharedPools
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.share import Whole, cut
 from ess.engine.step.runner import Runner
 from ess.errors import BadInput, Unavailable
 from ess.models.load import load_model
-from ess.models.weights.shapes import Cut, Spec
-from ess.models.weights.split import Split
+from ess.models.weights.expected.shapes import Cut, Spec
+from ess.models.weights.expected.split import Split
 from ess.prefill.team import OwnRows, TeamLead, check_team, heads_of, share_of
 from tests.support.layouts import PLAIN
 from tests.team.rig import Made, alone, in_team, packs, prompts, run_packs

@@ -16,7 +16,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.kernels.backend import ops
 from ess.models.model import Model
 from ess.models.registry import build, read_config
-from ess.models.weights.split import HEAD_TENSORS
+from ess.models.weights.expected.split import HEAD_TENSORS
 from ess.prefill.follower import Follower
 from ess.prefill.lead import Lead
 from ess.prefill.rooms import stage_offload

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ess.engine.request import Request
-from ess.engine.roster import Roster
-from ess.engine.step.future import FutureMap
+from ess.engine.requests.request import Request
+from ess.engine.requests.roster import Roster
+from ess.engine.step.underway.future import FutureMap
 from ess.engine.tokens.sampling import Sampling
 from ess.overlap.tbo import interleave
 from ess.overlap.timeline import Span, Timeline

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ess.engine.entry import Entry
-from ess.engine.followers import Followers
 from ess.engine.plan import Turn
-from ess.engine.request import Request
-from ess.engine.roster import Roster
-from ess.engine.step.audit import check_flights, check_waiting
-from ess.engine.step.future import FutureMap
+from ess.engine.requests.entry import Entry
+from ess.engine.requests.followers import Followers
+from ess.engine.requests.request import Request
+from ess.engine.requests.roster import Roster
 from ess.engine.step.tuning import VECTOR_MAX, Tuning, _Since
+from ess.engine.step.underway.audit import check_flights, check_waiting
+from ess.engine.step.underway.future import FutureMap
 from ess.engine.tokens.counts import Tally
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling

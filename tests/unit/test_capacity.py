@@ -7,7 +7,7 @@ import pytest
 from ess.door import Offload
 from ess.errors import BadInput
 from ess.layout import IndexCodec, ModelLayout, RowCodec
-from ess.models.weights.dry_run import make_plan, plan_lines, read_config
+from ess.models.weights.expected.dry_run import make_plan, plan_lines, read_config
 from ess.pool.capacity import capacity_of
 from ess.pool.ledger import Ledger
 from ess.server.commands.start.settings import resolve

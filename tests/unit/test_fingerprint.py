@@ -9,7 +9,7 @@ import pytest
 
 from ess.errors import BadInput
 from ess.models.load import EMBEDDED
-from ess.models.weights.fingerprint import fingerprint
+from ess.models.weights.files.fingerprint import fingerprint
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ess.engine.chunking.partition import (
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.models.registry import read_config
-from ess.models.weights.dry_run import read_config as published
+from ess.models.weights.expected.dry_run import read_config as published
 from ess.server.commands.cli import main
 
 V32 = ModelLayout.deepseek_v32(mtp=False)

@@ -8,8 +8,8 @@ import pytest
 
 from ess.engine import scheduler
 from ess.engine.plan import StepPlan
-from ess.engine.request import Request
-from ess.engine.roster import Roster
+from ess.engine.requests.request import Request
+from ess.engine.requests.roster import Roster
 from ess.engine.tokens.sampling import Sampling
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Many
 from torch import Tensor
 
 from ess.door import LayerMemory, Placement, Resolution, Sequence, Step
-from ess.door.placement import Array, Kept
 from ess.door.residency.slots import Slots
+from ess.door.steps.placement import Array, Kept
 from ess.pool.warmup import WindowSet
 
 

@@ -16,7 +16,7 @@ from ess.door import Offload
 from ess.door.side import MakePlacement
 from ess.engine.devices import backend_of, is_device
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
 from ess.kernels.streams import Lane

@@ -6,7 +6,7 @@ import numpy as np
 
 from ess.bench.engine.arms.around import Around
 from ess.door import Step
-from ess.door.placement import Array
+from ess.door.steps.placement import Array
 from ess.pool.lru import planner
 
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ess.door import LayerMemory, Resolution, Sequence, Step
-from ess.door.direct import Direct
-from ess.door.placement import Array, Kept
-from ess.door.pools import HostPools
+from ess.door.memory.pools import HostPools
 from ess.door.residency.direct_slots import bind_append
 from ess.door.residency.row_copies import write_new
 from ess.door.residency.slots import Slots, layer_memory
+from ess.door.steps.direct import Direct
+from ess.door.steps.placement import Array, Kept
 from ess.errors import BadState
 from ess.flashtrans.views import known
 from ess.kernels.cpu import native

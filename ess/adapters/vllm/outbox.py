@@ -17,8 +17,8 @@ from ess.adapters.vllm.requests import Order
 from ess.adapters.vllm.settings import Settings
 from ess.adapters.vllm.staging import Staging
 from ess.clock import RealClock
-from ess.door.handoff.sender import Sender
-from ess.door.handoff.units import Part
+from ess.door.handoff.outgoing.sender import Sender
+from ess.door.handoff.outgoing.units import Part
 from ess.errors import BadInput, PoolFull
 from ess.layout import ModelLayout
 from ess.transfer.endpoint import Identity

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ess.comm.experts.loads import Loads
 from ess.comm.experts.placement import Placement, Places
-from ess.comm.tensors import as_bytes
+from ess.comm.processes.tensors import as_bytes
 from ess.errors import EssError
 from ess.kernels.experts import summed
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from ess.comm.experts.expert_ranks import ExpertExchange, ExpertRanks, Received, Rooms
 from ess.comm.experts.loads import DeviceLoads, Fetch
 from ess.comm.experts.sizes import WORD_BYTES, WORDS, cuts, line_count
-from ess.comm.tensors import as_bytes
+from ess.comm.processes.tensors import as_bytes
 from ess.kernels.received import added
 
 if TYPE_CHECKING:

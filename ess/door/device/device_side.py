@@ -16,7 +16,7 @@ from ess.door.device.residency.leaving import Leaving
 from ess.door.device.residency.refilling import DeviceRefill
 from ess.door.device.steps.device_slots import DeviceSlots
 from ess.door.device.steps.stopwatch import Stopwatch
-from ess.door.pools import PoolSizes
+from ess.door.memory.pools import PoolSizes
 from ess.door.residency.budgets import Budgets
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Stats, Timings

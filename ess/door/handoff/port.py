@@ -8,8 +8,8 @@ from typing import Final
 
 from ess.clock import Clock
 from ess.door.handoff.geometry import Ground
-from ess.door.handoff.receiver import Receiver
-from ess.door.handoff.sender import Sender
+from ess.door.handoff.incoming.receiver import Receiver
+from ess.door.handoff.outgoing.sender import Sender
 from ess.door.offload import Offload
 from ess.errors import BadInput
 from ess.transfer.mail import Mail

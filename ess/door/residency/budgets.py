@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.door.pools import Pools
+from ess.door.memory.pools import Pools
 from ess.pool.budget import Counts, Curve, live_curve, next_move
 from ess.pool.capacity import SLOTS, WINDOW_SLOTS
 

@@ -9,9 +9,9 @@ from ess.kernels.cpu.layer import Find, Layers, Part
 from ess.pool.lru import planner
 
 if TYPE_CHECKING:
-    from ess.door.pools import HostPools
+    from ess.door.memory.pools import HostPools
     from ess.door.residency.slots import Slots
-    from ess.door.step import Step
+    from ess.door.steps.step import Step
     from ess.kernels.streams import Known
 
 

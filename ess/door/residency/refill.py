@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ess.door.pools import HostPools
+from ess.door.memory.pools import HostPools
 from ess.door.residency import row_copies
 from ess.door.residency.resident import Resident
 from ess.door.sequences.sequence import Sequence

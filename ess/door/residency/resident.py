@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ess.door.pools import HostPools
+from ess.door.memory.pools import HostPools
 from ess.door.sequences.sequence import Sequence
 
 PATIENCE: Final = 16

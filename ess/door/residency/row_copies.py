@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from ess.door.pools import HostPools
+from ess.door.memory.pools import HostPools
 from ess.errors import BadState
 from ess.kernels.cpu import native
 from ess.kernels.streams import Event, Known, RowCopy

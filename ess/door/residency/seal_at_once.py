@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ess.door.pools import HostPools
-from ess.door.step import Step
+from ess.door.memory.pools import HostPools
+from ess.door.steps.step import Step
 from ess.kernels.cpu import native
 
 Rows = npt.NDArray[np.int32]

@@ -18,16 +18,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ess.door.arrays import Kept
-from ess.door.direct import Direct
-from ess.door.placement import LayerMemory, Resolution
-from ess.door.pools import HostPools
+from ess.door.memory.pools import HostPools
 from ess.door.residency import row_copies
 from ess.door.residency.direct_slots import DirectSlots
 from ess.door.residency.seal_at_once import Sealing
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Counters, TimedFetch, Timings
-from ess.door.step import Step
+from ess.door.steps.arrays import Kept
+from ess.door.steps.direct import Direct
+from ess.door.steps.placement import LayerMemory, Resolution
+from ess.door.steps.step import Step
 from ess.errors import BadState
 from ess.kernels.cpu import native
 from ess.kernels.streams import Event

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.door.pools import Pools
+from ess.door.memory.pools import Pools
 from ess.door.sequences.states import Bytes
 from ess.errors import BadState, PoolFull
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES

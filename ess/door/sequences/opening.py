@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ess.door.memory.pools import Pools
 from ess.door.owner import Owner
-from ess.door.pools import Pools
 from ess.door.sequences.sequence import Sequence
 from ess.errors import PoolFull
 from ess.layout import ModelLayout

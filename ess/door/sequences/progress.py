@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from ess.door.pools import Pools
+from ess.door.memory.pools import Pools
 from ess.door.sequences.holding import Holding
 from ess.door.sequences.kept import kept_ends
 from ess.errors import BadInput, BadState

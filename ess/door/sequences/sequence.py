@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ess.door.checks import as_array, check_sets, in_range, whole
+from ess.door.memory.shelf import Load, Shelf
 from ess.door.owner import Owner
 from ess.door.sequences.holding import Holding
 from ess.door.sequences.kept import kept_ends
 from ess.door.sequences.progress import Progress
 from ess.door.sequences.shelved import Shelved, put_away
-from ess.door.shelf import Load, Shelf
 from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans.rows import scatter_rows
 from ess.layout import ModelLayout

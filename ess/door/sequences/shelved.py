@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.door.pools import Pools
+from ess.door.memory.pools import Pools
 from ess.door.sequences.holding import Holding
 from ess.pool.disk.tier import Claim
 from ess.pool.pages import PageIds

@@ -17,7 +17,7 @@ from ess.clock import Clock
 from ess.engine.graphs.replays import EAGER_STEPS, Fit, Replays
 from ess.engine.plan import Turn
 from ess.engine.ranks.agreement import Ranks, StepNeeds
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.step.decode import launch, learn
 from ess.engine.step.feeding import Future
 from ess.engine.step.laps import DeviceLap

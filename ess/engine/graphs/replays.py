@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from ess.door import Step
-from ess.door.step_answers import Recording
+from ess.door.steps.step_answers import Recording
 from ess.engine.graphs.buckets import bucket_of
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn

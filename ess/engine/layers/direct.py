@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ess.clock import RealClock
-from ess.door.direct import Direct
+from ess.door.steps.direct import Direct
 from ess.engine.layers.batch import Batch, compute_threads
 from ess.engine.layers.heads import AllHeads, Heads
 from ess.engine.step.tuning import Tuning

@@ -12,7 +12,6 @@ from ess.door.checks import token_ids
 from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
-from ess.engine.intake import Wishes
 from ess.engine.mesh.lockstep import Lockstep
 from ess.engine.mesh.port import EchoPort, LeadPort
 from ess.engine.mesh.relay import Relay
@@ -28,7 +27,8 @@ from ess.engine.mesh.words import (
     Stepped,
 )
 from ess.engine.plan import StepResult
-from ess.engine.request import Request, Take
+from ess.engine.requests.intake import Wishes
+from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState, PoolFull
 from ess.models.model import Model

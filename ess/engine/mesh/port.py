@@ -23,8 +23,8 @@ import numpy as np
 from ess.comm.experts.expert_ranks import OutOfStep
 from ess.door import Sequence
 from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent, Timeline
+from ess.door.handoff.incoming.receiver import Receiver, awaited_count, awaited_pages, land
 from ess.door.handoff.port import Port
-from ess.door.handoff.receiver import Receiver, awaited_count, awaited_pages, land
 from ess.engine.handoff import Arrivals
 from ess.engine.mesh.lockstep import Lockstep
 from ess.engine.mesh.words import Came, End, Full, Room

@@ -18,8 +18,8 @@ import zmq
 from ess.clock import RealClock
 from ess.comm.group import Group
 from ess.door import Offload
-from ess.door.common_host import CommonHost
 from ess.door.handoff.port import Port
+from ess.door.memory.common_host import CommonHost
 from ess.engine.mesh.engines import Follower, Lead, MeshEngine
 from ess.engine.process.build import Built
 from ess.engine.process.member import join, main, membership, rank_of
@@ -35,8 +35,8 @@ from ess.layout import ModelLayout
 from ess.models.load import load_model
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
-from ess.models.weights.fingerprint import fingerprint
-from ess.models.weights.split import Split
+from ess.models.weights.expected.split import Split
+from ess.models.weights.files.fingerprint import fingerprint
 from ess.pool.capacity import even_chunks, whole_count
 
 

@@ -22,8 +22,8 @@ from ess.engine.mesh.words import Said, Told, packed, unpacked
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import Prefilled, run_part
 from ess.engine.step.feeding import Fed
-from ess.engine.step.future import HostChosen, HostFed, HostSaid
 from ess.engine.step.runner import Runner
+from ess.engine.step.underway.future import HostChosen, HostFed, HostSaid
 from ess.engine.step.way import drafted
 from ess.engine.tokens.verification import Choice
 

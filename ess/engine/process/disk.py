@@ -8,7 +8,7 @@ from pathlib import Path
 from ess import console
 from ess.engine.process.messages import DiskLine, Launch
 from ess.layout import ModelLayout
-from ess.models.weights.fingerprint import fingerprint
+from ess.models.weights.files.fingerprint import fingerprint
 from ess.pool.disk.tier import DiskTier, DiskUse
 from ess.transfer.messages import layout_hash
 from ess.units import parse_size

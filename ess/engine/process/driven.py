@@ -7,11 +7,11 @@ from typing import Protocol, Unpack
 
 from ess.door import Offload
 from ess.engine.handoff import Ended
-from ess.engine.intake import Wishes
 from ess.engine.layers.verifier import Verifier
 from ess.engine.plan import StepResult
 from ess.engine.process.messages import ExpertLine, GraphLine, StageLine
-from ess.engine.request import Request
+from ess.engine.requests.intake import Wishes
+from ess.engine.requests.request import Request
 from ess.engine.step.tuning import Tuning
 from ess.engine.step.warmth import Warmth
 from ess.engine.tokens.sampling import Sampling

@@ -47,7 +47,7 @@ from ess.engine.process.messages import (
     Tracing,
 )
 from ess.engine.process.wire import SocketWire, Wire, open_counts
-from ess.engine.request import FinishReason
+from ess.engine.requests.request import FinishReason
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
 from ess.transfer.endpoint import Identity

@@ -14,7 +14,7 @@ import torch
 
 from ess.comm.group import Group
 from ess.comm.link import LinkLost
-from ess.comm.meeting import join_group
+from ess.comm.processes.meeting import join_group
 from ess.engine.devices import is_device, ordinal_of
 from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.messages import Launch, Rank

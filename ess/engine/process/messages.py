@@ -18,7 +18,7 @@ import msgspec
 
 from ess.decoding import UNDECODABLE
 from ess.engine.config import ProcessConfig
-from ess.engine.request import FinishReason
+from ess.engine.requests.request import FinishReason
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput

@@ -21,7 +21,7 @@ from ess.engine.process.messages import (
 )
 from ess.errors import BadInput, EssError
 from ess.layout import ModelLayout
-from ess.models.weights.fingerprint import fingerprint
+from ess.models.weights.files.fingerprint import fingerprint
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, layout_hash, new_epoch
 from ess.transfer.transports.kinds import open_transport

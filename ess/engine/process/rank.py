@@ -25,7 +25,7 @@ from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.comm.experts.fixed import FixedExpertRanks
 from ess.comm.experts.loads import WINDOW_STEPS
 from ess.comm.group import Group
-from ess.comm.meeting import join_group
+from ess.comm.processes.meeting import join_group
 from ess.door.device.memory.uploads import Download
 from ess.engine.config import ProcessConfig
 from ess.engine.devices import is_device, ordinal_of
@@ -38,7 +38,7 @@ from ess.engine.ranks.agreement import Many
 from ess.engine.ranks.placing import agreed_places, write_loads
 from ess.errors import BadInput, Unavailable
 from ess.models.weights.checkpoint import Checkpoint
-from ess.models.weights.fingerprint import fingerprint
+from ess.models.weights.files.fingerprint import fingerprint
 
 JOIN_S: Final = 120.0
 LOAD_S: Final = 3600.0

@@ -54,7 +54,7 @@ from ess.engine.process.messages import (
 )
 from ess.engine.process.peers import Peers
 from ess.engine.process.wire import SocketWire, Wire, open_counts
-from ess.engine.request import Request, Take
+from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadState, EssError, Unavailable
 from ess.layout import ModelLayout

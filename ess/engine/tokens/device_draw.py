@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ess.engine.step.uploads import Upload
+from ess.engine.step.underway.uploads import Upload
 from ess.engine.tokens.draw import (
     NOT_A_NUMBER,
     Rows,

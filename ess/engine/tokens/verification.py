@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ess.engine.plan import Feed
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.bad_words import BadWords
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.counts import Tally

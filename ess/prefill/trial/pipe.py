@@ -26,7 +26,7 @@ from ess.engine.process.messages import Launch, Rank
 from ess.errors import BadState
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config
-from ess.models.weights.folder import Folder
+from ess.models.weights.files.folder import Folder
 from ess.ports import kept_port
 from ess.prefill.trial.pipe_messages import Answer, Ask, Line, Opened, Slow, Timed, Trial
 from ess.units import PAGE_ROWS, div_ceil

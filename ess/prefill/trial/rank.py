@@ -26,7 +26,7 @@ from ess.comm.link import Link, LinkLost
 from ess.comm.team import Team
 from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.member import join, rank_of
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadState
 from ess.prefill import worker

@@ -21,8 +21,8 @@ from typing import Final
 
 from ess.engine import scheduler, tpot_control
 from ess.engine.chunking.sizes import PrefillTime
-from ess.engine.request import State
-from ess.engine.roster import Roster
+from ess.engine.requests.request import State
+from ess.engine.requests.roster import Roster
 from ess.engine.tpot_control import TPOT, Pace, Seen
 from ess.errors import PoolFull
 from ess.pool.capacity import Needs, needs

@@ -13,7 +13,7 @@ from torch import Tensor
 from ess.errors import BadInput
 from ess.models.registry import read_config
 from ess.models.weights.blocks import dequantise, quantise
-from ess.models.weights.shapes import SCALE_SUFFIX, expected_tensors
+from ess.models.weights.expected.shapes import SCALE_SUFFIX, expected_tensors
 
 Form = Literal["f32", "bf16", "fp8"]
 FORMS: Final = ("f32", "bf16", "fp8")

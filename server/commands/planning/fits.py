@@ -10,7 +10,7 @@ from ess import console
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config as parse_config
-from ess.models.weights.dry_run import PUBLISHED, make_plan, read_config, request_needs
+from ess.models.weights.expected.dry_run import PUBLISHED, make_plan, read_config, request_needs
 from ess.server.commands.planning.planshow import Line, print_sides
 from ess.sim.operators.families import FAMILIES
 from ess.sim.operators.silicon.chip import chip_of

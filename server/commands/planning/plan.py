@@ -16,7 +16,7 @@ from ess.console import MaybeWhole, Whole
 from ess.engine.chunking.partition import counted_costs, explained, partition, read_partition
 from ess.errors import BadInput
 from ess.models.registry import read_config as parse_config
-from ess.models.weights.dry_run import read_config
+from ess.models.weights.expected.dry_run import read_config
 from ess.server.commands.planning import fits, planpage
 from ess.server.commands.planning.planshow import show
 from ess.sim.locality import misses

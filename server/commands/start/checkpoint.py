@@ -15,10 +15,10 @@ from ess.models.config import ModelConfig
 from ess.models.guest.pins import GUESTS
 from ess.models.guest.place import checkpoint_folder
 from ess.models.registry import read_config
-from ess.models.weights.folder import Folder
-from ess.models.weights.header import Entry
-from ess.models.weights.placement import open_files
-from ess.models.weights.shapes import expected_tensors
+from ess.models.weights.expected.shapes import expected_tensors
+from ess.models.weights.files.folder import Folder
+from ess.models.weights.files.header import Entry
+from ess.models.weights.files.placement import open_files
 from ess.server.commands.start import hub
 from ess.server.process.service import SamplingDefaults
 

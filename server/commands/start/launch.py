@@ -32,7 +32,7 @@ from ess.models.chat.messages import Message
 from ess.models.chat.reply import PlainParser
 from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.text.tokenizer import Tokenizer
-from ess.models.weights.kept_bytes import kept_bytes
+from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.overlap import calibration
 from ess.server.commands.start import banner
 from ess.server.commands.start.checkpoint import (

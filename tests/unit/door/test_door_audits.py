@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ess.door import Offload
-from ess.door.inflight import InFlight
+from ess.door.memory.inflight import InFlight
 from ess.flashtrans import InlineLane
 from ess.kernels.streams import RowCopy
 from tests.support.manual_lane import ManualLane

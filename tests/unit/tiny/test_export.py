@@ -24,7 +24,7 @@ from ess.models.tiny.trainer.network import Network
 from ess.models.tiny.trainer.shape import Shape
 from ess.models.tiny.trainer.stored import read_checkpoint, stored_form
 from ess.models.weights.blocks import dequantise
-from ess.models.weights.shapes import expected_tensors
+from ess.models.weights.expected.shapes import expected_tensors
 from tests.support.checkpoints import tensors
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ess.engine.plan import Feed
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.tokens.counts import Tally
 from ess.engine.tokens.draw import draw
 from ess.engine.tokens.grammar import Grammar

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from ess.models.registry import read_config
 from ess.models.weights.blocks import quantise
-from ess.models.weights.shapes import Spec, expected_tensors
+from ess.models.weights.expected.shapes import Spec, expected_tensors
 from ess.models.weights.stored import stores_fp8
 from tests.support import checkpoints
 from tests.support.checkpoints import GLM, V32

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from ess.errors import BadInput
 from ess.models.weights.checkpoint import Checkpoint
-from ess.models.weights.header import Entry, renamed
+from ess.models.weights.files.header import Entry, renamed
 from ess.models.weights.rank import RankWeights
 
 INDEX = "model.safetensors.index.json"

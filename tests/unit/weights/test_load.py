@@ -12,8 +12,8 @@ from ess.errors import BadInput, BadState
 from ess.models.load import load_model
 from ess.models.weights.blocks import dequantise, quantise
 from ess.models.weights.checkpoint import Checkpoint
+from ess.models.weights.expected.split import Split
 from ess.models.weights.rank import RankWeights
-from ess.models.weights.split import Split
 from ess.units import div_ceil
 
 Written = tuple[Path, dict[str, torch.Tensor]]

@@ -11,11 +11,11 @@ import pytest
 from ess.errors import BadInput
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.checkpoint import Checkpoint
-from ess.models.weights.dry_run import read_config
-from ess.models.weights.header import DTYPE_BYTES
+from ess.models.weights.expected.dry_run import read_config
+from ess.models.weights.expected.shapes import Spec, expected_tensors, scale_shape
+from ess.models.weights.expected.split import Split
+from ess.models.weights.files.header import DTYPE_BYTES
 from ess.models.weights.rank import RankWeights
-from ess.models.weights.shapes import Spec, expected_tensors, scale_shape
-from ess.models.weights.split import Split
 
 SHARDS = 163
 

@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ess.door.arrays import Brought
 from ess.door.device.memory.arenas import DeviceArenas
 from ess.door.device.memory.counting import Counting
 from ess.door.device.memory.keys import DeviceKeys
 from ess.door.device.memory.lane import DeviceLane
 from ess.door.device.memory.maps import DeviceIndex, DeviceTables, Maps
 from ess.door.device.memory.queries import DeviceArrays, Queries
-from ess.door.inflight import Pending
-from ess.door.pools import Counts, Pools, PoolSizes, make_ledger
-from ess.door.shelf import Shelf
+from ess.door.memory.inflight import Pending
+from ess.door.memory.pools import Counts, Pools, PoolSizes, make_ledger
+from ess.door.memory.shelf import Shelf
+from ess.door.steps.arrays import Brought
 from ess.errors import BadInput, Unavailable
 from ess.kernels.cuda.pinned import pinned_memory
 from ess.layout import ModelLayout

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ess.door.arrays import Kept, places, require_same
 from ess.door.checks import kept_counts
 from ess.door.device.memory.keys import DeviceKeys, KeyPlaces
 from ess.door.device.memory.maps import DeviceTables, rows_of
 from ess.door.device.memory.uploads import given, upload, upload_into
+from ess.door.steps.arrays import Kept, places, require_same
 from ess.errors import BadInput
 from ess.pool.device_bytes import QUERY_NUMBERS
 

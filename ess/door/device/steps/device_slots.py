@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ess.door.arrays import Array, Kept
 from ess.door.device.memory.arenas import TICKET_MAX
 from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.memory.maps import rows_of
@@ -31,10 +30,11 @@ from ess.door.device.residency.landings import Landings
 from ess.door.device.steps.answers import DeviceFetch, DeviceSplit, Recorded
 from ess.door.device.steps.sealing import Sealing
 from ess.door.device.steps.stopwatch import Stopwatch, TimedFetch
-from ess.door.placement import LayerMemory, Resolution
 from ess.door.sequences.sequence import Sequence
 from ess.door.stats import Timings
-from ess.door.step import Step
+from ess.door.steps.arrays import Array, Kept
+from ess.door.steps.placement import LayerMemory, Resolution
+from ess.door.steps.step import Step
 from ess.errors import BadState
 from ess.flashtrans.mover import PreparedCopies
 from ess.kernels.cuda.streams import CudaEvent

@@ -26,7 +26,7 @@ from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.memory.keys import WORD
 from ess.door.device.memory.queries import DeviceArrays
 from ess.door.device.memory.uploads import upload
-from ess.door.step import Step
+from ess.door.steps.step import Step
 from ess.errors import BadInput
 from ess.kernels.cuda.pinned import pinned_memory
 from ess.kernels.cuda.streams import CudaEvent

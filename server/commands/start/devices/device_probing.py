@@ -14,7 +14,7 @@ from ess.server.commands.start.trial import answer_of
 if TYPE_CHECKING:
     from ess.server.commands.start.settings import Settings
 
-PROBE: Final = "ess.engine.process.device_probe"
+PROBE: Final = "ess.engine.process.checks.device_probe"
 PROBE_S: Final = 120.0
 
 

@@ -19,8 +19,8 @@ from ess.engine.devices import Found, devices_here
 from ess.engine.step_bytes import F32, prompt_bytes, staged_bytes
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
-from ess.models.weights.header import Entry
-from ess.models.weights.kept_bytes import kept_bytes
+from ess.models.weights.expected.kept_bytes import kept_bytes
+from ess.models.weights.files.header import Entry
 from ess.pool.device_bytes import locked_bytes, stage_shape
 from ess.server.commands.start.checkpoint import Checkpoint
 from ess.server.commands.start.devices.device_sizing import (

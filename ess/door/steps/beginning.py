@@ -1,0 +1,78 @@
+"""How a step begins: whose turn it is, and pages for its new rows."""
+
+from __future__ import annotations
+
+from ess.door.checks import in_range
+from ess.door.owner import Owner
+from ess.door.sequences.holding import grow
+from ess.door.sequences.sequence import Sequence, require_state
+from ess.door.steps.arrays import Brought
+from ess.door.steps.step import Step
+from ess.errors import BadInput
+
+
+def begin(
+    owner: Owner,
+    sequences: tuple[Sequence, ...],
+    query_counts: list[int],
+    starts: list[int] | None,
+    room: int | None,
+) -> Step:
+    """PoolFull if the pages for the new rows do not fit: then nothing has changed."""
+    pools, total = owner.pools, sum(query_counts)
+    brought = _brought(owner, sequences, query_counts)
+    row_counts = query_counts if brought is None else brought.row_counts
+    row_total = sum(row_counts)
+    if len(set(sequences)) != len(sequences):
+        raise BadInput("a sequence is in the step twice")
+    if not 1 <= total <= pools.sizes.query_max:
+        raise BadInput(f"query_counts sum to {total}, must be 1..{pools.sizes.query_max}")
+    if room is not None:
+        in_range("room", room, total, pools.sizes.query_max)
+    if row_total > owner.placement.new_rows_max:
+        raise BadInput(
+            f"{row_total} new rows do not fit a group of {owner.placement.new_rows_max} slots"
+        )
+    pools.inflight.settle()
+    for place, sequence in enumerate(sequences):
+        require_state(sequence, "active")
+        sequence.progress.check_start(None if starts is None else starts[place])
+        if brought is None:
+            _check_count(sequence, row_counts[place])
+    ends = [s.length_bound + count for s, count in zip(sequences, row_counts, strict=True)]
+    if brought is not None:
+        ends = brought.ends
+    grow(pools, [(s.holding, end) for s, end in zip(sequences, ends, strict=True)])
+    step = owner.open_step = Step(owner, sequences, query_counts, room or total, brought)
+    for sequence, count in zip(sequences, row_counts, strict=True):
+        sequence.progress.joined(step.number, count)
+    owner.placement.begin(step)
+    return step
+
+
+def _brought(
+    owner: Owner, sequences: tuple[Sequence, ...], query_counts: list[int]
+) -> Brought | None:
+    """A token brings the row that it is the last token of."""
+    layout, sizes, tables = owner.pools.layout, owner.pools.sizes, owner.pools.tables
+    if layout.row_tokens == 1:
+        return None
+    for sequence, count in zip(sequences, query_counts, strict=True):
+        require_state(sequence, "active")
+        text, limit = int(tables.texts[sequence.line]), sequence.length_max or sizes.length_max
+        if count < 1 or text + count > limit:
+            raise BadInput(
+                f"sequence {sequence.number}: {count} tokens after {text}, must be at least 1 and"
+                f" end within {limit}"
+            )
+    texts = tables.texts[[sequence.line for sequence in sequences]].tolist()
+    return Brought.of(texts, query_counts, layout.row_tokens)
+
+
+def _check_count(sequence: Sequence, count: int) -> None:
+    limit = sequence.length_max or sequence.owner.pools.sizes.length_max
+    if count < 1 or sequence.length_bound + count > limit:
+        raise BadInput(
+            f"sequence {sequence.number}: {count} new rows after {sequence.length_bound}, "
+            f"must be at least 1 and end within {limit}"
+        )

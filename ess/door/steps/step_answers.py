@@ -1,0 +1,56 @@
+"""What a placement answered in a step, and what of a step another one may replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+from ess.door.checks import token_ids
+from ess.door.sequences.sequence import Sequence
+from ess.door.steps.placement import Resolution
+from ess.errors import BadInput
+
+Tokens = Many[Many[int]] | None
+
+
+class Answer(NamedTuple):
+    """What a group's first layer was answered about a part; each layer of the group has its own.
+
+    Layers that have appended fewer queries than `appended_min` may not read it: the selection may
+    name rows that they do not have yet.
+    """
+
+    queries: range
+    workspace: int
+    appended_min: int
+    resolutions: tuple[Resolution, ...]
+
+
+class Recording(NamedTuple):
+    """What the calls of a step were, between `begin` and `seal`."""
+
+    query_count: int
+    row_counts: dict[int, int]
+    key_counts: dict[int, int]
+    placed: object
+
+
+def known_texts(
+    sequences: Many[Sequence], accepted: Many[int], tokens: Tokens
+) -> list[list[int]] | None:
+    """The accepted token ids of each sequence, which must match what is known of it."""
+    if tokens is None:
+        return None
+    if not hasattr(tokens, "__iter__"):
+        raise BadInput(f"tokens is {tokens!r}, must have a list of ids for each sequence")
+    texts = [token_ids(f"tokens[{place}]", ids) for place, ids in enumerate(tokens)]
+    sizes = [len(ids) for ids in texts]
+    if sizes != accepted:
+        raise BadInput(f"tokens have lengths {sizes}, accepted {accepted}")
+    for sequence, ids in zip(sequences, texts, strict=True):
+        known = sequence.tokens[sequence.text_length : sequence.text_length + len(ids)]
+        if known != ids[: len(known)]:
+            raise BadInput(
+                f"sequence {sequence.number}: tokens differ from those it was opened with"
+            )
+    return texts

@@ -1,0 +1,46 @@
+"""What there is of a CUDA device, as one JSON line.
+
+    python -m ess.engine.process.checks.device_probe ORDINAL
+
+This is a process of its own: a process that opens a device holds some hundred megabytes of it until
+it ends, and a server's process has no torch. Free memory is counted with that process's own share
+taken, since the engine will take the same.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+import torch
+
+from ess.engine.devices import Found
+from ess.errors import EssError
+from ess.kernels.cuda import driver, program
+
+
+def probe(ordinal: int) -> Found:
+    found = Found(torch=str(torch.__version__), torch_cuda=torch.version.cuda or "")
+    try:
+        driver.call("cuInit", 0)
+        found = msgspec.structs.replace(found, count=int(driver.call("cuDeviceGetCount")))
+        if ordinal >= found.count:
+            return found
+        device = driver.Device(ordinal)
+        free_bytes, total_bytes = device.memory()
+    except EssError as error:
+        return msgspec.structs.replace(found, fault=str(error))
+    lacks = None if program.built_ahead() else program.why_missing()
+    return msgspec.structs.replace(
+        found,
+        fault=lacks or "",
+        name=device.name,
+        arch=device.arch,
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        torch_count=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(msgspec.json.encode(probe(int(sys.argv[1]))).decode() + "\n")

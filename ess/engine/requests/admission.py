@@ -1,0 +1,123 @@
+"""Who may come in: preempted requests resume, then waiting ones are admitted, by rank. Followers
+are forked from a leader whose prompt is there.
+
+The ledger says when there is room; asking it costs a pass over the prompt. So after a refusal it is
+asked again only when a request has ended, was preempted, has landed, or has become the first that
+waits (`ask_again`).
+
+No thrashing: after a shortage a preempted request comes back only when `PAUSE_STEPS` steps have
+passed, or when nothing else runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Final
+
+from ess.engine.requests.request import Request
+from ess.engine.requests.roster import Roster
+from ess.engine.tpot_control import TPOT
+from ess.errors import PoolFull
+
+PAUSE_STEPS: Final = 16
+
+
+Act = Callable[[Request], None]
+"""Raises PoolFull where there is no room now."""
+
+
+class Admission:
+    """`refusal` says what the first request that must come in later is short of."""
+
+    def __init__(
+        self, roster: Roster[Request], *, opens: Act, resumes: Act, tpot_ms: float
+    ) -> None:
+        self.refusal: PoolFull | None = None
+        self._roster = roster
+        self._open, self._resume = opens, resumes
+        self._tpot_ms = tpot_ms
+        self._resume_step = 0
+        self._is_full = False
+
+    @property
+    def running_count(self) -> int:
+        return self._roster.count("decoding") + self._roster.count("prefilling")
+
+    def displaced(self) -> list[Request]:
+        """By rank, the requests that wait for the device, but not those that the caller has
+        preempted."""
+        return [request for request in self._roster.by_rank("preempted") if not request.is_held]
+
+    def ask_again(self) -> None:
+        self._is_full = False
+
+    def fell_short(self, refusal: PoolFull) -> None:
+        """A request that runs lacks room."""
+        self.refusal = refusal
+
+    def pause(self, step_count: int) -> None:
+        """A request was preempted in this step, for lack of room."""
+        self._resume_step = step_count + PAUSE_STEPS
+
+    def admit(self, *, step_count: int, limit: int) -> None:
+        """Lets waiting requests in while the pools have room and fewer than `limit` run."""
+        if self._is_full and self.running_count:
+            return
+        self._is_full, self.refusal = False, None
+        try:
+            if self._resume_displaced(step_count, limit):
+                while (request := self._roster.first_waiting()) is not None:
+                    self._refuse_if_slow(limit)
+                    self._open(request)
+        except PoolFull as refusal:
+            self.refusal = refusal
+            self._is_full = refusal.limiter != TPOT
+            self._expect_ahead()
+
+    def fork(self, leader: Request, followers: Iterable[Request], *, limit: int) -> list[Request]:
+        """The followers that run now, as far as there is room; the others wait."""
+        assert leader.sequence is not None, f"request {leader.number} has no rows"
+        forked = []
+        for follower in followers:
+            self._roster.add(follower)
+            if self._roster.first_waiting() is not follower or self.displaced():
+                continue
+            try:
+                self._refuse_if_slow(limit)
+                follower.sequence = leader.sequence.fork()
+            except PoolFull:
+                continue
+            follower.prefilled_count = leader.prefilled_count
+            follower.cached_count = follower.sequence.cached_count
+            self._roster.move(follower, "prefilling")
+            forked.append(follower)
+        return forked
+
+    def _refuse_if_slow(self, limit: int) -> None:
+        """PoolFull if one more request would make every request slower than `tpot_ms`."""
+        if self._tpot_ms and self.running_count >= limit:
+            sentence = f"{limit} requests fit into {self._tpot_ms} ms per token"
+            raise PoolFull(limiter=TPOT, needed=1, free=0, sentence=sentence)
+
+    def _resume_displaced(self, step_count: int, limit: int) -> bool:
+        """Whether all that wait for the device run again; before that no request is admitted."""
+        for request in self.displaced():
+            if self.running_count and step_count < self._resume_step:
+                return False
+            if request.has_come:
+                self._refuse_if_slow(limit)
+            self._resume(request)
+        assert not self.displaced(), "a request is admitted before a preempted one is resumed"
+        return True
+
+    def _expect_ahead(self) -> None:
+        """Rows that come from elsewhere need nothing of the device until they are there. So their
+        requests are admitted behind those that have landed and wait for the device. Not behind a
+        preempted one: it needs the host pages of its growth back."""
+        with suppress(PoolFull):
+            while all(request.has_come for request in self.displaced()):
+                request = self._roster.first_waiting()
+                if request is None or not request.lands:
+                    return
+                self._open(request)

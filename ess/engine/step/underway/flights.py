@@ -1,0 +1,198 @@
+"""The steps under way: launched at a pace, and not yet learned by the host.
+
+enter --> launch, launch, ... --> leave        of a request
+             `-- learn --'                     of a step, the oldest first
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+from ess.clock import Clock
+from ess.engine import scheduler, tpot_control
+from ess.engine.config import EngineConfig
+from ess.engine.graphs.buckets import bucket_sizes
+from ess.engine.graphs.rehearsal import rehearse
+from ess.engine.graphs.replays import Replays
+from ess.engine.plan import StepPlan, Turn
+from ess.engine.ranks.agreement import Ranks, StepNeeds
+from ess.engine.requests.request import Request
+from ess.engine.requests.roster import Roster
+from ess.engine.step.decode import Flight, launch, learn
+from ess.engine.step.feeding import Future, Outcome
+from ess.engine.step.laps import laps_of
+from ess.engine.step.runner import Runner
+from ess.engine.step.underway.audit import check_flights
+from ess.engine.step.underway.device_future import DeviceFuture
+from ess.engine.step.underway.future import FutureMap
+from ess.engine.step.warmth import Warmth
+from ess.engine.step.way import Way
+from ess.engine.tpot_control import Seen, drafts_of
+
+
+class Flights:
+    """Counts for each request the steps under way that it is in, and what they may make. `pace`
+    says how many requests run, and how many tokens of each a step verifies."""
+
+    def __init__(
+        self, runner: Runner, config: EngineConfig, *, clock: Clock, ranks: Ranks, way: Way
+    ) -> None:
+        self.warmth = Warmth()
+        self.pace = tpot_control.start(
+            target_ms=config.tpot_ms or None,
+            verified_max=config.mtp,
+            batch_max=config.max_running,
+            chunk_max=config.chunk_tokens,
+        )
+        self._runner = runner
+        self._config = config
+        self._clock = clock
+        self._ranks = ranks
+        self._way = way
+        self._laps = laps_of(runner.model.device, clock)
+        self._future = future_of(runner, verified_max=config.mtp)
+        self.replays = replays_of(runner, config)
+        self._flights: deque[Flight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def enter(self, request: Request) -> None:
+        """Its next step goes on from its last token."""
+        assert request.sequence is not None, f"request {request.number} has no rows"
+        self._future.stash(request.sequence.line, [request.tokens[-1]])
+
+    def leave(self, request: Request) -> None:
+        """No step will be launched for it, unless it enters again."""
+        assert request.sequence is not None, f"request {request.number} has no rows"
+        assert request.flight_count == 0, f"request {request.number} is in a step under way"
+        if request.sequence.line >= 0:
+            self._future.forget(request.sequence.line)
+
+    def launch(self, roster: Roster[Request]) -> StepPlan:
+        """Plans a step, in which all ranks then meet, and launches what decodes of it. Its chunks
+        are for the caller to run; without any, `stand_by_prompts`. PoolFull if there are no pages
+        for the positions that the turns may reach: then nothing has changed and nobody was met.
+        """
+        plan = scheduler.plan(
+            roster,
+            batch_max=self._config.max_running,
+            query_max=self._config.query_max,
+            verified_max=self.pace.verified_count,
+            chunk_tokens=self.pace.chunk_limit,
+        )
+        chunk_tokens = sum(chunk.count for chunk in plan.chunks)
+        if plan.turns:
+            self._launch(plan.turns, chunk_tokens)
+            self._ranks.turn_to_prompts()
+        else:
+            self.stand_by(StepNeeds(chunk_tokens=chunk_tokens))
+        return plan
+
+    def stand_by(self, brought: StepNeeds) -> None:
+        """Meets the other ranks with no turns, and takes part in what they decode."""
+        assert not brought.token_count, "a rank with turns launches them"
+        agreement = self._ranks.meet(brought)
+        if agreement.decodes:
+            self._runner.standby.decode(agreement)
+            self._runner.standby.drafts(agreement.draft_count)
+        self._ranks.turn_to_prompts()
+
+    def stand_by_prompts(self) -> None:
+        """The same for prompt chunks of the others."""
+        if self._ranks.latest.has_chunks:
+            has_mtp = self._runner.offload.layout.mtp_layer_count > 0
+            self._runner.standby.prompts(has_mtp=has_mtp)
+
+    def _launch(self, turns: tuple[Turn, ...], chunk_tokens: int) -> None:
+        assert len(self._flights) <= self._config.depth, "a step is launched too early"
+        draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
+        flight = launch(
+            self._runner,
+            self._future,
+            self.replays,
+            turns,
+            brought=StepNeeds(draft_count=draft_count, chunk_tokens=chunk_tokens),
+            ranks=self._ranks,
+            way=self._way,
+            lap=self._laps(),
+            fit=None if self.replays is None else self.replays.fit(turns, self.pace.verified_count),
+        )
+        self._flights.append(flight)
+        for turn in turns:
+            turn.request.flight_count += 1
+            turn.request.ahead_count += turn.count
+            turn.request.draft_count = flight.draft_count
+
+    def learn(self) -> tuple[Outcome, ...]:
+        """What the oldest step has made. What it took goes into the pace."""
+        flight = self._flights.popleft()
+        outcomes = learn(self._future, flight, self._ranks)
+        self._runner.verifier.learned(flight.step.number)
+        self.warmth.stepped(flight.turns, flight.step.firsts, flight.rows)
+        for outcome in outcomes:
+            request = outcome.feed.request
+            request.flight_count -= 1
+            request.ahead_count -= len(outcome.feed.tokens)
+            assert 0 <= request.flight_count <= request.ahead_count, f"request {request.number}"
+        self.observe(flight.seen([outcome.verified for outcome in outcomes]))
+        return outcomes
+
+    def rehearse(self, tell: Callable[[str], None]) -> None:
+        """Captures the usual steps, as far as graphs have room; `tell` hears how it goes. Ranks
+        meet in each of them, and one that has no more stands by until no rank has."""
+        assert not self._flights, "a step is under way"
+        self._ranks.counts = False
+        if self.replays is not None:
+            verified = self.pace.verified_count
+            rehearse(
+                self._runner,
+                self._future,
+                self.replays,
+                width=verified,
+                draft_count=drafts_of(verified, self._config.mtp),
+                ranks=self._ranks,
+                clock=self._clock,
+                tell=tell,
+            )
+        while self._ranks.rest_s < math.inf:
+            self.stand_by(StepNeeds())
+            if self._ranks.latest.is_quiet:
+                break
+        self._ranks.counts = True
+
+    def observe(self, seen: Seen) -> None:
+        if self._config.is_paced:
+            self.pace = tpot_control.advance(self.pace, seen)
+
+    def check(self, roster: Roster[Request]) -> None:
+        assert len(self) <= self._config.depth, f"{len(self)} steps are under way"
+        self._future.check()
+        if self.replays is not None:
+            self.replays.check()
+        check_flights(self._flights, self._future, roster)
+
+
+def future_of(runner: Runner, *, verified_max: int) -> Future:
+    """Where the tokens lie that a step hands to the next: with the weights."""
+    sizes, device = runner.offload.sizes, runner.model.device
+    if device.type == "cpu":
+        return FutureMap(line_max=sizes.sequence_max, token_max=verified_max)
+    return DeviceFuture(sizes, token_max=verified_max, device=device)
+
+
+def replays_of(runner: Runner, config: EngineConfig) -> Replays | None:
+    """None where no step runs as a graph."""
+    if runner.model.device.type == "cpu" or not config.graphs:
+        return None
+    offload = runner.offload
+    largest = min(config.max_running, offload.sizes.sequence_max)
+    return Replays(
+        runner,
+        sizes=bucket_sizes(config.graph_sizes, largest=largest, splits=config.tbo != "off"),
+        verified_max=config.mtp,
+        graph_max=config.graphs,
+        byte_max=config.graph_byte_max,
+    )
