@@ -8,20 +8,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from ess.models.chat.styles import DeepSeekStyle
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying
+from tests.server.tool_calls import ARGUMENTS, REASONING
 
-REASONING = "The tide depends on the moon."
-CALLS = (
-    "\n\n<｜DSML｜function_calls>\n"
-    '<｜DSML｜invoke name="tide">\n'
-    '<｜DSML｜parameter name="city" string="true">Bad "Ulm"\nÄ</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>\n'
-    "</｜DSML｜invoke>\n"
-    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
-    "</｜DSML｜function_calls>"
-)
-ARGUMENTS = {"city": 'Bad "Ulm"\nÄ', "days": [1, 2]}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("tide", "now")
@@ -32,13 +21,6 @@ ASKED = [{"role": "user", "content": "When is high tide?"}]
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Served]:
     with Served(PacedEngine(saying(" It is noon.\nuser: and then?"), cached_count=2)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def calling() -> Iterator[Served]:
-    engine = PacedEngine(saying(f"{REASONING}</think>Let me look.{CALLS}"))
-    with Served(engine, style=DeepSeekStyle(), is_marked=True) as made:
         yield made
 
 

@@ -7,27 +7,15 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 from email.message import Message
 from typing import Any
 
 import pytest
 
-from ess.models.chat.styles import DeepSeekStyle
 from ess.server.process.bounds import LOOP_BODY_BYTES
-from tests.server.harness import TOKENIZER, PacedEngine, Served, saying
+from tests.server.harness import TOKENIZER, Served
+from tests.server.tool_calls import ARGUMENTS, REASONING, REPLY
 
-THOUGHT = "The tide depends on the moon."
-CALLS = (
-    "\n\n<｜DSML｜function_calls>\n"
-    '<｜DSML｜invoke name="tide">\n'
-    '<｜DSML｜parameter name="city" string="true">Bad "Ulm"\nÄ</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>\n'
-    "</｜DSML｜invoke>\n"
-    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
-    "</｜DSML｜function_calls>"
-)
-CITY = {"city": 'Bad "Ulm"\nÄ', "days": [1, 2]}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [
     {"name": name, "description": f"{name}?", "input_schema": SCHEMA} for name in ("tide", "now")
@@ -43,19 +31,6 @@ ASKED = [{"role": "user", "content": "When?"}]
 THINKING = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
 CHAT_THINKING = {"chat_template_kwargs": {"thinking": True}}
 PATH = "/v1/messages"
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Served]:
-    with Served(PacedEngine(saying(" It is noon."), cached_count=2)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def calling() -> Iterator[Served]:
-    engine = PacedEngine(saying(f"{THOUGHT}</think>Let me look.{CALLS}"))
-    with Served(engine, style=DeepSeekStyle(), is_marked=True) as made:
-        yield made
 
 
 def exchange(
@@ -181,9 +156,9 @@ def test_a_stream_adds_up_to_the_whole(plain: Served):
 def test_thoughts_and_calls_come_whole_and_in_events(calling: Served):
     whole = create(calling, tools=TOOLS, **THINKING)
     thought, text, tide, now = whole["content"]
-    assert thought == {"type": "thinking", "thinking": THOUGHT, "signature": ""}
+    assert thought == {"type": "thinking", "thinking": REASONING, "signature": ""}
     assert text == {"type": "text", "text": "Let me look."}
-    assert (tide["type"], tide["name"], tide["input"]) == ("tool_use", "tide", CITY)
+    assert (tide["type"], tide["name"], tide["input"]) == ("tool_use", "tide", ARGUMENTS)
     assert (now["type"], now["name"], now["input"]) == ("tool_use", "now", {})
     assert tide["id"] != now["id"]
     assert whole["stop_reason"] == "tool_use"
@@ -191,7 +166,7 @@ def test_thoughts_and_calls_come_whole_and_in_events(calling: Served):
 
 
 def test_half_a_call_is_no_block_of_the_whole(calling: Served):
-    said = f"{THOUGHT}</think>Let me look.{CALLS}"
+    said = REPLY
     count = len(TOKENIZER.encode(said[: said.index("Ulm")]))
     whole = create(calling, tools=TOOLS, max_tokens=count, **THINKING)
     assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
@@ -295,10 +270,13 @@ def test_blocks_go_back_in(calling: Served):
     calls = [
         {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
         for identity, name, arguments in zip(
-            identities, ("tide", "now"), (json.dumps(CITY, ensure_ascii=False), "{}"), strict=True
+            identities,
+            ("tide", "now"),
+            (json.dumps(ARGUMENTS, ensure_ascii=False), "{}"),
+            strict=True,
         )
     ]
-    said = {"role": "assistant", "content": "Let me look.", "reasoning_content": THOUGHT}
+    said = {"role": "assistant", "content": "Let me look.", "reasoning_content": REASONING}
     prompt = same_in_chat(
         calling,
         {
@@ -378,7 +356,7 @@ def test_the_client_s_own_reader_accepts_all_of_it(calling: Served):
         final = stream.get_final_message()
     for made in (whole, final):
         thought, text, tide, _ = made.content
-        assert (thought.thinking, text.text, tide.input) == (THOUGHT, "Let me look.", CITY)
+        assert (thought.thinking, text.text, tide.input) == (REASONING, "Let me look.", ARGUMENTS)
         assert (made.stop_reason, made.id) == ("tool_use", f"msg_{made.id[4:]}")
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.messages.create(**{**asked, "max_tokens": 9999})

@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from ess.models.chat.styles import DeepSeekStyle
-from tests.server.harness import TOKENIZER, PacedEngine, Served, saying
+from tests.server.harness import TOKENIZER, Served
+from tests.server.tool_calls import ARGUMENTS, REASONING
 
-REASONING = "The tide depends on the moon."
-CALLS = (
-    "\n\n<｜DSML｜function_calls>\n"
-    '<｜DSML｜invoke name="tide">\n'
-    '<｜DSML｜parameter name="city" string="true">Bad "Ulm"\nÄ</｜DSML｜parameter>\n'
-    "</｜DSML｜invoke>\n"
-    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
-    "</｜DSML｜function_calls>"
-)
 TOOLS = [
     {"type": "function", "name": name, "parameters": {"type": "object"}, "strict": False}
     for name in ("tide", "now")
 ]
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Served]:
-    with Served(PacedEngine(saying(" It is noon."), cached_count=2)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def calling() -> Iterator[Served]:
-    engine = PacedEngine(saying(f"{REASONING}</think>Let me look.{CALLS}"))
-    with Served(engine, style=DeepSeekStyle(), is_marked=True) as made:
-        yield made
 
 
 def client(served: Served) -> openai.OpenAI:
@@ -99,7 +76,7 @@ def test_the_client_s_own_reader_accepts_the_events(calling: Served):
     thought, message, tide, now = final.output
     assert [part.text for part in thought.content] == [REASONING]
     assert message.content[0].text == "Let me look."
-    assert (tide.name, json.loads(tide.arguments)) == ("tide", {"city": 'Bad "Ulm"\nÄ'})
+    assert (tide.name, json.loads(tide.arguments)) == ("tide", ARGUMENTS)
     assert (now.name, json.loads(now.arguments)) == ("now", {})
     assert tide.call_id != now.call_id
     assert final.usage.output_tokens_details.reasoning_tokens == len(TOKENIZER.encode(REASONING))
@@ -114,7 +91,7 @@ def test_calls_and_reasoning_come_whole_and_in_events(calling: Served):
     events = list(create(calling, tools=TOOLS, reasoning={"effort": "low"}, stream=True))
     done = {e.output_index: e for e in events if e.type.endswith("arguments.done")}
     assert {i: (e.name, json.loads(e.arguments)) for i, e in done.items()} == {
-        2: ("tide", {"city": 'Bad "Ulm"\nÄ'}),
+        2: ("tide", ARGUMENTS),
         3: ("now", {}),
     }
     for index, event in done.items():

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ess.models.chat.styles import DeepSeekStyle
 from ess.server.dialects.unserved import UNSERVED
-from tests.server.harness import TOKENIZER, PacedEngine, Served, saying
+from tests.server.harness import TOKENIZER, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SGLANG, TOKENS = "/generate", "/inference/v1/generate"
@@ -27,18 +25,6 @@ TAGS = {
     "triggers": ["<f="],
 }
 TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Served]:
-    with Served(PacedEngine(saying(" It is noon."), cached_count=2)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def calling() -> Iterator[Served]:
-    with Served(PacedEngine(saying("Noon.")), style=DeepSeekStyle(), is_marked=True) as made:
-        yield made
 
 
 def post(served: Served, path: str, body: dict[str, Any]) -> bytes:

@@ -13,7 +13,8 @@ from ess.engine.tokens.grammar import Grammar
 from ess.errors import BadInput, EssError
 from ess.models.chat.reply import ReplyParser
 from ess.server.dialects import constraints, sampling_params, schemas
-from ess.server.dialects.calls import require_calls
+from ess.server.dialects.answers import begin_reply
+from ess.server.dialects.calls import ReplyRules
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.message_blocks import Blocks, Item
 from ess.server.dialects.streaming import Answer, Writer, read, respond
@@ -24,7 +25,6 @@ from ess.server.dialects.tools import (
     tools_of_messages,
 )
 from ess.server.http.openapi.door import EVENTS, Door
-from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON, MESSAGES, messages_error
 from ess.server.process.service import Service
 
@@ -39,15 +39,14 @@ async def messages(request: Request) -> Response:
     _refuse_unserved(ask)
     choice = choice_of_messages(ask.tool_choice)
     tools = offered_tools(tools_of_messages(ask.tools), choice)
-    thinking = is_thinking(ask.thinking)
+    rules = ReplyRules(
+        tools=tools,
+        choice=choice,
+        parallel=(ask.tool_choice or {}).get("disable_parallel_tool_use") is not True,
+        thinking=is_thinking(ask.thinking),
+    )
     wanted = _wanted(service, ask)
-    parallel = (ask.tool_choice or {}).get("disable_parallel_tool_use") is not True
-    require_calls(service, wanted, tools, choice, parallel=parallel, thinking=thinking)
-    made, ending = sampling_params.samplings(service, wanted, [prompt])
-    call = begin(request, ask, made, named=ask.request_id)
-    grown = Answer(service, call, [Generation(service.tokenizer, ending)])
-    functions = [tool["function"] for tool in tools]
-    parser = service.style.parser(thinking=thinking, tools=functions)
+    grown, [parser] = begin_reply(request, ask, wanted, prompt, rules, named=ask.request_id)
     shape = MessageShape(service, ask, grown, prompt, parser)
     writer = MessageWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)

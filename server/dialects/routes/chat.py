@@ -23,14 +23,14 @@ from ess.models.chat.reply import (
     parse,
 )
 from ess.server.dialects import constraints, sampling_params, schemas
-from ess.server.dialects.calls import require_calls
+from ess.server.dialects.answers import begin_reply
+from ess.server.dialects.calls import ReplyRules
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.dialects.routes.completions import usage, usage_of_chunk
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.dialects.tools import goes_on, offered_tools, wants_thinking
 from ess.server.http.openapi.door import EVENTS, Door
-from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON
 from ess.server.process.service import Service
 
@@ -42,24 +42,15 @@ async def chat(request: Request) -> Response:
     service.check_model(ask.model)
     if ask.modalities is not None and ask.modalities != ["text"]:
         raise BadInput(f"modalities is {ask.modalities}; only text is served")
-    tools = offered_tools(ask.tools, ask.tool_choice)
     thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
-    thinking = thinking and not goes_on(ask)
-    wanted = _wanted(service, ask)
-    require_calls(
-        service,
-        wanted,
-        tools,
-        ask.tool_choice,
+    rules = ReplyRules(
+        tools=offered_tools(ask.tools, ask.tool_choice),
+        choice=ask.tool_choice,
         parallel=ask.parallel_tool_calls is not False,
-        thinking=thinking,
+        thinking=thinking and not goes_on(ask),
     )
-    made, ending = sampling_params.samplings(service, wanted, [prompt])
-    call = begin(request, ask, made, named=ask.rid or ask.request_id)
-    generations = [Generation(service.tokenizer, ending) for _ in made]
-    grown = Answer(service, call, generations)
-    functions = [tool["function"] for tool in tools]
-    parsers = [service.style.parser(thinking=thinking, tools=functions) for _ in made]
+    wanted, named = _wanted(service, ask), ask.rid or ask.request_id
+    grown, parsers = begin_reply(request, ask, wanted, prompt, rules, named=named)
     shape = ChatShape(service, ask, grown, prompt, parsers)
     writer = ChatWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)

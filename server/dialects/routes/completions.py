@@ -13,11 +13,11 @@ from starlette.responses import Response
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
 from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects.answers import begin_answer
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import completion_logprobs, prompt_logprobs
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
-from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON
 from ess.server.process.service import Service
 
@@ -38,10 +38,7 @@ async def completions(request: Request) -> Response:
         prompt_logprobs=_prompt_logprobs(ask),
         grammar=constraints.of_openai(ask, service.tokenizer),
     )
-    made, ending = sampling_params.samplings(service, wanted, prompts)
-    call = begin(request, ask, made, named=ask.rid or ask.request_id)
-    generations = [Generation(service.tokenizer, ending) for _ in made]
-    grown = Answer(service, call, generations)
+    grown = begin_answer(request, ask, wanted, prompts, named=ask.rid or ask.request_id)
     shape = CompletionShape(service, ask, grown, prompts)
     writer = CompletionWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
 from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects.answers import begin_answer
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.dialects.routes.completions import usage, usage_of_chunk
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
-from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON
 from ess.server.process.service import Service
 
@@ -29,10 +29,9 @@ async def generate(request: Request) -> Response:
     sampling = ask.sampling_params or schemas.SglangSampling()
     _check_start(ask, prompts)
     wanted = _wanted(service, ask, sampling)
-    made, ending = sampling_params.samplings(service, wanted, prompts)
-    call = begin(request, ask, made, named=ask.rid if isinstance(ask.rid, str) else None)
-    grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
-    is_many = prepared.is_many or len(made) > 1
+    named = ask.rid if isinstance(ask.rid, str) else None
+    grown = begin_answer(request, ask, wanted, prompts, named=named)
+    is_many = prepared.is_many or len(grown.generations) > 1
     shape = GenerateShape(ask, grown, prompts, is_many=is_many)
     writer = GenerateWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
@@ -192,9 +191,7 @@ async def generate_tokens(request: Request) -> Response:
         grammar=constraints.of_structured(sampling.structured_outputs, service.tokenizer),
         names={"prompt": "token_ids", "the prompt": "token_ids: the prompt"},
     )
-    made, ending = sampling_params.samplings(service, wanted, prompts)
-    call = begin(request, ask, made, named=ask.request_id)
-    grown = Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
+    grown = begin_answer(request, ask, wanted, prompts, named=ask.request_id)
     shape = TokensShape(service, ask, grown, prompts)
     writer = TokensWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from ess.errors import BadInput
 from ess.models.chat.reply import ReplyParser
 from ess.server.dialects import constraints, sampling_params, schemas
-from ess.server.dialects.calls import require_calls
+from ess.server.dialects.answers import begin_reply
+from ess.server.dialects.calls import ReplyRules
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.response_items import Item, Items
 from ess.server.dialects.routes.completions import usage
@@ -25,7 +26,6 @@ from ess.server.dialects.tools import (
     wants_thinking,
 )
 from ess.server.http.openapi.door import EVENTS, Door
-from ess.server.http.request_ids import begin
 from ess.server.http.responses import JSON
 from ess.server.process.service import Service
 
@@ -40,15 +40,14 @@ async def responses(request: Request) -> Response:
     _refuse_unserved(ask)
     choice = choice_of_responses(ask.tool_choice)
     tools = offered_tools(tools_of_responses(ask.tools), choice)
-    thinking = wants_thinking(None, (ask.reasoning or {}).get("effort"))
+    rules = ReplyRules(
+        tools=tools,
+        choice=choice,
+        parallel=ask.parallel_tool_calls is not False,
+        thinking=wants_thinking(None, (ask.reasoning or {}).get("effort")),
+    )
     wanted = _wanted(service, ask)
-    parallel = ask.parallel_tool_calls is not False
-    require_calls(service, wanted, tools, choice, parallel=parallel, thinking=thinking)
-    made, ending = sampling_params.samplings(service, wanted, [prompt])
-    call = begin(request, ask, made, named=ask.request_id)
-    grown = Answer(service, call, [Generation(service.tokenizer, ending)])
-    functions = [tool["function"] for tool in tools]
-    parser = service.style.parser(thinking=thinking, tools=functions)
+    grown, [parser] = begin_reply(request, ask, wanted, prompt, rules, named=ask.request_id)
     shape = ResponseShape(service, ask, grown, prompt, parser)
     writer = ResponseWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)

@@ -1,0 +1,49 @@
+"""From a request that was read and checked to the answer that grows: alike in all dialects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from ess.models.chat.reply import ReplyParser
+from ess.server.dialects.calls import ReplyRules, require_calls
+from ess.server.dialects.generation import Generation
+from ess.server.dialects.sampling_params import Wanted, samplings
+from ess.server.dialects.schemas import Generated
+from ess.server.dialects.streaming import Answer
+from ess.server.http.request_ids import begin
+from ess.server.process.service import Service
+
+
+def begin_answer(
+    request: Request,
+    ask: Generated,
+    wanted: Wanted,
+    prompts: Sequence[list[int]],
+    *,
+    named: str | None,
+) -> Answer:
+    """Hands the prompts to the engine. `named` is the id of the request if its body has one."""
+    service: Service = request.app.state.service
+    made, ending = samplings(service, wanted, prompts)
+    call = begin(request, ask, made, named=named)
+    return Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
+
+
+def begin_reply(
+    request: Request,
+    ask: Generated,
+    wanted: Wanted,
+    prompt: list[int],
+    rules: ReplyRules,
+    *,
+    named: str | None,
+) -> tuple[Answer, list[ReplyParser]]:
+    """The answer to a conversation, and a parser for each of its choices."""
+    style = request.app.state.service.style
+    require_calls(request.app.state.service, wanted, rules)
+    grown = begin_answer(request, ask, wanted, [prompt], named=named)
+    return grown, [
+        style.parser(thinking=rules.thinking, tools=rules.functions) for _ in grown.generations
+    ]
