@@ -17,6 +17,7 @@ import pytest
 from tests.house import allowed
 from tests.house.__main__ import main
 from tests.house.circles import circles, import_graph
+from tests.house.names import lost_files, lost_modules, lost_short_modules
 from tests.house.rules import (
     BANNED_ALONE,
     FUNCTION_LINES_MAX,
@@ -136,6 +137,22 @@ def test_a_folder_is_seen_at_a_glance() -> None:
         assert count <= most, f"{folder}/ holds {count} modules, at most {most}: give it rooms"
 
 
+def test_modules_and_files_that_texts_name_are_there() -> None:
+    sources = {module_of(name): text for name, text in package_texts().items()}
+    files = set(tracked())
+    lost = [
+        f"{name}:{finding}"
+        for name, text in texts(".py", ".md", ".toml", ".service", "Makefile", *CPP)
+        if name != "tests/test_tidy.py"  # its examples are invented
+        for finding in (
+            *lost_modules(text, sources),
+            *lost_files(text, files),
+            *(lost_short_modules(text, sources) if name.endswith(".md") else ()),
+        )
+    ]
+    assert not lost, "\n".join(lost)
+
+
 def test_no_modules_need_one_another() -> None:
     sources = {module_of(name): text for name, text in package_texts().items()}
     found = [" needs ".join(walk) for walk in circles(import_graph(sources))]
@@ -237,6 +254,28 @@ def test_the_rule_catches(rule: Callable[[str], list[str]], text: str) -> None:
 @pytest.mark.parametrize(("rule", "text"), ALLOWED)
 def test_the_rule_allows(rule: Callable[[str], list[str]], text: str) -> None:
     assert rule(text) == []
+
+
+NAMED = {"ess.pool": "from ess.pool.pages import Pages", "ess.pool.pages": "class Pages: ..."}
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("`ess.pool.pages`, ess.pool.pages.Pages.take, ess.pool.Pages, 'ess.pool.pages:Pages'", 0),
+        ("ess.pool.page, ess.pool.pages.Page, import ess.pool.lost", 3),
+        ("ess.sock, ess.pool.__file__, /ess.pool.lost, x.ess.pool.lost", 0),
+    ],
+)
+def test_lost_modules(text: str, count: int) -> None:
+    assert len(lost_modules(text, NAMED)) == count
+    assert len(lost_short_modules("`pool.pages` `pool.lost` pool.x `config.json`", NAMED)) == 1
+
+
+def test_lost_files() -> None:
+    files = {"ess/pool/pages.py", "server/app.py", "tests/pd/rig.py"}
+    text = "ess/pool/pages.py:12 ess/server/app.py pd/rig.py ess/pool/lost.py"
+    assert lost_files(text, files) == ["1: there is no ess/pool/lost.py"]
 
 
 CIRCLE_CASES = {

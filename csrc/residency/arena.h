@@ -1,4 +1,4 @@
-// The residency of one layer group, as ess/pool/arena.py lays it out, and the search for victims.
+// The residency of a layer group, as ess/pool/lru/arena.py lays it out, and the search for victims.
 #pragma once
 
 #include "../cpu/native.h"

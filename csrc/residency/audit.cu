@@ -1,4 +1,4 @@
-// check() of ess/pool/arena.py: what is wrong with the residency of a group, by kind.
+// check() of ess/pool/lru/arena.py: what is wrong with the residency of a group, by kind.
 //
 // Slots are audited from their side and rows from theirs. A row whose slot belongs to another group
 // contradicts nothing that either side sees; but then more rows have slots than slots have rows.
@@ -6,7 +6,7 @@
 
 namespace {
 
-// In the order of the sentences in ess/kernels/cuda/audit.py.
+// In the order of the sentences in ess/pool/lru/cuda_audit.py.
 enum Kind {
     kBlock, kRow, kElsewhere, kFuture, kDirtyInFlight, kFreeButBound, kTicket, kStray, kKinds
 };

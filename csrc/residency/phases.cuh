@@ -1,4 +1,5 @@
-// The device twin of plan() in ess/pool/lru.py: the same arrays, the same bits, no sort, no host.
+// The device twin of plan() in ess/pool/lru/specification.py: the same arrays, the same bits, with
+// no sort and no host.
 //
 // A call runs in phases; each ends for all blocks before the next begins. A block takes a part of a
 // query, as many entries as it has threads, or a tile of slots; in serve it takes a whole query.

@@ -19,7 +19,7 @@ constexpr i32 kColumns = 4;
 // Words that each warp of a block can give at a time.
 constexpr i32 kWordsMax = 2 * kColumns;
 
-// The arrays of ess/pool/arena.py, on the device. How many blocks a group owns changes with its
+// The arrays of ess/pool/lru/arena.py, on the device. How many blocks a group owns changes with its
 // budget, so it lies there too.
 struct Arena {
     i32* slot_of;
