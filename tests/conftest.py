@@ -37,6 +37,15 @@ def emulated(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Small ops on busy cores wait longer for a second thread than it saves. A test that wants more
+    threads takes them, and the next one begins with one again."""
+    torch = sys.modules.get("torch")
+    if torch is not None and item.get_closest_marker("gpu") is None:
+        torch.set_num_threads(1)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: collections of garbage need not look at it again."""
     gc.enable()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from ess.door.handoff.incoming import receiver
 from ess.door.handoff.outgoing import departure, sender
@@ -24,14 +23,6 @@ pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[1]
 SEEDS = range(16)
 MORE = range(16, 516)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MORE, marks=pytest.mark.long)], ids=str)

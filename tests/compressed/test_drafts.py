@@ -6,18 +6,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 from ess.engine.tokens.sampling import Sampling
 from ess.models.compressed.plain import Plain
 from tests.compressed import drafting, world
 from tests.states.world import LINE, OTHER, V4, V4_PUBLISHED, add, finish, run
 from tests.support.greedy import greedy
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def module_s(prompt: list[int], count: int, *, verified: int) -> tuple[list[int], list[list[int]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from ess.door.sequences import kept
 from ess.errors import BadInput
@@ -23,11 +22,6 @@ FACTORS = {
 }
 WAYS = pairwise(FACTORS)
 FIRST = [way for way in WAYS if way["arena"] == "smallest" and way["mtp"] == "4"][:1]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_every_pair_of_settings_meets() -> None:

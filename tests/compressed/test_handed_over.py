@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from ess.door.sequences import kept
 from ess.engine.engine import Engine, EngineConfig
@@ -25,11 +24,6 @@ LENGTHS = (1, 2, 4, 5, 8, 9, PAGE, PAGE + 1, PAGE + 2, PAGE + 5, 530)
 WAYS = [(mode, depth) for mode in ("resident", "none", "da", "dba") for depth in (0, 1)]
 WISH = Sampling(tokens_max=MADE, ignore_eos=True)
 CAUSES = ("unknown peer", "silence", "another text", "peer lost", "given up", "given up late")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def pair_of(*, own: World = V4, pools: Any = None, **config: Any) -> Pair:

@@ -7,7 +7,6 @@ cancelled, meet a prefix that is there already, and have prompts longer than a c
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ess.models.registry import MODULES
 from tests.model import grid
@@ -39,11 +38,6 @@ REST = [way for way in WAYS if way not in FIRST.values()]
 
 def named(way: dict[str, str]) -> str:
     return "-".join(way.values())
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_every_pair_of_settings_meets_that_may() -> None:

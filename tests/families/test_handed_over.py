@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ess.engine.tokens.sampling import Sampling
 from tests.families.test_covered import FURTHER
@@ -18,7 +17,6 @@ SPANS = ((0, 66), (0, 129), (40, 200), (0, 200))
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FURTHER)
 def test_tokens_are_those_of_the_plain_model(family: str) -> None:
-    torch.set_num_threads(1)
     model, text = grid.checkpoint(family), grid.text(family)
     pair = Pair(pools={"model": model}, prefill_pools={"model": model})
     wish = Sampling(tokens_max=TOKEN_COUNT, ignore_eos=True)

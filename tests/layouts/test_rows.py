@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 from ess.door import Offload
 from ess.door.handoff import geometry
@@ -70,7 +69,6 @@ def test_layers_that_share_slots_have_rows_of_one_size() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arena", ["smallest", "tight", "ample"])
 def test_layers_that_turn_nothing_answer_alike(arena: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setitem(grid.RANDOM, "still", STILL)
     way = {"checkpoint": "still", "mode": "da", "tbo": "on", "sbo": "off", "depth": "1"}
     way |= {"arena": arena, "warm": "on", "mtp": "1", "evict": "lru"}

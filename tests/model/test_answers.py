@@ -51,7 +51,6 @@ DATE = Grammar("regex", "(19|20)[0-9]{2}-(0[1-9]|1[0-2])")
 
 @functools.cache
 def model():
-    torch.set_num_threads(1)
     return load_model(form="f32")
 
 

@@ -6,7 +6,6 @@ import types
 
 import msgspec
 import pytest
-import torch
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
@@ -23,7 +22,6 @@ SAMPLING = Sampling(tokens_max=14, temperature=0.8, seed=3, logprobs=4, ignore_e
 
 @pytest.fixture(scope="module")
 def model():
-    torch.set_num_threads(1)
     return load_model()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 from ess.door import Offload
@@ -27,7 +26,6 @@ TEXT = (
 
 @functools.cache
 def exact():
-    torch.set_num_threads(1)
     return load_model(form="f32")
 
 

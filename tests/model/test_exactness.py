@@ -23,11 +23,6 @@ from tests.support.pairwise import all_pairs, pairs_of, pairwise
 CASES = pairwise(grid.FACTORS)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def test_every_pair_of_settings_meets():
     met = set().union(*(pairs_of(case) for case in CASES))
     assert met == all_pairs(grid.FACTORS)

@@ -66,7 +66,6 @@ class Case:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    torch.set_num_threads(1)
     return Case(request.param, tmp_path_factory.mktemp("oracle"))
 
 
@@ -281,7 +280,6 @@ def test_a_family_of_one_s_own_is_one_short_file(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("family", TINY)
 def test_fp8_rows_and_keys_are_the_same_offloaded_and_resident(family: str) -> None:
-    torch.set_num_threads(1)
     model, line = checkpoints.model(TINY[family]), checkpoints.tokens(150, 128, seed=4)
     layout = model.config.layout()
     said = []

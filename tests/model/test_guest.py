@@ -149,7 +149,6 @@ def test_compiled_stages_do_what_the_facade_does(row: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
 def test_the_engine_says_what_the_plain_model_says(case) -> None:
-    torch.set_num_threads(1)
     assert grid.differences(case) == []
 
 

@@ -23,7 +23,6 @@ STEPS = 5
 
 @functools.cache
 def model(form: str) -> Model:
-    torch.set_num_threads(1)
     return load_model(form=form)  # type: ignore[arg-type]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
@@ -22,7 +21,6 @@ COUNT = 12
 
 @functools.cache
 def small(family: str) -> Model:
-    torch.set_num_threads(1)
     return model({**FAMILIES[family], **SMALL})
 
 

@@ -38,11 +38,6 @@ GAP_MAX = 0.5  # flips of a trained model led by up to 0.52: docs/exactness.md
 LOW = {"fp8 rows": ("fp8", "f32"), "fp8 keys": ("f32", "fp8"), "both": ("fp8", "fp8")}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def case(raw: dict[str, Any], seed: int) -> tuple[Model, ModelLayout, list[int]]:
     config = read_config(raw)
     model = build(config, checkpoints.tensors(config, seed=seed).__getitem__)

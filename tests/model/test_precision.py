@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 
 from ess.bench.engine.precision import (
     EXACT,
@@ -42,7 +41,6 @@ LEAD = 0.25
 
 @functools.cache
 def logits(context: int) -> Logits:
-    torch.set_num_threads(1)
     count, tokens = SIZES[context]
     lines = excerpts_of(token_ids()[0], context, count=count, tokens=tokens)
     models = {"f32": load_model(form="f32"), "bf16": load_model(form="bf16")}

@@ -31,7 +31,6 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_of_a_chunk_grows_with_the_context():
-    torch.set_num_threads(1)
     model = load_model()
     layout = model.config.layout()
     offload = Offload.create(

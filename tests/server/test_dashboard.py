@@ -49,10 +49,6 @@ def asked(number: int) -> dict:
     }
 
 
-def number_in(page: Browser, expression: str) -> int:
-    return int(re.sub(r"[^0-9]", "", re.split(r"of|tokens", page.value(expression))[0]))
-
-
 @pytest.fixture(scope="module")
 def page() -> Iterator[Browser]:
     with Browser() as made:

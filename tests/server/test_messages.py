@@ -166,8 +166,7 @@ def test_thoughts_and_calls_come_whole_and_in_events(calling: Served):
 
 
 def test_half_a_call_is_no_block_of_the_whole(calling: Served):
-    said = REPLY
-    count = len(TOKENIZER.encode(said[: said.index("Ulm")]))
+    count = len(TOKENIZER.encode(REPLY[: REPLY.index("Ulm")]))
     whole = create(calling, tools=TOOLS, max_tokens=count, **THINKING)
     assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
     assert whole["stop_reason"] == "max_tokens"

@@ -7,14 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.states.world import World
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,6 @@ from ess.kernels.cpu import native, stage
 pytestmark = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 
 
-@pytest.fixture(autouse=True)
-def _threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def test_the_meter_sees_a_stage_and_leaves_its_result_alone() -> None:
     one, weight = stage.Stage(), stage.pack(torch.randn(64, 64))
     normed = one.norm(one.take(64), torch.ones(64), 1e-6)

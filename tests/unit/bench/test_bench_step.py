@@ -27,7 +27,6 @@ SEGMENT = 192
 
 @functools.cache
 def model() -> Model:
-    torch.set_num_threads(1)
     return load_model()
 
 

@@ -1,14 +1,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ess.models.tiny.trainer.shape import Shape
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,14 +12,6 @@ from torch import Tensor
 
 from ess.engine.tokens.draw import NOT_A_NUMBER, best, draw, gumbel, noise_keys
 from ess.engine.tokens.sampling import Sampling
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def one(logits, sampling: Sampling, position: int = 1) -> int:
@@ -156,34 +147,30 @@ def test_the_order_is_by_value_then_by_id_for_every_reach():
 @pytest.mark.parametrize("vocabulary", [1021, 4096, 20_009])
 def test_a_draw_is_bitwise_the_same_whatever_stands_beside_it(vocabulary, thread_count):
     """Not only the tokens: the noise and the chances that they are drawn by, bit by bit."""
-    before = torch.get_num_threads()
     torch.set_num_threads(thread_count)
-    try:
-        wishes = [
-            {"temperature": 0.0},
-            {"temperature": 1.0},
-            {"temperature": 0.7, "top_p": 0.95},
-            {"temperature": 0.7, "top_p": 0.95, "top_k": 40},
-            {"temperature": 1.3, "min_p": 0.02},
-            {"temperature": 2.0, "top_p": 0.999},
-            {"temperature": 1.0, "top_k": 600},
-        ]
-        samplings = [Sampling(seed=i, **wishes[i % 7]) for i in range(33)]
-        logits = torch.randn(33, vocabulary, generator=torch.Generator().manual_seed(3)) * 2
-        crowd = draw(logits, samplings, range(33)).tolist()
-        for some in ([0], [1], [2], [3], [4, 5], [6, 20, 31], list(range(32, 7, -1))):
-            drawn = draw(logits[some].contiguous(), [samplings[i] for i in some], [*map(int, some)])
-            assert drawn.tolist() == [crowd[i] for i in some]
-        noise = gumbel(noise_keys(range(33), range(33)), torch.arange(vocabulary))
-        for row in (0, 13, 32):
-            alone = gumbel(noise_keys([row], [row]), torch.arange(vocabulary))
-            assert alone[0].equal(noise[row])
-            some = torch.arange(row, vocabulary, 7)
-            assert gumbel(noise_keys([row], [row]), some[None])[0].equal(noise[row, some])
-        chances = logits.softmax(-1)
-        assert all(logits[i : i + 1].softmax(-1)[0].equal(chances[i]) for i in range(33))
-    finally:
-        torch.set_num_threads(before)
+    wishes = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.95},
+        {"temperature": 0.7, "top_p": 0.95, "top_k": 40},
+        {"temperature": 1.3, "min_p": 0.02},
+        {"temperature": 2.0, "top_p": 0.999},
+        {"temperature": 1.0, "top_k": 600},
+    ]
+    samplings = [Sampling(seed=i, **wishes[i % 7]) for i in range(33)]
+    logits = torch.randn(33, vocabulary, generator=torch.Generator().manual_seed(3)) * 2
+    crowd = draw(logits, samplings, range(33)).tolist()
+    for some in ([0], [1], [2], [3], [4, 5], [6, 20, 31], list(range(32, 7, -1))):
+        drawn = draw(logits[some].contiguous(), [samplings[i] for i in some], [*map(int, some)])
+        assert drawn.tolist() == [crowd[i] for i in some]
+    noise = gumbel(noise_keys(range(33), range(33)), torch.arange(vocabulary))
+    for row in (0, 13, 32):
+        alone = gumbel(noise_keys([row], [row]), torch.arange(vocabulary))
+        assert alone[0].equal(noise[row])
+        some = torch.arange(row, vocabulary, 7)
+        assert gumbel(noise_keys([row], [row]), some[None])[0].equal(noise[row, some])
+    chances = logits.softmax(-1)
+    assert all(logits[i : i + 1].softmax(-1)[0].equal(chances[i]) for i in range(33))
 
 
 def test_logits_stay_and_nothing_is_drawn_from_those_that_are_no_numbers():

@@ -77,11 +77,6 @@ def write_checkpoint(
     return tensors
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def small() -> dict[str, Any]:
     return SMALL
