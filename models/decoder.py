@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ess.comm.experts.expert_ranks import ExpertRanks
+from ess.comm.experts.expert_ranks import ExpertRanks, Part
 from ess.kernels.cpu.stage import Stage
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
@@ -173,10 +173,13 @@ class DecoderLayer:
         """What the experts see: for callers that route and dispatch themselves."""
         return self._mlp_norm(hidden)
 
-    def mlp(self, hidden: Tensor) -> Tensor:
-        block = self.experts or self.dense
-        assert block is not None
-        return self.add_mlp(hidden, block(self.mlp_input(hidden)))
+    def mlp(self, hidden: Tensor, part: Part = "batch") -> Tensor:
+        """Of tokens that are this part of a step, if ranks divide the experts."""
+        given = self.mlp_input(hidden)
+        if self.experts is not None:
+            return self.add_mlp(hidden, self.experts(given, part))
+        assert self.dense is not None, f"layer {self.number} has no block behind its attention"
+        return self.add_mlp(hidden, self.dense(given))
 
     def add_mlp(self, hidden: Tensor, made: Tensor) -> Tensor:
         return hidden + made

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.experts.expert_ranks import ExpertExchange, ExpertRanks, Received
+from ess.comm.experts.expert_ranks import ExpertExchange, ExpertRanks, Part, Received
 from ess.kernels import experts as routed
 from ess.kernels.backend import ops
 from ess.kernels.cpu import stage as compiled
@@ -92,8 +92,8 @@ class Moe:
                 limit=c.shared_limit,
             )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        routed = self.routed(x, self.route(x))
+    def __call__(self, x: Tensor, part: Part = "batch") -> Tensor:
+        routed = self.routed(x, self.route(x), part)
         return routed if self._shared is None else routed + self.shared(x)
 
     def add_to(self, stage: Stage, normed: Values, hidden: Values) -> None:
@@ -137,26 +137,28 @@ class Moe:
         left = 0.0 if self._config.expert_groups_zeroed else -torch.inf
         return groups.masked_fill(~kept[..., None], left).flatten(1)
 
-    def routed(self, x: Tensor, routing: Routing) -> Tensor:
+    def routed(self, x: Tensor, routing: Routing, part: Part = "batch") -> Tensor:
         """Tokens sorted by expert run as two grouped products; each token sums its own, in order.
 
         Sorting is stable and the sum runs over ascending experts in float32, so a token's result
         does not depend on which other tokens chose the same experts, beyond the products' rounding.
         """
         if self._expert_ranks is not None:
-            return self._through_exchange(self._expert_ranks, x, routing)
+            return self._through_exchange(self._expert_ranks, x, routing, part)
         limit = self._config.expert_limit
         return routed.experts(_products, x, *routing, self._gate_up, self._down, limit)
 
-    def _through_exchange(self, expert_ranks: ExpertRanks, x: Tensor, routing: Routing) -> Tensor:
+    def _through_exchange(
+        self, expert_ranks: ExpertRanks, x: Tensor, routing: Routing, part: Part
+    ) -> Tensor:
         """Cut by cut, so that what comes from all ranks at a time stays small."""
-        made, whole, cuts = [], range(self.own_count), expert_ranks.cuts(len(x))
+        made, whole, cuts = [], range(self.own_count), expert_ranks.cuts(len(x), part)
         for cut in cuts:
-            part = slice(cut.start, None if cut is cuts[-1] else cut.stop)
-            chosen = Routing(routing.experts[part], routing.weights[part])
-            exchange = self._departed(expert_ranks, x[part], chosen, cut)
+            some = slice(cut.start, None if cut is cuts[-1] else cut.stop)
+            chosen = Routing(routing.experts[some], routing.weights[some])
+            exchange = self._departed(expert_ranks, x[some], chosen, cut)
             exchange.send()
-            inner = self.up(x[part], chosen, exchange.arrive())
+            inner = self.up(x[some], chosen, exchange.arrive())
             self.down(inner, whole)
             self.give_back(inner, whole, exchange)
             made.append(self.collect(inner, chosen, exchange))
@@ -176,13 +178,13 @@ class Moe:
         return self._shared is not None
 
     def depart(
-        self, x: Tensor, routing: Routing, lengths: Tensor | None = None
+        self, x: Tensor, routing: Routing, part: Part, lengths: Tensor | None = None
     ) -> ExpertExchange | None:
         """Begins what `up` waits for; None where all experts are here. Tokens whose `lengths` are 0
         stand for none."""
         if self._expert_ranks is None:
             return None
-        [whole] = self._expert_ranks.cuts(len(x))
+        [whole] = self._expert_ranks.cuts(len(x), part)
         return self._departed(self._expert_ranks, x, routing, whole, lengths)
 
     def _departed(

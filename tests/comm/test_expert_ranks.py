@@ -61,7 +61,7 @@ def summed_by(
     lengths: Tensor | None = None,
 ) -> Tensor:
     """Lines that are not to be read are NaN."""
-    [whole] = expert_ranks.cuts(len(given))
+    [whole] = expert_ranks.cuts(len(given), "batch")
     exchange = expert_ranks.depart(given, asked, weights, layer=3, cut=whole, lengths=lengths)
     exchange.send()
     received, own = exchange.arrive(), expert_ranks.own(3)
@@ -175,7 +175,7 @@ def alone(act: Callable[[ExpertRanks], object], *, rank: int) -> Callable[[objec
 
 
 def begun(expert_ranks: ExpertRanks, *, layer: int) -> None:
-    [whole], weights = expert_ranks.cuts(1), torch.ones(1, PER_TOKEN)
+    [whole], weights = expert_ranks.cuts(1, "batch"), torch.ones(1, PER_TOKEN)
     expert_ranks.depart(tokens(1, 0), chosen(1, 0), weights, layer=layer, cut=whole).send()
 
 

@@ -78,14 +78,11 @@ def test_all_ranks_cut_prompts_alike_and_halves_have_their_own_room():
     [group] = local_group(1)
     expert_ranks = fixed(group, even(EXPERTS, 1))
     expert_ranks.enter(0, Rooms(batch=8, half=5, chunk=2 * CUT_TOKENS + 3))
-    assert expert_ranks.cuts(3) == expert_ranks.cuts(8) == [range(8)]
-    with expert_ranks.in_halves():
-        assert expert_ranks.cuts(3) == [range(5)]
-    assert expert_ranks.cuts(1) == [range(8)]
-    expert_ranks.turn_to_prompts()
+    assert expert_ranks.cuts(3, "batch") == expert_ranks.cuts(8, "batch") == [range(8)]
+    assert expert_ranks.cuts(3, "half") == [range(5)]
     ends = (0, CUT_TOKENS, 2 * CUT_TOKENS, 2 * CUT_TOKENS + 3)
     cuts = [range(*pair) for pair in itertools.pairwise(ends)]
-    assert expert_ranks.cuts(0) == expert_ranks.cuts(2 * CUT_TOKENS) == cuts
+    assert expert_ranks.cuts(0, "chunk") == expert_ranks.cuts(2 * CUT_TOKENS, "chunk") == cuts
 
 
 def test_choices_are_told_a_window_late_and_at_the_end_all_of_them():

@@ -52,7 +52,7 @@ class Rank:
         _, offload, chosen = engines.parts("cuda", **settings)
         ranks = Many(self.expert_ranks, on_meet=group.advance)
         self.engine = Engine(model, offload, chosen, ranks=ranks)
-        self.requests, self.waited, self.stood_by = [], [], 0
+        self.requests, self.waited, self.stood_by, self.by_graph = [], [], 0, 0
         if case.get("rehearses"):
             self.engine.rehearse(lambda said: None)
 
@@ -63,8 +63,10 @@ class Rank:
                 self.requests.append(added(self.engine, left.pop(0)))
             pretended.PRETENCE.waited.clear()
             if self.engine.is_idle:
+                replayed = self.replayed
                 self.engine.stand_by()
                 self.stood_by += 1
+                self.by_graph += self.replayed - replayed
             else:
                 result = self.engine.step()
                 if result.turn_count and not result.chunks:
@@ -77,15 +79,21 @@ class Rank:
         self.engine.offload.close()
         return self.told()
 
+    @property
+    def replayed(self):
+        line = self.engine.graph_line()
+        return 0 if line is None else line.replayed
+
     def told(self):
         line, tuning = self.engine.graph_line(), self.engine.tuning
         return {
             "said": [request.output for request in self.requests],
-            "replayed": 0 if line is None else line.replayed,
+            "replayed": self.replayed,
             "captured": 0 if line is None else line.captured,
             "eager": {} if line is None else line.eager,
             "splits": tuning.split_count,
             "stood_by": self.stood_by,
+            "by_graph": self.by_graph,
             "waited": self.waited,
             "chosen": sum(map(sum, self.expert_ranks.loads.recent().values())),
             "exchanged": self.expert_ranks.traffic.exchange_count,

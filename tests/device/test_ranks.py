@@ -91,7 +91,7 @@ def test_two_ranks_say_the_tokens_of_one(cases: Sequence[dict], built: Path):
         if "tbo" in case:
             assert all(rank["splits"] for rank in ranks), "two halves"
         if case["tasks"][0] == "picky":
-            assert ranks[0]["eager"].keys() == {"host logits"}
+            assert ranks[0]["eager"].keys() == {"host logits", "first steps"}
         if case.get("depth"):
             steady = [names for rank in ranks for names in rank["waited"][1:]]
             assert {name for names in steady for name in names} == {"an earlier moment"}
@@ -111,6 +111,19 @@ def test_a_rank_of_three_has_nothing_to_do(built: Path):
         check(case, ranks)
         for name, rank in zip(case["tasks"], ranks, strict=True):
             assert name != "idle" or (rank["exchanged"] > 20 and not rank["said"]), case
+
+
+ALTERNATING = {"family": "glm", "mode": "da", "mtp": "2", "graphs": "many", "tbo": "on"} | {
+    "tasks": ["steady", "comes and goes"]
+}
+
+
+def test_a_rank_that_is_idle_between_requests_stands_by_from_graphs(built: Path):
+    """It makes parts of the other rank's tokens all the time, drafts too."""
+    [[case, *ranks]] = zip([ALTERNATING], *told(2, [ALTERNATING], built), strict=True)
+    check(case, ranks)
+    assert ranks[1]["by_graph"] > ranks[1]["stood_by"] // 2 > 3
+    assert ranks[1]["eager"].keys() == {"first steps"}
 
 
 def test_a_rank_that_is_lost_ends_the_others_in_words(built: Path):

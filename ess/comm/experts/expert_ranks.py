@@ -25,11 +25,10 @@ step: there `experts.fixed` has the exchanges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,6 +45,9 @@ if TYPE_CHECKING:
 _WORDS: Final = 4
 _WORD_BYTES: Final = 8
 
+Part: TypeAlias = Literal["batch", "half", "chunk"]
+"""What of a step is exchanged: its decode batch as a whole, one half of that, tokens of prompts."""
+
 
 class OutOfStep(EssError):
     """Two ranks are not at the same place of the same step."""
@@ -61,10 +63,13 @@ class Received:
     places: Tensor
 
 
+Sent: TypeAlias = Literal["count_bytes", "out_bytes", "back_bytes"]
+
+
 @dataclass(slots=True)
 class Traffic:
     """Bytes sent to other ranks: counts, lines out, lines back; and how many tokens they were for.
-    What a rank sends to itself is not counted."""
+    What a rank sends to itself is not counted, nor what replays of a device's graphs send."""
 
     exchange_count: int = 0
     token_count: int = 0
@@ -75,8 +80,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """The most tokens that any rank brings to an exchange of this step: of its decode batch, of the
-    larger half of that, of prompts."""
+    """The most tokens that any rank brings to an exchange of each part of this step: of halves, to
+    the larger one."""
 
     batch: int = 0
     half: int = 0
@@ -120,16 +125,9 @@ class ExpertRanks:
         self._step, self._number = step, 0
         self.rooms = rooms
 
-    @contextmanager
-    def in_halves(self) -> Iterator[None]:
-        """What departs meanwhile is one half of the decode batch or the other."""
-        yield
-
-    def turn_to_prompts(self) -> None:
-        """What departs from now on in this step are tokens of prompts."""
-
-    def cuts(self, count: int) -> list[range]:
-        """In which parts so many tokens depart, one exchange for each: as many on every rank."""
+    def cuts(self, count: int, part: Part) -> list[range]:
+        """How so many tokens of a part are cut, one exchange for each piece: as many pieces on
+        every rank, one of a batch or half."""
         return [range(count)]
 
     def depart(
@@ -150,14 +148,32 @@ class ExpertRanks:
         self._number += 1
         self.traffic.exchange_count += 1
         self.traffic.token_count += len(tokens)
-        self.loads.count(layer, experts)
+        return self._begun(tokens, experts, weights, where, len(cut), lengths)
+
+    def _begun(
+        self,
+        tokens: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        where: tuple[int, int, int],
+        room: int,
+        lengths: Tensor | None,
+    ) -> ExpertExchange:
+        self.loads.count(where[-1], experts)
         return CountedExchange(self, tokens, experts, weights, where)
 
-    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
+    def start(
+        self, content: Tensor, given: Sequence[int], due: Sequence[int], *, sends: Sent
+    ) -> Coming:
+        self._sent(sends, sum(given) - given[self.team.rank])
         return self.team.start(as_bytes(content), given, due)
 
-    def to_others(self, sizes: Sequence[int]) -> int:
-        return sum(sizes) - sizes[self.team.rank]
+    def spread(self, content: Tensor, *, sends: Sent) -> Coming:
+        self._sent(sends, content.nbytes * (self.team.size - 1))
+        return self.team.spread(as_bytes(content))
+
+    def _sent(self, sends: Sent, byte_count: int) -> None:
+        setattr(self.traffic, sends, getattr(self.traffic, sends) + byte_count)
 
 
 class CountedExchange:
@@ -192,8 +208,7 @@ class CountedExchange:
         """Tells every rank our place in the step, and how many lines it will get."""
         words = torch.tensor([[*self._where, count] for count in self._line_counts])
         sizes = [_WORDS * _WORD_BYTES] * len(words)
-        self._expert_ranks.traffic.count_bytes += self._expert_ranks.to_others(sizes)
-        return self._expert_ranks.start(words, sizes, sizes)
+        return self._expert_ranks.start(words, sizes, sizes, sends="count_bytes")
 
     def send(self) -> None:
         """Sends the tokens as bytes: a line, then the places that it asks for, -1 padded."""
@@ -210,10 +225,9 @@ class CountedExchange:
         lines = torch.cat((_lines(self._tokens[self._who]), _lines(asked)), dim=1)
         width = lines.shape[1]
         given = [count * width for count in self._line_counts]
-        self._expert_ranks.traffic.out_bytes += self._expert_ranks.to_others(given)
         due = [count * width for count in self._coming_counts]
         self._line_bytes = width
-        self._lines = self._expert_ranks.start(lines, given, due)
+        self._lines = self._expert_ranks.start(lines, given, due, sends="out_bytes")
 
     def arrive(self) -> Received:
         """Waits for all tokens that go to this rank's experts."""
@@ -238,8 +252,7 @@ class CountedExchange:
         due_counts = torch.bincount(self._pair_ranks[is_due], minlength=size).tolist()
         given = [(stop - start) * width for start, stop in pairwise(ends)]
         due = [count * width for count in due_counts]
-        self._expert_ranks.traffic.back_bytes += self._expert_ranks.to_others(given)
-        coming = self._expert_ranks.start(content, given, due)
+        coming = self._expert_ranks.start(content, given, due, sends="back_bytes")
         self._returns.append((coming, self._pairs[is_due]))
 
     def collect(self, dtype: torch.dtype, width: int) -> Tensor:

@@ -21,23 +21,20 @@ whose bytes are the choices and the weights. So tokens are read where they have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.experts.expert_ranks import ExpertExchange, ExpertRanks, Received, Rooms
+from ess.comm.experts.expert_ranks import ExpertExchange, ExpertRanks, Part, Received
 from ess.comm.experts.loads import DeviceLoads, Fetch
 from ess.comm.experts.sizes import WORD_BYTES, WORDS, cuts, line_count
-from ess.comm.processes.tensors import as_bytes
 from ess.kernels.received import added
 
 if TYPE_CHECKING:
     from ess.comm.experts.placement import Placement, Places
-    from ess.comm.team import Coming, Team
+    from ess.comm.team import Team
 
 NOWHERE: Final = -1
 
@@ -50,7 +47,6 @@ class FixedExpertRanks(ExpertRanks):
         self._counts = DeviceLoads(self.places.usual.expert_count, device, fetch)
         self.loads = self._counts
         self._device = device
-        self._cuts: list[range] = []
 
     def own(self, layer: int) -> tuple[int, ...]:
         """Also prepares what the layer needs on the device, before any step runs."""
@@ -58,44 +54,29 @@ class FixedExpertRanks(ExpertRanks):
         self.places.of(layer).table(self._device)
         return super().own(layer)
 
-    def enter(self, step: int, rooms: Rooms) -> None:
-        super().enter(step, rooms)
-        self._cuts = [range(rooms.batch)]
-
-    @contextmanager
-    def in_halves(self) -> Iterator[None]:
-        before, self._cuts = self._cuts, [range(self.rooms.half)]
-        try:
-            yield
-        finally:
-            self._cuts = before
-
-    def turn_to_prompts(self) -> None:
-        self._cuts = cuts(self.rooms.chunk)
-
-    def cuts(self, count: int) -> list[range]:
-        """Parts that are larger than what is left of the tokens, or empty, are sent all the same.
+    def cuts(self, count: int, part: Part) -> list[range]:
+        """Pieces that are larger than what is left of the tokens, or empty, are sent all the same.
         What does not fit into a batch's room is padding of the step."""
-        return self._cuts
+        if part == "chunk":
+            return cuts(self.rooms.chunk)
+        return [range(self.rooms.batch if part == "batch" else self.rooms.half)]
 
-    def depart(
+    def _begun(
         self,
         tokens: Tensor,
         experts: Tensor,
         weights: Tensor,
-        *,
-        layer: int,
-        cut: range,
-        lengths: Tensor | None = None,
+        where: tuple[int, int, int],
+        room: int,
+        lengths: Tensor | None,
     ) -> ExpertExchange:
-        self.traffic.exchange_count += 1
-        self.traffic.token_count += len(tokens)
+        layer = where[-1]
         placement = self.places.of(layer)
         places = placement.at(experts, first=self.team.rank)
         if lengths is not None:
             places = places.where(lengths[:, None] > 0, NOWHERE)
         self._counts.count(layer, experts, places >= 0)
-        return FixedExchange(self.team, tokens, places, weights, placement.place_count, len(cut))
+        return FixedExchange(self, tokens, places, weights, placement.place_count, room)
 
 
 class FixedExchange:
@@ -103,7 +84,7 @@ class FixedExchange:
 
     def __init__(
         self,
-        team: Team,
+        expert_ranks: ExpertRanks,
         tokens: Tensor,
         places: Tensor,
         weights: Tensor,
@@ -111,7 +92,7 @@ class FixedExchange:
         room: int,
     ) -> None:
         assert room > 0, "an exchange without room"
-        self._team = team
+        self._expert_ranks, self._team = expert_ranks, expert_ranks.team
         self._tokens, self._places, self._weights = tokens, places, weights
         self._place_count = place_count
         self._room = room
@@ -130,7 +111,7 @@ class FixedExchange:
         choices.fill_(NOWHERE)
         choices[0, :count] = self._places[given].int()
         weights[0, :count] = self._weights[given]
-        self._coming = self._team.spread(as_bytes(content))
+        self._coming = self._expert_ranks.spread(content, sends="out_bytes")
 
     def _told(self, content: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         """Of what so many ranks have sent: the choices, and the weights, [ranks, room, per_token]
@@ -161,9 +142,8 @@ class FixedExchange:
         place[order] = torch.arange(len(order), device=order.device)
         places = place.view(self._is_here.shape).where(self._is_here, NOWHERE)
         made = added(outer, places, self._here_weights, outer.dtype)
-        content, size = as_bytes(made), self._team.size
-        sizes = [len(content) // size] * size
-        self._returning: Coming = self._team.start(content, sizes, sizes)
+        sizes = [made.nbytes // self._team.size] * self._team.size
+        self._returning = self._expert_ranks.start(made, sizes, sizes, sends="back_bytes")
 
     def collect(self, dtype: torch.dtype, width: int) -> Tensor:
         came = self._returning.wait().view(dtype).view(-1, width)

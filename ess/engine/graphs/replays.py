@@ -10,6 +10,9 @@ step's arrays, maps and tickets at the door, spans and columns here. This owner 
 graphs, in turn, on the stream that computes. So all graphs share their memory, and what a graph
 makes there is read before the next graph is launched.
 
+A rank without tokens of its own has its part in the exchanges of others as a graph too. Its kind is
+what decides the exchanges: their sizes and the number of drafts.
+
 A step that is timed has events between its stages, and so a second graph of its kind. That is
 captured in the rehearsal or, of a kind that comes later, in the step behind the first graph's;
 where there is no room, not at all. No step is captured because its turn to be timed has come: where
@@ -38,6 +41,7 @@ from ess.engine.graphs.buckets import bucket_of
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
 from ess.engine.process.messages import GraphLine
+from ess.engine.ranks.agreement import StepAgreement
 from ess.engine.step.feeding import Said
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import Watch
@@ -50,7 +54,8 @@ EAGER_STEPS: Final = 1
 KINDS_MAX: Final = 1024
 
 Cuda: Any = torch.cuda
-Key: TypeAlias = tuple[Course, Hashable]
+Key: TypeAlias = tuple[Course | None, Hashable]
+"""Without a course: of steps in which this rank stands by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +78,11 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
+    """`step` is what a step of this rank's own has made, and what replays it at the door."""
+
     graph: Any
-    recording: Recording
-    made: Made
     ran: npt.NDArray[np.int64]
+    step: tuple[Made, Recording] | None
 
 
 class Replays:
@@ -144,40 +150,51 @@ class Replays:
         self, step: Step, fit: Fit, course: Course, more: Hashable, compute: Callable[[], Made]
     ) -> Made:
         """What `compute` makes of the step; `more` names what else decides what it queues."""
-        kind = replace(course, is_timed=False), more
+        kind = _timed(course, more, is_timed=False)
         cause = fit.cause or ("verified" if course.verified_layer is not None else None)
-        if cause is None and kind not in self._held:
-            cause = self._cause(kind)
+        cause = cause or self._cause(kind, sum(course.counts))
         if cause is not None:
             self.eager_counts[cause] += 1
             return compute()
-        key = self._in_time(kind, is_timed=course.is_timed)
+        key = self._in_time(kind, course, more)
         held = self._held.get(key)
-        if held is not None:
-            self._held.move_to_end(key)
-            return self._replay(step, held)
-        self._held[key] = captured = self._capture(step, compute)
-        if key == kind and _timed(kind) not in self._held:
-            self._untimed.add(kind)
-        if len(self._held) > self._graph_max:
-            self._drop()
-        return captured.made
+        if held is None:
+            held = self._capture(key, lambda: (compute(), step.record()))
+            if key == kind and _timed(course, more) not in self._held:
+                self._untimed.add(kind)
+        else:
+            assert held.step is not None, "a step of others"
+            step.replay(held.step[1])
+            self._replay(key, held)
+        assert held.step is not None, "a graph of no step"
+        return held.step[0]
 
-    def _in_time(self, kind: Key, *, is_timed: bool) -> Key:
+    def stand_by(self, agreement: StepAgreement) -> None:
+        """This rank's part of a step that others decode."""
+        kind: Key = None, (agreement.sizes, agreement.draft_count)
+        compute = partial(self._runner.standby.decode, agreement)
+        cause = self._cause(kind, agreement.rooms.batch)
+        if cause is not None:
+            self.eager_counts[cause] += 1
+            compute()
+        elif kind in self._held:
+            self._replay(kind, self._held[kind])
+        else:
+            self._capture(kind, compute)
+
+    def _in_time(self, kind: Key, course: Course, more: Hashable) -> Key:
         """The kind with times or without: which of its graphs runs, or is captured now."""
-        timed, watch = _timed(kind), self._watch
-        if kind in self._untimed and self._has_room(kind) and watch.start():
+        timed, watch = _timed(course, more), self._watch
+        has_room = not self.is_full and self.has_bytes(sum(course.counts))
+        if kind in self._untimed and has_room and watch.start():
             self._untimed.discard(kind)
             return timed
-        if not is_timed:
+        if not course.is_timed:
             return kind
         if timed in self._held:
             return timed
         watch.skip()
         return kind
-
-    def _has_room(self, kind: Key) -> bool:
-        return not self.is_full and self.has_bytes(sum(kind[0].counts))
 
     @property
     def _watch(self) -> Stopwatch:
@@ -187,7 +204,7 @@ class Replays:
 
     def _drop(self) -> None:
         (course, more), _ = self._held.popitem(last=False)
-        kind = replace(course, is_timed=False), more
+        kind = _timed(course, more, is_timed=False)
         self._seen.pop(kind, None)
         self._untimed.discard(kind)
         self.dropped_count += 1
@@ -197,15 +214,16 @@ class Replays:
         self.eager_counts.clear()
         self._untimed.clear()
 
-    def _cause(self, kind: Key) -> Cause | None:
-        """Why a step of a kind without a graph is not captured."""
-        course, _ = kind
+    def _cause(self, kind: Key, query_count: int) -> Cause | None:
+        """Why a step runs eagerly whose kind has no graph yet."""
+        if kind in self._held:
+            return None
         count = self._seen[kind] = self._seen.pop(kind, 0) + 1
         if len(self._seen) > KINDS_MAX:
             self._seen.popitem(last=False)
         if count <= EAGER_STEPS:
             return "first steps"
-        return None if self.has_bytes(sum(course.counts)) else "memory"
+        return None if self.has_bytes(query_count) else "memory"
 
     @property
     def is_full(self) -> bool:
@@ -218,25 +236,26 @@ class Replays:
         takes = self._takes(query_max=query_count, graph_count=count, pool_bytes=self._pool_bytes)
         return takes <= self._byte_max
 
-    def _replay(self, step: Step, held: Captured) -> Made:
-        step.replay(held.recording)
+    def _replay(self, key: Key, held: Captured) -> None:
+        self._held.move_to_end(key)
         held.graph.replay()
         self._runner.tuning.mode_counts += held.ran
         if self._runner.on_layer is not None:
             self._runner.on_layer()
         self.replayed_count += 1
-        return held.made
 
-    def _capture(self, step: Step, compute: Callable[[], Made]) -> Captured:
+    def _capture(self, key: Key, compute: Callable[[], tuple[Made, Recording] | None]) -> Captured:
         """Captured and launched: the step has run when this returns."""
         graph, tuning = Cuda.CUDAGraph(), self._runner.tuning
         ran_before = tuning.mode_counts.copy()
         with self._capturing(graph):
             made = compute()
-            recording = step.record()
         graph.replay()
         self.captured_count += 1
-        return Captured(graph, recording, made, tuning.mode_counts - ran_before)
+        self._held[key] = held = Captured(graph, tuning.mode_counts - ran_before, made)
+        if len(self._held) > self._graph_max:
+            self._drop()
+        return held
 
     @contextmanager
     def _capturing(self, graph: Any) -> Iterator[None]:
@@ -279,6 +298,5 @@ class Replays:
         assert len(self._seen) <= KINDS_MAX, f"{len(self._seen)} kinds are remembered"
 
 
-def _timed(kind: Key) -> Key:
-    course, more = kind
-    return replace(course, is_timed=True), more
+def _timed(course: Course | None, more: Hashable, *, is_timed: bool = True) -> Key:
+    return (None if course is None else replace(course, is_timed=is_timed)), more

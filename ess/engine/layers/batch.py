@@ -97,9 +97,10 @@ def queries(batch: Shared, layer: DecoderLayer, query: Tensor) -> Tensor:
 
 
 def back(batch: Shared, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
-    """Attended latents -> the layer's output."""
+    """Attended latents -> the layer's output. Where the experts are divided these are tokens of
+    prompts: those of a decode batch are exchanged in stages."""
     if not batch.ops.has_stages() or layer.is_divided:
-        return layer.mlp(layer.output(hidden, attended))
+        return layer.mlp(layer.output(hidden, attended), "chunk")
     return layer.compiled(batch.layout).back(hidden, attended, threads=compute_threads())
 
 

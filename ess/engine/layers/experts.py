@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ess.comm.experts.expert_ranks import ExpertExchange, Received
+from ess.comm.experts.expert_ranks import ExpertExchange, Part, Received
 from ess.errors import BadState
 from ess.models.decoder import DecoderLayer
 from ess.models.moe import Inner, Routing
@@ -27,6 +27,7 @@ class ExpertStep:
         timeline: Timeline,
         first_query: int,
         *,
+        part: Part = "batch",
         lengths: Tensor | None = None,
     ) -> None:
         """Queries whose `lengths` are 0 are pads: the ranks need not know of them."""
@@ -38,6 +39,7 @@ class ExpertStep:
         self._experts = layer.experts
         self._hidden = hidden
         self._input = layer.mlp_input(hidden)
+        self._part: Part = part
         self._lengths = lengths
         self._routing: Routing | None = None
         self._exchange: ExpertExchange | None = None
@@ -57,7 +59,7 @@ class ExpertStep:
     @timed
     def route(self) -> None:
         self._routing = self._experts.route(self._input)
-        self._exchange = self._experts.depart(self._input, self._routing, self._lengths)
+        self._exchange = self._experts.depart(self._input, self._routing, self._part, self._lengths)
 
     @timed
     def dispatch(self) -> None:

@@ -64,9 +64,6 @@ class Lockstep:
     def latent(self) -> LatentPool:
         return self._offload.owner.pools.latent
 
-    def turn_to_prompts(self) -> None:
-        return
-
     def check(self) -> None:
         return
 

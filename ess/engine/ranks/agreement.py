@@ -106,9 +106,6 @@ class Ranks(Protocol):
 
     def meet(self, need: StepNeeds) -> StepAgreement: ...
 
-    def turn_to_prompts(self) -> None:
-        """All that decodes in this step has been launched."""
-
     def check(self) -> None:
         """LinkLost if a rank is lost: asked when the host has waited for a device, before what came
         from there is believed."""
@@ -135,9 +132,6 @@ class Alone:
             all_leave=True,
         )
         return self.latest
-
-    def turn_to_prompts(self) -> None:
-        return
 
     def check(self) -> None:
         return
@@ -186,9 +180,6 @@ class Many:
         else:
             self._expert_ranks.loads.forget()
         return self.latest
-
-    def turn_to_prompts(self) -> None:
-        self._expert_ranks.turn_to_prompts()
 
     def check(self) -> None:
         self._expert_ranks.team.check()

@@ -2,17 +2,18 @@
 
 It calls the same schedules in the same order as a rank with tokens (`step.runner`, `step.drafts`,
 `prompt.run`), over no tokens, so its exchanges are theirs. Attention, pools and logits have nothing
-to do, and are left out.
+to do, and are left out. On a device what is queued for a decode step depends on nothing but what
+the ranks have agreed on, so it may be a graph (`graphs.replays`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from ess.comm.experts.expert_ranks import Part
 from ess.engine.layers.experts import ExpertStep
 from ess.engine.ranks.agreement import StepAgreement
 from ess.models.decoder import DecoderLayer
@@ -23,10 +24,6 @@ from ess.overlap.stages import Run, finish
 from ess.overlap.timeline import Timeline
 
 Runs = Sequence[tuple[bool, Sequence[DecoderLayer]]]
-
-
-def in_halves(model: Model) -> AbstractContextManager[None]:
-    return nullcontext() if model.expert_ranks is None else model.expert_ranks.in_halves()
 
 
 class Standby:
@@ -43,44 +40,44 @@ class Standby:
         none = self._none
         for layer in layers:
             yield
-            yield from self._layer(layer, none)
+            yield from self._layer(layer, none, "half")
             yield
         return none
 
     def decode(self, agreement: StepAgreement) -> None:
+        """The layers over a decode batch, and the MTP module's where ranks draft."""
         for can_split, layers in self._runs:
             if agreement.splits and can_split:
-                with in_halves(self._model):
-                    tbo.interleave(self.through(layers), self.through(layers))
+                tbo.interleave(self.through(layers), self.through(layers))
             else:
                 finish(self._whole(layers))
+        if agreement.draft_count:
+            self._drafts(agreement.draft_count)
 
-    def drafts(self, count: int) -> None:
+    def _drafts(self, count: int) -> None:
         """The MTP module's layer over the step's tokens, and further guesses."""
-        if not count:
-            return
-        finish(self._layer(self._mtp, self._none_of_mtp))
+        finish(self._layer(self._mtp, self._none_of_mtp, "batch"))
         for _ in range(count - 1):
-            self._mlp(self._mtp, self._none_of_mtp)
+            self._mlp(self._mtp, self._none_of_mtp, "batch")
 
     def prompts(self, *, has_mtp: bool) -> None:
         for layer in self._model.layers:
-            self._mlp(layer, self._none)
+            self._mlp(layer, self._none, "chunk")
         if has_mtp:
-            self._mlp(self._mtp, self._none_of_mtp)
+            self._mlp(self._mtp, self._none_of_mtp, "chunk")
 
     def _whole(self, layers: Sequence[DecoderLayer]) -> Run[None]:
         for layer in layers:
-            yield from self._layer(layer, self._none)
+            yield from self._layer(layer, self._none, "batch")
 
-    def _layer(self, layer: DecoderLayer, none: Tensor) -> Run[None]:
+    def _layer(self, layer: DecoderLayer, none: Tensor, part: Part) -> Run[None]:
         if layer.experts is not None:
-            experts = ExpertStep(layer, none, self._timeline, 0)
+            experts = ExpertStep(layer, none, self._timeline, 0, part=part)
             yield from sbo.SCHEDULES[self._order](experts)
 
-    def _mlp(self, layer: DecoderLayer, none: Tensor) -> None:
+    def _mlp(self, layer: DecoderLayer, none: Tensor, part: Part) -> None:
         if layer.experts is not None:
-            layer.mlp(none)
+            layer.mlp(none, part)
 
     @property
     def _none(self) -> Tensor:

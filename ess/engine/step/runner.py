@@ -23,7 +23,7 @@ from ess.engine.layers.direct import DirectLayers
 from ess.engine.layers.experts import ExpertStep
 from ess.engine.layers.heads import AllHeads, Heads
 from ess.engine.layers.verifier import Verifier
-from ess.engine.ranks.standby import Standby, in_halves
+from ess.engine.ranks.standby import Standby
 from ess.engine.step.half import Half, halves, whole
 from ess.engine.step.tuning import Tuning
 from ess.engine.step.warmth import watch
@@ -177,8 +177,7 @@ class Runner:
             else self._through(half, layers, hidden[half.queries.start : half.queries.stop])
             for half in pair
         )
-        with in_halves(self.model):
-            joined = torch.cat(tbo.interleave(first, second))
+        joined = torch.cat(tbo.interleave(first, second))
         assert len(joined) == len(hidden), f"{len(joined)} states of {len(hidden)}"
         return joined
 
@@ -205,7 +204,12 @@ class Runner:
             return back(half.batch, layer, hidden, attended)
         output = layer.output(hidden, attended)
         experts = ExpertStep(
-            layer, output, timeline, half.queries.start, lengths=half.batch.lengths
+            layer,
+            output,
+            timeline,
+            half.queries.start,
+            part="half" if in_stages else "batch",
+            lengths=half.batch.lengths,
         )
         yield from sbo.SCHEDULES[self.tuning.sbo](experts)
         return experts.result()

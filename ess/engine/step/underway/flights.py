@@ -86,7 +86,6 @@ class Flights:
         chunk_tokens = sum(chunk.count for chunk in plan.chunks)
         if plan.turns:
             self._launch(plan.turns, chunk_tokens)
-            self._ranks.turn_to_prompts()
         else:
             self.stand_by(StepNeeds(chunk_tokens=chunk_tokens))
         return plan
@@ -95,10 +94,12 @@ class Flights:
         """Meets the other ranks with no turns, and takes part in what they decode."""
         assert not brought.token_count, "a rank with turns launches them"
         agreement = self._ranks.meet(brought)
-        if agreement.decodes:
+        if not agreement.decodes:
+            return
+        if self.replays is None:
             self._runner.standby.decode(agreement)
-            self._runner.standby.drafts(agreement.draft_count)
-        self._ranks.turn_to_prompts()
+        else:
+            self.replays.stand_by(agreement)
 
     def stand_by_prompts(self) -> None:
         """The same for prompt chunks of the others."""
