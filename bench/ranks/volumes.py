@@ -155,7 +155,7 @@ def chunk_bytes(kind: Kind) -> int:
         [text] = texts(1, PROMPT + 1)
         with pools, torch.inference_mode():
             opened = pools.open(text, length_max=len(text))
-            lead.run_part([span(opened, text)])
+            lead.queue_part([span(opened, text)]).made()
             lead.stop()
             opened.close()
         return counted.team.sent_bytes

@@ -46,8 +46,10 @@ def prompt_bytes(
     chunk_tokens: int,
     length_max: int,
     rank_count: int = 1,
+    pack_count: int = 1,
 ) -> int:
-    rows = SIDES * align_up(length_max, PAGE_ROWS) * layout.row_bytes
+    """Of so many packs whose rows are there, one of which is run."""
+    rows = pack_count * SIDES * align_up(length_max, PAGE_ROWS) * layout.row_bytes
     tokens = min(chunk_tokens, length_max)
     exchanged = exchange_bytes(config, min(tokens, CUT_TOKENS), rank_count)
     return rows + tokens * _token_bytes(config, length_max) + exchanged
@@ -62,10 +64,12 @@ def exchange_bytes(config: ModelConfig, token_count: int, rank_count: int) -> in
     return rank_count * token_count * (_expert_bytes(config) + sums)
 
 
-def staged_bytes(layout: ModelLayout, *, chunk_tokens: int, length_max: int) -> int:
-    """Memory of the host with pages locked: all that a chunk makes, or as much as may be on its way
+def staged_bytes(
+    layout: ModelLayout, *, chunk_tokens: int, length_max: int, pack_count: int = 1
+) -> int:
+    """Memory of the host with pages locked: all that chunks make, or as much as may be on its way
     when a layer's rows come on top."""
-    tokens = min(chunk_tokens, length_max)
+    tokens = pack_count * min(chunk_tokens, length_max)
     all_bytes = div_ceil(tokens * layout.host_page_bytes, PAGE_ROWS)
     return min(all_bytes, STAGED_BYTES + tokens * layout.row_bytes)
 

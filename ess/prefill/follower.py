@@ -76,8 +76,10 @@ class Follower:
             self._reports.send(reports.pack(said))
 
     def _between(self) -> None:
-        """Between layers and frames: gives a sign of life; raises LinkLost if the lead is gone."""
+        """Between layers and frames: gives a sign of life, and says which micro-batches have
+        landed. LinkLost if the lead is gone."""
         self._group.advance()
+        self._report(self._stage.ran())
         if self._reports.receive(0.0) is not None:
             raise Disagreement("the lead sent a report")
 

@@ -190,8 +190,7 @@ class Lead:
 
     def close(self) -> None:
         """Ends the other ranks in order; returns when all have obeyed."""
-        self._stage.ranks.stop()
-        self.stages.order(orders.Stop())
+        self._order(orders.Stop())
         self.stages.finish()
 
     def check(self) -> None:

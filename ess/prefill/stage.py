@@ -5,13 +5,23 @@ the rows stay until the lead, which has reports from all stages, orders Close. P
 when the lead orders Load.
 
 On a device a micro-batch is queued layer by layer, and its state leaves when its last layer is
-queued: a link orders the send behind what makes the state. When a micro-batch has been obeyed the
-device has made all of it, and the host has its rows; so what it took is the host's time.
+queued: a link orders the send behind what makes the state. It has landed when the device has made
+all of it and the host has its rows: so what it took is the host's time.
+
+A micro-batch that ends no prompt may land later than it is obeyed: when the first layer of the next
+one is queued, so that the device has work while the host takes the last rows and reports. Only the
+rows of its last layer are then missing on the host. Why nothing sees that:
+- A chunk copies a layer's rows of its own prompt from the host when the layer before is queued, its
+  first two layers at once. So a stage of one or two layers lets a chunk land before the next one of
+  the same prompt is queued; in any other stage it has landed long before its last layer's turn.
+- All other orders find it landed: what is published, free, closed or opened does not depend on
+  whether the next micro-batch was here in time. Stages must agree on that.
+- What the device reads, the state from the stage before too, is kept until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +34,9 @@ from ess.door.handoff.endings import Lapsed, Sent
 from ess.door.handoff.outgoing.pages import StagePages
 from ess.door.handoff.port import Port
 from ess.engine.prompt.pack import Span
+from ess.engine.prompt.run import Queued
 from ess.engine.step.runner import Runner
+from ess.engine.step_bytes import SIDES
 from ess.errors import BadInput, EssError, PoolFull
 from ess.prefill.orders import (
     Close,
@@ -46,6 +58,8 @@ from ess.prefill.team import OneRank, Ranks
 from ess.transfer.messages import Reason
 
 PROFILE_SALT: Final = b"\xffprofile"
+LAYERS_AT_ONCE: Final = SIDES
+"""So many layers' rows a chunk copies from the host when it begins."""
 
 
 class Disagreement(EssError):
@@ -78,6 +92,25 @@ class Held:
         return Released(self.number, Reason.DONE)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Underway:
+    """A micro-batch that is queued and has not landed. `leaving_s` it waited for the next stage."""
+
+    order: Run
+    helds: dict[int, Held]
+    queued: Queued
+    began_s: float
+    leaving_s: float
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for part in self.order.parts if part.stop > part.start]
+
+    @property
+    def ends_prompts(self) -> bool:
+        return any(part.is_last for part in self.order.parts)
+
+
 class Stage:
     """`between` is called between layers, `leaves` with the state of each micro-batch for the next
     stage, which does not change any more; `ranks` are its team, if it has one."""
@@ -99,7 +132,8 @@ class Stage:
         self.between = between
         self.leaves = leaves
         self._clock = clock
-        self._leaving_s = 0.0
+        self._leaving_s = self._landed_s = 0.0
+        self._underway: Underway | None = None
         self._texts: dict[int, list[int]] = {}
         self._held: dict[int, Held] = {}
         self._freed: list[Held] = []
@@ -112,9 +146,11 @@ class Stage:
 
     @property
     def is_busy(self) -> bool:
-        """Whether handoffs are under way: then `pump` should come soon."""
+        """Whether handoffs or a micro-batch are under way: then `pump` should come soon."""
+        if self._freed or self._underway is not None:
+            return True
         is_loading = any(not held.is_counted for held in self._held.values())
-        return bool(self._freed) or is_loading or (self.port is not None and self.port.is_busy)
+        return is_loading or (self.port is not None and self.port.is_busy)
 
     def hello(self, model: bytes) -> Hello:
         layout, stats = self.offload.layout, self.offload.stats()
@@ -142,6 +178,8 @@ class Stage:
     @torch.inference_mode()
     def obey(self, order: Order, hidden: Tensor | None = None) -> None:
         """`hidden` is the previous stage's output for a micro-batch."""
+        if not isinstance(order, Text | Run):
+            self._land_run()
         match order:
             case Text(number, tokens):
                 self._texts.setdefault(number, []).extend(tokens)
@@ -173,6 +211,7 @@ class Stage:
         """Opens a prompt; returns how many rows are cached. With `load_max` pages come from disk,
         and the prompt enters afterwards. After PoolFull or BadInput nothing has changed."""
         assert number not in self._held, f"prompt {number} was opened twice"
+        self._land_run()
         opened = self.offload.open(
             tokens, length_max=len(tokens), salt=salt, load_max=load_max or None
         )
@@ -189,6 +228,7 @@ class Stage:
     def enter(self, number: int) -> None:
         """Enters a prompt that has loaded. After PoolFull or BadInput nothing has changed."""
         held = self._held_of(number)
+        self._land_run()
         held.sequence.resume()
         try:
             self._offer(held)
@@ -252,17 +292,54 @@ class Stage:
         began_s, self._leaving_s = self._clock.now_s(), 0.0
         helds = {part.number: self._held_of(part.number) for part in order.parts}
         parts = [part for part in order.parts if part.stop > part.start]
+        if not parts or not self._may_be_behind(helds):
+            self._land_run()
+        if not parts:
+            self._end_run(order, helds, {}, began_s)
+            return
+        self._check_given(given, order.token_count)
+        queued = self.ranks.queue_part(
+            [_span(helds[part.number], part) for part in parts],
+            self._while_made([(helds[part.number].uid, part.stop) for part in parts]),
+            given=given,
+            begun=self._land_run,
+            leaves=self._leave,
+        )
+        self._underway = Underway(order, helds, queued, began_s, self._leaving_s)
+        if self._underway.ends_prompts or not self.ranks.may_go_on:
+            self._land_run()
+
+    def _may_be_behind(self, helds: Mapping[int, Held]) -> bool:
+        """Whether a micro-batch of these prompts may be queued while one is under way."""
+        if self._underway is None or not self._underway.helds.keys() & helds.keys():
+            return True
+        return self.offload.layout.layer_total > LAYERS_AT_ONCE
+
+    def _land_run(self) -> None:
+        """Waits for the micro-batch that is under way, if there is one."""
+        underway, self._underway = self._underway, None
+        if underway is None:
+            return
         windows: dict[int, Tensor] = {}
-        if parts:
-            self._check_given(given, order.token_count)
-            spans = [_span(helds[part.number], part) for part in parts]
-            stored = self._while_made([(helds[part.number].uid, part.stop) for part in parts])
-            made, _ = self.ranks.run_part(spans, stored, given=given, leaves=self._leave)
-            windows = {p.number: m.windows for p, m in zip(parts, made, strict=True)}
+        if underway.ends_prompts or not self.ranks.may_go_on:
+            pairs = zip(underway.parts, underway.queued.made(), strict=True)
+            windows = {part.number: made.windows for part, made in pairs}
+        else:
+            underway.queued.land()
+        self._leaving_s = underway.leaving_s
+        self._end_run(underway.order, underway.helds, windows, underway.began_s)
+
+    def _end_run(
+        self,
+        order: Run,
+        helds: Mapping[int, Held],
+        windows: Mapping[int, Tensor],
+        began_s: float,
+    ) -> None:
         for part in order.parts:
             if part.is_last:
                 self._finish(helds[part.number], windows.get(part.number))
-        self._report_run(order.batch, began_s)
+        self._report_run(order.batch, began_s, self._leaving_s)
 
     def _leave(self, hidden: Tensor) -> None:
         """To wait for the next stage is no work of this one."""
@@ -271,9 +348,10 @@ class Stage:
             self.leaves(hidden)
             self._leaving_s = self._clock.now_s() - began_s
 
-    def _report_run(self, batch: int, began_s: float) -> None:
-        took_s = self._clock.now_s() - began_s - self._leaving_s
-        self._ran.append(Ran(batch, max(0.0, took_s)))
+    def _report_run(self, batch: int, began_s: float, leaving_s: float) -> None:
+        """Its time begins when the one before it has landed, if it was queued earlier."""
+        began_s, self._landed_s = max(began_s, self._landed_s), self._clock.now_s()
+        self._ran.append(Ran(batch, max(0.0, self._landed_s - began_s - leaving_s)))
 
     def _check_given(self, given: Tensor | None, count: int) -> None:
         model = self.runner.model
@@ -302,8 +380,10 @@ class Stage:
         opened = self.offload.open(tokens, length_max=len(tokens), salt=PROFILE_SALT)
         began_s, self._leaving_s = self._clock.now_s(), 0.0
         span = Span(sequence=opened, start=0, tokens=tokens[:-1], following=tokens[1:])
-        self.ranks.run_part([span], lambda _: self.between(), given=given, leaves=self._leave)
-        self._report_run(order.batch, began_s)
+        self.ranks.queue_part(
+            [span], lambda _: self.between(), given=given, leaves=self._leave
+        ).made()
+        self._report_run(order.batch, began_s, self._leaving_s)
         opened.discard()
 
     # ---- the end of a prompt
@@ -342,6 +422,8 @@ class Stage:
     def pump(self) -> list[Report]:
         """Moves handoffs on; returns the reports for the lead."""
         self.ranks.rest()
+        if self._underway is not None and self._underway.queued.has_landed:
+            self._land_run()
         if self.port is not None:
             self.port.pump()
             helds = {held.uid: held for held in self._held.values()}
@@ -349,8 +431,12 @@ class Stage:
                 if outcome.uid in helds:
                     helds[outcome.uid].outcome = outcome
         freed, self._freed = self._freed, []
-        ran, self._ran = self._ran, []
-        return [*ran, *self._counted(), *(held.released() for held in freed)]
+        return [*self.ran(), *self._counted(), *(held.released() for held in freed)]
+
+    def ran(self) -> list[Report]:
+        """Of micro-batches: what `pump` would say of them, without looking whether one landed."""
+        ran, self._ran = list[Report](self._ran), []
+        return ran
 
     def _counted(self) -> list[Report]:
         """Reports prompts whose pages have come from disk since the last call."""
@@ -363,6 +449,7 @@ class Stage:
 
     def check(self) -> None:
         self.offload.check()
+        assert self._underway is None or not self._underway.ends_prompts, "an end has not landed"
         if self.port is not None:
             self.port.check()
         for number, held in self._held.items():

@@ -28,7 +28,7 @@ from ess.comm.team import Team
 from ess.door import Sequence as Opened
 from ess.door.memory.mapped import MappedPools, MappedRows, SharedPools
 from ess.engine.prompt.pack import Span
-from ess.engine.prompt.run import Prefilled, run_part
+from ess.engine.prompt.run import Queued, queue_part, run_part
 from ess.engine.prompt.share import ByHeads, ByTokens, Share, Whole, own_count
 from ess.engine.step.runner import Runner
 from ess.errors import BadInput
@@ -98,17 +98,22 @@ class OwnRows(MappedRows):
 
 
 class Ranks(Protocol):
-    """Runs the micro-batches of a stage: member 0 alone, or with its team. `given` and the returned
-    tensor are member 0's slice of the hidden states."""
+    """Runs the micro-batches of a stage: member 0 alone, or with its team. `given` and what is made
+    of it are member 0's slice of the hidden states."""
 
-    def run_part(
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the next micro-batch may be queued before one has landed."""
+
+    def queue_part(
         self,
         spans: Sequence[Span],
         on_layer: Callable[[int], None] | None = None,
         *,
         given: Tensor | None = None,
+        begun: Callable[[], None] = lambda: None,
         leaves: Callable[[Tensor], None] | None = None,
-    ) -> tuple[list[Prefilled], Tensor]: ...
+    ) -> Queued: ...
 
     def own_count(self, count: int) -> int:
         """How many lines of a hidden state of `count` tokens come to this member."""
@@ -122,16 +127,18 @@ class Ranks(Protocol):
 class OneRank:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self.may_go_on = runner.model.device.type != "cpu"
 
-    def run_part(
+    def queue_part(
         self,
         spans: Sequence[Span],
         on_layer: Callable[[int], None] | None = None,
         *,
         given: Tensor | None = None,
+        begun: Callable[[], None] = lambda: None,
         leaves: Callable[[Tensor], None] | None = None,
-    ) -> tuple[list[Prefilled], Tensor]:
-        return run_part(self._runner, spans, on_layer, given=given, leaves=leaves)
+    ) -> Queued:
+        return queue_part(self._runner, spans, on_layer, given=given, begun=begun, leaves=leaves)
 
     def own_count(self, count: int) -> int:
         return count
@@ -144,7 +151,9 @@ class OneRank:
 
 
 class TeamLead:
-    """Member 0 of a team of several."""
+    """Member 0 of a team of several, who meet when a micro-batch has landed."""
+
+    may_go_on = False
 
     def __init__(self, runner: Runner, team: Team, kind: Kind, clock: Clock) -> None:
         assert team.rank == 0 < team.size - 1, f"rank {team.rank} of {team.size} leads no team"
@@ -157,18 +166,25 @@ class TeamLead:
         self._said_s = clock.now_s()
         team.broadcast(SharedPools.of(pools).pack())
 
-    def run_part(
+    def queue_part(
         self,
         spans: Sequence[Span],
         on_layer: Callable[[int], None] | None = None,
         *,
         given: Tensor | None = None,
+        begun: Callable[[], None] = lambda: None,
         leaves: Callable[[Tensor], None] | None = None,
-    ) -> tuple[list[Prefilled], Tensor]:
+    ) -> Queued:
         shared = [replace(span, sequence=self._own(span)) for span in spans]
         self._say(_RUN + b"".join(map(_packed, shared)))
-        return run_part(
-            self._runner, shared, on_layer, given=given, share=self._share, leaves=leaves
+        return queue_part(
+            self._runner,
+            shared,
+            on_layer,
+            given=given,
+            share=self._share,
+            begun=begun,
+            leaves=leaves,
         )
 
     def _own(self, span: Span) -> OwnRows:

@@ -1,8 +1,8 @@
 """`ess doctor`: what this machine can do, and what limits it.
 
 Each check is of something that has kept ESS from working somewhere. The last checks decode two
-layers, offloaded and resident, on the CPU and on a device if there is one; they run in their own
-processes, because this process has no torch.
+layers, offloaded and resident, on the CPU and on a device if there is one, and exchange tokens
+between several devices; they run in their own processes, because this process has no torch.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ PACKAGES: Final = (
 )
 TRIAL: Final = "ess.engine.process.checks.selfcheck"
 DEVICE_TRIAL: Final = "ess.engine.process.checks.device_check"
+EXCHANGE_TRIAL: Final = "ess.engine.process.checks.exchange_check"
 PLACEHOLDERS: Final = ("flash-mla", "deep-gemm")
 
 
@@ -230,6 +231,8 @@ def _device() -> Iterator[Check]:
         return
     yield Check(name="device", grade="ok", state=sees)
     yield from _device_decode()
+    if (count := min(found.count, found.torch_count)) > 1:
+        yield _device_ranks(count)
 
 
 def _no_device(missing: str) -> Check:
@@ -263,6 +266,33 @@ def judged_on_device(trial: dict[str, Any]) -> Iterator[Check]:
     for line in trial["kernels"]:
         kind, _, chosen = line.partition(": ")
         yield Check(name=kind, grade="ok", state=chosen)
+
+
+def _device_ranks(count: int) -> Check:
+    """Whether ranks that divide the experts could meet on all devices."""
+    console.note(f"ess: exchanging a few tokens between {count} devices ...")
+    found, fault = answer_of("-m", EXCHANGE_TRIAL, str(count), limit_s=TRIAL_S)
+    if fault:
+        hint = f"{fault}; until that is mended serve without --dp-size"
+        return Check(name="ranks", grade="warn", state=f"no exchange of {count}", hint=hint)
+    return judged_exchange(msgspec.json.decode(found))
+
+
+def judged_exchange(trial: dict[str, Any]) -> Check:
+    taken, estimated = trial["taken_bytes"], trial["estimated_bytes"]
+    state = (
+        f"{trial['count']} devices in {trial['seconds']:.1f} s; an exchange took"
+        f" {format_bytes(taken)}, estimated were {format_bytes(estimated)}"
+    )
+    if trial["wrong"]:
+        ranks = ", ".join(map(str, trial["wrong"]))
+        hint = f"wrong sums on devices {ranks}: do not serve with --dp-size from these devices"
+        return Check(name="ranks", grade="fail", state=state, hint=hint)
+    hint = "give --device-bytes less: what exchanges take is underestimated"
+    fits = taken <= estimated
+    return Check(
+        name="ranks", grade="ok" if fits else "warn", state=state, hint="" if fits else hint
+    )
 
 
 def _port(port: int) -> Check:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import re
 import weakref
 from unittest import mock
@@ -18,15 +19,28 @@ import torch
 
 from ess.comm.local import LocalLink, local_group
 from ess.comm.processes.staged import LEAVING_MAX, SOON_S, StagedGroup, StagedLink
+from ess.engine.prompt.plain_rows import PlainRows
+from ess.engine.prompt.run import Queued
 from ess.errors import BadInput
 from ess.kernels.backend import ops
 from ess.models import moe
 from ess.models.model import Model
 from ess.pool.device_bytes import pool_bytes, stage_shape
+from ess.prefill.stage import Stage
 from ess.prefill.stages import StageLost
 from tests.device.memory import driver_bytes, tensor_bytes
 from tests.device.races import either, within
-from tests.prefill.pipes import CHUNK, Given, Pipe, Ragged, engine_given, room_of, text
+from tests.prefill.pipes import (
+    CHUNK,
+    LAYER_COUNT,
+    Given,
+    Pipe,
+    Ragged,
+    Shelf,
+    engine_given,
+    room_of,
+    text,
+)
 from tests.prefill.test_exact import assert_alike
 from tests.prefill.test_lead import assert_quiet
 from tests.prefill.test_tier import Tier, alone
@@ -184,6 +198,96 @@ def test_a_state_of_another_device_is_refused():
     assert second.previous.receive() is None
 
 
+# ---- a chunk that has not landed when the next one is queued
+
+
+@contextlib.contextmanager
+def landing_late():
+    """By itself a chunk lands when it has been asked for the third time. What was done is noted:
+    the host lets layers begin, and tells of layers whose rows it has."""
+    noted, asked = [], itertools.count(1)
+    enter, made = PlainRows.enter, Shelf.made
+    late = property(lambda queued: next(asked) % 3 == 0)
+
+    def enters(rows, layer):
+        noted.append(("begins", layer))
+        enter(rows, layer)
+
+    def tells(shelf, uid, layer, stop):
+        noted.append(("is here", layer))
+        made(shelf, uid, layer, stop)
+
+    with (
+        mock.patch.object(Queued, "has_landed", late),
+        mock.patch.object(PlainRows, "enter", enters),
+        mock.patch.object(Shelf, "made", tells),
+    ):
+        yield noted
+
+
+def test_the_device_has_the_next_chunk_when_the_host_takes_the_last_rows_of_one():
+    with landing_late() as noted:
+        pipe = Pipe(1, device=THERE)
+        pipe.add(text(2 * CHUNK + 9))
+        pipe.run()
+    one = [("begins", 1), ("is here", 0), ("begins", 2), ("is here", 1), ("begins", 3)]
+    one += [("is here", 2), ("begins", 4), ("is here", 3)]
+    last = ("is here", 4)
+    assert noted == [("begins", 0), *one, *2 * [("begins", 0), last, *one], last]
+    assert pipe.shelves[0].told[1] == [
+        (layer, stop)
+        for stop in (CHUNK, 2 * CHUNK, 2 * CHUNK + 9)
+        for layer in range(LAYER_COUNT + 1)
+    ]
+    closed(pipe)
+
+
+@pytest.mark.parametrize(
+    ("stage_count", "lengths"),
+    [
+        (1, (300, 65)),
+        (2, (300, 65)),
+        *(pytest.param(n, MORE_LENGTHS, marks=pytest.mark.long) for n in (1, 2, 3, 4)),
+    ],
+)
+def test_chunks_that_land_late_are_those_of_the_host(stage_count, lengths):
+    """Several prompts in turn, so that a chunk also lands beside another prompt's."""
+    prompts = [text(length) for length in lengths]
+    with landing_late():
+        pipe = Pipe(stage_count, device=THERE, page_count=128)
+        for prompt in prompts:
+            pipe.add(prompt)
+        pipe.run()
+        uids = range(1, len(prompts) + 1)
+        with by_the_same_products():
+            whole = Pipe(1, page_count=128)
+            for prompt in prompts:
+                whole.add(prompt)
+            whole.run()
+        assert_alike(pipe, uids, [whole.given(uid) for uid in uids])
+        closed(pipe)
+
+
+def test_a_stage_of_few_layers_would_read_rows_that_are_not_here():
+    prompt = text(300)
+    with landing_late(), mock.patch.object(Stage, "_may_be_behind", return_value=True):
+        pipe = Pipe(4, device=THERE)
+        pipe.add(prompt)
+        pipe.run()
+    assert pipe.given(1).rows != expected([prompt])[0].rows
+    closed(pipe)
+
+
+def test_a_prompt_is_cancelled_while_a_chunk_of_it_has_not_landed():
+    pipe, prompt = Pipe(2, device=THERE), text(700)
+    with mock.patch.object(Queued, "has_landed", False):
+        request = pipe.add(prompt)
+        pipe.run(until=lambda: all(stage._underway for stage in pipe.stages[1:]))
+        pipe.lead.cancel(request)
+        pipe.run(until=pipe.is_quiet)
+    closed(pipe)
+
+
 # ---- sends
 
 
@@ -275,6 +379,11 @@ def found_in(pipe_of) -> list[str]:
 
 def test_nothing_races():
     assert found_in(lambda: Pipe(3, device=THERE)) == []
+
+
+def test_nothing_races_where_chunks_land_late():
+    with landing_late():
+        assert found_in(lambda: Pipe(1, device=THERE)) == []
 
 
 COPY = r"staged\.py:\d+ copy_ on [\w.: ]+"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import urllib.request
 from pathlib import Path
@@ -197,6 +198,17 @@ def test_the_doctor_decodes_on_it(told: dict[str, str], monkeypatch: pytest.Monk
     chosen = {check.name: check.state for check in kernels}
     assert {"attention", "indexer", "experts", "ours", "copy engine"} <= chosen.keys()
     assert "flash_mla" in chosen["attention"]
+
+
+def test_the_doctor_lets_two_devices_exchange(
+    told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in {**told, "EMULATED_DEVICES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    check = doctor._device_ranks(2)
+    assert check.grade == "ok", check
+    took, estimated = re.findall(r"([\d.]+) MiB", check.state)
+    assert float(estimated) / 4 < float(took) <= float(estimated)
 
 
 def test_a_machine_without_a_device_says_so_in_a_sentence(capsys: pytest.CaptureFixture[str]):

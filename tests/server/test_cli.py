@@ -5,19 +5,22 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ess.engine.process import exchange_check
 from ess.engine.process.messages import GraphLine, PoolUse, Status
-from ess.errors import BadInput
+from ess.errors import BadInput, Unavailable
 from ess.flashtrans.ways import Choice
 from ess.server.commands import chat_cli, cli, doctor, transports
 from ess.server.commands.client import Client
 from ess.server.commands.doctor import Check
-from ess.server.commands.start.trial import answer_of
+from ess.server.commands.start.trial import Answer, answer_of
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
 
 STATUS = Status(
@@ -272,6 +275,54 @@ def test_other_tokens_of_a_device_are_a_failure():
     assert (decode.grade, decode.state[:16]) == ("ok", "the CPU's tokens")
     assert (kind.name, kind.state) == ("attention", "ours (no X)")
     assert next(doctor.judged_on_device({"same": False, **trial})).grade == "fail"
+
+
+EXCHANGED = {"count": 2, "seconds": 3.25, "taken_bytes": 3 << 20, "estimated_bytes": 4 << 20}
+
+
+def test_what_ranks_of_several_devices_would_get_is_said():
+    good = doctor.judged_exchange({**EXCHANGED, "wrong": []})
+    assert (good.grade, good.hint) == ("ok", "")
+    assert good.state == "2 devices in 3.2 s; an exchange took 3.00 MiB, estimated were 4.00 MiB"
+    more = doctor.judged_exchange({**EXCHANGED, "taken_bytes": 5 << 20, "wrong": []})
+    assert (more.grade, "underestimated" in more.hint) == ("warn", True)
+    wrong = doctor.judged_exchange({**EXCHANGED, "wrong": [1]})
+    assert wrong.grade == "fail"
+    assert wrong.hint.startswith("wrong sums on devices 1: do not serve with --dp-size")
+
+
+def rank_that(text: str) -> tuple[str, ...]:
+    """Its words are how many ranks there are, which it is, and a port."""
+    return (sys.executable, "-c", f"import signal, sys; rank = int(sys.argv[2]); {text}")
+
+
+def test_a_rank_that_fails_is_named_with_its_device_and_the_others_are_ended():
+    program = rank_that("sys.exit('no NCCL here') if rank == 1 else signal.pause()")
+    with pytest.raises(Unavailable, match=r"^rank 1 on cuda:1: no NCCL here$"):
+        exchange_check.trial(3, program=program)
+
+
+def test_ranks_that_say_nothing_in_time_are_named():
+    said = msgspec.json.encode(
+        exchange_check.RankTrial(same=True, taken_bytes=1, estimated_bytes=2)
+    ).decode()
+    program = rank_that(f"print({said!r}) if rank == 1 else signal.pause()")
+    with pytest.raises(
+        Unavailable, match=r"^nothing after 1\.5 s from rank 0 on cuda:0, rank 2 on cuda:2$"
+    ):
+        exchange_check.trial(3, program=program, limit_s=1.5)
+    told = exchange_check.trial(2, program=rank_that(f"print({said!r})"))
+    assert (told.count, told.wrong, told.taken_bytes, told.estimated_bytes) == (2, (), 1, 2)
+
+
+def test_devices_that_cannot_exchange_are_no_reason_not_to_serve(monkeypatch: pytest.MonkeyPatch):
+    answer = Answer(fault="rank 1 on cuda:1: no NCCL here")
+    monkeypatch.setattr(doctor, "answer_of", lambda *words, limit_s: answer)
+    check = doctor._device_ranks(2)
+    assert (check.grade, check.state) == ("warn", "no exchange of 2")
+    assert (
+        check.hint == "rank 1 on cuda:1: no NCCL here; until that is mended serve without --dp-size"
+    )
 
 
 @pytest.mark.slow

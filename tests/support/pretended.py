@@ -108,6 +108,7 @@ class Pretence(Queues, TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.streams_of = {}
+        self.held_bytes = self.most_bytes = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.__name__, dict(kwargs or {})
@@ -167,6 +168,8 @@ class Pretence(Queues, TorchFunctionMode):
         at = memory.data_ptr()
         if at and at not in self.streams_of:
             self.streams_of[at] = set()
+            self.held_bytes += memory.nbytes()
+            self.most_bytes = max(self.most_bytes, self.held_bytes)
             weakref.finalize(memory, self.let_go, at, memory.nbytes()).atexit = False
 
     def record_stream(self, tensor, stream):
@@ -176,6 +179,7 @@ class Pretence(Queues, TorchFunctionMode):
     def let_go(self, at, byte_count):
         for stream in self.streams_of.pop(at):
             self.races.finish(stream)
+        self.held_bytes -= byte_count
         self.races.driver.driver_let_go(at, byte_count)
 
     def pin(self, memory):
@@ -344,10 +348,17 @@ def begin():
         "get_device_properties": lambda _=None: properties, "device_count": lambda: count,
         "current_device": lambda: 0, "empty_cache": lambda: None, "set_device": lambda _: None,
         "graph_pool_handle": lambda: (0, 1), "memory_reserved": lambda _=None: 0,
+        "memory_allocated": lambda _=None: PRETENCE.held_bytes,
+        "max_memory_allocated": lambda _=None: PRETENCE.most_bytes,
+        "reset_peak_memory_stats": forget_peak,
     }.items():  # fmt: skip
         setattr(torch.cuda, name, thing)
     torch.Tensor.record_stream = lambda tensor, stream: PRETENCE.record_stream(tensor, stream)
     PRETENCE.__enter__()
+
+
+def forget_peak(_=None):
+    PRETENCE.most_bytes = PRETENCE.held_bytes
 
 
 def capturing():

@@ -49,7 +49,7 @@ def main(kind: str, size: int, rank: int, init: str) -> None:
         with torch.inference_mode():
             left = run_packs(
                 pools,
-                lambda spans: lead.run_part(spans)[0],
+                lambda spans: lead.queue_part(spans).made(),
                 prompts(LENGTHS),
                 packs(LENGTHS, CHUNK),
             )

@@ -168,7 +168,7 @@ def together(
         with runner.offload, torch.inference_mode():
             made = run_packs(
                 runner.offload,
-                lambda spans: head.run_part(spans)[0],
+                lambda spans: head.queue_part(spans).made(),
                 prompts(lengths),
                 packs(lengths, chunk),
             )

@@ -64,7 +64,7 @@ def test_no_rank_reads_a_layer_before_all_have_written_it(kind, monkeypatch):
         head = TeamLead(runner, group.team, kind, RealClock())
         with runner.offload, torch.inference_mode():
             texts, listed = prompts(LENGTHS), packs(LENGTHS, 128)
-            made = run_packs(runner.offload, lambda s: head.run_part(s)[0], texts, listed)
+            made = run_packs(runner.offload, lambda s: head.queue_part(s).made(), texts, listed)
             head.stop()
             return made
 

@@ -51,6 +51,10 @@ class Downloads:
         while len(self._batches) > 1:
             self._hand_on()
 
+    @property
+    def has_landed(self) -> bool:
+        return not self._open and all(batch.landed.query() for batch in self._batches)
+
     def land(self) -> None:
         """All has been handed on when this returns."""
         if self._open:

@@ -98,6 +98,10 @@ class PackRows(Protocol):
     def tell(self, then: Callable[[], None]) -> None:
         """`then` is called when the host has all that was put, at the latest when all lands."""
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether `land` would not wait."""
+
     def land(self) -> None:
         """The host has all when this returns."""
 
@@ -124,6 +128,10 @@ class HostRows:
 
     def tell(self, then: Callable[[], None]) -> None:
         then()
+
+    @property
+    def has_landed(self) -> bool:
+        return True
 
     def land(self) -> None:
         return

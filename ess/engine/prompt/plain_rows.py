@@ -110,6 +110,10 @@ class PlainRows:
     def tell(self, then: Callable[[], None]) -> None:
         self._downloads.mark(then)
 
+    @property
+    def has_landed(self) -> bool:
+        return self._downloads.has_landed
+
     def land(self) -> None:
         self._downloads.land()
 

@@ -27,7 +27,7 @@ from ess.engine.layers.batch import join
 from ess.engine.plan import Chunk
 from ess.engine.prompt.layer import run_layer
 from ess.engine.prompt.pack import Chosen, Computer, Pack, Span
-from ess.engine.prompt.share import Share, Whole
+from ess.engine.prompt.share import Share, Whole, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,35 @@ class Prefilled:
     span: Span
     windows: Tensor
     hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A pack whose last layer is queued: a device may still be making it, and the host may have no
+    rows of that layer. What the pack reads is kept until it has landed."""
+
+    hidden: Tensor
+    _given: Tensor | None
+    _work: Work
+    _meets: Share
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether `land` would not wait."""
+        return self._work.mine.rows.has_landed
+
+    def land(self) -> None:
+        """The host has all rows when this returns."""
+        self._work.mine.rows.land()
+        self._meets.done()
+
+    def made(self) -> list[Prefilled]:
+        """The same, and the windows too: the host also waits for what is queued by now."""
+        windows = self._meets.windows(self._work)
+        self.land()
+        states = [self.hidden[place] for place in self._work.own]
+        made = zip(self._work.spans, windows, states, strict=True)
+        return [Prefilled(self._work.mine, *each) for each in made]
 
 
 def run_chunks(
@@ -60,6 +89,22 @@ def run_part(
     """The same for a part of a model. `given` is what the part before it has made of the pack; what
     this part makes of it comes back beside the spans. `leaves` is told of it first, as soon as the
     last layer is queued, while a device may still be making it."""
+    queued = queue_part(runner, spans, on_layer, given=given, share=share, leaves=leaves)
+    return queued.made(), queued.hidden
+
+
+def queue_part(
+    runner: Computer,
+    spans: Sequence[Span],
+    on_layer: Callable[[int], None] | None = None,
+    *,
+    given: Tensor | None = None,
+    share: Share | None = None,
+    begun: Callable[[], None] = lambda: None,
+    leaves: Callable[[Tensor], None] | None = None,
+) -> Queued:
+    """The same up to where a device has everything in its queue. `begun` is called when its first
+    layer is."""
     assert (given is None) == runner.model.is_first, "only the first part embeds"
     meets = Whole() if share is None else share
     work = meets.work(runner, spans)
@@ -70,6 +115,8 @@ def run_part(
     chosen: Chosen = [None] * len(work.asked.spans)
     for layer in runner.model.layers:
         hidden, chosen = run_layer(meets, work, layer, hidden, chosen)
+        if layer is runner.model.layers[0]:
+            begun()
         if on_layer is not None and layer.has_rows:
             work.mine.rows.tell(partial(on_layer, layer.number))
     if leaves is not None:
@@ -82,12 +129,7 @@ def run_part(
         run_layer(meets, work, mtp.layer, joined, [None] * len(work.asked.spans))
         if on_layer is not None:
             work.mine.rows.tell(partial(on_layer, mtp.layer.number))
-    windows = meets.windows(work)
-    work.mine.rows.land()
-    meets.done()
-    states = [hidden[place] for place in work.own]
-    made = zip(work.spans, windows, states, strict=True)
-    return [Prefilled(work.mine, *each) for each in made], hidden
+    return Queued(hidden, given, work, meets)
 
 
 def span_of(chunk: Chunk) -> Span:

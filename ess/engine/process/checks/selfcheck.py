@@ -15,6 +15,7 @@ from typing import Final, Literal
 import msgspec
 import torch
 
+from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.door import Offload
 from ess.engine.devices import backend_of
 from ess.engine.engine import Engine, EngineConfig
@@ -54,13 +55,20 @@ def trial() -> Trial:
     )
 
 
-def small_model(device: str = "cpu") -> Model:
+def small_model(
+    device: str | torch.device = "cpu",
+    *,
+    form: Literal["f32", "bf16"] = "f32",
+    expert_ranks: ExpertRanks | None = None,
+) -> Model:
     with Checkpoint(EMBEDDED) as checkpoint:
-        weights = RankWeights(checkpoint, form="f32")
+        weights = RankWeights(checkpoint, form=form)
         config = msgspec.structs.replace(
             checkpoint.model_config, layer_count=LAYER_COUNT, mtp_layer_count=0
         )
-        return build(config, lambda name: weights.tensor(name).to(device))
+        return build(
+            config, lambda name: weights.tensor(name).to(device), expert_ranks=expert_ranks
+        )
 
 
 def decode(

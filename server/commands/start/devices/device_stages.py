@@ -45,10 +45,12 @@ from ess.server.commands.start.topology import first_here, layers_of
 from ess.server.process.engines.stages import stage_name
 from ess.units import PAGE_ROWS
 
-COMING: Final = HELD_MAX + 1
-"""States that a stage may hold of the one before, and one that is being read."""
-LEAVING: Final = AHEAD_MAX + 2
-"""States that the next stage has not taken, one that waits for them, and one that is made."""
+PACKS: Final = 2
+"""Chunks whose rows are on a device: one has not landed when the next one is queued."""
+COMING: Final = HELD_MAX + PACKS
+"""States that a stage may hold of the one before, and those that are being read."""
+LEAVING: Final = AHEAD_MAX + 1 + PACKS
+"""States that the next stage has not taken, one that waits for them, and those that are made."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +159,7 @@ def _lines(share: Share, part: ModelLayout, layers: range) -> tuple[tuple[Line, 
         *pool_lines(shape),
         Line(
             name="prompts",
-            bytes=prompt_bytes(config, part, **sizes),
+            bytes=prompt_bytes(config, part, **sizes, pack_count=PACKS),
             note=f"estimated, {tokens:,} tokens a chunk",
             setting="chunk_tokens",
         ),
@@ -168,5 +170,7 @@ def _lines(share: Share, part: ModelLayout, layers: range) -> tuple[tuple[Line, 
             setting="chunk_tokens",
         ),
     )
-    locked = locked_bytes(shape, host_pages=share.host_pages) + staged_bytes(part, **sizes)
+    locked = locked_bytes(shape, host_pages=share.host_pages) + staged_bytes(
+        part, **sizes, pack_count=PACKS
+    )
     return lines, locked + states

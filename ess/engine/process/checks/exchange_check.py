@@ -1,0 +1,199 @@
+"""A tiny exchange between the first COUNT devices of this machine: does each rank get its sums?
+
+    python -m ess.engine.process.checks.exchange_check COUNT               prints one JSON line
+    python -m ess.engine.process.checks.exchange_check COUNT RANK PORT     a rank, on the device RANK
+
+Each rank has all experts of a layer of the model in the box, and beside them its share; so it knows
+what the exchange has to bring. What the exchange takes of its device is told beside the estimate
+that plans go by. A rank that fails, or says nothing in time, is named, and all are ended.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+import msgspec
+
+from ess.errors import EssError, Unavailable
+from ess.ports import kept_port
+
+if TYPE_CHECKING:
+    import torch
+
+    from ess.comm.group import Group
+
+LIMIT_S: Final = 180.0
+PATIENCE_S: Final = 60.0
+TOKEN_COUNT: Final = 96
+WORDS_MAX: Final = 300
+RANK: Final = (sys.executable, "-m", "ess.engine.process.checks.exchange_check")
+TOLERANCE: Final = 1e-4
+"""Of float32: ranks add the experts up in another order than one device does."""
+
+
+class RankTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """`taken_bytes` of the device are for an exchange in bfloat16, as estimated."""
+
+    same: bool
+    taken_bytes: int
+    estimated_bytes: int
+
+
+class ExchangeTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """`wrong` are ranks with other sums; the bytes are of the rank that took the most."""
+
+    count: int
+    wrong: tuple[int, ...]
+    taken_bytes: int
+    estimated_bytes: int
+    seconds: float
+
+
+def trial(count: int, *, program: Sequence[str] = RANK, limit_s: float = LIMIT_S) -> ExchangeTrial:
+    """Unavailable names a rank, its device and what was wrong."""
+    began_s = time.monotonic()
+    told = [msgspec.json.decode(line, type=RankTrial) for line in _told(count, program, limit_s)]
+    return ExchangeTrial(
+        count=count,
+        wrong=tuple(rank for rank, each in enumerate(told) if not each.same),
+        taken_bytes=max(each.taken_bytes for each in told),
+        estimated_bytes=told[0].estimated_bytes,
+        seconds=time.monotonic() - began_s,
+    )
+
+
+def _told(count: int, program: Sequence[str], limit_s: float) -> list[str]:
+    """The last line of each rank; they end together."""
+    ranks = list[subprocess.Popen[str]]()
+    with kept_port("127.0.0.1") as port, ThreadPoolExecutor(count) as threads:
+        try:
+            for rank in range(count):
+                words = map(str, (count, rank, port))
+                ranks.append(
+                    subprocess.Popen(
+                        [*program, *words],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
+                )
+            lines = [threads.submit(_line_of, *each) for each in enumerate(ranks)]
+            done, silent = wait(lines, timeout=limit_s, return_when=FIRST_EXCEPTION)
+            return _lines(lines, done, silent, limit_s)
+        finally:
+            for process in ranks:
+                process.kill()
+
+
+def _lines(
+    lines: list[Future[str]], done: set[Future[str]], silent: set[Future[str]], limit_s: float
+) -> list[str]:
+    wrong = [error for each in lines if each in done and (error := each.exception())]
+    if wrong:
+        raise wrong[0]
+    if silent:
+        names = ", ".join(_name(rank) for rank, each in enumerate(lines) if each in silent)
+        raise Unavailable(f"nothing after {limit_s:g} s from {names}")
+    return [each.result() for each in lines]
+
+
+def _line_of(rank: int, process: subprocess.Popen[str]) -> str:
+    said, fault = process.communicate()
+    if process.returncode == 0 and (lines := said.strip().splitlines()):
+        return lines[-1]
+    words = fault.strip().splitlines() or [f"it ended with {process.returncode}"]
+    raise Unavailable(f"{_name(rank)}: {words[-1][:WORDS_MAX]}")
+
+
+def _name(rank: int) -> str:
+    return f"rank {rank} on cuda:{rank}"
+
+
+# ---- a rank
+
+
+def rank_trial(count: int, rank: int, port: int) -> RankTrial:
+    import torch
+
+    from ess.comm.meeting import join_group
+
+    torch.set_num_threads(1)
+    torch.cuda.set_device(rank)
+    home = torch.device("cuda", rank)
+    group = join_group(
+        rank,
+        count,
+        init=f"tcp://127.0.0.1:{port}",
+        team=count,
+        timeout_s=PATIENCE_S,
+        device=home,
+        patience_s=PATIENCE_S,
+    )
+    exact, usual = _exchanged(group, home, "f32"), _exchanged(group, home, "bf16")
+    group.close()
+    return RankTrial(
+        same=exact.difference <= TOLERANCE,
+        taken_bytes=usual.taken_bytes,
+        estimated_bytes=usual.estimated_bytes,
+    )
+
+
+class _Exchanged(NamedTuple):
+    """`difference`: how far the sums are from those of this device alone."""
+
+    difference: float
+    taken_bytes: int
+    estimated_bytes: int
+
+
+def _exchanged(group: Group, home: torch.device, form: Literal["f32", "bf16"]) -> _Exchanged:
+    import torch
+
+    from ess.comm.experts.balance import balanced
+    from ess.comm.experts.expert_ranks import Rooms
+    from ess.comm.experts.fixed import FixedExpertRanks
+    from ess.comm.experts.placement import Placement, Places
+    from ess.door.device.memory.uploads import Download
+    from ess.engine.process.selfcheck import small_model
+    from ess.engine.step_bytes import exchange_bytes
+
+    whole = small_model(home, form=form)
+    expert_count = whole.config.expert_count
+    shares = balanced([1] * expert_count, group.size, -expert_count % group.size)
+    places = Places(Placement(shares))
+    expert_ranks = FixedExpertRanks(group.team, places, home, lambda there: Download(there).read)
+    divided = small_model(home, form=form, expert_ranks=expert_ranks)
+    alone, shared = (
+        next(layer for layer in model.layers if layer.experts is not None)
+        for model in (whole, divided)
+    )
+    expert_ranks.enter(0, Rooms(batch=TOKEN_COUNT))
+    chance = torch.Generator().manual_seed(group.rank)
+    hidden = torch.randn(TOKEN_COUNT, whole.config.residual_dim, generator=chance).to(home)
+    with torch.inference_mode():
+        wanted = alone.mlp(hidden)
+        shared.mlp(hidden)  # kernels load, NCCL takes what it keeps
+        torch.cuda.synchronize(home)
+        torch.cuda.reset_peak_memory_stats(home)
+        held_bytes = torch.cuda.memory_allocated(home)
+        came = shared.mlp(hidden)
+        torch.cuda.synchronize(home)
+        taken_bytes = torch.cuda.max_memory_allocated(home) - held_bytes
+    group.team.check()
+    estimated_bytes = exchange_bytes(whole.config, TOKEN_COUNT, group.size)
+    return _Exchanged(float((came - wanted).abs().max()), taken_bytes, estimated_bytes)
+
+
+if __name__ == "__main__":
+    given = [int(word) for word in sys.argv[1:]]
+    try:
+        made = trial(*given) if len(given) == 1 else rank_trial(*given)
+    except EssError as error:
+        sys.exit(str(error))
+    sys.stdout.write(msgspec.json.encode(made).decode() + "\n")
