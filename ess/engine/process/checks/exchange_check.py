@@ -1,7 +1,7 @@
 """A tiny exchange between the first COUNT devices of this machine: does each rank get its sums?
 
     python -m ess.engine.process.checks.exchange_check COUNT               prints one JSON line
-    python -m ess.engine.process.checks.exchange_check COUNT RANK PORT     a rank, on the device RANK
+    python -m ess.engine.process.checks.exchange_check COUNT RANK PORT     a rank, on device RANK
 
 Each rank has all experts of a layer of the model in the box, and beside them its share; so it knows
 what the exchange has to bring. What the exchange takes of its device is told beside the estimate
@@ -121,7 +121,7 @@ def _name(rank: int) -> str:
 def rank_trial(count: int, rank: int, port: int) -> RankTrial:
     import torch
 
-    from ess.comm.meeting import join_group
+    from ess.comm.processes.meeting import join_group
 
     torch.set_num_threads(1)
     torch.cuda.set_device(rank)
@@ -160,7 +160,7 @@ def _exchanged(group: Group, home: torch.device, form: Literal["f32", "bf16"]) -
     from ess.comm.experts.fixed import FixedExpertRanks
     from ess.comm.experts.placement import Placement, Places
     from ess.door.device.memory.uploads import Download
-    from ess.engine.process.selfcheck import small_model
+    from ess.engine.process.checks.selfcheck import small_model
     from ess.engine.step_bytes import exchange_bytes
 
     whole = small_model(home, form=form)
