@@ -429,7 +429,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
 
     @property
     def usual_row(self) -> RowForm:
-        """How its rows are kept where nobody says it."""
+        """How its rows are kept where no setting says it."""
         return "bf16" if self.compressed is not None else "fp8"
 
     @property

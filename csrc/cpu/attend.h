@@ -2,9 +2,9 @@
 //
 // Slots that name a row are taken in the order of the list, kTile at a time, whatever pads lie
 // between them: so the blocks of the sums follow from the rows and their order alone, and the same
-// rows give the same bits wherever they lie, whichever matrix holds them, and whoever is computed
-// beside them. A head is a lane throughout: no sum crosses heads, and a block of heads is as good
-// as all.
+// rows give the same bits wherever they lie, whichever matrix holds them, and whichever queries are
+// computed beside them. A head is a lane throughout: no sum crosses heads, and a block of heads is
+// as good as all.
 //
 // Per tile: decode the rows, multiply with the query (requesting the next rows from memory
 // meanwhile), rescale what is there to the new greatest logit, multiply with the values. Rows that
@@ -160,7 +160,7 @@ ESS_LANE void pair_rows(const uint32_t* even, const uint32_t* odd, int64_t colum
         pair_columns(even + i / 2, odd + i / 2, (Ints*)(to + i));
 }
 
-// sums += weights of a block of heads times the values of rows that nobody has paired yet.
+// sums += weights of a block of heads times the values of rows that are not paired yet.
 ESS_LANE void multiply_pairs(Factor weights, const uint8_t* const* rows, int64_t column,
                              int64_t steps, Floats (&sums)[kHeads][kVectors]) {
     for (int64_t step = 0; step < steps; step++) {

@@ -58,7 +58,7 @@ private:
             for (; helper_count_ < wanted; ++helper_count_)
                 std::thread(&Crew::help, this).detach();
         } catch (const std::system_error&) {
-            // No more threads to be had: the caller does the pieces that nobody takes.
+            // No more threads to be had: the caller does the pieces that no helper takes.
         }
     }
 

@@ -1,7 +1,7 @@
 // Index logits: scale of the key * sum over heads of weight * relu(query . key).
 //
 // A page is decoded once for all queries of a run and multiplied in blocks of a few keys by up to
-// three vectors of heads, whoever's they are: few heads fill one vector with all of a query's, many
+// three vectors of heads, of whichever query: few heads fill one vector with all of a query's, many
 // heads take several. Heads are lanes; what they weigh is added lane by lane over the vectors of a
 // query and across lanes at the end, always in the same order, so a query gets the same bits in any
 // run. Keys behind the query's length are computed with the rest of their page, whatever they hold,

@@ -4,8 +4,8 @@
 // kernels_<set>.cpp; they hold nothing but internal names, so that no function made for a wide set
 // can be linked in place of a narrow one. The ctypes twins are in ess/kernels/cpu/records.py.
 //
-// Nothing here depends on the number of threads: a piece of work is computed alike whoever does it
-// and whatever is computed beside it.
+// Nothing here depends on the number of threads: a piece of work is computed alike in any
+// thread and beside any other piece.
 #pragma once
 
 #include "native.h"
@@ -23,7 +23,7 @@ struct Matrix {
 };
 
 // Sparse attention. A slot s >= 0 is row s of `rows`, s <= -2 is row -2 - s of `placed`, -1 is
-// nobody. Queries [query, head, latent + rope] are f32 or bf16, dense along the last axis.
+// no row. Queries [query, head, latent + rope] are f32 or bf16, dense along the last axis.
 struct Attend {
     int64_t query_count;
     int64_t head_count;

@@ -11,7 +11,7 @@
 
 namespace {
 
-// Rows are written where nobody has read for long: all their lines are requested before the first
+// Rows are written that have not been read for long: all their lines are requested before the first
 // is written, since a store that misses waits alone. (Inlined by force: see planner.cpp.)
 __attribute__((always_inline)) inline void request(const uint8_t* row, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 1);

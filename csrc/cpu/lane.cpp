@@ -1,4 +1,5 @@
-// The copy lane: one worker thread that copies, first in first out, beside whoever computes.
+// The copy lane: one worker thread that copies, first in first out, beside the threads that
+// compute.
 //
 // A job owns copies of its index lists, so the caller may reuse them at once; the matrices and the
 // two timestamps stay the caller's until the job is complete. `completed` grows only after the
@@ -8,8 +9,8 @@
 // worker, and fetching what it wrote from its core's cache, would take longer. Nothing is under way
 // then, so the order stays that of submission.
 // Closing finishes what was submitted. A forked child has the memory without the thread, and maybe
-// a mutex that nobody will ever release: every call asks for the process first and touches nothing
-// in a foreign one.
+// a mutex that no thread will ever release: every call asks for the process first and touches
+// nothing in a foreign one.
 #include <unistd.h>
 
 #include <condition_variable>

@@ -5,9 +5,9 @@
 // came. It stops where only Python can go on, and goes on from there when it is called again:
 //
 //   absent    a selected row has no slot; `find` is to resolve it, from Part::find on
-//   fetch     a row is on its way by somebody else's copy, or is read in place, or was never
+//   fetch     a row is on its way by a copy of another caller, or is read in place, or was never
 //             written; when it is there, or named, from Part::attend on
-//   refused   an id that is not there: nobody goes on
+//   refused   an id that is not there: no caller goes on
 #include <algorithm>
 
 #include "../residency/planner.h"

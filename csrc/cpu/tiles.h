@@ -10,7 +10,8 @@
 //
 // Who computes with tiles holds a `Tiles`. It loads the shapes and puts back afterwards what was
 // loaded before: a thread may belong to a library that has loaded shapes of its own and takes it
-// that they stay. What lay in the tiles is not put back; nobody keeps anything there between calls.
+// that they stay. What lay in the tiles is not put back; no library keeps anything there between
+// calls.
 #pragma once
 
 constexpr int64_t kTileRows = 16;

@@ -5,8 +5,8 @@
 // one pass in the order of positions then takes all above it and the first ones equal to it.
 //
 // A long list is cut down first: a sample guesses a value that slightly more than k logits reach.
-// The guess costs time only: whoever reaches it is kept, and when they are fewer than k the whole
-// list is used.
+// The guess costs time only: logits that reach it are kept, and when they are fewer than k the
+// whole list is used.
 #pragma once
 
 constexpr int64_t kSample = 1024;

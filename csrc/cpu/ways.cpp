@@ -1,6 +1,6 @@
-// Which way is settled on for which class. Until somebody has measured, this follows from what was
+// Which way is settled on for which class. Until it is measured, this follows from what was
 // measured on two makers' machines: requests gain everywhere on one, and on the other as long as
-// the target fits its second-level cache; above that, and on machines that nobody knows, rows are
+// the target fits its second-level cache; above that, and on unknown machines, rows are
 // copied as torch.index_select does it, so that nothing loses to that.
 #include "ways.h"
 

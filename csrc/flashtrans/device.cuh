@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_unit(u32* to, u32 unit) {
 }
 
 // A word that threads without order between them may read and write: the value is one that
-// somebody wrote, whole, and nothing follows from it about other words.
+// a thread wrote, whole, and nothing follows from it about other words.
 __device__ __forceinline__ i32 load_relaxed(const i32* from) {
     i32 word;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");

@@ -22,11 +22,11 @@
 //
 // Nothing that a phase reads and that blocks of the same phase write can change its result: probes
 // only lower values that are negative anyway, and an assignment writes the cells of rows that it is
-// first for and of rows that give way, which nobody selected. Ages that two queries see at once are
-// counted by the one whose exchange came first. So a result does not depend on the schedule. Words
-// that blocks of a phase both read and write are touched by atomic and relaxed operations alone:
-// the map in probe and assign (a list may name a row that gives way: no claim before, none after),
-// and the stamps in probe.
+// first for and of rows that give way, which no query selected. Ages that two queries see at once
+// are counted by the one whose exchange came first. So a result does not depend on the schedule.
+// Words that blocks of a phase both read and write are touched by atomic and relaxed operations
+// alone: the map in probe and assign (a list may name a row that gives way: no claim before, none
+// after), and the stamps in probe.
 //
 // A call that writes is claim_new(): its rows are distinct and about to be written by the step,
 // so their slots are dirty at once and nothing is in flight. The specification changes nothing when
@@ -37,7 +37,7 @@
 // queries of `width`, of which nothing is said but what was claimed, so there is no serving. A row
 // takes its victim only while that is older than itself. Victims are ordered and ages ascend, so
 // those that take one are the first few of the missing rows; the least number that was refused is
-// how many. Each looks at its own victim alone, which nobody else touches.
+// how many. Each looks at its own victim alone, which no other row touches.
 //
 // When nothing is absent, count to assign return at once and only the selection has been touched.
 //

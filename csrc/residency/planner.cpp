@@ -378,7 +378,7 @@ ESS_EXPORT int64_t ess_claim_new(Arena* arena, const int32_t* rows, int32_t* out
     // From here `probed` keeps the last use of the rows that were found, to be put back.
     for (int64_t i = 0; i < n; i++)
         if (found(i)) probed[i] = std::exchange(arena->last_use[probed[i]], int32_t(step));
-    // Free slots go before all others, so where they are enough nobody's age is looked at.
+    // Free slots go before all others, so where they are enough no age is looked at.
     if (oldest(*arena, int32_t(step), absent, kAgeFree, arena->victims()) < absent &&
         choose_victims(*arena, int32_t(step), absent, arena->victims()) < absent) {
         for (int64_t i = 0; i < n; i++)

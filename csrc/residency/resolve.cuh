@@ -55,7 +55,7 @@ struct Now {
 // takes the slot gives it a later ticket, so "one that has passed to another copy keeps it" holds
 // too. The lanes are not ordered with one another, so each has its own number.
 //
-// Nobody writes the number while kernels read it, or two phases of a call could see two of them: a
+// The number is not written while kernels read it, or two phases of a call could see two of them: a
 // call is told how many copies of its step the stream that it runs on has waited for. The result is
 // thus a function of what was queued, and not of how fast copies were.
 //

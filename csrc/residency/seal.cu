@@ -6,7 +6,7 @@
 // it in the step as were accepted, and if its group is stored at all. The rows of a step are
 // distinct, and so are their slots within a group and between groups: no two threads write the same
 // word. Counts of a group are added atomically, once a block; the group's first block adds up its
-// reports, and the first block of all the lengths, which nobody else reads.
+// reports, and the first block of all the lengths, which no other block reads.
 //
 // Lists have an entry for every new row and layer; what is left out is -1. A row that has found no
 // slot is left out of all of them.

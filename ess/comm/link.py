@@ -5,8 +5,9 @@ A frame is a head (bytes: an order, a report) and perhaps a tensor (a hidden sta
 - `send` does not wait while the peer has at most `AHEAD_MAX` frames still to take; a frame is taken
   when it lies in the peer's memory, whether asked for or not. The sender must not change a tensor
   until `flush` has returned.
-- A peer holds at most `HELD_MAX` frames that it has taken and that nobody has received; for reports
-  `REPORTS_MAX`, so that a stage that reports never waits for a lead that waits for the stage.
+- A peer holds at most `HELD_MAX` frames that it has taken and that no caller has received; for
+  reports `REPORTS_MAX`, so that a stage that reports never waits for a lead that waits for the
+  stage.
 - Tensors go to the next stage only.
 - The tensor of a received frame is lent: it is valid until the next frame is received.
 - A lost peer raises LinkLost, as does a peer that takes nothing for `PATIENCE_S`. A peer that has

@@ -24,7 +24,7 @@ MakePlacement: TypeAlias = Callable[[Slots], Placement]
 
 
 class Differing(Protocol):
-    """Slots that differ from their rows on the host, as soon as somebody asks."""
+    """Slots that differ from their rows on the host, read when a caller asks."""
 
     def read(self) -> Found: ...
 

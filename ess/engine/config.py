@@ -162,7 +162,7 @@ class ProcessConfig(EngineConfig):
         "Where routers hear which prompts' pages are kept, as tcp://127.0.0.1:5557.",
     )
     kv_events_replay: str = setting(
-        "", "telemetry", "Where the last KV events are sent again to who asks for them."
+        "", "telemetry", "Where the last KV events are sent again to routers that ask for them."
     )
     kv_events_topic: str = setting("", "telemetry", "The topic of KV events.")
     kv_events_form: Literal["sglang", "vllm"] = setting(

@@ -221,7 +221,7 @@ class Engine:
 
     @property
     def rest_s(self) -> float:
-        """How long nobody misses this rank when it has nothing to do."""
+        """How long this rank may sleep while it has no requests."""
         return self._ranks.rest_s
 
     @torch.inference_mode()

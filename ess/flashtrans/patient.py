@@ -2,7 +2,7 @@
 
 So the pools' decisions follow from the calls alone, and not from the speed of a copy: several
 processes that make the same calls have the same free pages at every moment. Copies still run beside
-compute until somebody asks.
+compute until a caller asks.
 """
 
 from __future__ import annotations

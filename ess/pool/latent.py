@@ -173,7 +173,7 @@ class LatentPool:
 
     def spoil(self, pages: PageIds) -> None:
         """The content of these pages belongs to no text any more: poisons it under test."""
-        assert not self.stored[:, pages].any(), "rows that are stored are somebody's"
+        assert not self.stored[:, pages].any(), "rows that are stored belong to a text"
         if self._poison:
             for page in pages.tolist():
                 for part in self.parts(page):

@@ -6,8 +6,8 @@ Others connect to all of them by their lead's metadata:
     metadata = magic | version, count | bytes of each frame | Members, sealed | Hellos, sealed
 
 The metadata of a worker that has all layers is its Hello alone. Members, under the seal of the
-lead, says who has which layers: without the secret nobody can claim layers, and Hellos of two boots
-cannot be combined into one group.
+lead, says who has which layers: without the secret no peer can claim layers, and Hellos of two
+boots cannot be combined into one group.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What a client writes stays text: it cannot write the special tokens that a format is made of.
 
 A template makes one string of its own marks and of what clients wrote. If a client wrote such a
-mark, `<|end|>` say, both look alike there. So a separator that nobody wrote is put into the
+mark, `<|end|>` say, both look alike there. So a separator that no client wrote is put into the
 client's marks before the rendering, behind their first character. In the rendered text whatever
 still is a mark is the template's; the rest is encoded as the text it is, without the separators
-(`Tokenizer.encode_quoted`). A conversation in which nobody wrote a mark is rendered and encoded as
-it came.
+(`Tokenizer.encode_quoted`). A conversation in which no client wrote a mark is rendered and encoded
+as it came.
 
 Limits: a mark of a single character cannot be split; a template that takes contents apart by their
 length sees a longer one.

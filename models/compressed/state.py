@@ -12,7 +12,7 @@ from ess.models.compressed.form import HEADER_BYTES, VALUE_BYTES, Field, Name, S
 
 
 class State:
-    """Lines of tokens at `length` and beyond it are there and mean nothing; nobody reads them.
+    """Lines of tokens at `length` and beyond it are there and mean nothing; no layer reads them.
 
     A token that is written takes the line of the token `lines` before it. So of a field the tokens
     from `written` - `lines` on can be read, where `written` is how far lines were ever written:

@@ -19,7 +19,7 @@ from ess.server.commands.client import URL, Client
 
 
 class Watch:
-    """Records when text came and what the engine did; exact if it serves nobody else."""
+    """Records when text came and what the engine did; exact if it serves no other client."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -74,7 +74,7 @@ CLASSES: Final = (
         ("pd/test_handoff_ends.py::test_one_number_is_given_once",),
     ),
     FaultClass(
-        "Handoffs that nobody comes for",
+        "Handoffs that are never fetched",
         ("never taken", "never given"),
         ("transfer/test_strangers.py::test_silent_strangers_are_bounded_and_forgotten",),
     ),

@@ -1,4 +1,5 @@
-"""Experts on several ranks give what they give on one, wherever they are and whoever has tokens."""
+"""Experts on several ranks give what they give on one, wherever they are and whichever ranks have
+tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Exchanges of fixed sizes give what those give that tell their sizes, whoever has the tokens."""
+"""Exchanges of fixed sizes give what those give that tell their sizes, whichever ranks have the
+tokens."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_a_server_may_listen_on_it_again_and_again():
 
 
 def test_the_system_gives_it_to_nobody():
-    """Neither to whoever asks for any port nor to whoever takes it by its number."""
+    """Neither to a process that asks for any port nor to one that takes it by its number."""
     with kept_port(HOST) as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((HOST, port))

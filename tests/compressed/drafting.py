@@ -1,6 +1,6 @@
 """Drafts that are right as often as a test wants, and what the engine made of them.
 
-Random weights guess wrong nearly always. So an engine is given drafts of somebody who knows what
+Random weights guess wrong nearly always. So an engine is given drafts by a model that knows what
 each request will say, and who is wrong behind so many of them; the MTP module runs all the same.
 """
 

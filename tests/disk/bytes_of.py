@@ -1,4 +1,4 @@
-"""Pages whose bytes follow from their hash, so that whoever reads one knows what it must be."""
+"""Pages whose bytes follow from their hash, so that a reader knows what they must be."""
 
 from __future__ import annotations
 

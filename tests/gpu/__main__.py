@@ -89,7 +89,7 @@ def play(path: Path, home: Path, given: argparse.Namespace, ends_s: float) -> Pa
 
 def wait_for(child: subprocess.Popen[bytes], ends_s: float, told: Path, hung_s: float) -> int:
     """Its status. With its children it does not outlive the limit, nor this process, nor a time in
-    which it has told nothing: then it is asked to print where it stands, whoever has the
+    which it has told nothing: then it is asked to print where it stands, whichever process has the
     interpreter's lock, and ends by that."""
     try:
         while time.monotonic() < ends_s and time.time() - told.stat().st_mtime < hung_s:

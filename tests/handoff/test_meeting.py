@@ -35,10 +35,10 @@ def test_each_layer_once_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("ranges", "says"),
     [
-        ([(0, 3), (6, 8)], r"nobody has layers 3\.\.5: peer 0000000000000001 0\.\.2, peer"),
-        ([(1, 8)], r"nobody has layers 0\.\.0"),
-        ([(3, 8)], r"nobody has layers 0\.\.2"),
-        ([(0, 3), (3, 7)], r"nobody has layers 7\.\.7"),
+        ([(0, 3), (6, 8)], r"no worker has layers 3\.\.5: peer 0000000000000001 0\.\.2, peer"),
+        ([(1, 8)], r"no worker has layers 0\.\.0"),
+        ([(3, 8)], r"no worker has layers 0\.\.2"),
+        ([(0, 3), (3, 7)], r"no worker has layers 7\.\.7"),
         ([(0, 6), (3, 8)], r"two workers have layers 3\.\.5"),
         ([(0, 8), (3, 6)], r"two workers have layers 3\.\.5"),
         ([(0, 8), (0, 8)], r"two workers have layers 0\.\.7"),
@@ -63,7 +63,7 @@ def test_a_group_with_wrong_layers_is_not_met() -> None:
         for layers in (range(3), range(2, 4)):
             with pytest.raises(BadInput, match="peer"):
                 made.port.meet(joined(SEAL, [(first, layers), *others]))
-        with pytest.raises(BadInput, match=r"nobody has layers 0\.\.0"):
+        with pytest.raises(BadInput, match=r"no worker has layers 0\.\.0"):
             made.port.meet(joined(SEAL, others))
         assert made.port.peers() == before
 

@@ -53,7 +53,7 @@ class Worker:
         self.left += self.port.sender.outcomes()
 
     def give(self, uid: int, tokens: tuple[int, ...] = TOKENS, *, salt: bytes = b"") -> Opened:
-        """A prompt that is made here, offered and told chunk by chunk; whoever pumps sends it."""
+        """A prompt that is made here, offered and told chunk by chunk; the next pump sends it."""
         sequence = self.offload.open(list(tokens), salt=salt)
         self.port.sender.offer(uid, sequence, prompt=list(tokens), salt=salt)
         fill(sequence, seed=tokens[0])

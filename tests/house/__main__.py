@@ -94,7 +94,7 @@ def has_body(function: Function) -> bool:
 
 
 def unaudited(sources: dict[str, str]) -> list[str]:
-    """Whoever changes an attribute after `__init__` owns state, and should be able to audit it."""
+    """A class that changes an attribute after `__init__` owns state, and should audit it."""
     return [
         f"{module_of(name)}:{owner.name}"
         for name, text in sources.items()

@@ -41,12 +41,12 @@ TWINS = {
     "rows that are read before they are written": (
         "stays = __syncthreads_count(keeps);\n        const i32 leaves = __syncthreads_count(",
         "stays = keeps;\n        const i32 leaves = i32(",
-        "race on shared memory|which nobody has written",
+        "race on shared memory|which no thread has written",
     ),
     "keys of one row more": (
         "i < here * width;",
         "i < (here + 1) * width;",
-        "outside of every array|which nobody has written|race on keys",
+        "outside of every array|which no thread has written|race on keys",
     ),
 }
 

@@ -36,7 +36,7 @@ STRAYS = {
     "past_shared": "thread 63 writes 4 bytes outside of every array, 4 bytes past .* shared memory",
     "nowhere": "thread 5 writes 4 bytes outside of every array",
     "odd_unit": r"writes a unit of 8 bytes at the odd address of words at byte (4|20) of 512",
-    "shared_before_it_is_written": r"thread 0 reads shared memory .*, which nobody has written",
+    "shared_before_it_is_written": r"thread 0 reads shared memory .*, which no thread has written",
 }
 APART = {
     "half_at_another_barrier": r"meet that wait at different places: wrong.cu:\d+ and wrong.cu:\d+",
@@ -123,7 +123,7 @@ def test_launches_are_ordered_and_a_fault_ends_one_alone(kernels, folder):
 
 
 def test_what_nobody_wrote_is_not_read(kernels, folder):
-    with pytest.raises(DeviceFault, match=r"reads words at byte \d+ of 512, which nobody"):
+    with pytest.raises(DeviceFault, match=r"reads words at byte \d+ of 512, which no thread"):
         play(kernels, folder, "read_words", unwritten=["words"])
     play(kernels, folder, "write_words", "read_words", unwritten=["words", "bytes"])
 

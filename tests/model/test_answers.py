@@ -261,7 +261,7 @@ def test_a_prompt_s_chances_are_those_of_a_full_forward(config, start, monkeypat
         assert cached_count == (reused if turn else 0), "with MTP the last page is left out"
     cached_count, nothing = scored(made, Sampling(tokens_max=2))
     assert nothing == []
-    assert cached_count >= 64, "whoever does not ask finds the prefix"
+    assert cached_count >= 64, "a request without a salt finds the prefix"
     made.close()
     made.offload.close()
 
@@ -314,7 +314,7 @@ class Gate:
 
 
 def test_others_keep_their_pace_while_a_grammar_is_compiled(monkeypatch):
-    """A token per step, and whoever comes later enters: nobody waits for the compiler."""
+    """A token per step, and later requests enter: none waits for the compiler."""
     gate, made = Gate(monkeypatch), engine()
     other = made.add(ids("The module named"), Sampling(tokens_max=40, ignore_eos=True))
     while not other.output:

@@ -113,4 +113,4 @@ def test_a_crowd_that_waits_is_not_asked_every_step():
 
     eng.offload.open = counted
     run(eng)
-    assert asked <= 12 + 12, "one asks once, and once more when somebody has left"
+    assert asked <= 12 + 12, "one asks once, and once more when another has left"

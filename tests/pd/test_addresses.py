@@ -32,7 +32,7 @@ PORTS = [0, -1, 22, 65535, 65536, 2**31, 2**64, 10**30, 1.5, "80", True, None, [
 
 
 def bodies(port: int) -> list[dict]:
-    """In each of the ways in which a request names an address; `port` is somebody who listens."""
+    """In each of the ways in which a request names an address; a listener has `port`."""
     pairs = [(host, port) for host in HOSTILE] + [("127.0.0.1", port), ("127.0.0.1", 9)]
     pairs += [("127.0.0.1", each) for each in PORTS]
     asked: list[dict] = []

@@ -1,4 +1,4 @@
-"""Workers meet: with the secret or not at all, again after a restart, whoever answers."""
+"""Workers meet: with the secret or not at all, again after a restart, whichever answers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ ANSWERS = {
 
 @contextmanager
 def answering(content: bytes) -> Iterator[int]:
-    """Whoever is at a peer's address, and what comes of it."""
+    """What may be at a peer's address, and what comes of it."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:

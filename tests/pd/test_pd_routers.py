@@ -1,7 +1,8 @@
 """The stock routers before one prefill and three decode workers, each with its own command line.
 
-What clients get is what a single server gives them, whoever made the prompt. Failures are shown by
-`python -m tests.pd.failures`, with times; here only what happens, and that everybody recovers.
+What clients get is what a single server gives them, whichever worker made the prompt. Failures are
+shown by `python -m tests.pd.failures`, with times; here only what happens, and that everybody
+recovers.
 """
 
 from __future__ import annotations

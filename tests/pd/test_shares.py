@@ -122,7 +122,7 @@ def test_the_router_that_streams_at_once_is_preferred(monkeypatch: pytest.Monkey
 
 
 def test_a_router_that_hides_keys_is_none_for_keys(monkeypatch: pytest.MonkeyPatch):
-    """It would ask the workers with its own key for whoever asks it."""
+    """It would ask the workers with its own key for any client."""
     installed(monkeypatch, "vllm_router", "sglang_router")
     assert routers.choose(None, has_keys=True).name == "sglang_router"
     with pytest.raises(BadInput, match=r"api_key and --router vllm_router: .* serve everybody"):

@@ -191,7 +191,7 @@ class Killing:
             self._stand.put_back(worker.name)
             return lambda: True
         listed = engines if kind == "engine" else fronts
-        until(lambda: bool(listed(worker)), "somebody to kill")
+        until(lambda: bool(listed(worker)), "a process to kill")
         victim = self._draw.choice(listed(worker))
         os.kill(victim, signal.SIGKILL)
         until(lambda: not is_running(victim), "its end")

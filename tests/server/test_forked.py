@@ -38,7 +38,7 @@ def said(process: subprocess.Popen[str]) -> tuple[str, str, int]:
 
 def test_it_is_as_a_started_one():
     words, env = ["-c", SAYS, "--flag", "value"], {**os.environ, "WISH": "héllo"}
-    env["TORCHINDUCTOR_CACHE_DIR"] = "as torch sets it in whoever imports its compiler"
+    env["TORCHINDUCTOR_CACHE_DIR"] = "as torch sets it in a process that imports its compiler"
     pipes = {"stdin": -1, "stdout": -1, "stderr": -1, "text": True}
     forked = started("server", words, env=env, **pipes)
     assert isinstance(forked, Forked)

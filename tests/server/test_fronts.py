@@ -81,7 +81,7 @@ def test_every_process_serves_and_each_answers_for_all():
         until(lambda: running(process) == STREAMS, "all streams in one count")
         until(
             lambda: all(metrics(process.url)["ess_connections", ""] > STREAMS for _ in range(8)),
-            "all connections in one count, whoever is asked",
+            "all connections in one count, whichever is asked",
         )
         assert post(process, "/trace/start") == {"tracing": True}
         for _ in range(2 * COUNT):
@@ -98,7 +98,7 @@ def test_every_process_serves_and_each_answers_for_all():
             lambda: all(
                 metrics(process.url)["ess_finished_total", "abort"] == STREAMS for _ in range(8)
             ),
-            "every end in one count, whoever is asked",
+            "every end in one count, whichever is asked",
         )
 
 

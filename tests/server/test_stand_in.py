@@ -42,7 +42,7 @@ async def answer(listener: socket.socket) -> bytes:
 
 
 async def is_left_alone(listener: socket.socket) -> bool:
-    """Whether a connection waits for whoever accepts at the listener itself."""
+    """Whether a connection waits for a process that accepts at the listener itself."""
     _, writer = await asyncio.open_connection(*listener.getsockname())
     taken, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(listener), ANSWER_S)
     taken.close()

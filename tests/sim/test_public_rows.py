@@ -1,6 +1,6 @@
 """Public measurements beside what measured operators say: which are missed, and by how much.
 
-No constant was fitted to them, so a change here is a change of the model: somebody looks at it and
+No constant was fitted to them, so a change here is a change of the model: look at it and
 writes these numbers anew.
 """
 

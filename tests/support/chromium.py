@@ -2,7 +2,7 @@
 
 It speaks through a pair of pipes, one JSON document per zero byte, so no websocket is needed. What
 has no answer yet and what nobody has asked for (exceptions, console, finished downloads) is kept
-until somebody looks. One tab; every call waits for its answer.
+until a test looks. One tab; every call waits for its answer.
 """
 
 from __future__ import annotations

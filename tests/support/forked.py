@@ -40,7 +40,7 @@ IMPORTS = {
 STARTED = dict(os.environ)
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "MALLOC_", "TORCH", "ESS_ISA")
 SET_BY_IMPORTS = "TORCHINDUCTOR_CACHE_DIR"
-"""torch writes this one into the environment of whoever imports its compiler."""
+"""torch writes this one into the environment of a process that imports its compiler."""
 ASKED_MAX = 1 << 17
 
 

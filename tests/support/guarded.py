@@ -3,12 +3,12 @@
 Every test has a time, after which its process dies with all stacks printed; so it does when a test
 has broken the context, which would fail all that follow, or has found no memory on the device,
 since what it held may stay as long as the process. FILE says what has begun and how it ended,
-and what it names is not begun again: whoever starts the process anew goes on behind the test that
+and what it names is not begun again: a process that is started anew goes on behind the test that
 ended it. Each end is printed at once, past whatever captures.
 
 A thread of Python prints the stacks, and so holds the interpreter's lock meanwhile: frames that are
 read without it can crash a process that is well. A test that never gives the lock away is ended
-from without, by whoever watches FILE.
+from without, by the process that watches FILE.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_hellos_are_those_of_the_group_in_its_order(order: tuple[int, ...]) -> N
 
 
 def test_hellos_of_two_boots_are_no_group() -> None:
-    """A stage has been started anew, and somebody puts its new Hello in the place of the old."""
+    """A stage has been started anew, and an attacker puts its new Hello in the place of the old."""
     stages, again = group(), identity().hello()
     rows = tuple(zip(epochs_of(stages), (0, 3, 7), (3, 7, 9), strict=True))
     sealed = SEAL.sealed(Members(rows), sender=rows[0][0], receiver=0)

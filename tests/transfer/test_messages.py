@@ -138,7 +138,7 @@ def test_junk_is_refused_in_bounded_memory() -> None:
 
 
 class NoTag(Seal):
-    """Whoever holds the secret may still send nonsense."""
+    """A peer that holds the secret may still send nonsense."""
 
     def _tag(self, content: bytes) -> bytes:
         return bytes(16)

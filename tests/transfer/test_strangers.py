@@ -95,7 +95,7 @@ def test_what_no_peer_says_ends_the_connection(rig: Rig, name: str) -> None:
 
 
 def test_a_recorded_handshake_opens_no_second_connection(rig: Rig) -> None:
-    """The Hello of a true peer, said again by somebody else, answers another nonce."""
+    """The Hello of a true peer, said again by a stranger, answers another nonce."""
     sender, receiver, _, _ = rig.pair(4_096)
     said: list[bytes] = []
     real = Channel.send

@@ -5,8 +5,8 @@ nothing holds it until then: its text cannot change while it is published, so a 
 page was published without a break from before to after (`_mark_of`). That also keeps the pools
 free of the disk's timing: no page is held, freed or taken because a write was slow.
 
-Pages that come are read into pages of their sequence that nobody else knows, beside the owner's
-thread. They are marked and published in that thread, in `settle`.
+Pages that come are read into pages of their sequence that no other sequence knows, beside the
+owner's thread. They are marked and published in that thread, in `settle`.
 """
 
 from __future__ import annotations

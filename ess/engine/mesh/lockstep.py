@@ -4,7 +4,7 @@ Every rank runs the same engine: scheduler, requests, pages, reservations. What 
 follows from the calls that it hears, in their order, and from the tokens that it is told. Rank 0
 passes on both, and nothing else decides:
 
-    clock        nobody paces: `mtp_auto` and `tpot_ms` are refused
+    clock        no rank paces: `mtp_auto` and `tpot_ms` are refused
     copies       a question whether a copy has landed waits until it has (`flashtrans.patient`)
     slots        budgets of the arenas do not move, so what can be admitted stays equal
     two halves   rank 0 says whether a step splits

@@ -170,7 +170,7 @@ class EchoArrivals:
 
 
 def _end(uid: int, outcome: Landed | Missed | None) -> End:
-    """Without an outcome it was given up, and nobody waits for it."""
+    """Without an outcome it was given up, and no rank waits for it."""
     match outcome:
         case Landed(windows=(sets, count)):
             packed = tuple((at.tobytes(), last.tobytes()) for at, last in sets)

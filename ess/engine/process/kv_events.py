@@ -3,8 +3,8 @@
 Batches leave over a ZMQ PUB socket as [topic, sequence number, msgpack of [time, events, rank]].
 Events are BlockStored, BlockRemoved and AllBlocksCleared with the fields that SGLang and vLLM give
 them; SGLang writes an event as an array, vLLM as a map. A page is a block, the first eight bytes of
-its content hash are its name. A page of a salted prompt hangs on a root of its own, so that nobody
-takes it for the page of an open prompt.
+its content hash are its name. A page of a salted prompt hangs on a root of its own, so that no
+router takes it for the page of an open prompt.
 
 Sequence numbers count every batch, so a subscriber that was too slow sees the gap; a ROUTER socket
 sends again what is kept of the last batches. A thread of its own owns both sockets: it never waits

@@ -1,8 +1,9 @@
-"""What a pack has made, on its way from a device to the host: nobody waits for it layer by layer.
+"""What a pack has made, on its way from a device to the host: the host does not wait layer by
+layer.
 
 Copies to pinned memory are queued as rows and keys are made, and handed on once the host has waited
-for the last of them: at the pack's end, or when `STAGED_BYTES` are under way. Where somebody is to
-be told of each layer, the host waits for a layer when the next one has been queued: its rows leave
+for the last of them: at the pack's end, or when `STAGED_BYTES` are under way. Where a caller is to
+hear of each layer, the host waits for a layer when the next one has been queued: its rows leave
 for another worker while the prompt is made, and the device is never without work.
 """
 

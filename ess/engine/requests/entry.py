@@ -64,7 +64,7 @@ class Entry:
         """The requests that wait no more: each has its matcher, or the reason of its refusal."""
         done = []
         for request, grammar in list(self._compiling.items()):
-            assert self._grammars is not None, "grammars are wanted of nobody"
+            assert self._grammars is not None, "there is no compiler of grammars"
             assert request.state == "waiting", f"request {request.number} is {request.state}"
             try:
                 request.matcher = self._grammars.matcher(grammar)

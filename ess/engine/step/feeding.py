@@ -5,7 +5,7 @@
     chosen.with_drafts(drafts) -> said         what the next launch takes of it
     said.tell(fed)                             what the host takes of it
 
-`FutureMap` does it in the host's memory, `DeviceFuture` on a device, where nobody reads a number
+`FutureMap` does it in the host's memory, `DeviceFuture` on a device, where the host reads no number
 before the host learns the step. There all between `feed` and `tell` may be a graph: then what is
 said comes from the step that was captured, and `tell` is given what the replaying one was fed.
 """

@@ -1,4 +1,4 @@
-"""Rows of a prompt that nobody has computed: valid ones, to measure decoding by itself."""
+"""Rows of a prompt that was not computed: valid ones, to measure decoding by itself."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What a decode step takes, for the pace: on the host its launch, on a device the work itself.
 
 A device's lap lies between two events. The host reads it when it learns the step: the step's tokens
-have come by then, and they were queued behind the second event, so nobody waits. Where the step was
-queued behind another, its lap begins when the device comes to it; else the time in which the device
-waits for the host to launch is part of it.
+have come by then, and they were queued behind the second event, so the host does not wait. Where
+the step was queued behind another, its lap begins when the device comes to it; else the time in
+which the device waits for the host to launch is part of it.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Tuning:
         sbo: Sbo = "off",
         asks_first: bool = False,
     ) -> None:
-        """`asks_first`: steps run on a device. Nobody hears in time that a row is absent, so a
+        """`asks_first`: steps run on a device. The host hears too late that a row is absent, so a
         layer runs RESIDENT only where all rows are known to be there: never the MTP module's."""
         self.sbo = sbo
         self._asks_first = asks_first

@@ -1,4 +1,4 @@
-"""`draw` where nobody may look at a number: every row takes every way, and keeps one of them.
+"""`draw` where the host may not look at a number: every row takes every way, and keeps one of them.
 
 What a query is drawn by lies in columns of fixed address, which are filled again when the batch
 changes. The ways that no query takes are left out, by what the host knows of the requests. Rows

@@ -114,7 +114,7 @@ class Grammars:
         self._wanted[grammar] = self._wanted.get(grammar, 0) + 1
 
     def leave(self, grammar: Grammar) -> None:
-        """A grammar that nobody wants any more is not compiled to its end."""
+        """A grammar that no request wants any more is not compiled to its end."""
         self._wanted[grammar] -= 1
         if self._wanted[grammar]:
             return

@@ -73,7 +73,7 @@ class Link:
         answer: dict[str, Any] = json.loads(self._read[_PREFIX_BYTES:start])
         if len(self._read) < start + answer["raw"]:
             return None
-        assert len(self._read) == start + answer["raw"], "an answer that nobody asked for"
+        assert len(self._read) == start + answer["raw"], "more than the answer that was asked for"
         raw, self._read = bytes(self._read[start:]), bytearray()
         return answer, raw
 

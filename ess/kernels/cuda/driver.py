@@ -108,7 +108,7 @@ class Device:
         return free_bytes, total_bytes
 
     def _host_node(self) -> int:
-        """The node of the machine whose memory is near; -1 where nobody knows it."""
+        """The node of the machine whose memory is near; -1 where the driver does not know it."""
         wanted = constant("CUdevice_attribute", "HOST_NUMA_ID")
         status, *answer = attempt("cuDeviceGetAttribute", wanted, self._handle)
         return -1 if status else int(answer[0])

@@ -74,7 +74,7 @@ class Kept:
             waiting.cancel()
 
     async def unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether the work came to its end before somebody said to stop."""
+        """Whether the work came to its end before `stop` was called."""
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)

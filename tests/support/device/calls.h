@@ -6,7 +6,7 @@ inline void __syncthreads(ESS_LINE) {
     emulated::meet(emulated::Mode::at_barrier, emulated::first_of_block(), blockDim.x, line);
 }
 
-// How many of the block's threads say so; whoever has left says nothing.
+// How many of the block's threads say so; those that have left say nothing.
 inline i32 __syncthreads_count(bool vote, ESS_LINE) {
     emulated::Hush hush;
     emulated::Fiber& self = emulated::self();
@@ -180,7 +180,7 @@ inline void bulk_wait(u64* arrival, u32 parity) {
         emulated::finish_load(loads[i]);
         loads.erase(loads.begin() + i--);
     }
-    if ((*arrival & 1) == parity) emulated::fail("a thread waits for a row that nobody loads");
+    if ((*arrival & 1) == parity) emulated::fail("a thread waits for a row that no thread loads");
 }
 
 inline void bulk_store(void* to, const void* from, u32 bytes) {

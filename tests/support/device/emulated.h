@@ -5,7 +5,7 @@
 // threads of a block are fibers; a fiber runs until it waits at a barrier or a warp operation or,
 // at random, before an atomic one; then another of its warp is drawn, and another warp, of any
 // block of the cluster, when none of it can go on. Shared memory is poisoned before every block. A
-// bulk load is poison until somebody waits for its arrival; a bulk store happens as late as the
+// bulk load is poison until a thread waits for its arrival; a bulk store happens as late as the
 // kernel's own waits allow. A barrier and a warp operation wait for all threads that have not left,
 // as since sm_70, and all must come to the same one.
 //
@@ -201,8 +201,8 @@ inline std::string text_of(Line line) {
     fail(("threads meet that wait at different places: " + lines).c_str());
 }
 
-// Whoever comes or leaves last wakes all who wait. Votes and shuffles wait for a warp as well, but
-// order no memory.
+// The thread that comes or leaves last wakes all that wait. Votes and shuffles wait for a warp as
+// well, but order no memory.
 inline void wake(Mode mode, i32 first, i32 count) {
     for (i32 i = first; i < first + count; i++)
         if (block.fibers[i].mode != mode && block.fibers[i].mode != Mode::done) return;
@@ -374,7 +374,7 @@ extern "C" __attribute__((visibility("default"))) const i32 cluster_blocks =
     emulated::kClusterBlocks;
 
 // A launch from Python: the record, the grid, the threads of a block, its shared bytes, a seed. It
-// returns what went wrong, or null. The size of the record is for whoever must copy it.
+// returns what went wrong, or null. The size of the record is for the caller that must copy it.
 #define ESS_EMULATE(kernel, Record)                                                             \
     static_assert(sizeof(Record) <= 4096, "arguments of a kernel");                              \
     extern "C" __attribute__((visibility("default"))) const i32 bytes_##kernel = sizeof(Record); \

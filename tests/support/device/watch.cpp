@@ -69,7 +69,7 @@ struct FreeWords {
     void operator()(Word* words) const { std::free(words); }
 };
 
-// Words are 4 bytes until somebody touches less than that. The blocks of a cluster have their
+// Words are 4 bytes until a thread touches less than that. The blocks of a cluster have their
 // shared memory at the same address in turn: there are as many copies, and one is seen.
 struct Array {
     std::string name;
@@ -250,7 +250,7 @@ void check_written(Array& array, Address at, size_t bytes, int touch) {
     for (Address i = at; i < at + bytes; i++) {
         if (!writes && !array.is_written(i))
             fail(watch.now.name() + " " + kWords[touch] + " " + place(array, i) +
-                 ", which nobody has written");
+                 ", which no thread has written");
         if (writes) array.is_written(i) = true;
     }
 }

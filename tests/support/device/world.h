@@ -158,7 +158,7 @@ Result queue(void* stream, const std::string& name, std::function<void()> run,
     return kOk;
 }
 
-// Memory that is let go may be somebody else's at once.
+// Memory that is let go may be another owner's at once.
 void require_unnamed(Address at, size_t bytes) {
     for (Stream* one : world().streams)
         for (const Work& work : one->queue)

@@ -1,4 +1,4 @@
-"""Free slots are filled again: bounded, behind the steps, never against somebody's row."""
+"""Free slots are filled again: bounded, behind the steps, never at the cost of a row."""
 
 from __future__ import annotations
 

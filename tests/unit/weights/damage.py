@@ -242,7 +242,7 @@ for module in MODULES.values():
 
 
 class Watch:
-    """An audit hook: every open while `folder` is set is checked, whoever asks for it."""
+    """An audit hook: every open while `folder` is set is checked, for any caller."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None

@@ -104,7 +104,8 @@ class DeviceKeys:
         self.write(layer, self.places(upload(rows, home)), there)
 
     def load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
-        """Whole pages of the host; pages without keys are left out, since nobody reads them."""
+        """Whole pages of the host; pages without keys are left out, since no sequence reads
+        them."""
         if self._copies_all:
             chosen = np.arange(len(active))
         else:

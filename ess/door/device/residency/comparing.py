@@ -2,8 +2,8 @@
 
 The comparison is queued on compute, behind all copies that are under way: then a slot whose row is
 not newer than its host must hold what the host holds. The host's rows come over the link in pieces,
-and what differs is listed where it is found. So a short list alone comes back, and nobody waits for
-it before it is read.
+and what differs is listed where it is found. So a short list alone comes back, and the host does
+not wait for it before it is read.
 """
 
 from __future__ import annotations

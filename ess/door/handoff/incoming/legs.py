@@ -171,7 +171,7 @@ class Legs:
             assert (counted is leg.arrival) == leg.is_counted, f"{leg.uid} ends: {leg.ending}"
         assert len(self._arrivals) <= len(self._open), "a count without a leg"
         assert len(self._strays) <= STRAYS_MAX, f"{len(self._strays)} strays"
-        assert not self._over, f"nobody was told of {len(self._over)} legs"
+        assert not self._over, f"the receiver was not told of {len(self._over)} legs"
 
     # ---- what comes
 

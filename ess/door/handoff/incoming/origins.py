@@ -55,13 +55,13 @@ class Origins:
         for origin in sorted(origins, key=lambda origin: origin.layers.start):
             layers = origin.layers
             if layers.start > stop:
-                raise BadInput(f"nobody has layers {stop}..{layers.start - 1}: {_said(origins)}")
+                raise BadInput(f"no worker has layers {stop}..{layers.start - 1}: {_said(origins)}")
             if layers.start < stop:
                 twice = f"{layers.start}..{min(stop, layers.stop) - 1}"
                 raise BadInput(f"two workers have layers {twice}: {_said(origins)}")
             stop = layers.stop
         if stop != len(whole):
-            raise BadInput(f"nobody has layers {stop}..{len(whole) - 1}: {_said(origins)}")
+            raise BadInput(f"no worker has layers {stop}..{len(whole) - 1}: {_said(origins)}")
         return tuple(origins)
 
     def _origin(self, peer: int, layers: range) -> Origin:

@@ -5,8 +5,9 @@
 
 Rows come from a worker that has all layers, or from several that have some each. A handoff lands
 when every leg is whole, and is missed when a leg is: its other legs are then given up. Until it
-lands nothing in the pool is marked, so nobody reads a page of it, and a page cannot become anything
-else: the receiver holds it beside its sequence, whatever happens to that, until all legs are over.
+lands nothing in the pool is marked, so no sequence reads a page of it, and a page cannot become
+anything else: the receiver holds it beside its sequence, whatever happens to that, until all legs
+are over.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Flights:
     def launch(self, roster: Roster[Request]) -> StepPlan:
         """Plans a step, in which all ranks then meet, and launches what decodes of it. Its chunks
         are for the caller to run; without any, `stand_by_prompts`. PoolFull if there are no pages
-        for the positions that the turns may reach: then nothing has changed and nobody was met.
+        for the positions that the turns may reach: then nothing has changed and no rank was met.
         """
         plan = scheduler.plan(
             roster,

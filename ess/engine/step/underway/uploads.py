@@ -1,4 +1,4 @@
-"""Small inputs of a step on their way to a device, for which nobody waits.
+"""Small inputs of a step on their way to a device, for which the host does not wait.
 
 They lie in pinned memory until they are there: a turn of `TURNS` comes round only when the host has
 learned the step that used it last, for a step at depth 1 is launched when the one before the last
