@@ -22,7 +22,8 @@ def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance | None], offset: int
 ) -> dict[str, Any]:
     """Parallel lists; `offset` is where the first token's text begins. The first token of a text
-    has no log probability.
+    has no log probability. The others are themselves among the likeliest in their place, as with
+    OpenAI: where they are not, as one more.
     """
     texts = [token_text(tokenizer, token) for token in tokens]
     offsets = []
@@ -33,8 +34,10 @@ def completion_logprobs(
         "tokens": texts,
         "token_logprobs": [chance and chance.logprob for chance in chances],
         "top_logprobs": [
-            chance and {token_text(tokenizer, token): logprob for token, logprob in chance.top}
-            for chance in chances
+            chance
+            and {token_text(tokenizer, other): logprob for other, logprob in chance.top}
+            | {text: chance.logprob}
+            for text, chance in zip(texts, chances, strict=True)
         ],
         "text_offset": offsets,
     }

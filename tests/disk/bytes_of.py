@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ess.pool.disk.slab import ALIGN
 from ess.pool.disk.tier import DiskTier
-from ess.pool.disk.writer import Copy
+from ess.pool.disk.writer import Copy, Note, unsaid
 
 PAGE_BYTES = 3 * ALIGN + 100
 IDENTITY = b"these tests"
@@ -33,9 +33,13 @@ def copies(text: bytes) -> Copy:
     return copy
 
 
-def tier(folder: Path, *, pages: int = 24, identity: bytes = IDENTITY) -> DiskTier:
+def tier(
+    folder: Path, *, pages: int = 24, identity: bytes = IDENTITY, note: Note = unsaid
+) -> DiskTier:
     capacity = pages * (PAGE_BYTES + -PAGE_BYTES % ALIGN)
-    return DiskTier(folder, identity=identity, page_bytes=PAGE_BYTES, capacity_bytes=capacity)
+    return DiskTier(
+        folder, identity=identity, page_bytes=PAGE_BYTES, capacity_bytes=capacity, note=note
+    )
 
 
 def fill(made: DiskTier, numbers: range) -> None:

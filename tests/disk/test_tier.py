@@ -184,7 +184,8 @@ def test_a_full_queue_drops_and_counts(made: DiskTier, monkeypatch: pytest.Monke
 
 
 def test_a_broken_page_is_dropped_counted_and_never_served(tmp_path: Path) -> None:
-    made = tier(tmp_path)
+    notes: list[str] = []
+    made = tier(tmp_path, note=notes.append)
     fill(made, range(4))
     with (tmp_path / SLAB).open("r+b") as slab:
         slab.seek(777)
@@ -192,6 +193,9 @@ def test_a_broken_page_is_dropped_counted_and_never_served(tmp_path: Path) -> No
     here = [loaded(made, text) for text in texts(range(4))]
     assert here.count(False) == 1
     assert made.uses.damaged_count == 1
+    assert notes == [
+        f"{tmp_path}: 1 page was damaged on the disk so far; their rows are computed again"
+    ]
     fill(made, range(4))
     assert all(loaded(made, text) for text in texts(range(4)))
     made.check()
@@ -276,13 +280,15 @@ def test_a_folder_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_ends_storing_and_nothing_else(tmp_path: Path) -> None:
-    made = tier(tmp_path)
+    notes: list[str] = []
+    made = tier(tmp_path, note=notes.append)
     fill(made, range(6))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (7 * PAGE_BYTES, before[1]))
     try:
         fill(made, range(6, 12))
         assert made.uses.fault == f"the disk takes no more pages: {os.strerror(errno.EFBIG)}"
+        assert notes == [f"{tmp_path}: {made.uses.fault}"]
         made.store(content(20), copies(content(20)))
         assert made.flush(0)
     finally:

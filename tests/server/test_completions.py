@@ -12,6 +12,8 @@ import pytest
 
 from ess.engine.process.messages import Add, Piece, Progress, ToEngine
 from ess.engine.process.wire import SocketWire
+from ess.engine.tokens.chance import Chance
+from ess.server.dialects.logprobs import completion_logprobs, token_text
 from tests.server.harness import EOS, TOKENIZER, PacedEngine, Served, counting, saying, until
 
 TEXT = "Names are bytes: naïve café, 漢字 and 🙂. Then more words follow."
@@ -183,6 +185,21 @@ def test_echo_and_logprobs(served: Served):
     assert "".join(found.tokens) == made.choices[0].text
     assert [len(top) for top in found.top_logprobs] == [2, 2, 2]
     assert found.text_offset == [0, len(found.tokens[0]), len(found.tokens[0] + found.tokens[1])]
+
+
+def test_a_token_is_among_the_likeliest_of_its_place():
+    """As with OpenAI: one more where it is not; the first token of a text has none."""
+    first, second, third = TOKENIZER.encode("The first answer")[:3]
+    names = {token: token_text(TOKENIZER, token) for token in (first, second, third)}
+    tops = ((second, -0.5), (third, -1.5))
+    chances = [None, Chance(-2.5, 7, tops), Chance(-1.5, 2, tops), Chance(-2.5, 7)]
+    said = completion_logprobs(TOKENIZER, [first, first, third, first], chances, 0)
+    assert said["top_logprobs"] == [
+        None,
+        {names[second]: -0.5, names[third]: -1.5, names[first]: -2.5},
+        {names[second]: -0.5, names[third]: -1.5},
+        {names[first]: -2.5},
+    ]
 
 
 def test_an_echo_with_logprobs_has_those_of_the_prompt(served: Served):

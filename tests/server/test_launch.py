@@ -18,9 +18,8 @@ from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.commands.start.begin import serve_flags
 from ess.server.commands.start.checkpoint import read_checkpoint, read_entries
-from ess.server.commands.start.launch import Told, chat_template, make_service
 from ess.server.commands.start.settings import resolve
-from ess.server.commands.start.sizing import plan_memory
+from ess.server.commands.start.words import chat_template, read_words
 
 
 def folder_with(folder: Path, **changed: Any) -> Path:
@@ -55,12 +54,8 @@ def test_what_cannot_be_served_is_refused_at_once(
 def test_an_end_id_that_no_request_can_have(end: int) -> None:
     resolved, checkpoint = resolve({}, environment={}), read_checkpoint("")
     wrong = msgspec.structs.replace(checkpoint, eos_ids=(1, end))
-    layout, positions = checkpoint.config.layout(), checkpoint.config.positions_max
-    plan = plan_memory(resolved.settings, layout, positions_max=positions, weight_bytes=1 << 20)
-    told = Told(resolved=resolved, checkpoint=wrong, plan=plan)
-    nothing: Any = None
     with pytest.raises(BadInput, match=f"eos_token_id {end} of config.json or generation_config"):
-        make_service(told, link=nothing, board=nothing)
+        read_words(resolved.settings, wrong)
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], **flags: Any) -> str:
@@ -137,6 +132,26 @@ def test_a_pointer_of_git_lfs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 23899608\n"
     (tmp_path / "model.safetensors").write_text(pointer)
     assert "pointer of Git LFS" in refused(tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        None,
+        "",
+        '{"decoder": {"type": "ByteLevel"}, "model": {',
+        '{"decoder": {"type": "WordPiece"}}',
+    ],
+)
+def test_a_broken_tokenizer_is_refused_before_the_server_listens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str | None
+) -> None:
+    folder_with(tmp_path)
+    shutil.copy(EMBEDDED / "model.safetensors", tmp_path)
+    if tokenizer is not None:
+        (tmp_path / "tokenizer.json").write_text(tokenizer)
+    for flags in ({}, {"dp_size": 2}):
+        assert "tokenizer.json" in refused(tmp_path, capsys, **flags)
 
 
 def test_certificates_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,10 +34,15 @@ def disk_of(
         identity=layout_hash(part, weights=made),
         page_bytes=part.host_page_bytes,
         capacity_bytes=capacity_bytes * part.host_page_bytes // layout.host_page_bytes,
+        note=_note,
     )
     if tier.opened:
-        console.note(tier.opened)
+        _note(tier.opened)
     return tier
+
+
+def _note(sentence: str) -> None:
+    console.note(f"ess: {sentence}")
 
 
 def disk_line(use: DiskUse | None) -> DiskLine | None:

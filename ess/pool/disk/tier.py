@@ -21,7 +21,7 @@ from ess.pool.capacity import whole_count
 from ess.pool.disk.folder import DiskFolder
 from ess.pool.disk.records import Records
 from ess.pool.disk.slab import Parts, checksum
-from ess.pool.disk.writer import Copy, Writer
+from ess.pool.disk.writer import Copy, Note, Writer, unsaid
 
 READERS: Final = 2
 READ_MAX: Final = 8
@@ -57,8 +57,10 @@ class DiskTier:
         identity: bytes,
         page_bytes: int,
         capacity_bytes: int,
+        note: Note = unsaid,
     ) -> None:
-        """`identity` covers all that a page's bytes depend on besides its text."""
+        """`identity` covers all that a page's bytes depend on besides its text. `note` is told, in
+        the thread that finds it, when pages are damaged and when the disk takes no more."""
         stride = page_bytes + -page_bytes % 4096
         record_max = whole_count("prefix_cache_disk", capacity_bytes, stride)
         self.page_bytes = page_bytes
@@ -67,7 +69,8 @@ class DiskTier:
         )
         self.opened = self._folder.opened
         self._records = Records(self._folder.entries, record_max=record_max)
-        self._writer = Writer(self._folder.slab, self._folder.catalogue, self._records)
+        self._note: Note = lambda sentence: note(f"{folder}: {sentence}")
+        self._writer = Writer(self._folder.slab, self._folder.catalogue, self._records, self._note)
         self._lock = self._writer.lock
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ess-disk-reader")
         self._loaded_count = self._damaged_count = 0
@@ -117,9 +120,13 @@ class DiskTier:
         with self._lock:
             self._load_s += time.monotonic() - began_s
             self._loaded_count += is_whole
-            if not is_whole and self._records.find(content) is entry:
+            is_damaged = not is_whole and self._records.find(content) is entry
+            if is_damaged:
                 self._damaged_count += 1
                 self._writer.remove(entry)
+            count = self._damaged_count
+        if is_damaged and count & (count - 1) == 0:
+            self._note(f"{_damaged(count)} on the disk so far; prompts compute them again")
         return is_whole
 
     def begin_load(self, contents: Sequence[bytes], parts_of: Callable[[int], Parts]) -> Loading:
@@ -251,3 +258,7 @@ class Loading:
             if run.cancelled() or run.result() < READ_MAX:
                 break
         return count
+
+
+def _damaged(count: int) -> str:
+    return "1 page was damaged" if count == 1 else f"{count:,} pages were damaged"

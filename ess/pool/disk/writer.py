@@ -26,16 +26,25 @@ from ess.pool.disk.slab import Bytes, Slab, checksum
 Copy = Callable[[Bytes], bool]
 """Copies a page to the given place; False where its text changed before the copy was done."""
 
+Note = Callable[[str], None]
+"""Takes a sentence for the person who runs the process."""
+
 BATCH_BYTES: Final = 64 << 20
 BATCH_MAX: Final = 256
 QUEUE_MAX: Final = 1 << 16
+
+
+def unsaid(sentence: str) -> None:
+    """A `Note` for tests and tools, which look at the counts themselves."""
 
 
 class Writer:
     """The writing thread. `lock` guards records, queue and counts. `fault` says why no more pages
     are stored; it is empty while all is well."""
 
-    def __init__(self, slab: Slab, catalogue: Catalogue, records: Records) -> None:
+    def __init__(
+        self, slab: Slab, catalogue: Catalogue, records: Records, note: Note = unsaid
+    ) -> None:
         self.lock = threading.Condition()
         self.fault = ""
         self.stored_count = self.dropped_count = 0
@@ -43,6 +52,7 @@ class Writer:
         self._slab = slab
         self._catalogue = catalogue
         self._records = records
+        self._note = note
         self._queue: OrderedDict[bytes, Copy] = OrderedDict()
         self._leaving: list[Entry] = []
         self._taken_count = self._lost_count = 0
@@ -186,6 +196,8 @@ class Writer:
             self._taken_count = 0
             if not is_over:
                 self.fault = f"the disk takes no more pages: {_why(error)}"
+        if not is_over:
+            self._note(self.fault)
 
 
 def _why(error: Exception) -> str:

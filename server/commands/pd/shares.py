@@ -15,9 +15,10 @@ from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server.commands.start.checkpoint import Checkpoint, read_checkpoint, read_entries
 from ess.server.commands.start.compat_flags import FAMILY
-from ess.server.commands.start.launch import chat_template, derived, layout_of, sized
+from ess.server.commands.start.launch import derived, layout_of, sized
 from ess.server.commands.start.settings import FIELDS, PREFIX, Resolved, Settings, resolve
 from ess.server.commands.start.sizing import STATE_COPIES, MemoryPlan, plan_memory
+from ess.server.commands.start.words import read_words
 from ess.transfer.messages import SECRET_BYTES_MIN
 
 Role = Literal["prefill", "decode"]
@@ -97,11 +98,11 @@ def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None 
     check_settings(resolved)
     settings = resolved.settings
     checkpoint = read_checkpoint(settings.model)
-    chat_template(settings)
     if settings.engine == "model":
         read_entries(Path(checkpoint.path))
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
+    read_words(settings, checkpoint)
     divided = _divided(resolved, layout, checkpoint, shape.count)
     plan = _plan(divided.settings, layout, checkpoint, weights=1)
     divided = sized(divided, plan)

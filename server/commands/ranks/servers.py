@@ -29,6 +29,7 @@ from ess.server.commands.pd.kept import Kept, is_worker_ready, write_private
 from ess.server.commands.pd.shares import clean, told_settings
 from ess.server.commands.start.launch import checked, derived, layout_of, planned, sized
 from ess.server.commands.start.settings import Resolved, Settings
+from ess.server.commands.start.words import read_words
 from ess.server.process.lifecycle import HANG_S
 from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
@@ -91,6 +92,7 @@ def divided(resolved: Resolved) -> Resolved:
     checkpoint = checked(resolved.settings)
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
+    read_words(resolved.settings, checkpoint)
     count = len(ranks_of(resolved.settings))
     return sized(resolved, planned(resolved.settings, checkpoint, layout, shared_by=count))
 

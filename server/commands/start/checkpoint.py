@@ -106,16 +106,6 @@ def read_entries(path: Path) -> dict[str, Entry]:
         folder.close()
 
 
-def check_ends(checkpoint: Checkpoint, vocabulary: int) -> None:
-    """Refuses end-of-sequence ids that the engine would refuse in every request."""
-    for end in checkpoint.eos_ids:
-        if not 0 <= end < vocabulary:
-            raise BadInput(
-                f"eos_token_id {end} of config.json or generation_config.json of {checkpoint.name}:"
-                f" its vocabulary has {vocabulary} ids"
-            )
-
-
 def embedded_path() -> Path:
     from ess import models
 

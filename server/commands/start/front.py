@@ -30,6 +30,7 @@ from ess.server.commands.start.launch import (
     recovery_of,
     uvicorn_config,
 )
+from ess.server.commands.start.words import read_words
 from ess.server.http import telemetry
 from ess.server.process.board import Board
 from ess.server.process.fronts import Start, endpoint_of
@@ -112,7 +113,8 @@ async def serve(start: Start) -> None:
     place = Place(front=start.front, count=start.count, life=start.life)
     recovery = recovery_of(told.resolved.settings)
     with engine_link(start.folder, board, clock, place, recovery) as link:
-        service = make_service(told, link=link, board=board)
+        words = read_words(told.resolved.settings, told.checkpoint)
+        service = make_service(told, words, link=link, board=board)
         service.shelf = Shelf(start.folder, count=start.count, front=start.front, life=start.life)
         settings = told.resolved.settings
         with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:

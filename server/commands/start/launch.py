@@ -28,17 +28,13 @@ from ess.engine.process.messages import Launch
 from ess.errors import BadInput
 from ess.free_memory import memory_free
 from ess.layout import ModelLayout
-from ess.models.chat.messages import Message
 from ess.models.chat.reply import PlainParser
-from ess.models.chat.styles import TemplateStyle, style_of
-from ess.models.text.tokenizer import Tokenizer
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.overlap import calibration
 from ess.server.commands.start import banner
 from ess.server.commands.start.checkpoint import (
     EMBEDDED,
     Checkpoint,
-    check_ends,
     read_checkpoint,
     read_entries,
 )
@@ -50,6 +46,7 @@ from ess.server.commands.start.node import STOPPED_S, Node
 from ess.server.commands.start.settings import Resolved, Settings, check_events
 from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory, size_of
 from ess.server.commands.start.topology import layers_of, ranks_here, starter
+from ess.server.commands.start.words import Words, read_words
 from ess.server.http import telemetry
 from ess.server.http.app import create_app
 from ess.server.http.connection.protocol import limited
@@ -94,32 +91,10 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
 
 
-def chat_template(settings: Settings) -> str | None:
-    """The template's text, once its process has tried it; None without a file."""
-    if not settings.chat_template:
-        return None
-    path = Path(settings.chat_template)
-    try:
-        source = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"chat_template {path} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise BadInput(f"chat_template {path} is not text in UTF-8") from None
-    tried = TemplateStyle(source)
-    try:
-        tried.encode([Message(role="user", content="Hi")], thinking=False)
-    except BadInput as error:
-        why = str(error).removeprefix("the chat template: ")
-        raise BadInput(f"chat_template {path}: {why}") from None
-    finally:
-        tried.close()
-    return source
-
-
 def checked(settings: Settings) -> Checkpoint:
-    """Reads the checkpoint and refuses all that can be found wrong before anything starts."""
+    """Reads the checkpoint, and refuses what can be found wrong in it and in files of settings
+    before anything starts; `read_words` does the same for texts."""
     checkpoint = read_checkpoint(settings.model)
-    chat_template(settings)
     check_tls(settings.tls_cert, settings.tls_key)
     check_events(settings)
     if settings.dp_size > 1 and (count := checkpoint.config.expert_count):
@@ -134,6 +109,7 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     checkpoint = checked(resolved.settings)
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
+    words = read_words(resolved.settings, checkpoint)
     resolved = calibrated(resolved, layout)
     plan = planned(resolved.settings, checkpoint, layout)
     resolved = sized(resolved, plan)
@@ -156,7 +132,7 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
         banner.greet(resolved, plan, url=url_of(settings, listeners[0]), json=json)
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(told, listeners, further))
+            return runner.run(_serve(told, words, listeners, further))
 
 
 def planned(
@@ -310,7 +286,10 @@ def url_of(settings: Settings, listener: socket.socket) -> str:
 
 
 async def _serve(
-    told: Told, listeners: Sequence[socket.socket], further: Sequence[socket.socket]
+    told: Told,
+    words: Words,
+    listeners: Sequence[socket.socket],
+    further: Sequence[socket.socket],
 ) -> int:
     settings, clock, count = told.resolved.settings, RealClock(), len(listeners)
     port = port_of(further[0] if further else listeners[0])
@@ -319,7 +298,7 @@ async def _serve(
     place = Place(count=count)
     recovery = recovery_of(settings)
     with own_folder() as folder, engine_link(folder, board, clock, place, recovery) as link:
-        service = make_service(told, link=link, board=board)
+        service = make_service(told, words, link=link, board=board)
         service.shelf = Shelf(folder, count=count) if count > 1 else None
         with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
             server = QuietServer(uvicorn_config(settings, service, spans=spans))
@@ -388,30 +367,25 @@ def starts_of(told: Told, folder: str, listeners: Sequence[socket.socket]) -> li
     ]
 
 
-def make_service(told: Told, *, link: EngineLink, board: Board) -> Service:
+def make_service(told: Told, words: Words, *, link: EngineLink, board: Board) -> Service:
     resolved, checkpoint, plan = told.resolved, told.checkpoint, told.plan
     settings = resolved.settings
-    tokenizer = Tokenizer(checkpoint.path)
-    template = chat_template(settings)
-    style = style_of(checkpoint.path, tokenizer, template=template)
-    vocabulary = min(len(tokenizer), checkpoint.config.vocab_size)
-    check_ends(checkpoint, vocabulary)
     desk = Desk(
         model=checkpoint.path,
         length_max=plan.length_max,
-        vocabulary=vocabulary,
-        template=template,
+        vocabulary=words.vocabulary,
+        template=words.template,
     )
     return Service(
         names=settings.names,
         model_type=checkpoint.config.family,
         architecture=checkpoint.architecture,
-        tokenizer=tokenizer,
-        texts=Texts(tokenizer, style, desk),
-        style=style,
-        is_marked=not isinstance(style.parser(thinking=False), PlainParser),
+        tokenizer=words.tokenizer,
+        texts=Texts(words.tokenizer, words.style, desk),
+        style=words.style,
+        is_marked=not isinstance(words.style.parser(thinking=False), PlainParser),
         eos_ids=checkpoint.eos_ids,
-        vocabulary=vocabulary,
+        vocabulary=words.vocabulary,
         token_capacity=plan.token_capacity,
         limits=Limits(
             running_max=settings.max_running,

@@ -1,0 +1,62 @@
+"""What a server knows of its model's texts before it listens: vocabulary, chat format, end ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ess.errors import BadInput
+from ess.models.chat.messages import Message
+from ess.models.chat.styles import ChatStyle, TemplateStyle, style_of
+from ess.models.text.tokenizer import Tokenizer
+from ess.server.commands.start.checkpoint import Checkpoint
+from ess.server.commands.start.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """`template` is the text of --chat-template, None without that flag. Ids of prompts are below
+    `vocabulary`."""
+
+    tokenizer: Tokenizer
+    style: ChatStyle
+    template: str | None
+    vocabulary: int
+
+
+def read_words(settings: Settings, checkpoint: Checkpoint) -> Words:
+    """Reads the tokenizer and the chat format. BadInput for a damaged one, for a template that
+    cannot be read, and for end-of-sequence ids that the engine would refuse in every request."""
+    template = chat_template(settings)
+    tokenizer = Tokenizer(checkpoint.path)
+    style = style_of(checkpoint.path, tokenizer, template=template)
+    vocabulary = min(len(tokenizer), checkpoint.config.vocab_size)
+    for end in checkpoint.eos_ids:
+        if not 0 <= end < vocabulary:
+            raise BadInput(
+                f"eos_token_id {end} of config.json or generation_config.json of {checkpoint.name}:"
+                f" its vocabulary has {vocabulary} ids"
+            )
+    return Words(tokenizer=tokenizer, style=style, template=template, vocabulary=vocabulary)
+
+
+def chat_template(settings: Settings) -> str | None:
+    """The template's text, once its process has tried it; None without a file."""
+    if not settings.chat_template:
+        return None
+    path = Path(settings.chat_template)
+    try:
+        source = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"chat_template {path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise BadInput(f"chat_template {path} is not text in UTF-8") from None
+    tried = TemplateStyle(source)
+    try:
+        tried.encode([Message(role="user", content="Hi")], thinking=False)
+    except BadInput as error:
+        why = str(error).removeprefix("the chat template: ")
+        raise BadInput(f"chat_template {path}: {why}") from None
+    finally:
+        tried.close()
+    return source
