@@ -193,9 +193,8 @@ def test_a_broken_page_is_dropped_counted_and_never_served(tmp_path: Path) -> No
     here = [loaded(made, text) for text in texts(range(4))]
     assert here.count(False) == 1
     assert made.uses.damaged_count == 1
-    assert notes == [
-        f"{tmp_path}: 1 page was damaged on the disk so far; their rows are computed again"
-    ]
+    [said] = notes
+    assert said.startswith(f"{tmp_path}: 1 page was damaged on the disk so far; ")
     fill(made, range(4))
     assert all(loaded(made, text) for text in texts(range(4)))
     made.check()
