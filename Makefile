@@ -14,8 +14,9 @@ MAKEFLAGS += --keep-going
 # The native library is compiled in place while packages come, so pip is to leave it alone: to pip
 # it is optional, and with such a compiler it is missing. The CPU build of torch is pinned first: a
 # looser request would pull gigabytes of CUDA.
-BUILD = -c 'from setuptools import setup; setup()' -q build_ext --inplace
+BUILD = -W ignore -c 'from setuptools import setup; setup()' -q build_ext --inplace
 define INSTALL
+	@echo "installing into $(VENV): torch for the CPU, packages, the native library; some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(2) 'setuptools>=77' wheel
 	$(BIN)/python $(BUILD) & native=$$!; \

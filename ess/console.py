@@ -73,6 +73,9 @@ def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
         sys.stdout.flush()
     except cyclopts.UnknownOptionError as error:
         return _refuse(app, _unknown(error), USAGE)
+    except cyclopts.UnusedCliTokensError as error:
+        left = " ".join(error.unused_tokens or ())
+        return _refuse(app, f"{left!r} is more than this command takes; --help says what", USAGE)
     except cyclopts.CycloptsError as error:
         return _refuse(app, error, USAGE)
     except BadInput as error:
@@ -80,8 +83,13 @@ def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         drop_stdout()
         return FAILED
-    except (EssError, OSError) as error:
+    except EssError as error:
         return _refuse(app, error, FAILED)
+    except OSError as error:
+        is_of_a_file = error.filename is not None and error.strerror is not None
+        return _refuse(
+            app, f"{error.filename}: {error.strerror}" if is_of_a_file else error, FAILED
+        )
     except KeyboardInterrupt:
         return _refuse(app, "interrupted", INTERRUPTED)
     return result if isinstance(result, int) else OK

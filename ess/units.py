@@ -28,13 +28,16 @@ def align_up(value: int, unit: int) -> int:
     return div_ceil(value, unit) * unit
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes or counts as people write them: 128k, 1.5GiB, 64 MiB, 4096. Powers of 1,024."""
+def parse_size(text: str | int, what: str = "") -> int:
+    """Bytes or counts as people write them: 128k, 1.5GiB, 64 MiB, 4096. Powers of 1,024. `what` is
+    the flag or setting that a refusal names.
+    """
     if isinstance(text, int):
         return text
     match = _SIZE.match(text)
     if match is None:
-        raise BadInput(f"{text!r} is not a size; write 4096, 128k, 64MiB or 1.5GiB")
+        name = f"{what}: " if what else ""
+        raise BadInput(f"{name}{text!r} is not a size; write 4096, 128k, 64MiB or 1.5GiB")
     return int(float(match[1]) * _SUFFIX[match[2].lower()])
 
 

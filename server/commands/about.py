@@ -122,7 +122,7 @@ def _layout_of(name: str, row: RowForm | None) -> ModelLayout:
 
 
 def _cost(model: ModelLayout, host_size: str | None) -> Cost:
-    host_bytes = None if host_size is None else parse_size(host_size)
+    host_bytes = None if host_size is None else parse_size(host_size, "--host-bytes")
     page_count = None if host_bytes is None else host_bytes // model.host_page_bytes
     return Cost(
         layout=model.name,

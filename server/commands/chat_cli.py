@@ -62,8 +62,8 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def chat(
-    *,
     question: Annotated[str | None, Parameter(name=["--question", "-q"])] = None,
+    *,
     url: str = URL,
     model: str | None = None,
     system: str | None = None,

@@ -93,8 +93,9 @@ class Client:
             return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
+            why = (error.strerror if isinstance(error, OSError) else None) or error
             hint = "; `ess serve` starts one" if self.url == URL else ""
-            raise Unavailable(f"no server at {self.url}: {error}{hint}") from None
+            raise Unavailable(f"no server at {self.url}: {why}{hint}") from None
 
 
 def _message(raw: bytes) -> str:

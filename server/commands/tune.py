@@ -109,7 +109,7 @@ def _prompt_of(settings: Settings, checkpoint: Checkpoint, text: str) -> int:
             f"tune runs stages of one process each on one machine; nnodes is {settings.nnodes},"
             f" tp_size {settings.tp_size} and cp_size {settings.cp_size}"
         )
-    tokens, longest = parse_size(text), checkpoint.config.positions_max
+    tokens, longest = parse_size(text, "--tune-prompt"), checkpoint.config.positions_max
     if not CHUNKS_MIN * PAGE_ROWS <= tokens <= longest:
         raise BadInput(
             f"tune_prompt is {text}: {CHUNKS_MIN * PAGE_ROWS} to {longest:,} tokens can be tuned"

@@ -209,14 +209,16 @@ class Running:
         began_s = self._clock.now_s()
         self._fronts.drain()
         leaving = asyncio.ensure_future(self._leave())
-        console.note(f"ess: draining, {requests_are(self._service.open_count)} open")
+        within = f" for at most {self._settings.drain_s:g} s; a second signal ends them at once"
+        open_count = self._service.open_count
+        console.note(f"ess: draining, {requests_are(open_count)} open{within * (open_count > 0)}")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:
             if self._service.open_count == 0 and passed_s >= grace_s:
                 break
             await asyncio.sleep(0.05)
         if self._service.open_count:
             left = requests_are(self._service.open_count)
-            console.note(f"ess: {left} still open after {self._settings.drain_s:g} s and end here")
+            console.note(f"ess: {left} still open after {self._settings.drain_s:g} s: ended now")
         await leaving
         self._lose("the server is shutting down")
         await let_out(self._server, self._clock)

@@ -154,6 +154,16 @@ def test_a_broken_tokenizer_is_refused_before_the_server_listens(
         assert "tokenizer.json" in refused(tmp_path, capsys, **flags)
 
 
+@pytest.mark.parametrize(
+    "name", ["body_bytes", "host_bytes", "graph_bytes", "max_model_len", "prefix_cache_disk"]
+)
+def test_what_is_no_size_is_refused_before_the_server_listens(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    said = refused(EMBEDDED, capsys, **{name: "8 apples"})
+    assert said == f"{name}: '8 apples' is not a size; write 4096, 128k, 64MiB or 1.5GiB"
+
+
 def test_certificates_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     junk = tmp_path / "junk.pem"
     junk.write_text("junk")

@@ -98,7 +98,25 @@ def test_errors_become_sentences_and_codes(
     streams = capsys.readouterr()
     assert streams.err.startswith("tool: ")
     assert streams.err.count("\n") == 1
+    assert "Errno" not in streams.err
     assert streams.out == ""
+
+
+@pytest.mark.parametrize("script", ["ess", "ess_bench"])
+def test_ctrl_c_while_a_command_is_imported_is_a_sentence(script: str) -> None:
+    """The signal comes from what is imported first: at that moment nothing of ours can catch it but
+    the script itself."""
+    code = (
+        "import sys\n"
+        "class Ends:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'cyclopts': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Ends())\n"
+        "from ess import scripts\n"
+        f"sys.exit(scripts.{script}())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, f"{script.replace('_', '-')}: interrupted\n")
 
 
 def test_our_own_faults_keep_their_traceback() -> None:

@@ -59,6 +59,11 @@ class HardwareFlags:
     perf_db: Path | None = None
     "An unpacked measurement package to use in place of the tables that ship."
 
+    @property
+    def device_limit(self) -> int | None:
+        given = self.device_bytes
+        return None if given is None else parse_size(given, "--device-bytes")
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +164,7 @@ class NodeFlags:
     def node(self) -> Node:
         return Node(
             gpu_count=self.node_gpus,
-            host_bytes=parse_size(self.node_ram),
+            host_bytes=parse_size(self.node_ram, "--node-ram"),
             link_rate=None if self.link_rate is None else self.link_rate * GIGABYTE_US,
             dram_rate=self.dram_rate * GIGABYTE_US,
             numa=self.numa,
@@ -170,7 +175,7 @@ class NodeFlags:
     def host_bytes(self, gpus: int) -> int:
         """Host bytes for this many GPUs, over all nodes."""
         if self.ram is not None:
-            return parse_size(self.ram)
+            return parse_size(self.ram, "--ram")
         return self.node.host_bytes_of(max(gpus, 1))
 
 
@@ -188,7 +193,7 @@ class WorkerFlags(HardwareFlags):
             queries_each=self.mtp,
             accepted=self.accepted,
             gpu_count=self.gpus,
-            device_bytes=None if self.device_bytes is None else parse_size(self.device_bytes),
+            device_bytes=self.device_limit,
             host_bytes=nodes.host_bytes(self.gpus),
             parallel=ways.over(self.gpus),
         )
@@ -269,24 +274,23 @@ def _fit(
             raise BadInput(f"{flag} needs operator tables, and none of {decode.model} was measured")
     return fits.fit(
         decode.model,
-        context=parse_size(decode.ctx),
+        context=parse_size(decode.ctx, "--ctx"),
         gpu=decode.gpu,
         gpus=decode.gpus,
-        room_bytes=None if decode.device_bytes is None else parse_size(decode.device_bytes),
+        room_bytes=decode.device_limit,
         host_bytes=nodes.host_bytes(decode.gpus),
     )
 
 
 def _asked(decode: DecodeFlags, ways: WayFlags, nodes: NodeFlags) -> Ask:
-    device_bytes, tpot = decode.device_bytes, decode.tpot
     return Ask(
-        context=parse_size(decode.ctx),
+        context=parse_size(decode.ctx, "--ctx"),
         queries_each=decode.mtp,
         accepted=decode.accepted,
         gpu_count=decode.gpus,
-        device_bytes=None if device_bytes is None else parse_size(device_bytes),
+        device_bytes=decode.device_limit,
         host_bytes=nodes.host_bytes(decode.gpus),
-        token_us_max=None if tpot is None else parse_duration(tpot),
+        token_us_max=None if decode.tpot is None else parse_duration(decode.tpot),
         batch=decode.batch,
         ratio=decode.ratio,
         parallel=ways.over(decode.gpus),

@@ -70,7 +70,7 @@ class RequestFlags:
         mix = Mix(
             rate=self.rate,
             count=self.requests or REQUESTS,
-            prompt_tokens=parse_size(self.ctx),
+            prompt_tokens=parse_size(self.ctx, "--ctx"),
             output_tokens=self.out,
             spread=self.spread,
         )

@@ -44,7 +44,7 @@ from ess.server.commands.start.devices.device_stages import plan_stages
 from ess.server.commands.start.hidden_files import check_tls
 from ess.server.commands.start.node import STOPPED_S, Node
 from ess.server.commands.start.settings import Resolved, Settings, check_events
-from ess.server.commands.start.sizing import AUTO, MemoryPlan, plan_memory, size_of
+from ess.server.commands.start.sizing import AUTO, MemoryPlan, check_sizes, plan_memory, size_of
 from ess.server.commands.start.topology import layers_of, ranks_here, starter
 from ess.server.commands.start.words import Words, read_words
 from ess.server.http import telemetry
@@ -212,6 +212,7 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
     """Adds what the checkpoint and the machine decide where no setting does. BadInput for a setting
     that contradicts the checkpoint."""
     settings = resolved.settings
+    check_sizes(settings)
     check_settings(checkpoint.config, settings)
     fresh: dict[str, Any] = {}
     if not settings.served_model_name:

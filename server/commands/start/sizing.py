@@ -22,6 +22,10 @@ from ess.server.commands.start.settings import Settings
 from ess.units import PAGE_ROWS, div_ceil, format_bytes, parse_size
 
 AUTO: Final = "auto"
+SIZES: Final = (
+    *("host_bytes", "slot_bytes", "index_bytes", "device_bytes", "graph_bytes"),
+    *("max_model_len", "body_bytes", "header_bytes"),
+)
 HOST_SHARE: Final = 4  # of free memory, at most, unless host_bytes says how much
 HOST_BYTES_MAX: Final = 4 << 30
 LENGTHS: Final = (2048, 8192, 32768, 131072)
@@ -259,6 +263,18 @@ def _room(plan: MemoryPlan, settings: Settings, layout: ModelLayout, length: int
     }
     limiter = min(counts, key=lambda name: counts[name])
     return Room(length=length, count=counts[limiter], limiter=limiter)
+
+
+def check_sizes(settings: Settings) -> None:
+    """Refuses a setting that is no size, also where only the engine's process would read it."""
+    parse_size(settings.prefix_cache_disk, "prefix_cache_disk")
+    for name in SIZES:
+        text = getattr(settings, name)
+        try:
+            if text != AUTO:
+                size_of(text, of=1 << 40)
+        except BadInput as error:
+            raise BadInput(f"{name}: {error}") from None
 
 
 def size_of(text: str, *, of: int) -> int:
