@@ -295,7 +295,7 @@ class Stage:
         if not parts or not self._may_be_behind(helds):
             self._land_run()
         if not parts:
-            self._end_run(order, helds, {}, began_s)
+            self._end_run(order, helds, {}, began_s, leaving_s=0.0)
             return
         self._check_given(given, order.token_count)
         queued = self.ranks.queue_part(
@@ -326,8 +326,13 @@ class Stage:
             windows = {part.number: made.windows for part, made in pairs}
         else:
             underway.queued.land()
-        self._leaving_s = underway.leaving_s
-        self._end_run(underway.order, underway.helds, windows, underway.began_s)
+        self._end_run(
+            underway.order,
+            underway.helds,
+            windows,
+            underway.began_s,
+            leaving_s=underway.leaving_s,
+        )
 
     def _end_run(
         self,
@@ -335,11 +340,13 @@ class Stage:
         helds: Mapping[int, Held],
         windows: Mapping[int, Tensor],
         began_s: float,
+        *,
+        leaving_s: float,
     ) -> None:
         for part in order.parts:
             if part.is_last:
                 self._finish(helds[part.number], windows.get(part.number))
-        self._report_run(order.batch, began_s, self._leaving_s)
+        self._report_run(order.batch, began_s, leaving_s)
 
     def _leave(self, hidden: Tensor) -> None:
         """To wait for the next stage is no work of this one."""
