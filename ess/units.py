@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Final
 
 from ess.errors import BadInput
@@ -17,7 +18,7 @@ _SUFFIX: Final = {
     "g": 1 << 30,
     "t": 1 << 40,
 }
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,24}(?:\.\d{1,24})?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE | re.ASCII)
 
 
 def div_ceil(value: int, unit: int) -> int:
@@ -34,11 +35,11 @@ def parse_size(text: str | int, what: str = "") -> int:
     """
     if isinstance(text, int):
         return text
-    match = _SIZE.match(text)
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         name = f"{what}: " if what else ""
-        raise BadInput(f"{name}{text!r} is not a size; write 4096, 128k, 64MiB or 1.5GiB")
-    return int(float(match[1]) * _SUFFIX[match[2].lower()])
+        raise BadInput(f"{name}{text!r:.80} is not a size; write 4096, 128k, 64MiB or 1.5GiB")
+    return int(Fraction(match[1]) * _SUFFIX[match[2].lower()])
 
 
 def format_bytes(count: int) -> str:

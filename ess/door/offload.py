@@ -20,7 +20,7 @@ from ess.door.steps.beginning import begin
 from ess.door.steps.direct import Direct
 from ess.door.steps.placement import LayerMemory
 from ess.door.steps.step import Step
-from ess.errors import BadInput, BadState
+from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans.lanes import open_lane
 from ess.kernels.streams import Lane
 from ess.layout import ModelLayout
@@ -98,15 +98,15 @@ class Offload:
         pages have `layout.host_page_bytes`, and `close` closes it too.
         """
         floor = layout.slot_floor if slot_floor is None else slot_floor
-        named = {"sequence_max": sequence_max, "query_max": query_max, "part_max": part_max}
-        for name, value in {**named, "slot_floor": floor}.items():
-            in_range(name, value, 1, 1 << 31)
+        _check_counts(
+            sequence_max=sequence_max, query_max=query_max, part_max=part_max, slot_floor=floor
+        )
         _check_eviction(evict, device)
         _check_lane(lane)
         sizes = PoolSizes(
-            slot_bytes=parse_size(slot_bytes),
-            host_bytes=parse_size(host_bytes),
-            index_bytes=None if index_bytes is None else parse_size(index_bytes),
+            slot_bytes=_bytes("slot_bytes", slot_bytes),
+            host_bytes=_bytes("host_bytes", host_bytes),
+            index_bytes=None if index_bytes is None else _bytes("index_bytes", index_bytes),
             sequence_max=sequence_max,
             length_max=in_range("length_max", parse_size(length_max), 1, 1 << 31),
             query_max=query_max,
@@ -121,9 +121,9 @@ class Offload:
         if device != "cpu":
             own = {"lane": lane, "placement": placement, "common": common}
             return cls(_device_side(layout, sizes, device, now, own, disk), now)
-        opened = open_lane() if lane is None else lane
-        pools = build_pools(layout, sizes, opened, disk, common)
-        return cls(HostSide(pools, opened, now, placement), now)
+        return cls(
+            _host_side(layout, sizes, lane or open_lane(), now, placement, disk, common), now
+        )
 
     # ---- what may be read
 
@@ -381,6 +381,31 @@ def _device_side(
 def _check_lane(lane: Lane | None) -> None:
     if lane is not None and not hasattr(lane, "submit"):
         raise BadInput(f"lane is {lane!r}, must be a lane of ess.flashtrans")
+
+
+def _host_side(
+    layout: ModelLayout,
+    sizes: PoolSizes,
+    lane: Lane,
+    clock: Clock,
+    placement: MakePlacement | None,
+    disk: DiskTier | None,
+    common: Common | None,
+) -> HostSide:
+    try:
+        return HostSide(build_pools(layout, sizes, lane, disk, common), lane, clock, placement)
+    except MemoryError as error:
+        raise Unavailable(f"no memory for these pools: {error}") from error
+
+
+def _check_counts(**named: int) -> None:
+    for name, count in named.items():
+        in_range(name, count, 1, 1 << 31)
+
+
+def _bytes(name: str, size: int | str) -> int:
+    """Addresses of more than 62 bits are none."""
+    return in_range(name, parse_size(size), 0, 1 << 62)
 
 
 def _check_eviction(evict: str, device: str) -> None:

@@ -21,8 +21,14 @@ HASH_BYTES = 16
 
 
 def root_hash(salt: bytes) -> bytes:
-    """The hash that stands for the parent of first pages. Different salts never share pages."""
-    return hashlib.blake2b(salt, digest_size=HASH_BYTES).digest()
+    """The hash that stands for the parent of first pages. Different salts never share pages.
+
+    The hash of a salt is personalised. A page's hash is one of bytes as well: without that, a salt
+    that spells what is hashed for a page would stand for it, and the pages behind that page would
+    be found as first pages.
+    """
+    person = b"salt" if salt else b""
+    return hashlib.blake2b(salt, digest_size=HASH_BYTES, person=person).digest()
 
 
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -49,6 +49,17 @@ Way = dict[str, Any]
 
 
 @EACH
+def test_a_chunk_may_have_nothing_to_score(world: World) -> None:
+    """The chances behind its last token alone are asked for, or none are."""
+    for start in (20, 39, 40, 41):
+        with world.engines(chunk_tokens=16) as engine:
+            asked = Sampling(tokens_max=2, prompt_logprobs=1, prompt_start=start)
+            engine.add(LINE[:41], asked)
+            scored = [chance for step in engine.run() for each in step.scored for chance in each]
+            assert len(scored) == max(0, 40 - start)
+
+
+@EACH
 @pytest.mark.parametrize("chunk", range(1, 10))
 def test_chunks_end_at_every_offset_of_what_a_state_gathers(world: World, chunk: int) -> None:
     """Units and entries of 4 tokens, entries of 8; 3 tokens before each in a linear layer."""

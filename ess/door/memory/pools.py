@@ -42,6 +42,8 @@ from ess.units import PAGE_ROWS
 
 Ages = npt.NDArray[np.int64]
 
+PAGES_MAX: Final = (1 << 31) // PAGE_ROWS - 1
+"""Codes of rows in place are -2 - row, in 32 bits."""
 ADVICE: Final = {
     SLOTS: "raise slot_bytes or lower slot_floor",
     WINDOW_SLOTS: "raise slot_bytes",
@@ -181,6 +183,9 @@ class Counts:
         chunks = whole_count(
             "slot_bytes", sizes.slot_bytes, layout.chunk_bytes, count_min=least_chunks(layout)
         )
+        for name, count in (("host_bytes", host_pages), ("index_bytes", index_pages)):
+            if count > PAGES_MAX:
+                raise BadInput(f"{name} holds {count:,} pages; 31 bits name rows of {PAGES_MAX:,}")
         return cls(host_pages=host_pages, index_pages=index_pages, chunks=chunks)
 
 

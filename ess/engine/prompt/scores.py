@@ -27,6 +27,8 @@ def score(prefilled: Prefilled, chunk: Chunk) -> tuple[Chance, ...]:
         return ()
     first = min(max(chunk.start, sampling.prompt_start), chunk.stop)
     following = prompt[first + 1 : chunk.stop + 1]
+    if not following:
+        return ()
     return tuple(_scored(prefilled, first, following, sampling.prompt_logprobs))
 
 

@@ -9,6 +9,7 @@ import torch
 from ess.door import Offload
 from ess.errors import BadInput, BadState, PoolFull, Unavailable
 from ess.layout import IndexCodec, ModelLayout, RowCodec
+from ess.units import parse_size
 from tests.support.manual_lane import ManualLane
 
 LAYOUT = ModelLayout(
@@ -315,6 +316,33 @@ def test_sizes_that_hold_nothing_say_the_least_that_works():
         make(device="cuda", lane=None)
     with pytest.raises(BadInput, match="query_max is 0"):
         make(query_max=0)
+
+
+@pytest.mark.parametrize("name", ["slot_bytes", "host_bytes", "index_bytes"])
+@pytest.mark.parametrize("size", [1 << 63, 1 << 70, "9" * 24, "9" * 400, 1.5, float("nan"), -1])
+def test_sizes_that_no_memory_has_are_refused(name: str, size: object):
+    with pytest.raises(BadInput):
+        make(**{name: size})
+
+
+def test_pages_beyond_what_rows_can_be_named_are_refused():
+    pages = (1 << 25) * LAYOUT.host_page_bytes
+    with pytest.raises(BadInput, match="host_bytes holds 33,554,432 pages; 31 bits"):
+        make(host_bytes=pages)
+
+
+def test_arrays_that_no_memory_has_are_refused(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise MemoryError("Unable to allocate 256. GiB")
+
+    monkeypatch.setattr("ess.door.offload.HostSide", full)
+    with pytest.raises(Unavailable, match=r"no memory for these pools: .* 256\. GiB"):
+        make()
+
+
+def test_sizes_are_whole_numbers_of_any_length():
+    assert parse_size("9007199254740993") == 9007199254740993
+    assert parse_size("0.5t") == 1 << 39
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ess.pool.prefix import PrefixIndex, page_hash, page_hashes, root_hash
@@ -102,3 +103,10 @@ def test_listeners_hear_what_went_or_that_nothing_is_left(held: int):
     assert told == ([contents[1:]] if held else ["emptied"])
     index.forget_idle()
     assert told[1:] == ([] if held else ["emptied"])
+
+
+def test_no_salt_stands_for_a_page_of_another_prompt():
+    """A first page behind such a salt would be the other prompt's second page."""
+    first = np.asarray(range(64), np.int64).tobytes()
+    for root in (root_hash(b""), root_hash(b"a tenant")):
+        assert page_hash(root, range(64)) != root_hash(root + first)

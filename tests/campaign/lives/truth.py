@@ -1,0 +1,167 @@
+"""What a request must say: the plain model, a token at a time, and draws by their definition."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ess.engine.tokens.draw import gumbel, noise_keys
+from ess.engine.tokens.sampling import Sampling
+from ess.models.compressed import plain as compressed
+from ess.models.compressed.model import CompressedModel
+from ess.models.model import Model
+from ess.models.plain import Plain
+from tests.campaign.lives.plan import LINES, Ask
+from tests.model.grid import checkpoint
+from tests.support.checkpoints import tokens
+
+LINE_COUNT = 1024
+
+
+@dataclass(frozen=True)
+class Truth:
+    """`scores` are log chances, of all ids, before each token behind the first of the prompt."""
+
+    tokens: list[int]
+    reason: str
+    scores: Tensor
+    prompt: int
+
+
+def model(family: str) -> Model:
+    return checkpoint(family)
+
+
+@functools.cache
+def lines(family: str) -> list[list[int]]:
+    """Drawn; the same for more than two pages, then another; one id; two in turn; three ids."""
+    vocabulary = model(family).config.vocab_size
+    first, other = (tokens(LINE_COUNT, vocabulary, seed=seed) for seed in (5, 6))
+    few = [vocabulary - 1 - token % 3 for token in other]
+    made = [first, first[:131] + other, [7] * LINE_COUNT, [0, vocabulary - 1] * LINE_COUNT, few]
+    assert len(made) == LINES, f"{len(made)} lines"
+    return made
+
+
+def wish(ask: Ask, vocabulary: int) -> Sampling:
+    heat = {"temperature": 1.2, "seed": ask.seed}
+    more: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "warm": heat,
+        "cut": {**heat, "top_p": 0.8, "top_k": 20, "min_p": 0.02},
+        "penalised": {
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.7,
+            "presence_penalty": 0.4,
+            "logit_bias": {0: -100.0, vocabulary - 1: 1.5},
+        },
+        "bound": {
+            **heat,
+            "allowed_ids": frozenset(range(3, vocabulary, 9)) | {vocabulary - 1},
+            "bad_words": ((3,), (12, 12), (21, 30, 3), (vocabulary - 1, 12)),
+        },
+        "ended": {
+            **heat,
+            "tokens_min": ask.tokens // 2,
+            "stop_ids": frozenset(range(0, vocabulary, 5)),
+        },
+        "told": {**heat, "logprobs": 3},
+        "scored": {"prompt_logprobs": 2, "prompt_start": ask.length // 2},
+    }
+    ends = {} if ask.wish == "ended" else {"ignore_eos": True}
+    return Sampling(tokens_max=ask.tokens, **ends, **more[ask.wish])
+
+
+@functools.cache
+def truth(family: str, line: int, length: int, count: int, name: str, seed: int) -> Truth:
+    ask = Ask(at=0, line=line, length=length, tokens=count, wish=name, seed=seed)
+    made, prompt = model(family), lines(family)[line][:length]
+    asked, forward = wish(ask, made.config.vocab_size), _forward(made)
+    ends = set(asked.stop_ids)
+    if not asked.ignore_eos:
+        eos = made.config.eos_ids
+        ends |= {eos} if isinstance(eos, int) else set(eos)
+    scores, output, reason = [forward(prompt)], [], "length"
+    while len(output) < count:
+        output.append(_drawn(scores[-1][-1], asked, prompt, output, ends))
+        if output[-1] in ends:
+            reason = "stop"
+            break
+        scores.append(forward(output[-1:]))
+    return Truth(output, reason, torch.cat(scores).log_softmax(-1), length)
+
+
+def nearest(*given: Any) -> float:
+    """By how little anything was chosen, or left out, on the way to this truth."""
+    gaps, whole = [math.inf], Tensor.topk
+
+    def topk(values: Tensor, k: int, *more: Any, **named: Any) -> Any:
+        if 0 < k < values.shape[-1]:
+            order = values.float().sort(-1, descending=True).values
+            apart = (order[..., k - 1] - order[..., k]).flatten()
+            gaps.extend(apart[apart.isfinite()].tolist())
+        return whole(values, k, *more, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "topk", topk)
+        truth.__wrapped__(*given)
+    return min(gaps)
+
+
+def _forward(made: Model) -> Any:
+    if isinstance(made, CompressedModel):
+        return compressed.Plain(made).run
+    plain = Plain(made)
+    return lambda given: plain.run(given).logits
+
+
+def _drawn(
+    logits: Tensor, asked: Sampling, prompt: list[int], output: list[int], ends: set[int]
+) -> int:
+    changed = _changed(logits.tolist(), asked, prompt, output, ends)
+    if asked.is_greedy:
+        return max(range(len(changed)), key=lambda token: (changed[token], -token))
+    scores = [score / asked.temperature for score in changed]
+    position = len(prompt) + len(output)
+    noise = gumbel(noise_keys([asked.seed], [position]), torch.arange(len(scores)))[0].tolist()
+    kept = _kept(scores, asked)
+    return max(kept, key=lambda token: scores[token] + noise[token])
+
+
+def _changed(
+    scores: list[float], asked: Sampling, prompt: list[int], output: list[int], ends: set[int]
+) -> list[float]:
+    for token in {*prompt, *output}:
+        penalty = asked.repetition_penalty
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    for token in set(output):
+        scores[token] -= asked.frequency_penalty * output.count(token) + asked.presence_penalty
+    for token, bias in asked.logit_bias.items():
+        scores[token] += bias
+    gone = set() if asked.allowed_ids is None else {*range(len(scores))} - asked.allowed_ids
+    for *before, last in asked.bad_words:
+        if before == output[len(output) - len(before) :]:
+            gone.add(last)
+    if len(output) < asked.tokens_min:
+        gone |= ends
+    return [-math.inf if token in gone else score for token, score in enumerate(scores)]
+
+
+def _kept(scores: list[float], asked: Sampling) -> list[int]:
+    """Top-k, then top-p of what is left, then min-p of what is left."""
+    order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
+    order = [token for token in order if scores[token] > -math.inf][: asked.top_k or None]
+    chance = {token: math.exp(scores[token] - scores[order[0]]) for token in order}
+    mass, summed, kept = sum(chance.values()), 0.0, []
+    for token in order:
+        if kept and asked.top_p < 1 and summed >= asked.top_p * mass:
+            break
+        kept.append(token)
+        summed += chance[token]
+    return [token for token in kept if chance[token] >= asked.min_p]

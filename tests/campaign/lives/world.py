@@ -1,0 +1,350 @@
+"""A life, lived: turn by turn, all owners checked, every token held against the truth."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from ess.door import Offload
+from ess.engine.config import EngineConfig
+from ess.engine.engine import Engine
+from ess.engine.entries import over
+from ess.engine.plan import StepResult
+from ess.engine.request import Request
+from ess.engine.step import way
+from ess.engine.tokens.chance import Chance
+from ess.engine.tokens.sampling import Sampling
+from ess.errors import PoolFull
+from ess.layout import ModelLayout
+from tests.campaign.lives.plan import TURNS, Ask, Hit, Life
+from tests.campaign.lives.truth import Truth, lines, model, nearest, truth, wish
+from tests.support.manual_lane import ManualLane
+
+LENGTH_MAX = 1024
+TURNS_MAX = 6000
+SALTS = (b"", b"a tenant")
+CLOSE = 2e-3
+TIE = 1e-6
+LEAD = 0.05
+"""Where rows are rounded an answer may differ behind a token that leads by less, as log chances."""
+
+
+class Wrong(AssertionError):
+    """What must never be."""
+
+
+@dataclass(eq=False)
+class Told:
+    """What became of an ask: its requests, and what each of them must say."""
+
+    ask: Ask
+    request: Request
+    truth: Truth
+    is_cancelled: bool = False
+    chances: list[Chance] = field(default_factory=list)
+    scored: list[Chance] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    seen: Counter[str] = field(default_factory=Counter)
+
+
+def layout_of(life: Life) -> ModelLayout:
+    config = model(life.family).config
+    if life.engine["mtp"] == 1:
+        config = msgspec.structs.replace(config, mtp_layer_count=0)
+    if life.family == "deepseek_v4" or life.form == "f32":
+        return config.layout(row="f32", index="f32")
+    return config.layout(row=life.form)
+
+
+def offload_of(life: Life) -> Offload:
+    layout = layout_of(life)
+    return Offload.create(
+        layout,
+        slot_bytes=life.chunks * layout.group_count * layout.group_layers_max * layout.page_bytes,
+        host_bytes=life.host_pages * layout.host_page_bytes,
+        index_bytes=life.index_pages * layout.index_page_bytes,
+        length_max=LENGTH_MAX,
+        sequence_max=life.lines,
+        query_max=64,
+        slot_floor=life.slot_floor,
+        lane=ManualLane(seed=life.seed, delay_max=life.delay_max),
+        evict=life.evict,
+        poison=True,
+    )
+
+
+class World:
+    def __init__(self, life: Life) -> None:
+        self.life = life
+        self.outcome = Outcome()
+        self.offload = offload_of(life)
+        self.told: list[Told] = []
+        settings = EngineConfig(**life.engine, verify_fatal=True)
+        self.engine = Engine(model(life.family), self.offload, settings)
+        self._held: list[tuple[int, Told]] = []
+        self._draw = random.Random(life.seed)
+
+    def live(self) -> Outcome:
+        last = max([TURNS, *(ask.at for ask in self.life.asks)])
+        with right_drafts(self):
+            for turn in range(TURNS_MAX):
+                self._begin(turn)
+                self._note(self.engine.step())
+                self.engine.check()
+                self._look()
+                if turn > last and self.engine.is_idle and not self._held:
+                    return self._settled(turn)
+        raise Wrong(f"it goes on behind turn {TURNS_MAX}: {[t.request.state for t in self.told]}")
+
+    def close(self) -> None:
+        self.engine.close()
+        self.offload.close()
+
+    # ---- what happens
+
+    def _begin(self, turn: int) -> None:
+        for ask in self.life.asks:
+            if ask.at == turn:
+                self._add(ask)
+        for hit in self.life.hits:
+            if hit.at == turn:
+                self._strike(hit, turn)
+        for due, told in [*self._held]:
+            if due <= turn and self._resumed(told):
+                self._held.remove((due, told))
+
+    def _add(self, ask: Ask) -> None:
+        leader = None
+        for copy in range(1 + ask.more):
+            own = msgspec.structs.replace(ask, seed=ask.seed ^ copy)
+            expected = self._truth(own)
+            said = expected.tokens[: min(ask.said, len(expected.tokens) - 1)]
+            if leader is not None or ask.wish == "scored":
+                said = []
+            request = self.engine.add(
+                lines(self.life.family)[ask.line][: ask.length],
+                wish(own, model(self.life.family).config.vocab_size),
+                priority=ask.priority,
+                salt=SALTS[ask.salt],
+                leader=leader,
+                said=said,
+            )
+            leader = leader or request
+            self.told.append(Told(own, request, expected))
+
+    def _truth(self, ask: Ask) -> Truth:
+        if self.life.form != "f32":
+            return alone(self.life.family, self.life.form, ask.line, ask.length, ask.tokens)
+        family = self.life.family
+        return truth(family, ask.line, ask.length, ask.tokens, ask.wish, ask.seed)
+
+    def _strike(self, hit: Hit, turn: int) -> None:
+        going = [told for told in self.told if told.request.reason is None]
+        running = [t for t in going if t.request.state in ("prefilling", "decoding")]
+        self.outcome.seen[hit.what] += 1
+        match hit.what:
+            case "cancel" if going:
+                told = going[hit.which % len(going)]
+                self.engine.cancel(told.request)
+                told.is_cancelled = True
+            case "preempt" if running:
+                told = running[hit.which % len(running)]
+                self.engine.preempt(told.request)
+                self._held.append((turn + hit.size, told))
+            case "forget" if self.engine.is_idle and not self._held:
+                self.engine.forget_prefixes()
+            case "verify":
+                self._verify()
+            case "rebalance":
+                self.engine._learn(0)
+                self.offload.rebalance()
+
+    def _resumed(self, told: Told) -> bool:
+        if told.request.state != "preempted":
+            return True
+        try:
+            self.engine.resume(told.request)
+        except PoolFull:
+            return False
+        return True
+
+    # ---- what must hold
+
+    def _note(self, result: StepResult) -> None:
+        of = {told.request: told for told in self.told}
+        for made in result.made:
+            if made.request in of:
+                of[made.request].chances += made.chances
+        for chunk, scored in zip(result.chunks, result.scored, strict=True):
+            if chunk.request in of:
+                of[chunk.request].scored += scored
+        self.outcome.seen["steps"] += 1
+        self.outcome.seen["tokens"] += sum(len(made.tokens) for made in result.made)
+
+    def _look(self) -> None:
+        for told in [*self.told]:
+            output = told.request.output
+            if output != told.truth.tokens[: len(output)]:
+                self._differs(told)
+
+    def _differs(self, told: Told) -> None:
+        output, expected = told.request.output, told.truth
+        at = next(n for n, token in enumerate(output) if expected.tokens[n : n + 1] != [token])
+        if self._is_near(told, at):
+            self.outcome.seen["near ties"] += 1
+            self.told.remove(told)
+            return
+        raise Wrong(f"{told.ask} says {output}, not {expected.tokens}: token {at}")
+
+    def _is_near(self, told: Told, at: int) -> bool:
+        """Whether a rounding decides what is said."""
+        if self.life.form != "f32":
+            leads = told.truth.scores[at : at + 1].flatten().tolist()
+            return not leads or leads[0] < LEAD
+        ask = told.ask
+        given = (self.life.family, ask.line, ask.length, ask.tokens, ask.wish, ask.seed)
+        return nearest(*given) < TIE
+
+    def _settled(self, turn: int) -> Outcome:
+        self.outcome.seen["turns"] = turn
+        for told in self.told:
+            self._look_at_end(told)
+        self.offload.drain()
+        self._verify()
+        self.outcome.seen["preempted"] = self.engine.preempted_count
+        self.outcome.seen["moved"] = self.engine.moved_count
+        self.engine.forget_prefixes()
+        self.offload.check()
+        stats = self.offload.stats()
+        free = stats.free_host_page_count, stats.free_index_page_count
+        if free != (stats.host_page_count, stats.index_page_count) or stats.used_slot_count.any():
+            raise Wrong(f"pages or slots leak: {stats}")
+        return self.outcome
+
+    def _look_at_end(self, told: Told) -> None:
+        request, reason = told.request, told.request.reason
+        self.outcome.seen[f"{reason}"] += 1
+        self.outcome.seen["cached"] += bool(request.cached_count)
+        if told.is_cancelled and reason == "cancelled":
+            return
+        if reason == "refused" and isinstance(request.refusal, PoolFull):
+            self._may_refuse(told)
+            return
+        if (reason, request.output) != (told.truth.reason, told.truth.tokens):
+            raise Wrong(f"{told.ask} ends as {reason}: {request.refusal or request.output}")
+        self._look_at_chances(told)
+
+    def _may_refuse(self, told: Told) -> None:
+        """Only what could not run alone in these pools."""
+        layout = self.offload.layout
+        page = 256 if self.life.family == "deepseek_v4" else 64
+        pages = -(-(told.request.length_max + 8) // page) + layout.mtp_layer_count
+        least = min(self.life.host_pages, self.life.index_pages)
+        slots = self.life.chunks * 64
+        if pages <= least and self.life.slot_floor <= slots:
+            raise Wrong(f"{told.ask} is refused: {told.request.refusal}")
+
+    def _look_at_chances(self, told: Told) -> None:
+        scores, length = told.truth.scores, told.truth.prompt
+        if told.ask.wish == "told":
+            said = len(told.request.said)
+            if len(told.chances) != len(told.request.output) - said:
+                raise Wrong(f"{told.ask}: {len(told.chances)} chances")
+            for at, chance in enumerate(told.chances, said):
+                self._close(told, chance, scores[length - 1 + at], told.request.output[at])
+        if told.ask.wish == "scored" and told.request.leader is None:
+            start = told.request.sampling.prompt_start
+            if len(told.scored) != max(0, length - 1 - start):
+                raise Wrong(f"{told.ask}: {len(told.scored)} chances of the prompt")
+            for at, chance in enumerate(told.scored, start):
+                self._close(told, chance, scores[at], told.request.prompt[at + 1])
+
+    def _close(self, told: Told, chance: Chance, scores: Tensor, token: int) -> None:
+        far = abs(chance.logprob - float(scores[token])) > CLOSE
+        if far and not self._is_near(told, 0):
+            raise Wrong(f"{told.ask}: {chance} of {token}, not {float(scores[token])}")
+
+    def _verify(self) -> None:
+        for layer in range(self.offload.layout.layer_total):
+            if differing := self.offload.verify(layer):
+                raise Wrong(f"layer {layer}: slots unlike the host's rows: {differing[:4]}")
+
+    # ---- drafts
+
+    def guess(self, sequences: Sequence[Any], behind: Sequence[int], guesses: Tensor) -> Tensor:
+        """Guesses of what stands from `behind` on, right as often as is drawn."""
+        of = {told.request.sequence: told for told in self.told}
+        vocabulary = model(self.life.family).config.vocab_size
+        for place, (sequence, first) in enumerate(zip(sequences, behind, strict=True)):
+            told = of.get(sequence)
+            text = [] if told is None else told.request.prompt + told.truth.tokens
+            for at, token in enumerate(text[first : first + guesses.shape[1]]):
+                is_right = self._draw.random() < self.life.right
+                guesses[place, at] = token if is_right else (token + 1) % vocabulary
+                self.outcome.seen["right drafts"] += is_right
+        return guesses
+
+
+@contextmanager
+def right_drafts(world: World) -> Iterator[None]:
+    rows, entries = way.draft, over.draft
+
+    def of_rows(runner: Any, batch: Any, hidden: Any, following: Any, last: Any, count: int) -> Any:
+        guesses = rows(runner, batch, hidden, following, last, count)
+        behind = (batch.lengths[last] + 1).tolist()
+        return world.guess(batch.step.sequences, behind, guesses)
+
+    def of_entries(entered: Any, streams: Any, chosen: Any, count: int) -> Any:
+        guesses = entries(entered, streams, chosen, count)
+        if guesses is None:
+            return None
+        behind = [int(entered.tokens.positions[last]) + 2 for last in chosen.last]
+        return world.guess(entered.batch.step.sequences, behind, guesses)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(way, "draft", of_rows)
+        patch.setattr(over, "draft", of_entries)
+        yield
+
+
+@functools.cache
+def alone(family: str, form: str, line: int, length: int, count: int) -> Truth:
+    """Of rounded rows: one request, all of whose rows are resident. `scores` are the leads."""
+    config = msgspec.structs.replace(model(family).config, mtp_layer_count=0)
+    layout = config.layout(row=form)
+    offload = Offload.create(
+        layout,
+        slot_bytes=20 * layout.group_count * layout.group_layers_max * layout.page_bytes,
+        host_bytes=20 * layout.host_page_bytes,
+        length_max=LENGTH_MAX,
+        slot_floor=64,
+    )
+    engine = Engine(model(family), offload, EngineConfig(modes="resident"))
+    asked = Sampling(tokens_max=count, ignore_eos=True, logprobs=2)
+    request = engine.add(lines(family)[line][:length], asked)
+    chances = [chance for step in engine.run() for made in step.made for chance in made.chances]
+    leads = [chance.top[0][1] - chance.top[1][1] for chance in chances]
+    offload.close()
+    return Truth(request.output, str(request.reason), torch.tensor(leads)[:, None], length)
+
+
+def live(life: Life) -> Outcome:
+    torch.set_num_threads(1)
+    world = World(life)
+    try:
+        return world.live()
+    finally:
+        world.close()

@@ -1,0 +1,107 @@
+"""Lives that all go well, and mistakes that are planted and found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+import torch
+
+from ess.door.sequences import progress
+from ess.engine.tokens import verification
+from ess.pool import prefix
+from tests.campaign.lives.plan import HAPPENINGS, PLAIN, ROW_FORMS, WISHES, Ask, Life, drawn
+from tests.campaign.lives.shrink import shrunk
+from tests.campaign.lives.world import Wrong, live
+from tests.model.grid import RANDOM
+
+pytestmark = pytest.mark.slow
+
+SEEDS = range(4)
+MORE = range(4, 250)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_token_is_right_and_every_page_is_free(seed: int) -> None:
+    assert live(drawn(seed)).seen["steps"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", MORE)
+def test_so_it_is_in_many_lives(seed: int) -> None:
+    assert live(drawn(seed)).seen["steps"]
+
+
+def test_everything_is_drawn() -> None:
+    lives = [drawn(seed) for seed in range(200)]
+    assert {life.family for life in lives} == {*RANDOM}
+    assert {life.form for life in lives} == {*ROW_FORMS}
+    assert {ask.wish for life in lives for ask in life.asks} == {*WISHES}
+    assert {hit.what for life in lives for hit in life.hits} == {*HAPPENINGS}
+
+
+def two(**settings: object) -> Life:
+    """Two requests one after the other."""
+    asks = tuple(
+        Ask(at=20 * (line - 2), line=line, length=131, tokens=12, wish="greedy") for line in (2, 3)
+    )
+    plain = {**drawn(0).engine, **PLAIN, "chunk_tokens": 64, "max_running": 4, "query_max": 64}
+    return msgspec.structs.replace(
+        drawn(0),
+        family="deepseek_v32",
+        form="f32",
+        engine={**plain, **settings},
+        chunks=4,
+        slot_floor=16,
+        host_pages=20,
+        index_pages=20,
+        lines=4,
+        right=0.5,
+        asks=asks,
+        hits=(),
+    )
+
+
+def wrong_drafts_are_kept(patch: pytest.MonkeyPatch) -> Life:
+    patch.setattr(verification, "_accepted", lambda drafts, targets: tuple(targets))
+    return two(mtp=4)
+
+
+def any_text_finds_any_page(patch: pytest.MonkeyPatch) -> Life:
+    """A page is known by the salt and by how many pages are before it."""
+
+    def of_place(parent: bytes, tokens: Sequence[int]) -> bytes:
+        return whole(parent, [0] * len(tokens))
+
+    whole = prefix.page_hash
+    for module in (prefix, progress):
+        patch.setattr(module, "page_hash", of_place)
+    return two()
+
+
+@pytest.mark.parametrize("planted", [wrong_drafts_are_kept, any_text_finds_any_page])
+def test_a_planted_mistake_is_found_and_cut_down(
+    planted: Callable[[pytest.MonkeyPatch], Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planted(monkeypatch)
+
+    def fails(less: Life) -> bool:
+        try:
+            live(less)
+        except (Wrong, AssertionError):
+            return True
+        return False
+
+    assert fails(plan)
+    assert len(shrunk(plan, fails).asks) == (1 if planted is wrong_drafts_are_kept else 2)
+    monkeypatch.undo()
+    assert not fails(plan)
