@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ess.errors import BadInput
@@ -25,6 +26,7 @@ TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 CONFIG_FILE: Final = "config.json"
 
 
+NO_NAMES: Final[Mapping[str, Any]] = MappingProxyType({})
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -36,8 +38,16 @@ class ChatStyle(Protocol):
     waits: bool
     has_tools: bool
 
-    def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
-        """The prompt of a reply, or of the rest of the last message, which `goes_on`."""
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool,
+        goes_on: bool = False,
+        names: Mapping[str, Any] = NO_NAMES,
+    ) -> str:
+        """The prompt of a reply, or of the rest of the last message, which `goes_on`. A template
+        also gets `names`; the formats that are written here have no use for them."""
         ...
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
@@ -68,7 +78,14 @@ class DeepSeekStyle:
     def v4(cls) -> DeepSeekStyle:
         return cls(deepseek_v4.encode, opening=dsml.CALLS_V4, closing=dsml.CALLS_V4_END)
 
-    def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool,
+        goes_on: bool = False,
+        names: Mapping[str, Any] = NO_NAMES,
+    ) -> str:
         if goes_on:
             _last_words(messages)
             text = self._write(messages, thinking=thinking, reply=False)
@@ -89,7 +106,14 @@ class PlainStyle:
     waits = False
     has_tools = False
 
-    def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool,
+        goes_on: bool = False,
+        names: Mapping[str, Any] = NO_NAMES,
+    ) -> str:
         if any(message.tools or message.tool_calls for message in messages):
             raise BadInput("this model knows no tools")
         turns = "".join(f"{m.role}: {m.content}\n" for m in messages)
@@ -116,11 +140,19 @@ class TemplateStyle:
         self.replies = replies
         self.has_tools = "tools" in source
 
-    def encode(self, messages: Sequence[Message], *, thinking: bool, goes_on: bool = False) -> str:
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool,
+        goes_on: bool = False,
+        names: Mapping[str, Any] = NO_NAMES,
+    ) -> str:
         last = _last_words(messages) if goes_on else ""
         tools = [{"type": "function", "function": dict(t)} for m in messages for t in m.tools]
         text = self._template.render(
             {
+                **names,
                 "messages": [_as_openai(message) for message in messages],
                 "tools": tools or None,
                 "add_generation_prompt": not goes_on,

@@ -65,7 +65,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 def render(template: Any, names: dict[str, Any]) -> dict[str, str]:
     try:
-        text = template.render(**names)
+        text = template.render(names)
     except MemoryError:
         return {"error": f"needs more than {MEMORY_BYTES_MAX >> 20} MiB"}
     except Exception as error:

@@ -81,6 +81,20 @@ class Generation:
     def text(self) -> str:
         return "".join(self._texts)
 
+    def count_up_to(self, said: str) -> int:
+        """How many tokens the answer had when it had said this. Special tokens count even where
+        they are no part of the text."""
+        if not said:
+            return 0
+        begin = max(0, self.text.find(said))
+        left = len((self.text[:begin] + said).encode("utf-8", "replace"))
+        hidden = frozenset() if self.ending.keep_special else self.tokenizer.special_ids
+        for count, token in enumerate(self.tokens, start=1):
+            left -= 0 if token in hidden else len(self.tokenizer.bytes_of(token))
+            if left <= 0:
+                return count
+        return len(self.tokens)
+
     def feed(self, piece: Piece) -> Delta:
         """The delta of a piece; empty once the answer has ended."""
         if self.finish is not None:

@@ -19,38 +19,46 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance | None], offset: int
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    chances: Sequence[Chance | None],
+    offset: int,
+    *,
+    by_id: bool = False,
 ) -> dict[str, Any]:
     """Parallel lists; `offset` is where the first token's text begins. The first token of a text
     has no log probability. The others are themselves among the likeliest in their place, as with
     OpenAI: where they are not, as one more.
     """
-    texts = [token_text(tokenizer, token) for token in tokens]
     offsets = []
-    for text in texts:
+    for token in tokens:
         offsets.append(offset)
-        offset += len(text)
+        offset += len(token_text(tokenizer, token))
     return {
-        "tokens": texts,
+        "tokens": [_name(tokenizer, token, by_id) for token in tokens],
         "token_logprobs": [chance and chance.logprob for chance in chances],
         "top_logprobs": [
             chance
-            and {token_text(tokenizer, other): logprob for other, logprob in chance.top}
-            | {text: chance.logprob}
-            for text, chance in zip(texts, chances, strict=True)
+            and {
+                _name(tokenizer, other, by_id): logprob
+                for other, logprob in (*chance.top, (token, chance.logprob))
+            }
+            for token, chance in zip(tokens, chances, strict=True)
         ],
         "text_offset": offsets,
     }
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance]
+    tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance], *, by_id: bool = False
 ) -> dict[str, Any]:
     return {
         "content": [
             {
-                **_entry(tokenizer, token, chance.logprob),
-                "top_logprobs": [_entry(tokenizer, other, value) for other, value in chance.top],
+                **_entry(tokenizer, token, chance.logprob, by_id),
+                "top_logprobs": [
+                    _entry(tokenizer, other, value, by_id) for other, value in chance.top
+                ],
             }
             for token, chance in zip(tokens, chances, strict=True)
         ]
@@ -81,9 +89,14 @@ def prompt_logprobs(
     return entries
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+def _name(tokenizer: Tokenizer, token: int, by_id: bool) -> str:
+    """A token's text, or vLLM's way to write its id."""
+    return f"token_id:{token}" if by_id else token_text(tokenizer, token)
+
+
+def _entry(tokenizer: Tokenizer, token: int, logprob: float, by_id: bool) -> dict[str, Any]:
     return {
-        "token": token_text(tokenizer, token),
+        "token": _name(tokenizer, token, by_id),
         "logprob": logprob,
         "bytes": list(tokenizer.bytes_of(token)),
     }

@@ -17,7 +17,7 @@ import msgspec
 from ess.errors import BadInput
 from ess.models.chat.messages import read_messages
 from ess.models.chat.quoting import Quoting
-from ess.models.chat.styles import ChatStyle
+from ess.models.chat.styles import NO_NAMES, ChatStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects import message_blocks, schemas
 from ess.server.dialects.logprobs import token_text
@@ -28,7 +28,9 @@ from ess.server.dialects.tools import (
     choice_of_responses,
     goes_on,
     is_thinking,
+    names_of,
     offered_tools,
+    thinks,
     tools_of_messages,
     tools_of_responses,
     wants_thinking,
@@ -147,10 +149,17 @@ class PromptReader:
         return prompts, isinstance(ask.text, list)
 
     def _chat(self, ask: schemas.ChatAsk) -> list[int]:
-        tools = offered_tools(ask.tools, ask.tool_choice)
-        thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
-        is_cut = ask.truncate_prompt_tokens is not None
-        return self._rendered(ask.messages, tools, thinking, goes_on=goes_on(ask), is_cut=is_cut)
+        """The prompt. `ask`, which loses its messages, then says whether the answer goes on: the
+        rest of a message is not preceded by thinking."""
+        ask.continue_final_message = goes_on(ask)
+        return self._rendered(
+            ask.messages,
+            offered_tools(ask.tools, ask.tool_choice),
+            thinks(ask) and not ask.continue_final_message,
+            goes_on=ask.continue_final_message,
+            is_cut=ask.truncate_prompt_tokens is not None,
+            names=names_of(ask),
+        )
 
     def _response(self, ask: schemas.ResponsesAsk) -> list[int]:
         choice = choice_of_responses(ask.tool_choice)
@@ -185,14 +194,17 @@ class PromptReader:
         *,
         goes_on: bool = False,
         is_cut: bool = False,
+        names: Mapping[str, Any] = NO_NAMES,
     ) -> list[int]:
-        quoting = Quoting([messages, tools], self._tokenizer.special_texts)
+        quoting = Quoting([messages, tools, names], self._tokenizer.special_texts)
         conversation = read_messages(quoting.split(messages), tools=quoting.split(tools))
         if not self._style.has_tools and any(message.tools for message in conversation):
             raise BadInput(
                 "tools: this model's chat template has no tools; tool_choice none is served"
             )
-        text = self._style.encode(conversation, thinking=thinking, goes_on=goes_on)
+        text = self._style.encode(
+            conversation, thinking=thinking, goes_on=goes_on, names=quoting.split(names)
+        )
         if not quoting.separator:
             [ids] = self._encoded([text], where="messages", add_special=False, is_cut=is_cut)
             return ids
@@ -204,13 +216,22 @@ class PromptReader:
             raise BadInput("give either prompt or messages")
         add_special = ask.add_special_tokens is not False
         if ask.prompt is None:
-            thinking = wants_thinking(ask.chat_template_kwargs, None)
-            lists = [self._rendered(ask.messages or [], offered_tools(ask.tools, None), thinking)]
+            lists = [
+                self._rendered(
+                    ask.messages or [],
+                    offered_tools(ask.tools, None),
+                    wants_thinking(ask.chat_template_kwargs, None),
+                    goes_on=goes_on(ask),
+                    names=names_of(ask),
+                )
+            ]
         else:
             texts = ask.prompt if isinstance(ask.prompt, list) else [ask.prompt]
             lists = self._encoded(texts, where="prompt", add_special=add_special)
         if isinstance(ask.prompt, list):
-            return _json({"tokens": lists, "count": [len(ids) for ids in lists]})
+            counts = [len(ids) for ids in lists]
+            room = self._length_max
+            return _json({"tokens": lists, "count": counts, "max_model_len": room})
         [ids] = lists
         document: dict[str, Any] = {
             "count": len(ids),

@@ -117,6 +117,7 @@ class Common(AddressedSampled, kw_only=True):
     rid: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
     best_of: int | None = None
@@ -131,6 +132,8 @@ class CompletionAsk(Common, kw_only=True):
 
 
 class ChatAsk(Common, kw_only=True):
+    """`thinking` is a field of DeepSeek's and Z.ai's own servers."""
+
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -142,6 +145,8 @@ class ChatAsk(Common, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    thinking: dict[str, Any] | None = None
     modalities: list[str] | None = None
 
 
@@ -249,6 +254,7 @@ class GenerateAsk(Addressed, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
     model: str | None = None
 
 
@@ -258,6 +264,8 @@ class TokenizeAsk(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ess.errors import BadInput
 from ess.server.dialects import schemas
 from ess.server.process.bounds import TOOLS_MAX
+
+OF_SERVER: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 
 Tool = Mapping[str, Any]
 ToolChoice = str | Mapping[str, Any] | None
@@ -18,6 +20,8 @@ def offered_tools(tools: Sequence[Tool] | None, choice: ToolChoice) -> list[Tool
     if len(tools or ()) > TOOLS_MAX:
         raise BadInput(f"tools has {len(tools or ()):,} tools; at most {TOOLS_MAX} are read")
     if isinstance(choice, Mapping):
+        if (kind := choice.get("type", "function")) != "function":
+            raise BadInput(f"tool_choice.type is {kind!r:.40}; only function is served")
         function = choice.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         named = [tool for tool in tools or () if _name_of(tool) == name]
@@ -44,8 +48,33 @@ def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bo
     return effort not in (None, "none")
 
 
-def goes_on(ask: schemas.ChatAsk) -> bool:
-    """Whether the reply continues the last message."""
+def thinks(ask: schemas.ChatAsk) -> bool:
+    """Whether to think: by the keyword for a template, else by `thinking`, else by OpenAI's
+    reasoning_effort."""
+    named = {"thinking", "enable_thinking"} & (ask.chat_template_kwargs or {}).keys()
+    if ask.thinking is not None and not named:
+        return is_thinking(ask.thinking)
+    return wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
+
+
+def names_of(ask: schemas.ChatAsk | schemas.TokenizeAsk) -> dict[str, Any]:
+    """What the chat template gets by name, beside what the server itself says."""
+    names: dict[str, Any] = {}
+    if isinstance(ask, schemas.ChatAsk):
+        names = {"reasoning_effort": ask.reasoning_effort, **(ask.thinking or {})}
+        names.pop("type", None)
+    given = ask.chat_template_kwargs or {}
+    for name in OF_SERVER & given.keys():
+        raise BadInput(f"chat_template_kwargs has {name}, which is not served: it is a field")
+    return {name: value for name, value in (names | given).items() if value is not None}
+
+
+def goes_on(ask: schemas.ChatAsk | schemas.TokenizeAsk) -> bool:
+    """Whether the reply continues the last message: vLLM's and SGLang's field, or the `prefix` of
+    DeepSeek's own server in the message."""
+    last = ask.messages[-1] if ask.messages else {}
+    if last.get("role") == "assistant" and last.get("prefix") is True:
+        return True
     if ask.continue_final_message and ask.add_generation_prompt:
         raise BadInput("continue_final_message is true, so add_generation_prompt must be false")
     if ask.add_generation_prompt is False and not ask.continue_final_message:

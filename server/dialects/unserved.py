@@ -61,7 +61,7 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "logprob_token_ids": "give logprobs",
         "token_ids_logprob": "give top_logprobs_num",
         "return_text_in_logprobs": "/detokenize has the texts",
-        "return_tokens_as_token_ids": "give return_token_ids",
+        "return_tokens_as_token_ids": "token ids are returned",
         "return_hidden_states": "",
         "return_routed_experts": "",
         "return_entropy": "",

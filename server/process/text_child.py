@@ -16,6 +16,7 @@ import gc
 import resource
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, BinaryIO, Final
 
 import msgspec
@@ -134,7 +135,7 @@ def _count_of(document: Any) -> int:
     return count
 
 
-def main() -> None:
+def main(style_of: Callable[..., ChatStyle] = style_of) -> None:
     """Freezes the loaded objects, so that garbage collection need not walk them."""
     resource.setrlimit(resource.RLIMIT_AS, (READ_BYTES_MAX, READ_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

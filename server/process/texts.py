@@ -19,7 +19,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from typing import Final, cast
 
 import msgspec
@@ -52,11 +51,17 @@ ENDED: Final = "the process that reads texts ended twice; it is started again"
 
 class Texts:
     def __init__(
-        self, tokenizer: Tokenizer, style: ChatStyle, desk: Desk, *, read_s: float = READ_S
+        self,
+        tokenizer: Tokenizer,
+        style: ChatStyle,
+        desk: Desk,
+        *,
+        read_s: float = READ_S,
+        program: str = PROGRAM,
     ) -> None:
         self._style_waits = style.waits
         self._reader = desk.reader(tokenizer, style)
-        self.lanes = [Lane(desk, read_s=read_s) for _ in range(len(LANE_BYTES) + 1)]
+        self.lanes = [Lane(desk, program, read_s=read_s) for _ in range(len(LANE_BYTES) + 1)]
         self._warming: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> None:
@@ -120,8 +125,9 @@ def _ids(packed: bytes) -> list[int]:
 class Lane:
     """One text process; `sizes` are the bodies that it has or that wait for it."""
 
-    def __init__(self, desk: Desk, *, read_s: float) -> None:
+    def __init__(self, desk: Desk, program: str, *, read_s: float) -> None:
         self._desk = desk
+        self._program = program
         self._read_s = read_s
         self._turn = asyncio.Lock()
         self.process: asyncio.subprocess.Process | None = None
@@ -188,7 +194,7 @@ class Lane:
         """Starts it in its own session: Ctrl-C does not reach it, and its children end with it."""
         await self._kill()
         self.process = await asyncio.create_subprocess_exec(
-            *_command(),
+            *(sys.executable, "-m", self._program),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=1 << 20,
@@ -211,7 +217,3 @@ class Lane:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-
-
-def _command() -> Sequence[str]:
-    return (sys.executable, "-m", PROGRAM)

@@ -26,7 +26,7 @@ from ess.clock import RealClock
 from ess.engine.process import fake_engine
 from ess.engine.process.messages import Abort, Add, Flush, Piece, Progress, Ready, Status, ToEngine
 from ess.engine.process.wire import SocketWire
-from ess.models.chat.styles import ChatStyle, PlainStyle
+from ess.models.chat.styles import ChatStyle, DeepSeekStyle, PlainStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.commands.start.checkpoint import embedded_path
 from ess.server.http.app import create_app
@@ -38,7 +38,7 @@ from ess.server.process.pair.peers import WHOLE, Split
 from ess.server.process.service import Limits, SamplingDefaults, Service
 from ess.server.process.tally import Tally
 from ess.server.process.text_child import Desk
-from ess.server.process.texts import Texts
+from ess.server.process.texts import PROGRAM, Texts
 from ess.transfer.endpoint import Identity
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 VOCABULARY = 4096
 EOS = 1
 DEADLINE_S = 120.0
+PROGRAM_OF = {DeepSeekStyle: "tests.support.deepseek_text_child"}
+"""A text process chooses the style by the folder, here always that of the model in the box."""
 
 
 def until(true: Callable[[], bool], what: str = "it", *, within_s: float = DEADLINE_S) -> None:
@@ -223,7 +225,8 @@ class Served:
         desk = Desk(
             model=str(embedded_path()), length_max=self._limits.length_max, vocabulary=VOCABULARY
         )
-        texts = Texts(TOKENIZER, self._style, desk, read_s=self._read_s)
+        program = PROGRAM_OF.get(type(self._style), PROGRAM)
+        texts = Texts(TOKENIZER, self._style, desk, read_s=self._read_s, program=program)
         self.service = service = Service(
             names=("test-model",),
             model_type="deepseek_v32",

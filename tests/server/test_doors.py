@@ -281,6 +281,8 @@ def test_loads(served: Served):
 
 
 def test_metrics_parse_and_carry_other_names(served: Served):
+    ask(served, "/v1/models")
+    ask(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
     with urllib.request.urlopen(served.url + "/metrics") as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     samples = {(s.name, *s.labels.values()): s.value for one in families for s in one.samples}

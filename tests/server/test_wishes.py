@@ -70,9 +70,15 @@ def sampling(served: Served, path: str, body: dict[str, Any]) -> Any:
 
 
 SERVED_AT = {
-    CHAT: {"max_completion_tokens", "top_logprobs"},
-    COMPLETIONS: {"echo", "suffix", "add_special_tokens"},
-    SGLANG: {"max_new_tokens", "min_new_tokens", "sampling_seed", "json_schema", "structural_tag"},
+    CHAT: {
+        *("max_completion_tokens", "top_logprobs", "include_reasoning"),
+        "return_tokens_as_token_ids",
+    },
+    COMPLETIONS: {"echo", "suffix", "add_special_tokens", "return_tokens_as_token_ids"},
+    SGLANG: {
+        *("max_new_tokens", "min_new_tokens", "sampling_seed", "json_schema", "structural_tag"),
+        "return_text_in_logprobs",
+    },
     TOKENS: set(),
 }
 

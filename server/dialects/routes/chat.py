@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
+from ess.models.chat.messages import Reply
 from ess.models.chat.reply import (
     CallArguments,
     CallBegin,
@@ -29,7 +30,7 @@ from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.dialects.routes.completions import usage, usage_of_chunk
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
-from ess.server.dialects.tools import goes_on, offered_tools, wants_thinking
+from ess.server.dialects.tools import offered_tools, thinks
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON
 from ess.server.process.service import Service
@@ -42,12 +43,11 @@ async def chat(request: Request) -> Response:
     service.check_model(ask.model)
     if ask.modalities is not None and ask.modalities != ["text"]:
         raise BadInput(f"modalities is {ask.modalities}; only text is served")
-    thinking = wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
     rules = ReplyRules(
         tools=offered_tools(ask.tools, ask.tool_choice),
         choice=ask.tool_choice,
         parallel=ask.parallel_tool_calls is not False,
-        thinking=thinking and not goes_on(ask),
+        thinking=thinks(ask) and not ask.continue_final_message,
     )
     wanted, named = _wanted(service, ask), ask.rid or ask.request_id
     grown, parsers = begin_reply(request, ask, wanted, prompt, rules, named=named)
@@ -94,6 +94,7 @@ class ChatShape:
         self.grown = grown
         self.prompt = prompt
         self.parsers = parsers
+        self.shows_reasoning = ask.include_reasoning is not False
         self.identity = f"chatcmpl-{grown.call.request_id}"
         self.created = int(time.time())
         self.model = ask.model or service.name
@@ -109,16 +110,31 @@ class ChatShape:
     def usage(self) -> dict[str, Any]:
         return usage([self.prompt], self.grown.generations)
 
+    def usage_of_all(self, reasonings: Sequence[str]) -> dict[str, Any]:
+        """The counts at the end; `reasonings` has the reasoning of each answer."""
+        counts = map(Generation.count_up_to, self.grown.generations, reasonings)
+        return {**self.usage(), "completion_tokens_details": {"reasoning_tokens": sum(counts)}}
+
     def logprobs(self, tokens: Sequence[int], chances: Sequence[Chance]) -> dict[str, Any] | None:
         if not self.ask.logprobs:
             return None
-        return chat_logprobs(self.service.tokenizer, tokens, chances)
+        by_id = bool(self.ask.return_tokens_as_token_ids)
+        return chat_logprobs(self.service.tokenizer, tokens, chances, by_id=by_id)
 
     def whole(self) -> dict[str, Any]:
-        choices = [
-            self._choice(i, generation) for i, generation in enumerate(self.grown.generations)
+        generations = self.grown.generations
+        replies = [
+            parse(parser, generation.text)
+            for parser, generation in zip(self.parsers, generations, strict=True)
         ]
-        document = {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
+        choices = [
+            self._choice(i, generation, reply)
+            for i, (generation, reply) in enumerate(zip(generations, replies, strict=True))
+        ]
+        counts = self.usage_of_all([reply.reasoning for reply in replies])
+        document = {**self.head("chat.completion"), "choices": choices, "usage": counts}
+        if self.ask.return_token_ids:
+            document["prompt_token_ids"] = self.prompt
         if self.ask.prompt_logprobs is not None:
             chances = self.grown.generations[0].prompt_chances
             document["prompt_logprobs"] = prompt_logprobs(
@@ -126,25 +142,24 @@ class ChatShape:
             )
         return document
 
-    def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
-        parser = self.parsers[index]
-        reply = parse(parser, generation.text)
+    def _choice(self, index: int, generation: Generation, reply: Reply) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
         if not reply.tool_calls:
             message["content"] = reply.content
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
+        if reply.reasoning and self.shows_reasoning:
+            message |= reasoned(reply.reasoning)
         if reply.tool_calls:
             message["tool_calls"] = [
                 _call(new_call_id(), call.name, call.arguments) for call in reply.tool_calls
             ]
-        return {
+        choice = {
             "index": index,
             "message": message,
             "logprobs": self.logprobs(generation.tokens, generation.chances),
             "finish_reason": finish_of(generation, has_calls=bool(reply.tool_calls)),
             "stop_reason": stop_of(self.service, generation.stopped_by),
         }
+        return {**choice, "token_ids": generation.tokens} if self.ask.return_token_ids else choice
 
 
 class ChatWriter(Writer):
@@ -156,7 +171,9 @@ class ChatWriter(Writer):
         options = shape.ask.stream_options
         self._has_usage = bool(options and options.include_usage)
         self._counts = bool(options and options.continuous_usage_stats)
+        self._is_plain = not (self._counts or shape.ask.return_token_ids)
         self._has_calls = [False] * len(shape.grown.generations)
+        self._reasonings: list[list[str]] = [[] for _ in shape.grown.generations]
         head = shape.head("chat.completion.chunk")
         self._head = head
         self._open = event({**head, "choices": [{"index": 0}]})[: -len(b"0}]}\n\n")]
@@ -165,8 +182,10 @@ class ChatWriter(Writer):
 
     def begin(self) -> bytes:
         role = {"role": "assistant", "content": ""}
+        prompt = self._shape.prompt if self._shape.ask.return_token_ids else None
         return b"".join(
-            self._chunk(index, role) for index in range(len(self._shape.grown.generations))
+            self._chunk(index, role, prompt=None if index else prompt)
+            for index in range(len(self._shape.grown.generations))
         )
 
     def feed(self, index: int, delta: Delta) -> bytes:
@@ -175,7 +194,7 @@ class ChatWriter(Writer):
         if delta.finish is not None:
             events = [*events, *parser.finish()]
         logprobs = self._shape.logprobs(delta.tokens, delta.chances) if delta.tokens else None
-        is_quick = logprobs is None and delta.finish is None and not self._counts
+        is_quick = logprobs is None and delta.finish is None and self._is_plain
         if is_quick and len(events) == 1:
             [only] = events
             if isinstance(only, Content):
@@ -194,10 +213,16 @@ class ChatWriter(Writer):
         logprobs: dict[str, Any] | None,
     ) -> bytes:
         said = [fields for parsed in events if (fields := self._fields(index, parsed))]
-        if logprobs is not None and not said:
+        tokens = delta.tokens if self._shape.ask.return_token_ids else ()
+        if not said and (logprobs is not None or tokens):
             said = [{"content": ""}]
         chunks = [
-            self._chunk(index, fields, logprobs=logprobs if place == 0 else None)
+            self._chunk(
+                index,
+                fields,
+                logprobs=None if place else logprobs,
+                tokens=() if place else tokens,
+            )
             for place, fields in enumerate(said)
         ]
         if delta.finish is not None:
@@ -213,7 +238,8 @@ class ChatWriter(Writer):
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text}
+                self._reasonings[index].append(text)
+                return reasoned(text) if self._shape.shows_reasoning else {}
             case CallBegin(number, name):
                 self._has_calls[index] = True
                 call = _call(new_call_id(), name, "")
@@ -230,11 +256,17 @@ class ChatWriter(Writer):
         logprobs: dict[str, Any] | None = None,
         finish: str | None = None,
         stop: str | int | None = None,
+        tokens: Sequence[int] = (),
+        prompt: list[int] | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish}
         if stop is not None:
             choice["stop_reason"] = stop
+        if self._shape.ask.return_token_ids:
+            choice["token_ids"] = tokens
         chunk = {**self._head, "choices": [choice]}
+        if prompt is not None:
+            chunk["prompt_token_ids"] = prompt
         return event(
             {
                 **chunk,
@@ -245,7 +277,13 @@ class ChatWriter(Writer):
     def end(self) -> bytes:
         if not self._has_usage:
             return b""
-        return event({**self._head, "choices": [], "usage": self._shape.usage()})
+        counts = self._shape.usage_of_all(["".join(texts) for texts in self._reasonings])
+        return event({**self._head, "choices": [], "usage": counts})
+
+
+def reasoned(text: str) -> dict[str, str]:
+    """Reasoning under both of its names: DeepSeek's and SGLang's, and vLLM's of today."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def finish_of(generation: Generation, *, has_calls: bool) -> str | None:

@@ -93,7 +93,8 @@ class CompletionShape:
     ) -> dict[str, Any] | None:
         if self.ask.logprobs is None:
             return None
-        return completion_logprobs(self.service.tokenizer, tokens, chances, offset)
+        by_id = bool(self.ask.return_tokens_as_token_ids)
+        return completion_logprobs(self.service.tokenizer, tokens, chances, offset, by_id=by_id)
 
     def whole(self) -> dict[str, Any]:
         choices = [
@@ -154,6 +155,7 @@ class CompletionWriter(Writer):
         self._is_plain = has_text_only and not self._counts
         self._told_chars = [0] * len(shape.grown.generations)
         self._has_echoed = [False] * len(shape.grown.generations)
+        self._has_told_prompt = [False] * len(shape.grown.generations)
         marked = {**shape.head, "choices": [{"index": 0, "text": ""}]}
         self._open = event(marked)[: -len(b'0,"text":""}]}\n\n')]
         null = b',"usage":null' if self._has_usage else b""
@@ -205,6 +207,9 @@ class CompletionWriter(Writer):
         }
         if self._shape.ask.return_token_ids:
             choice["token_ids"] = delta.tokens
+            if not self._has_told_prompt[index]:
+                self._has_told_prompt[index] = True
+                choice["prompt_token_ids"] = self._shape.prompts[index // self._shape.choices]
         chunk = {**self._shape.head, "choices": [choice]}
         return {
             **chunk,

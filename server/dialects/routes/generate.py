@@ -13,7 +13,7 @@ from ess.errors import BadInput
 from ess.server.dialects import constraints, sampling_params, schemas
 from ess.server.dialects.answers import begin_answer
 from ess.server.dialects.generation import Delta, Generation
-from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
+from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs, token_text
 from ess.server.dialects.routes.completions import usage, usage_of_chunk
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
@@ -130,21 +130,25 @@ class GenerateShape:
             tokens = self.prompts[index // choices][start:]
             values = [None, *(chance.logprob for chance in scored)]
             meant["input_token_logprobs"] = [
-                [logprob, token, None] for logprob, token in zip(values, tokens, strict=False)
+                self._scored(logprob, token) for logprob, token in zip(values, tokens, strict=False)
             ]
-            meant["input_top_logprobs"] = [None, *map(_top, scored)]
+            meant["input_top_logprobs"] = [None, *map(self._top, scored)]
         if has_logprobs(self.ask):
             meant["output_token_logprobs"] = [
-                [chance.logprob, token, None]
+                self._scored(chance.logprob, token)
                 for token, chance in zip(grown.tokens, grown.chances, strict=True)
             ]
-            meant["output_top_logprobs"] = [*map(_top, grown.chances)]
+            meant["output_top_logprobs"] = [*map(self._top, grown.chances)]
         document = {"text": grown.text, "output_ids": grown.tokens, "meta_info": meant}
         return {**document, "index": index} if self.is_many else document
 
+    def _top(self, chance: Chance) -> list[list[Any]]:
+        return [self._scored(logprob, token) for token, logprob in chance.top]
 
-def _top(chance: Chance) -> list[list[Any]]:
-    return [[logprob, token, None] for token, logprob in chance.top]
+    def _scored(self, logprob: float | None, token: int) -> list[Any]:
+        is_shown = self.ask.return_text_in_logprobs
+        text = token_text(self.grown.service.tokenizer, token) if is_shown else None
+        return [logprob, token, text]
 
 
 def finish_reason(grown: Generation) -> dict[str, Any] | None:

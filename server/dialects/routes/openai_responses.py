@@ -164,14 +164,13 @@ class ResponseShape:
     def _usage(self) -> Item:
         counted = usage([self.prompt], self.grown.generations)
         thoughts = [item for item in self.items.ended if item["type"] == "reasoning"]
-        texts = [part["text"] for item in thoughts for part in item["content"]]
-        reasoning_count = sum(len(self.service.tokenizer.encode(text)) for text in texts)
+        text = "".join(part["text"] for item in thoughts for part in item["content"])
         cached_count = counted["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached_count, "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": reasoning_count},
+            "output_tokens_details": {"reasoning_tokens": self.generation.count_up_to(text)},
             "total_tokens": counted["total_tokens"],
         }
 

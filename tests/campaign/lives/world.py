@@ -20,7 +20,7 @@ from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
 from ess.engine.entries import over
 from ess.engine.plan import StepResult
-from ess.engine.request import Request
+from ess.engine.requests.request import Request
 from ess.engine.step import way
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
