@@ -27,14 +27,14 @@ ENDED: Final = re.compile(r'^ess_handoffs_total\{how="(\w+)"\} (\S+)$', re.MULTI
 class Worker(Process):
     """A worker with a role and a log; killed, it can be started again at its port."""
 
-    def __init__(self, name: str, folder: Path, *flags: str, port: int) -> None:
+    def __init__(self, name: str, folder: Path, *flags: str, port: int, **given: bool) -> None:
         self.name = name
         self.role = name.partition("-")[0]
         self._folder = folder
         self._flags = flags
         with (folder / f"{name}.txt").open("a") as lines:
             words = ("--role", self.role, "--port", str(port), *flags)
-            super().__init__(*words, stderr=lines.fileno(), ESS_PEER_SECRET=SECRET)
+            super().__init__(*words, stderr=lines.fileno(), ESS_PEER_SECRET=SECRET, **given)
 
     @property
     def address(self) -> str:

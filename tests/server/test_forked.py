@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from tests.server.harness import until
-from tests.support.forked import ROOT, Forked, nursery, started
-from tests.support.kin import is_running, kin
+from tests.support.forked import ROOT, Forked, forked_engines, nursery, started
+from tests.support.kin import children, is_running, kin, told
 
 SAYS = """
 import os, signal, sys, threading
@@ -88,3 +88,63 @@ def test_nothing_outlives_who_asked():
         assert child in everybody
         asking.kill()
     until(lambda: not any(map(is_running, everybody)), "the end of all")
+
+
+def engine(**environment: str) -> subprocess.Popen[str]:
+    """As a server starts one; it waits for what it shall serve."""
+    command, pipes = (
+        [sys.executable, "-m", "ess.engine.process.worker"],
+        {"stdin": -1, "stderr": -1},
+    )
+    env = {**os.environ, **forked_engines(), **environment}
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
+
+
+@pytest.fixture(scope="module")
+def _imported():
+    """Imports have processes of their own."""
+    assert started("engine", ["-c", "pass"]).wait(120) == 0
+
+
+def forks() -> set[int]:
+    return {*children(nursery("engine").process.pid)}
+
+
+def has_torch(process: int) -> bool:
+    return "libtorch" in told(process, "maps")
+
+
+@pytest.mark.usefixtures("_imported")
+def test_a_process_stands_for_an_engine_and_ends_as_it_ends():
+    before = forks()
+    with engine() as process:
+        until(lambda: forks() - before, "a fork")
+        [fork] = forks() - before
+        assert has_torch(fork)
+        assert not has_torch(process.pid)
+        assert "Input data was truncated" in process.communicate("", timeout=120)[1]
+        assert process.returncode == 1
+    with engine() as process:
+        until(lambda: forks() - before, "a fork")
+        os.kill(*(forks() - before), signal.SIGABRT)
+        assert process.wait(120) == -signal.SIGABRT
+
+
+@pytest.mark.usefixtures("_imported")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_ends_it_ends_the_engine(number: signal.Signals):
+    before = forks()
+    with engine() as process:
+        until(lambda: forks() - before, "a fork")
+        process.send_signal(number)
+        assert process.wait(120) == -number
+    until(lambda: forks() == before, "the fork's end")
+
+
+@pytest.mark.usefixtures("_imported")
+def test_an_engine_whose_environment_is_read_at_a_start_is_started():
+    before = forks()
+    with engine(OMP_NUM_THREADS="3") as process:
+        until(lambda: has_torch(process.pid), "torch")
+        assert forks() == before
+        process.kill()

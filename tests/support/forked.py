@@ -9,11 +9,15 @@ end. So tests of a start, of memory or of a command line take `subprocess.Popen`
 
 A nursery ends with the process that asked for it, and then a child is killed that wants to die
 with its parent. It has a single thread: a fork would copy the locks of others, for ever held.
+
+The engines of a forked server are forks too. What the server starts is a small process that stands
+for its fork (`standing_for.py`), so that the server has a child to wait for and to kill.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -30,7 +34,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.standing_for import NURSERY
+
 ROOT = Path(__file__).resolve().parents[2]
+STANDING = f"{ROOT / 'tests' / 'support' / 'standing'}:{ROOT}"
+"""Where Python finds modules so that engines are forks."""
 IMPORTS = {
     "engine": ("ess.engine.process.rank", "ess.prefill.worker", "ess.comm.processes.joined"),
     "disk": ("tests.disk.bytes_of",),
@@ -58,7 +66,8 @@ def started(
 
 def _starts_alike(told: Mapping[str, str]) -> bool:
     return all(
-        told.get(name) == STARTED.get(name) or (name, told.get(name)) == ("PYTHONPATH", str(ROOT))
+        told.get(name) == STARTED.get(name)
+        or (name == "PYTHONPATH" and told.get(name) in (str(ROOT), STANDING))
         for name in {*told, *STARTED}
         if name.startswith(READ_AT_START) and name != SET_BY_IMPORTS
     )
@@ -106,14 +115,18 @@ class Nursery:
     def __init__(self, kind: str) -> None:
         self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        with theirs:
-            words = ["-m", "tests.support.forked", str(theirs.fileno()), *IMPORTS[kind]]
+        self.address = f"nursery-{os.getpid()}-{kind}"
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hears:
+            hears.bind(f"\0{self.address}")
+            hears.listen()
+            files = theirs.fileno(), hears.fileno()
+            words = ["-m", "tests.support.forked", *map(str, files), *IMPORTS[kind]]
             self.process = subprocess.Popen(
                 [sys.executable, *words],
                 cwd=ROOT,
                 env=STARTED,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=files,
             )
         atexit.register(self.close)
 
@@ -134,7 +147,51 @@ def nursery(kind: str) -> Nursery:
     return Nursery(kind)
 
 
-def main(asks: socket.socket, modules: Sequence[str]) -> None:
+def forked_engines() -> dict[str, str]:
+    """Variables for a server whose engines shall be forks."""
+    return {"PYTHONPATH": STANDING, NURSERY: nursery("engine").address}
+
+
+class Forks:
+    """Of a nursery: where the end of each is told, and for which of them a process stands."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, int] = {}
+        self.standing: dict[socket.socket, int] = {}
+
+    def begin(self, who: socket.socket, asked: Mapping[str, Any], files: list[int]) -> bool:
+        """True in the fork. A process that cannot have one is an engine itself."""
+        stands = who in self.standing
+        pid = -1 if stands and not _starts_alike(asked["environment"]) else os.fork()
+        if pid > 0:
+            self._told[pid] = os.dup(who.fileno()) if stands else files.pop()
+        if pid and stands:
+            self.standing[who] = pid
+        if pid:
+            for file in files:
+                os.close(file)
+            with contextlib.suppress(BrokenPipeError):
+                who.send(b"%d" % pid)
+        return not pid
+
+    def leave(self, standing: socket.socket) -> None:
+        """Its fork goes with it, if that has not ended."""
+        pid = self.standing.pop(standing)
+        standing.close()
+        if pid in self._told:
+            os.kill(pid, signal.SIGKILL)
+
+    def tell(self) -> None:
+        """Those that wait for children which have ended."""
+        for pid, told in list(self._told.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(told, b"%d" % os.waitstatus_to_exitcode(status))
+                os.close(self._told.pop(pid))
+
+
+def main(asks: socket.socket, hears: socket.socket, modules: Sequence[str]) -> None:
     """Forks until the other end is closed. Only a child leaves the loop, with what it shall be."""
     gc.disable()
     for module in modules:
@@ -145,33 +202,21 @@ def main(asks: socket.socket, modules: Sequence[str]) -> None:
     ended, woken = os.pipe2(os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken)
-    telling: dict[int, int] = {}
+    forks = Forks()
     while True:
-        ready, _, _ = select.select([asks, ended], [], [])
-        if ended in ready:
+        [who, *_], _, _ = select.select([ended, hears, asks, *forks.standing], [], [])
+        if who is ended:
             os.read(ended, 1 << 10)
-            _tell(telling)
-        if asks in ready:
-            packed, files, _, _ = socket.recv_fds(asks, ASKED_MAX, 8)
-            if not packed:
+            forks.tell()
+        elif who is hears:
+            forks.standing[hears.accept()[0]] = 0
+        elif not (found := socket.recv_fds(who, ASKED_MAX, 8))[0]:
+            if who is asks:
                 return
-            pid = os.fork()
-            if pid == 0:
-                break
-            *given, telling[pid] = files
-            for file in given:
-                os.close(file)
-            asks.send(b"%d" % pid)
-    _become(json.loads(packed), files)
-
-
-def _tell(telling: dict[int, int]) -> None:
-    """Those that wait for children which have ended."""
-    for pid, end in list(telling.items()):
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            os.write(end, b"%d" % os.waitstatus_to_exitcode(status))
-            os.close(telling.pop(pid))
+            forks.leave(who)
+        elif forks.begin(who, asked := json.loads(found[0]), files := found[1]):
+            break
+    _become(asked, files)
 
 
 def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
@@ -194,4 +239,4 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    main(*(socket.socket(fileno=int(word)) for word in sys.argv[1:3]), sys.argv[3:])

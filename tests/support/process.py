@@ -17,7 +17,7 @@ from typing import Any
 
 import openai
 
-from tests.support.forked import ROOT, started
+from tests.support.forked import ROOT, forked_engines, started
 from tests.support.kin import commands, kin
 
 RUN = "from ess.server.commands.cli import main; raise SystemExit(main())"
@@ -34,8 +34,9 @@ SMALL = {
 
 class Process:
     """`ess serve`, or another command that serves, on a free port, of this tree or another. Words
-    `before` the command may let it run on another host. It is forked, unless `is_real` is asked
-    for or it is elsewhere; its engine is started by itself and real."""
+    `before` the command may let it run on another host. It and its engines are forked, unless
+    `is_real` is asked for or it is elsewhere; `has_real_engine` leaves an engine of a forked server
+    real, for tests that stop it or look into its memory or its children."""
 
     def __init__(
         self,
@@ -45,14 +46,17 @@ class Process:
         command: str = "serve",
         before: Sequence[str] = (),
         is_real: bool = False,
+        has_real_engine: bool = False,
         **environment: str,
     ) -> None:
         sizes = {name: value for name, value in SMALL.items() if name not in flags}
         small = [word for pair in sizes.items() for word in pair]
         words = ["-c", RUN, command, "--json", *small, *flags]
-        given = {"env": {**os.environ, "PYTHONPATH": str(tree), **environment}, "stderr": stderr}
+        is_real = bool(is_real or before or tree != ROOT)
+        found = {"PYTHONPATH": str(tree)} if is_real or has_real_engine else forked_engines()
+        given = {"env": {**os.environ, **found, **environment}, "stderr": stderr}
         given |= {"stdout": subprocess.PIPE, "text": True}
-        if is_real or before or tree != ROOT:
+        if is_real:
             command_line = [*before, sys.executable, *words]
             self.process = subprocess.Popen(command_line, cwd=tree, **given)
         else:
