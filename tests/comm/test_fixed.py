@@ -12,7 +12,7 @@ from torch import Tensor
 from ess.comm.experts.expert_ranks import ExpertRanks, Rooms
 from ess.comm.experts.fixed import FixedExpertRanks
 from ess.comm.experts.placement import Placement, even
-from ess.comm.experts.sizes import CUT_TOKENS
+from ess.comm.experts.sizes import CUT_TOKENS, line_count
 from ess.comm.local import local_group
 from tests.comm.test_expert_ranks import EXPERTS, PER_TOKEN, TWICE, chosen, summed_by, tokens
 from tests.comm.test_local import each
@@ -57,6 +57,25 @@ def test_sums_are_those_of_the_company_that_tells_its_counts(placement, dtype, w
         for came, wanted in result:
             assert came.dtype == torch.float32
             torch.testing.assert_close(came, wanted, atol=8 * within, rtol=within)
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_what_is_sent_follows_from_the_room_alone(count):
+    """To each other rank all lines, with choices and weights behind them; a sum of each back."""
+    room, width = 9, 8
+
+    def act(group) -> tuple[int, ...]:
+        expert_ranks = fixed(group, even(EXPERTS, 4))
+        expert_ranks.enter(0, Rooms(batch=room))
+        given = tokens(count, group.rank, width=width), chosen(count, 1), weights_for(count, 1)
+        summed_by(expert_ranks, *given, [range(EXPERTS // 4)])
+        sent = expert_ranks.traffic
+        assert (sent.exchange_count, sent.token_count, sent.count_bytes) == (1, count, 0)
+        return sent.out_bytes, sent.back_bytes
+
+    lines = line_count(room, per_token=PER_TOKEN, line_bytes=4 * width)
+    expected = 3 * lines * width * 4, 3 * room * (width + 1) * 4
+    assert each(local_group(4, team=4), act) == [expected] * 4
 
 
 def test_what_is_padding_of_the_step_may_lie_beyond_the_room():

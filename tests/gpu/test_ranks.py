@@ -11,13 +11,21 @@ for name in ("torch", "triton", "msgspec", "safetensors", "zmq"):
 
 import torch  # noqa: E402
 
+from ess.engine.process import exchange_check  # noqa: E402
 from tests.ranks.test_processes import add, expected, ranks  # noqa: E402
 
+COUNT = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks need two CUDA devices"),
+    pytest.mark.skipif(COUNT < 2, reason="ranks need two CUDA devices"),
 ]
 OWN = ({"device": "cuda:0"}, {"device": "cuda:1"})
+
+
+def test_all_devices_exchange_and_an_exchange_takes_what_is_estimated():
+    found = exchange_check.trial(COUNT)
+    assert not found.wrong
+    assert 0 < found.taken_bytes <= found.estimated_bytes
 
 
 @pytest.mark.parametrize(("tbo", "sbo"), [("off", "off"), ("on", "dispatch-shared")])

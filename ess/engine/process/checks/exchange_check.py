@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
+from ess.engine.process.lifeline import die_with_parent
 from ess.errors import EssError, Unavailable
 from ess.ports import kept_port
 
@@ -123,6 +124,7 @@ def rank_trial(count: int, rank: int, port: int) -> RankTrial:
 
     from ess.comm.processes.meeting import join_group
 
+    die_with_parent()
     torch.set_num_threads(1)
     torch.cuda.set_device(rank)
     home = torch.device("cuda", rank)
