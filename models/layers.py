@@ -127,21 +127,22 @@ class RotaryPositions:
     def __init__(
         self, config: ModelConfig, device: torch.device, factors: Tensor | None = None
     ) -> None:
-        """`factors` are a model's own, of its frequencies."""
+        """`factors` are a model's own, of its frequencies. `kept` are cosines and sines of all
+        positions until now: [positions, 2, rope_dim / 2]."""
         self._frequencies = rope_frequencies(config).to(device)
         if factors is not None:
             self._frequencies = self._frequencies * factors
         self._scale = config.rope.rotation_scale
-        self._kept = self._frequencies.new_empty(0, 2, len(self._frequencies))
+        self.kept = self._frequencies.new_empty(0, 2, len(self._frequencies))
 
     def at(self, positions: Tensor) -> Rotation:
         """Of positions on the device that this was made for. On a CPU they are computed once and
         looked up from then on."""
         if positions.is_cpu and positions.dtype == torch.int32 and native.available():
-            found = step.turns(self._kept, positions)
+            found = step.turns(self.kept, positions)
             if found is None and (longest := int(positions.max())) < KEPT_MAX:
                 self._keep(longest)
-                found = step.turns(self._kept, positions)
+                found = step.turns(self.kept, positions)
             if found is not None:
                 return Rotation(*found, positions)
         return self._computed(positions)
@@ -149,7 +150,7 @@ class RotaryPositions:
     def _keep(self, longest: int) -> None:
         count = max(KEPT_LEAST, 1 << longest.bit_length())
         made = self._computed(torch.arange(count, dtype=torch.int32))
-        self._kept = torch.stack([made.cos, made.sin], dim=1)
+        self.kept = torch.stack([made.cos, made.sin], dim=1)
 
     def _computed(self, positions: Tensor) -> Rotation:
         angles = positions.float()[:, None] * self._frequencies

@@ -76,7 +76,7 @@ class Model:
             Mtp(c, source, first=part.start, tp=tp, expert_ranks=expert_ranks) if has_mtp else None
         )
         self.device = self.layers[0].mla.device
-        self._positions = RotaryPositions(c, self.device, self._factors(source))
+        self.rotary = RotaryPositions(c, self.device, self._factors(source))
 
     @property
     def has_stages(self) -> bool:
@@ -110,7 +110,7 @@ class Model:
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Shared by all layers of a step; positions int [tokens]."""
-        return self._positions.at(positions)
+        return self.rotary.at(positions)
 
     def finish(self, hidden: Tensor) -> Tensor:
         """The final norm: what the head and the MTP module read."""

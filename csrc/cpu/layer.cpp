@@ -25,7 +25,8 @@ enum class Stop : int64_t { none, absent, fetch, refused };
 constexpr int kParts = int(Part::done);
 
 // What the layers of a step share. `lines` are the page table lines of the queries, `hits` grows by
-// what each query finds at once where rows are resolved.
+// what each query finds at once where rows are resolved. Of layers that are done, together: what
+// each part took, what it took to resolve, and how many rows were claimed and copied.
 struct StepSide {
     const int32_t* table;
     int64_t table_width;
@@ -36,6 +37,9 @@ struct StepSide {
     int64_t* hits;
     int64_t query_count;
     int64_t number;
+    int64_t taken[kParts];
+    int64_t planned_ns;
+    int64_t claimed_total;
 };
 
 // A layer that shares its rows with no other. Of `append`, `index` and `attend` the step fills in
@@ -159,6 +163,20 @@ Stop run(Layer& layer, const StepSide& step, int32_t threads) {
     return layer.stop;
 }
 
+void count(const Layer& layer, StepSide& step) {
+    for (int part = 0; part < kParts; part++)
+        step.taken[part] += layer.ended[part] - layer.began[part];
+    const int find = int(Part::find);
+    if (layer.find == Find::resolve) step.planned_ns += layer.ended[find] - layer.began[find];
+    step.claimed_total += layer.claimed;
+}
+
+void begin(StepSide& step) {
+    std::fill_n(step.hits, step.query_count, 0);
+    std::fill_n(step.taken, kParts, 0);
+    step.planned_ns = step.claimed_total = 0;
+}
+
 void begin(Layer& layer) {
     layer.part = Part::front;
     layer.claimed = layer.hit_total = layer.evicted_count = 0;
@@ -171,13 +189,15 @@ void begin(Layer& layer) {
 
 // How many layers are done: all, or the next one says in `stop` why it is not. `begins`: the call
 // is the step's first for these layers, and forgets what they did in another.
-ESS_EXPORT int64_t ess_layers(ess::Layer* layers, const ess::StepSide* step, int64_t count,
+ESS_EXPORT int64_t ess_layers(ess::Layer* layers, ess::StepSide* step, int64_t count,
                               int32_t threads, int32_t begins) {
     if (begins) {
-        std::fill_n(step->hits, step->query_count, 0);
+        ess::begin(*step);
         for (int64_t i = 0; i < count; i++) ess::begin(layers[i]);
     }
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < count; i++) {
         if (ess::run(layers[i], *step, threads) != ess::Stop::none) return i;
+        ess::count(layers[i], *step);
+    }
     return count;
 }

@@ -4,6 +4,27 @@
 
 #include "native.h"
 
+namespace ess {
+
+// What the layers of a step read of its queries, and where it goes: of each query its line of the
+// page tables, and its angles from a table of two halves [turn_count, 2, turn_width].
+struct Opening {
+    const int32_t* tables;
+    int64_t line_count;
+    int64_t table_width;
+    const int32_t* lines;
+    int32_t* table;
+    const float* turns;
+    int64_t turn_count;
+    int64_t turn_width;
+    const int32_t* positions;
+    float* cos;
+    float* sin;
+    int64_t query_count;
+};
+
+}  // namespace ess
+
 namespace {
 
 constexpr int kLanes = 16;
@@ -71,6 +92,23 @@ ESS_EXPORT int32_t ess_turns(const float* table, const int32_t* positions, float
         std::memcpy(out + (count + i) * width, row + width, width * sizeof(float));
     }
     return 1;
+}
+
+// 0: a line that is not there; 1: a position that has no angles, and some are not written; 2: done.
+ESS_EXPORT int32_t ess_open(const ess::Opening* opening) {
+    const ess::Opening& o = *opening;
+    for (int64_t q = 0; q < o.query_count; q++) {
+        if (o.lines[q] < 0 || o.lines[q] >= o.line_count) return 0;
+        std::memcpy(o.table + q * o.table_width, o.tables + o.lines[q] * o.table_width,
+                    o.table_width * sizeof(int32_t));
+    }
+    for (int64_t q = 0; q < o.query_count; q++) {
+        if (o.positions[q] < 0 || o.positions[q] >= o.turn_count) return 1;
+        const float* turns = o.turns + o.positions[q] * 2 * o.turn_width;
+        std::memcpy(o.cos + q * o.turn_width, turns, o.turn_width * sizeof(float));
+        std::memcpy(o.sin + q * o.turn_width, turns + o.turn_width, o.turn_width * sizeof(float));
+    }
+    return 2;
 }
 
 // For each line of logits the first place of the greatest, or -1 if one is no number.

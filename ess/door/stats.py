@@ -98,11 +98,12 @@ class Counters:
         self._counts["moved_bytes"][plan.group] += len(plan.rows) * self._row_bytes[plan.group]
         self.moved(plan)
 
-    def took(self, groups: slice, *, hits: Counts, misses: Counts, evicted: Counts) -> None:
-        """Neighbouring groups had all that they missed copied at once."""
+    def found(self, groups: slice, hits: Counts) -> None:
+        """So much was resident in neighbouring groups."""
         self._counts["hit_count"][groups] += hits
-        if not misses.any():
-            return
+
+    def took(self, groups: slice, misses: Counts, evicted: Counts) -> None:
+        """Neighbouring groups had all that they missed copied at once."""
         moved = misses * self._row_bytes[groups]
         self._counts["miss_count"][groups] += misses
         self._counts["evicted_count"][groups] += evicted

@@ -24,6 +24,7 @@ ON_CPU = {
     "encoding.h": ["Strides", "Encoding"],
     "keys.h": ["Append"],
     "layer.cpp": ["StepSide", "Layer"],
+    "step.cpp": ["Opening"],
 }
 NATIVE = {
     f"cpu/{file}": {f"ess::{name}": getattr(records, name) for name in names}

@@ -160,9 +160,9 @@ def test_an_id_that_is_not_there_is_an_assertion(monkeypatch):
         pass
     begin = type(made.runner._direct._rooms[next(iter(made.runner._direct._rooms))]).begin
 
-    def astray(room, batch, hidden):
-        begin(room, batch, hidden)
-        batch.page_table.fill_(1 << 30)
+    def astray(room, *given):
+        begin(room, *given)
+        room.table.fill_(1 << 30)
 
     monkeypatch.setattr("ess.engine.layers.direct.Room.begin", astray)
     with pytest.raises(AssertionError, match=r"layer 0: an id that is not there, in SELECT"):

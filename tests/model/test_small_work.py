@@ -86,7 +86,7 @@ def test_angles_that_are_kept_are_those_that_are_computed():
         assert found.cos.equal(computed.cos)
         assert found.sin.equal(computed.sin)
         assert found.positions is positions
-    assert len(kept._kept) == 4096, "positions beyond what is kept are computed"
+    assert len(kept.kept) == 4096, "positions beyond what is kept are computed"
 
 
 @pytest.mark.parametrize("evict", ["lru", "sieve", "score"])

@@ -141,6 +141,7 @@ class _DirectRows:
         self._pools = pools
         self._space = slots.workspaces[0]
         self._slabs = slabs
+        self.tables = pools.tables.lines
 
     def bind(self, layers: Layers, which: range) -> None:
         for layer in which:
@@ -159,5 +160,5 @@ class _DirectRows:
     def settle(self, step: Step, layers: Layers, layer: int) -> NoReturn:
         raise BadState(f"layer {layer}: a fetch of a row that is here")
 
-    def leave(self, step: Step, layers: Layers, which: range) -> None:
+    def leave(self, step: Step, layers: Layers, which: range, *, claimed_count: int) -> None:
         """Does nothing: no row has moved."""

@@ -29,6 +29,7 @@ def bind_append(pools: HostPools, layers: Layers, layer: int, slab: Known) -> No
 class DirectSlots:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+        self.tables = slots.pools.tables.lines
         self._bytes = slots.pools.at_once_max(waits=True)
         self._ranges: dict[range, range] = {}
 
@@ -88,11 +89,12 @@ class DirectSlots:
                 fetch.ask()
                 fetch.wait()
 
-    def leave(self, step: Step, layers: Layers, which: range) -> None:
+    def leave(self, step: Step, layers: Layers, which: range, *, claimed_count: int) -> None:
         slots, pools, groups = self._slots, self._slots.pools, self._groups(which)
-        mine, hits = slice(groups.start, groups.stop), layers.column("hit_total", which)
-        claimed, evicted = layers.column("claimed", which), layers.column("evicted_count", which)
-        slots.counters.took(mine, hits=hits, misses=claimed, evicted=evicted)
-        if claimed.any():
+        mine = slice(groups.start, groups.stop)
+        slots.counters.found(mine, layers.column("hit_total", which))
+        if claimed_count:
+            columns = layers.column("claimed", which), layers.column("evicted_count", which)
+            slots.counters.took(mine, *columns)
             slots.timings.took(which, layers.column("copied", which))
-            pools.sparse.took(groups, claimed, evicted)
+            pools.sparse.took(groups, *columns)

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ess.kernels.cpu.layer import Layers
 
 if TYPE_CHECKING:
     from ess.door.steps.step import Step
 
+Ints = npt.NDArray[np.int32]
+
 
 class Direct(Protocol):
     """What native code needs to find slots that lie on the host. Layers are neighbours, and each is
-    alone in its group."""
+    alone in its group. `tables` [lines, pages] are the page tables, which stay where they are."""
+
+    tables: Ints
 
     def bind(self, layers: Layers, which: range) -> None:
         """Writes what stays, once."""
@@ -33,5 +40,6 @@ class Direct(Protocol):
         """Returns when the layer's rows can be attended: waits for their fetch, names rows that are
         read in place."""
 
-    def leave(self, step: Step, layers: Layers, which: range) -> None:
-        """Behind the call: counts what has happened."""
+    def leave(self, step: Step, layers: Layers, which: range, *, claimed_count: int) -> None:
+        """Behind the call: counts what has happened, of which so many rows were claimed and copied
+        by native code."""

@@ -5,6 +5,8 @@ Queries become selections here, codes become attention.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,19 +49,42 @@ class Course:
     is_timed: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the queries of a batch stand: their angles, their new rows, their lines of the page
+    tables, and what they may select from."""
+
+    rotation: Rotation
+    row_ids: Tensor
+    page_table: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, step: Step, rotate: Callable[[Tensor], Rotation]) -> Places:
+        positions = torch.as_tensor(step.positions)
+        assert positions.shape == (step.query_count,), f"{positions.shape[0]} positions"
+        row_ids, lengths = torch.as_tensor(step.row_ids), torch.as_tensor(step.query_stop)
+        return cls(rotate(positions), row_ids, step.page_table, lengths)
+
+    def part(self, which: slice) -> Places:
+        lists = self.row_ids[which], self.page_table[which], self.lengths[which]
+        return Places(self.rotation.part(which), *lists)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """What all layers of a step share. Attention that is `balanced` fills a device, and its bits
-    follow from the batch. `carried` are the states of its sequences, where they have some."""
+    follow from the batch. `carried` are the states of its sequences, where they have some.
+
+    `places` are `given`, or made when they are first asked for: layers that run in one native call
+    do without."""
 
     offload: Offload
     step: Step
     course: Course
     ops: Ops
-    rotation: Rotation
-    row_ids: Tensor
-    page_table: Tensor
-    lengths: Tensor
+    rotate: Callable[[Tensor], Rotation]
+    given: Places | None = None
     scale: float
     warmth: Watch
     balanced: bool
@@ -70,6 +95,26 @@ class Batch:
     @property
     def layout(self) -> ModelLayout:
         return self.offload.layout
+
+    @functools.cached_property
+    def places(self) -> Places:
+        return self.given or Places.of(self.step, self.rotate)
+
+    @property
+    def rotation(self) -> Rotation:
+        return self.places.rotation
+
+    @property
+    def row_ids(self) -> Tensor:
+        return self.places.row_ids
+
+    @property
+    def page_table(self) -> Tensor:
+        return self.places.page_table
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.places.lengths
 
     def unit_keys(self, layer: DecoderLayer, given: Tensor) -> Tensor:
         assert self.carried is not None, "units without a state"

@@ -22,13 +22,15 @@ from ess.door.steps.direct import Direct
 from ess.engine.layers.batch import Batch, compute_threads
 from ess.engine.layers.heads import AllHeads, Heads
 from ess.engine.step.tuning import Tuning
-from ess.kernels.cpu import records
+from ess.kernels.cpu import native, records
 from ess.kernels.cpu.attend import FORMS, QUERY_FORMS, matrix, strides
 from ess.kernels.cpu.layer import Layers, Part, Stop
 from ess.kernels.cpu.stage import look_at_turns
+from ess.kernels.cpu.step import Ints, Opened, opened
 from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer
-from ess.models.layers import Rotation
+from ess.models.layers import RotaryPositions, Rotation
+from ess.models.model import Model
 from ess.overlap.policy import Mode
 
 ROOM_MAX: Final = 4
@@ -43,7 +45,8 @@ TIMED: Final = (
 class DirectLayers:
     """It keeps the memory of the latest batch sizes, the oldest of which gives way."""
 
-    def __init__(self, tuning: Tuning, heads: Heads) -> None:
+    def __init__(self, model: Model, tuning: Tuning, heads: Heads) -> None:
+        self._model = model
         self._tuning = tuning
         self._is_whole = isinstance(heads, AllHeads) and tuning.sbo == "off"
         self._rooms: dict[int, Room] = {}
@@ -80,14 +83,14 @@ class DirectLayers:
         direct, which = batch.offload.direct, range(layers[0].number, layers[-1].number + 1)
         assert direct is not None, "a placement without direct layers"
         room = self._room(batch, direct, layers, hidden)
-        room.begin(batch, hidden)
+        room.begin(batch, hidden, self._model.rotary)
         resident = [mode == Mode.RESIDENT for mode in batch.course.vector[which.start : which.stop]]
         direct.enter(batch.step, room.layers, which, resident=resident)
         at = room.layers.run(which, room.side, threads=compute_threads(), begins=True)
         while at < which.stop:
             resident[at - which.start] &= self._go_on(batch, direct, room.layers, at)
             at = room.layers.run(range(at, which.stop), room.side, threads=compute_threads())
-        direct.leave(batch.step, room.layers, which)
+        direct.leave(batch.step, room.layers, which, claimed_count=room.side.claimed_total)
         self._note(batch, room, which, resident)
         return room.hidden.clone()
 
@@ -113,19 +116,19 @@ class DirectLayers:
             for layer, is_resident in zip(which, resident, strict=True):
                 self._tuning.ran(layer, Mode.RESIDENT if is_resident else Mode.NONE)
         batch.warmth.counted(room.hits, count - located_count, located_count)
-        timeline = self._tuning.timeline
-        taken_ns = room.layers.column("ended", which) - room.layers.column("began", which)
-        sums_ns = taken_ns.sum(axis=0).tolist()
+        timeline, side = self._tuning.timeline, room.side
+        taken_ns = side.taken[:]
         for stage, part in TIMED:
-            timeline.took(stage, count, sums_ns[part])
+            timeline.took(stage, count, taken_ns[part])
         if located_count < count:
-            planned_ns = taken_ns[np.logical_not(resident), Part.FIND]
-            timeline.took("plan", count - located_count, int(planned_ns.sum()))
+            timeline.took("plan", count - located_count, side.planned_ns)
 
     def _room(
         self, batch: Batch, direct: Direct, layers: Sequence[DecoderLayer], hidden: Tensor
     ) -> Room:
-        room = self._rooms.pop(len(hidden), None) or Room(batch, len(hidden), hidden.shape[1])
+        room = self._rooms.pop(len(hidden), None) or Room(
+            batch, len(hidden), hidden.shape[1], tables=direct.tables
+        )
         self._rooms[len(hidden)] = room
         while len(self._rooms) > ROOM_MAX:
             self._rooms.pop(next(iter(self._rooms)))
@@ -151,33 +154,47 @@ class Room:
     """Memory for batches of so many queries, and the records of layers over it. What one layer
     hands from part to part the next one writes over; `hidden` goes through all of them."""
 
-    def __init__(self, batch: Batch, query_count: int, hidden_dim: int) -> None:
+    def __init__(self, batch: Batch, query_count: int, hidden_dim: int, *, tables: Ints) -> None:
+        """`tables` are the page tables of all lines."""
         self.layers = Layers(batch.layout.layer_total)
-        self.side = records.StepSide()
         self.bound: set[int] = set()
         self.hits = np.zeros(query_count, np.int64)
         self.hidden = torch.empty(query_count, hidden_dim)
-        cos = torch.empty_like(batch.rotation.cos)
-        self._rotation = Rotation(cos, torch.empty_like(cos), batch.rotation.positions)
+        cos, sin = torch.empty(2, *batch.rotation.cos.shape)
+        self._rotation = Rotation(cos, sin, batch.rotation.positions)
+        self.table = torch.empty(query_count, tables.shape[1], dtype=torch.int32)
+        self.side: Any = records.StepSide(
+            table=self.table.data_ptr(),
+            table_width=tables.shape[1],
+            table_stride=tables.shape[1],
+            hits=native.address(self.hits),
+            query_count=query_count,
+        )
+        self._opening: Any = records.Opening(
+            *(native.address(tables), *tables.shape, 0, self.table.data_ptr()),
+            *(0, 0, cos.shape[1], 0, cos.data_ptr(), sin.data_ptr(), query_count),
+        )
+        self._kept: Tensor | None = None
         self._tensors: dict[tuple[Any, ...], Tensor] = {}
         self._step: Any = None
 
-    def begin(self, batch: Batch, hidden: Tensor) -> None:
+    def begin(self, batch: Batch, hidden: Tensor, rotary: RotaryPositions) -> None:
         self.hidden.copy_(hidden)
         if self._step is batch.step:
             return
-        self._rotation.cos.copy_(batch.rotation.cos)
-        self._rotation.sin.copy_(batch.rotation.sin)
-        self._step, step, side = batch.step, batch.step, self.side
-        table, lengths = batch.page_table, batch.lengths
-        side.table, side.lengths = table.data_ptr(), lengths.data_ptr()
-        side.table_width, side.table_stride = table.shape[1], table.stride()[0]
-        side.lines, side.row_ids = step.query_line.ctypes.data, step.row_ids.ctypes.data
-        side.hits, side.query_count, side.number = (
-            self.hits.ctypes.data,
-            step.query_count,
-            step.number,
-        )
+        self._step, step, side, at = batch.step, batch.step, self.side, native.address
+        assert step.query_count == len(self.hits), f"{step!r} in a room of {len(self.hits)}"
+        side.lines = self._opening.lines = at(step.query_line)
+        self._opening.positions = at(step.positions)
+        side.lengths, side.row_ids, side.number = at(step.query_stop), at(step.row_ids), step.number
+        if rotary.kept is not self._kept:
+            self._kept = rotary.kept
+            self._opening.turns, self._opening.turn_count = self._kept.data_ptr(), len(self._kept)
+        written = opened(self._opening)
+        assert written != Opened.ASTRAY, f"{step!r}: a line that is not there"
+        if written != Opened.ALL:
+            self._rotation.cos.copy_(batch.rotation.cos)
+            self._rotation.sin.copy_(batch.rotation.sin)
 
     def bind(self, batch: Batch, layer: DecoderLayer) -> None:
         """Writes what stays, but for what a placement knows."""

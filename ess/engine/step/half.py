@@ -75,10 +75,7 @@ def _side(batch: Batch, counts: Sequence[int], start: int, stop: int, first_work
     mine = slice(queries.start, queries.stop)
     own = replace(
         batch,
-        rotation=batch.rotation.part(mine),
-        row_ids=batch.row_ids[mine],
-        page_table=batch.page_table[mine],
-        lengths=batch.lengths[mine],
+        given=batch.places.part(mine),
         carried=batch.carried and batch.carried.part(mine),
         located={},
         selected={},

@@ -17,7 +17,7 @@ from torch import Tensor
 from ess.door import Offload, Step
 from ess.engine.config import EngineConfig
 from ess.engine.layers.attention import LayerStep
-from ess.engine.layers.batch import Batch, Course, back, ended
+from ess.engine.layers.batch import Batch, Course, Places, back, ended
 from ess.engine.layers.beside import Carried, beside_of
 from ess.engine.layers.direct import DirectLayers
 from ess.engine.layers.experts import ExpertStep
@@ -78,7 +78,7 @@ class Runner:
         self.beside = beside_of(model.config, offload)
         self._balanced = balanced
         self._scale = model.config.attention_scale
-        self._direct = DirectLayers(tuning, heads)
+        self._direct = DirectLayers(model, tuning, heads)
         self.on_layer: Callable[[], None] | None = None
         self._runs = layer_runs(model.layers, offload.layout)
         self.standby = Standby(model, self._runs, tuning.sbo, tuning.timeline)
@@ -116,17 +116,15 @@ class Runner:
         return course
 
     def batch(self, step: Step, course: Course | None = None) -> Batch:
-        positions = torch.as_tensor(step.positions)
-        assert positions.shape == (step.query_count,), f"{positions.shape[0]} positions"
+        """On a device it has all of its tensors before any stream asks for them."""
+        rotate, is_here = self.model.rotation, self.model.device.type == "cpu"
         return Batch(
             offload=self.offload,
             step=step,
             course=course or self.course(step, step.query_counts),
             ops=self.ops,
-            rotation=self.model.rotation(positions),
-            row_ids=torch.as_tensor(step.row_ids),
-            page_table=step.page_table,
-            lengths=torch.as_tensor(step.query_stop),
+            rotate=rotate,
+            given=None if is_here else Places.of(step, rotate),
             scale=self._scale,
             warmth=watch(step.query_stop, self.offload.layout),
             balanced=self._balanced,

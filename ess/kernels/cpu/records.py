@@ -134,6 +134,21 @@ class StepSide(ctypes.Structure):
         *_fields(_COUNT, "table_width", "table_stride"),
         *_fields(_POINTER, "lengths", "lines", "row_ids", "hits"),
         *_fields(_COUNT, "query_count", "number"),
+        *_fields(_COUNT * PART_COUNT, "taken"),
+        *_fields(_COUNT, "planned_ns", "claimed_total"),
+    ]
+
+
+class Opening(ctypes.Structure):
+    """`ess::Opening` of step.cpp."""
+
+    _fields_ = [
+        *_fields(_POINTER, "tables"),
+        *_fields(_COUNT, "line_count", "table_width"),
+        *_fields(_POINTER, "lines", "table", "turns"),
+        *_fields(_COUNT, "turn_count", "turn_width"),
+        *_fields(_POINTER, "positions", "cos", "sin"),
+        *_fields(_COUNT, "query_count"),
     ]
 
 

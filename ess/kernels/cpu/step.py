@@ -6,6 +6,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ess.kernels.cpu import native
+from ess.kernels.cpu import native, records
 
 Ints = npt.NDArray[np.int32]
+
+
+class Opened(IntEnum):
+    """What `opened` has written: nothing that counts, for a line is not there; table lines; these
+    and all angles."""
+
+    ASTRAY = 0
+    TABLE = 1
+    ALL = 2
 
 
 def places(
@@ -42,6 +52,11 @@ def turns(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
     return (made[0], made[1]) if done else None
 
 
+def opened(opening: records.Opening) -> Opened:
+    """Writes the page table lines and angles of a step's queries."""
+    return Opened(_open()(opening))
+
+
 def best(logits: Tensor) -> Tensor:
     """Of each line of float32 logits the first place of the greatest; -1 if one is no number."""
     assert logits.dtype == torch.float32, f"logits of {logits.dtype}"
@@ -50,6 +65,11 @@ def best(logits: Tensor) -> Tensor:
     made = torch.empty(count, dtype=torch.int64)
     _call("ess_best", 2, 3)(logits.data_ptr(), made.data_ptr(), count, width, logits.stride(0))
     return made
+
+
+@functools.cache
+def _open() -> Callable[[records.Opening], int]:
+    return native.function("ess_open", [ctypes.POINTER(records.Opening)], ctypes.c_int32)
 
 
 @functools.cache
