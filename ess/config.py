@@ -63,9 +63,9 @@ def setting(
     is_secret: bool = False,
 ) -> T:
     """A field of a dataclass that is a setting: `settings_of` gives it back with name and type."""
-    said = {"section": section, "help": help, "bounds": bounds, "is_secret": is_secret}
-    made: T = dataclasses.field(default=default, metadata=said, repr=not is_secret)
-    return made
+    metadata = {"section": section, "help": help, "bounds": bounds, "is_secret": is_secret}
+    setting_field: T = dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
+    return setting_field
 
 
 def settings_of(kind: type[Any]) -> Mapping[str, Setting]:

@@ -25,13 +25,13 @@ def kept_port(host: str, port: int = 0) -> Iterator[int]:
 def _bound(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
         except OSError:
-            made.close()
+            listener.close()
             raise
     except OSError as error:
         raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return made
+    return listener

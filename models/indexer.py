@@ -52,8 +52,8 @@ class Indexer:
 
     def raw(self, hidden: Tensor, query: Tensor, rotation: Rotation) -> Probe:
         """The same, but that queries and keys are still to be turned, and keys to be normed."""
-        made = self.queries(query, rotation), self.weights(hidden), linear(hidden, self._key)
-        return Probe(*made)
+        parts = self.queries(query, rotation), self.weights(hidden), linear(hidden, self._key)
+        return Probe(*parts)
 
     def queries(self, query: Tensor, rotation: Rotation) -> Tensor:
         """Still to be turned. What a family puts behind the low-rank query is not read."""

@@ -63,8 +63,8 @@ class Source:
         full_name = self._prefix + name
         held = plain(self._tensor(full_name))
         if tuple(held.shape) != shape or held.is_floating_point():
-            found = f"{held.dtype} {tuple(held.shape)}"
-            raise BadInput(f"{full_name} is {found}, expected whole numbers {shape}")
+            shown = f"{held.dtype} {tuple(held.shape)}"
+            raise BadInput(f"{full_name} is {shown}, expected whole numbers {shape}")
         return held.long()
 
     def values(self, name: str, *shape: int) -> Tensor:
@@ -139,18 +139,18 @@ class RotaryPositions:
         """Of positions on the device that this was made for. On a CPU they are computed once and
         looked up from then on."""
         if positions.is_cpu and positions.dtype == torch.int32 and native.available():
-            found = step.turns(self.kept, positions)
-            if found is None and (longest := int(positions.max())) < KEPT_MAX:
+            kept = step.turns(self.kept, positions)
+            if kept is None and (longest := int(positions.max())) < KEPT_MAX:
                 self._keep(longest)
-                found = step.turns(self.kept, positions)
-            if found is not None:
-                return Rotation(*found, positions)
+                kept = step.turns(self.kept, positions)
+            if kept is not None:
+                return Rotation(*kept, positions)
         return self._computed(positions)
 
     def _keep(self, longest: int) -> None:
         count = max(KEPT_LEAST, 1 << longest.bit_length())
-        made = self._computed(torch.arange(count, dtype=torch.int32))
-        self.kept = torch.stack([made.cos, made.sin], dim=1)
+        rotation = self._computed(torch.arange(count, dtype=torch.int32))
+        self.kept = torch.stack([rotation.cos, rotation.sin], dim=1)
 
     def _computed(self, positions: Tensor) -> Rotation:
         angles = positions.float()[:, None] * self._frequencies

@@ -284,10 +284,10 @@ def _stack_experts(
     stacks: tuple[Weights, Weights] | None = None
     for place, number in enumerate(own):
         expert = source.under(str(number))
-        made = _gate_up(expert, hidden, inner), expert.weight("down_proj", hidden, inner)
+        weights = _gate_up(expert, hidden, inner), expert.weight("down_proj", hidden, inner)
         if stacks is None:
-            stacks = _room(len(own), made[0]), _room(len(own), made[1])
-        for stack, weight in zip(stacks, made, strict=True):
+            stacks = _room(len(own), weights[0]), _room(len(own), weights[1])
+        for stack, weight in zip(stacks, weights, strict=True):
             _fill(stack, place, weight)
     assert stacks is not None, "a model without experts"
     return stacks

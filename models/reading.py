@@ -136,8 +136,8 @@ def _check_keys(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
             raise BadInput(f"{key} {_shown(given[key])} is not supported, only {_shown(only)}")
     for key, other in EQUAL.items():
         if key in given and not _is_same(given[key], given.get(other)):
-            told = f"{key} {_shown(given[key])} differs from {other} {_shown(given.get(other))}"
-            raise BadInput(told)
+            sentence = f"{key} {_shown(given[key])} differs from {other} {_shown(given.get(other))}"
+            raise BadInput(sentence)
     for key in FOREIGN:
         if given.get(key):
             raise BadInput(f"{key} {_shown(given[key])} is not supported")

@@ -189,9 +189,9 @@ class Timings:
 
     def fetch(self, layer: int, event: Event, settle: Callable[[Event], None]) -> TimedFetch:
         """A layer's fetch is under way; `settle` waits for it."""
-        made = TimedFetch(layer=layer, event=event, settle=settle, clock=self.clock)
-        self._fetches.append(made)
-        return made
+        timed = TimedFetch(layer=layer, event=event, settle=settle, clock=self.clock)
+        self._fetches.append(timed)
+        return timed
 
     def copied(self, layers: Sequence[int], times: Sequence[tuple[int, int]]) -> None:
         """All layers of a group were copied while the caller waited."""

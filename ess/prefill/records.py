@@ -28,9 +28,9 @@ def record(kind: int, body: bytes) -> bytes:
 
 
 def head(records: Iterable[bytes]) -> bytes:
-    made = MAGIC + b"".join(records)
-    assert len(made) <= HEAD_BYTES_MAX, f"a head of {len(made)} bytes"
-    return made
+    content = MAGIC + b"".join(records)
+    assert len(content) <= HEAD_BYTES_MAX, f"a head of {len(content)} bytes"
+    return content
 
 
 def records(content: bytes) -> Iterator[tuple[int, bytes]]:

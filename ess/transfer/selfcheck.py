@@ -122,11 +122,11 @@ def main(arguments: list[str]) -> int:
         if child == [ANSWER]:
             answer(kind, host)
             return 0
-        made = trial(kind, host)
+        result = trial(kind, host)
     except (EssError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(msgspec.json.encode(made).decode())
+    print(msgspec.json.encode(result).decode())
     return 0
 
 

@@ -71,15 +71,15 @@ class HermesParser(HeldCalls):
 
     def _object(self) -> bool:
         try:
-            found = _object_at(self._text, CALL_END)
+            parsed = _object_at(self._text, CALL_END)
         except (ValueError, RecursionError):
             return self._give_up("an object")
-        if found is None:
+        if parsed is None:
             return len(self._text) > CALL_CHARS_MAX and self._give_up("an object")
-        rest = self._text[found[1] :].lstrip()
+        rest = self._text[parsed[1] :].lstrip()
         if not rest.startswith(CALL_END):
             return not CALL_END.startswith(rest) and self._give_up(CALL_END)
-        call = _call(found[0])
+        call = _call(parsed[0])
         if call is None:
             return self._give_up("an object with a name and arguments")
         self._text = rest.removeprefix(CALL_END)
@@ -113,13 +113,13 @@ class MistralParser(HeldCalls):
     def _arguments(self) -> bool:
         """An object ends at a closing brace; it is not one before it reads as one."""
         try:
-            found = _object_at(self._text, MISTRAL_CALL)
+            parsed = _object_at(self._text, MISTRAL_CALL)
         except (ValueError, RecursionError):
             return self._give_up("an object of arguments")
-        if found is None:
+        if parsed is None:
             return len(self._text) > CALL_CHARS_MAX and self._give_up("an object of arguments")
-        self._text = self._text[found[1] :]
-        self._call_whole(self._called, found[0])
+        self._text = self._text[parsed[1] :]
+        self._call_whole(self._called, parsed[0])
         return self._enter(self._after_call)
 
     def _after_call(self) -> bool:

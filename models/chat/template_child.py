@@ -54,13 +54,13 @@ def now(form: str) -> str:
 
 def environment() -> ImmutableSandboxedEnvironment:
     """As Hugging Face templates expect it."""
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    made.filters["tojson"] = to_json
-    made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = now
-    return made
+    sandbox.filters["tojson"] = to_json
+    sandbox.globals["raise_exception"] = refuse
+    sandbox.globals["strftime_now"] = now
+    return sandbox
 
 
 def render(template: Any, names: dict[str, Any]) -> dict[str, str]:

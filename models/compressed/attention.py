@@ -45,8 +45,8 @@ class Attention:
 
     def rows(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         """[tokens, dim]: what attention reads of each of the last tokens."""
-        made = rms_norm(linear(hidden, self._row), self._row_norm, self._config.norm_eps)
-        return turn(self._config, made, rotation)
+        rows = rms_norm(linear(hidden, self._row), self._row_norm, self._config.norm_eps)
+        return turn(self._config, rows, rotation)
 
     def output(self, attended: Tensor, rotation: Rotation) -> Tensor:
         """Attended rows, float32 [tokens, heads, dim] -> [tokens, hidden]. Groups of heads have a
@@ -55,8 +55,8 @@ class Attention:
         turned = turn(self._config, attended, back)
         grouped = turned.reshape(len(attended), self._groups, -1).transpose(0, 1)
         weights = self._group_out.view(self._groups, -1, grouped.shape[-1])
-        made = torch.bmm(grouped.to(weights.dtype), weights.transpose(1, 2))
-        return linear(made.transpose(0, 1).flatten(1), self._out)
+        grouped_out = torch.bmm(grouped.to(weights.dtype), weights.transpose(1, 2))
+        return linear(grouped_out.transpose(0, 1).flatten(1), self._out)
 
 
 def turn(config: ModelConfig, x: Tensor, rotation: Rotation) -> Tensor:

@@ -117,15 +117,15 @@ def state_form(config: ModelConfig, *, drafts: int) -> StateForm:
     fields = []
     for layer in range(config.layer_total):
         kind = own.kinds[layer]
-        made: list[tuple[Name, int, int]] = [("window", own.window - 1, config.value_dim)]
+        rings: list[tuple[Name, int, int]] = [("window", own.window - 1, config.value_dim)]
         if kind == "heavy":
-            made += [("entries", own.heavy_rate, 2 * config.value_dim)]
+            rings += [("entries", own.heavy_rate, 2 * config.value_dim)]
         if kind == "sparse":
-            made += [("entries", 2 * own.sparse_rate, 4 * config.value_dim)]
-            made += [("keys", 2 * own.sparse_rate, 4 * config.index_dim)]
+            rings += [("entries", 2 * own.sparse_rate, 4 * config.value_dim)]
+            rings += [("keys", 2 * own.sparse_rate, 4 * config.index_dim)]
         fields += [
             Field(name=name, layer=layer, lines=lines + drafts, width=width)
-            for name, lines, width in made
+            for name, lines, width in rings
         ]
     return StateForm(fields=tuple(fields), drafts=drafts, unit=config.value_dim)
 

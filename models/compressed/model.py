@@ -66,8 +66,8 @@ class Layer:
 
     def mlp(self, streams: Tensor, tokens: Tensor) -> Tensor:
         read = self.around_experts.read(streams)
-        made = self.experts.run(self.experts_norm(read.sum), tokens)
-        return self.around_experts.write(streams, read, made)
+        output = self.experts.run(self.experts_norm(read.sum), tokens)
+        return self.around_experts.write(streams, read, output)
 
 
 class Module:

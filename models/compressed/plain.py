@@ -79,8 +79,8 @@ class PlainLayer:
         read = self._layer.around_attention.read(streams)
         hidden = self._layer.attention_norm(read.sum)
         rotation = self._positions.at(positions)
-        made = self._layer.attention.output(self._attend(hidden, rotation), rotation)
-        streams = self._layer.around_attention.write(streams, read, made)
+        output = self._layer.attention.output(self._attend(hidden, rotation), rotation)
+        streams = self._layer.around_attention.write(streams, read, output)
         return self._layer.mlp(streams, tokens)
 
     def _attend(self, hidden: Tensor, rotation: Rotation) -> Tensor:
@@ -192,8 +192,8 @@ class Plain:
         streams, logits = self._ran[: len(following)], list[Tensor]()
         while len(logits) < count:
             joined = module.join(self._model.embedded(tokens), streams)
-            made = layer.run(joined, torch.arange(begin, begin + len(tokens)), tokens)
-            streams, begin = made[-1:], begin + len(tokens)
+            hidden = layer.run(joined, torch.arange(begin, begin + len(tokens)), tokens)
+            streams, begin = hidden[-1:], begin + len(tokens)
             logits.append(self._model.logits(module.finish(streams)))
             tokens = logits[-1].argmax(-1)
         return torch.cat(logits)
@@ -233,6 +233,6 @@ class Plain:
 def resumed(
     model: CompressedModel, saved: tuple[bytes, Sequence[Tensor]], *, drafts: int = 0
 ) -> Plain:
-    made = Plain(model, drafts=drafts)
-    made.load(saved)
-    return made
+    plain = Plain(model, drafts=drafts)
+    plain.load(saved)
+    return plain

@@ -63,9 +63,9 @@ class State:
         self._set(length, self.written)
 
     def copy(self) -> State:
-        made = State(self.form)
-        made.load(self.save())
-        return made
+        other = State(self.form)
+        other.load(self.save())
+        return other
 
     def save(self) -> bytes:
         """The same count of bytes at any length."""

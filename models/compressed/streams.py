@@ -41,9 +41,12 @@ class Mixing:
     def read(self, streams: Tensor) -> Read:
         count, eps = self._config.stream_count, self._config.stream_eps
         parts = [count, count, count * count]
-        made = F.linear(normed(streams.flatten(1), self._config.norm_eps), self._product)
+        projected = F.linear(normed(streams.flatten(1), self._config.norm_eps), self._product)
         values = zip(
-            torch.split(made, parts, -1), torch.split(self._base, parts), self._scale, strict=True
+            torch.split(projected, parts, -1),
+            torch.split(self._base, parts),
+            self._scale,
+            strict=True,
         )
         taken, given, mixed = (value * scale + base for value, base, scale in values)
         weights = taken.sigmoid() + eps
@@ -75,8 +78,8 @@ class Ending:
         self._scale = source.values("hc_head_scale", 1)
 
     def __call__(self, streams: Tensor) -> Tensor:
-        made = F.linear(normed(streams.flatten(1), self._config.norm_eps), self._product)
-        weights = (made * self._scale + self._base).sigmoid() + self._config.stream_eps
+        projected = F.linear(normed(streams.flatten(1), self._config.norm_eps), self._product)
+        weights = (projected * self._scale + self._base).sigmoid() + self._config.stream_eps
         return (weights[..., None] * streams).sum(1)
 
 

@@ -28,10 +28,10 @@ def code_lines(source: str) -> int:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             quiet |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    told = tokenize.generate_tokens(io.StringIO(source).readline)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     used = {
         line
-        for token in told
+        for token in tokens
         if token.type not in (*QUIET, tokenize.ENDMARKER)
         for line in range(token.start[0], token.end[0] + 1)
     }
@@ -40,15 +40,15 @@ def code_lines(source: str) -> int:
 
 def needed(module: str) -> set[str]:
     """Modules of the families' rooms that it imports, and those that these do."""
-    found: set[str] = set()
+    modules: set[str] = set()
     left = [module]
     while left:
         for node in ast.walk(ast.parse(source_of(left.pop()))):
             name = node.module if isinstance(node, ast.ImportFrom) else None
-            if name is not None and name.startswith(ROOMS) and name not in found:
-                found.add(name)
+            if name is not None and name.startswith(ROOMS) and name not in modules:
+                modules.add(name)
                 left.append(name)
-    return found - {module}
+    return modules - {module}
 
 
 def main() -> None:

@@ -147,14 +147,14 @@ def _rope_dim(said: Mapping[str, Any]) -> int:
 def _ropes(said: Mapping[str, Any], rope_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of layers with entries, and of the others. One object is yarn's, for the first alone."""
     name = "rope_scaling" if said.get("rope_scaling") else "rope_parameters"
-    found = said.get(name, {})
-    if not isinstance(found, Mapping):
-        raise BadInput(f"{name} is {found!r:.80}, expected an object")
-    parts = found.get("compress"), found.get("main")
+    given = said.get(name, {})
+    if not isinstance(given, Mapping):
+        raise BadInput(f"{name} is {given!r:.80}, expected an object")
+    parts = given.get("compress"), given.get("main")
     if all(isinstance(part, Mapping) for part in parts):
         ropes = [_part(dict(part or {}), said, rope_dim) for part in parts]
         return ropes[0], read_rope({**_lengths(said), "rope_parameters": ropes[1]})
-    compress = {key: value for key, value in found.items() if key not in ("compress", "main")}
+    compress = {key: value for key, value in given.items() if key not in ("compress", "main")}
     if compress.get("rope_theta", said["rope_theta"]) != said["rope_theta"]:
         raise BadInput(f"rope_theta of {name} differs from rope_theta {said['rope_theta']!r:.40}")
     compress.setdefault("partial_rotary_factor", rope_dim / said["head_dim"])

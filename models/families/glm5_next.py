@@ -86,10 +86,10 @@ def _recurrent(said: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(nested, Mapping):
         raise BadInput(f"linear_attn_config is {nested!r:.60}, expected an object")
     inside = {ours: nested[key] for key, ours in NESTED.items() if key in nested}
-    made = {key: {**said, **inside}.get(key, usual) for key, usual in RECURRENT.items()}
-    if nested.get("safe_gate", bool(nested)) and made["linear_lower_bound"] is None:
-        made["linear_lower_bound"] = RECURRENT["linear_lower_bound"]
-    return made
+    fields = {key: {**said, **inside}.get(key, usual) for key, usual in RECURRENT.items()}
+    if nested.get("safe_gate", bool(nested)) and fields["linear_lower_bound"] is None:
+        fields["linear_lower_bound"] = RECURRENT["linear_lower_bound"]
+    return fields
 
 
 def _rows_chosen(said: Mapping[str, Any]) -> object:

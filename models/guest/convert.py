@@ -108,8 +108,8 @@ def _layer(packed: Packed, config: dict[str, Any], layer: int) -> Iterator[tuple
     ):
         yield f"{to}{name}.weight", packed.floats(f"{own}{stored}.weight", (hidden,))
     for name, key in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
-        made = packed.floats(f"{own}attn_{name}.weight", (config[key] * dim, hidden))
-        yield f"{to}self_attn.{name}_proj.weight", _pairs_apart(made, dim)
+        weight = packed.floats(f"{own}attn_{name}.weight", (config[key] * dim, hidden))
+        yield f"{to}self_attn.{name}_proj.weight", _pairs_apart(weight, dim)
     kept = config["num_key_value_heads"] * dim
     yield f"{to}self_attn.v_proj.weight", packed.floats(f"{own}attn_v.weight", (kept, hidden))
     out = packed.floats(f"{own}attn_output.weight", (hidden, hidden))
@@ -123,18 +123,18 @@ def _coded(packed: Packed, config: dict[str, Any]) -> Iterator[tuple[str, Codes]
     """What has been dequantised, as integers, under the same names."""
     outside = {"model.embed_tokens": "token_embd", "lm_head": "output"}
     for name, stored in outside.items():
-        made = packed.codes(f"{stored}.weight") if f"{stored}.weight" in packed.names else None
-        if made is not None:
-            yield f"{name}.weight", made
+        codes = packed.codes(f"{stored}.weight") if f"{stored}.weight" in packed.names else None
+        if codes is not None:
+            yield f"{name}.weight", codes
     for layer in range(config["num_hidden_layers"]):
         for name, stored in (_ATTENTION | _MLP).items():
-            made = packed.codes(f"blk.{layer}.{stored}.weight")
-            if made is not None:
-                order = np.arange(len(made.codes))[:, None]
+            codes = packed.codes(f"blk.{layer}.{stored}.weight")
+            if codes is not None:
+                order = np.arange(len(codes.codes))[:, None]
                 if name in ("q_proj", "k_proj"):
                     order = _pairs_apart(order, config["head_dim"])
                 room = "mlp" if name in _MLP else "self_attn"
-                yield f"model.layers.{layer}.{room}.{name}.weight", made.rows(order[:, 0])
+                yield f"model.layers.{layer}.{room}.{name}.weight", codes.rows(order[:, 0])
 
 
 def _pairs_apart(weight: Any, dim: int) -> Any:

@@ -102,11 +102,11 @@ class Grouped:
 
     def as_attended(self, values: Tensor) -> Tensor:
         """Of each head [tokens, heads, dim], in the places where attended rows hold them."""
-        made = values.new_zeros(len(values), self._groups, self._each, 2 * self._half)
-        for group, heads in enumerate(values.view(*made.shape[:3], -1).unbind(1)):
+        rows = values.new_zeros(len(values), self._groups, self._each, 2 * self._half)
+        for group, heads in enumerate(values.view(*rows.shape[:3], -1).unbind(1)):
             first = self._half + group * self._dim
-            made[:, group, :, first : first + self._dim] = heads
-        return made.flatten(1, 2)
+            rows[:, group, :, first : first + self._dim] = heads
+        return rows.flatten(1, 2)
 
     @property
     def _each(self) -> int:

@@ -59,10 +59,12 @@ def indexer_tensors(layer: Layer, keys: Floats, prefix: str) -> dict[str, Floats
     heads, dim = mixes.shape[:2]
     queries = np.zeros((heads, dim, heads, dim), np.float32)
     queries[np.arange(heads), :, np.arange(heads)] = mixes
-    made = {
+    tensors = {
         "wq_b.weight": queries.reshape(heads * dim, heads * dim),
         "wk.weight": layer["key_mix"] @ keys,
         "weights_proj.weight": layer["weights_proj"],
         **{name: layer[name] for name in NORMS},
     }
-    return {f"{prefix}indexer.{name}": np.ascontiguousarray(value) for name, value in made.items()}
+    return {
+        f"{prefix}indexer.{name}": np.ascontiguousarray(value) for name, value in tensors.items()
+    }

@@ -79,8 +79,8 @@ class Packed:
                 f"{self._path.name}: tensor {name!r} is {form} {list(stored)}, expected"
                 f" {list(shape)} in one of {', '.join(sorted(FORMS))}"
             )
-        made = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        return np.ascontiguousarray(made, np.float32).reshape(shape)
+        values = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        return np.ascontiguousarray(values, np.float32).reshape(shape)
 
     def codes(self, name: str) -> Codes | None:
         """A matrix that `floats` has given, as the file keeps it; None where no codes do."""

@@ -33,18 +33,18 @@ def home() -> Path:
 
 def checkpoint_folder(guest: Guest) -> Path:
     """The guest as a checkpoint; made now, unless it has been."""
-    told = f"{FORM} {guest} {_sha256(HEADS)}"
-    place = home() / hashlib.sha256(told.encode()).hexdigest()[:16] / guest.name
+    identity = f"{FORM} {guest} {_sha256(HEADS)}"
+    place = home() / hashlib.sha256(identity.encode()).hexdigest()[:16] / guest.name
     if not place.is_dir():
         from ess.models.guest.convert import convert
 
         source = gguf_file(guest)
         console.note(f"ess: converting {guest.name} into {place} ...")
         with _beside(place) as draft:
-            made = Path(draft) / guest.name
-            made.mkdir()
-            convert(guest, source, made, HEADS)
-            _put(made, place)
+            folder = Path(draft) / guest.name
+            folder.mkdir()
+            convert(guest, source, folder, HEADS)
+            _put(folder, place)
     return place
 
 

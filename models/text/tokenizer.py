@@ -68,12 +68,12 @@ class Tokenizer:
         specials = [special for special in self.special_texts if special in text]
         longest_first = sorted(specials, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
-        found = []
+        ids = []
         for piece in re.split(f"({pattern})", text):
             token_id = self.id_of(piece) if piece in self.special_texts else None
             spelled = piece.replace(separator, "")
-            found += [token_id] if token_id is not None else self._encode_plain(spelled)
-        return found
+            ids += [token_id] if token_id is not None else self._encode_plain(spelled)
+        return ids
 
     def _encode_plain(self, text: str) -> list[int]:
         self._library.encode_special_tokens = True
@@ -101,23 +101,23 @@ class Tokenizer:
         return max(map(len, spelled))
 
     def id_of(self, token: str) -> int | None:
-        found = self._library.token_to_id(token)
-        return None if found is None else int(found)
+        token_id = self._library.token_to_id(token)
+        return None if token_id is None else int(token_id)
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one token; none for an id without a token (a padded vocabulary has some)."""
-        found = self._bytes_of.get(token_id)
-        if found is None:
-            found = self._bytes_of[token_id] = self._look_up(token_id)
-        return found
+        token_bytes = self._bytes_of.get(token_id)
+        if token_bytes is None:
+            token_bytes = self._bytes_of[token_id] = self._look_up(token_id)
+        return token_bytes
 
     def text_of(self, token_id: int) -> str | None:
         """The text of one token if its bytes are whole characters, else None."""
         try:
             return self._text_of[token_id]
         except KeyError:
-            found = self._text_of[token_id] = _text(self.bytes_of(token_id))
-            return found
+            text = self._text_of[token_id] = _text(self.bytes_of(token_id))
+            return text
 
     def _look_up(self, token_id: int) -> bytes:
         if not 0 <= token_id < 1 << 31:
@@ -176,10 +176,10 @@ def _kind(decoder: Any) -> str:
 
 
 def _length(library: tokenizers.Tokenizer) -> int:
-    found = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-    if found > IDS_MAX:
-        raise BadInput(f"{TOKENIZER_FILE} has the id {found - 1:,}; ids are below {IDS_MAX:,}")
-    return found
+    length = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+    if length > IDS_MAX:
+        raise BadInput(f"{TOKENIZER_FILE} has the id {length - 1:,}; ids are below {IDS_MAX:,}")
+    return length
 
 
 def _load(text: str) -> tokenizers.Tokenizer:

@@ -108,8 +108,8 @@ def chat(
         served = client.ask("/v1/models")["data"][0]["id"]
         console.note(f"{model or served} at {client.url}; Ctrl-C stops an answer, Ctrl-D ends")
     for line in [question] if question is not None else _lines(is_typed=is_typed):
-        told = [*messages, {"role": "user", "content": line}]
-        body = {**asked, "model": model, "messages": told, "stream": True}
+        conversation = [*messages, {"role": "user", "content": line}]
+        body = {**asked, "model": model, "messages": conversation, "stream": True}
         try:
             text = _answer(client, body, stats=stats, json=json)
         except (EssError, KeyboardInterrupt) as error:
@@ -117,7 +117,7 @@ def chat(
                 raise
             console.note(f"\n({str(error) or 'stopped'}; forgotten)")
             continue
-        messages = [*told, {"role": "assistant", "content": text}]
+        messages = [*conversation, {"role": "assistant", "content": text}]
 
 
 def _lines(*, is_typed: bool) -> Iterator[str]:
@@ -258,8 +258,8 @@ def _add_graphs(table: Table, graphs: Mapping[str, Any]) -> None:
 
 def _add_stage(table: Table, stage: Mapping[str, Any]) -> None:
     layers = f"layers {stage['first_layer']} to {stage['last_layer']}"
-    told = f"{layers}, {stage['chunks']:,} chunks, heard {stage['heard_s']:.1f} s ago"
-    table.add_row(f"stage {stage['stage']}", f"{stage['busy_share']:.0%} busy", told)
+    details = f"{layers}, {stage['chunks']:,} chunks, heard {stage['heard_s']:.1f} s ago"
+    table.add_row(f"stage {stage['stage']}", f"{stage['busy_share']:.0%} busy", details)
 
 
 def _add_handoff(table: Table, handoff: Mapping[str, Any]) -> None:

@@ -64,20 +64,20 @@ def _prefill_leg(service: Service, request: Request, ask: Generated, prompt_coun
     params = _params(ask)
     if _is_bootstrapped(ask):
         rooms = _rooms(ask, prompt_count)
-        made = None
+        answer = None
     elif params.get("do_remote_decode") is True:
         given = params.get("transfer_id")
         rooms = [
             new_uid() if given is None else uid_of(given, place) for place in range(prompt_count)
         ]
-        made = _answer_params(service, request, rooms)
+        answer = _answer_params(service, request, rooms)
     else:
         raise BadInput(
             "bootstrap_room is missing, and kv_transfer_params.do_remote_decode too: a prefill"
             " worker serves what a router for prefill and decode sends it; send this to the router"
         )
     _drop_wishes(ask)
-    return Leg(tuple(Handoff(room, kind="give") for room in rooms), made)
+    return Leg(tuple(Handoff(room, kind="give") for room in rooms), answer)
 
 
 def _drop_wishes(ask: Generated) -> None:

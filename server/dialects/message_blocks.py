@@ -77,7 +77,7 @@ def _read(message: Mapping[str, Any], *, where: str) -> list[Item]:
 
 def _asked(blocks: Sequence[Any], *, where: str) -> list[Item]:
     """A user's texts, those that stand together in one message, and results of calls."""
-    made: list[Item] = []
+    items: list[Item] = []
     texts: list[str] | None = None
     for place, block in enumerate(blocks):
         here = f"{where}.content[{place}]"
@@ -85,12 +85,12 @@ def _asked(blocks: Sequence[Any], *, where: str) -> list[Item]:
             case "text":
                 if texts is None:
                     texts = []
-                    made.append({"role": "user", "content": texts})
+                    items.append({"role": "user", "content": texts})
                 texts.append(_text(block, "text", here))
             case "tool_result":
                 result = text_of(block.get("content"), where=f"{here}.content")
                 identity = _text(block, "tool_use_id", here)
-                made.append({"role": "tool", "tool_call_id": identity, "content": result})
+                items.append({"role": "tool", "tool_call_id": identity, "content": result})
                 texts = None
             case kind:
                 raise _unserved(kind, "user", here)
@@ -98,7 +98,7 @@ def _asked(blocks: Sequence[Any], *, where: str) -> list[Item]:
         {**message, "content": "".join(message["content"])}
         if message["role"] == "user"
         else message
-        for message in made
+        for message in items
     ]
 
 

@@ -123,9 +123,9 @@ class CommonHost:
         return pid, fd, count
 
     def _make(self, page_count: int) -> bytes:
-        made = memory_file(page_count * self._whole.host_page_bytes, name=NAME)
-        self._made = made, page_count
-        return _FILE.pack(os.getpid(), made.fd, page_count)
+        file = memory_file(page_count * self._whole.host_page_bytes, name=NAME)
+        self._made = file, page_count
+        return _FILE.pack(os.getpid(), file.fd, page_count)
 
     def _pass_on(self, of_mine: bytes) -> None:
         for first in range(0, self._group.size, self._here):

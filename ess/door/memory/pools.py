@@ -269,8 +269,8 @@ def _memory(sizes: PoolSizes, name: str, byte_count: int) -> tuple[Bytes, int | 
     """And the memory file that it lies in, where other processes map it."""
     if not sizes.shared:
         return host_memory(byte_count), None
-    made = memory_file(byte_count, name=name)
-    return made.memory, made.fd
+    file = memory_file(byte_count, name=name)
+    return file.memory, file.fd
 
 
 def make_ledger(

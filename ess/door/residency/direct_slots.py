@@ -48,10 +48,10 @@ class DirectSlots:
         sparse, groups = self._slots.pools.sparse, self._groups(which)
         for group in (groups.start, groups.stop - 1):
             self._slots.claim(step, group)
-        told = sparse.addresses(groups), tuple(resident)
-        if layers.told.get(which) != told:
-            layers.tell(which, told)
-            layers.column("arena", which)[:] = told[0]
+        arguments = sparse.addresses(groups), tuple(resident)
+        if layers.told.get(which) != arguments:
+            layers.tell(which, arguments)
+            layers.column("arena", which)[:] = arguments[0]
             layers.column("find", which)[:] = [Find.LOCATE if r else Find.RESOLVE for r in resident]
         if not all(resident):
             self._copy_at_once()

@@ -38,10 +38,10 @@ class Sealing:
         pools, count = self._pools, sum(accepted)
         if not pools.at_once_bytes or not groups:
             return False
-        told = groups, pools.sparse.addresses(groups), sorted(step.keyed)
-        if told != self._told:
-            self._told = told
-            self._tell(*told, lines)
+        arguments = groups, pools.sparse.addresses(groups), sorted(step.keyed)
+        if arguments != self._told:
+            self._told = arguments
+            self._tell(*arguments, lines)
         if not 0 < count * self._bytes <= pools.at_once_bytes:
             return False
         self._seal(step, accepted)

@@ -137,10 +137,10 @@ class HostArrays:
     def _take(self, query_counts: Many[int]) -> None:
         """The same by native code, where each query brings a row."""
         tables = self._tables
-        made = step.places(tables.lines, tables.lengths, self._lines, query_counts)
-        assert made is not None, f"no length or no page for one of lines {self._lines}"
-        self.query_line, self.query_offset, self.query_start, self._positions = made[:4]
-        self.query_stop, self.row_ids = made[4:]
+        arrays = step.places(tables.lines, tables.lengths, self._lines, query_counts)
+        assert arrays is not None, f"no length or no page for one of lines {self._lines}"
+        self.query_line, self.query_offset, self.query_start, self._positions = arrays[:4]
+        self.query_stop, self.row_ids = arrays[4:]
         self.row_offset = self.query_offset
 
     @property

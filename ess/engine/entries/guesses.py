@@ -21,13 +21,13 @@ def draft(entered: EntryBatch, streams: Tensor, chosen: Chosen, count: int) -> T
     """`count` guesses of each sequence, int64 [sequences, count], of the streams of its tokens."""
     if not count:
         return None
-    tokens, made = entered.tokens, streams
-    made = _rows(entered, tokens, chosen.following, made)[chosen.last]
-    tokens, guesses = tokens.behind(chosen.last), [_guess(entered, made)]
+    tokens = entered.tokens
+    streams = _rows(entered, tokens, chosen.following, streams)[chosen.last]
+    tokens, guesses = tokens.behind(chosen.last), [_guess(entered, streams)]
     while len(guesses) < count:
-        made = _rows(entered, tokens, guesses[-1], made)
-        tokens = tokens.behind(range(len(made)))
-        guesses.append(_guess(entered, made))
+        streams = _rows(entered, tokens, guesses[-1], streams)
+        tokens = tokens.behind(range(len(streams)))
+        guesses.append(_guess(entered, streams))
     return torch.stack(guesses, dim=1)
 
 

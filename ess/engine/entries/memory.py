@@ -100,11 +100,11 @@ class Tokens:
     def of(cls, memory: Memory, step: Step) -> Tokens:
         """Those of a step: of each sequence the tokens behind its state."""
         positions, line = torch.as_tensor(step.positions), torch.as_tensor(step.query_line)
-        made = cls(memory, positions.long(), line.long())
+        tokens = cls(memory, positions.long(), line.long())
         firsts = list(step.firsts)
-        held = memory.headers[made._line[firsts], 0]
-        assert torch.equal(held, made.positions[firsts]), f"states of {held.tolist()} tokens"
-        return made
+        held = memory.headers[tokens._line[firsts], 0]
+        assert torch.equal(held, tokens.positions[firsts]), f"states of {held.tolist()} tokens"
+        return tokens
 
     def behind(self, which: Sequence[int]) -> Tokens:
         """The token behind each of these."""

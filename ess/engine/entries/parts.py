@@ -48,8 +48,8 @@ def with_sink(partial: Partial, sinks: Tensor) -> Tensor:
 
 
 def coded_rows(ops: Ops, values: Tensor, codec: RowCodec) -> Tensor:
-    made = torch.empty((len(values), codec.row_bytes), dtype=torch.uint8)
-    return ops.encode_rows(values, codec, made) if len(values) else made
+    rows = torch.empty((len(values), codec.row_bytes), dtype=torch.uint8)
+    return ops.encode_rows(values, codec, rows) if len(values) else rows
 
 
 def coded_keys(ops: Ops, values: Tensor, codec: IndexCodec) -> Tensor:

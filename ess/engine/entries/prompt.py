@@ -68,20 +68,20 @@ def run_spans(
 ) -> list[Ran]:
     """`on_layer` is called with each layer that has all entries of the spans."""
     cut = [_cut(memory, span) for span in spans]
-    made: list[list[tuple[Tensor, Tensor]]] = [[] for _ in spans]
+    parts_of: list[list[tuple[Tensor, Tensor]]] = [[] for _ in spans]
     rounds = list(itertools.zip_longest(*cut))
     for number, round_ in enumerate(rounds, start=1):
         there = [(place, piece) for place, piece in enumerate(round_) if piece is not None]
         pieces = Pieces(runner, memory, [piece for _, piece in there])
         streams = pieces.through(on_layer if number == len(rounds) else None)
         for (place, piece), part in zip(there, streams, strict=True):
-            made[place].append((part, _windows(piece)))
+            parts_of[place].append((part, _windows(piece)))
     return [
         Ran(
             torch.cat([streams for streams, _ in parts]),
             torch.cat([windows for _, windows in parts], 1)[:, -WINDOW_MAX:].contiguous(),
         )
-        for parts in made
+        for parts in parts_of
     ]
 
 
@@ -153,8 +153,8 @@ class Pieces:
         attended = with_sink(
             Partial(out, torch.cat([part.lse for part in seen])), layer.attention.sinks
         )
-        made = layer.attention.output(attended, rotation)
-        return layer.mlp(layer.around_attention.write(streams, read, made), ids)
+        out_streams = layer.attention.output(attended, rotation)
+        return layer.mlp(layer.around_attention.write(streams, read, out_streams), ids)
 
     def _last(self, piece: Piece, layer: Layer, queries: Tensor, new: Tensor) -> Partial:
         """Over the last tokens, each token itself among them."""
@@ -212,11 +212,11 @@ class Pieces:
         ring, first = piece.state.ring(name, layer.number), piece.start // compressor.rate
         tokens = compressor.tokens(hidden)
         before = ring.read(compressor.first_token(first))
-        made = compressor.entries(
+        entries = compressor.entries(
             torch.cat((before, tokens)), first, self._model.turning(layer.kind)
         )
         ring.write(tokens)
-        return made
+        return entries
 
     def _all(self, piece: Piece, layer: Layer, entries: Tensor, queries: Tensor) -> Partial:
         memory, line = self._memory, piece.sequence.line

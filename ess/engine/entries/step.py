@@ -98,8 +98,8 @@ class EntryBatch:
         hidden = layer.attention_norm(read.sum)
         seen = self._chosen(layer, hidden) if layer.kind == "sparse" else self._all(layer, hidden)
         attended = with_sink(seen, layer.attention.sinks)
-        made = layer.attention.output(attended, self.rotation(layer))
-        return layer.mlp(layer.around_attention.write(streams, read, made), self._ids)
+        output = layer.attention.output(attended, self.rotation(layer))
+        return layer.mlp(layer.around_attention.write(streams, read, output), self._ids)
 
     def _all(self, layer: Layer, hidden: Tensor) -> Partial:
         if layer.kind == "heavy":

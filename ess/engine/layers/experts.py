@@ -93,11 +93,11 @@ class ExpertStep:
     @timed
     def combine(self, block: range) -> None:
         assert self._made, f"experts {block} are sent before they are computed"
-        made = self._made.pop()
-        assert made == block, f"experts {block} are sent before they are done"
+        computed = self._made.pop()
+        assert computed == block, f"experts {block} are sent before they are done"
         assert self._inner is not None, "up comes before combine"
         self._experts.give_back(self._inner, block, self._exchange)
-        self._sent.append(made)
+        self._sent.append(computed)
 
     @timed
     def collect(self) -> None:

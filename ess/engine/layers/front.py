@@ -41,9 +41,9 @@ def stored(batch: Batch, layer: DecoderLayer, hidden: Tensor, queries: range) ->
     """The step has the new rows and keys of these queries: a token may select itself."""
     step, number = batch.step, layer.number
     if batch.ops.has_stages():
-        made = front(batch, layer, hidden)
-        step.append(number, made.rows, keys=made.keys, queries=queries)
-        return Asking(made.query, made.queries, made.weights)
+        fresh = front(batch, layer, hidden)
+        step.append(number, fresh.rows, keys=fresh.keys, queries=queries)
+        return Asking(fresh.query, fresh.queries, fresh.weights)
     memory, places = batch.offload.memory(number), step.places(number, queries=queries)
     room = Room(memory.slots, memory.key_pages, places, batch.row_ids)
     asking = _finished(batch, layer, hidden, room)
@@ -83,9 +83,9 @@ def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: Room) ->
     assert room.keys is not None, f"layer {layer.number} has keys"
     key_finish = layer.indexer.key_finish(rotation)
     if key_finish is None:
-        made = layer.indexer.probe(entry.hidden, entry.query, rotation)
-        put_keys(batch.unit_keys(layer, made.keys), layout.index, room.keys, room.row_ids)
-        return Asking(entry.query, made.queries, made.weights)
+        probe = layer.indexer.probe(entry.hidden, entry.query, rotation)
+        put_keys(batch.unit_keys(layer, probe.keys), layout.index, room.keys, room.row_ids)
+        return Asking(entry.query, probe.queries, probe.weights)
     raw = layer.indexer.raw(entry.hidden, entry.query, rotation)
     ops.finish_keys(raw.keys, key_finish, layout.index, room.keys, room.row_ids)
     return Asking(entry.query, turned(batch, raw.queries, rotation), raw.weights)

@@ -47,11 +47,11 @@ def select_scored(
 ) -> tuple[Tensor, Tensor]:
     """And a score of every position: that of its unit, and of the rows behind the last whole unit,
     which are chosen always, the best one."""
-    made = [
+    selected = [
         _scored(layout, queries[n : n + 1], weights[n : n + 1], pages, table[n], lengths[n : n + 1])
         for n in range(len(queries))
     ]
-    chosen, scores = zip(*made, strict=True)
+    chosen, scores = zip(*selected, strict=True)
     width = table.shape[1] * PAGE_ROWS
     filled = [torch.nn.functional.pad(each, (0, width - each.shape[1])) for each in scores]
     return torch.cat(chosen), torch.cat(filled)

@@ -121,10 +121,10 @@ class Verifier:
 
     def _read(self, check: Check) -> None:
         self.checked_count += 1
-        found = check.slots.read()
-        for slot, row in found.listed:
+        differing = check.slots.read()
+        for slot, row in differing.listed:
             self._note(check, f"slot {slot} differs from row {row} on the host")
-        self.mismatch_count += found.count - len(found.listed)
+        self.mismatch_count += differing.count - len(differing.listed)
         *worst, bound = check.attention.read().tolist()
         for query, difference in enumerate(worst, check.first_query):
             if not difference <= bound:

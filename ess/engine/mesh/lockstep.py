@@ -123,14 +123,14 @@ class Lockstep:
             send([self._to_lead], word)
         if self.is_lead:
             word = word or receive(self.group.reports[first])
-            told = self._as(word, Told)
-            send([self.group.reports[rank] for rank in range(1, first)], told)
+            choices = self._as(word, Told)
+            send([self.group.reports[rank] for rank in range(1, first)], choices)
         elif not is_last:
             word = receive(self._to_lead)
-        told = self._as(word, Told)
-        if told.fed != fed:
-            raise self._apart(f"its tokens were made of {told.fed:08x}, here of {fed:08x}")
-        return told
+        choices = self._as(word, Told)
+        if choices.fed != fed:
+            raise self._apart(f"its tokens were made of {choices.fed:08x}, here of {fed:08x}")
+        return choices
 
     def from_lead(self, mine: W, kind: type[W]) -> W:
         """The word of rank 0, in the place of `mine`."""

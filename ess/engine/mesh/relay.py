@@ -48,15 +48,15 @@ class Relay:
         hidden = self._given(batch.step.query_count)
         if hidden is None:
             hidden = runner.model.embed(fed.tokens)
-        made = runner.through(batch, hidden)
-        self._hand_on(made)
-        told = self._lockstep.tell(
-            lambda: self._told(runner, batch, fed, made, draft_count),
+        outgoing = runner.through(batch, hidden)
+        self._hand_on(outgoing)
+        agreed = self._lockstep.tell(
+            lambda: self._told(runner, batch, fed, outgoing, draft_count),
             is_last=runner.model.is_last,
             fed=fed_digest,
         )
-        choices = [Choice(said.tokens, said.chances, said.is_broken) for said in told.said]
-        return HostSaid(choices, [said.drafts for said in told.said])
+        choices = [Choice(said.tokens, said.chances, said.is_broken) for said in agreed.said]
+        return HostSaid(choices, [said.drafts for said in agreed.said])
 
     def _told(
         self, runner: Runner, batch: Batch, fed: HostFed, hidden: Tensor, draft_count: int
@@ -79,9 +79,9 @@ class Relay:
         return self._of_first(Told(digest(fed), said))
 
     def _of_first(self, mine: Told) -> Told:
-        told = unpacked(self._group.team.broadcast(packed(mine)))
-        assert isinstance(told, Told), f"{type(told).__name__} in the place of choices"
-        return told
+        choices = unpacked(self._group.team.broadcast(packed(mine)))
+        assert isinstance(choices, Told), f"{type(choices).__name__} in the place of choices"
+        return choices
 
     # ---- prompts
 

@@ -35,8 +35,8 @@ class TeamHeads(AllMake):
         self._team = team
 
     def joined(self, batch: Shared, layer: DecoderLayer, attended: Tensor) -> Tensor:
-        made = values(batch, layer, attended).contiguous()
-        return self._team.all_gather(made, dim=1, sizes=[made.shape[1]] * self._team.size)
+        own = values(batch, layer, attended).contiguous()
+        return self._team.all_gather(own, dim=1, sizes=[own.shape[1]] * self._team.size)
 
     def exchanged(self, work: Work, layer: DecoderLayer, attended: Tensor) -> Tensor:
         return self.joined(work.asked, layer, attended)

@@ -22,16 +22,16 @@ def disk_of(
     chosen = launch.config
     if not chosen.prefix_cache_dir:
         return None
-    made = f"{chosen.form} {chosen.deterministic} {fingerprint(launch.model).hex()}"
+    weights = f"{chosen.form} {chosen.deterministic} {fingerprint(launch.model).hex()}"
     folder, part = Path(chosen.prefix_cache_dir), layout
     if layers is not None:
         first, stop = layers
         folder, part = folder / f"layers-{first}-{stop - 1}", layout.part(first, stop)
-        made = f"{made} {first}..{stop - 1}"
+        weights = f"{weights} {first}..{stop - 1}"
     capacity_bytes = parse_size(chosen.prefix_cache_disk)
     tier = DiskTier(
         folder,
-        identity=layout_hash(part, weights=made),
+        identity=layout_hash(part, weights=weights),
         page_bytes=part.host_page_bytes,
         capacity_bytes=capacity_bytes * part.host_page_bytes // layout.host_page_bytes,
         note=_note,

@@ -285,22 +285,22 @@ class Post:
 
 def _listening(context: zmq.Context[Socket], kind: int, address: str, name: str) -> Socket:
     """A socket that reads little of what a subscriber sends. Its file is for this user alone."""
-    made = context.socket(kind)
-    made.setsockopt(zmq.LINGER, 200)
-    made.setsockopt(zmq.SNDHWM, UNREAD_MAX)
-    made.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
-    made.setsockopt(zmq.IPV6, 1)
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.SNDHWM, UNREAD_MAX)
+    socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+    socket.setsockopt(zmq.IPV6, 1)
     if kind == zmq.ROUTER:
-        made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     before = os.umask(0o177)
     try:
-        made.bind(address)
+        socket.bind(address)
     except zmq.ZMQError as error:
-        made.close()
+        socket.close()
         raise Unavailable(f"{name}: cannot listen on {address}: {error.strerror}") from None
     finally:
         os.umask(before)
-    return made
+    return socket
 
 
 def _packed(number: int) -> bytes:

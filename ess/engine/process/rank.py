@@ -67,12 +67,12 @@ def expert_ranks_of(launch: Launch, group: Group) -> ExpertRanks:
         config = checkpoint.model_config
     if not config.expert_count:
         raise BadInput(f"dp_size is {group.size}, and a model of {config.family} has no experts")
-    told = launch.config
+    settings = launch.config
     places = agreed_places(
-        group.team, config, redundant=told.redundant_experts, path=loads_file(told)
+        group.team, config, redundant=settings.redundant_experts, path=loads_file(settings)
     )
-    if is_device(told.device):
-        home = torch.device("cuda", ordinal_of(told.device))
+    if is_device(settings.device):
+        home = torch.device("cuda", ordinal_of(settings.device))
         return FixedExpertRanks(group.team, places, home, lambda there: Download(there).read)
     return ExpertRanks(group.team, places)
 

@@ -108,14 +108,14 @@ class SocketWire:
             socket.close()
 
     def _connected(self, endpoint: str) -> zmq.Socket[bytes]:
-        made = self._context.socket(zmq.DEALER)
-        made.setsockopt(zmq.LINGER, 500)
-        made.setsockopt(zmq.SNDHWM, UNREAD_MAX)
-        made.setsockopt(zmq.RCVHWM, 0)
-        made.setsockopt(zmq.SNDTIMEO, SEND_MS)
-        made.connect(endpoint)
-        self._poller.register(made, zmq.POLLIN)
-        return made
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.SNDHWM, UNREAD_MAX)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.SNDTIMEO, SEND_MS)
+        socket.connect(endpoint)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
 
     def _all_from(self, socket: zmq.Socket[bytes]) -> list[ToEngine]:
         taken: list[ToEngine] = []

@@ -45,11 +45,11 @@ def run_layer(
 
 
 def _through_states(pack: Pack, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-    told = []
+    outputs = []
     for _, span, place in pack.each():
         assert span.carried is not None, "a layer without rows, and no state"
-        told.append(span.carried.through(layer, hidden[place]))
-    return back(pack, layer, hidden, torch.cat(told))
+        outputs.append(span.carried.through(layer, hidden[place]))
+    return back(pack, layer, hidden, torch.cat(outputs))
 
 
 def _select(

@@ -167,11 +167,11 @@ class Pack:
         return self.runner.model.device
 
     def unit_keys(self, layer: DecoderLayer, given: Tensor) -> Tensor:
-        made = [given[:0, : given.shape[1] // 2]]
+        keys = [given[:0, : given.shape[1] // 2]]
         for _, span, place in self.each():
             assert span.carried is not None, "units without a state"
-            made.append(span.carried.unit_keys(layer, given[place]))
-        return torch.cat(made)
+            keys.append(span.carried.unit_keys(layer, given[place]))
+        return torch.cat(keys)
 
     def each(self) -> Iterator[tuple[int, Span, slice]]:
         return zip(range(len(self.spans)), self.spans, self.places, strict=True)

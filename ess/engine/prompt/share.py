@@ -138,9 +138,9 @@ class ByHeads(ByTokens):
         return self._team.all_gather(own.contiguous())
 
     def exchanged(self, work: Work, layer: DecoderLayer, attended: Tensor) -> Tensor:
-        made = values(work.asked, layer, attended)
-        size, count = self._team.size, len(made)
-        slices = [made[_bounds(count, rank, size)].contiguous() for rank in range(size)]
+        own = values(work.asked, layer, attended)
+        size, count = self._team.size, len(own)
+        slices = [own[_bounds(count, rank, size)].contiguous() for rank in range(size)]
         return torch.cat(self._team.all_to_all(slices), dim=1)
 
     def windows(self, work: Work) -> list[Tensor]:

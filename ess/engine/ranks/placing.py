@@ -44,12 +44,12 @@ class Told(msgspec.Struct, frozen=True):
 
 def agreed_places(team: Team, config: ModelConfig, *, redundant: int, path: str) -> Places:
     """The same on all ranks; only rank 0 needs the file, and only its settings count."""
-    told = b""
+    encoded = b""
     if team.rank == 0:
-        told = msgspec.json.encode(decided(config, team.size, redundant=redundant, path=path))
-    made = msgspec.json.decode(team.broadcast(told), type=Told)
-    own = {layer: Placement(shares) for layer, shares in made.own.items()}
-    return Places(Placement(made.usual), own)
+        encoded = msgspec.json.encode(decided(config, team.size, redundant=redundant, path=path))
+    decoded = msgspec.json.decode(team.broadcast(encoded), type=Told)
+    own = {layer: Placement(shares) for layer, shares in decoded.own.items()}
+    return Places(Placement(decoded.usual), own)
 
 
 def decided(config: ModelConfig, rank_count: int, *, redundant: int, path: str) -> Told:

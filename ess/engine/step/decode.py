@@ -82,13 +82,13 @@ def launch(
     course, draft_count = runner.settled(course, splits=agreement.splits), agreement.draft_count
     compute = _computing(runner, way, step, course, fed, draft_count)
     if replays is None or fit is None:
-        made = compute()
+        results = compute()
     else:
-        made = replays.run(step, fit, course, (draft_count, agreement.sizes, fed.form), compute)
-    step.seal(accepted=made.said.accepted[: len(turns)])
+        results = replays.run(step, fit, course, (draft_count, agreement.sizes, fed.form), compute)
+    step.seal(accepted=results.said.accepted[: len(turns)])
     lap.end()
-    made.said.tell(fed)
-    return Flight(turns, step, draft_count, lap, made.watch.seen())
+    results.said.tell(fed)
+    return Flight(turns, step, draft_count, lap, results.watch.seen())
 
 
 def learn(future: Future, flight: Flight, ranks: Ranks) -> tuple[Outcome, ...]:

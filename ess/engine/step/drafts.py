@@ -42,8 +42,8 @@ def draft(
     assert len(following) == batch.step.query_count, f"{len(following)} tokens behind queries"
     assert len(last) == len(batch.course.counts), f"{len(last)} newest tokens"
     joined = join(batch, mtp, runner.model.embed(following), hidden)
-    made = runner.layer(batch, mtp.layer, joined)[last]
-    finished, guess = _ended(batch, runner.model, mtp, made)
+    newest = runner.layer(batch, mtp.layer, joined)[last]
+    finished, guess = _ended(batch, runner.model, mtp, newest)
     guesses, chain = [guess], Chain(runner, batch, mtp, last)
     while len(guesses) < count:
         finished, guess = _ended(batch, runner.model, mtp, chain.next(guess, finished))

@@ -32,15 +32,15 @@ class Stateful(Here):
     ) -> list[Prefilled]:
         """In pieces that end where states are kept: of all spans the first pieces together, and
         so on."""
-        made: list[list[Prefilled]] = [[] for _ in spans]
+        parts_of: list[list[Prefilled]] = [[] for _ in spans]
         rounds = list(itertools.zip_longest(*(_cut(runner, span) for span in spans)))
         for round_ in rounds:
             there = [(place, piece) for place, piece in enumerate(round_) if piece is not None]
-            told = on_layer if round_ is rounds[-1] else None
-            ran = _ran(runner, [piece for _, piece in there], told)
+            listener = on_layer if round_ is rounds[-1] else None
+            ran = _ran(runner, [piece for _, piece in there], listener)
             for (place, _), each in zip(there, ran, strict=True):
-                made[place].append(each)
-        return [_joined(span, parts) for span, parts in zip(spans, made, strict=True)]
+                parts_of[place].append(each)
+        return [_joined(span, parts) for span, parts in zip(spans, parts_of, strict=True)]
 
 
 def _opened(span: Span) -> Opened:

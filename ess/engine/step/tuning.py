@@ -124,8 +124,8 @@ class Tuning:
     def first_vectors(self) -> tuple[Vector, ...]:
         """What a device's first steps run: with all rows in slots, and without."""
         wanted = self._fixed or (Mode.RESIDENT,) * self._offload.layout.layer_total
-        made = (self._proven(wanted, is_there=is_there) for is_there in (True, False))
-        return tuple(dict.fromkeys(made))
+        vectors = (self._proven(wanted, is_there=is_there) for is_there in (True, False))
+        return tuple(dict.fromkeys(vectors))
 
     def _proven(self, wanted: Vector, *, is_there: bool) -> Vector:
         known_count = self._offload.layout.layer_count if is_there else 0

@@ -173,16 +173,16 @@ class Room:
 def matcher(tokenizer: Any, kind: str, text: str, whitespace: str) -> Any:
     import llguidance
 
-    made: Any = llguidance.LLMatcher
+    make: Any = llguidance.LLMatcher
     if kind == "regex":
-        source = made.grammar_from_regex(text)
+        source = make.grammar_from_regex(text)
     elif kind == "lark":
-        source = made.grammar_from_lark(text)
+        source = make.grammar_from_lark(text)
     else:
         defaults = {"whitespace_pattern": whitespace} if whitespace else {}
-        source = made.grammar_from_json_schema(text, defaults=defaults)
+        source = make.grammar_from_json_schema(text, defaults=defaults)
     limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=LEXER_STATES_MAX)
-    return made(tokenizer, source, log_level=0, limits=limits)
+    return make(tokenizer, source, log_level=0, limits=limits)
 
 
 @contextlib.contextmanager

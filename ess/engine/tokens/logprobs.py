@@ -46,12 +46,12 @@ def chance_block(logits: Tensor, tokens: Tensor, top_count: int) -> Tensor:
 
 def block_chances(block: Sequence[Sequence[float]]) -> tuple[Chance, ...]:
     """What `chance_block` has said, on the host."""
-    made = []
+    chances = []
     for logprob, rank, *rest in block:
         count = len(rest) // 2
         ids = map(int, rest[:count])
-        made.append(Chance(logprob, int(rank), tuple(zip(ids, rest[count:], strict=True))))
-    return tuple(made)
+        chances.append(Chance(logprob, int(rank), tuple(zip(ids, rest[count:], strict=True))))
+    return tuple(chances)
 
 
 def _tops(logits: Tensor, scores: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:

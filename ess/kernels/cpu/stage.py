@@ -370,8 +370,8 @@ class Stage:
         """The call over memory that stays, for `ess.kernels.cpu.layer`: the stage and its sides. A
         result may be an argument."""
         ready, tokens = self._ready or self._close(), arguments[0].shape[0]
-        made = zip(results, self.made(tokens), strict=True)
-        for tensor, (shape, dtype) in made:
+        expected = zip(results, self.made(tokens), strict=True)
+        for tensor, (shape, dtype) in expected:
             require("a result", tensor, shape, (dtype,))
         takes = iter(arguments)
         gives = iter(results)

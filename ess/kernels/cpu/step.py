@@ -35,21 +35,21 @@ def places(
     among its sequence's, the length before, position, length with it, and row id. None where a line
     or a page is not there."""
     size, total = len(lines), sum(counts)
-    made = np.empty((6, total), np.int32)
+    columns = np.empty((6, total), np.int32)
     given = struct.pack(f"{2 * size}i", *lines, *counts)
-    memory = native.address(tables), native.address(lengths), given, native.address(made)
+    memory = native.address(tables), native.address(lengths), given, native.address(columns)
     done = _call("ess_places", 4, 4)(*memory, *tables.shape, size, total)
-    return tuple(made) if done else None
+    return tuple(columns) if done else None
 
 
 def turns(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
     """Cosines and sines [tokens, width] from a table [length, 2, width] of both; None where it
     lacks a position."""
     length, _, width = table.shape
-    made = torch.empty(2, len(positions), width)
-    pointers = table.data_ptr(), positions.data_ptr(), made.data_ptr()
+    both = torch.empty(2, len(positions), width)
+    pointers = table.data_ptr(), positions.data_ptr(), both.data_ptr()
     done = _call("ess_turns", 3, 3)(*pointers, length, width, len(positions))
-    return (made[0], made[1]) if done else None
+    return (both[0], both[1]) if done else None
 
 
 def opened(opening: records.Opening) -> Opened:
@@ -62,9 +62,9 @@ def best(logits: Tensor) -> Tensor:
     assert logits.dtype == torch.float32, f"logits of {logits.dtype}"
     assert logits.stride(1) == 1, f"logits with strides {logits.stride()}"
     count, width = logits.shape
-    made = torch.empty(count, dtype=torch.int64)
-    _call("ess_best", 2, 3)(logits.data_ptr(), made.data_ptr(), count, width, logits.stride(0))
-    return made
+    places = torch.empty(count, dtype=torch.int64)
+    _call("ess_best", 2, 3)(logits.data_ptr(), places.data_ptr(), count, width, logits.stride(0))
+    return places
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def _shares(values: Tensor, best: Tensor) -> Tensor:
     doublings = doublings.masked_fill(doublings > -NEAR, 0.0)
     whole = doublings.floor()
     part = doublings - whole - 0.5
-    made = torch.full_like(part, POWERS[-1])
+    mantissa = torch.full_like(part, POWERS[-1])
     for power in POWERS[-2::-1]:
-        made = made * part + power
-    return (made * ((whole.int() + (127 + 44)) << 23).view(torch.float32)).long()
+        mantissa = mantissa * part + power
+    return (mantissa * ((whole.int() + (127 + 44)) << 23).view(torch.float32)).long()

@@ -78,9 +78,9 @@ class Catalogue:
     def entries(self, record_max: int) -> list[Entry]:
         """Entries in the first `record_max` records, the longest unused first; deletes the other
         rows. Unusable where rows contradict one another."""
-        made = "SELECT content, record, crc, used, size FROM pages ORDER BY used"
+        query = "SELECT content, record, crc, used, size FROM pages ORDER BY used"
         try:
-            rows = self._base.execute(made).fetchall()
+            rows = self._base.execute(query).fetchall()
             good = [Entry(*row[:4]) for row in rows if self._is_good(row, record_max)]
             kept = {entry.content for entry in good}
             self.change(gone=[row[0] for row in rows if row[0] not in kept])

@@ -162,14 +162,14 @@ def resolve(
     """
     rows = lookup.rows[: len(selection)]
     translate(selection, lookup.lines, line_of, length, out=rows)
-    made = plan(arena, rows, step=step, ticket=ticket, split=split)
-    page, offset = lookup.host_page_of[made.rows // PAGE_ROWS], made.rows % PAGE_ROWS
+    fetch = plan(arena, rows, step=step, ticket=ticket, split=split)
+    page, offset = lookup.host_page_of[fetch.rows // PAGE_ROWS], fetch.rows % PAGE_ROWS
     assert (page >= 0).all(), "a row of a page that is not active"
     lookup.host_rows[: page.size] = page * PAGE_ROWS + offset
     common = np.bitwise_and.reduce(lookup.stored[layers.start : layers.stop, page], axis=0)
     is_written = (common >> offset.astype(np.uint64)) & np.uint64(1)
     lookup.unwritten_count = page.size - int(is_written.sum())
-    return made
+    return fetch
 
 
 def locate(

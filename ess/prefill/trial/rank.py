@@ -106,11 +106,11 @@ def slowed(group: Group, links: Slow | None) -> Iterator[Group]:
 
 def loaded(trial: Trial, group: Group) -> tuple[TimedStage, worker.Loaded]:
     launch = trial.launch
-    made = worker.load(launch, rank_of(launch), group.team, RealClock())
+    stage_parts = worker.load(launch, rank_of(launch), group.team, RealClock())
     log = open(trial.log, "wb", buffering=0)  # noqa: SIM115
-    stage = TimedStage(made.stage.runner, log)
+    stage = TimedStage(stage_parts.stage.runner, log)
     stage.write(Opened(pool_bytes=pool_bytes(stage)))
-    return stage, made
+    return stage, stage_parts
 
 
 def pool_bytes(stage: TimedStage) -> int:

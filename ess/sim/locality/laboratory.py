@@ -74,9 +74,9 @@ class _Lane:
             self._count_useful(step)
         self.outcome.misses.append(self._policy.access(step).size)
         if ahead:
-            came = self._policy.fetch_ahead(self._best_absent(step, ahead))
-            self._came_ahead[came] = True
-            self.outcome.ahead_count += came.size
+            fetched = self._policy.fetch_ahead(self._best_absent(step, ahead))
+            self._came_ahead[fetched] = True
+            self.outcome.ahead_count += fetched.size
         for first, last in step.ended:
             self._policy.drop(first, last)
 

@@ -242,8 +242,8 @@ class Sieve(Ranked):
         self._hand = 0
 
     def drop(self, start: int, stop: int) -> None:
-        gone = (self._order >= start) & (self._order < stop)
-        self._remove(gone, self._hand)
+        is_dropped = (self._order >= start) & (self._order < stop)
+        self._remove(is_dropped, self._hand)
         super().drop(start, stop)
 
     def _observe(self, selected: Ints, step: Step | None) -> None:
@@ -268,9 +268,9 @@ class Sieve(Ranked):
             spared[first] = False
             passed = np.flatnonzero(spared)[: wanted - first.size]
             taken = np.concatenate([first, passed])
-        gone = np.zeros(self._order.size, bool)
-        gone[turn[taken]] = True
-        self._remove(gone, int(turn[passed[-1]]) + 1 if passed.size else self._hand)
+        is_victim = np.zeros(self._order.size, bool)
+        is_victim[turn[taken]] = True
+        self._remove(is_victim, int(turn[passed[-1]]) + 1 if passed.size else self._hand)
         return walk[taken]
 
     def _remove(self, gone: npt.NDArray[np.bool_], hand: int) -> None:

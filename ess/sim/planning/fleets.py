@@ -75,14 +75,14 @@ class Search:
     prefill_band: Band
 
     def smallest(self, sizes: Iterable[Planner], point_of: QuickPoint) -> Deployed | None:
-        found = [
+        fleets = [
             (fleet, sized)
             for sized in sizes
             if (fleet := self._fleet(sized, point_of, token=1.0, prefill=1.0)) is not None
         ]
-        if not found:
+        if not fleets:
             return None
-        fleet, sized = min(found, key=lambda each: each[0].gpu_count)
+        fleet, sized = min(fleets, key=lambda each: each[0].gpu_count)
         point = point_of(sized)
         assert point is not None, "a fleet without a batch"
         return self._deployed(fleet, sized, sized.banded(point), point_of)

@@ -302,10 +302,10 @@ class Running:
 
 
 def _advance(life: Life, verified_count: int, now_s: float) -> None:
-    made = min(1 + life.right[life.step_count], verified_count)
+    token_count = min(1 + life.right[life.step_count], verified_count)
     life.step_count += 1
-    life.made += made
-    life.length += made
+    life.made += token_count
+    life.length += token_count
     if life.first_s is None:
         life.first_s = now_s
     if life.left_count == 0:

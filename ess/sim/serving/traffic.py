@@ -84,8 +84,8 @@ def chance_of(accepted: float, *, depth: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        made = math.fsum(middle**place for place in range(depth))
-        low, high = (middle, high) if made < accepted else (low, middle)
+        expected = math.fsum(middle**place for place in range(depth))
+        low, high = (middle, high) if expected < accepted else (low, middle)
     return high
 
 

@@ -38,8 +38,8 @@ Copy = Iterator[int]
 
 def shared_region(number: int, size: int) -> Region:
     """New memory that other processes can map."""
-    made = memory_file(size, name=f"region-{number}")
-    return Region(number, made.memory, made.fd)
+    file = memory_file(size, name=f"region-{number}")
+    return Region(number, file.memory, file.fd)
 
 
 class SharedTransport(StreamTransport):

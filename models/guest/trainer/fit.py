@@ -140,9 +140,9 @@ class Fitting:
             divergence, wanted, scores = self._compared(seen)
             k = self._recipe.recall_at
             best, chosen = wanted.topk(k, -1), scores.topk(k, -1).indices
-            found = torch.zeros_like(wanted).scatter_(1, chosen, 1.0)
-            mass = (wanted * found).sum(-1).mean()
-            recall = found.gather(1, best.indices).mean()
+            is_chosen = torch.zeros_like(wanted).scatter_(1, chosen, 1.0)
+            mass = (wanted * is_chosen).sum(-1).mean()
+            recall = is_chosen.gather(1, best.indices).mean()
             rows.append([divergence, recall, mass, best.values.sum(-1).mean()])
         means = torch.tensor(rows).mean(0).tolist()
         return dict(zip(("divergence", "recall", "mass", "best_mass"), means, strict=True))
@@ -206,14 +206,14 @@ def untrained(into: Path, *, layers: int, heads: int, key_heads: int, dim: int) 
 
 
 def _stored(mixtures: Mixtures, number: int) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, value in mixtures.state_dict().items():
         stem = f"{number}.{name}"
         if name in PARTS:
-            made[stem], made[f"{stem}.scale"] = narrowed(value.numpy())
+            tensors[stem], tensors[f"{stem}.scale"] = narrowed(value.numpy())
         else:
-            made[stem] = value.numpy()
-    return made
+            tensors[stem] = value.numpy()
+    return tensors
 
 
 def main(*, into: Path = HEADS, **recipe: Any) -> None:

@@ -20,9 +20,9 @@ MODULES_LEFT_OUT: Final = ("test", "idlelib", "pydoc_data", "lib2to3", "site-pac
 
 def texts(seed: int) -> list[str]:
     """In an order that the seed decides."""
-    found = list(_library())
-    random.Random(seed).shuffle(found)
-    return found
+    listed = list(_library())
+    random.Random(seed).shuffle(listed)
+    return listed
 
 
 def _library() -> Iterator[str]:

@@ -69,10 +69,12 @@ class _Experts(torch.autograd.Function):
         rows = x[token]
         both = _each(rows, gate_up, counts)
         active = swiglu(both)
-        made = _each(active, down, counts)
-        ctx.save_for_backward(rows, both, active, made, share, order, back, token, gate_up, down)
+        products = _each(active, down, counts)
+        ctx.save_for_backward(
+            rows, both, active, products, share, order, back, token, gate_up, down
+        )
         ctx.counts = counts
-        return (made[back].view(*chosen.shape, -1) * share[..., None].to(x.dtype)).sum(1)
+        return (products[back].view(*chosen.shape, -1) * share[..., None].to(x.dtype)).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

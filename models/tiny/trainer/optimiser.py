@@ -114,8 +114,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     for a, b, c in NEWTON_SCHULZ:
         square = x @ x.transpose(-2, -1)
         x = a * x + (b * square + c * (square @ square)) @ x
-    made: Tensor = x.transpose(-2, -1) if tall else x
-    return made
+    result: Tensor = x.transpose(-2, -1) if tall else x
+    return result
 
 
 @dataclass(slots=True)

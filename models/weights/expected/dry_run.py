@@ -231,9 +231,9 @@ def _gain_lines(plan: Plan, context: int, room_bytes: int, resident_bytes: int) 
     if room_bytes < resident_bytes:
         return []
     machine = Machine(room_bytes=room_bytes, weight_bytes=plan.rank.bytes)
-    found = gain(plan.config, machine, tokens=context)
+    gains = gain(plan.config, machine, tokens=context)
     return [
-        f"offload    by bytes alone: {found.at(0):.2f} times the tokens a second of a resident"
-        f" batch if no entry is missing, {found.at(0.05):.2f} if one in twenty is; it pays below"
-        f" {min(1.0, max(0.0, found.break_even)):.0%} (no operator of this family is measured)"
+        f"offload    by bytes alone: {gains.at(0):.2f} times the tokens a second of a resident"
+        f" batch if no entry is missing, {gains.at(0.05):.2f} if one in twenty is; it pays below"
+        f" {min(1.0, max(0.0, gains.break_even)):.0%} (no operator of this family is measured)"
     ]

@@ -70,12 +70,12 @@ class Entry:
 
 def renamed(entries: Mapping[str, Entry], words: Sequence[tuple[str, str]]) -> dict[str, Entry]:
     """By other names: each of `words` is whole parts of a name, and what stands for them."""
-    made: dict[str, Entry] = {}
+    by_name: dict[str, Entry] = {}
     for name, entry in entries.items():
         own = _renamed(name, words)
-        if (other := made.setdefault(own, entry)) is not entry:
+        if (other := by_name.setdefault(own, entry)) is not entry:
             raise BadInput(f"{entry} and {other} are both read as {own!r}")
-    return made
+    return by_name
 
 
 def _renamed(name: str, words: Sequence[tuple[str, str]]) -> str:

@@ -53,8 +53,8 @@ def placement(folder: Folder) -> dict[str, str] | None:
 def _check_fetched(names: list[str], files: list[str]) -> None:
     missing = [file for file in files if file not in names]
     if missing:
-        found = f"{INDEX_FILE} names {len(files)} files; missing: {len(missing)}"
-        raise BadInput(f"{found}, first {missing[0]!r}; fetch the weights again")
+        sentence = f"{INDEX_FILE} names {len(files)} files; missing: {len(missing)}"
+        raise BadInput(f"{sentence}, first {missing[0]!r}; fetch the weights again")
 
 
 def _check_single(folder: Folder, names: list[str]) -> None:

@@ -65,11 +65,15 @@ def check_alike(resolved: Resolved) -> None:
 
 def serve_ranks(resolved: Resolved, *, json: bool) -> int:
     """Serves until told to end; returns the exit code."""
-    told = divided(resolved)
-    for sentence in told.notes:
+    division = divided(resolved)
+    for sentence in division.notes:
         console.note(f"ess: {sentence}")
-    with own_folder() as folder, kept_places(told.settings) as (ports, address), unblocked_stderr():
-        processes = RankProcesses(told, ports, address, Path(folder))
+    with (
+        own_folder() as folder,
+        kept_places(division.settings) as (ports, address),
+        unblocked_stderr(),
+    ):
+        processes = RankProcesses(division, ports, address, Path(folder))
         return asyncio.run(processes.run(json=json))
 
 

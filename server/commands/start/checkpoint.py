@@ -82,8 +82,8 @@ def _place(model: str) -> Path:
     if not model or model == EMBEDDED:
         return embedded_path()
     is_name = hub.NAME.fullmatch(model) and not Path(model).exists()
-    found = hub.snapshot_of(model, os.environ) if is_name else None
-    return found or Path(model)
+    snapshot = hub.snapshot_of(model, os.environ) if is_name else None
+    return snapshot or Path(model)
 
 
 def _name(path: Path) -> str:

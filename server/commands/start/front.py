@@ -107,16 +107,16 @@ class Front:
 
 
 async def serve(start: Start) -> None:
-    told = msgspec.json.decode(start.told, type=Told)
+    launch = msgspec.json.decode(start.told, type=Told)
     clock = RealClock()
     board = Board(clock)
     place = Place(front=start.front, count=start.count, life=start.life)
-    recovery = recovery_of(told.resolved.settings)
+    recovery = recovery_of(launch.resolved.settings)
     with engine_link(start.folder, board, clock, place, recovery) as link:
-        words = read_words(told.resolved.settings, told.checkpoint)
-        service = make_service(told, words, link=link, board=board)
+        words = read_words(launch.resolved.settings, launch.checkpoint)
+        service = make_service(launch, words, link=link, board=board)
         service.shelf = Shelf(start.folder, count=start.count, front=start.front, life=start.life)
-        settings = told.resolved.settings
+        settings = launch.resolved.settings
         with telemetry.provided(settings.otlp_endpoint, model=service.name) as spans:
             server = QuietServer(uvicorn_config(settings, service, spans=spans))
             listener = socket.socket(fileno=start.listener)

@@ -18,8 +18,8 @@ def snapshot_of(name: str, environment: Mapping[str, str]) -> Path | None:
         revision = (home / "refs" / "main").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return None
-    found = home / "snapshots" / Path(revision).name
-    return found if found.is_dir() else None
+    folder = home / "snapshots" / Path(revision).name
+    return folder if folder.is_dir() else None
 
 
 def name_of(snapshot: Path) -> str | None:

@@ -255,16 +255,16 @@ class DeviceSlots:
         lane = self.pools.lane
         self._copy_count = moment.copy
         lane.follow(lane.steps)
-        made = []
+        fetches = []
         for layer, copies in zip(layers, self._copies(group, layers, moment), strict=True):
             event, is_last = self._event(layer, moment.part), layer == layers[-1]
             timed = self._timed(layer, is_ahead=layer != layers[0])
             lane.queue(copies, then=event)
             if timed is not None:
                 timed.queued()
-            made.append(DeviceFetch(self.hold, event, moment.copy, is_last, timed))
-        self._fetches += made
-        return tuple(made)
+            fetches.append(DeviceFetch(self.hold, event, moment.copy, is_last, timed))
+        self._fetches += fetches
+        return tuple(fetches)
 
     def _timed(self, layer: int, *, is_ahead: bool) -> TimedFetch | None:
         """A fetch that starts now, in a step that is timed."""

@@ -98,10 +98,10 @@ class Sealing:
             copies = [self._rows(place, kept, count), *self._keys(place, count)]
             pools.lane.mover.queue(copies, pools.lane.steps.handle)
         place.event.record(pools.lane.steps.handle)
-        made = SealedStep(pools, place, step, list(kept), count)
-        pools.inflight.track(place.event, made.landed)
+        sealed = SealedStep(pools, place, step, list(kept), count)
+        pools.inflight.track(place.event, sealed.landed)
         pools.counting.send()
-        return made
+        return sealed
 
     def _take(self) -> SealPlace:
         place = self._places[self._turn]

@@ -277,8 +277,8 @@ class Legs:
 
     def _miss(self, leg: Leg, reason: Reason, sentence: str) -> None:
         count = leg.arrival.count
-        came = f"{count.arrived} of {count.wanted} pages of a layer had come"
-        leg.sentence = f"{sentence} from peer {leg.peer:016x}: {came}"
+        progress = f"{count.arrived} of {count.wanted} pages of a layer had come"
+        leg.sentence = f"{sentence} from peer {leg.peer:016x}: {progress}"
         self.end(leg, reason)
 
     def _remove(self, leg: Leg, *, told: Reason | None = None) -> None:

@@ -128,13 +128,13 @@ class DeviceFuture:
 
     def learn(self, step_number: int) -> tuple[Outcome, ...]:
         assert self._told, f"step {step_number} was not launched, or is learned"
-        told = self._told.popleft()
-        assert told.step_number == step_number, f"step {told.step_number} comes before"
-        said = told.block.read().tolist()
-        made = zip(told.feeds, told.lines, said, strict=True)
+        launched = self._told.popleft()
+        assert launched.step_number == step_number, f"step {launched.step_number} comes before"
+        said = launched.block.read().tolist()
+        rows = zip(launched.feeds, launched.lines, said, strict=True)
         return tuple(
-            self._outcome(told, place, feed, line, numbers)
-            for place, (feed, line, numbers) in enumerate(made)
+            self._outcome(launched, place, feed, line, numbers)
+            for place, (feed, line, numbers) in enumerate(rows)
         )
 
     def _outcome(
@@ -224,14 +224,14 @@ class DeviceFed:
 
     def chances(self, logits: Tensor, drawn: Tensor) -> dict[int, Download]:
         """By feed, of those that ask for them."""
-        made = {}
+        downloads = {}
         spans = zip(self.feeds, self.step.firsts, self.step.query_counts, strict=True)
         for place, (feed, first, count) in enumerate(spans):
             top_count = feed.request.sampling.logprobs
             if top_count is not None:
                 mine = slice(first, first + count)
-                made[place] = Download(chance_block(logits[mine], drawn[mine], top_count))
-        return made
+                downloads[place] = Download(chance_block(logits[mine], drawn[mine], top_count))
+        return downloads
 
 
 @dataclass(frozen=True, slots=True)

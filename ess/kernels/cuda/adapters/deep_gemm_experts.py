@@ -82,10 +82,10 @@ class DeepGemmExperts:
         refusal = wrong_size(weights) or no_room(len(tokens), weights)
         if refusal:
             raise BadInput(refusal)
-        made = tokens.new_zeros(len(tokens), weights.shape[1]) if out is None else out
+        room = tokens.new_zeros(len(tokens), weights.shape[1]) if out is None else out
         if not len(tokens):
-            return made
-        return self._run(coded(self._ops, tokens, CODEC), ends, weights, scales, made)
+            return room
+        return self._run(coded(self._ops, tokens, CODEC), ends, weights, scales, room)
 
     def _run(
         self, given: Coded, ends: Tensor, weights: Tensor, scales: Tensor, out: Tensor
@@ -99,11 +99,11 @@ class DeepGemmExperts:
         is_token = expert < experts
         place = (expert * room + token - starts[expert]).where(is_token, experts * room)
         asked = tuple(_scattered(part, place, experts, room) for part in given)
-        made = torch.empty(experts, room, width, dtype=torch.bfloat16, device=out.device)
+        products = torch.empty(experts, room, width, dtype=torch.bfloat16, device=out.device)
         self._module.m_grouped_fp8_gemm_nt_masked(
-            asked, (weights, scales), made, starts.diff(), div_ceil(count, experts)
+            asked, (weights, scales), products, starts.diff(), div_ceil(count, experts)
         )
-        lines = made.view(-1, width)[place.clamp(max=experts * room - 1)]
+        lines = products.view(-1, width)[place.clamp(max=experts * room - 1)]
         return out.copy_(torch.where(is_token[:, None], lines.to(out.dtype), out))
 
     def _probe(self, device: torch.device) -> None:

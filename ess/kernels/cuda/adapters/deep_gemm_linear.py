@@ -59,16 +59,16 @@ class DeepGemmLinear:
         if refusal:
             raise BadInput(refusal)
         shape = len(values), len(weights)
-        made = values.new_empty(shape, dtype=torch.float32) if out is None else out
+        room = values.new_empty(shape, dtype=torch.float32) if out is None else out
         if not len(values):
-            return made
-        return made.copy_(self._run(coded(self._ops, values, CODEC), weights, scales))
+            return room
+        return room.copy_(self._run(coded(self._ops, values, CODEC), weights, scales))
 
     def _run(self, given: Coded, weights: Tensor, scales: Tensor) -> Tensor:
         shape = len(given.codes), len(weights)
-        made = torch.empty(shape, dtype=torch.bfloat16, device=weights.device)
-        self._module.fp8_gemm_nt(tuple(given), (weights, scales), made)
-        return made
+        products = torch.empty(shape, dtype=torch.bfloat16, device=weights.device)
+        self._module.fp8_gemm_nt(tuple(given), (weights, scales), products)
+        return products
 
     def _probe(self, device: torch.device) -> None:
         """The same codes go to the reference. What is left is the rounding of the result and of

@@ -45,14 +45,14 @@ class Joined:
         if theirs is None or not theirs.takes(call):
             return self._ours.attend(call)
         in_slots = call.slots if call.placed is None else call.slots.clamp(min=-1)
-        made = theirs.attend(call.queries, call.rows, in_slots, scale=call.scale)
+        partial = theirs.attend(call.queries, call.rows, in_slots, scale=call.scale)
         if call.placed is None:
-            into.out.copy_(made.out)
-            into.lse.copy_(made.lse)
+            into.out.copy_(partial.out)
+            into.lse.copy_(partial.lse)
             return None
         others = call.slots.masked_fill(call.slots >= 0, -1)
         self._ours.attend(call._replace(slots=others))
-        return self._ours.merge(made, into, into)
+        return self._ours.merge(partial, into, into)
 
     def index_top_k(self, call: IndexQueries, out: Tensor) -> None:
         """Scales of queries go into their weights."""

@@ -204,8 +204,8 @@ def _wanted(path: Path) -> bool:
 
 def documents(root: Path, package: Package) -> Iterator[str]:
     """The texts of one unpacked package in path order, so that a corpus is reproducible."""
-    found = {path for part in package.under for path in (root / part).rglob("*")}
-    for path in sorted(found):
+    paths = {path for part in package.under for path in (root / part).rglob("*")}
+    for path in sorted(paths):
         if path.is_file() and not path.is_symlink() and _wanted(path):
             yield tidy(strip_html(_read(path)))
 
