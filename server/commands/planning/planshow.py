@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from rich.table import Table
 
@@ -12,12 +14,25 @@ from ess.sim.planning.answers import Answer, Question
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT, Band
 from ess.sim.planning.batches import Point
-from ess.sim.planning.deployment import SECONDS_PRICED, TOKENS_PRICED, Shared
+from ess.sim.planning.deployment import SECONDS_PRICED, TOKENS_PRICED
 from ess.sim.planning.fleet import Groups
 from ess.sim.planning.fleets import Deployed, Fleets
 from ess.units import counted, format_bytes
 
 Line = tuple[str, str, str, str]
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Sides(Generic[S]):
+    """What is compared: with offload, and resident where that fits."""
+
+    offload: S
+    resident: S | None
+
+    def line(self, name: str, said: Callable[[S], str], remark: str = "") -> Line:
+        resident = "-" if self.resident is None else said(self.resident)
+        return name, said(self.offload), resident, remark
 
 
 def show(answer: Answer, ask: Ask, question: Question, lines: list[str]) -> None:
@@ -43,11 +58,7 @@ def print_sides(lines: Iterable[Line]) -> None:
 
 def plan_lines(answer: Answer, ask: Ask, question: Question) -> list[Line]:
     plan = answer.plan
-    chosen, resident = plan.chosen, plan.resident
-
-    def both(name: str, said: Callable[[Point], str], remark: str = "") -> Line:
-        return name, said(chosen), "-" if resident is None else said(resident), remark
-
+    both = Sides(plan.chosen, plan.resident).line
     ours, theirs = name_of(plan.parallel), name_of(plan.resident_parallel)
     neighbours = question.node.neighbours(ask.gpu_count)
     even = "-"
@@ -58,7 +69,9 @@ def plan_lines(answer: Answer, ask: Ask, question: Question) -> list[Line]:
         ("the model is shared", ours, theirs, "heads x requests, experts"),
         both(
             "batch per group of heads",
-            lambda point: banded(f"{point.batch}", plan.batch_band if point is chosen else EXACT),
+            lambda point: banded(
+                f"{point.batch}", plan.batch_band if point is plan.chosen else EXACT
+            ),
             f"limited by {plan.limiter}",
         ),
         both(
@@ -70,7 +83,7 @@ def plan_lines(answer: Answer, ask: Ask, question: Question) -> list[Line]:
             "time per token",
             lambda point: banded(f"{point.token_us / 1e3:.1f} ms", point.token_band),
         ),
-        both("waits for the link", _waits, modes(chosen)),
+        both("waits for the link", _waits, modes(plan.chosen)),
         both(
             "host memory per node",
             lambda point: banded(
@@ -103,11 +116,7 @@ def _waits(point: Point) -> str:
 def all_gpu_lines(answer: Answer, question: Question) -> list[Line]:
     """Figures for all GPUs, prefill's included."""
     shared, work = answer.all_gpus, question.work
-
-    def both(name: str, said: Callable[[Shared], str], remark: str = "") -> Line:
-        other = "-" if shared.resident is None else said(shared.resident)
-        return name, said(shared.offload), other, remark
-
+    both = Sides(shared.offload, shared.resident).line
     limiter = shared.offload.limiter
     lines = [
         both(
@@ -135,38 +144,18 @@ def all_gpu_lines(answer: Answer, question: Question) -> list[Line]:
 def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
     wanted = question.wanted
     assert wanted is not None, "fleets of no rate"
-
-    def both(name: str, said: Callable[[Deployed], str], remark: str = "") -> Line:
-        return (
-            name,
-            said(fleets.offload),
-            "-" if fleets.resident is None else said(fleets.resident),
-            remark,
-        )
-
-    def gpus_of(groups: Groups) -> str:
-        return f"{groups.gpu_count:,} ({groups.count:,} x {groups.gpus_each})"
-
-    rate = wanted.rate * question.work.output_tokens
+    both = Sides(fleets.offload, fleets.resident).line
     lines = [
         both(
             "fewest GPUs",
             lambda side: ranged("{:,}", side.fleet.gpu_count, side.gpu_ends),
             f"{wanted.rate:g} requests/s",
         ),
-        both(
-            "decode GPUs",
-            lambda side: gpus_of(side.fleet.decode),
-            "groups x GPUs of each",
-        ),
+        both("decode GPUs", lambda side: _gpus(side.fleet.decode), "groups x GPUs of each"),
         both(
             "the model is shared", lambda side: name_of(side.parallel), "heads x requests, experts"
         ),
-        both(
-            "prefill GPUs",
-            lambda side: gpus_of(side.fleet.prefill),
-            "pipelines x GPUs of each",
-        ),
+        both("prefill GPUs", lambda side: _gpus(side.fleet.prefill), "pipelines x GPUs of each"),
         both("batch per group of heads", lambda side: f"{side.point.batch}", "at most"),
         both(
             "busy, decode and prefill",
@@ -188,19 +177,19 @@ def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
         ),
     ]
     if question.price is not None:
-        per_second = question.price / SECONDS_PRICED / rate * TOKENS_PRICED
-        lines.append(
-            both(
-                "cost per million tokens",
-                lambda side: ranged(
-                    "{:,.2f}",
-                    side.fleet.gpu_count * per_second,
-                    tuple(end and end * per_second for end in side.gpu_ends),
-                ),
-                "made",
-            )
-        )
+        rate = wanted.rate * question.work.output_tokens
+        gpu_price = question.price / SECONDS_PRICED / rate * TOKENS_PRICED
+        lines.append(both("cost per million tokens", lambda side: _cost(side, gpu_price), "made"))
     return lines
+
+
+def _gpus(groups: Groups) -> str:
+    return f"{groups.gpu_count:,} ({groups.count:,} x {groups.gpus_each})"
+
+
+def _cost(side: Deployed, gpu_price: float) -> str:
+    ends = tuple(end and end * gpu_price for end in side.gpu_ends)
+    return ranged("{:,.2f}", side.fleet.gpu_count * gpu_price, ends)
 
 
 def name_of(way: Parallel) -> str:
