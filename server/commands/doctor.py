@@ -221,17 +221,17 @@ def _device() -> Iterator[Check]:
         yield _no_device(missing)
         return
     try:
-        device = ask(0)
+        found = ask(0)
     except Unavailable as error:
         yield Check(name="device", grade="warn", state="it does not answer", hint=str(error))
         return
-    sees = f"{device.name}, {device.arch}, {format_bytes(device.free_bytes)} free"
-    if why := device.why_not("cuda"):
+    sees = f"{found.name}, {found.arch}, {format_bytes(found.free_bytes)} free"
+    if why := found.why_not("cuda"):
         yield Check(name="device", grade="warn", state=sees, hint=why)
         return
     yield Check(name="device", grade="ok", state=sees)
     yield from _device_decode()
-    if (count := min(device.count, device.torch_count)) > 1:
+    if (count := min(found.count, found.torch_count)) > 1:
         yield _device_ranks(count)
 
 

@@ -429,14 +429,14 @@ def has_others(settings: Settings) -> bool:
 
 
 def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> Launch:
-    values = {
+    told = {
         field.name: getattr(settings, field.name) for field in dataclasses.fields(ProcessConfig)
     }
-    values["query_max"] = settings.max_running * settings.mtp
-    values["graph_byte_max"] = plan.graph_bytes
+    told["query_max"] = settings.max_running * settings.mtp
+    told["graph_byte_max"] = plan.graph_bytes
     return Launch(
         model=checkpoint.path,
-        config=ProcessConfig(**values),
+        config=ProcessConfig(**told),
         length_max=plan.length_max,
         slot_bytes=plan.slot_bytes,
         host_bytes=plan.host_bytes,
