@@ -327,7 +327,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         return tuple(tuple(range(a, b)) for a, b in zip(starts, ends, strict=True))
 
     def at_layer(self, layer: int) -> ModelConfig:
-        """As this layer's attention and indexer have it."""
+        """The configuration as one layer's attention and indexer read it."""
         if layer in self.window_layers:
             return self._in_window()
         if layer in self.still_layers:
@@ -360,7 +360,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         return RowCodec(form=form, latent_dim=latent_dim, rope_dim=self.row_rope_dim(layer))
 
     def _windows(self) -> tuple[int, ...]:
-        """Of each layer group; none where all have an indexer."""
+        """The window of each layer group; none where all have an indexer."""
         size = self.window.size if self.window is not None else 0
         windows = tuple(size if group[0] in self.window_layers else 0 for group in self.groups)
         return windows if any(windows) else ()
@@ -375,22 +375,22 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
 
     @property
     def row_dim(self) -> int:
-        """Of what a layer makes; it may be filled up."""
+        """The width of a row as a layer makes it; a stored row may be wider."""
         return self.latent_dim + self.rope_dim
 
     @property
     def shared_width(self) -> int:
-        """Of all shared experts side by side."""
+        """The width of all shared experts side by side."""
         return (self.shared_dim or self.expert_dim) * self.shared_expert_count
 
     @property
     def shared_limit(self) -> float:
-        """Of what shared experts multiply, 0: none."""
+        """The limit of what shared experts multiply; 0 is none."""
         return self.expert_limit if self.compressed or self.pooled else 0.0
 
     @property
     def dense_limit(self) -> float:
-        """Of what dense blocks multiply, 0: none."""
+        """The limit of what dense blocks multiply; 0 is none."""
         return self.expert_limit if self.pooled else 0.0
 
     @property
@@ -400,7 +400,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
 
     @property
     def mixing_rounds(self) -> int:
-        """Of division, that balance how residual streams are mixed."""
+        """Rounds of division that balance the mixture of residual streams."""
         mixed = self.compressed or self.pooled
         assert mixed is not None, "streams of another family"
         return mixed.mixing_rounds
@@ -429,7 +429,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
 
     @property
     def usual_row(self) -> RowForm:
-        """How its rows are kept where no setting says it."""
+        """The form of rows where no setting says one."""
         return "bf16" if self.compressed is not None else "fp8"
 
     @property

@@ -84,7 +84,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Norm:
-    """Of a layer's input."""
+    """The norm of a layer's input."""
 
     def __init__(self, source: Source, dim: int, eps: float) -> None:
         self._weight = source.vector("weight", dim)

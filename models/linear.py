@@ -42,7 +42,7 @@ class Recurrent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """Of each head keys by values."""
+        """The shape of a layer's matrices: heads, keys, values."""
         return self.head_count, self.head_dim, self.head_dim
 
     @property

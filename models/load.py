@@ -61,7 +61,7 @@ def load_model(
 
 
 def coded(source: TensorSource, file: CodedFile, checkpoint: Checkpoint) -> TensorSource:
-    """What has codes comes as codes."""
+    """Reads weights; those that have codes come as codes."""
 
     def weight(name: str) -> Weight:
         shape = checkpoint.entry(name).shape

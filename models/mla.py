@@ -208,7 +208,7 @@ def attend_dense(
 
 
 def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Of scores [queries, heads, rows]."""
+    """The weights of scores [queries, heads, rows]."""
     if sinks is None:
         return scores.softmax(-1)
     column = sinks[:, None].expand(*scores.shape[:-1], 1)

@@ -158,7 +158,7 @@ def _is_same(value: object, only: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """As the file says it."""
+    """A value as the file writes it."""
     try:
         return json.dumps(value)[:60]
     except (TypeError, ValueError):

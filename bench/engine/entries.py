@@ -112,7 +112,7 @@ class Arm:
         return sum(len(request.output) for request in self.requests)
 
     def kept_drafts(self) -> float:
-        """Of each request and timed step."""
+        """Drafts kept in a step, per request."""
         tokens = self.made() - self._made
         return tokens / (len(self.requests) * len(self.samples)) - 1
 

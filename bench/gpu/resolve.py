@@ -167,7 +167,7 @@ def arena_on(device: Device, arena: Arena) -> SimpleNamespace:
 
 
 def lists_on(device: Device, arena: Arena) -> dict[str, DeviceArray]:
-    """What groups over one slab do not share."""
+    """Lists of a group that groups over one slab do not share."""
     own = {name: getattr(arena, name) for name in ("slot_of", "blocks", "hit_age")}
     own["block_count"] = np.array([arena.blocks.size], np.int32)
     return {name: DeviceArray(device, array) for name, array in own.items()}

@@ -38,7 +38,7 @@ MODULE: Final = "ess.bench.handoff.states"
 
 
 def state_rows(*, share: int = 1) -> list[Row]:
-    """Of states of one part in `share` of these sizes."""
+    """Rows for states of one part in `share` of these sizes."""
     sizes = {name: size // share for name, size in SIZES.items()}
     return [_row(name, size, kind) for name, size in sizes.items() for kind in KINDS]
 

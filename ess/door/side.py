@@ -77,7 +77,7 @@ class Side(Protocol):
     def check(self) -> None: ...
 
     def close(self) -> None:
-        """Ends what moves rows; all of it has landed."""
+        """Stops what moves rows; every copy has landed before."""
 
 
 class HostSide:

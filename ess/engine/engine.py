@@ -268,7 +268,7 @@ class Engine:
         self.offload.forget_prefixes()
 
     def stage_lines(self) -> tuple[StageLine, ...]:
-        """No lines: it is no pipeline."""
+        """None: an engine of one process has no stages."""
         return ()
 
     def graph_line(self) -> GraphLine | None:

@@ -166,7 +166,7 @@ class Handoffs:
         self._offered[uid] = request
 
     def _expect(self, request: Request, opened: Opened) -> None:
-        """What can never come is a fault at once."""
+        """Registers rows that are to come; a request whose rows can never come fails at once."""
         takes = request.takes
         assert takes is not None, f"request {request.number} takes no rows"
         if takes.fake:

@@ -112,7 +112,7 @@ def require_dense(name: str, tensor: Tensor) -> None:
 
 
 def require_single(codec: IndexCodec) -> IndexCodec:
-    """For ops that have no word for keys that rows share."""
+    """Refuses codecs whose rows share a key, for ops that cannot read such keys."""
     if codec.unit > 1:
         raise BadInput(f"codec has a key for each {codec.unit} rows, and this op one for each row")
     return codec

@@ -31,7 +31,7 @@ class Sorted(NamedTuple):
 
 
 def by_expert(chosen: Tensor, expert_count: int) -> Sorted:
-    """Of experts [n, per_token]."""
+    """Sorts choices [n, per_token] by expert."""
     experts, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(expert_count, device=chosen.device)
     return Sorted(order, torch.searchsorted(experts, numbers, right=True, out_int32=True))

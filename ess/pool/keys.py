@@ -61,7 +61,7 @@ class KeyPages:
         self._scales[layer, page, offset] = keys[last, self.value_bytes :]
 
     def _are_last(self, rows: RowIds) -> npt.NDArray[np.bool_]:
-        """Of their units."""
+        """Whether each row is the last of its unit."""
         last: npt.NDArray[np.bool_] = rows % self.unit == self.unit - 1
         return last
 

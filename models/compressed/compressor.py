@@ -33,7 +33,7 @@ class Compressor:
 
     @property
     def width(self) -> int:
-        """Of what is kept of a token: its values, then its gates."""
+        """The width of what is kept of a token: values, then gates."""
         return 2 * (1 + self.overlaps) * self.dim
 
     def tokens(self, hidden: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Compressor:
         return (1 + self.overlaps) * self.rate
 
     def first_token(self, entry: int) -> int:
-        """Where the tokens begin that `entry` is made of."""
+        """The first token that `entry` is made of."""
         return max(entry - self.overlaps, 0) * self.rate
 
     def entries(self, tokens: Tensor, first: int, positions: RotaryPositions) -> Tensor:

@@ -18,7 +18,7 @@ from ess.models.moe import Moe, Routing
 
 class Experts(Moe):
     def __init__(self, config: ModelConfig, source: Source, number: int) -> None:
-        """Of layer `number`."""
+        """The experts of layer `number`."""
         super().__init__(config, source)
         assert config.compressed is not None, "experts of another family"
         self._table = None

@@ -53,7 +53,7 @@ class StateForm:
 
     @property
     def values(self) -> int:
-        """Behind the header."""
+        """How many values lie behind the header."""
         return sum(align_up(field.values, self.unit) for field in self.fields)
 
     @property

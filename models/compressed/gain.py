@@ -49,7 +49,7 @@ class Gain:
 
 
 def read_bytes(config: ModelConfig, *, tokens: int) -> int:
-    """Of one request in one step, from the device's memory."""
+    """Bytes that a step reads of one request, from the device's memory."""
     own, row = compressed(config), entry_bytes(config)
     sparse, heavy = (own.kinds.count(kind) for kind in ("sparse", "heavy"))
     entries = tokens // own.sparse_rate

@@ -94,7 +94,7 @@ class Module:
         return next_token[:, None] + linear(self._streams_norm(streams), self._from_streams)
 
     def finish(self, streams: Tensor) -> Tensor:
-        """What the model's head makes guesses of."""
+        """The hidden states from which the model's head guesses."""
         return self._last_norm(self._joining(streams))
 
 
@@ -126,7 +126,7 @@ class CompressedModel(Model):
         self._window_positions = RotaryPositions(in_windows(c), device)
 
     def turning(self, kind: str) -> RotaryPositions:
-        """What a layer of this kind turns by."""
+        """The rotary positions of layers of this kind."""
         return self._window_positions if kind == "window" else self.positions
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class CompressedModel(Model):
         return self._table[tokens].float()
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """What layers with entries turn by."""
+        """The rotation of layers with entries."""
         return self.positions.at(positions)
 
     def finish(self, hidden: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class CompressedModel(Model):
 
 
 def in_windows(config: ModelConfig) -> ModelConfig:
-    """With the rope of layers that have no entries."""
+    """The configuration with the rope of layers that have no entries."""
     assert config.compressed is not None, "windows of another family"
     return msgspec.structs.replace(config, rope=config.compressed.window_rope)
 

@@ -27,7 +27,7 @@ from ess.models.plain import Growing
 
 
 class Entries:
-    """Of one compressor."""
+    """The entries of one compressor."""
 
     def __init__(self, compressor: Compressor, ring: Ring, positions: RotaryPositions) -> None:
         self._compressor, self._ring, self._positions = compressor, ring, positions
@@ -44,7 +44,7 @@ class Entries:
         return torch.cat((self.stored.filled, self._made))
 
     def keep(self, length: int) -> None:
-        """Those whose tokens are all among the first `length`."""
+        """Keeps the entries whose tokens are all among the first `length`."""
         count, stored = length // self._compressor.rate, self.stored.length
         self.stored.append(self._made[: max(0, count - stored)])
         self.stored.keep(count)

@@ -54,7 +54,7 @@ def _streams(config: ModelConfig, prefix: str, shares: int, scales: int) -> Iter
 
 
 def _module(config: ModelConfig) -> Iterator[Shape]:
-    """What the MTP module has beside its layer."""
+    """The tensors of the MTP module beside its layer."""
     dim = config.hidden_dim
     for name in ("e_proj", "h_proj"):
         yield f"{MODULE}{name}.weight", (dim, dim), "linear"

@@ -68,7 +68,7 @@ class State:
         return other
 
     def save(self) -> bytes:
-        """The same count of bytes at any length."""
+        """The state as bytes: equally many at any length."""
         header = struct.pack("<qq", self.length, self.written)
         return header + self._values.numpy().tobytes()
 

@@ -69,7 +69,7 @@ class Mixing:
 
 
 class Ending:
-    """Of all streams one sum, before the last norm."""
+    """Joins the streams into one, before the last norm."""
 
     def __init__(self, config: ModelConfig, source: Source) -> None:
         self._config = config

@@ -35,7 +35,7 @@ def in_our_order(config: ModelConfig, tensor: TensorSource) -> TensorSource:
 
 
 def _queries(config: ModelConfig) -> Tensor:
-    """Of every head: what is not turned, then its pairs."""
+    """The order of queries in every head: dimensions that are not turned, then the pairs."""
     head = torch.cat((torch.arange(config.nope_dim), config.nope_dim + _pairs(config.rope_dim)))
     return _repeated(head, config.head_count)
 

@@ -22,7 +22,7 @@ class CodedFile:
             self._tensors = _loaded(self._path)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> CodedWeight | None:
-        """Of this very shape, else BadInput."""
+        """The weight as codes; BadInput if its shape is another."""
         codes, steps = (self._tensors.get(f"{name}.{part}") for part in ("codes", "steps"))
         if codes is None or steps is None:
             return None

@@ -79,7 +79,7 @@ class Grouped:
         return torch.cat((self._turned(keys, self._groups, rotation).flatten(1), rest), -1)
 
     def row_finish(self, rotation: Rotation) -> None:
-        """No op does what `rows` does."""
+        """None: no op does what `rows` does."""
         return
 
     def values(self, attended: Tensor) -> Tensor:

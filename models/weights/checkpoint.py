@@ -77,7 +77,7 @@ class Checkpoint:
             raise
 
     def entry(self, name: str) -> Entry:
-        """Where a tensor lies, or BadInput."""
+        """The entry of a tensor, or BadInput."""
         if name not in self._entries:
             raise BadInput(f"{self._folder.path} has no tensor {name[:200]!r}")
         return self._entries[name]

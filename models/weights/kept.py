@@ -56,12 +56,12 @@ def plain(weight: Weight) -> Tensor:
 
 
 def packable(weight: Weight) -> Tensor | CodedWeight:
-    """For compiled stages, which take codes as they are."""
+    """The weight as compiled stages take it: codes stay codes."""
     return weight if isinstance(weight, CodedWeight) else plain(weight)
 
 
 def lengthened(weight: Weight, rows: int) -> Weight:
-    """With as many rows of zeros behind its own."""
+    """The weight with `rows` more rows of zeros."""
     if not isinstance(weight, CodedWeight):
         return F.pad(plain(weight), (0, 0, 0, rows))
     steps = F.pad(weight.steps, (0, 0, 0, 0, 0, rows))

@@ -63,7 +63,7 @@ class Blocks:
 
 
 def place_of(name: str, layout: ModelLayout) -> Place:
-    """What vLLM keeps under this layer name."""
+    """The place of the cache that vLLM has under this layer name."""
     match = _LAYER.search(name)
     if match is None:
         raise BadInput(f"vLLM's cache {name!r} names no layer, as in 'model.layers.3.self_attn'")

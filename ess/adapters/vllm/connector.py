@@ -121,7 +121,7 @@ class EssConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM calls this once before each step; nothing is loaded."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
+        """Does nothing: this side only sends."""
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Before any block of the step is written: stops reading blocks that were given up."""

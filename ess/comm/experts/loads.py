@@ -52,7 +52,7 @@ class Loads:
         self._own = {}
 
     def forget(self) -> None:
-        """What was counted since the last window began."""
+        """Drops the counts of the open window."""
         self._own = {}
 
     @property
@@ -86,7 +86,7 @@ class DeviceLoads(Loads):
             self._there[layer] = zeros
 
     def count(self, layer: int, experts: Tensor, which: Tensor | None = None) -> None:
-        """Of these choices, or those of them that count."""
+        """Counts these choices by expert; where `which` is given, those that it marks."""
         flat = experts.flatten().long()
         each = torch.ones_like(flat) if which is None else which.flatten().long()
         self._there[layer].scatter_add_(0, flat, each)

@@ -44,7 +44,7 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The receiver has said that all had come."""
+    """A departure that ended well: the receiver said that all had come."""
 
     uid: int
     timeline: Timeline
@@ -52,7 +52,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Lapsed:
-    """It ended without that; `sentence` says why."""
+    """A departure that ended otherwise; `sentence` says why."""
 
     uid: int
     reason: Reason

@@ -54,7 +54,7 @@ class Ground(Protocol):
 
 
 def pool_regions(ground: Ground) -> list[Region]:
-    """Its rows and its keys, flat."""
+    """The regions of the host pool: its rows and its keys, flat."""
     rows, keys = ground.row_memory, ground.keys.pages.reshape(-1)
     regions = [Region(ROWS, rows, ground.fd), Region(KEYS, keys, ground.fd, begin=rows.size)]
     return [region for region in regions if region.memory.size]

@@ -130,7 +130,7 @@ class Port:
         return members[0].epoch
 
     def _connect(self, members: Sequence[Member]) -> None:
-        """To all of them or to none that is new."""
+        """Connects to all members; where one cannot be reached, to none of the new ones."""
         for count, member in enumerate(members):
             try:
                 self._transport.connect(member.metadata)

@@ -92,7 +92,7 @@ class Pending:
 
 
 class InFlight(Pending):
-    """What waits for copies that it submits to a lane itself."""
+    """Copies that this process submits to a lane, and their commits."""
 
     def __init__(self, lane: Lane) -> None:
         super().__init__(lane)

@@ -70,7 +70,7 @@ class PoolSizes:
 
 
 class Arenas(Protocol):
-    """What there is to know of slots, wherever they are."""
+    """What the pools ask of slots, on the host or on a device."""
 
     @property
     def step(self) -> int: ...

@@ -102,7 +102,7 @@ class Shelf:
         return load
 
     def settle(self) -> None:
-        """What has come is there from now on."""
+        """Marks and publishes the pages that have come from the disk."""
         for load in [load for load in self._loads if load.loading.is_done]:
             self._end(load, load.loading.count)
 

@@ -100,7 +100,7 @@ class Budgets:
         return -(-slots // self.pools.sparse.chunk_slots(group))
 
     def check(self) -> None:
-        """What was seen is of the past, and counts only grow."""
+        """Audit: counts were taken in the past, and only grow."""
         sparse = self.pools.sparse
         assert self._step <= sparse.step, f"looked at in step {self._step}, it is {sparse.step}"
         assert (self._misses >= 0).all(), f"{self._misses} misses"

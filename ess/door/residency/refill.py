@@ -105,7 +105,7 @@ class Refill:
         return plans
 
     def _turn(self, walk: _Walk, sequence: Sequence, later: Many[int]) -> None:
-        """To later groups, to further pages, or around."""
+        """Moves the walk on: to later groups, to further pages, or back to the first."""
         assert walk.began_at >= 0, f"{sequence!r}: a walk goes on that never began"
         assert all(group > walk.group for group in later), f"{walk} goes back to {later}"
         if later:

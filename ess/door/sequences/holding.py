@@ -153,13 +153,13 @@ class Holding:
 
     @property
     def state(self) -> Bytes:
-        """What it keeps beside its rows, on the device."""
+        """The state that the sequence keeps beside its rows, on the device."""
         assert self.line != NONE, "what is not on the device has no state there"
         assert self._pools.states is not None, "the layout has nothing beside rows"
         return self._pools.states.line(self.line, self._length_max)
 
     def save_state(self) -> None:
-        """To the host, until it is on the device again."""
+        """Copies the state to the host, where it stays until the sequence is active again."""
         if self._pools.states is not None:
             self.saved = self.state.copy()
 
@@ -175,7 +175,7 @@ class Holding:
             give_back()
 
     def keep_state(self, content: bytes, text: int) -> None:
-        """For others that begin with this text, of so many tokens."""
+        """Keeps a copy of the state, for sequences that begin with this text."""
         states = self._pools.states
         assert states is not None, "the layout has nothing beside rows"
         state = states.line(self.line, text) if self.saved is None else self.saved

@@ -57,7 +57,7 @@ class KeptStates:
         return self._state_of[content]
 
     def begun(self, content: bytes) -> None:
-        """A request has begun with it."""
+        """A request has begun with the state kept under this content."""
         if content in self._begun:
             self._state_of.move_to_end(content)
         self._begun.add(content)

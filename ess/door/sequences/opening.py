@@ -126,5 +126,5 @@ def _host_prefix(pools: Pools, hashes: list[bytes]) -> PageIds:
 
 
 def _usable(count: int, layout: ModelLayout) -> int:
-    """With MTP the last page of a prefix is none of it."""
+    """How many pages of a prefix serve: with MTP all but the last."""
     return max(0, count - layout.has_mtp)

@@ -193,7 +193,7 @@ class _NewRows:
         return cls(*places(brought.row_counts), query_sequence, seen)
 
     def seen_of(self, appended_count: int) -> Ints:
-        """The same of the first rows alone."""
+        """The same, as if the step had only its first `appended_count` rows."""
         sequence_count = int(self.query_sequence[-1]) + 1
         there = np.bincount(self.sequence_of[:appended_count], minlength=sequence_count)
         return np.minimum(self.seen, there[self.query_sequence].astype(np.int32))

@@ -77,7 +77,7 @@ class Carried:
         assert torch.equal(there, self.starts), f"states of {there.tolist()} tokens"
 
     def end(self, count: int) -> None:
-        """All layers have so many tokens more."""
+        """The states of all layers have taken `count` more tokens."""
         self.beside.lengths[self.lines] = self.starts + count
 
     def through(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:

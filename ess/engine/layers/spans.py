@@ -60,7 +60,7 @@ class Recorder:
             self._keep(FETCHES, f"fetch L{layer}", started_ns, finished_ns)
 
     def _handoff(self, line: HandoffLine) -> None:
-        """A span up to each of its moments, named by it."""
+        """Adds spans of a handoff: one up to each moment, named by that moment."""
         lane = f"handoff {line.uid} {line.kind}: {line.outcome}"
         since_ns = round(line.began_s * 1e9)
         for name, at_s in sorted(line.marks, key=lambda mark: mark[1]):

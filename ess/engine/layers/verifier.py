@@ -97,7 +97,7 @@ class Verifier:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """For steps of no request."""
+        """No layer is checked meanwhile: for steps that serve no request."""
         every, self.every = self.every, 0
         try:
             yield

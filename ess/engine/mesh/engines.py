@@ -48,7 +48,7 @@ class MeshEngine(Engine):
         tokenizer: Tokenizer | None = None,
         port: Port | None = None,
     ) -> None:
-        """Where handoffs arrive, rank 0 has the `port`."""
+        """Rank 0 has the `port`, where handoffs arrive."""
         self.lockstep = Lockstep(group, offload)
         self.lockstep.agree()
         self._arrivals = LeadPort(port, self.lockstep) if port is not None else None

@@ -98,7 +98,7 @@ class Awaited:
 
 
 class EchoPort:
-    """That of any other rank: it moves nothing."""
+    """The port of ranks other than 0: it moves no bytes."""
 
     is_busy = False
     now_s = 0.0
@@ -181,7 +181,7 @@ def _end(uid: int, outcome: Landed | Missed | None) -> End:
 
 
 def _own(outcome: Landed | Missed, part: ModelLayout) -> Landed | Missed:
-    """With the windows of this rank's groups."""
+    """The same outcome, with the windows of this rank's layer groups."""
     if isinstance(outcome, Missed):
         return outcome
     sets, count = outcome.windows

@@ -51,7 +51,7 @@ class Driven(Protocol):
     def depth_reasons(self) -> tuple[str, ...]: ...
 
     def stage_lines(self) -> tuple[StageLine, ...]:
-        """No lines from an engine of one process."""
+        """The lines of the stages; none from an engine of one process."""
 
     def graph_line(self) -> GraphLine | None:
         """None where no step is a graph."""

@@ -117,7 +117,7 @@ class KvEvents:
             self._number += 1
 
     def close(self) -> None:
-        """What was flushed still leaves."""
+        """Closes the sockets; events that were flushed still leave."""
         self._post.close()
 
 

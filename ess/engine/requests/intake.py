@@ -91,7 +91,7 @@ class Intake:
             self._on_first()
 
     def leave(self, request: Request) -> None:
-        """It follows no leader any more."""
+        """The request follows no leader any more."""
         self.require_own(request)
         if self.followers.give_up(request):
             self._roster.add(request)

@@ -157,7 +157,7 @@ class Request:
 
     @property
     def has_come(self) -> bool:
-        """It waits for the device, where it has never been."""
+        """Whether its rows have come, from a worker or a disk, and it waits for the device."""
         return self.has_landed or self.has_loaded
 
     @property
@@ -176,7 +176,7 @@ class Request:
 
     @property
     def has_prompt(self) -> bool:
-        """Its prompt's rows are where it goes on from."""
+        """Whether the rows of its prompt are where decoding reads them."""
         is_there = self.state not in ("landing", "loading") and not self.has_come
         return self.is_prefilled and is_there
 

@@ -62,7 +62,7 @@ class Roster(Generic[AnyRequest]):
         return sum(len(self._by_state[state]) for state in states)
 
     def first_waiting(self) -> AnyRequest | None:
-        """The first in rank of those that wait."""
+        """The waiting request that is first in rank."""
         ranks, here = self._ranks, self._by_state["waiting"]
         if len(ranks) > 2 * len(here) + SPARE:
             ranks[:] = sorted(request.rank for request in here.values())

@@ -53,5 +53,5 @@ MakeLap: TypeAlias = Callable[[], Lap]
 
 
 def laps_of(device: torch.device, clock: Clock) -> MakeLap:
-    """A lap begins when it is made."""
+    """Makes laps for this device; a lap begins when it is made."""
     return (lambda: HostLap(clock)) if device.type == "cpu" else DeviceLap

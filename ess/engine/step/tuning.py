@@ -134,7 +134,7 @@ class Tuning:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """For steps of no request."""
+        """Counts nothing meanwhile: for steps that serve no request."""
         mode_counts, split_count = self.mode_counts.copy(), self.split_count
         stopwatch = self.timeline.stopwatch
         if stopwatch is not None:

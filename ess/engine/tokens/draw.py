@@ -187,7 +187,7 @@ def noise_keys(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 
 def wrapped_seed(seed: int) -> int:
-    """Its 64 bits as a number with a sign."""
+    """The seed's 64 bits as a number with a sign."""
     return (seed & ((1 << 64) - 1)) - ((seed & (1 << 63)) << 1)
 
 

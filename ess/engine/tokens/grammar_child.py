@@ -194,7 +194,7 @@ def _processor_time(seconds: float) -> Any:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """So much more than what is in use now."""
+    """Limits memory to what is in use now and `more_bytes`."""
     with open("/proc/self/statm") as pages:
         used = int(pages.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, resource.RLIM_INFINITY))

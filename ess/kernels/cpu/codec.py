@@ -85,5 +85,5 @@ def _form(
 
 
 def implementation() -> str:
-    """For the line that says what runs."""
+    """The words of the start line for what runs."""
     return f"native {native.isa()}" if native.available() else "numpy"

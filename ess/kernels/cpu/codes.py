@@ -52,7 +52,7 @@ class CodedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what the other factor of a product is rounded to."""
+        """The type that the other factor of a product is rounded to."""
         return torch.bfloat16
 
     def plain(self) -> Tensor:

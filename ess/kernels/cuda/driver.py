@@ -73,7 +73,7 @@ class Device:
         return f"sm_{number}a" if number in _OWN else f"sm_{number}"
 
     def make_current(self) -> None:
-        """For the calling thread."""
+        """Makes the context current in the calling thread."""
         call("cuCtxSetCurrent", self.context)
 
     def kernel(

@@ -91,7 +91,7 @@ class MoveForm:
         return max(1, self.threads * self.in_flight * self.unit_bytes // self.span_bytes)
 
     def blocks(self, pair_count: int, *, block_count_max: int) -> int:
-        """No more blocks than there is work for."""
+        """How many blocks to launch: no more than there is work for."""
         return max(1, min(block_count_max, div_ceil(pair_count, self.block_rows)))
 
 

@@ -65,7 +65,7 @@ class CudaEvent:
         return self.ns_since(earlier) / 1e3
 
     def ns_since(self, earlier: CudaEvent) -> int:
-        """Of two that have passed."""
+        """Nanoseconds since an earlier event; both have passed."""
         return round(1e6 * float(call("cuEventElapsedTime", earlier.handle, self.handle)))
 
 

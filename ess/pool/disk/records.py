@@ -105,7 +105,7 @@ class Records:
             entry.used = self._used
 
     def add(self, entry: Entry) -> None:
-        """Its text lies in its record, which was taken for it."""
+        """Adds an entry whose page lies in its record."""
         assert entry.content not in self._entries, "a text has two records"
         self._entries[entry.content] = entry
         self.use([entry.content])

@@ -75,7 +75,7 @@ class Delta(Mla):
         return self._in.device
 
     def first(self) -> State:
-        """Of one sequence, before any token."""
+        """The state of a sequence before its first token."""
         own = self._own
         shapes = own.matrix_shape, own.channel_shape
         return State(*(torch.zeros(1, *shape, device=self.device) for shape in shapes))
@@ -113,7 +113,7 @@ class Delta(Mla):
         return torch.cat(told, 2).transpose(1, 2), State(matrix, channels[:, count:])
 
     def _summed(self, channels: Tensor, count: int) -> Tensor:
-        """Of the last `count` tokens, each with those before it."""
+        """Sums over each of the last `count` tokens and those before it."""
         first, *others = self._kernel.T
         summed = channels[:, :count] * first
         for at, tap in enumerate(others, 1):

@@ -60,7 +60,7 @@ class HeadGatedMla(Mla):
         return super().rows(torch.cat((latent, normed), -1), rotation)
 
     def row_finish(self, rotation: Rotation) -> None:
-        """No op norms the rotary key."""
+        """None: no op norms the rotary key."""
         return
 
     def gated_output(self, hidden: Tensor, attended: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class PooledIndexer(Indexer):
         )
 
     def key_finish(self, rotation: Rotation) -> None:
-        """No op mixes."""
+        """None: no op mixes keys."""
         return
 
 
@@ -58,11 +58,11 @@ class MixedLayer(DecoderLayer):
         return PooledIndexer(config, source)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What attention gets."""
+        """The input of attention."""
         return self._input_norm(self._read(self._around_mla, hidden).sum)
 
     def made(self, normed: Tensor, attended: Tensor) -> Tensor:
-        """What attention makes, [tokens, hidden]."""
+        """The output of attention, [tokens, hidden]."""
         return self.mla.output(attended)
 
     def enter(self, hidden: Tensor) -> Entry:
@@ -93,5 +93,5 @@ class MixedModel(Model):
         return super().embed(tokens).repeat(1, self.config.stream_count)
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Of all streams the mean."""
+        """Ends with the mean of all streams."""
         return super().finish(hidden.view(len(hidden), -1, self.config.hidden_dim).mean(1))

@@ -174,7 +174,7 @@ def _seen(layer: DecoderLayer, model: Model, state: Tensor) -> Seen:
 
 @torch.no_grad()
 def _moved(layer: DecoderLayer, state: Tensor, seen: Seen, rotation: Rotation) -> Tensor:
-    """What the layer makes of a sequence, with dense attention."""
+    """The layer's output for a sequence, with dense attention."""
     turned = rotate(seen.queries, rotation, STYLE), rotate(seen.keys, rotation, STYLE)
     asked, keys, values = (side.transpose(0, 1)[None] for side in (*turned, seen.values))
     out = F.scaled_dot_product_attention(asked, keys, values, is_causal=True, enable_gqa=True)

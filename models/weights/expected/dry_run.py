@@ -210,7 +210,7 @@ def _room_lines(plan: Plan, device_bytes: int, floor_bytes: int, resident_bytes:
 
 
 def _entry_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
-    """Of a model that attends to entries of several tokens."""
+    """Lines for a model that attends to entries of several tokens."""
     config, row = plan.config, entries.entry_bytes(plan.config)
     own, asked = entries.compressed(config), entries.needs(config, tokens=context)
     sparse, heavy = (own.kinds.count(kind) for kind in ("sparse", "heavy"))

@@ -118,7 +118,7 @@ def _decoder_layer(config: ModelConfig, layer: int) -> Iterator[Spec]:
 
 
 def _streams(config: ModelConfig, prefix: str, count: int, layer: int | None) -> Iterator[Spec]:
-    """Of `count` shares for each residual stream."""
+    """Tensors of `count` shares for each residual stream."""
     shares = count * config.stream_count
     for name, shape in (("fn", (shares, config.residual_dim)), ("base", (shares,))):
         yield Spec(name=f"{prefix}{name}", shape=shape, role="norm", layer=layer)
@@ -162,7 +162,7 @@ def _recurrent(config: ModelConfig, layer: int, prefix: str) -> Iterator[Spec]:
 
 
 def _norm(config: ModelConfig, layer: int, prefix: str, gate_rank: int) -> Iterator[Spec]:
-    """With a gate behind it, where `gate_rank` is not 0."""
+    """The tensors of a norm, and of the gate behind it where `gate_rank` is not 0."""
     dim, inner = config.hidden_dim, "norm." if gate_rank else ""
     yield Spec(name=f"{prefix}{inner}weight", shape=(dim,), role="norm", layer=layer)
     if gate_rank:

@@ -80,7 +80,7 @@ class RequestFlags:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingFlags:
-    """Where prefill runs, and the objectives."""
+    """The flags that say where prefill runs, and the objectives."""
 
     prefill: str = AUTO
     (

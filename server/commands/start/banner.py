@@ -98,7 +98,7 @@ def _device(device: DevicePlan) -> Table:
 
 
 def _host(plan: MemoryPlan, devices: Sequence[DevicePlan]) -> Iterator[Table]:
-    """Of an engine on devices."""
+    """The host's memory of an engine on devices."""
     if devices:
         table = _grid("left", "right", "left")
         held = f"all rows of {plan.token_capacity:,} tokens, pages locked"

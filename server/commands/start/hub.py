@@ -31,7 +31,7 @@ def name_of(snapshot: Path) -> str | None:
 
 
 def _hub_folder(environment: Mapping[str, str]) -> Path:
-    """Where the variables of the hub's own programs put it."""
+    """The folder that the hub's own programs use, by their environment variables."""
     if given := environment.get("HF_HUB_CACHE"):
         return Path(given).expanduser()
     caches = environment.get("XDG_CACHE_HOME") or "~/.cache"

@@ -195,7 +195,7 @@ class DeviceArenas:
         return False
 
     def _tell_blocks(self, group: int) -> None:
-        """To kernels that are queued from now on."""
+        """Writes the group's blocks where kernels queued from now on read them."""
         blocks, arena = self._listed(group), self.arenas[group]
         assert len(blocks) <= len(arena.blocks), f"group {group} owns {len(blocks)} blocks"
         self._blocks[group] = blocks

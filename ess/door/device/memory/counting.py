@@ -70,7 +70,7 @@ class Counting:
         self.totals[KINDS.index("landing"), group, :STORED] += report
 
     def of(self, kind: Kind) -> Tensor:
-        """[groups, counts] of this kind: a seal adds to it."""
+        """The totals of a kind of call, [groups, counts]; each call adds its report."""
         return self.totals[KINDS.index(kind)]
 
     def evicted(self) -> Tensor:
@@ -128,6 +128,6 @@ class Counting:
                 raise BadState(f"group {group}: {int(counts[group])} {sentence}")
 
     def wait(self) -> None:
-        """For audits: counts are those of now."""
+        """Waits until the host has the counts of all that is queued. For audits."""
         self.send()
         self._behind.wait()

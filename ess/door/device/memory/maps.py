@@ -46,7 +46,7 @@ class Maps:
             self._changed[begin + page] = host_page
 
     def flush(self) -> None:
-        """What the host has changed, on the device from here on."""
+        """Queues the upload of entries that the host has changed."""
         if not self._changed:
             return
         pairs = np.array([list(self._changed.keys()), list(self._changed.values())], np.int32)
@@ -85,7 +85,7 @@ class DeviceTables(PageTables):
         self.maps.set_length(line, length)
 
     def learn(self, lines: list[int], counts: list[int]) -> None:
-        """What the device has counted already."""
+        """Adds counts to the host's lengths, as the device has done to its own."""
         self.lengths[lines] += np.array(counts, np.int32)
 
     def give_back(self, line: int) -> None:

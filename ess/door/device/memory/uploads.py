@@ -35,7 +35,7 @@ def upload(array: npt.NDArray[Any], home: torch.device) -> Tensor:
 
 
 def upload_into(target: Tensor, array: npt.NDArray[Any]) -> None:
-    """The same into memory that stays where it is."""
+    """Uploads an array into a tensor that keeps its address."""
     assert tuple(target.shape) == array.shape, f"{array.shape} into {tuple(target.shape)}"
     pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
     target.copy_(pinned, non_blocking=True)
@@ -75,7 +75,7 @@ class Behind:
         return self._known
 
     def wait(self) -> npt.NDArray[Any]:
-        """For audits: what was sent last."""
+        """Waits for the newest numbers sent, and returns them. For audits."""
         if self._sent:
             self._sent[-1][2].wait()
         return self.newest()

@@ -74,7 +74,7 @@ class DeviceRefill:
         return offered
 
     def _turn(self, walk: _Walk, sequence: Sequence, group: int, evicted: int) -> None:
-        """To later groups, to further pages, or around."""
+        """Moves the walk on: to later groups, to further pages, or back to the first."""
         walk.group = group % self._pools.layout.group_count
         if walk.group:
             return

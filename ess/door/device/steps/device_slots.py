@@ -113,7 +113,7 @@ class DeviceSlots:
         self._rows = torch.empty((sizes.query_max, width), dtype=torch.int32, device=home)
 
     def _make_writes(self) -> None:
-        """What finds slots for new rows."""
+        """Makes the calls that find slots for new rows."""
         pools = self.pools
         self._writes = NewRows(
             pools.lane.device,
@@ -126,7 +126,7 @@ class DeviceSlots:
         self.new_slots = self._writes.slots.view(pools.layout.group_count, -1)
 
     def _make_locates(self) -> None:
-        """What locates rows that may be absent."""
+        """Makes the calls that locate rows which may be absent."""
         pools, layout, device = self.pools, self.pools.layout, self.pools.lane.device
         shape = ResolveShape.of(query_max=1, top_k=1, block_max=pools.sparse.block_max)
         self._locating = ResidencyWorkspaces(

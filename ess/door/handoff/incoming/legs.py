@@ -106,7 +106,7 @@ class Legs:
         self._mail.post(Release(leg.uid, reason), leg.peer)
 
     def over(self) -> list[Leg]:
-        """Those that are over since the last call."""
+        """The legs that are over since the last call."""
         ended, self._over = self._over, []
         return ended
 
@@ -129,7 +129,7 @@ class Legs:
                 self._take_release(message, peer)
 
     def peer_lost(self, peer: int, reason: str) -> None:
-        """Nothing of this peer lands any more."""
+        """Ends all legs of a peer: none of its bytes land any more."""
         for leg in [leg for leg in self._open.values() if leg.peer == peer]:
             if leg.ending is Reason.DONE:
                 self._settled(leg)
@@ -282,7 +282,7 @@ class Legs:
         self.end(leg, reason)
 
     def _remove(self, leg: Leg, *, told: Reason | None = None) -> None:
-        """Nothing of it lands any more."""
+        """Forgets a leg: none of its bytes land any more."""
         self._arrivals.close(leg.uid, sender=leg.peer)
         self._transport.forbid(leg.room.ticket)
         del self._open[leg.uid, leg.peer]

@@ -163,7 +163,7 @@ class Receiver:
         self._join()
 
     def outcomes(self) -> list[Landed | Missed]:
-        """What has ended since the last call."""
+        """The handoffs that have ended since the last call."""
         ended, self._outcomes = self._outcomes, []
         return ended
 
@@ -313,7 +313,7 @@ class Receiver:
                 self._legs.end(leg, Reason.ABORTED)
 
     def _end(self, entry: Arriving) -> None:
-        """Nothing lands on its pages any more."""
+        """Settles a handoff on whose pages no bytes land any more."""
         if entry.is_given_up:
             pass
         elif entry.missed is None:
@@ -328,7 +328,7 @@ class Receiver:
             self._free_slots.append(entry.slot)
 
     def _returned(self, slot: int) -> None:
-        """Its state is on the device, or not wanted any more."""
+        """Frees a slot whose state is on the device, or not wanted any more."""
         self._lent.remove(slot)
         self._free_slots.append(slot)
 
@@ -342,7 +342,7 @@ class Receiver:
         self._outcomes.append(Landed(entry.uid, entry.windows(), timeline))
 
     def _state(self, entry: Arriving) -> Bytes:
-        """Where it lies in the slot."""
+        """The bytes of a handoff's state in its slot."""
         (leg,), layout = entry.legs, self._layout
         units = range(geometry.state_units(layout, leg.room.token_count))
         size = layout.request_state_bytes(leg.room.token_count)

@@ -180,7 +180,7 @@ class Departure:
         )
 
     def packed(self, part: Part) -> memoryview:
-        """The bytes of what is of no layer."""
+        """The bytes of units that belong to no layer: windows, parts of a state."""
         if part.kind is PieceKind.WINDOWS:
             return memoryview(self.windows)
         assert self.state is not None, f"handoff {self.uid} has no state"
@@ -194,7 +194,7 @@ class Departure:
         return geometry.wire_layers(self.pages.layout, part.kind, part.layers)
 
     def asked(self, again: Again) -> Part:
-        """What the receiver asks for, as far as it is ours."""
+        """The layers and units that the receiver asks for again and this worker has."""
         layers = range(again.layer_begin, again.layer_end)
         if again.kind.is_of_layers:
             layers = geometry.part_layers(self.pages.layout, again.kind, layers)

@@ -40,7 +40,7 @@ class Orphans:
         return None
 
     def adopt(self, uid: int) -> Target | None:
-        """Its request has come, or it is no longer wanted."""
+        """Takes out the reservation of a request that has come, or is not wanted any more."""
         target = self._targets.pop(uid, None)
         if target is not None:
             self._page_count -= len(target.pages)

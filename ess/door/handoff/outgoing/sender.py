@@ -101,7 +101,7 @@ class Sender:
         self.offer_pages(uid, pages, prompt=prompt, salt=salt)
 
     def offer_pages(self, uid: int, pages: Pages, *, prompt: Many[int], salt: bytes) -> None:
-        """The same, of pages that are not a sequence's."""
+        """Offers pages that belong to no sequence."""
         if uid in self._open:
             raise BadInput(f"handoff {uid} is open already")
         if len(self) >= self._departures_max:
@@ -159,7 +159,7 @@ class Sender:
         return self._transfers.is_underway(uid, peer=peer)
 
     def outcomes(self) -> list[Sent | Lapsed]:
-        """What has ended since the last call."""
+        """The departures that have ended since the last call."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -250,7 +250,7 @@ class Sender:
         self._settle(departure)
 
     def failed(self, handle: int, reason: str) -> None:
-        """It is posted again after a pause."""
+        """A transfer has failed; it is posted again after a pause."""
         departure = self._transfers.failed(handle, reason)
         if departure is not None:
             self._settle(departure)

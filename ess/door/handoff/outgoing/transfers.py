@@ -62,12 +62,12 @@ class Transfers:
     # ---- what may leave
 
     def go_on(self, departure: Departure) -> None:
-        """More of it may leave."""
+        """More of this departure may leave."""
         self._due.setdefault(departure.peer, {})[departure.uid] = departure
         self.push(departure.peer)
 
     def stop(self, departure: Departure) -> None:
-        """Nothing more of it leaves; what is under way goes on."""
+        """No more of this departure leaves; transfers under way go on."""
         self._due.get(departure.peer, {}).pop(departure.uid, None)
 
     def lost(self, peer: int) -> list[int]:
@@ -151,7 +151,7 @@ class Transfers:
         return any((each.uid, each.peer) == (uid, peer) for each in departures)
 
     def completed(self, handle: int) -> Departure | None:
-        """Whose transfer it was; None if it was none of these."""
+        """The departure whose transfer has ended; None if the transfer is not known here."""
         job = self._ended(handle)
         if job is None:
             return None

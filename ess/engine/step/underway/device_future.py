@@ -193,7 +193,7 @@ class DeviceFed:
 
     @property
     def asks(self) -> bool:
-        """For the chances of tokens, so that logits are kept."""
+        """Whether a request asks for chances of tokens, so that logits are kept."""
         return any(feed.request.sampling.logprobs is not None for feed in self.feeds)
 
     @property
@@ -223,7 +223,7 @@ class DeviceFed:
         return targets, 1 + right.long().cumprod(1).sum(1)
 
     def chances(self, logits: Tensor, drawn: Tensor) -> dict[int, Download]:
-        """By feed, of those that ask for them."""
+        """Downloads of chances, by the place of the feed, for requests that ask for them."""
         downloads = {}
         spans = zip(self.feeds, self.step.firsts, self.step.query_counts, strict=True)
         for place, (feed, first, count) in enumerate(spans):

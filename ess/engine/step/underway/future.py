@@ -95,7 +95,7 @@ class FutureMap:
         self._outcomes.append((step_number, tuple(outcomes)))
 
     def learn(self, step_number: int) -> tuple[Outcome, ...]:
-        """What the step has said: once, and in the order of steps."""
+        """The outcomes of a step, which can be taken once, and in the order of steps."""
         assert self._outcomes, f"step {step_number} was not launched, or is learned"
         number, outcomes = self._outcomes.popleft()
         assert number == step_number, f"step {number} comes before step {step_number}"
@@ -106,7 +106,7 @@ class FutureMap:
         return [number for number, _ in self._outcomes]
 
     def held(self, line: int) -> list[int]:
-        """What lies here for the next launch of the line."""
+        """The tokens that wait here for the next launch of the line."""
         return list(self._tokens[line])
 
     def lines(self) -> set[int]:

@@ -28,7 +28,7 @@ class Upload:
         return len(self._there)
 
     def put(self, values: Sequence[Any]) -> Tensor:
-        """The first lines of it, with these values."""
+        """Uploads the values, and returns the lines that have them."""
         count = len(values)
         assert 0 < count <= len(self._there), f"{count} lines of {len(self._there)}"
         here, self._turn = self._here[self._turn], (self._turn + 1) % TURNS

@@ -143,7 +143,7 @@ def wrong_size(weights: Tensor) -> str | None:
 
 
 def no_room(count: int, weights: Tensor) -> str | None:
-    """For so many tokens."""
+    """Why there is no room for so many tokens; None if there is."""
     experts, width, depth = weights.shape
     room = experts * align_up(count, ROOM_UNIT) * max(depth, 2 * width)
     if room <= ROOM_BYTES_MAX:

@@ -20,7 +20,7 @@ UNFUSED: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 
 
 def hadamard(values: Tensor) -> Tensor:
-    """Of the last axis, dense; its size is a power of two."""
+    """Transforms the last axis, which is dense and has a power of two as size."""
     lines = values.reshape(-1, 1, values.shape[-1])
     out = torch.empty(values.shape, device=values.device)
     _turn(lines, None, 0, True, out, lines.shape[-1].bit_length() - 1)

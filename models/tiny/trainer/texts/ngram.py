@@ -78,7 +78,7 @@ def _look(keys: Keys, sorted_keys: Keys, values: Counts) -> Counts:
 
 
 def _probability(levels: list[Level], tokens: npt.NDArray[np.uint16], vocabulary: int) -> Counts:
-    """Of every token given the up to four before it."""
+    """The probability of every token, given up to four before it."""
     chance = np.full(tokens.size, 1.0 / vocabulary)
     for order, level in enumerate(levels, start=1):
         keys = gram_keys(tokens, order)
