@@ -96,6 +96,7 @@ def _point_config(planner: Planner, point: Point) -> dict[str, Any]:
         "batch": point.batch,
         "mtp": ask.queries_each,
         "slots_each": point.slots_each,
+        "host_gib": round(point.host_bytes / (1 << 30)),
         "step_ms": round(point.step_us / 1e3, 1),
         "exposed_ms": round(point.exposed_us / 1e3, 2),
         "per_user": round(1e6 / point.token_us, 1),

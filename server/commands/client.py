@@ -17,6 +17,7 @@ from ess.errors import BadInput, Unavailable
 URL: Final = "http://127.0.0.1:8000"
 TIMEOUT_S: Final = 600.0
 LOOK_S: Final = 0.25
+LOADS: Final = "/v1/loads"
 
 
 class Client:
@@ -75,7 +76,9 @@ class Client:
         if answer.status != http.HTTPStatus.OK:
             with answer:
                 said = _message(answer.read())
-            raise Unavailable(f"{self.url} answers {answer.status}: {said}")
+            is_missing = answer.status == http.HTTPStatus.NOT_FOUND and path.startswith(LOADS)
+            hint = "; is it a router? --url is the address of a worker" if is_missing else ""
+            raise Unavailable(f"{self.url} answers {answer.status}: {said}{hint}")
         return answer
 
     def _asked(

@@ -152,6 +152,7 @@ class Running:
         if self._service.shelf is not None:
             watching.append(asyncio.ensure_future(tell(self._service)))
         self._fronts.start()
+        console.note("ess: the engine starts and loads; requests get 503 until it is ready ...")
         try:
             await self._server.serve(sockets=listeners)
             return 1 if self._link.state == "lost" and not self._service.draining else 0
