@@ -210,7 +210,7 @@ class Running:
         began_s = self._clock.now_s()
         self._fronts.drain()
         leaving = asyncio.ensure_future(self._leave())
-        within = f" for at most {self._settings.drain_s:g} s; a second signal ends them at once"
+        within = f"; {self._settings.drain_s:g} s are left, a second signal ends all at once"
         open_count = self._service.open_count
         console.note(f"ess: draining, {requests_are(open_count)} open{within * (open_count > 0)}")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:

@@ -8,11 +8,13 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ess.engine.process.messages import Status, Traced, TraceSpan
+from ess.server.commands.cli import main
 from ess.server.http.trace_routes import trace_document
 from ess.server.process.service import Limits
 from tests.server import screens
@@ -229,7 +231,9 @@ def settled(page: Browser) -> bytes:
 
 @pytest.mark.slow
 @needs_browser
-@pytest.mark.parametrize(("size", "phone"), [(screens.DESK, False), (screens.PHONE, True)])
+@pytest.mark.parametrize(
+    ("size", "phone"), [(screens.DESK, False), (screens.PHONE, True), ((320, 640), True)]
+)
 def test_a_recording_shows_the_same_again_and_fits(page: Browser, size: tuple, phone: bool):
     page.events.clear()
     page.resize(*size, phone=phone)
@@ -245,6 +249,27 @@ def test_a_recording_shows_the_same_again_and_fits(page: Browser, size: tuple, p
         assert page.differing(*pictures) <= PIXELS_MAX * size[0] * size[1]
         assert page.value("document.getElementById('state').textContent") == "replay"
         assert page.errors() == []
+
+
+OVERLAPPING = """[...document.querySelectorAll("form input, form select")].filter((one, at, all) =>
+  all.slice(at + 1).some((other) => {
+    const a = one.getBoundingClientRect(), b = other.getBoundingClientRect();
+    return a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  })).length"""
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize(("width", "phone"), [(1280, False), (360, True)])
+def test_the_planner_s_page_fits_and_its_fields_stand_apart(
+    page: Browser, tmp_path: Path, width: int, phone: bool
+):
+    assert main(["plan", "--ctx", "32k", "--html", str(tmp_path / "plan.html")]) == 0
+    page.resize(width, 800, phone=phone)
+    page.go((tmp_path / "plan.html").as_uri())
+    page.until("document.querySelectorAll('#answer tr').length > 5")
+    assert page.value("document.documentElement.scrollWidth") <= width
+    assert page.value(OVERLAPPING) == 0
 
 
 # ---- without a browser
