@@ -104,19 +104,26 @@ def _run(benchmark: Command, *, smoke: bool) -> list[Row]:
 
 
 def _report(frame: Frame, benchmarks: Mapping[str, Rows]) -> int:
-    """Reports the benchmarks that ran even if another failed, which the exit code tells."""
+    """Reports the benchmarks that ran even if another failed, or if Ctrl-C ended the rest; the exit
+    code tells."""
     from ess.bench.harness import machine, report
 
     for option, path in (("--json", frame.json), ("--out", frame.out)):
         console.check_folder(option, path)
     rows: list[Row] = []
     failed: list[str] = []
-    measured_on = machine.machine()
+    code, measured_on = console.OK, machine.machine()
     for name, benchmark in benchmarks.items():
         console.note(f"{name}{' (smoke)' if frame.smoke else ''} ...")
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 rows += benchmark(smoke=frame.smoke)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            console.note(f"interrupted in {name}; what came before it:")
+            code = console.INTERRUPTED
+            break
         except Exception:
             if len(benchmarks) == 1:
                 raise
@@ -126,4 +133,5 @@ def _report(frame: Frame, benchmarks: Mapping[str, Rows]) -> int:
     report.present(document, json=frame.json, form=frame.format, out=frame.out)
     if failed:
         console.note(f"failed: {', '.join(failed)}; the reason is above")
-    return console.FAILED if failed else console.OK
+        code = code or console.FAILED
+    return code

@@ -50,20 +50,24 @@ def misshapen(*, smoke: bool) -> list[Row]:
     return [Row(name="misshapen", value=float("nan"), unit="B")]
 
 
+def stopped(*, smoke: bool) -> list[Row]:
+    raise KeyboardInterrupt
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     import sys
     import types
 
     home = types.ModuleType("tiny_benchmarks")
-    for function in (tiny, plain, broken, misshapen):
+    for function in (tiny, plain, broken, misshapen, stopped):
         setattr(home, function.__name__, function)
     monkeypatch.setitem(sys.modules, "tiny_benchmarks", home)
-    names = ("tiny", "plain", "broken", "misshapen")
+    names = ("tiny", "plain", "broken", "misshapen", "stopped")
     commands = [
         Command(name=name, home=f"tiny_benchmarks:{name}", summary=f"{name}.") for name in names
     ]
-    suites = {"good": names[:2], "bad": names[2:], "all": names}
+    suites = {"good": names[:2], "bad": names[2:4], "all": names[:4], "cut": names}
 
     def run_it(*arguments: str) -> tuple[int, str, str]:
         given = cli.spelled_out(arguments)
@@ -104,6 +108,16 @@ def test_a_failure_keeps_the_other_rows_and_says_so(run: Run) -> None:
     assert "the benchmark fell over" in err
     assert "misshapen: a value, ratio, target or sample is not finite" in err
     assert "failed: broken, misshapen" in err
+
+
+def test_ctrl_c_keeps_the_rows_of_what_ran_before(run: Run) -> None:
+    code, out, err = run("cut", "--json")
+    assert code == 130
+    assert [row["name"] for row in json.loads(out)["rows"]] == ["tiny", "plain"]
+    assert "interrupted in stopped" in err
+    code, out, err = run("cut", "--json", "--only", "stopped")
+    assert (code, out) == (130, "")
+    assert err.endswith("ess-bench: interrupted\n")
 
 
 @pytest.mark.parametrize(
