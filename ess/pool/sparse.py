@@ -41,6 +41,8 @@ SlotIds = npt.NDArray[np.int32]
 
 POISON: Final = 0xFF
 FIRST_STEP: Final = 256
+LEAST_USE: Final = FIRST_STEP - AGE_MAX
+NOW_MAX: Final = 1 << 30
 TICKET_MAX: Final = 1 << 30
 
 
@@ -85,6 +87,7 @@ class SparsePool:
         self._arenas = [self._arena(group) for group in range(layout.group_count)]
         self._slot_count = self._counted_slots()
         self.step = FIRST_STEP
+        self._passed = 0
         self.departed_count = 0
         self.window_departed_count = 0
         self._ticket = 0
@@ -136,7 +139,7 @@ class SparsePool:
         slots = self._arenas[group].slots
         last_use = self._last_use[slots[self._row_of[slots] >= 0]]
         assert last_use.size == self._used_count[group], f"group {group}: used slots are miscounted"
-        ages = np.minimum(self.step + 1 - last_use, AGE_MAX)
+        ages = np.minimum(self.now + 1 - last_use, AGE_MAX)
         return np.bincount(ages, minlength=AGE_MAX + 1)
 
     @property
@@ -171,19 +174,34 @@ class SparsePool:
 
     # ---- a step
 
+    @property
+    def now(self) -> int:
+        """The step as slots name it, in 32 bits: behind `NOW_MAX` its names begin anew."""
+        return self.step - self._passed
+
     def begin_step(self) -> int:
         """Starts a new age. When no copy is in flight tickets may start over, long before the
         end."""
+        if self.now >= NOW_MAX:
+            self._begin_anew()
         self.step += 1
         if self._ticket > TICKET_MAX and not self._ticket_of.any():
             self._ticket = 0
         assert self.step > FIRST_STEP, "ages would reach back to before the first step"
         return self.step
 
+    def _begin_anew(self) -> None:
+        """All ages stay as they are."""
+        by, used = self.now - FIRST_STEP, self._last_use
+        self._evictions.begin_anew(used, by=by, least=LEAST_USE)
+        np.maximum(used - np.int32(by), LEAST_USE, out=used)
+        self._passed += by
+        assert self.now == FIRST_STEP, f"step {self.step} is named {self.now}"
+
     def plan(self, group: int, rows: RowIds, split: Split) -> FetchPlan:
         """Claims slots for the selected `rows` [queries, k]; `split` gets the place of each row."""
         arena, ticket = self._arenas[group], self.ticket()
-        return self._counted(planner.plan(arena, rows, step=self.step, ticket=ticket, split=split))
+        return self._counted(planner.plan(arena, rows, step=self.now, ticket=ticket, split=split))
 
     def resolve(
         self,
@@ -203,7 +221,7 @@ class SparsePool:
             line_of,
             length,
             layers=range(layers[0], layers[-1] + 1),
-            step=self.step,
+            step=self.now,
             ticket=self.ticket(),
             split=split,
         )
@@ -258,12 +276,12 @@ class SparsePool:
     def warm(self, group: int, rows: RowIds, ages: RowIds) -> FetchPlan:
         """Plans rows of late prefill windows, newest first, as if used `ages` steps ago."""
         arena, ticket = self._arenas[group], self.ticket()
-        return self._counted(planner.warm(arena, rows, ages, step=self.step, ticket=ticket))
+        return self._counted(planner.warm(arena, rows, ages, step=self.now, ticket=ticket))
 
     def fill(self, group: int, rows: RowIds) -> FetchPlan:
         """Plans rows into free slots while these last; no row gives way."""
         arena, ticket = self._arenas[group], self.ticket()
-        return self._counted(planner.fill(arena, rows, step=self.step, ticket=ticket))
+        return self._counted(planner.fill(arena, rows, step=self.now, ticket=ticket))
 
     def ticket(self) -> int:
         """A new ticket, for the next copy."""
@@ -295,7 +313,7 @@ class SparsePool:
         assert 0 <= groups.start <= groups.stop <= self.layout.group_count, f"groups {groups}"
         absent = np.empty(len(groups), np.int32)
         arenas = self._arenas[groups.start : groups.stop]
-        count = planner.claim_each(arenas, rows, step=self.step, out=out, absent=absent)
+        count = planner.claim_each(arenas, rows, step=self.now, out=out, absent=absent)
         done = groups[:count]
         mine, claimed = slice(done.start, done.stop), absent[:count]
         free = self._slot_count[mine] - self._used_count[mine]
@@ -355,12 +373,12 @@ class SparsePool:
         blocks = self._chunk_blocks(group, chunk)
         slots = page_rows(blocks // np.int32(PAGE_ROWS))
         used = self._row_of[slots] >= 0
-        selected = self._last_use[slots] >= self.step
+        selected = self._last_use[slots] >= self.now
         held = selected | (self._dirty[slots] != 0) | (self._ticket_of[slots] != 0)
         if (used & held).any():
             return False
         for block in blocks.tolist():
-            cleared = planner.clear_block(self._arenas[group], block, step=self.step)
+            cleared = planner.clear_block(self._arenas[group], block, step=self.now)
             assert cleared, f"block {block} is held after all"
         assert (self._row_of[slots] == -1).all(), "a cleared chunk has a row"
         self._used_count[group] -= int(used.sum())
@@ -385,10 +403,10 @@ class SparsePool:
             "an owner is lost"
         )
         assert self._ticket_of.max() <= self._ticket, "a copy is in flight that was never planned"
-        assert self._last_use.max() <= self.step, f"a slot was used after step {self.step}"
+        assert self._last_use.max() <= self.now, f"a slot was used after step {self.step}"
         blocks: list[int] = []
         for group, arena in enumerate(self._arenas):
-            planner.check(arena, step=self.step)
+            planner.check(arena, step=self.now)
             used = sum((self._row_of[b : b + PAGE_ROWS] >= 0).sum() for b in arena.blocks.tolist())
             counted = self._used_count[group]
             assert counted == used, f"group {group} counts {counted} used slots, has {int(used)}"

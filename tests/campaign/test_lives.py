@@ -11,10 +11,19 @@ import torch
 from ess.door.sequences import progress
 from ess.engine.tokens import verification
 from ess.pool import prefix
-from tests.campaign.lives.plan import HAPPENINGS, PLAIN, ROW_FORMS, WISHES, Ask, Life, drawn
+from tests.campaign.lives.plan import (
+    FAMILIES,
+    HAPPENINGS,
+    OF_TEXT,
+    PLAIN,
+    ROW_FORMS,
+    WISHES,
+    Ask,
+    Life,
+    drawn,
+)
 from tests.campaign.lives.shrink import shrunk
 from tests.campaign.lives.world import Wrong, live
-from tests.model.grid import RANDOM
 
 pytestmark = pytest.mark.slow
 
@@ -43,9 +52,9 @@ def test_so_it_is_in_many_lives(seed: int) -> None:
 
 def test_everything_is_drawn() -> None:
     lives = [drawn(seed) for seed in range(200)]
-    assert {life.family for life in lives} == {*RANDOM}
+    assert {life.family for life in lives} == {*FAMILIES}
     assert {life.form for life in lives} == {*ROW_FORMS}
-    assert {ask.wish for life in lives for ask in life.asks} == {*WISHES}
+    assert {ask.wish for life in lives for ask in life.asks} == {*WISHES, *OF_TEXT}
     assert {hit.what for life in lives for hit in life.hits} == {*HAPPENINGS}
 
 

@@ -14,6 +14,7 @@ from ess.door.device.residency.landings import Landings
 from ess.errors import BadState
 from ess.kernels.cuda import driver
 from ess.kernels.cuda.streams import CudaEvent
+from ess.pool.sparse import FIRST_STEP
 from tests.door_device.doors import LAYOUT, LEADERS, STYLES, Doors, there
 
 
@@ -74,6 +75,20 @@ def test_a_tight_arena(made, style):
         step(doors, pairs, counts, style, accepted)
         doors.compare()
     assert doors.host.stats().evicted_count.sum() > 0
+
+
+def test_names_of_steps_begin_anew(made, monkeypatch):
+    """Long before 32 bits run out, on both sides at once; here after some steps."""
+    for module in ("ess.pool.sparse", "ess.door.device.memory.arenas"):
+        monkeypatch.setattr(f"{module}.NOW_MAX", FIRST_STEP + 3)
+    doors = made(chunks=3, seed=2)
+    pairs = [doors.open(list(range(n, 3 * n)), promise="some") for n in (60, 90)]
+    for _turn in range(9):
+        step(doors, pairs, [1, 2], "whole", [1, 2])
+        doors.compare()
+        assert doors.device._pools.sparse.now == doors.host._pools.sparse.now <= FIRST_STEP + 3
+    assert doors.host._pools.sparse.step > FIRST_STEP + 6
+    doors.audit()
 
 
 def test_the_smallest_arena_reads_rows_in_place(made):

@@ -75,6 +75,10 @@ class Arenas(Protocol):
     @property
     def step(self) -> int: ...
 
+    @property
+    def now(self) -> int:
+        """The step as slots name it, in 32 bits."""
+
     def begin_step(self) -> int: ...
 
     def slot_count(self, group: int) -> int: ...

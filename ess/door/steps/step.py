@@ -77,6 +77,7 @@ class Step:
         lines = [sequence.holding.line for sequence in sequences]
         self.owner = owner
         self.number = owner.pools.sparse.begin_step()
+        self.now = owner.pools.sparse.now
         self.state: StepState = "open"
         self.sequences = sequences
         self.query_counts = tuple(query_counts)

@@ -186,7 +186,7 @@ class Room:
         assert step.query_count == len(self.hits), f"{step!r} in a room of {len(self.hits)}"
         side.lines = self._opening.lines = at(step.query_line)
         self._opening.positions = at(step.positions)
-        side.lengths, side.row_ids, side.number = at(step.query_stop), at(step.row_ids), step.number
+        side.lengths, side.row_ids, side.number = at(step.query_stop), at(step.row_ids), step.now
         if rotary.kept is not self._kept:
             self._kept = rotary.kept
             self._opening.turns, self._opening.turn_count = self._kept.data_ptr(), len(self._kept)

@@ -16,7 +16,6 @@ An indexer's logits have no unit, so `scored` scales them by the selection they 
 logit becomes `SCORE_FLOOR`, its greatest 255; all others are on that line, or cut off at 0 and 255.
 These are comparisons and one multiplication in float32, so every implementation gets the same
 bytes.
-comparisons and one multiplication in float32, so every implementation gets the same bytes.
 
 This module decides; `specification` changes rows. Ages are kept under every policy: warming and the
 miss curve need them.
@@ -79,6 +78,15 @@ class Evictions:
         check_policy("evict", self.name)
         count = self.slot_count if self.name == "sieve" else 0
         self._came, self._spared = np.zeros(count, np.int64), np.zeros(count, np.int32)
+
+    def begin_anew(self, last_use: npt.NDArray[np.int32], *, by: int, least: int) -> None:
+        """Names of steps shrink by `by`, to `least` at least. `last_use` still has the old ones.
+        Of each slot it stays known whether its row was selected since the hand passed it."""
+        if self.name != "sieve":
+            return
+        visited = last_use > self._spared
+        used, spared = (np.maximum(each - np.int32(by), least) for each in (last_use, self._spared))
+        self._spared[:] = np.where(visited, np.minimum(spared, used - 1), spared)
 
     def group(self) -> Eviction:
         return Eviction(

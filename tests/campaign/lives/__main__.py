@@ -11,10 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from tests.campaign.lives.plan import Life, drawn
+from tests.campaign.lives.plan import FAMILIES, Life, drawn
 from tests.campaign.lives.shrink import shrunk
 from tests.campaign.lives.world import live
-from tests.model.grid import RANDOM
 
 
 def wrong_with(life: Life) -> str:
@@ -38,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--family", choices=tuple(RANDOM), action="append")
+    parser.add_argument("--family", choices=FAMILIES, action="append")
     parser.add_argument("--life", type=Path, help="live this file alone, with its traceback")
     asked = parser.parse_args()
     if asked.life is not None:
@@ -46,7 +45,7 @@ def main() -> None:
         return
     began_s, seen, failed = time.monotonic(), Counter[str](), 0
     for seed in range(asked.first, asked.first + asked.seeds):
-        life = drawn(seed, tuple(asked.family or RANDOM))
+        life = drawn(seed, tuple(asked.family or FAMILIES))
         try:
             seen += live(life).seen
         except Exception as wrong:  # a campaign reports any failure and goes on

@@ -14,9 +14,9 @@ from tests.model.grid import RANDOM
 TURNS: Final = 50
 LINES: Final = 5
 TOP_K: Final = 16
-MTP_MAX: Final = {"deepseek_v32": 6, "glm_moe_dsa": 6, "deepseek_v4": 4}
+MTP_MAX: Final = {"embedded": 6, "deepseek_v32": 6, "glm_moe_dsa": 6, "deepseek_v4": 4}
 STATEFUL: Final = ("glm5_next", "deepseek_v4")
-COMPILED: Final = ("deepseek_v32", "glm_moe_dsa")
+COMPILED: Final = ("deepseek_v32", "glm_moe_dsa", "embedded")
 ROW_FORMS: Final = ("f32", "bf16", "fp8")
 
 Happening = Literal["cancel", "preempt", "forget", "verify", "rebalance"]
@@ -24,6 +24,9 @@ HAPPENINGS: Final[tuple[Happening, ...]] = Happening.__args__
 WISHES: Final = ("greedy", "warm", "cut", "penalised", "bound", "ended", "told", "scored")
 """Drawn: from all chances, from some of them, behind penalties, among few ids without bad words,
 to an end that is not near, with chances of the answer, and with those of the prompt."""
+OF_TEXT: Final = ("grammar", "stop")
+"""For the model with a tokenizer."""
+FAMILIES: Final = (*RANDOM, "embedded")
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,14 +89,17 @@ PLAIN: Final[dict[str, Any]] = {
 """What settings are cut down to, where a life fails all the same."""
 
 
-def drawn(seed: int, families: tuple[str, ...] = tuple(RANDOM)) -> Life:
+def drawn(seed: int, families: tuple[str, ...] = FAMILIES) -> Life:
     draw = random.Random(seed)
     family = draw.choice(families)
     page = 256 if family == "deepseek_v4" else 64
     form = draw.choices(ROW_FORMS, (8, 1, 1))[0] if family != "deepseek_v4" else "f32"
     settings = _settings(draw, family)
     lengths = _lengths(draw, page, settings["chunk_tokens"])
-    wishes = draw.sample(WISHES, draw.choice((1, 2, len(WISHES)))) if form == "f32" else ["greedy"]
+    may_wish = (*WISHES, *OF_TEXT) if family == "embedded" else WISHES
+    wishes = draw.sample(may_wish, draw.choice((1, 2, len(may_wish))))
+    if form != "f32":
+        wishes = ["greedy"]
     happenings = [each for each in HAPPENINGS if draw.random() < 0.5]
     hit_count = draw.randint(0, 8) if happenings else 0
     return Life(

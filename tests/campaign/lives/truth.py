@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from ess.door import Offload
+from ess.engine.config import EngineConfig
+from ess.engine.engine import Engine
 from ess.engine.tokens.draw import gumbel, noise_keys
+from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
 from ess.models.compressed import plain as compressed
 from ess.models.compressed.model import CompressedModel
+from ess.models.load import EMBEDDED
 from ess.models.model import Model
 from ess.models.plain import Plain
-from tests.campaign.lives.plan import LINES, Ask
+from ess.models.text.tokenizer import Tokenizer
+from tests.campaign.lives.plan import LINES, OF_TEXT, Ask
 from tests.model.grid import checkpoint
 from tests.support.checkpoints import tokens
 
 LINE_COUNT = 1024
+KEYS: Final = {"f32": "f32", "bf16": None, "fp8": None}
+GRAMMARS: Final = (
+    Grammar("regex", "(19|20)[0-9]{2}-(0[1-9]|1[0-2])( and [a-z]{3,9})*"),
+    Grammar("json_schema", '{"type": "array", "items": {"enum": ["module", "mode", 17, null]}}'),
+    Grammar("lark", 'start: ("yes" | "no" | "é") start?'),
+)
 
 
 @dataclass(frozen=True)
@@ -73,14 +87,18 @@ def wish(ask: Ask, vocabulary: int) -> Sampling:
         },
         "told": {**heat, "logprobs": 3},
         "scored": {"prompt_logprobs": 2, "prompt_start": ask.length // 2},
+        "grammar": {**heat, "grammar": GRAMMARS[ask.seed % len(GRAMMARS)], "bad_words": ((5,),)},
+        "stop": {**heat, "stop": ("e", "the "), "tokens_min": ask.tokens // 3},
     }
-    ends = {} if ask.wish == "ended" else {"ignore_eos": True}
+    ends = {} if ask.wish in ("ended", "grammar") else {"ignore_eos": True}
     return Sampling(tokens_max=ask.tokens, **ends, **more[ask.wish])
 
 
 @functools.cache
 def truth(family: str, line: int, length: int, count: int, name: str, seed: int) -> Truth:
     ask = Ask(at=0, line=line, length=length, tokens=count, wish=name, seed=seed)
+    if name in OF_TEXT:
+        return alone(family, ask, "f32")
     made, prompt = model(family), lines(family)[line][:length]
     asked, forward = wish(ask, made.config.vocab_size), _forward(made)
     ends = set(asked.stop_ids)
@@ -165,3 +183,34 @@ def _kept(scores: list[float], asked: Sampling) -> list[int]:
         kept.append(token)
         summed += chance[token]
     return [token for token in kept if chance[token] >= asked.min_p]
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(EMBEDDED)
+
+
+@functools.cache
+def alone(family: str, ask: Ask, form: str) -> Truth:
+    """What an engine says of one request, all of whose rows are resident, a token a step: where
+    rows are rounded, or where text decides. `scores` are the leads of its likeliest tokens."""
+    made = model(family)
+    layout = msgspec.structs.replace(made.config, mtp_layer_count=0).layout(
+        row=form, index=KEYS[form]
+    )
+    offload = Offload.create(
+        layout,
+        slot_bytes=20 * layout.group_count * layout.group_layers_max * layout.page_bytes,
+        host_bytes=20 * layout.host_page_bytes,
+        length_max=LINE_COUNT,
+        slot_floor=64,
+    )
+    text = tokenizer() if ask.wish in OF_TEXT else None
+    engine = Engine(made, offload, EngineConfig(modes="resident"), tokenizer=text)
+    asked = dataclasses.replace(wish(ask, made.config.vocab_size), logprobs=2)
+    request = engine.add(lines(family)[ask.line][: ask.length], asked)
+    chances = [chance for step in engine.run() for said in step.made for chance in said.chances]
+    leads = [chance.top[0][1] - chance.top[1][1] for chance in chances]
+    engine.close()
+    offload.close()
+    return Truth(request.output, str(request.reason), torch.tensor(leads)[:, None], ask.length)

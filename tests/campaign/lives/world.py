@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,11 +22,11 @@ from ess.engine.plan import StepResult
 from ess.engine.requests.request import Request
 from ess.engine.step import way
 from ess.engine.tokens.chance import Chance
-from ess.engine.tokens.sampling import Sampling
 from ess.errors import PoolFull
 from ess.layout import ModelLayout
-from tests.campaign.lives.plan import TURNS, Ask, Hit, Life
-from tests.campaign.lives.truth import Truth, lines, model, nearest, truth, wish
+from ess.pool.sparse import FIRST_STEP, NOW_MAX
+from tests.campaign.lives.plan import OF_TEXT, TURNS, Ask, Hit, Life
+from tests.campaign.lives.truth import Truth, alone, lines, model, nearest, tokenizer, truth, wish
 from tests.support.manual_lane import ManualLane
 
 LENGTH_MAX = 1024
@@ -93,16 +92,21 @@ class World:
         self.offload = offload_of(life)
         self.told: list[Told] = []
         settings = EngineConfig(**life.engine, verify_fatal=True)
-        self.engine = Engine(model(life.family), self.offload, settings)
+        text = tokenizer() if life.family == "embedded" else None
+        self.engine = Engine(model(life.family), self.offload, settings, tokenizer=text)
         self._held: list[tuple[int, Told]] = []
         self._draw = random.Random(life.seed)
+        self.offload._pools.sparse.step += NOW_MAX - FIRST_STEP - life.seed % 40
 
     def live(self) -> Outcome:
         last = max([TURNS, *(ask.at for ask in self.life.asks)])
         with right_drafts(self):
             for turn in range(TURNS_MAX):
                 self._begin(turn)
-                self._note(self.engine.step())
+                result = self.engine.step()
+                self._note(result)
+                if result.is_empty:
+                    self.engine._entry.wait()
                 self.engine.check()
                 self._look()
                 if turn > last and self.engine.is_idle and not self._held:
@@ -147,7 +151,7 @@ class World:
 
     def _truth(self, ask: Ask) -> Truth:
         if self.life.form != "f32":
-            return alone(self.life.family, self.life.form, ask.line, ask.length, ask.tokens)
+            return alone(self.life.family, msgspec.structs.replace(ask, at=0), self.life.form)
         family = self.life.family
         return truth(family, ask.line, ask.length, ask.tokens, ask.wish, ask.seed)
 
@@ -215,6 +219,8 @@ class World:
             leads = told.truth.scores[at : at + 1].flatten().tolist()
             return not leads or leads[0] < LEAD
         ask = told.ask
+        if ask.wish in OF_TEXT:
+            return False
         given = (self.life.family, ask.line, ask.length, ask.tokens, ask.wish, ask.seed)
         return nearest(*given) < TIE
 
@@ -318,27 +324,6 @@ def right_drafts(world: World) -> Iterator[None]:
         patch.setattr(way, "draft", of_rows)
         patch.setattr(over, "draft", of_entries)
         yield
-
-
-@functools.cache
-def alone(family: str, form: str, line: int, length: int, count: int) -> Truth:
-    """Of rounded rows: one request, all of whose rows are resident. `scores` are the leads."""
-    config = msgspec.structs.replace(model(family).config, mtp_layer_count=0)
-    layout = config.layout(row=form)
-    offload = Offload.create(
-        layout,
-        slot_bytes=20 * layout.group_count * layout.group_layers_max * layout.page_bytes,
-        host_bytes=20 * layout.host_page_bytes,
-        length_max=LENGTH_MAX,
-        slot_floor=64,
-    )
-    engine = Engine(model(family), offload, EngineConfig(modes="resident"))
-    asked = Sampling(tokens_max=count, ignore_eos=True, logprobs=2)
-    request = engine.add(lines(family)[line][:length], asked)
-    chances = [chance for step in engine.run() for made in step.made for chance in made.chances]
-    leads = [chance.top[0][1] - chance.top[1][1] for chance in chances]
-    offload.close()
-    return Truth(request.output, str(request.reason), torch.tensor(leads)[:, None], length)
 
 
 def live(life: Life) -> Outcome:

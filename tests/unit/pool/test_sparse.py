@@ -6,7 +6,8 @@ import pytest
 from ess.layout import ModelLayout, RowCodec
 from ess.pool.capacity import share_out
 from ess.pool.lru.arena import Split
-from ess.pool.sparse import FIRST_STEP, SparsePool, even_owners
+from ess.pool.lru.eviction import POLICIES, PolicyName
+from ess.pool.sparse import FIRST_STEP, NOW_MAX, SparsePool, even_owners
 
 GROUPED = ModelLayout(
     name="t",
@@ -19,9 +20,9 @@ GROUPED = ModelLayout(
 ROW_IDS = 256
 
 
-def pool(chunks: int = 5, poison: bool = False) -> SparsePool:
+def pool(chunks: int = 5, poison: bool = False, evict: PolicyName = "lru") -> SparsePool:
     memory = np.zeros(chunks * 4 * 64 * 8, np.uint8)
-    return SparsePool(GROUPED, memory, row_id_count=ROW_IDS, poison=poison)
+    return SparsePool(GROUPED, memory, row_id_count=ROW_IDS, poison=poison, evict=evict)
 
 
 def ids(*rows: int) -> np.ndarray:
@@ -268,3 +269,31 @@ def test_rows_that_give_way_or_leave_with_a_page_have_departed_rejected_ones_hav
     sparse.drop_pages(ids(0))
     assert sparse.departed_count == 4
     sparse.check()
+
+
+@pytest.mark.parametrize("evict", POLICIES)
+def test_names_of_steps_begin_anew_and_nothing_else_changes(
+    evict: PolicyName, monkeypatch: pytest.MonkeyPatch
+):
+    """One pool is far from the end of its names; the other's are few, or reach it at once."""
+    for few in (FIRST_STEP + 3, FIRST_STEP + 300, NOW_MAX):
+        long, short = pool(3, evict=evict), pool(3, evict=evict)
+        short.step += few - FIRST_STEP - 2
+        behind = short.step - long.step
+        random = np.random.default_rng(few)
+        for turn in range(700):
+            for each, names in ((long, NOW_MAX), (short, few)):
+                monkeypatch.setattr("ess.pool.sparse.NOW_MAX", names)
+                each.begin_step()
+            count = 1 if turn % 300 < 270 else 8
+            rows = np.sort(random.choice(ROW_IDS, count, replace=False)).tolist()
+            plans = [select(each, 1, *rows)[0] for each in (long, short)]
+            assert np.array_equal(plans[0].slots, plans[1].slots)
+            for each, plan in zip((long, short), plans, strict=True):
+                each.commit(plan)
+            assert np.array_equal(long.resident_age(1), short.resident_age(1))
+        assert np.array_equal(long.slot_of, short.slot_of)
+        assert np.array_equal(long.hit_age(1), short.hit_age(1))
+        assert short.step - long.step == behind
+        assert short.now <= few < 1 << 31
+        short.check()

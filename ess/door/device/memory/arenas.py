@@ -20,7 +20,14 @@ from ess.layout import ModelLayout
 from ess.pool.device_bytes import chunks_max
 from ess.pool.lru.arena import AGE_MAX
 from ess.pool.pages import PageIds
-from ess.pool.sparse import FIRST_STEP, POISON, chunk_blocks, even_owners
+from ess.pool.sparse import (
+    FIRST_STEP,
+    LEAST_USE,
+    NOW_MAX,
+    POISON,
+    chunk_blocks,
+    even_owners,
+)
 from ess.units import PAGE_ROWS
 
 Ints = npt.NDArray[np.int32]
@@ -78,6 +85,7 @@ class DeviceArenas:
         self.layout = layout
         self.home = home
         self.step = FIRST_STEP
+        self._passed = 0
         self.ticket = 0
         self.leaving: Drops | None = None
         self.row_id_count = row_id_count
@@ -121,8 +129,24 @@ class DeviceArenas:
     # ---- what the host knows
 
     def begin_step(self) -> int:
+        if self.now >= NOW_MAX:
+            self._begin_anew()
         self.step += 1
         return self.step
+
+    @property
+    def now(self) -> int:
+        """The step as slots name it, in 32 bits: behind `NOW_MAX` its names begin anew."""
+        return self.step - self._passed
+
+    def _begin_anew(self) -> None:
+        """All ages stay as they are, also those that the host has read. Every kernel that looks at
+        them is queued on the stream that this is queued on."""
+        by = self.now - FIRST_STEP
+        self.last_use.sub_(by).clamp_(min=LEAST_USE)
+        known = np.maximum(self._ages.last_use - np.int32(by), LEAST_USE)
+        self._ages = self._ages._replace(last_use=known)
+        self._passed += by
 
     def drop_pages(self, active: PageIds) -> None:
         assert self.leaving is not None, "pages leave a device that has no kernels"
@@ -169,7 +193,7 @@ class DeviceArenas:
         """Rows in slots, at the latest look, by the age that they will have in the next step."""
         slots = self.slots(group)
         last_use = self._ages.last_use[slots[self._ages.row_of[slots] >= 0]]
-        ages = np.minimum(self.step + 1 - last_use, AGE_MAX)
+        ages = np.minimum(self.now + 1 - last_use, AGE_MAX)
         return np.bincount(ages, minlength=AGE_MAX + 1).astype(np.int64)
 
     def chunk_slots(self, group: int) -> int:

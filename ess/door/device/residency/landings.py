@@ -160,7 +160,7 @@ class Landings:
         pools, lane = self._pools, self._pools.lane
         pools.tables.maps.flush()
         now = now_of(
-            step=pools.sparse.step,
+            step=pools.sparse.now,
             ticket=self._ticket,
             landed=pools.sparse.ticket,
             behind=self._landed,

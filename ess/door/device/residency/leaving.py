@@ -44,7 +44,7 @@ class Leaving:
         """Behind a step that has ended, when all copies have landed: whatever ticket a slot has."""
         pools, stream, works = self._pools, self._pools.lane.compute, self._works
         now = now_of(
-            step=pools.sparse.step,
+            step=pools.sparse.now,
             ticket=TICKETS_MAX,
             landed=TICKETS_MAX,
             behind=TICKETS_MAX,

@@ -165,7 +165,7 @@ class DeviceSlots:
 
     def _write_now(self, query_count: int) -> None:
         sparse, behind = self.pools.sparse, self._landings.hold_for(query_count)
-        moment = {"step": sparse.step, "ticket": sparse.ticket, "landed": sparse.ticket}
+        moment = {"step": sparse.now, "ticket": sparse.ticket, "landed": sparse.ticket}
         scarce = bool((self.knowledge.room() < 0).any())
         for works, stamps in ((self._works, scarce), (self._locating, False)):
             now = now_of(**moment, behind=behind, query_count=query_count, stamps=stamps)
