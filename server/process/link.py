@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, cast
@@ -58,11 +57,10 @@ from ess.server.http.responses import Interrupted
 from ess.server.process.board import Board
 from ess.server.process.requests.call import Call
 from ess.server.process.requests.journal import NO_RECOVERY, Journal, Recovery
+from ess.server.process.requests.questions import Answered, Question, Questions
 from ess.server.process.tally import Waits
 
 State = Literal["starting", "ready", "restarting", "lost"]
-Answered = Flushed | Tracing | Traced | Aborted | Met
-Question = Literal["flush", "trace", "abort", "meet"]
 LIVES: Final = 1 << 32
 
 
@@ -110,12 +108,7 @@ class EngineLink:
         self._socket = self._bound(endpoint)
         self._calls: dict[int, Call] = {}
         self._next_number = place.first_number
-        self._asked: dict[Question, deque[asyncio.Future[Answered]]] = {
-            "flush": deque(),
-            "trace": deque(),
-            "abort": deque(),
-            "meet": deque(),
-        }
+        self._questions = Questions()
         self.state: State = "starting"
         self.why_lost = ""
         self.ready: Ready | None = None
@@ -253,11 +246,8 @@ class EngineLink:
         return await self._ask("trace", Trace(is_on, self.place.front))
 
     async def _ask(self, question: Question, message: ToEngine) -> Answered:
-        """Asks the engine, which answers a kind of question in order, even to clients that left."""
-        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         self._send(message)
-        self._asked[question].append(answer)
-        return await answer
+        return await self._questions.ask(question)
 
     # ---- for the server
 
@@ -326,12 +316,7 @@ class EngineLink:
         for call in set(self._calls.values()):
             if state == "lost" or not all(number in self._journal for number in call.pending):
                 self._fail(call, sentence)
-        gone = Interrupted(sentence)
-        for answers in self._asked.values():
-            for answer in answers:
-                if not answer.done():
-                    answer.set_exception(gone)
-            answers.clear()
+        self._questions.fail(Interrupted(sentence))
 
     def stop(self) -> None:
         with contextlib.suppress(Unavailable):
@@ -341,12 +326,12 @@ class EngineLink:
         self._socket.close()
 
     def _bound(self, endpoint: str) -> zmq.asyncio.Socket:
-        made = self._context.socket(zmq.DEALER)
-        made.setsockopt(zmq.LINGER, 200)
-        made.setsockopt(zmq.SNDHWM, 0)
-        made.setsockopt(zmq.RCVHWM, UNREAD_MAX)
-        made.bind(endpoint)
-        return made
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, UNREAD_MAX)
+        socket.bind(endpoint)
+        return socket
 
     def _send(self, message: ToEngine) -> bytes:
         """Sends a message, and returns its bytes. The queue is unbounded, so this never waits;
@@ -385,28 +370,17 @@ class EngineLink:
                 self.became_ready.set()
                 if is_next:
                     self._resend_records()
-            case Flushed():
-                self._answer("flush", message)
-            case Tracing() | Traced():
-                self._answer("trace", message)
-            case Aborted():
-                self._answer("abort", message)
-            case Met():
-                self._answer("meet", message)
+            case Flushed() | Tracing() | Traced() | Aborted() | Met():
+                self._questions.answer(message)
             case Cut(front):
                 self.on_cut(front)
             case Fault(sentence):
                 self.interrupt(f"the engine is gone: {sentence}")
                 self.on_fault(sentence)
 
-    def _answer(self, question: Question, answer: Answered) -> None:
-        asker = self._asked[question].popleft() if self._asked[question] else None
-        if asker is not None and not asker.done():
-            asker.set_result(answer)
-
     def _deliver(self, pieces: Sequence[Piece], at_s: float) -> None:
         """Hands all pieces out before a waiter is woken: all choices leave together."""
-        told: list[Call] = []
+        waiting: list[Call] = []
         for piece in pieces:
             call = self._calls.get(piece.number)
             if call is None:
@@ -414,8 +388,8 @@ class EngineLink:
             if piece.reason is not None:
                 del self._calls[piece.number]
             if call.put(self._journal.hear(piece), heard_at_s=self.heard_at_s):
-                told.append(call)
-        for call in told:
+                waiting.append(call)
+        for call in waiting:
             call.tell()
         if at_s:
             asyncio.get_running_loop().call_soon(self._written, at_s, len(pieces))
