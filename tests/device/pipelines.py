@@ -21,6 +21,7 @@ from ess.comm.local import LocalLink, local_group
 from ess.comm.processes.staged import LEAVING_MAX, SOON_S, StagedGroup, StagedLink
 from ess.engine.prompt.plain_rows import PlainRows
 from ess.engine.prompt.run import Queued
+from ess.engine.step_bytes import prompt_bytes
 from ess.errors import BadInput
 from ess.kernels.backend import ops
 from ess.models import moe
@@ -28,7 +29,7 @@ from ess.models.model import Model
 from ess.pool.device_bytes import pool_bytes, stage_shape
 from ess.prefill.stage import Stage
 from ess.prefill.stages import StageLost
-from tests.device.memory import driver_bytes, tensor_bytes
+from tests.device.memory import Peak, driver_bytes, tensor_bytes
 from tests.device.races import either, within
 from tests.prefill.pipes import (
     CHUNK,
@@ -38,6 +39,7 @@ from tests.prefill.pipes import (
     Ragged,
     Shelf,
     engine_given,
+    model_of,
     room_of,
     text,
 )
@@ -203,11 +205,11 @@ def test_a_state_of_another_device_is_refused():
 
 @contextlib.contextmanager
 def landing_late():
-    """By itself a chunk lands when it has been asked for the third time. What was done is noted:
-    the host lets layers begin, and tells of layers whose rows it has."""
+    """Every fifth time that chunks are asked, one has landed by itself. What was done is noted: the
+    host lets layers begin, and tells of layers whose rows it has."""
     noted, asked = [], itertools.count(1)
     enter, made = PlainRows.enter, Shelf.made
-    late = property(lambda queued: next(asked) % 3 == 0)
+    late = property(lambda queued: next(asked) % 5 == 0)
 
     def enters(rows, layer):
         noted.append(("begins", layer))
@@ -236,7 +238,7 @@ def test_the_device_has_the_next_chunk_when_the_host_takes_the_last_rows_of_one(
     assert noted == [("begins", 0), *one, *2 * [("begins", 0), last, *one], last]
     assert pipe.shelves[0].told[1] == [
         (layer, stop)
-        for stop in (CHUNK, 2 * CHUNK, 2 * CHUNK + 9)
+        for stop in (CHUNK, 2 * CHUNK, 2 * CHUNK + 8)  # decode runs the last token
         for layer in range(LAYER_COUNT + 1)
     ]
     closed(pipe)
@@ -266,6 +268,20 @@ def test_chunks_that_land_late_are_those_of_the_host(stage_count, lengths):
             whole.run()
         assert_alike(pipe, uids, [whole.given(uid) for uid in uids])
         closed(pipe)
+
+
+def test_two_chunks_take_no_more_than_their_estimate():
+    with landing_late(), Peak() as peak:
+        pipe = Pipe(1, device=THERE)
+        peak.begin()
+        before = peak.most
+        pipe.add(text(700))
+        pipe.run()
+        layout = pipe.stages[0].offload.layout
+    sizes = {"chunk_tokens": CHUNK, "length_max": 1024}
+    planned = prompt_bytes(model_of().config, layout, **sizes, pack_count=2)
+    assert 4 * 640 * layout.row_bytes < peak.most - before <= planned
+    closed(pipe)
 
 
 def test_a_stage_of_few_layers_would_read_rows_that_are_not_here():

@@ -19,8 +19,8 @@ TASKS: Final[dict[str, tuple[Task, ...]]] = {
     "late": ((3, 64, 8), (5, 1, 5, {"temperature": 1.1, "seed": 2})),
     "picky": ((2, 70, 6, {"presence_penalty": 0.7, "logit_bias": {5: 2.0}}), (4, 3, 5)),
     "idle": (),
-    "steady": ((0, 2, 26),),
-    "comes and goes": ((5, 1, 3), (13, 2, 3)),
+    "steady": ((0, 2, 16),),
+    "comes and goes": ((4, 1, 2), (9, 2, 2)),
 }
 """Of each rank's day. The host changes logits of a picky one, so its steps run eagerly."""
 

@@ -109,7 +109,7 @@ def _line_of(rank: int, process: subprocess.Popen[str]) -> str:
     if process.returncode == 0 and (lines := said.strip().splitlines()):
         return lines[-1]
     words = fault.strip().splitlines() or [f"it ended with {process.returncode}"]
-    raise Unavailable(f"{_name(rank)}: {words[-1][:WORDS_MAX]}")
+    raise Unavailable(f"{_name(rank)} cannot exchange: {words[-1][:WORDS_MAX]}")
 
 
 def _name(rank: int) -> str:
@@ -192,10 +192,13 @@ def _exchanged(group: Group, home: torch.device, form: Literal["f32", "bf16"]) -
     return _Exchanged(float((came - wanted).abs().max()), taken_bytes, estimated_bytes)
 
 
-if __name__ == "__main__":
-    given = [int(word) for word in sys.argv[1:]]
+def main(count: int, *of_rank: int) -> None:
     try:
-        made = trial(*given) if len(given) == 1 else rank_trial(*given)
+        made = rank_trial(count, *of_rank) if of_rank else trial(count)
     except EssError as error:
         sys.exit(str(error))
     sys.stdout.write(msgspec.json.encode(made).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
