@@ -113,6 +113,7 @@ def create_app(
     keys: Sequence[str] = (),
     spans: TracerProvider | None = None,
     root_path: str = "",
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     """`root_path` is the prefix of a proxy in front; a parent that mounts the app sets its own."""
     app = Application(
@@ -131,8 +132,14 @@ def create_app(
     _add_routes(app)
     if spans is not None:
         app.add_middleware(telemetry.Spans, provider=spans)
-    names, body_max = service.limits.names, service.limits.body_max
-    app.add_middleware(Gate, keys=keys, names=names, body_max=body_max, tally=service.tally)
+    app.add_middleware(
+        Gate,
+        keys=keys,
+        names=service.limits.names,
+        body_max=service.limits.body_max,
+        tally=service.tally,
+        origins=origins,
+    )
     return app
 
 

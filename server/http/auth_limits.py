@@ -19,11 +19,12 @@ import hmac
 from collections.abc import Awaitable, Collection, Sequence
 from typing import Final
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ess.errors import EssError
 from ess.server.http.openapi import pages
-from ess.server.http.origins import check_page
+from ess.server.http.origins import check_page, permitted, shared_with
 from ess.server.http.request_ids import address, headers_of
 from ess.server.http.responses import Denied, Refused, TooLarge, error_answer
 from ess.server.process.bounds import BODIES_MAX, METADATA_BYTES_MAX
@@ -31,6 +32,7 @@ from ess.server.process.tally import Tally
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/dashboard", *pages.PATHS})
 SEALED_PATHS: Final = frozenset({"/peers"})
+PREFLIGHT: Final = b"access-control-request-method"
 
 
 class Gate:
@@ -42,8 +44,10 @@ class Gate:
         names: Collection[str],
         body_max: int,
         tally: Tally,
+        origins: Collection[str] = (),
     ) -> None:
         self._app = app
+        self._origins = frozenset(origins)
         self._keys = [_digest(key.encode()) for key in keys]
         self._names = frozenset(name.lower() for name in names)
         self._bodies = Bodies(body_max, tally)
@@ -57,19 +61,25 @@ class Gate:
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
         state.update(address(headers))
+        shared = shared_with(headers.get(b"origin", b""), self._origins)
 
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message["headers"] = [
                     *message.get("headers", ()),
                     *headers_of(state, scope["path"]),
+                    *shared,
                 ]
                 state["answered"] = (scope.get("route_name", "other"), message["status"])
                 self._tally.answers[state["answered"]] += 1
             return send(message)
 
+        if shared and scope["method"] == "OPTIONS" and PREFLIGHT in headers:
+            allowing = Response(status_code=204, headers=permitted(headers))
+            await allowing(scope, receive, named)
+            return
         try:
-            body = await self._admit(scope, headers, receive)
+            body = await self._admit(scope, headers, receive, allowed=bool(shared))
         except EssError as error:
             await error_answer(error, scope)(scope, receive, named)
             return
@@ -80,14 +90,14 @@ class Gate:
         await self._app(scope, Received(body, receive), named)
 
     async def _admit(
-        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive
+        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, *, allowed: bool
     ) -> bytes | None:
         """Checks the request, returns its body: empty on an open path, None if the client left."""
         is_open, is_sealed = scope["path"] in OPEN_PATHS, scope["path"] in SEALED_PATHS
         if self._keys and not (is_open or is_sealed):
             self._check_key(headers)
         elif not (is_open or is_sealed):
-            check_page(scope["headers"], self._names)
+            check_page(scope["headers"], self._names, allowed=allowed)
         bodies = self._sealed if is_sealed else self._bodies
         bodies.check_length(headers.get(b"content-length", b"0"))
         has_body = b"transfer-encoding" in headers or b"content-length" in headers

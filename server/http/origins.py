@@ -10,13 +10,17 @@ show none of them.
     Origin          is not the host that was asked, for browsers without Sec-Fetch-Site
 
 With a key this check is unnecessary: a browser adds no key by itself.
+
+Pages of the origins in `--allowed-origins` are served, with a key or without. A browser shows a
+page our answer only if it says so (CORS), and asks first, without a key, whether it may ask at all.
+No cookie is ever read, so credentials are never allowed: a page sends its key in a header.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from ess.server.http.responses import Foreign
@@ -27,8 +31,11 @@ LOCAL: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 ANY: Final = "*"
 
 
-def check_page(headers: Sequence[tuple[bytes, bytes]], names: Collection[str]) -> None:
-    """`names` are ours besides localhost and all addresses; `*` stands for every name."""
+def check_page(
+    headers: Sequence[tuple[bytes, bytes]], names: Collection[str], *, allowed: bool = False
+) -> None:
+    """`names` are ours besides localhost and all addresses; `*` stands for every name. Pages of an
+    origin that is `allowed` may ask under these names."""
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     for host in hosts:
         if ANY not in names and not _is_ours(_split(host)[0], names):
@@ -36,11 +43,40 @@ def check_page(headers: Sequence[tuple[bytes, bytes]], names: Collection[str]) -
                 f"this server is not known as {host!r:.100}; --allowed-hosts gives it names, and "
                 "with an API key it answers under all"
             )
+    if allowed:
+        return
     for name, value in headers:
         if name == b"sec-fetch-site" and value not in (b"same-origin", b"none"):
             raise Foreign("a page of another site asks; without an API key it gets no answer")
         if name == b"origin":
             _check_origin(value.decode("latin-1"), hosts, names)
+
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def shared_with(origin: bytes, origins: Collection[str]) -> Headers:
+    """The headers that let a page read an answer; none if its origin is not allowed."""
+    if not origin or not (ANY in origins or origin.decode("latin-1").lower() in origins):
+        return []
+    return [
+        (b"access-control-allow-origin", b"*" if ANY in origins else origin),
+        (b"access-control-expose-headers", b"*"),
+        (b"vary", b"origin"),
+    ]
+
+
+def permitted(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    """The answer to a browser that asks whether an allowed page may ask: as it wants to."""
+    wanted = headers.get(b"access-control-request-headers", b"").decode("latin-1")
+    said = {
+        "access-control-allow-methods": "GET, HEAD, POST",
+        "access-control-allow-headers": wanted,
+        "access-control-max-age": "600",
+    }
+    if b"access-control-request-private-network" in headers:
+        said["access-control-allow-private-network"] = "true"
+    return said
 
 
 def _check_origin(origin: str, hosts: Sequence[str], names: Collection[str]) -> None:

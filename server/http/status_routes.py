@@ -34,8 +34,11 @@ def _service(request: Request) -> Service:
 
 
 async def models(request: Request) -> Response:
+    """OpenAI's list, with the fields of Anthropic's beside its own."""
     service = _service(request)
-    return answer({"object": "list", "data": [_listed(service, name) for name in service.names]})
+    listed = [_listed(service, name) for name in service.names]
+    ends = {"first_id": service.names[0], "last_id": service.names[-1]}
+    return answer({"object": "list", "data": listed, "has_more": False, **ends})
 
 
 async def one_model(request: Request) -> Response:
@@ -57,6 +60,9 @@ def _listed(service: Service, name: str) -> dict[str, Any]:
         "root": service.name,
         "parent": None,
         "max_model_len": service.limits.length_max,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(service.started_unix, UTC).isoformat(),
     }
 
 

@@ -74,5 +74,10 @@ DOORS: Final = (
         schemas.AbortAsk,
         example={"rid": "mine"},
     ),
-    Door("POST", ("/flush_cache",), flush, "Forget cached prefixes, when nothing runs."),
+    Door(
+        "POST",
+        ("/flush_cache", "/reset_prefix_cache"),
+        flush,
+        "Forget cached prefixes, when nothing runs.",
+    ),
 )

@@ -52,6 +52,6 @@ def trace_document(traced: Traced, *, title: str) -> dict[str, Any]:
 
 
 DOORS: Final = (
-    Door("POST", ("/trace/start",), start, "Keep what every step does."),
-    Door("POST", ("/trace/stop",), stop, "What was kept, as a trace for Perfetto."),
+    Door("POST", ("/trace/start", "/start_profile"), start, "Keep what every step does."),
+    Door("POST", ("/trace/stop", "/stop_profile"), stop, "What was kept, as a trace for Perfetto."),
 )

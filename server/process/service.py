@@ -38,7 +38,8 @@ REASON_OF: Final[Mapping[str, str]] = {
 class Limits:
     """`waiting_max` requests may wait beyond the `running_max` that the engine runs.
 
-    `names` are the server's host names, besides localhost and addresses.
+    `names` are the server's host names, besides localhost and addresses. `tells_usage` ends every
+    stream with its usage.
     """
 
     running_max: int
@@ -51,6 +52,7 @@ class Limits:
     probe_s: float = 20.0
     body_max: int = 32 << 20
     names: tuple[str, ...] = ()
+    tells_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,7 @@ def test_what_each_of_them_would_refuse_is_refused_at_once():
         ({"root_path": "/llm"}, "a router knows no other path"),
         ({"tls_cert": "a", "tls_key": "b"}, "let a proxy speak HTTPS"),
         ({"allowed_hosts": "a"}, "a router lets every host name in"),
+        ({"allowed_origins": "*"}, "let a proxy allow them"),
         ({"role": "decode", "peer_secret": "x" * 16}, "each worker is told its own"),
         ({"transfer_port": 7}, "each worker takes a free one"),
         ({"peer_secret": "x" * 16}, "each worker is told its own"),

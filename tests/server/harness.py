@@ -137,6 +137,7 @@ class Served:
         style: ChatStyle | None = None,
         is_marked: bool = False,
         keys: Sequence[str] = (),
+        origins: Sequence[str] = (),
         connections_max: int = 1024,
         head_bytes_max: int = 32 << 10,
         idle_s: int = 5,
@@ -154,6 +155,7 @@ class Served:
         self._within = within
         self._context_of = context_of
         self._keys = keys
+        self._origins = origins
         self._idle_s = idle_s
         self._spans = spans
         self._limits = limits or Limits(running_max=16, waiting_max=64, length_max=4096)
@@ -246,7 +248,13 @@ class Served:
             tally=self._tally,
             split=self._split_of(link),
         )
-        app = create_app(service, keys=self._keys, spans=self._spans, root_path=self._root_path)
+        app = create_app(
+            service,
+            keys=self._keys,
+            spans=self._spans,
+            root_path=self._root_path,
+            origins=self._origins,
+        )
         config = uvicorn.Config(
             self._within(app),
             http=self._protocol,

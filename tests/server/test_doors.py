@@ -160,6 +160,8 @@ def test_tokens_in_tokens_out(served: Served):
 def test_models_version_and_what_is_configured(served: Served):
     [listed] = ask(served, "/v1/models")["data"]
     assert (listed["id"], listed["max_model_len"]) == ("test-model", 4096)
+    assert (listed["type"], listed["display_name"]) == ("model", "test-model")
+    assert datetime.fromisoformat(listed["created_at"]).timestamp() == listed["created"]
     assert ask(served, "/version") == {"version": ess.__version__}
     for path in ("/server_info", "/get_server_info"):
         found = ask(served, path)
@@ -309,8 +311,9 @@ def test_metrics_parse_and_carry_other_names(served: Served):
 
 def test_flush(served: Served):
     before = served.engine.flushes
-    assert ask(served, "/flush_cache", method="POST") == {"flushed": True}
-    assert served.engine.flushes == before + 1
+    for path in ("/flush_cache", "/reset_prefix_cache"):
+        assert ask(served, path, method="POST") == {"flushed": True}
+    assert served.engine.flushes == before + 2
 
 
 def test_a_viewer_too_many_is_told_why_and_when_to_come_again(served: Served):

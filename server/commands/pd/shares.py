@@ -30,6 +30,8 @@ WHY_NOT: Final[Mapping[str, str]] = {
     "uds": "a router listens at a host and a port",
     "root_path": "a router knows no other path",
     "tls_cert": "a router of this kind is reached by HTTP; let a proxy speak HTTPS",
+    "tls_ca": "a router of this kind is reached by HTTP; let a proxy speak HTTPS",
+    "allowed_origins": "a router answers pages of other sites itself; let a proxy allow them",
     "tls_key": "a router of this kind is reached by HTTP; let a proxy speak HTTPS",
     "allowed_hosts": "a router lets every host name in; set a key, or let a proxy check names",
     "transfer_port": "each worker takes a free one",

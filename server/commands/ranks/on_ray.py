@@ -37,7 +37,8 @@ from ess.server.commands.pd.kept import ask, write_private
 from ess.server.commands.pd.leashed import Program
 from ess.server.commands.pd.shares import clean, told_settings
 from ess.server.commands.ranks.servers import ESS, OF_RANK, new_secret, show
-from ess.server.commands.start.settings import Resolved, Settings, is_loopback
+from ess.server.commands.start.settings import Resolved, Settings
+from ess.server.commands.start.written_addresses import is_loopback
 from ess.server.process.lifecycle import HANG_S
 from ess.server.process.own_folder import own_folder
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from ess.decoding import UNDECODABLE
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.guest.pins import GUESTS
@@ -121,9 +124,25 @@ def _defaults(recommended: Mapping[str, Any]) -> SamplingDefaults:
     """The checkpoint's recommendations; if it says not to sample, greedy."""
     if recommended.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    names = SamplingDefaults.__dataclass_fields__
     given = {name: recommended[name] for name in names if recommended.get(name) is not None}
     try:
         return msgspec.convert(given, SamplingDefaults)
     except msgspec.ValidationError as error:
         raise BadInput(f"generation_config.json: {error}") from None
+
+
+def default_sampling(text: str, recommended: SamplingDefaults) -> SamplingDefaults:
+    """The recommendations with what the setting changes of them, each value within its bounds."""
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+        if unknown := given.keys() - SamplingDefaults.__dataclass_fields__.keys():
+            known = ", ".join(SamplingDefaults.__dataclass_fields__)
+            raise BadInput(f"has {min(unknown)!r:.40}; known are {known}")
+        made = msgspec.convert({**asdict(recommended), **given}, SamplingDefaults)
+        Sampling(**{**asdict(made), "top_k": max(0, made.top_k)})
+    except UNDECODABLE as error:
+        raise BadInput(f"default_sampling is no JSON object of numbers: {error}") from None
+    except BadInput as error:
+        raise BadInput(f"default_sampling: {error}") from None
+    return made

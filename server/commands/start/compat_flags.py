@@ -24,7 +24,12 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "bootstrap_port": ("--disaggregation-bootstrap-port",),
     "tls_cert": ("--ssl-certfile",),
     "tls_key": ("--ssl-keyfile",),
-    "server_processes": ("--api-server-count",),
+    "tls_ca": ("--ssl-ca-certs",),
+    "server_processes": ("--api-server-count", "--tokenizer-worker-num"),
+    "header_bytes": ("--h11-max-incomplete-event-size",),
+    "default_sampling": ("--override-generation-config", "--preferred-sampling-params"),
+    "request_log": ("--enable-log-requests", "--log-requests"),
+    "stream_usage": ("--enable-force-include-usage",),
     "max_model_len": ("--max-ctx", "--context-length"),
     "max_running": ("--max-running-requests", "--max-num-seqs"),
     "max_waiting": ("--max-queued-requests", "--max-num-queued-reqs"),
@@ -175,7 +180,6 @@ class ForeignFlags:
     download_dir: str | None = None
     async_scheduling: bool = False
     disable_overlap_schedule: bool = False
-    enable_log_requests: bool = False
     enable_hierarchical_cache: bool = False
     enable_prompt_tokens_details: bool = False
     enable_lora: bool = False
@@ -187,7 +191,67 @@ class ForeignFlags:
     ] = None
     kv_transfer_config: str | None = None
     kv_events_config: str | None = None
-    allowed_origins: str | None = None
+    disable_log_stats: bool = False
+    disable_uvicorn_access_log: bool = False
+    disable_fastapi_docs: bool = False
+    enable_request_id_headers: bool = False
+    enable_server_load_tracking: bool = False
+    enable_log_outputs: bool = False
+    max_log_len: int | None = None
+    log_requests_level: int | None = None
+    log_level_http: str | None = None
+    log_config_file: str | None = None
+    enable_trace: bool = False
+    collect_detailed_traces: str | None = None
+    allowed_methods: str | None = None
+    allowed_headers: str | None = None
+    ssl_cert_reqs: int | None = None
+    enable_ssl_refresh: bool = False
+    chat_template_content_format: str | None = None
+    exclude_tools_when_tool_choice_none: bool = False
+    grammar_backend: Annotated[
+        str | None,
+        Parameter(
+            name=[
+                *("--grammar-backend", "--guided-decoding-backend"),
+                "--structured-outputs-config.backend",
+            ]
+        ),
+    ] = None
+    structured_outputs_config: str | None = None
+    limit_mm_per_prompt: str | None = None
+    model_impl: str | None = None
+    dist_timeout: int | None = None
+    base_gpu_id: int | None = None
+    schedule_conservativeness: float | None = None
+    enable_mixed_chunk: bool = False
+    enable_priority_scheduling: bool = False
+    enable_torch_compile: bool = False
+    enable_p2p_check: bool = False
+    disable_custom_all_reduce: bool = False
+    disable_shared_experts_fusion: bool = False
+    allow_credentials: bool = False
+    ssl_keyfile_password: str | None = None
+    ssl_ciphers: str | None = None
+    admin_api_key: str | None = None
+    generation_config: str = "auto"
+    sampling_defaults: str = "model"
+    response_role: str = "assistant"
+    max_logprobs: int = 20
+    return_tokens_as_token_ids: bool = False
+    stream_output: Annotated[
+        bool, Parameter(name=["--stream-output", "--incremental-streaming-output"])
+    ] = False
+    skip_tokenizer_init: bool = False
+    max_total_tokens: Annotated[
+        int | None, Parameter(name=["--max-total-tokens", "--num-gpu-blocks-override"])
+    ] = None
+    cpu_offload_gb: float = 0.0
+    lora_modules: Annotated[str | None, Parameter(name=["--lora-modules", "--lora-paths"])] = None
+    middleware: str | None = None
+    tool_parser_plugin: Annotated[
+        str | None, Parameter(name=["--tool-parser-plugin", "--reasoning-parser-plugin"])
+    ] = None
     disable_radix_cache: Annotated[
         bool, Parameter(name=["--disable-radix-cache", "--no-enable-prefix-caching"])
     ] = False
@@ -232,9 +296,39 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "download_dir": "nothing is fetched: a model is a folder, or in the hub's cache",
     "async_scheduling": "--depth 1 launches a step before the last one's tokens are known",
     "disable_overlap_schedule": "--depth 0, the default, waits for each step's tokens",
-    "enable_log_requests": "--request-log prints a line for each request",
     "enable_hierarchical_cache": "rows are always offloaded; --prefix-cache-dir keeps them on disk",
     "enable_prompt_tokens_details": "usage always says how many tokens were cached",
+    "disable_log_stats": "statistics are not logged; /metrics has them",
+    "disable_uvicorn_access_log": "requests are not logged; --request-log does it",
+    "disable_fastapi_docs": "/docs shows routes and nothing of this server; a proxy can hide it",
+    "enable_request_id_headers": "x-request-id comes back with every answer",
+    "enable_server_load_tracking": "/load always counts",
+    "enable_log_outputs": "no text of a request or an answer is ever logged",
+    "max_log_len": "no text of a request or an answer is ever logged",
+    "log_requests_level": "--request-log prints a line per request, and no text of it",
+    "log_level_http": "requests are not logged; --request-log does it",
+    "log_config_file": "only errors are logged, to stderr",
+    "enable_trace": "--otlp-endpoint says where spans go",
+    "collect_detailed_traces": "/trace/start records every step",
+    "allowed_methods": "pages of --allowed-origins may use all methods that are served",
+    "allowed_headers": "pages of --allowed-origins may send all headers",
+    "ssl_cert_reqs": "--tls-ca asks every client for a certificate; without it none is asked",
+    "enable_ssl_refresh": "a certificate whose files change is always read again",
+    "chat_template_content_format": "a chat template gets contents as text",
+    "exclude_tools_when_tool_choice_none": "tool_choice none never shows tools to the model",
+    "grammar_backend": "llguidance follows every grammar",
+    "structured_outputs_config": "llguidance follows every grammar",
+    "limit_mm_per_prompt": "only text is served",
+    "model_impl": "each family of models is implemented once",
+    "dist_timeout": "--stage-timeout-s says how long stages may be silent",
+    "base_gpu_id": "--device and --pp-devices say which devices are used",
+    "schedule_conservativeness": "a request runs when it has room; --promise says how much",
+    "enable_mixed_chunk": "prompts always run beside decoding",
+    "enable_priority_scheduling": "priority is always obeyed; lower values run earlier",
+    "enable_torch_compile": "kernels are chosen by the machine; ess doctor shows them",
+    "enable_p2p_check": "where ranks run decides how they exchange what they have",
+    "disable_custom_all_reduce": "where ranks run decides how they exchange what they have",
+    "disable_shared_experts_fusion": "--sbo says what shared experts run beside",
 }
 
 # Refused: the answer, or the machine that makes it, would differ from what was asked for.
@@ -249,8 +343,23 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "revision": "is not served: give the folder of the snapshot as MODEL",
     "hf_overrides": "is not served: change config.json in a copy of the folder",
     "kv_transfer_config": "is not served: ess prefill and ess decode hand rows over",
+    "allow_credentials": "is not served: a page of another origin sends its key as a header",
+    "ssl_keyfile_password": "is not served: give a key file without a password",
+    "ssl_ciphers": "is not served: a proxy can choose ciphers",
+    "admin_api_key": "is not served: every key of --api-key may do everything",
+    "generation_config": "must be auto: --default-sampling changes what the checkpoint recommends",
+    "sampling_defaults": "must be model: --default-sampling changes what it recommends",
+    "response_role": "must be assistant",
+    "max_logprobs": "must be 20: so many log probabilities a token has at most",
+    "return_tokens_as_token_ids": "is not served: a request asks for it by this name",
+    "stream_output": "is not served: each chunk of /generate has the whole text so far",
+    "skip_tokenizer_init": "is not served: /generate takes and gives ids in any case",
+    "max_total_tokens": "is not served: --host-bytes says how much is kept",
+    "cpu_offload_gb": "is not served: weights stay where they are computed with",
+    "lora_modules": "is not served: there are no adapters here",
+    "middleware": "is not served: create_app mounts the server in an application that has it",
+    "tool_parser_plugin": "is not served: the formats of replies that are known are built in",
     "kv_events_config": "is not served: --kv-events ADDRESS publishes them",
-    "allowed_origins": "is not served: no page of another origin may ask; a proxy can allow it",
 }
 
 

@@ -34,11 +34,12 @@ def read_keys(path: Path) -> str:
     return ",".join(keys)
 
 
-def check_tls(cert: str, key: str) -> None:
-    """Refuses a bad pair of files: uvicorn would do so later, without the setting's name."""
+def check_tls(cert: str, key: str, authorities: str = "") -> None:
+    """Refuses bad files: uvicorn would do so later, without the setting's name."""
     if not cert:
         return
-    for name, path in (("tls_cert", cert), ("tls_key", key)):
+    given = (("tls_cert", cert), ("tls_key", key), ("tls_ca", authorities))
+    for name, path in given[: 3 if authorities else 2]:
         try:
             Path(path).read_bytes()
         except OSError as error:
@@ -52,4 +53,11 @@ def check_tls(cert: str, key: str) -> None:
         raise BadInput(
             f"tls_cert {cert} and tls_key {key} are no certificate and"
             f" key in PEM form, the key without a password: {error.reason or error}"
+        ) from None
+    try:
+        if authorities:
+            context.load_verify_locations(authorities)
+    except ssl.SSLError as error:
+        raise BadInput(
+            f"tls_ca {authorities} has no certificates in PEM form: {error.reason or error}"
         ) from None

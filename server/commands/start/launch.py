@@ -11,11 +11,10 @@ import resource
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
-import uvicorn
 import uvloop
 import zmq.asyncio
 
@@ -35,6 +34,7 @@ from ess.server.commands.start import banner
 from ess.server.commands.start.checkpoint import (
     EMBEDDED,
     Checkpoint,
+    default_sampling,
     read_checkpoint,
     read_entries,
 )
@@ -42,15 +42,13 @@ from ess.server.commands.start.devices.device_probing import found_for
 from ess.server.commands.start.devices.device_sizing import Needed, plan_on_device
 from ess.server.commands.start.devices.device_stages import plan_stages
 from ess.server.commands.start.hidden_files import check_tls
+from ess.server.commands.start.http_config import uvicorn_config
 from ess.server.commands.start.node import STOPPED_S, Node
 from ess.server.commands.start.settings import Resolved, Settings, check_events
 from ess.server.commands.start.sizing import AUTO, MemoryPlan, check_sizes, plan_memory, size_of
 from ess.server.commands.start.topology import layers_of, ranks_here, starter
 from ess.server.commands.start.words import Words, read_words
 from ess.server.http import telemetry
-from ess.server.http.app import create_app
-from ess.server.http.connection.protocol import limited
-from ess.server.http.request_log import RequestLog
 from ess.server.process.board import Board
 from ess.server.process.bounds import JOURNAL_BYTES, PROBE_CONNECTIONS, RESUME_S
 from ess.server.process.engines.restarts import Restarts
@@ -70,11 +68,7 @@ from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
 from ess.server.process.texts import Texts
 from ess.transfer.messages import Seal
-from ess.units import div_ceil, format_bytes
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
-    from starlette.types import ASGIApp
+from ess.units import format_bytes
 
 FRONT: Final = "ess.server.commands.start.front"
 FILES_OF_OURS: Final = 128
@@ -95,7 +89,8 @@ def checked(settings: Settings) -> Checkpoint:
     """Reads the checkpoint, and refuses what can be found wrong in it and in files of settings
     before anything starts; `read_words` does the same for texts."""
     checkpoint = read_checkpoint(settings.model)
-    check_tls(settings.tls_cert, settings.tls_key)
+    check_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    default_sampling(settings.default_sampling, checkpoint.defaults)
     check_events(settings)
     if settings.dp_size > 1 and (count := checkpoint.config.expert_count):
         check_places(count, settings.dp_size, settings.redundant_experts)
@@ -397,8 +392,9 @@ def make_service(told: Told, words: Words, *, link: EngineLink, board: Board) ->
             stall_s=settings.stall_s,
             body_max=size_of(settings.body_bytes, of=1 << 30),
             names=settings.hosts,
+            tells_usage=settings.stream_usage,
         ),
-        defaults=checkpoint.defaults,
+        defaults=default_sampling(settings.default_sampling, checkpoint.defaults),
         link=link,
         board=board,
         clock=RealClock(),
@@ -442,34 +438,4 @@ def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> L
         host_bytes=plan.host_bytes,
         index_bytes=plan.index_bytes,
         secret=settings.peer_secret if has_others(settings) else "",
-    )
-
-
-def uvicorn_config(
-    settings: Settings, service: Service, *, spans: TracerProvider | None = None
-) -> uvicorn.Config:
-    protocol = limited(
-        connections_max=div_ceil(settings.max_connections, settings.server_processes),
-        head_bytes_max=size_of(settings.header_bytes, of=1 << 20),
-        stall_s=settings.stall_s,
-        tally=service.tally,
-    )
-    app: ASGIApp = create_app(
-        service, keys=settings.keys, spans=spans, root_path=settings.root_path
-    )
-    if settings.request_log:
-        app = RequestLog(app, clock=service.clock)
-    return uvicorn.Config(
-        app,
-        http=protocol,
-        ws="none",
-        lifespan="off",
-        proxy_headers=False,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=round(settings.idle_s),
-        timeout_graceful_shutdown=2,
-        ssl_certfile=settings.tls_cert or None,
-        ssl_keyfile=settings.tls_key or None,
     )

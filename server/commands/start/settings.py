@@ -10,8 +10,6 @@ where each came from.
 from __future__ import annotations
 
 import difflib
-import ipaddress
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +25,13 @@ from ess.errors import BadInput
 from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
 from ess.server.commands.start.hidden_files import read_keys, read_secret
 from ess.server.commands.start.torchrun import placed_by_torchrun
+from ess.server.commands.start.written_addresses import (
+    is_loopback,
+    is_near,
+    listed,
+    read_origins,
+    without_login,
+)
 from ess.server.process.pair.addresses import Named, check_router, read_peers
 from ess.transfer.messages import SECRET_BYTES_MIN
 
@@ -86,6 +91,14 @@ class Settings(ProcessConfig):
     )
     tls_cert: str = setting("", "listening", "Certificate file; with it the server speaks HTTPS.")
     tls_key: str = setting("", "listening", "The certificate's key.")
+    tls_ca: str = setting(
+        "", "listening", "Certificates of authorities; clients must then show one of theirs."
+    )
+    allowed_origins: str = setting(
+        "",
+        "listening",
+        "Whose pages may ask, such as https://chat.example; several with commas, * for all.",
+    )
     peers: str = setting(
         "",
         "handoff",
@@ -108,6 +121,11 @@ class Settings(ProcessConfig):
     body_bytes: str = setting("32MiB", "listening", "The longest request body.")
     header_bytes: str = setting("32KiB", "listening", "The longest request line with its headers.")
     max_model_len: str = setting("auto", "limits", "Tokens of the longest request, such as 128k.")
+    default_sampling: str = setting(
+        "",
+        "limits",
+        'For requests that leave it open, as JSON: {"temperature": 0.6, "top_p": 0.95}.',
+    )
     max_waiting: int = setting(
         256, "limits", "Requests that may wait; any more get 503 with Retry-After.", (0, 1 << 20)
     )
@@ -157,6 +175,9 @@ class Settings(ProcessConfig):
     metrics_compat: str = setting(
         "vllm,sglang", "telemetry", "Whose metric names /metrics has beside ours."
     )
+    stream_usage: bool = setting(
+        False, "telemetry", "Streams end with their usage also where no request asks for it."
+    )
     request_log: bool = setting(
         False, "telemetry", "A line per request on stderr: route, status, tokens, times; no texts."
     )
@@ -174,10 +195,13 @@ class Settings(ProcessConfig):
         ProcessConfig.__post_init__(self)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise BadInput("tls_cert and tls_key are given together or not at all")
+        if self.tls_ca and not self.tls_cert:
+            raise BadInput("tls_ca is given without tls_cert: clients are asked over HTTPS alone")
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
             raise BadInput(
                 f"root_path is {self.root_path!r}, must begin with / and not end with it"
             )
+        read_origins(self.allowed_origins)
         _check_keys(self)
         _check_role(self)
         _check_equal(self)
@@ -188,7 +212,11 @@ class Settings(ProcessConfig):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        return (self.host, *_listed(self.allowed_hosts))
+        return (self.host, *listed(self.allowed_hosts))
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return read_origins(self.allowed_origins)
 
     @property
     def peer_list(self) -> tuple[Named, ...]:
@@ -196,16 +224,16 @@ class Settings(ProcessConfig):
 
     @property
     def compat(self) -> tuple[str, ...]:
-        return _listed(self.metrics_compat)
+        return listed(self.metrics_compat)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The API keys; several, so that a key can be replaced without an outage."""
-        return _listed(self.api_key)
+        return listed(self.api_key)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return _listed(self.served_model_name)
+        return listed(self.served_model_name)
 
 
 def _check_keys(settings: Settings) -> None:
@@ -232,21 +260,11 @@ def check_events(settings: Settings) -> None:
     if given["kv_events"] and settings.engine == "paced":
         raise BadInput("kv_events is given, but the paced engine keeps no pages to tell of")
     for name, address in given.items():
-        if address and not _is_near(name, address) and not settings.kv_events_public:
+        if address and not is_near(name, address) and not settings.kv_events_public:
             raise BadInput(
                 f"{name} is {address!r}, which other machines reach: events hold the tokens of"
                 " prompts and need no key; give --kv-events-public to publish them all the same"
             )
-
-
-def _is_near(name: str, address: str) -> bool:
-    kind, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    if kind == "ipc" and rest:
-        return True
-    if kind != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise BadInput(f"{name} is {address!r}, must be tcp://HOST:PORT or ipc://PATH")
-    return is_loopback(host.strip("[]"))
 
 
 def _check_role(settings: Settings) -> None:
@@ -338,38 +356,12 @@ def _check_executor(settings: Settings) -> None:
         )
 
 
-def is_loopback(host: str) -> bool:
-    """
-    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "box")]
-    [True, True, True, False, False, False]
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(item.strip() for item in text.split(",") if item.strip())
-
-
 FIELDS: Final[Mapping[str, Setting]] = {
     name: known
     for section in SECTIONS
     for name, known in settings_of(Settings).items()
     if known.section == section
 }
-
-
-def _without_login(value: Any) -> Any:
-    """An address without the name and password that it may hold.
-
-    >>> _without_login("http://me:secret@collector:4318/v1"), _without_login("a@b")
-    ('http://...@collector:4318/v1', 'a@b')
-    """
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"(?<=://)[^/@]*(?:@[^/@]*)*@", "...@", value)
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -382,7 +374,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         listed = {}
         for name, known in FIELDS.items():
             value = getattr(self.settings, name)
-            shown = ("set" if value else "not set") if known.is_secret else _without_login(value)
+            shown = ("set" if value else "not set") if known.is_secret else without_login(value)
             listed[name] = {"value": shown, "from": self.origins[name]}
         return listed
 

@@ -28,7 +28,7 @@ from ess.server.dialects.answers import begin_reply
 from ess.server.dialects.calls import ReplyRules
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
-from ess.server.dialects.routes.completions import usage, usage_of_chunk
+from ess.server.dialects.routes.completions import has_usage, usage, usage_of_chunk
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.dialects.tools import offered_tools, thinks
 from ess.server.http.openapi.door import EVENTS, Door
@@ -169,7 +169,7 @@ class ChatWriter(Writer):
         self._shape = shape
         self._encoder = msgspec.json.Encoder()
         options = shape.ask.stream_options
-        self._has_usage = bool(options and options.include_usage)
+        self._has_usage = has_usage(shape.service, options)
         self._counts = bool(options and options.continuous_usage_stats)
         self._is_plain = not (self._counts or shape.ask.return_token_ids)
         self._has_calls = [False] * len(shape.grown.generations)

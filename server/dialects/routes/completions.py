@@ -149,7 +149,7 @@ class CompletionWriter(Writer):
         self._shape = shape
         self._encoder = msgspec.json.Encoder()
         options = shape.ask.stream_options
-        self._has_usage = bool(options and options.include_usage)
+        self._has_usage = has_usage(shape.service, options)
         self._counts = bool(options and options.continuous_usage_stats)
         has_text_only = shape.ask.logprobs is None and not shape.ask.return_token_ids
         self._is_plain = has_text_only and not self._counts
@@ -220,6 +220,11 @@ class CompletionWriter(Writer):
         if not self._has_usage:
             return b""
         return event({**self._shape.head, "choices": [], "usage": self._shape.usage()})
+
+
+def has_usage(service: Service, options: schemas.StreamOptions | None) -> bool:
+    """Whether a stream ends with its usage."""
+    return service.limits.tells_usage or bool(options and options.include_usage)
 
 
 class Counted(Protocol):

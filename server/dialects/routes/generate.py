@@ -14,7 +14,7 @@ from ess.server.dialects import constraints, sampling_params, schemas
 from ess.server.dialects.answers import begin_answer
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs, token_text
-from ess.server.dialects.routes.completions import usage, usage_of_chunk
+from ess.server.dialects.routes.completions import has_usage, usage, usage_of_chunk
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON
@@ -252,7 +252,7 @@ class TokensWriter(Writer):
     def __init__(self, shape: TokensShape) -> None:
         self._shape = shape
         options = shape.ask.stream_options
-        self._has_usage = bool(options and options.include_usage)
+        self._has_usage = has_usage(shape.grown.service, options)
         self._counts = bool(options and options.continuous_usage_stats)
 
     def begin(self) -> bytes:
