@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, cast
 from ess.errors import BadInput
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+TEXT_PARTS: Final = ("text", "input_text", "output_text")
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -67,7 +68,7 @@ def text_of(content: Any, *, where: str) -> str:
         raise BadInput(f"{where} is a {type(content).__name__}, expected text")
     parts = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
+        if not isinstance(part, Mapping) or part.get("type") not in TEXT_PARTS:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise BadInput(f"{where} has a part of type {str(kind)[:40]!r}, only 'text' is served")
         parts.append(_text(part.get("text"), where))
@@ -120,9 +121,11 @@ def _tool_call(where: str, call: Any) -> ToolCall:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise BadInput(f"{where} has no function")
-    arguments = function.get("arguments", "{}")
+    arguments = function.get("arguments")
     if isinstance(arguments, Mapping):
         arguments = write_json(arguments)
+    elif arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = "{}"  # what some servers say of a call without arguments
     name = _text(function.get("name"), f"{where}.function.name")
     call_id = call.get("id")
     return ToolCall(

@@ -132,7 +132,8 @@ class CompletionAsk(Common, kw_only=True):
 
 
 class ChatAsk(Common, kw_only=True):
-    """`thinking` is a field of DeepSeek's and Z.ai's own servers."""
+    """`thinking` is a field of DeepSeek's and Z.ai's own servers, `reasoning` of OpenRouter's and
+    `enable_thinking` of Qwen's."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -147,6 +148,8 @@ class ChatAsk(Common, kw_only=True):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     thinking: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning: dict[str, Any] | None = None
     modalities: list[str] | None = None
 
 

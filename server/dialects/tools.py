@@ -49,12 +49,17 @@ def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bo
 
 
 def thinks(ask: schemas.ChatAsk) -> bool:
-    """Whether to think: by the keyword for a template, else by `thinking`, else by OpenAI's
-    reasoning_effort."""
-    named = {"thinking", "enable_thinking"} & (ask.chat_template_kwargs or {}).keys()
-    if ask.thinking is not None and not named:
-        return is_thinking(ask.thinking)
-    return wants_thinking(ask.chat_template_kwargs, ask.reasoning_effort)
+    """Whether to think: by the keyword for a template, else by the first of the fields that other
+    servers have for it, else by OpenAI's reasoning_effort."""
+    template, given = ask.chat_template_kwargs or {}, ask.reasoning or {}
+    if not {"thinking", "enable_thinking"} & template.keys():
+        if ask.thinking is not None:
+            return is_thinking(ask.thinking)
+        if ask.enable_thinking is not None:
+            return ask.enable_thinking
+        if isinstance(given.get("enabled"), bool):
+            return bool(given["enabled"])
+    return wants_thinking(template, given.get("effort", ask.reasoning_effort))
 
 
 def names_of(ask: schemas.ChatAsk | schemas.TokenizeAsk) -> dict[str, Any]:

@@ -147,8 +147,9 @@ def test_reasoning_has_both_of_its_names_and_is_counted(served: Served):
     assert quiet["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
-def test_reasoning_may_be_left_out(served: Served):
-    asked = {"messages": ASKED, "include_reasoning": False, **THINKING}
+@pytest.mark.parametrize("wish", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
+def test_reasoning_may_be_left_out(served: Served, wish: dict[str, Any]):
+    asked = {"messages": ASKED, **wish, **THINKING}
     whole = post(served, CHAT, **asked)
     assert whole["choices"][0]["message"] == {"role": "assistant", "content": SAID}
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 3
@@ -172,10 +173,16 @@ def test_reasoning_may_be_left_out(served: Served):
         ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"thinking": False}}, False),
         ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"foo": 1}}, False),
         ({"thinking": None, "reasoning_effort": "low"}, True),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, False),
+        ({"reasoning": {"enabled": True}}, True),
+        ({"reasoning": {"effort": "high"}}, True),
+        ({"reasoning": {"effort": "none"}}, False),
+        ({"reasoning": {"enabled": False, "effort": "high"}}, False),
     ],
 )
 @pytest.mark.parametrize("is_long", [False, True])
-def test_thinking_as_deepseek_and_zai_ask_for_it(served: Served, asked, thinks, is_long):
+def test_thinking_as_others_ask_for_it(served: Served, asked, thinks, is_long):
     """Long bodies are read in a text process, which writes the same prompt."""
     filler = "word " * (LOOP_BODY_BYTES // 4 if is_long else 1)
     message = post(served, CHAT, messages=[{"role": "user", "content": filler}], **asked)
@@ -209,6 +216,24 @@ def test_what_cannot_be_is_named(served: Served, changed: Any, param: str):
     assert caught.value.code == 400
     assert json.loads(caught.value.read())["error"]["param"] == param
     assert len(served.engine.adds) == before
+
+
+@pytest.mark.parametrize("arguments", ["", " ", None, {}, "{}"])
+def test_a_call_without_arguments_may_be_told_in_many_ways(served: Served, arguments: Any):
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    turns = [
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "12:00"}]},
+    ]
+    post(served, CHAT, messages=turns)
+    assert "<result>12:00</result>" in prompt_of(served)
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+def test_parts_of_text_have_three_names(served: Served, kind: str):
+    post(served, CHAT, messages=[{"role": "user", "content": [{"type": kind, "text": "When?"}]}])
+    assert "When?" in prompt_of(served)
 
 
 # ---- what a template gets

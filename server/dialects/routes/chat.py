@@ -94,7 +94,8 @@ class ChatShape:
         self.grown = grown
         self.prompt = prompt
         self.parsers = parsers
-        self.shows_reasoning = ask.include_reasoning is not False
+        hides = ask.include_reasoning is False or (ask.reasoning or {}).get("exclude") is True
+        self.shows_reasoning = not hides
         self.identity = f"chatcmpl-{grown.call.request_id}"
         self.created = int(time.time())
         self.model = ask.model or service.name
