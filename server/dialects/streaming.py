@@ -143,11 +143,14 @@ async def first_of(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any,
         await asyncio.gather(working, *watching, return_exceptions=True)
 
 
-async def read(request: Request, kind: type[Ask]) -> Prepared[Ask]:
-    """The body's ask and prompts. A text process reads a long body, for as long as the client
-    waits. The raw bytes are dropped, which Starlette would keep as long as the request."""
+async def read(
+    request: Request, kind: type[Ask], *, change: Callable[[bytes], bytes] = bytes
+) -> Prepared[Ask]:
+    """The ask and prompts of the body as `change` makes it. A text process reads a long body, for
+    as long as the client waits. The raw bytes are dropped, which Starlette would keep as long as
+    the request."""
     service: Service = request.app.state.service
-    raw = b"".join([chunk async for chunk in request.stream()])
+    raw = change(b"".join([chunk async for chunk in request.stream()]))
     if service.texts.is_short(raw, kind):
         return service.texts.read(raw, kind)
     results: list[Prepared[Ask]] = []

@@ -68,7 +68,9 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "return_bytes": "",
         "return_prompt_token_ids": "give return_token_ids",
         "session_params": "every request has its whole prompt",
-        "previous_response_id": "responses are not kept: send all items as input",
+        "previous_response_id": (
+            "responses are not kept without --keep-responses: send all items as input"
+        ),
         "conversation": "responses are not kept: send all items as input",
         "background": "ask for a stream",
         "context_management": "every request has its whole prompt",

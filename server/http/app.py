@@ -36,6 +36,7 @@ from ess.server.dialects.routes import (
     completions,
     generate,
     openai_responses,
+    past_responses,
 )
 from ess.server.http import (
     dashboard,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 ROOMS: Final[Mapping[str, Sequence[Door]]] = MappingProxyType(
     {
-        "openai": (*completions.DOORS, *chat.DOORS, *openai_responses.DOORS),
+        "openai": (*completions.DOORS, *chat.DOORS, *openai_responses.DOORS, *past_responses.DOORS),
         "anthropic": anthropic_messages.DOORS,
         "generate": generate.DOORS,
         "text": text_routes.DOORS,

@@ -70,7 +70,7 @@ def permitted(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     """The answer to a browser that asks whether an allowed page may ask: as it wants to."""
     wanted = headers.get(b"access-control-request-headers", b"").decode("latin-1")
     said = {
-        "access-control-allow-methods": "GET, HEAD, POST",
+        "access-control-allow-methods": "GET, HEAD, POST, DELETE",
         "access-control-allow-headers": wanted,
         "access-control-max-age": "600",
     }

@@ -21,6 +21,7 @@ from ess.server.process.engines.stages import missing
 from ess.server.process.link import EngineLink
 from ess.server.process.pair.peers import WHOLE, Split
 from ess.server.process.requests.call import Call
+from ess.server.process.requests.kept_responses import KeptResponses
 from ess.server.process.tally import Shelf, Tally, together
 from ess.server.process.texts import Texts
 from ess.transfer.members import Member, members_of
@@ -92,6 +93,7 @@ class Service:
     draining: bool = False
     layers: tuple[tuple[int, int], ...] = ()
     shelf: Shelf | None = None
+    kept: KeptResponses | None = None
 
     def __post_init__(self) -> None:
         self.tally.to_socket = self.link.to_socket

@@ -19,6 +19,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Final, cast
 
 import msgspec
@@ -39,7 +40,7 @@ from ess.server.process.bounds import (
 )
 from ess.server.process.text_child import Desk, Done, Failed, head_of
 
-PROGRAM: Final = "ess.server.process.text_child"
+PROGRAM: Final = ("ess.server.process.text_child",)
 LANE_BYTES: Final = (LOOP_BODY_BYTES, SHORT_BODY_BYTES)
 TEMPLATED: Final = (
     *(schemas.ChatAsk, schemas.ResponsesAsk, schemas.MessagesAsk, schemas.CountTokensAsk),
@@ -57,7 +58,7 @@ class Texts:
         desk: Desk,
         *,
         read_s: float = READ_S,
-        program: str = PROGRAM,
+        program: Sequence[str] = PROGRAM,
     ) -> None:
         self._style_waits = style.waits
         self._reader = desk.reader(tokenizer, style)
@@ -125,7 +126,7 @@ def _ids(packed: bytes) -> list[int]:
 class Lane:
     """One text process; `sizes` are the bodies that it has or that wait for it."""
 
-    def __init__(self, desk: Desk, program: str, *, read_s: float) -> None:
+    def __init__(self, desk: Desk, program: Sequence[str], *, read_s: float) -> None:
         self._desk = desk
         self._program = program
         self._read_s = read_s
@@ -194,7 +195,7 @@ class Lane:
         """Starts it in its own session: Ctrl-C does not reach it, and its children end with it."""
         await self._kill()
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", self._program),
+            *(sys.executable, "-m", *self._program),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=1 << 20,

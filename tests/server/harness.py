@@ -35,6 +35,7 @@ from ess.server.process.board import Board
 from ess.server.process.lifecycle import QuietServer, keep_meeting
 from ess.server.process.link import EngineLink
 from ess.server.process.pair.peers import WHOLE, Split
+from ess.server.process.requests.kept_responses import KeptResponses
 from ess.server.process.service import Limits, SamplingDefaults, Service
 from ess.server.process.tally import Tally
 from ess.server.process.text_child import Desk
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 VOCABULARY = 4096
 EOS = 1
 DEADLINE_S = 120.0
-PROGRAM_OF = {DeepSeekStyle: "tests.support.deepseek_text_child"}
+STYLES = (DeepSeekStyle, PlainStyle)
+STYLED = "tests.support.styled_text_child"
 """A text process chooses the style by the folder, here always that of the model in the box."""
 
 
@@ -138,6 +140,7 @@ class Served:
         is_marked: bool = False,
         keys: Sequence[str] = (),
         origins: Sequence[str] = (),
+        kept: KeptResponses | None = None,
         connections_max: int = 1024,
         head_bytes_max: int = 32 << 10,
         idle_s: int = 5,
@@ -156,6 +159,7 @@ class Served:
         self._context_of = context_of
         self._keys = keys
         self._origins = origins
+        self._kept = kept
         self._idle_s = idle_s
         self._spans = spans
         self._limits = limits or Limits(running_max=16, waiting_max=64, length_max=4096)
@@ -227,7 +231,8 @@ class Served:
         desk = Desk(
             model=str(embedded_path()), length_max=self._limits.length_max, vocabulary=VOCABULARY
         )
-        program = PROGRAM_OF.get(type(self._style), PROGRAM)
+        is_known = type(self._style) in STYLES
+        program = (STYLED, type(self._style).__name__) if is_known else PROGRAM
         texts = Texts(TOKENIZER, self._style, desk, read_s=self._read_s, program=program)
         self.service = service = Service(
             names=("test-model",),
@@ -247,6 +252,7 @@ class Served:
             clock=clock,
             tally=self._tally,
             split=self._split_of(link),
+            kept=self._kept,
         )
         app = create_app(
             service,

@@ -185,9 +185,9 @@ def test_tokens_are_counted_as_they_are_charged(calling: Served):
 
 
 def test_a_long_body_is_read_apart(plain: Served):
-    """In a text process, which has the style of the model in the box."""
+    """In a text process, in the same style."""
     long = {"metadata": {"user_id": "u" * LOOP_BODY_BYTES}}
-    assert same_in_chat(plain, long, long) == "When?\n\n"
+    assert same_in_chat(plain, long, long) == "user: When?\nassistant:"
     counted = create(plain, f"{PATH}/count_tokens", **long)
     assert counted == {"input_tokens": len(asked_of(plain)[0])}
 

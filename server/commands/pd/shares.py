@@ -34,6 +34,7 @@ WHY_NOT: Final[Mapping[str, str]] = {
     "allowed_origins": "a router answers pages of other sites itself; let a proxy allow them",
     "tls_key": "a router of this kind is reached by HTTP; let a proxy speak HTTPS",
     "allowed_hosts": "a router lets every host name in; set a key, or let a proxy check names",
+    "keep_responses": "each worker would find its own responses alone",
     "transfer_port": "each worker takes a free one",
     "register": "the router is told of all workers when it starts",
     **dict.fromkeys(

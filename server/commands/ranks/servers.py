@@ -40,6 +40,7 @@ LOCAL: Final = "127.0.0.1"
 
 # Settings of a single server, each with the reason.
 WHY_NOT: Final[Mapping[str, str]] = {
+    "keep_responses": "each rank would find its own responses alone",
     "uds": "each rank listens on a port of its own",
     "tls_cert": "ranks are asked by HTTP whether they live: let a proxy speak HTTPS",
     "bootstrap_port": "each rank is met at its own port",

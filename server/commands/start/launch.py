@@ -63,6 +63,7 @@ from ess.server.process.own_folder import own_folder
 from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.pair.registration import registration_of
 from ess.server.process.requests.journal import NO_RECOVERY, Recovery
+from ess.server.process.requests.kept_responses import KeptResponses
 from ess.server.process.service import Limits, Service
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
@@ -92,6 +93,7 @@ def checked(settings: Settings) -> Checkpoint:
     check_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
     default_sampling(settings.default_sampling, checkpoint.defaults)
     check_events(settings)
+    kept_responses(settings)
     if settings.dp_size > 1 and (count := checkpoint.config.expert_count):
         check_places(count, settings.dp_size, settings.redundant_experts)
     if settings.engine == "model":
@@ -403,7 +405,20 @@ def make_service(told: Told, words: Words, *, link: EngineLink, board: Board) ->
         compat=settings.compat,
         layers=told.layers if settings.role == "prefill" else (),
         split=split_of(settings, told.port, link),
+        kept=kept_responses(settings),
     )
+
+
+def kept_responses(settings: Settings) -> KeptResponses | None:
+    """Where responses are kept: in one process, so that each of them is found."""
+    if not settings.keep_responses:
+        return None
+    if settings.server_processes > 1:
+        raise BadInput(
+            f"keep_responses is {settings.keep_responses}, and server_processes is"
+            f" {settings.server_processes}: each process would find its own responses alone"
+        )
+    return KeptResponses(size_of(settings.keep_responses, of=memory_free()))
 
 
 def split_of(settings: Settings, port: int, link: EngineLink) -> Split:

@@ -126,6 +126,9 @@ class Settings(ProcessConfig):
         "limits",
         'For requests that leave it open, as JSON: {"temperature": 0.6, "top_p": 0.95}.',
     )
+    keep_responses: str = setting(
+        "", "limits", "Memory for responses that clients refer to by id, such as 256MiB."
+    )
     max_waiting: int = setting(
         256, "limits", "Requests that may wait; any more get 503 with Retry-After.", (0, 1 << 20)
     )

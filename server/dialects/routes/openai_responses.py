@@ -1,4 +1,4 @@
-"""/v1/responses without stored state: all items come in, the answer's items go out."""
+"""/v1/responses: items come in, or the id of a kept response, and the answer's items go out."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ess.server.dialects import constraints, sampling_params, schemas
 from ess.server.dialects.answers import begin_reply
 from ess.server.dialects.calls import ReplyRules
 from ess.server.dialects.generation import Delta, Generation
+from ess.server.dialects.response_history import History
 from ess.server.dialects.response_items import Item, Items
 from ess.server.dialects.routes.completions import usage
 from ess.server.dialects.streaming import Answer, Writer, read, respond
@@ -34,7 +35,8 @@ IGNORED_INCLUDE: Final = "reasoning.encrypted_content"
 
 async def responses(request: Request) -> Response:
     service: Service = request.app.state.service
-    prepared = await read(request, schemas.ResponsesAsk)
+    history = History(service, request.headers)
+    prepared = await read(request, schemas.ResponsesAsk, change=history.joined)
     ask, [prompt] = prepared.ask, prepared.prompts
     service.check_model(ask.model)
     _refuse_unserved(ask)
@@ -48,7 +50,7 @@ async def responses(request: Request) -> Response:
     )
     wanted = _wanted(service, ask)
     grown, [parser] = begin_reply(request, ask, wanted, prompt, rules, named=ask.request_id)
-    shape = ResponseShape(service, ask, grown, prompt, parser)
+    shape = ResponseShape(service, ask, grown, prompt, parser, history)
     writer = ResponseWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
 
@@ -105,12 +107,14 @@ class ResponseShape:
         grown: Answer,
         prompt: list[int],
         parser: ReplyParser,
+        history: History,
     ) -> None:
         self.service = service
         self.ask = ask
         self.grown = grown
         self.prompt = prompt
         self.parser = parser
+        self.history = history
         self.items = Items()
         self.created = int(time.time())
 
@@ -132,6 +136,7 @@ class ResponseShape:
         document = {**self.document(status), "output": self.items.ended, "usage": self._usage()}
         if finish == "length":
             document["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.history.keep(document)
         return document
 
     def document(self, status: str) -> Item:
@@ -149,9 +154,9 @@ class ResponseShape:
             "model": ask.model or self.service.name,
             "output": [],
             "parallel_tool_calls": ask.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.history.previous,
             "reasoning": {"effort": None, "summary": None, **(ask.reasoning or {})},
-            "store": False,
+            "store": self.history.is_kept,
             "temperature": defaults.temperature if ask.temperature is None else ask.temperature,
             "text": {"format": {"type": "text"}, **(ask.text or {})},
             "tool_choice": ask.tool_choice or "auto",
@@ -221,7 +226,7 @@ DOORS: Final = (
         "POST",
         ("/v1/responses",),
         responses,
-        "Answer items, and keep none.",
+        "Answer items.",
         schemas.ResponsesAsk,
         (JSON, EVENTS),
         {"input": "Hello", "max_output_tokens": 16},

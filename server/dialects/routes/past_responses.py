@@ -1,0 +1,83 @@
+"""/v1/responses/{response_id}: responses that are kept, for who has asked for them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ess.errors import BadInput
+from ess.server.dialects.response_history import owner_of
+from ess.server.http.openapi.door import Door
+from ess.server.http.responses import JSON, Absent, answer
+from ess.server.process.requests.kept_responses import Kept
+from ess.server.process.service import Service
+
+PATH: Final = "/v1/responses/{response_id}"
+
+
+async def retrieve(request: Request) -> Response:
+    return Response(_found(request).document, media_type=JSON)
+
+
+async def input_items(request: Request) -> Response:
+    """The newest first, unless `order` is asc."""
+    items = _found(request).asked
+    order = request.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise BadInput(f"order is {order!r:.40}; asc or desc")
+    return answer(
+        {
+            "object": "list",
+            "data": items if order == "asc" else items[::-1],
+            "first_id": None,
+            "last_id": None,
+            "has_more": False,
+        }
+    )
+
+
+async def delete(request: Request) -> Response:
+    service: Service = request.app.state.service
+    identity = _identity(request)
+    if service.kept is None or not service.kept.drop(owner_of(request.headers), identity):
+        raise _absent(service, identity)
+    return answer({"id": identity, "object": "response", "deleted": True})
+
+
+async def cancel(request: Request) -> Response:
+    raise BadInput("background is not served: /abort_request ends a response that is under way")
+
+
+def _found(request: Request) -> Kept:
+    service: Service = request.app.state.service
+    identity = _identity(request)
+    kept = service.kept
+    found = None if kept is None else kept.find(owner_of(request.headers), identity)
+    if found is None:
+        raise _absent(service, identity)
+    return found
+
+
+def _identity(request: Request) -> str:
+    return str(request.path_params["response_id"])
+
+
+def _absent(service: Service, identity: str) -> Absent:
+    why = "--keep-responses is not set" if service.kept is None else "or no longer"
+    return Absent(f"the response {identity!r:.80} is not kept here: {why}")
+
+
+DOORS: Final = (
+    Door("GET", (PATH,), retrieve, "A response that is kept."),
+    Door("DELETE", (PATH,), delete, "Forget a response."),
+    Door(
+        "GET",
+        (f"{PATH}/input_items",),
+        input_items,
+        "The items that led to a response.",
+        queries=("order",),
+    ),
+    Door("POST", (f"{PATH}/cancel",), cancel, "Refused: no response is made in the background."),
+)
