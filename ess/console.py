@@ -74,8 +74,7 @@ def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
     except cyclopts.UnknownOptionError as error:
         return _refuse(app, _unknown(error), USAGE)
     except cyclopts.UnusedCliTokensError as error:
-        left = " ".join(error.unused_tokens or ())
-        return _refuse(app, f"{left!r} is more than this command takes; --help says what", USAGE)
+        return _refuse(app, _too_many(error), USAGE)
     except cyclopts.CycloptsError as error:
         return _refuse(app, error, USAGE)
     except BadInput as error:
@@ -102,6 +101,13 @@ def _unknown(error: cyclopts.UnknownOptionError) -> str:
     close = difflib.get_close_matches(given, known, n=5, cutoff=0.75)
     close.sort(key=lambda name: sorted(name) != sorted(given))
     return f"unknown option {given}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _too_many(error: cyclopts.UnusedCliTokensError) -> str:
+    """Says how many words have no place, and none of them: one may be a secret."""
+    count = len(error.unused_tokens or ())
+    words = "1 word has" if count == 1 else f"{count} words have"
+    return f"{words} no place; several values of one flag are written with commas, as a,b"
 
 
 def print_json(document: Any) -> None:

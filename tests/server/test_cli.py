@@ -152,7 +152,7 @@ def test_top_shows_the_load(served: Served, capsys: pytest.CaptureFixture[str]):
     [
         (["chat", "-q", "x", "--url", "127.0.0.1:1"], 1, "no server at http://127.0.0.1:1"),
         (["chat", "x", "--url", "127.0.0.1:1"], 1, "127.0.0.1:1: Connection refused"),
-        (["chat", "How", "are", "you"], 2, "'are you' is more than this command takes"),
+        (["chat", "How", "are", "you"], 2, "2 words have no place"),
         (["top", "--url", "ftp://x"], 2, "write http://HOST:PORT"),
         (["top", "--every", "0"], 2, "--every 0"),
     ],
