@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ess.comm.experts.expert_ranks import ExpertRanks
+from ess.kernels.cpu import native, step
 from ess.kernels.cpu.codes import CodedWeight
 from ess.kernels.cpu.stage import Panels, Stage, pack
 from ess.layer_groups import check_part
@@ -106,7 +107,17 @@ class Model:
 
     def embed(self, tokens: Tensor) -> Tensor:
         assert self._embedding is not None, "this part of the model has no embedding"
+        if self._embeds_natively and tokens.dtype == torch.int64 and tokens.is_contiguous():
+            made = step.embedded(self._embedding, tokens)
+            if made is not None:
+                return made
         return torch.embedding(self._embedding, tokens).float()
+
+    @functools.cached_property
+    def _embeds_natively(self) -> bool:
+        table = self._embedding
+        known = table is not None and table.dtype in (torch.float32, torch.bfloat16)
+        return known and table.is_cpu and table.is_contiguous() and native.available()
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Shared by all layers of a step; positions int [tokens]."""

@@ -111,6 +111,26 @@ ESS_EXPORT int32_t ess_open(const ess::Opening* opening) {
     return 2;
 }
 
+// Rows of a table [row_count, width] of bf16 or, `is_wide`, float32, as float32. 0: a row that is not
+// there, and `out` is unfinished.
+ESS_EXPORT int32_t ess_embed(const uint8_t* table, const int64_t* ids, float* out, int64_t is_wide,
+                             int64_t row_count, int64_t width, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= row_count) return 0;
+        float* to = out + i * width;
+        if (is_wide) {
+            std::memcpy(to, table + ids[i] * width * 4, width * 4);
+            continue;
+        }
+        const uint16_t* from = (const uint16_t*)table + ids[i] * width;
+        for (int64_t j = 0; j < width; j++) {
+            const uint32_t bits = uint32_t(from[j]) << 16;
+            std::memcpy(to + j, &bits, 4);
+        }
+    }
+    return 1;
+}
+
 // For each line of logits the first place of the greatest, or -1 if one is no number.
 ESS_EXPORT void ess_best(const float* logits, int64_t* out, int64_t count, int64_t width,
                          int64_t stride) {

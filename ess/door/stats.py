@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +123,12 @@ class Counters:
 
     def stored(self, groups: Sequence[int], row_count: int) -> None:
         """So many rows of each layer of these groups."""
-        self._counts["stored_bytes"][groups] += row_count * self._row_bytes[groups]
+        if not groups or not row_count:
+            return
+        mine: Any = list(groups)
+        if len(groups) == groups[-1] - groups[0] + 1:
+            mine = slice(groups[0], groups[-1] + 1)
+        self._counts["stored_bytes"][mine] += row_count * self._row_bytes[mine]
 
     def misses(self) -> Counts:
         return self._counts["miss_count"] + self._counts["place_count"]

@@ -37,14 +37,13 @@ def plan_batch(
     """
     assert min(batch_max, query_max, verified_max) > 0, (batch_max, query_max, verified_max)
     runnable = [
-        request
+        (request, left)
         for request in roster.by_rank("decoding")
-        if request.left_count > request.ahead_count
+        if (left := request.left_count - request.ahead_count) > 0
     ][: min(batch_max, query_max)]
     spare = query_max - len(runnable)
     batch = []
-    for request in runnable:
-        left = request.left_count - request.ahead_count
+    for request, left in runnable:
         count = min(request.draft_count, left - 1, verified_max - 1, spare)
         assert count >= 0, f"request {request.number}: {count} drafts"
         spare -= count

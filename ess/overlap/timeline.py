@@ -97,8 +97,8 @@ class Timeline:
         """Adds runs of the stage in so many layers, over all queries; their spans are not kept."""
         assert taken_ns >= 0, f"{stage} ends before it starts"
         assert not self.keeps_spans, f"{stage} in {run_count} layers, without their spans"
-        self.total_ns[stage] += taken_ns
-        self.run_count[stage] += run_count
+        self.total_ns[stage] = self.total_ns.get(stage, 0) + taken_ns
+        self.run_count[stage] = self.run_count.get(stage, 0) + run_count
 
     def _took(self, span: Span) -> None:
         taken_ns = span.finished_ns - span.started_ns

@@ -8,7 +8,7 @@ import torch
 
 from ess.door.steps import arrays
 from ess.door.steps.arrays import HostArrays
-from ess.kernels.cpu import native, step
+from ess.kernels.cpu import native, records, step
 from ess.models.layers import RotaryPositions
 from ess.pool.index import PageTables
 from ess.pool.lru import planner, specification
@@ -37,6 +37,42 @@ def test_one_logit_that_is_no_number_spoils_its_line_alone(place):
     logits[0, 36] = INF
     logits[1, place] = NAN
     assert step.best(logits).tolist() == [36, -1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 7, 64, 129])
+def test_embedded_rows_are_those_of_torch(dtype, width):
+    table = torch.randn(50, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    table[3], table[4, 0] = INF, NAN
+    for chosen in ([49], [0, 3, 4, 4, 17]):
+        given = torch.tensor(chosen)
+        made = step.embedded(table, given)
+        assert made.view(torch.int32).equal(table[given].float().view(torch.int32))
+    assert step.embedded(table, torch.tensor([3, 50])) is None
+    assert step.embedded(table, torch.tensor([-1])) is None
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_what_layers_in_one_call_read_is_what_ops_are_given(count):
+    rng = np.random.default_rng(count)
+    given, turns = tables(rng).lines, torch.randn(90, 2, 6)
+    lines = rng.integers(0, 7, count).astype(np.int32)
+    positions = rng.integers(0, 90, count).astype(np.int32)
+    table = torch.full((count, given.shape[1]), -9, dtype=torch.int32)
+    cos, sin = torch.full((2, count, 6), NAN)
+    at = native.address
+    opening = records.Opening(
+        *(at(given), *given.shape, at(lines), table.data_ptr(), turns.data_ptr()),
+        *(len(turns), 6, at(positions), cos.data_ptr(), sin.data_ptr(), count),
+    )
+    assert step.opened(opening) == step.Opened.ALL
+    np.testing.assert_array_equal(table.numpy(), given[lines])
+    assert cos.equal(turns[positions, 0])
+    assert sin.equal(turns[positions, 1])
+    positions[-1] = 90
+    assert step.opened(opening) == step.Opened.TABLE
+    lines[-1] = 7
+    assert step.opened(opening) == step.Opened.ASTRAY
 
 
 def tables(rng: np.random.Generator) -> PageTables:

@@ -67,8 +67,8 @@ class Slots:
 
     @property
     def new_rows_max(self) -> int:
-        sparse = self.pools.sparse
-        return min(sparse.slot_count(group) for group in range(self.pools.layout.group_count))
+        slot_counts, _ = self.pools.sparse.counts()
+        return int(slot_counts.min())
 
     def memory(self, layer: int) -> LayerMemory:
         return self._memory[layer]

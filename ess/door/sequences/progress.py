@@ -119,8 +119,10 @@ class Progress:
         end = self.length + self.ahead_count
         if start is not None and not self.length <= start <= end:
             raise BadInput(f"sequence {self.number} goes on at {end}, not at {start}")
+        if start is not None or self._begun_count == self.arrival_count:
+            return
         known_count = self._layout.rows_of(len(self.tokens) - 1)
-        if start is None and self._begun_count != self.arrival_count and self.length < known_count:
+        if self.length < known_count:
             raise BadState(
                 f"sequence {self.number}: of {known_count} rows before its last token "
                 f"{self._arrived(known_count)}; import the others, or say starts=[{self.length}]"
@@ -147,8 +149,8 @@ class Progress:
         """The step brought `count` rows, of which `kept` were kept; `text` are their tokens."""
         assert self.step_numbers[0] == step_number, "steps are learned in their order"
         assert 0 <= kept <= count <= self.ahead_count, "rows were learned that no step brought"
-        if ids is not None and len(self.tokens) >= self.text_length:
-            self.tokens.extend(ids[len(self.tokens) - self.text_length :])
+        if ids is not None and (ahead_count := len(self.tokens) - self.text_length) >= 0:
+            self.tokens.extend(ids[ahead_count:])
         self.length += kept
         self._text_length += text
         self.ahead_count -= count

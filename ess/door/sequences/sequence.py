@@ -153,7 +153,7 @@ class Sequence:
     @property
     def length_bound(self) -> int:
         """Where the next step starts at most."""
-        return self.length + self.ahead_count
+        return self.progress.length + self.progress.ahead_count
 
     @property
     def page_table(self) -> Tensor:

@@ -37,11 +37,11 @@ def begin(
     for place, sequence in enumerate(sequences):
         require_state(sequence, "active")
         sequence.progress.check_start(None if starts is None else starts[place])
-        if brought is None:
-            _check_count(sequence, row_counts[place])
-    ends = [s.length_bound + count for s, count in zip(sequences, row_counts, strict=True)]
     if brought is not None:
         ends = brought.ends
+    else:
+        pairs = zip(sequences, row_counts, strict=True)
+        ends = [_checked_end(sequence, count) for sequence, count in pairs]
     grow(pools, [(s.holding, end) for s, end in zip(sequences, ends, strict=True)])
     step = owner.open_step = Step(owner, sequences, query_counts, room or total, brought)
     for sequence, count in zip(sequences, row_counts, strict=True):
@@ -69,10 +69,13 @@ def _brought(
     return Brought.of(texts, query_counts, layout.row_tokens)
 
 
-def _check_count(sequence: Sequence, count: int) -> None:
+def _checked_end(sequence: Sequence, count: int) -> int:
+    """Behind its `count` new rows."""
     limit = sequence.length_max or sequence.owner.pools.sizes.length_max
-    if count < 1 or sequence.length_bound + count > limit:
+    end = sequence.length_bound + count
+    if count < 1 or end > limit:
         raise BadInput(
             f"sequence {sequence.number}: {count} new rows after {sequence.length_bound}, "
             f"must be at least 1 and end within {limit}"
         )
+    return end

@@ -48,7 +48,8 @@ def known_texts(
     if sizes != accepted:
         raise BadInput(f"tokens have lengths {sizes}, accepted {accepted}")
     for sequence, ids in zip(sequences, texts, strict=True):
-        known = sequence.tokens[sequence.text_length : sequence.text_length + len(ids)]
+        start = sequence.progress.text_length
+        known = sequence.progress.tokens[start : start + len(ids)]
         if known != ids[: len(known)]:
             raise BadInput(
                 f"sequence {sequence.number}: tokens differ from those it was opened with"

@@ -126,10 +126,9 @@ class DirectLayers:
     def _room(
         self, batch: Batch, direct: Direct, layers: Sequence[DecoderLayer], hidden: Tensor
     ) -> Room:
-        room = self._rooms.pop(len(hidden), None) or Room(
-            batch, len(hidden), hidden.shape[1], tables=direct.tables
-        )
-        self._rooms[len(hidden)] = room
+        count, dim = hidden.shape
+        room = self._rooms.pop(count, None) or Room(batch, count, dim, tables=direct.tables)
+        self._rooms[count] = room
         while len(self._rooms) > ROOM_MAX:
             self._rooms.pop(next(iter(self._rooms)))
         if not room.bound.issuperset(range(layers[0].number, layers[-1].number + 1)):

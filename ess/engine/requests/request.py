@@ -80,10 +80,10 @@ class Request:
     rows leave. It `has_landed` from the moment when all rows have come, with their `windows`, until
     the request is on the device, and `has_loaded` as long when pages have come from the disk.
 
-    `ends` are the ids that end it, `ended_by` is the id or the stop string that did. It has failed
-    when its grammar could not be followed to the end: `matcher.failure` says why. Or the model made
-    no numbers of it, as `fault` says. `refusal` says
-    why it could never have been admitted, or what its grammar lacks.
+    `is_plain`: its `sampling` leaves logits as they are. `ends` are the ids that end it, `ended_by`
+    is the id or the stop string that did. It has failed when its grammar could not be followed to
+    the end: `matcher.failure` says why. Or the model made no numbers of it, as `fault` says.
+    `refusal` says why it could never have been admitted, or what its grammar lacks.
 
     `output` is what the host has learned. `flight_count` steps that it has not learned may have
     made up to `ahead_count` tokens more; `draft_count` drafts wait on the device for the next one.
@@ -124,8 +124,10 @@ class Request:
     turn_count: int = 0
     hit_count: int = 0
     asked_count: int = 0
+    is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.is_plain = self.sampling.is_plain
         if not self.prompt:
             raise BadInput(f"request {self.number} has an empty prompt")
         if abs(self.priority) > PRIORITY_MAX:
@@ -216,15 +218,14 @@ class Request:
     def _reason_after(self, token: int) -> FinishReason | None:
         if self.matcher is not None and self.matcher.failure:
             return "failed"
-        self.ended_by = token if token in self.ends else self._stop_string(token)
+        if token in self.ends:
+            self.ended_by = token
+        elif self.reader is not None:
+            may_stop = len(self.output) > self.sampling.tokens_min
+            self.ended_by = self.reader.read(token, may_stop=may_stop)
         if self.ended_by is not None:
             return "stop"
         return "length" if self.left_count == 0 else None
-
-    def _stop_string(self, token: int) -> str | None:
-        if self.reader is None:
-            return None
-        return self.reader.read(token, may_stop=len(self.output) > self.sampling.tokens_min)
 
     def check(self) -> None:
         """What holds between two steps of the engine."""

@@ -42,16 +42,19 @@ class Roster(Generic[AnyRequest]):
         here = (state for state in get_args(State) if state != "finished")
         self._by_state: dict[State, dict[int, AnyRequest]] = {state: {} for state in here}
         self._ranks: list[tuple[int, int]] = []
+        self._sorted: dict[tuple[State, ...], tuple[AnyRequest, ...]] = {}
 
     def add(self, request: AnyRequest) -> None:
         assert request.state != "finished", f"request {request.number} is finished"
         assert request.number not in self._by_state[request.state], f"{request.number} is here"
         self._by_state[request.state][request.number] = request
+        self._sorted.clear()
         if request.state == "waiting":
             heapq.heappush(self._ranks, request.rank)
 
     def move(self, request: AnyRequest, state: State) -> None:
         listed = self._by_state[request.state].pop(request.number, None)
+        self._sorted.clear()
         assert listed is request, f"request {request.number} is on another roster"
         assert (request.state, state) in MOVES, f"{request.number}: {request.state} -> {state}"
         request.state = state
@@ -74,10 +77,15 @@ class Roster(Generic[AnyRequest]):
     def of(self, state: State) -> Iterable[AnyRequest]:
         return self._by_state[state].values()
 
-    def by_rank(self, *states: State) -> list[AnyRequest]:
-        assert len(set(states)) == len(states), f"a state is named twice: {states}"
-        requests = [request for state in states for request in self.of(state)]
-        return sorted(requests, key=lambda request: request.rank)
+    def by_rank(self, *states: State) -> tuple[AnyRequest, ...]:
+        """Sorted anew only when a request has come, moved or left."""
+        found = self._sorted.get(states)
+        if found is None:
+            assert len(set(states)) == len(states), f"a state is named twice: {states}"
+            requests = [request for state in states for request in self.of(state)]
+            found = tuple(sorted(requests, key=lambda request: request.rank))
+            self._sorted[states] = found
+        return found
 
     def check(self) -> None:
         numbers = [number for here in self._by_state.values() for number in here]
@@ -86,6 +94,10 @@ class Roster(Generic[AnyRequest]):
             for number, request in here.items():
                 assert request.number == number, f"request {request.number} is listed as {number}"
                 assert request.state == state, f"request {number} is {request.state}, not {state}"
+        for states, requests in self._sorted.items():
+            there = sorted(number for state in states for number in self._by_state[state])
+            listed = sorted(request.number for request in requests)
+            assert listed == there, f"{states}: {listed} are sorted, {there} are here"
         ranks = self._ranks
         lost = self._by_state["waiting"].keys() - {number for _, number in ranks}
         assert not lost, f"requests {lost} wait and have no rank"

@@ -132,7 +132,7 @@ class Runner:
         )
 
     def decode(self, batch: Batch, tokens: Tensor) -> Forward:
-        assert len(tokens) == batch.step.query_count, f"{len(tokens)} tokens for the queries"
+        assert tokens.shape == (batch.step.query_count,), f"{len(tokens)} tokens for the queries"
         return self.ended(batch, self.through(batch, self.model.embed(tokens)))
 
     def ended(self, batch: Batch, hidden: Tensor) -> Forward:

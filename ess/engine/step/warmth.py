@@ -59,18 +59,23 @@ class StepWarmth:
     def __init__(self, lengths: npt.NDArray[np.int32], unit: int, most: int) -> None:
         self._given = lengths, unit, most
         self._hits: Counts = np.zeros(len(lengths), np.int64)
-        self._times: Counts = np.zeros((2, len(lengths)), np.int64)
+        self._times: Counts | None = None
         self._whole = [0, 0]
 
     def resolved(self, part: range, where: Resolution) -> None:
         assert 0 <= part.start < part.stop <= len(self._hits), f"{part} of {len(self._hits)}"
         mine = slice(part.start, part.stop)
         self._hits[mine] += where.hit_count.numpy()
-        self._times[0, mine] += 1
+        self._times_of_parts()[0, mine] += 1
 
     def located(self, part: range) -> None:
         assert 0 <= part.start < part.stop <= len(self._hits), f"{part} of {len(self._hits)}"
-        self._times[:, part.start : part.stop] += 1
+        self._times_of_parts()[:, part.start : part.stop] += 1
+
+    def _times_of_parts(self) -> Counts:
+        if self._times is None:
+            self._times = np.zeros((2, len(self._hits)), np.int64)
+        return self._times
 
     def counted(self, hits: Counts, resolved_count: int, located_count: int) -> None:
         if resolved_count:
@@ -83,9 +88,22 @@ class StepWarmth:
 
     def read(self) -> tuple[Counts, Counts]:
         lengths, unit, most = self._given
-        each = lengths - np.maximum(lengths // unit - most, 0) * unit
-        asked, all_there = (self._times + np.array(self._whole)[:, None]) * each
+        if unit == 1:
+            each = np.minimum(lengths, np.int64(most))
+        else:
+            each = lengths - np.maximum(lengths // unit - most, 0) * np.int64(unit)
+        if self._times is None:
+            asked, all_there = each * self._whole[0], each * self._whole[1]
+        else:
+            asked, all_there = (self._times + np.array(self._whole)[:, None]) * each
         return self._hits + all_there, asked
+
+
+def _sums(counts: Counts, firsts: Sequence[int]) -> list[int]:
+    """Over the queries of each sequence."""
+    summed = counts if len(counts) == len(firsts) else np.add.reduceat(counts, firsts)
+    sums: list[int] = summed.tolist()
+    return sums
 
 
 class DeviceWatch:
@@ -132,7 +150,7 @@ class Warmth:
     def stepped(self, turns: Sequence[Turn], firsts: Sequence[int], seen: SeenRows) -> None:
         """Adds the step's counts here and to each request's own counts."""
         assert len(turns) == len(firsts), f"{len(firsts)} first queries of {len(turns)} turns"
-        hits, asked = (np.add.reduceat(counts, firsts).tolist() for counts in seen.read())
+        hits, asked = (_sums(counts, firsts) for counts in seen.read())
         for turn, hit_count, asked_count in zip(turns, hits, asked, strict=True):
             request = turn.request
             assert 0 <= hit_count <= asked_count, f"{hit_count} hits of {asked_count}"

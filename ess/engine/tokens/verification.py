@@ -54,12 +54,20 @@ def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
     targets = draw(changed, samplings, _positions(feeds)).tolist()
     choices, at = [], 0
     for feed, count, open_count in zip(feeds, counts, open_counts, strict=True):
-        tokens = _accepted(feed.tokens[1:], targets[at : at + open_count])
+        if count == 1:
+            tokens: tuple[int, ...] = (targets[at],)
+        else:
+            tokens = _accepted(feed.tokens[1:], targets[at : at + open_count])
         assert tokens, f"request {feed.request.number} makes a token in every step"
         assert 1 <= open_count <= count, f"{open_count} of {count} queries may count"
         drafts = feed.tokens[1 : len(tokens)]
         assert drafts == tokens[:-1], f"a token behind a wrong draft: {drafts}, {tokens}"
-        choices.append(_with_chances(feed.request, logits, at, tokens))
+        choice = chosen(tokens)
+        top_count = feed.request.sampling.logprobs
+        if top_count is not None:
+            lines, ids = logits[at:][: len(tokens)], choice.tokens
+            choice = replace(choice, chances=chances(lines, ids, top_count))
+        choices.append(choice)
         at += count
     assert at == len(targets), f"{at} of {len(targets)} targets were looked at"
     return choices
@@ -75,26 +83,16 @@ def _positions(feeds: Sequence[Feed]) -> list[int]:
 
 def _accepted(drafts: Sequence[int], targets: Sequence[int]) -> tuple[int, ...]:
     """The targets up to the first that differs from its draft."""
-    if not drafts:
-        return tuple(targets)
     right = [draft == target for draft, target in zip(drafts, targets, strict=False)]
     count = right.index(False) + 1 if False in right else len(targets)
     return tuple(targets[:count])
-
-
-def _with_chances(request: Request, logits: Tensor, first: int, targets: tuple[int, ...]) -> Choice:
-    choice, top_count = chosen(targets), request.sampling.logprobs
-    if top_count is None:
-        return choice
-    tokens = choice.tokens
-    return replace(choice, chances=chances(logits[first:][: len(tokens)], tokens, top_count))
 
 
 def changed_logits(
     feeds: Sequence[Feed], logits: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, list[int]]:
     """Logits to draw from, and how many queries of each feed may count."""
-    if not any(feed.request.sampling.changes_logits for feed in feeds):
+    if all(feed.request.is_plain for feed in feeds):
         return logits, list(counts)
     logits = logits.clone()
     parts = torch.split(logits, list(counts))

@@ -52,9 +52,23 @@ def turns(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
     return (both[0], both[1]) if done else None
 
 
-def opened(opening: records.Opening) -> Opened:
-    """Writes the page table lines and angles of a step's queries."""
-    return Opened(_open()(opening))
+def embedded(table: Tensor, ids: Tensor) -> Tensor | None:
+    """Rows of a table of bf16 or float32, as float32; None where it lacks one."""
+    assert ids.dtype == torch.int64, f"ids of {ids.dtype}"
+    assert table.is_contiguous(), f"a table with strides {table.stride()}"
+    assert ids.is_contiguous(), f"ids with strides {ids.stride()}"
+    (row_count, width), (count,) = table.shape, ids.shape
+    made = torch.empty(count, width)
+    pointers = table.data_ptr(), ids.data_ptr(), made.data_ptr()
+    is_wide = table.dtype == torch.float32
+    done = _call("ess_embed", 3, 4)(*pointers, is_wide, row_count, width, count)
+    return made if done else None
+
+
+def opened(opening: records.Opening) -> int:
+    """Writes the page table lines and angles of a step's queries: which `Opened` says."""
+    done: int = _open()(opening)
+    return done
 
 
 def best(logits: Tensor) -> Tensor:

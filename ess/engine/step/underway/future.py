@@ -45,6 +45,8 @@ def depth_reasons(requests: Iterable[Request], *, on_device: bool = False) -> tu
 
 
 def _reasons(request: Request, *, on_device: bool) -> tuple[str, ...]:
+    if request.is_plain:
+        return ()
     sampling = request.sampling
     reasons = sampling.host_reasons(len(request.output))
     if on_device and not reasons and sampling.changes_logits:
@@ -62,7 +64,8 @@ class FutureMap:
 
     def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> HostFed:
         assert tuple(counts) == step.query_counts, f"pads on the host: {counts}"
-        starts = [int(step.positions[first]) for first in step.firsts]
+        positions = step.positions.tolist()
+        starts = [positions[first] for first in step.firsts]
         feeds = [
             Feed(turn.request, self.take(turn.sequence.line, turn.count), start)
             for turn, start in zip(turns, starts, strict=True)
@@ -82,7 +85,7 @@ class FutureMap:
         assert line >= 0, f"line {line}: a sequence that is not on the device"
         tokens = tuple(self._tokens[line][:count])
         assert len(tokens) == count, f"line {line}: tokens were not produced, or taken before"
-        self.forget(line)
+        self._tokens[line] = []
         return tokens
 
     def forget(self, line: int) -> None:
