@@ -164,6 +164,16 @@ def test_what_is_no_size_is_refused_before_the_server_listens(
     assert said == f"{name}: '8 apples' is not a size; write 4096, 128k, 64MiB or 1.5GiB"
 
 
+def test_a_folder_of_pages_that_cannot_be_is_refused_before_the_server_listens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for given, says in ((file, "is no folder"), (file / "x", "cannot be made: Not a directory")):
+        said = refused(EMBEDDED, capsys, prefix_cache_dir=str(given))
+        assert said == f"prefix_cache_dir {given} {says}"
+
+
 def test_certificates_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     junk = tmp_path / "junk.pem"
     junk.write_text("junk")

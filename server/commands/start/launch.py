@@ -94,6 +94,7 @@ def checked(settings: Settings) -> Checkpoint:
     default_sampling(settings.default_sampling, checkpoint.defaults)
     check_events(settings)
     kept_responses(settings)
+    check_kept(settings.prefix_cache_dir)
     if settings.dp_size > 1 and (count := checkpoint.config.expert_count):
         check_places(count, settings.dp_size, settings.redundant_experts)
     if settings.engine == "model":
@@ -176,6 +177,17 @@ def run_node(told: Told) -> int:
     node = Node(starter(settings, launch, told.layers, lambda number: []))
     with unblocked_stderr(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(node.run())
+
+
+def check_kept(folder: str) -> None:
+    """Makes the folder of pages, as the engine would, so that it is refused before anything starts
+    where it cannot be made."""
+    try:
+        if folder:
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = "is no folder" if Path(folder).exists() else f"cannot be made: {error.strerror}"
+        raise BadInput(f"prefix_cache_dir {folder} {why}") from None
 
 
 @contextlib.contextmanager
