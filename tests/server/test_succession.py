@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ess.pool.disk.folder import SLAB
 from ess.server.process.child import End
 from ess.server.process.engines.group import EngineGroup, Loss, Member
 from ess.server.process.engines.restarts import OVER_S, Restarts
@@ -265,12 +266,12 @@ def test_an_engine_that_cannot_load_is_not_started_again():
 
 def test_what_an_engine_refuses_while_it_loads_is_a_sentence(tmp_path: Path) -> None:
     """No traceback stands before it."""
-    (tmp_path / "a-file").touch()
-    with Process("--prefix-cache-dir", str(tmp_path / "a-file")) as process:
+    (tmp_path / SLAB).mkdir()
+    with Process("--prefix-cache-dir", str(tmp_path)) as process:
         assert process.process.wait(60) == 1
         said = process.process.communicate()[1]
     assert "Traceback" not in said
-    assert f"gone: {tmp_path}/a-file takes no pages: File exists; it is not" in said
+    assert f"gone: {tmp_path} takes no pages: Is a directory; it is not" in said
 
 
 class Ending:

@@ -32,7 +32,8 @@ class DiskFolder:
             self.catalogue, self.entries = self._open_catalogue(path, identity, record_max)
         except (OSError, Unusable) as error:
             os.close(self._lock)
-            raise Unavailable(f"{path} takes no pages: {error}") from error
+            why = (error.strerror if isinstance(error, OSError) else None) or error
+            raise Unavailable(f"{path} takes no pages: {why}") from error
 
     def _open_catalogue(
         self, path: Path, identity: bytes, record_max: int
