@@ -111,8 +111,8 @@ ESS_EXPORT int32_t ess_open(const ess::Opening* opening) {
     return 2;
 }
 
-// Rows of a table [row_count, width] of bf16 or, `is_wide`, float32, as float32. 0: a row that is not
-// there, and `out` is unfinished.
+// Rows of a table [row_count, width] of bf16 or, `is_wide`, float32, as float32. 1; or 0 with `out`
+// unfinished: a row that is not there.
 ESS_EXPORT int32_t ess_embed(const uint8_t* table, const int64_t* ids, float* out, int64_t is_wide,
                              int64_t row_count, int64_t width, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
