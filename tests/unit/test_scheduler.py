@@ -24,6 +24,23 @@ def crowd(*states: tuple[str, dict[str, int]]) -> Roster:
     return roster
 
 
+def test_ranks_follow_requests_that_come_move_and_leave():
+    rng, roster, here = random.Random(5), Roster(), []
+    for number in range(200):
+        request = Request(number=number, prompt=[1, 2], sampling=Sampling())
+        request.priority, request.state = rng.randrange(3), "prefilling"
+        roster.add(request)
+        here.append(request)
+        for moved in rng.sample(here, min(len(here), 2)):
+            to = "decoding" if moved.state == "prefilling" else "finished"
+            roster.move(moved, to)
+            here = [request for request in here if request.state != "finished"]
+        by_rank = roster.by_rank("decoding", "prefilling")
+        assert list(by_rank) == sorted(here, key=lambda request: request.rank)
+        assert roster.by_rank("decoding", "prefilling") is by_rank, "sorted once more"
+        roster.check()
+
+
 def planned(roster: Roster, **bounds: int) -> StepPlan:
     wide = {"batch_max": 9, "query_max": 90, "verified_max": 9, "chunk_tokens": 48}
     return scheduler.plan(roster, **{**wide, **bounds})

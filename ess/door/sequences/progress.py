@@ -149,8 +149,8 @@ class Progress:
         """The step brought `count` rows, of which `kept` were kept; `text` are their tokens."""
         assert self.step_numbers[0] == step_number, "steps are learned in their order"
         assert 0 <= kept <= count <= self.ahead_count, "rows were learned that no step brought"
-        if ids is not None and (ahead_count := len(self.tokens) - self.text_length) >= 0:
-            self.tokens.extend(ids[ahead_count:])
+        if ids is not None and (known_count := len(self.tokens) - self.text_length) >= 0:
+            self.tokens.extend(ids[known_count:])
         self.length += kept
         self._text_length += text
         self.ahead_count -= count

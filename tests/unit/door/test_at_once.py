@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from ess.door import Offload
 from ess.door.residency import row_copies
+from ess.door.stats import Counters
 from ess.flashtrans import InlineLane, WorkerLane
 from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
@@ -67,6 +69,18 @@ def test_many_steps_leave_the_same_bytes_everywhere(at_once_bytes, decides, monk
     assert both[0].stored_bytes.all(), "nothing was stored"
     for offload, _, _ in worlds:
         offload.close()
+
+
+@pytest.mark.parametrize("groups", [[], [1], [0, 1], [0, 2], [1, 2]])
+def test_stored_rows_are_counted_for_their_groups_alone(groups):
+    layout = replace(LAYOUT, layer_count=4, groups=((0, 1), (2,), (3,)), mtp_layer_count=0)
+    counters = Counters(layout)
+    for row_count in (0, 5):
+        counters.stored(groups, row_count)
+    expected = [0, 0, 0]
+    for group in groups:
+        expected[group] = 5 * len(layout.groups[group]) * layout.row.row_bytes
+    assert counters._counts["stored_bytes"].tolist() == expected
 
 
 def test_rows_and_keys_are_written_the_same_without_native_code(monkeypatch):
