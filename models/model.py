@@ -106,18 +106,20 @@ class Model:
                 self._head = table if isinstance(table, CodedWeight) else self._embedding
 
     def embed(self, tokens: Tensor) -> Tensor:
-        assert self._embedding is not None, "this part of the model has no embedding"
+        table = self._embedding
+        assert table is not None, "this part of the model has no embedding"
         if self._embeds_natively and tokens.dtype == torch.int64 and tokens.is_contiguous():
-            made = step.embedded(self._embedding, tokens)
+            made = step.embedded(table, tokens)
             if made is not None:
                 return made
-        return torch.embedding(self._embedding, tokens).float()
+        return torch.embedding(table, tokens).float()
 
     @functools.cached_property
     def _embeds_natively(self) -> bool:
         table = self._embedding
-        known = table is not None and table.dtype in (torch.float32, torch.bfloat16)
-        return known and table.is_cpu and table.is_contiguous() and native.available()
+        if table is None or not (table.is_cpu and table.is_contiguous()):
+            return False
+        return table.dtype in (torch.float32, torch.bfloat16) and native.available()
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Shared by all layers of a step; positions int [tokens]."""
