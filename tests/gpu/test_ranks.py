@@ -11,7 +11,7 @@ for name in ("torch", "triton", "msgspec", "safetensors", "zmq"):
 
 import torch  # noqa: E402
 
-from ess.engine.process import exchange_check  # noqa: E402
+from ess.engine.process.checks import exchange_check  # noqa: E402
 from tests.ranks.test_processes import add, expected, ranks  # noqa: E402
 
 COUNT = torch.cuda.device_count()

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ess.engine.process import exchange_check
+from ess.engine.process.checks import exchange_check
 from ess.engine.process.messages import GraphLine, PoolUse, Status
 from ess.errors import BadInput, Unavailable
 from ess.flashtrans.ways import Choice
