@@ -26,7 +26,7 @@ from ess.engine.devices import is_device
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.prefill.trial.pipe import Kind, Pipe, Plan, Ran, kind_for
-from ess.server.commands.start.checkpoint import Checkpoint, read_checkpoint
+from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint
 from ess.server.commands.start.launch import derived, layout_of
 from ess.server.commands.start.settings import Settings, resolve
 from ess.sim.prefill.measured import Measured, Model, modelled

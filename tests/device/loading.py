@@ -15,7 +15,7 @@ from ess.models.load import load_model
 from ess.models.weights.blocks import quantise
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.models.weights.kept import Fp8Weight, plain, stacked
-from ess.server.commands.start.checkpoint import read_entries
+from ess.server.commands.start.files.checkpoint import read_entries
 from tests.device.memory import tensor_bytes
 from tests.support.checkpoints import TINY_GLM, TINY_LLAMA
 from tests.support.held import held

@@ -18,7 +18,7 @@ from ess.engine.process.messages import Add, Handoff, Status
 from ess.engine.tokens.sampling import Sampling
 from ess.models.load import load_model
 from ess.server.commands import cli, doctor
-from ess.server.commands.start.checkpoint import embedded_path
+from ess.server.commands.start.files.checkpoint import embedded_path
 from tests.pd.pairs import SECRET
 from tests.pd.processes import adds, engines, handed_over, introduce
 from tests.prefill.processes import pipeline

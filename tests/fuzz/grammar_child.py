@@ -17,7 +17,7 @@ import numpy as np
 from ess.engine.tokens.grammar import Grammar, Grammars, Matcher
 from ess.errors import BadInput, EssError, Unavailable
 from ess.models.text.tokenizer import Tokenizer
-from ess.server.commands.start.checkpoint import embedded_path
+from ess.server.commands.start.files.checkpoint import embedded_path
 from tests.fuzz.lines import Lines, sources
 from tests.fuzz.rig import EOS, VOCABULARY, described
 

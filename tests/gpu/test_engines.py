@@ -16,7 +16,7 @@ from ess.door import Offload  # noqa: E402
 from ess.models.load import load_model  # noqa: E402
 from ess.models.weights.expected.kept_bytes import kept_bytes  # noqa: E402
 from ess.pool.device_bytes import PoolShape, pool_bytes  # noqa: E402
-from ess.server.commands.start.checkpoint import embedded_path, read_entries  # noqa: E402
+from ess.server.commands.start.files.checkpoint import embedded_path, read_entries  # noqa: E402
 from tests.device import engines  # noqa: E402
 
 pytestmark = [

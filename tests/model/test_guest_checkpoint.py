@@ -27,7 +27,7 @@ from ess.models.load import load_model
 from ess.models.model import Model
 from ess.models.plain import Plain
 from ess.models.text.tokenizer import Tokenizer, byte_alphabet
-from ess.server.commands.start.checkpoint import read_checkpoint
+from ess.server.commands.start.files.checkpoint import read_checkpoint
 from tests.support.greedy import greedy
 
 gguf = pytest.importorskip("gguf", reason="extra `guest` (gguf) is not installed")

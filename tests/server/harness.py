@@ -28,7 +28,7 @@ from ess.engine.process.messages import Abort, Add, Flush, Piece, Progress, Read
 from ess.engine.process.wire import SocketWire
 from ess.models.chat.styles import ChatStyle, DeepSeekStyle, PlainStyle
 from ess.models.text.tokenizer import Tokenizer
-from ess.server.commands.start.checkpoint import embedded_path
+from ess.server.commands.start.files.checkpoint import embedded_path
 from ess.server.http.app import create_app
 from ess.server.http.connection.protocol import LimitedProtocol, limited
 from ess.server.process.board import Board

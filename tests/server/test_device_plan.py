@@ -17,9 +17,9 @@ from ess.errors import BadInput
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from ess.server.commands.start import banner
-from ess.server.commands.start.checkpoint import read_checkpoint, read_entries
 from ess.server.commands.start.devices.device_sizing import Needed, plan_on_device
 from ess.server.commands.start.devices.device_stages import COMING, LEAVING, plan_stages
+from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
 from ess.server.commands.start.launch import launch_of, layout_of
 from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.sizing import MemoryPlan

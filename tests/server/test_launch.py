@@ -17,9 +17,9 @@ from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.commands.start.begin import serve_flags
-from ess.server.commands.start.checkpoint import read_checkpoint, read_entries
+from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
+from ess.server.commands.start.files.words import chat_template, read_words
 from ess.server.commands.start.settings import resolve
-from ess.server.commands.start.words import chat_template, read_words
 
 
 def folder_with(folder: Path, **changed: Any) -> Path:

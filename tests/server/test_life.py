@@ -24,7 +24,7 @@ from ess.bench.harness.report import Document, present
 from ess.cost import Calibration
 from ess.overlap.calibration import shape_of
 from ess.server.commands import cli
-from ess.server.commands.start.checkpoint import embedded_path, read_checkpoint
+from ess.server.commands.start.files.checkpoint import embedded_path, read_checkpoint
 from tests.server.harness import TOKENIZER, until
 from tests.support.kin import is_running
 from tests.support.process import READY_S, ROOT, RUN, Process

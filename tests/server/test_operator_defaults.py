@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ess.errors import BadInput
-from ess.server.commands.start.checkpoint import default_sampling
+from ess.server.commands.start.files.checkpoint import default_sampling
 from ess.server.process.service import Limits, SamplingDefaults
 from tests.server.harness import PacedEngine, Served, counting
 from tests.support.process import Process

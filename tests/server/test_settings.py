@@ -18,7 +18,6 @@ from ess.layout import ModelLayout
 from ess.server.commands import cli
 from ess.server.commands.serve import shown_default
 from ess.server.commands.start import begin, launch
-from ess.server.commands.start.checkpoint import read_checkpoint
 from ess.server.commands.start.compat_flags import (
     FLAGS,
     NO_EFFECT,
@@ -28,6 +27,7 @@ from ess.server.commands.start.compat_flags import (
     ForeignFlags,
     check_foreign,
 )
+from ess.server.commands.start.files.checkpoint import read_checkpoint
 from ess.server.commands.start.settings import FIELDS, SECTIONS, Settings, resolve
 from ess.server.commands.start.sizing import plan_memory, size_of
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ess.models.chat.styles import style_of
-from ess.server.commands.start.checkpoint import embedded_path
+from ess.server.commands.start.files.checkpoint import embedded_path
 from ess.server.dialects import schemas
 from ess.server.process.bounds import LOOP_BODY_BYTES, READS_MAX, SHORT_BODY_BYTES
 from ess.server.process.texts import TEMPLATED

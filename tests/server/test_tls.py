@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ess.errors import BadInput
-from ess.server.commands.start.hidden_files import check_tls
+from ess.server.commands.start.files.hidden_files import check_tls
 from ess.server.commands.start.http_config import uvicorn_config
 from ess.server.commands.start.settings import resolve
 from tests.server.harness import PacedEngine, Served, saying

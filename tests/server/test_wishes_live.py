@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from ess.server.commands.start.checkpoint import embedded_path
+from ess.server.commands.start.files.checkpoint import embedded_path
 from tests.server.harness import TOKENIZER
 from tests.support.process import Process
 

@@ -18,7 +18,7 @@ import pytest
 from ess.errors import BadInput
 from ess.models.load import load_model
 from ess.models.registry import read_config
-from ess.server.commands.start.checkpoint import read_checkpoint
+from ess.server.commands.start.files.checkpoint import read_checkpoint
 from ess.server.commands.start.launch import derived, layout_of, planned
 from ess.server.commands.start.settings import resolve
 from tests.ranks.test_serve import COUNT, PROMPT, tokens

@@ -13,12 +13,12 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.server.commands.start.checkpoint import Checkpoint, read_checkpoint, read_entries
 from ess.server.commands.start.compat_flags import FAMILY
+from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint, read_entries
+from ess.server.commands.start.files.words import read_words
 from ess.server.commands.start.launch import derived, layout_of, sized
 from ess.server.commands.start.settings import FIELDS, PREFIX, Resolved, Settings, resolve
 from ess.server.commands.start.sizing import STATE_COPIES, MemoryPlan, plan_memory
-from ess.server.commands.start.words import read_words
 from ess.transfer.messages import SECRET_BYTES_MIN
 
 Role = Literal["prefill", "decode"]

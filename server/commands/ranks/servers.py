@@ -27,9 +27,9 @@ from ess.ports import kept_port
 from ess.server.commands.pd.keeper import Keeper, Order
 from ess.server.commands.pd.kept import Kept, is_worker_ready, write_private
 from ess.server.commands.pd.shares import clean, told_settings
+from ess.server.commands.start.files.words import read_words
 from ess.server.commands.start.launch import checked, derived, layout_of, planned, sized
 from ess.server.commands.start.settings import Resolved, Settings
-from ess.server.commands.start.words import read_words
 from ess.server.process.lifecycle import HANG_S
 from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder

@@ -10,7 +10,7 @@ import uvicorn
 
 from ess import console
 from ess.errors import BadInput
-from ess.server.commands.start.hidden_files import check_tls
+from ess.server.commands.start.files.hidden_files import check_tls
 from ess.server.commands.start.settings import Settings
 from ess.server.commands.start.sizing import size_of
 from ess.server.http.app import create_app

@@ -31,23 +31,23 @@ from ess.models.chat.reply import PlainParser
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.overlap import calibration
 from ess.server.commands.start import banner
-from ess.server.commands.start.checkpoint import (
+from ess.server.commands.start.devices.device_probing import found_for
+from ess.server.commands.start.devices.device_sizing import Needed, plan_on_device
+from ess.server.commands.start.devices.device_stages import plan_stages
+from ess.server.commands.start.files.checkpoint import (
     EMBEDDED,
     Checkpoint,
     default_sampling,
     read_checkpoint,
     read_entries,
 )
-from ess.server.commands.start.devices.device_probing import found_for
-from ess.server.commands.start.devices.device_sizing import Needed, plan_on_device
-from ess.server.commands.start.devices.device_stages import plan_stages
-from ess.server.commands.start.hidden_files import check_tls
+from ess.server.commands.start.files.hidden_files import check_tls
+from ess.server.commands.start.files.words import Words, read_words
 from ess.server.commands.start.http_config import uvicorn_config
 from ess.server.commands.start.node import STOPPED_S, Node
 from ess.server.commands.start.settings import Resolved, Settings, check_events
 from ess.server.commands.start.sizing import AUTO, MemoryPlan, check_sizes, plan_memory, size_of
 from ess.server.commands.start.topology import layers_of, ranks_here, starter
-from ess.server.commands.start.words import Words, read_words
 from ess.server.http import telemetry
 from ess.server.process.board import Board
 from ess.server.process.bounds import JOURNAL_BYTES, PROBE_CONNECTIONS, RESUME_S

@@ -23,7 +23,7 @@ from ess.engine.config import ProcessConfig
 from ess.engine.devices import brought_by
 from ess.errors import BadInput
 from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
-from ess.server.commands.start.hidden_files import read_keys, read_secret
+from ess.server.commands.start.files.hidden_files import read_keys, read_secret
 from ess.server.commands.start.torchrun import placed_by_torchrun
 from ess.server.commands.start.written_addresses import (
     is_loopback,

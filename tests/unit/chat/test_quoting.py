@@ -8,7 +8,7 @@ import pytest
 
 from ess.models.chat.quoting import SEPARATORS, Quoting
 from ess.models.text.tokenizer import Tokenizer
-from ess.server.commands.start.checkpoint import embedded_path
+from ess.server.commands.start.files.checkpoint import embedded_path
 
 TOKENIZER = Tokenizer(embedded_path())
 BEGIN, END = "<|begin|>", "<|end|>"

@@ -10,7 +10,7 @@ import pytest
 from ess.models.load import load_model
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.models.weights.rank import Form
-from ess.server.commands.start.checkpoint import read_entries
+from ess.server.commands.start.files.checkpoint import read_entries
 from tests.support.checkpoints import TINY_AXK2, TINY_DOTS3, TINY_HY4, TINY_MISTRAL4
 from tests.support.held import held
 

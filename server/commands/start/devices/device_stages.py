@@ -22,7 +22,6 @@ from ess.models.config import ModelConfig
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.models.weights.files.header import Entry
 from ess.pool.device_bytes import locked_bytes, stage_shape
-from ess.server.commands.start.checkpoint import Checkpoint
 from ess.server.commands.start.devices.device_sizing import (
     check_fit,
     host_bytes_of,
@@ -30,6 +29,7 @@ from ess.server.commands.start.devices.device_sizing import (
     pool_lines,
     weight_line,
 )
+from ess.server.commands.start.files.checkpoint import Checkpoint
 from ess.server.commands.start.settings import Settings
 from ess.server.commands.start.sizing import (
     DevicePlan,

@@ -1,1 +1,1 @@
-"""What is read from files before a server starts: checkpoint, texts, secrets, the cache of a hub."""
+"""What is read from files before a server starts: checkpoint, texts, secrets, a hub's cache."""

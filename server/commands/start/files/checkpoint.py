@@ -22,7 +22,7 @@ from ess.models.weights.expected.shapes import expected_tensors
 from ess.models.weights.files.folder import Folder
 from ess.models.weights.files.header import Entry
 from ess.models.weights.files.placement import open_files
-from ess.server.commands.start import hub
+from ess.server.commands.start.files import hub
 from ess.server.process.service import SamplingDefaults
 
 EMBEDDED: Final = "ess-embedded"

@@ -9,7 +9,7 @@ from ess.errors import BadInput
 from ess.models.chat.messages import Message
 from ess.models.chat.styles import ChatStyle, TemplateStyle, style_of
 from ess.models.text.tokenizer import Tokenizer
-from ess.server.commands.start.checkpoint import Checkpoint
+from ess.server.commands.start.files.checkpoint import Checkpoint
 from ess.server.commands.start.settings import Settings
 
 
