@@ -30,15 +30,14 @@ def open_sequence(
 ) -> Sequence:
     """The last token is never cached: a step must compute from it what comes next."""
     owner.pools.inflight.settle()
-    layout, states = owner.pools.layout, owner.pools.states
+    layout = owner.pools.layout
     known = tokens[: len(tokens) - 1][:reuse_max]
     hashes = page_hashes(known, salt=salt, page_tokens=layout.page_tokens)
-    if load_max is None:
-        prefix, claim = _cached_prefix(
-            owner.pools, hashes, from_disk=from_disk, needs_state=on_device
-        )
-    else:
-        prefix, claim = _part_prefix(owner.pools, hashes, load_max)
+    prefix, claim = (
+        _cached_prefix(owner.pools, hashes, from_disk=from_disk, needs_state=on_device)
+        if load_max is None
+        else _part_prefix(owner.pools, hashes, load_max)
+    )
     sequence = Sequence(
         owner,
         tokens,
@@ -52,18 +51,32 @@ def open_sequence(
     )
     page_count = layout.pages_of(len(tokens))
     if on_device and claim is None and load_max is None:
-        begins = states.kept if states and len(prefix) else None
-        content = b"" if begins is None else hashes[len(prefix) - 1]
-        sequence.holding.open(
-            prefix,
-            page_count,
-            length=sequence.length,
-            text=sequence.text_length,
-            state=None if begins is None else begins.of(content),
-        )
-        if begins is not None:
-            begins.begun(content)
-        return sequence
+        _begin_on_device(owner.pools, sequence, prefix, page_count, hashes)
+    else:
+        _begin_on_host(sequence, prefix, page_count, claim)
+    return sequence
+
+
+def _begin_on_device(
+    pools: Pools, sequence: Sequence, prefix: PageIds, page_count: int, hashes: list[bytes]
+) -> None:
+    kept = pools.states.kept if pools.states and len(prefix) else None
+    content = b"" if kept is None else hashes[len(prefix) - 1]
+    sequence.holding.open(
+        prefix,
+        page_count,
+        length=sequence.length,
+        text=sequence.text_length,
+        state=None if kept is None else kept.of(content),
+    )
+    if kept is not None:
+        kept.begun(content)
+
+
+def _begin_on_host(
+    sequence: Sequence, prefix: PageIds, page_count: int, claim: Claim | None
+) -> None:
+    """Preempted, and loading if the disk has a part of the prefix."""
     try:
         sequence.holding.open_on_host(prefix, page_count)
     except PoolFull:
@@ -73,7 +86,6 @@ def open_sequence(
     sequence.state = "preempted"
     if claim is not None:
         sequence.load(claim)
-    return sequence
 
 
 def _cached_prefix(
