@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ess.models.chat import glm_reply, hermes_reply
-from ess.models.chat.dots_reply import CALLS as DOTS_CALLS
-from ess.models.chat.dots_reply import DotsParser
-from ess.models.chat.glm_reply import GlmParser, Tags
 from ess.models.chat.grammars import dots, objects
 from ess.models.chat.grammars import glm as glm_grammar
 from ess.models.chat.grammars.calls import Calls
-from ess.models.chat.hermes_reply import HermesParser, MistralParser
+from ess.models.chat.parsers import glm, hermes
+from ess.models.chat.parsers.dots import CALLS as DOTS_CALLS
+from ess.models.chat.parsers.dots import DotsParser
 from ess.models.chat.reply import PlainParser, ReplyParser
 
 if TYPE_CHECKING:
@@ -41,16 +39,18 @@ class Replies:
 PLAIN: Final = Replies(name="plain", parser=lambda thinking, tools: PlainParser())
 GLM: Final = Replies(
     name="glm",
-    parser=lambda thinking, tools: GlmParser(thinking=thinking, tools=tools),
+    parser=lambda thinking, tools: glm.GlmParser(thinking=thinking, tools=tools),
     grammar=glm_grammar.write,
 )
 HERMES: Final = Replies(
     name="hermes",
-    parser=lambda thinking, tools: HermesParser(thinking=thinking),
+    parser=lambda thinking, tools: hermes.HermesParser(thinking=thinking),
     grammar=objects.hermes,
 )
 MISTRAL: Final = Replies(
-    name="mistral", parser=lambda thinking, tools: MistralParser(), grammar=objects.mistral
+    name="mistral",
+    parser=lambda thinking, tools: hermes.MistralParser(),
+    grammar=objects.mistral,
 )
 DOTS: Final = Replies(
     name="dots", parser=lambda thinking, tools: DotsParser(tools=tools), grammar=dots.write
@@ -58,7 +58,7 @@ DOTS: Final = Replies(
 
 
 def hy(suffix: str) -> Replies:
-    tags = Tags(
+    tags = glm.Tags(
         think=f"<think{suffix}>",
         think_end=f"</think{suffix}>",
         call=f"<tool_call{suffix}>",
@@ -72,7 +72,7 @@ def hy(suffix: str) -> Replies:
     )
     return Replies(
         name="hy",
-        parser=lambda thinking, tools: GlmParser(
+        parser=lambda thinking, tools: glm.GlmParser(
             thinking=thinking, tools=tools, tags=tags, ends=()
         ),
         grammar=lambda tokenizer, calls: glm_grammar.write(tokenizer, calls, tags=tags),
@@ -85,11 +85,11 @@ def replies_of(tokenizer: Tokenizer, source: str) -> Replies:
     outer = next(filter(None, map(_HY_CALLS.fullmatch, sorted(tokenizer.added_texts))), None)
     if outer is not None:
         return hy(outer[1] or "")
-    if tokenizer.id_of(glm_reply.KEY) is not None:
+    if tokenizer.id_of(glm.KEY) is not None:
         return GLM
-    marks = hermes_reply.MISTRAL_CALL, hermes_reply.MISTRAL_ARGS
+    marks = hermes.MISTRAL_CALL, hermes.MISTRAL_ARGS
     if all(tokenizer.id_of(mark) is not None for mark in marks):
         return MISTRAL
     if DOTS_CALLS in source:
         return DOTS
-    return HERMES if hermes_reply.CALL in source else PLAIN
+    return HERMES if hermes.CALL in source else PLAIN

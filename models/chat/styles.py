@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ess.errors import BadInput
 from ess.models.chat import deepseek_v4, deepseek_v32, dsml
-from ess.models.chat.deepseek_v32_reply import DeepSeekParser
 from ess.models.chat.grammars import dsml as dsml_grammar
 from ess.models.chat.grammars.calls import Calls
 from ess.models.chat.messages import Message, arguments_of
+from ess.models.chat.parsers.deepseek_v32 import DeepSeekParser
 from ess.models.chat.replies import PLAIN, Replies, replies_of
 from ess.models.chat.reply import PlainParser, ReplyParser
 from ess.models.chat.template import SOURCE_BYTES_MAX, ChatTemplate

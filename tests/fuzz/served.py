@@ -19,8 +19,9 @@ from tests.fuzz.rig import HELD_BYTES_MAX, KEEP_ALIVE_S, Rig
 SERVER_FILES = (
     *("server/http/**/*.py", "server/dialects/**/*.py", "server/process/link.py"),
     *("server/process/service.py", "server/process/tally.py", "engine/tokens/stops.py"),
-    *("models/chat/deepseek_v32*.py", "models/chat/dsml.py", "models/chat/glm_reply.py"),
-    *("models/chat/[mqt]*.py", "models/chat/reply.py", "models/chat/st*.py", "models/text/*.py"),
+    *("models/chat/deepseek_v32.py", "models/chat/dsml.py", "models/chat/[mqt]*.py"),
+    *("models/chat/reply.py", "models/chat/styles.py", "models/text/*.py"),
+    *(f"models/chat/parsers/{name}.py" for name in ("deepseek_v32", "glm", "stream", "tagged")),
     *(
         "models/chat/grammars/calls.py",
         "models/chat/grammars/dsml.py",

@@ -137,9 +137,10 @@ JINJA = (
     ),
 )
 CHAT_FILES = (
-    *("models/chat/deepseek_v32*.py", "models/chat/dsml.py", "models/chat/glm_reply.py"),
+    *("models/chat/deepseek_v32.py", "models/chat/dsml.py"),
+    *(f"models/chat/parsers/{name}.py" for name in ("deepseek_v32", "glm", "stream", "tagged")),
     *("models/chat/messages.py", "models/chat/quoting.py", "models/chat/reply.py"),
-    *("models/chat/stream.py", "models/chat/styles.py", "models/chat/template.py"),
+    *("models/chat/styles.py", "models/chat/template.py"),
     "models/text/marks.py",
 )
 QUOTED = frozenset(

@@ -5,16 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ess.models.chat.dots_reply import (
-    CALLS,
-    CALLS_END,
-    INVOKE,
-    INVOKE_END,
-    PARAMETER,
-    PARAMETER_END,
-    THINK,
-    THINK_END,
-)
 from ess.models.chat.grammars.calls import (
     Calls,
     Parameter,
@@ -28,6 +18,16 @@ from ess.models.chat.grammars.calls import (
     lines_of_calls,
     literal,
     string_values,
+)
+from ess.models.chat.parsers.dots import (
+    CALLS,
+    CALLS_END,
+    INVOKE,
+    INVOKE_END,
+    PARAMETER,
+    PARAMETER_END,
+    THINK,
+    THINK_END,
 )
 
 if TYPE_CHECKING:

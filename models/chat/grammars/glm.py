@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ess.models.chat.glm_reply import GLM, Tags
 from ess.models.chat.grammars.calls import (
     Calls,
     Parameter,
@@ -23,6 +22,7 @@ from ess.models.chat.grammars.calls import (
     literal,
     string_values,
 )
+from ess.models.chat.parsers.glm import GLM, Tags
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer

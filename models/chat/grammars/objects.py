@@ -16,7 +16,7 @@ from ess.models.chat.grammars.calls import (
     parameters_of,
     root_of,
 )
-from ess.models.chat.hermes_reply import (
+from ess.models.chat.parsers.hermes import (
     CALL,
     CALL_END,
     MISTRAL_ARGS,

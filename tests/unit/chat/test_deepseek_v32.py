@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ess.errors import BadInput
 from ess.models.chat.deepseek_v32 import encode
-from ess.models.chat.deepseek_v32_reply import DeepSeekParser
 from ess.models.chat.dsml import write_calls, write_tools
 from ess.models.chat.messages import Reply, ToolCall, read_messages
+from ess.models.chat.parsers.deepseek_v32 import DeepSeekParser
 from ess.models.chat.reply import (
     CallArguments,
     CallBegin,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ess.models.chat.glm_reply import GlmParser
 from ess.models.chat.messages import Reply, ToolCall
+from ess.models.chat.parsers.glm import GlmParser
 from ess.models.chat.reply import CallArguments, Content, Event, collect, parse
 
 TOOLS = (

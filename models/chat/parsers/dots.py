@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ess.models.chat.tagged import TaggedParser, Tags
+from ess.models.chat.parsers.tagged import TaggedParser, Tags
 
 THINK, THINK_END = "<think>", "</think>"
 CALLS, CALLS_END = "<dots_function_call>", "</dots_function_call>"

@@ -20,8 +20,8 @@ from typing import Any, Final, NoReturn
 
 from ess.errors import BadInput
 from ess.models.chat.messages import write_json
+from ess.models.chat.parsers.stream import State, StreamParser
 from ess.models.chat.reply import CallBegin, CallEnd
-from ess.models.chat.stream import State, StreamParser
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"

@@ -24,7 +24,7 @@ from ess.models.chat.dsml import (
     PARAMETER_END,
     THINK_END,
 )
-from ess.models.chat.tagged import TaggedParser, Tags
+from ess.models.chat.parsers.tagged import TaggedParser, Tags
 
 
 class DeepSeekParser(TaggedParser):

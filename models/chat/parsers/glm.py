@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ess.models.chat.parsers.stream import State, StreamParser
 from ess.models.chat.reply import CallBegin, CallEnd
-from ess.models.chat.stream import State, StreamParser
 from ess.models.text.marks import first_mark
 
 THINK_END: Final = "</think>"
