@@ -42,18 +42,17 @@ serve: $(SERVES)
 # Two workers on two cores: a second thread of each would only wait. Each begins with its share of
 # the tests as they lie in their files; a worker without tests takes half of what another has left.
 # Hundreds of processes are started, and each would compile what no other has kept. Slow tests wait
-# for processes of their own in a third of their time: with them three workers keep two cores busy. A
-# test that hangs fails by name after TEST_LIMIT_S; where it swallows even that, its worker prints
-# where it stands and ends 30 s later, and another worker goes on.
+# for ends, limits and other processes: with them four workers keep two cores busy. A test that hangs
+# fails by name after TEST_LIMIT_S; where it swallows even that, its worker prints where it stands and
+# ends 30 s later, and another worker goes on.
 TEST_LIMIT_S ?= 300
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= timeout -k 30 2400 $(BIN)/pytest -n 2 \
 	--dist worksteal --timeout $(TEST_LIMIT_S) -o faulthandler_exit_on_timeout=true \
 	-o faulthandler_timeout=$(shell expr $(TEST_LIMIT_S) + 30)
 
-# Types are checked beside the tests, on one core of two for half a minute.
+# Style and types are checked beside the tests, on one core of two for half a minute.
 test: $(STAMP)
-	$(STYLE)
-	$(TYPES) & types=$$!; $(PYTEST) -n 3 -m "not long and not gpu"; tests=$$?; \
+	{ $(STYLE) && $(TYPES); } & types=$$!; $(PYTEST) -n 4 -m "not long and not gpu"; tests=$$?; \
 	wait $$types && exit $$tests
 
 # Campaigns: the same checks as in `make test`, over many more inputs.

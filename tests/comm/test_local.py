@@ -13,6 +13,9 @@ from ess.comm.link import AHEAD_MAX, HEAD_BYTES_MAX, HELD_MAX, LinkLost
 from ess.comm.local import local_group
 from ess.errors import BadInput
 
+JOIN_S = 240.0
+"""On a machine that others have, too."""
+
 
 def each(groups: list[Group], act: Callable[[Group], object]) -> list[object]:
     """Runs `act` in a thread per rank and returns what each has made or raised."""
@@ -28,7 +31,7 @@ def each(groups: list[Group], act: Callable[[Group], object]) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(JOIN_S)
         assert not thread.is_alive()
     return results
 
