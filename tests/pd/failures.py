@@ -156,7 +156,10 @@ def happens(
 
 
 def campaign(kinds: list[Kind], flags: tuple[str, ...], load_s: float) -> Iterator[list[str]]:
-    with tempfile.TemporaryDirectory() as folder, Stand(Path(folder), *flags, *ROOM) as stand:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Stand(Path(folder), *flags, *ROOM, has_real_engine=True) as stand,
+    ):
         for kind in kinds:
             for event, name, act, undo in EVENTS:
                 with stand.behind(kind) as router:

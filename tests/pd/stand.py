@@ -32,6 +32,7 @@ class Worker(Process):
         self.role = name.partition("-")[0]
         self._folder = folder
         self._flags = flags
+        self._given = given
         with (folder / f"{name}.txt").open("a") as lines:
             words = ("--role", self.role, "--port", str(port), *flags)
             super().__init__(*words, stderr=lines.fileno(), ESS_PEER_SECRET=SECRET, **given)
@@ -61,13 +62,14 @@ class Worker(Process):
         return not ask(f"{self.url}/ready").document["missing"]
 
     def signal_all(self, number: signal.Signals) -> None:
-        """The server and its engine: a machine that stops stops both."""
+        """The server and its engine: a machine that stops stops both. A signal that stops an
+        engine does not reach its fork, so it is a real or a paced one."""
         for pid in (self.engine_pid, self.process.pid):
             os.kill(pid, number)
 
     def again(self) -> Worker:
         """Another at the same port; this one has ended."""
-        return Worker(self.name, self._folder, *self._flags, port=self.port)
+        return Worker(self.name, self._folder, *self._flags, port=self.port, **self._given)
 
 
 class Stand:
@@ -80,9 +82,10 @@ class Stand:
         *flags: str,
         prefill: Sequence[str] = (),
         decode: Sequence[str] = (),
+        **given: bool,
     ) -> None:
         self.folder = folder
-        self._flags = flags
+        self._flags, self._given = flags, given
         self._prefill_flags, self._decode_flags = prefill, decode
         self._kept = contextlib.ExitStack()
         self.workers: dict[str, Worker] = {}
@@ -108,7 +111,8 @@ class Stand:
 
     def _start(self, name: str, *flags: str) -> Worker:
         port = self._kept.enter_context(kept_port("127.0.0.1"))
-        self.workers[name] = Worker(name, self.folder, *flags, *self._flags, port=port)
+        words = (*flags, *self._flags)
+        self.workers[name] = Worker(name, self.folder, *words, port=port, **self._given)
         return self.workers[name]
 
     @property
