@@ -54,7 +54,8 @@ WISHES: Final = (
     ([*TEXT[:130], *TEXT[200:230]], {}),
 )
 MISSED: Final = TEXT[100:190]
-WAIT_S: Final = 5.0
+WAITS_S: Final = {"memory": 5.0, "tcp": 12.0}
+"""How long rows are waited for. Over TCP time is the machine's, which may be busy."""
 STEP_S: Final = 0.1
 
 
@@ -79,6 +80,7 @@ class Pair:
         self.clock = ManualClock() if over == "memory" else RealClock()
         self._exchange = Exchange() if over == "memory" else None
         self._uid = 0
+        self._wait_s = WAITS_S[over]
         self.workers = [self._worker(at, device, case) for at, device in enumerate(way.split("-"))]
         self.giver, self.taker = self.workers
         mine, others = self.ports
@@ -89,7 +91,7 @@ class Pair:
         made, offload, chosen = engines.parts(device, **case)
         identity = Identity(epoch=at + 1, seal=SEAL, layout=bytes(32))
         transport = self._transport(identity, f"worker {at}")
-        port = Port(offload, transport, SEAL, clock=self.clock, wait_s=WAIT_S)
+        port = Port(offload, transport, SEAL, clock=self.clock, wait_s=self._wait_s)
         self.ports = [*getattr(self, "ports", []), port]
         return Engine(made, offload, chosen, port=port, clock=self.clock)
 
