@@ -315,10 +315,24 @@ class Matcher:
 
 
 def _asked(grammar: Grammar) -> dict[str, str]:
-    """A schema whose x-guidance says what it wants of white space gets that."""
+    """What the process that compiles it is told."""
     text = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
-    whitespace = "" if '"x-guidance"' in text else WHITESPACE
+    whitespace = "" if _chooses_whitespace(text) else WHITESPACE
     return {"kind": grammar.kind, "text": text, "whitespace": whitespace}
+
+
+def _chooses_whitespace(text: str) -> bool:
+    """Whether a schema forbids white space, or gives a pattern of its own; else ours bounds it."""
+    if '"x-guidance"' not in text:
+        return False
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    given = schema.get("x-guidance") if isinstance(schema, dict) else None
+    if not isinstance(given, dict):
+        return False
+    return "whitespace_pattern" in given or given.get("whitespace_flexible") is False
 
 
 def described(tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> bytes:

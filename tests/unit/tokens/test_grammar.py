@@ -94,10 +94,14 @@ def test_walking_along_drafts_changes_nothing(drafts):
         ("json_object", "", 32),
         ("json_schema", '{"type": "array"}', 32),
         ("json_schema", '{"type": "array", "x-guidance": {"whitespace_flexible": false}}', 0),
-        ("json_schema", '{"type": "array", "x-guidance": {}}', 99),
+        ("json_schema", '{"type": "array", "x-guidance": {"whitespace_pattern": "[ ]{0,5}"}}', 5),
+        ("json_schema", '{"type": "array", "x-guidance": {"whitespace_pattern": "[ ]*"}}', 99),
+        ("json_schema", '{"type": "array", "x-guidance": {"whitespace_flexible": true}}', 32),
+        ("json_schema", '{"type": "array", "x-guidance": {"item_separator": ","}}', 32),
+        ("json_schema", '{"type": "array", "title": "x-guidance"}', 32),
     ],
 )
-def test_white_space_is_bounded_unless_the_schema_says_otherwise(kind, text, space_count):
+def test_white_space_is_bounded_unless_the_schema_has_a_pattern_of_its_own(kind, text, space_count):
     opening = ids("{" if kind == "json_object" else "[")
     space = ids(" ")[0]
     drafts = [*opening, *[space] * 99]
