@@ -160,11 +160,11 @@ def said_of(choices: Sequence[Choice]) -> str:
         return "by NumPy"
     usual = Counter(choice.way for choice in choices).most_common(1)[0][0]
     others = [
-        f"{choice.count:,} of {choice.row_bytes:,} B {choice.way} (x{choice.gain:.2f})"
+        f"{choice.count:,} rows of {choice.row_bytes:,} B: {choice.way}, x{choice.gain:.2f}"
         for choice in choices
         if choice.way != usual
     ]
-    return "; ".join((usual, *others))
+    return "; ".join((f"by the way {usual}", *others))
 
 
 def _memory() -> Check:
