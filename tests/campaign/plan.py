@@ -108,6 +108,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     family: str = "small"
 
     @property
+    def right(self) -> float:
+        """The chance of a draft to be right."""
+        return self.seed % 4 / 3
+
+    @property
     def has_bad_disks(self) -> bool:
         return self.disks != "none" and bool(self.disk_odds)
 
@@ -160,7 +165,7 @@ def drawn(seed: int) -> Plan:
 
 def of_v4(plan: Plan) -> Plan:
     """The same of DeepSeek-V4, without what it lacks. Pages are of four times as many tokens."""
-    lacks = ("stages", "mtp", "tbo", "deterministic", "disks")
+    lacks = ("stages", "tbo", "deterministic", "disks")
     without = {name: PLAIN[name] for name in lacks}
     return msgspec.structs.replace(
         plan, family="deepseek_v4", chunk=4 * plan.chunk, disk_odds={}, **without

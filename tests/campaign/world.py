@@ -7,6 +7,7 @@ import random
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from ess.door.stats import Stats
 from ess.engine.requests.request import Request, Take
@@ -14,6 +15,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, PoolFull, Unavailable
 from ess.pool.disk.tier import DiskUse
 from tests.campaign.cluster import AnyWorker, Cluster, Kind
+from tests.campaign.drafts import Drafts, made_by
 from tests.campaign.families import FAMILIES, others, prompts
 from tests.campaign.plan import TOKENS_MAX, TURNS, Ask, Hit, Plan
 from tests.pd.rigs import alone
@@ -82,6 +84,20 @@ class World:
     # ---- a turn
 
     def play(self) -> Outcome:
+        vocabulary = FAMILIES[self.plan.family].vocabulary
+        drafts = Drafts(
+            self._texts, vocabulary=vocabulary, right=self.plan.right, seed=self.plan.seed
+        )
+        with made_by(drafts):
+            self._play()
+        self.told.seen["right drafts"] = drafts.right_count
+        return self.told
+
+    def _texts(self) -> dict[Any, list[int]]:
+        legs = [leg for leg in self._legs["take"] if leg.request.sequence is not None]
+        return {leg.request.sequence: leg.request.prompt + leg.expected for leg in legs}
+
+    def _play(self) -> None:
         for turn in range(TURNS_MAX):
             self._cluster.clock.advance(STEP_S if turn < self._last else LATE_STEP_S)
             self._begin(turn)
@@ -90,7 +106,7 @@ class World:
             if turn > self._last and self._is_quiet():
                 self.told.seen["turns"] = turn
                 self._settle()
-                return self.told
+                return
         raise Wrong(f"it goes on behind turn {TURNS_MAX}: {self._open_legs()}")
 
     def _begin(self, turn: int) -> None:

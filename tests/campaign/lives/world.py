@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import pytest
 import torch
 from torch import Tensor
 
 from ess.door import Offload
 from ess.engine.config import EngineConfig
 from ess.engine.engine import Engine
-from ess.engine.entries import over
 from ess.engine.plan import StepResult
 from ess.engine.requests.request import Request
-from ess.engine.step import way
 from ess.engine.tokens.chance import Chance
 from ess.errors import PoolFull
 from ess.layout import ModelLayout
 from ess.pool.sparse import FIRST_STEP, NOW_MAX
+from tests.campaign.drafts import Drafts, made_by
 from tests.campaign.lives.plan import OF_TEXT, TURNS, Ask, Hit, Life
 from tests.campaign.lives.truth import Truth, alone, lines, model, nearest, tokenizer, truth, wish
 from tests.support.manual_lane import ManualLane
@@ -95,12 +90,13 @@ class World:
         text = tokenizer() if life.family == "embedded" else None
         self.engine = Engine(model(life.family), self.offload, settings, tokenizer=text)
         self._held: list[tuple[int, Told]] = []
-        self._draw = random.Random(life.seed)
+        vocabulary = model(life.family).config.vocab_size
+        self.drafts = Drafts(self._texts, vocabulary=vocabulary, right=life.right, seed=life.seed)
         self.offload._pools.sparse.step += NOW_MAX - FIRST_STEP - life.seed % 40
 
     def live(self) -> Outcome:
         last = max([TURNS, *(ask.at for ask in self.life.asks)])
-        with right_drafts(self):
+        with made_by(self.drafts):
             for turn in range(TURNS_MAX):
                 self._begin(turn)
                 result = self.engine.step()
@@ -230,6 +226,7 @@ class World:
             self._look_at_end(told)
         self.offload.drain()
         self._verify()
+        self.outcome.seen["right drafts"] = self.drafts.right_count
         self.outcome.seen["preempted"] = self.engine.preempted_count
         self.outcome.seen["moved"] = self.engine.moved_count
         self.engine.forget_prefixes()
@@ -290,40 +287,12 @@ class World:
 
     # ---- drafts
 
-    def guess(self, sequences: Sequence[Any], behind: Sequence[int], guesses: Tensor) -> Tensor:
-        """Guesses of what stands from `behind` on, right as often as is drawn."""
-        of = {told.request.sequence: told for told in self.told}
-        vocabulary = model(self.life.family).config.vocab_size
-        for place, (sequence, first) in enumerate(zip(sequences, behind, strict=True)):
-            told = of.get(sequence)
-            text = [] if told is None else told.request.prompt + told.truth.tokens
-            for at, token in enumerate(text[first : first + guesses.shape[1]]):
-                is_right = self._draw.random() < self.life.right
-                guesses[place, at] = token if is_right else (token + 1) % vocabulary
-                self.outcome.seen["right drafts"] += is_right
-        return guesses
-
-
-@contextmanager
-def right_drafts(world: World) -> Iterator[None]:
-    rows, entries = way.draft, over.draft
-
-    def of_rows(runner: Any, batch: Any, hidden: Any, following: Any, last: Any, count: int) -> Any:
-        guesses = rows(runner, batch, hidden, following, last, count)
-        behind = (batch.lengths[last] + 1).tolist()
-        return world.guess(batch.step.sequences, behind, guesses)
-
-    def of_entries(entered: Any, streams: Any, chosen: Any, count: int) -> Any:
-        guesses = entries(entered, streams, chosen, count)
-        if guesses is None:
-            return None
-        behind = [int(entered.tokens.positions[last]) + 2 for last in chosen.last]
-        return world.guess(entered.batch.step.sequences, behind, guesses)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(way, "draft", of_rows)
-        patch.setattr(over, "draft", of_entries)
-        yield
+    def _texts(self) -> dict[Any, list[int]]:
+        return {
+            told.request.sequence: told.request.prompt + told.truth.tokens
+            for told in self.told
+            if told.request.sequence is not None
+        }
 
 
 def live(life: Life) -> Outcome:
