@@ -13,6 +13,7 @@ import ess
 from ess import console
 from ess.bench.harness.frame import command_of, suite_of
 from ess.console import Command
+from ess.errors import Unavailable
 
 HEADLINE: Final = "headline"
 SUMMARY: Final = (
@@ -180,7 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = [HEADLINE, *given]
     if any(given[:1] == [known.name] for known in BENCHMARKS) and not {"-h", "--help"} & {*given}:
         console.note(f"{given[0]}: loading ...")
-    return console.run(make_app(BENCHMARKS, SUITES, given), given)
+    try:
+        app = make_app(BENCHMARKS, SUITES, given)
+    except Unavailable as error:
+        console.note(f"ess-bench: {error}")
+        return console.FAILED
+    return console.run(app, given)
 
 
 def spelled_out(given: Sequence[str]) -> list[str]:

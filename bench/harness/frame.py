@@ -21,7 +21,7 @@ import cyclopts
 
 from ess import console
 from ess.console import Command
-from ess.errors import BadInput
+from ess.errors import BadInput, Unavailable
 
 if TYPE_CHECKING:
     from ess.bench.harness.report import Row
@@ -95,7 +95,13 @@ def suite_of(members: Sequence[Command]) -> Callable[..., int]:
 
 def _load(benchmark: Command) -> Rows:
     module, _, name = benchmark.home.partition(":")
-    rows: Rows = getattr(importlib.import_module(module), name)
+    try:
+        rows: Rows = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "ess").partition(".")[0] == "ess":
+            raise
+        need = f"{benchmark.name} needs {error.name}, which is not installed"
+        raise Unavailable(f"{need}: pip install 'ess[serve]'") from None
     return rows
 
 

@@ -168,7 +168,7 @@ def _serve_pd(
     try:
         from ess.server.commands.pd.processes import serve_pd
     except ModuleNotFoundError as error:
-        raise Unavailable(f"{error.name} is missing: install ess[serve]") from None
+        raise Unavailable(f"{error.name} is missing: pip install 'ess[serve]'") from None
     return serve_pd(pd, router, flags, config=config, json=json)
 
 
@@ -179,7 +179,7 @@ def _serve(
     try:
         from ess.server.commands.start.begin import serve_flags
     except ModuleNotFoundError as error:
-        raise Unavailable(f"{error.name} is missing: install ess[serve]") from None
+        raise Unavailable(f"{error.name} is missing: pip install 'ess[serve]'") from None
     return serve_flags(flags, config=config, json=json)
 
 

@@ -110,6 +110,19 @@ def test_a_failure_keeps_the_other_rows_and_says_so(run: Run) -> None:
     assert "failed: broken, misshapen" in err
 
 
+def test_a_package_that_is_missing_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lacking.py").write_text("import no_such_package.inside")
+    monkeypatch.syspath_prepend(tmp_path)
+    lacking = Command(name="lacking", home="lacking:rows", summary="")
+    monkeypatch.setattr(cli, "BENCHMARKS", (lacking,))
+    assert cli.main(["lacking", "--smoke"]) == 1
+    *_, said = capsys.readouterr().err.splitlines()
+    need = "lacking needs no_such_package, which is not installed"
+    assert said == f"ess-bench: {need}: pip install 'ess[serve]'"
+
+
 def test_ctrl_c_keeps_the_rows_of_what_ran_before(run: Run) -> None:
     code, out, err = run("cut", "--json")
     assert code == 130
