@@ -15,6 +15,8 @@ from tests.campaign.lives.plan import FAMILIES, Life, drawn
 from tests.campaign.lives.shrink import shrunk
 from tests.campaign.lives.world import live
 
+PROGRESS_EVERY = 25
+
 
 def wrong_with(life: Life) -> str:
     try:
@@ -44,7 +46,9 @@ def main() -> None:
         print(live(msgspec.json.decode(asked.life.read_bytes(), type=Life)))
         return
     began_s, seen, failed = time.monotonic(), Counter[str](), 0
-    for seed in range(asked.first, asked.first + asked.seeds):
+    for count, seed in enumerate(range(asked.first, asked.first + asked.seeds)):
+        if count % PROGRESS_EVERY == PROGRESS_EVERY - 1:
+            print(f"{count} of {asked.seeds} seeds ...", file=sys.stderr, flush=True)
         life = drawn(seed, tuple(asked.family or FAMILIES))
         try:
             seen += live(life).seen
