@@ -17,9 +17,11 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
 
+from ess.server.dialects.response_history import owner_of
 from ess.server.http import peer_routes
 from ess.server.http.app import DOORS, Application
 from ess.server.http.connection.outlets import Straight
+from ess.server.process.requests.kept_responses import Kept, KeptResponses
 from tests.server.harness import PacedEngine, Served, counting, raw, saying, until
 
 ASKED = {"prompt": "a", "max_tokens": 3}
@@ -142,10 +144,13 @@ def test_head_is_answered_wherever_get_is():
     """But for what only a prefill worker has."""
     doors = [door for door in DOORS if door not in peer_routes.DOORS]
     listed = [(door.methods, path) for door in doors for path in door.paths]
-    filled = {"{model:path}": "test-model", "{recording}": "demo.json"}
+    filled = {"{model:path}": "test-model", "{recording}": "demo.json", "{response_id}": "resp_a"}
+    shelf = KeptResponses(100)
+    shelf.put(owner_of({}), "resp_a", Kept(asked=[], said=[], document=b"{}"))
     asked = [functools.reduce(lambda p, k: p.replace(k, filled[k]), filled, p) for _, p in listed]
-    with Served(PacedEngine(saying("one"))) as served:
-        expected = [200 if "GET" in methods.split() else 405 for methods, _ in listed]
+    readable = {path for methods, path in listed if "GET" in methods.split()}
+    with Served(PacedEngine(saying("one")), kept=shelf) as served:
+        expected = [200 if path in readable else 405 for _, path in listed]
         assert heads(served.port, asked) == expected
         assert got(served.url + "/health", {})[1]["allow"] == "GET, HEAD"
         code, headers, body = got(served.url + "/ping", method="PUT")

@@ -349,6 +349,12 @@ def test_a_form_is_the_chat_s(calling: Served):
 def test_the_client_s_own_reader_accepts_all_of_it(calling: Served):
     anthropic = pytest.importorskip("anthropic", reason="`anthropic` of extra `dev` is missing")
     client = anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0)
+    [model] = client.models.list()
+    assert (model.id, model.type, client.models.retrieve(model.id)) == (
+        "test-model",
+        "model",
+        model,
+    )
     asked = {"model": "test-model", "max_tokens": 400, "messages": ASKED, "tools": TOOLS}
     whole = client.messages.create(**asked, **THINKING)
     with client.messages.stream(**asked, **THINKING) as stream:
