@@ -14,8 +14,9 @@ rows of its last layer are then missing on the host. Why nothing sees that:
 - A chunk copies a layer's rows of its own prompt from the host when the layer before is queued, its
   first two layers at once. So a stage of one or two layers lets a chunk land before the next one of
   the same prompt is queued; in any other stage it has landed long before its last layer's turn.
-- All other orders find it landed: what is published, free, closed or opened does not depend on
-  whether the next micro-batch was here in time. Stages must agree on that.
+- All other orders but Text, which changes no pool, find it landed: what is published, free, closed
+  or opened does not depend on whether the next micro-batch was here in time. Stages must agree on
+  that.
 - What the device reads, the state from the stage before too, is kept until then.
 """
 
@@ -441,7 +442,7 @@ class Stage:
         return [*self.ran(), *self._counted(), *(held.released() for held in freed)]
 
     def ran(self) -> list[Report]:
-        """Of micro-batches: what `pump` would say of them, without looking whether one landed."""
+        """Takes the reports of micro-batches that have landed."""
         ran, self._ran = list[Report](self._ran), []
         return ran
 

@@ -15,6 +15,7 @@ dead peer: NCCL waits for ever, gloo too if the peer is only stopped. `wake` end
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -139,10 +140,14 @@ def gloo_group(store: Any, rank: int, size: int, *, host: str, timeout_s: float)
 
 
 def nccl_group(store: Any, rank: int, size: int, *, device: torch.device) -> Any:
-    """NCCL's own watch ends the process, without a word; `wake` comes long before it does."""
+    """NCCL's own watch ends the process, without a word; `wake` comes long before it does.
+
+    NCCL may register buffers while a graph is captured. That meets all ranks on the host, and a
+    rank that replays its graph never comes there. We register none, so nothing is lost."""
     if not dist.is_nccl_available():
         raise Unavailable("this torch has no NCCL: tensors on CUDA cannot travel between ranks")
     torch.cuda.set_device(device)
+    os.environ.update(NCCL_GRAPH_REGISTER="0", NCCL_LOCAL_REGISTER="0")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=NCCL_S)
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -10,8 +10,9 @@ step's arrays, maps and tickets at the door, spans and columns here. This owner 
 graphs, in turn, on the stream that computes. So all graphs share their memory, and what a graph
 makes there is read before the next graph is launched.
 
-A rank without tokens of its own has its part in the exchanges of others as a graph too. Its kind is
-what decides the exchanges: their sizes and the number of drafts.
+A rank without tokens of its own has its part in the exchanges of others as a graph too. The kind
+of such a graph is the agreed sizes and the number of drafts. It takes no other graph's place: where
+all places are taken, the rank stands by eagerly.
 
 A step that is timed has events between its stages, and so a second graph of its kind. That is
 captured in the rehearsal or, of a kind that comes later, in the step behind the first graph's;
@@ -174,6 +175,8 @@ class Replays:
         kind: Key = None, (agreement.sizes, agreement.draft_count)
         compute = partial(self._runner.standby.decode, agreement)
         cause = self._cause(kind, agreement.rooms.batch)
+        if cause is None and kind not in self._held and self.is_full:
+            cause = "memory"
         if cause is not None:
             self.eager_counts[cause] += 1
             compute()

@@ -62,7 +62,8 @@ class Queued:
         self._meets.done()
 
     def made(self) -> list[Prefilled]:
-        """The same, and the windows too: the host also waits for what is queued by now."""
+        """Lands the pack and returns its spans, windows included. Reading the windows waits for all
+        that is queued on the device."""
         windows = self._meets.windows(self._work)
         self.land()
         states = [self.hidden[place] for place in self._work.own]
@@ -103,8 +104,8 @@ def queue_part(
     begun: Callable[[], None] = lambda: None,
     leaves: Callable[[Tensor], None] | None = None,
 ) -> Queued:
-    """The same up to where a device has everything in its queue. `begun` is called when its first
-    layer is."""
+    """Queues a part and returns without waiting for the device. `begun` is called once the first
+    layer is queued."""
     assert (given is None) == runner.model.is_first, "only the first part embeds"
     meets = Whole() if share is None else share
     work = meets.work(runner, spans)

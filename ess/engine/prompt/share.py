@@ -193,7 +193,7 @@ def _bounds(count: int, rank: int, size: int) -> slice:
 
 
 def _windows(pack: Pack, span: Span) -> Tensor:
-    assert len(span.windows) == pack.layout.group_count, "a group without a window"
     """Read by the host, which plans the working set with them."""
+    assert len(span.windows) == pack.layout.group_count, "a group without a window"
     lines = torch.stack([span.windows[group] for group in sorted(span.windows)])
     return lines.int().contiguous().cpu()

@@ -152,8 +152,8 @@ def _lines(share: Share, part: ModelLayout, layers: range) -> tuple[tuple[Line, 
     tokens = share.chunk_tokens
     sizes = {"chunk_tokens": tokens, "length_max": length_max}
     weights = kept_bytes(config, share.entries, settings.form, layers=layers)
-    is_between = (layers.start > 0) * COMING + (layers.stop < config.layer_count) * LEAVING
-    states = is_between * tokens * config.residual_dim * F32
+    leaving = LEAVING if layers.stop < config.layer_count else 1
+    states = ((layers.start > 0) * COMING + leaving) * tokens * config.residual_dim * F32
     lines = (
         weight_line(weights, settings),
         *pool_lines(shape),
