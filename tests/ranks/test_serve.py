@@ -32,9 +32,13 @@ ASKED = {"model": "ess-embedded", "prompt": "The server is", "max_tokens": 5}
 
 @contextlib.contextmanager
 def said(folder: Path) -> Iterator[tuple[Process, Path]]:
-    """Two ranks, and the file that has their log."""
+    """Two ranks, and the file that has their log. Engines import what they need when they come back,
+    so a router has time to see that they are gone."""
     log = folder / "log"
-    with log.open("w") as lines, Process(*FLAGS, stderr=lines.fileno()) as process:
+    with (
+        log.open("w") as lines,
+        Process(*FLAGS, stderr=lines.fileno(), has_real_engine=True) as process,
+    ):
         yield process, log
 
 

@@ -43,7 +43,8 @@ def got(url: str, body: object = None, *, method: str | None = None, **headers: 
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.headers, answer.read()
     except urllib.error.HTTPError as error:
-        return error.code, error.headers, error.read()
+        with error:
+            return error.code, error.headers, error.read()
 
 
 @pytest.mark.parametrize("prefix", ["/llm", "/v1", "/a/docs"])
