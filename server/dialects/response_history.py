@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import msgspec
 
 from ess.decoding import UNDECODABLE
 from ess.errors import BadInput
+from ess.server.http.request_ids import given_key
 from ess.server.process.requests.kept_responses import Kept, KeptResponses
 from ess.server.process.service import Service
 
+NULL: Final = msgspec.Raw(b"null")
+NO_ITEMS: Final = msgspec.Raw(b"[]")
 
-def owner_of(headers: Mapping[str, str]) -> bytes:
+
+def owner_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Who asks, by the key that came along; all without one are the same."""
-    key = headers.get("authorization") or headers.get("x-api-key") or ""
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(given_key(dict(headers))).digest()
+
+
+class _Given(msgspec.Struct, gc=False):
+    """The fields of a body that matter here. Nothing else of it becomes an object: this runs on the
+    event loop, for bodies of any length."""
+
+    previous_response_id: msgspec.Raw = NULL
+    store: bool | None = None
+    input: msgspec.Raw = NO_ITEMS
 
 
 class History:
-    """`previous` is the id of the response that this one follows."""
+    """`previous` is the id of the response that this one follows; `is_kept` says whether this one
+    will be kept, as far as is known yet. Whoever makes a History calls `release` at the request's
+    end."""
 
-    def __init__(self, service: Service, headers: Mapping[str, str]) -> None:
+    def __init__(self, service: Service, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._shelf: KeptResponses | None = service.kept
         self._body_max = service.limits.body_max
         self._owner = owner_of(headers)
-        self._asked: list[msgspec.Raw] = []
+        self._asked = b""
         self.previous: str | None = None
         self.is_kept = False
 
@@ -37,25 +51,22 @@ class History:
         if self._shelf is None:
             return raw
         try:
-            body = msgspec.json.decode(raw or b"{}", type=dict[str, msgspec.Raw])
-            named = body.pop("previous_response_id", msgspec.Raw(b"null"))
-            self.previous = msgspec.json.decode(named, type=str | None)
-            self.is_kept = bytes(body.get("store", b"")) != b"false"
-            self._asked = _items(body.get("input", msgspec.Raw(b"[]")))
+            given = msgspec.json.decode(raw or b"{}", type=_Given)
         except UNDECODABLE:
             return raw
-        if self.previous is None:
+        self.previous = _identity(given.previous_response_id)
+        is_wanted = given.store is not False
+        if self.previous is None and not is_wanted:
             return raw
-        before = self._found(self._shelf, self.previous)
-        self._asked = [*before.asked, *before.said, *self._asked]
-        body["input"] = msgspec.Raw(msgspec.json.encode(self._asked))
-        made = msgspec.json.encode(body)
-        if len(made) > self._body_max:
-            raise BadInput(
-                f"previous_response_id has {len(made):,} bytes of items with those of this request;"
-                f" at most {self._body_max:,} are read"
-            )
-        return made
+        asked = _inside(given.input)
+        if self.previous is not None:
+            before = self._found(self._shelf, self.previous)
+            self._check_length(len(raw) + len(before.asked) + len(before.said))
+            asked = b",".join(filter(None, (before.asked, before.said, asked)))
+            raw = _followed(raw, asked)
+        if is_wanted:
+            self._hold(self._shelf, asked)
+        return raw
 
     def _found(self, shelf: KeptResponses, identity: str) -> Kept:
         found = shelf.find(self._owner, identity)
@@ -66,23 +77,58 @@ class History:
             )
         return found
 
-    def keep(self, document: Mapping[str, Any]) -> None:
-        """Keeps a response that has ended, with its items."""
+    def _check_length(self, size: int) -> None:
+        if size > self._body_max:
+            raise BadInput(
+                f"previous_response_id has {size:,} bytes of items with those of this request;"
+                f" at most {self._body_max:,} are read"
+            )
+
+    def _hold(self, shelf: KeptResponses, asked: bytes) -> None:
+        """Holds the items until the response is there, if there is room for them."""
+        if shelf.reserve(len(asked)):
+            self._asked, self.is_kept = asked, True
+
+    def release(self) -> None:
+        """Lets the items go that are held for a response to come; harmless if repeated."""
+        if self._shelf is not None:
+            self._shelf.release(len(self._asked))
+        self._asked = b""
+
+    def keep(self, document: dict[str, Any]) -> None:
+        """Keeps a response that has ended, with its items. The document says whether it is kept:
+        one that is too large is not."""
         if self._shelf is None or not self.is_kept:
             return
-        encode = msgspec.json.encode
-        kept = Kept(
-            asked=self._asked,
-            said=[msgspec.Raw(encode(item)) for item in document["output"]],
-            document=encode(document),
-        )
-        self._shelf.put(self._owner, document["id"], kept)
+        said = msgspec.json.encode([item for item in document["output"] if _is_whole(item)])
+        whole = msgspec.json.encode(document)
+        kept = Kept(asked=self._asked, said=said[1:-1], document=whole)
+        self.is_kept = document["store"] = self._shelf.put(self._owner, document["id"], kept)
 
 
-def _items(given: msgspec.Raw) -> list[msgspec.Raw]:
-    """The input as items; a text is what the user says. They are copies: a part that was decoded
-    would keep the whole body."""
-    if bytes(given).startswith(b'"'):
-        said = {"type": "message", "role": "user", "content": given}
-        return [msgspec.Raw(msgspec.json.encode(said))]
-    return [item.copy() for item in msgspec.json.decode(given, type=list[msgspec.Raw])]
+def _identity(given: msgspec.Raw) -> str | None:
+    try:
+        return msgspec.json.decode(given, type=str | None)
+    except UNDECODABLE:
+        raise BadInput("previous_response_id must be a text") from None
+
+
+def _inside(given: msgspec.Raw) -> bytes:
+    """The input as items, without the brackets around them; a text is what the user says."""
+    text = bytes(given)
+    if text.startswith(b'"'):
+        return b'{"type":"message","role":"user","content":%b}' % text
+    if text.startswith(b"["):
+        return text[1:-1].strip()
+    raise BadInput("input must be a text or a list")
+
+
+def _followed(raw: bytes, asked: bytes) -> bytes:
+    """The body, which names the response before it, with other items. Of keys that are twice in an
+    object the last counts, so they are added, and the rest need not be read."""
+    return b'%b,"previous_response_id":null,"input":[%b]}' % (raw.rstrip()[:-1], asked)
+
+
+def _is_whole(item: Mapping[str, Any]) -> bool:
+    """Whether an item can be followed. A call that was cut has half a JSON as arguments."""
+    return bool(item["type"] != "function_call" or item["status"] == "completed")

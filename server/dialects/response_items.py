@@ -109,6 +109,11 @@ class Items:
         self.ended.append(item)
         return [*events, done]
 
+    def end(self, status: str) -> list[Item]:
+        """The text has ended: a call that has not is cut, whatever ended the text."""
+        is_cut = self._pending is not None and self._pending["type"] == "function_call"
+        return self.close("incomplete" if is_cut else status)
+
     def _open(self, kind: str) -> list[Item]:
         if self._pending is not None and self._pending["type"] == kind:
             return []

@@ -177,7 +177,7 @@ class Gone(Response):
 
 
 class EventStream(Response):
-    """Server-sent events until every choice has ended."""
+    """Server-sent events until every choice has ended; `held` is closed then."""
 
     def __init__(self, grown: Answer, writer: Writer, first: Sequence[Piece]) -> None:
         super().__init__()
@@ -187,6 +187,7 @@ class EventStream(Response):
         self._is_quiet = True
         self._is_sending = False
         self._straight: Straight | None = None
+        self.held = contextlib.ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._answer.service
@@ -196,6 +197,7 @@ class EventStream(Response):
                 service.tally.disconnect_count += 1
         finally:
             self._answer.give_up()
+            self.held.close()
 
     async def _pump(self, send: Send) -> None:
         head = {"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)}

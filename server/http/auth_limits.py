@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ess.errors import EssError
 from ess.server.http.openapi import pages
 from ess.server.http.origins import check_page, permitted, shared_with
-from ess.server.http.request_ids import address, headers_of
+from ess.server.http.request_ids import address, given_key, headers_of
 from ess.server.http.responses import Denied, Refused, TooLarge, error_answer
 from ess.server.process.bounds import BODIES_MAX, METADATA_BYTES_MAX
 from ess.server.process.tally import Tally
@@ -105,13 +105,11 @@ class Gate:
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         """Compares all keys in constant time, as digests, so that not even their length leaks."""
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            given = headers.get(b"x-api-key", b"")
-        digest = _digest(given.strip())
+        given = given_key(headers)
+        digest = _digest(given)
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
-            came = "this API key is not known here" if given.strip() else "no API key came along"
+            came = "this API key is not known here" if given else "no API key came along"
             raise Denied(f"{came}; a valid one is needed: Authorization: Bearer KEY, or x-api-key")
 
 

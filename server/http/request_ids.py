@@ -1,7 +1,8 @@
 """The id, session and trace of a request: read from it, returned in the answer's headers.
 
-An id and a session are taken from headers or bodies and come back as headers. A W3C traceparent
-keeps its trace, but its parent becomes ours: in the answer and in the log.
+The API key is read here too, for the check and for whoever tells one client from another. An id and
+a session are taken from headers or bodies and come back as headers. A W3C traceparent keeps its
+trace, but its parent becomes ours: in the answer and in the log.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ def address(headers: Mapping[bytes, bytes]) -> dict[str, Any]:
         trace, flags = parent[1].decode(), parent[2].decode()
         state["trace"] = f"00-{trace}-{secrets.token_hex(8)}-{flags}"
     return state
+
+
+def given_key(headers: Mapping[bytes, bytes]) -> bytes:
+    """The API key that came along, as Authorization: Bearer KEY or as x-api-key; empty if none."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return (key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")).strip()
 
 
 def headers_of(state: Mapping[str, Any], path: str) -> list[tuple[bytes, bytes]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.client
 import json
+import tracemalloc
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -15,9 +19,12 @@ from ess.errors import BadInput
 from ess.models.chat.styles import DeepSeekStyle
 from ess.server.commands.start.launch import kept_responses
 from ess.server.commands.start.settings import resolve
+from ess.server.dialects.response_history import History, owner_of
+from ess.server.http.request_ids import given_key
 from ess.server.process.bounds import LOOP_BODY_BYTES
 from ess.server.process.requests.kept_responses import Kept, KeptResponses
-from tests.server.harness import TOKENIZER, PacedEngine, Served, saying
+from ess.server.process.service import Limits
+from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
 from tests.support.process import Process
 
 CALLS = (
@@ -89,12 +96,32 @@ def test_the_result_of_a_call_follows_the_call():
         assert 'invoke name="now"' in prompt_of(made)
 
 
+@pytest.mark.parametrize("ends", ["length", "stop"])
+def test_a_response_that_was_cut_inside_a_call_may_be_followed(ends: str):
+    """Its call has half a JSON as arguments, and is left out."""
+    cut = f'Let me look.{CALLS.partition("</")[0]}<｜DSML｜parameter name="a" string="false">[1'
+    engine = PacedEngine(saying(cut))
+    with Served(engine, style=DeepSeekStyle(), is_marked=True, kept=KeptResponses(1 << 20)) as made:
+        most = {"max_output_tokens": len(TOKENIZER.encode(cut))} if ends == "length" else {}
+        first = create(made, input="When?", tools=TOOLS, **most)
+        [call] = [item for item in first.output if item.type == "function_call"]
+        assert (call.status, first.status) == (
+            "incomplete",
+            "completed" if ends == "stop" else "incomplete",
+        )
+        create(made, input="Well?", previous_response_id=first.id, tools=TOOLS)
+        assert "Let me look." in prompt_of(made)
+        assert "[1" not in prompt_of(made)
+
+
 def test_kept_responses_are_looked_up_and_forgotten(served: Served):
     made = create(served, input="When?")
     second = create(served, input="Sure?", previous_response_id=made.id)
     with client(served) as connected:
         asking = connected.responses
         assert asking.retrieve(made.id) == made
+        with pytest.raises(openai.BadRequestError, match="stream is not served"):
+            asking.retrieve(made.id, stream=True)
         [item] = asking.input_items.list(made.id)
         assert (item.role, item.content) == ("user", "When?")
         told = [item.role for item in asking.input_items.list(second.id, order="asc")]
@@ -102,10 +129,26 @@ def test_kept_responses_are_looked_up_and_forgotten(served: Served):
         assert [item.role for item in asking.input_items.list(second.id)] == told[::-1]
         asking.delete(made.id)
         for look in (asking.retrieve, asking.delete, asking.input_items.list):
-            with pytest.raises(openai.NotFoundError, match="is not kept here"):
+            with pytest.raises(openai.NotFoundError, match="is not kept here, or no longer"):
                 look(made.id)
         with pytest.raises(openai.BadRequestError, match="background is not served"):
             asking.cancel(second.id)
+
+
+def test_items_are_listed_up_to_a_limit(served: Served):
+    given = [{"role": "user", "content": f"{place}"} for place in range(3)]
+    made = create(served, input=given)
+    with client(served) as connected:
+        asking = connected.responses.input_items
+        for limit, is_cut in ((2, True), (3, False), (4, False)):
+            listed = asking.list(made.id, order="asc", limit=limit)
+            assert [item.content for item in listed.data] == ["0", "1", "2"][:limit]
+            assert listed.has_more == is_cut
+        assert [item.content for item in asking.list(made.id, limit=1).data] == ["2"]
+        for wrong, name in (({"limit": 0}, "limit"), ({"after": "msg_1"}, "after")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                asking.list(made.id, **wrong)
+            assert caught.value.param == name
 
 
 def test_what_is_not_kept_cannot_be_followed(served: Served):
@@ -135,19 +178,110 @@ def test_each_key_finds_its_own_alone(served: Served):
         assert other.responses.retrieve("resp_mine").id == "resp_mine"
 
 
-@pytest.mark.parametrize("wrong", [{"input": 5}, {"previous_response_id": 5, "input": "x"}, {}])
-def test_a_wrong_body_is_refused_as_ever(served: Served, wrong: Any):
-    sent = urllib.request.Request(f"{served.url}/v1/responses", json.dumps(wrong).encode())
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(sent, timeout=60)
-    assert caught.value.code == 400
-    named = "previous_response_id" if "previous_response_id" in wrong else "input"
-    assert json.loads(caught.value.read())["error"]["param"] == named
+def exchange(served: Served, body: bytes, **headers: str) -> tuple[int, Any]:
+    """A request as it is written here, which no client would write."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    sent = urllib.request.Request(f"{served.url}/v1/responses", body, named)
+    try:
+        with urllib.request.urlopen(sent, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.load(refused)["error"]
+
+
+def test_a_key_is_one_owner_however_it_is_sent():
+    """And what the check of the key does not read makes nobody an owner."""
+    shelf, asked = KeptResponses(1 << 20), b'{"input": "Mine?", "request_id": "mine"}'
+    follow = b'{"input": "And?", "previous_response_id": "resp_mine"}'
+    with Served(PacedEngine(saying("x")), keys=("a", "b"), kept=shelf) as served:
+        assert exchange(served, asked, authorization="Basic shared", x_api_key="a")[0] == 200
+        for mine in (
+            {"authorization": "Bearer a"},
+            {"authorization": "bearer  a "},
+            {"authorization": "Bearer a", "x_api_key": "b"},
+            {"x_api_key": " a"},
+        ):
+            assert exchange(served, follow, **mine)[0] == 200, mine
+        for other in (
+            {"authorization": "Basic shared", "x_api_key": "b"},
+            {"authorization": "Bearer b", "x_api_key": "a"},
+        ):
+            status, error = exchange(served, follow, **other)
+            assert (status, error["param"]) == (400, "previous_response_id"), other
+
+
+@pytest.mark.parametrize("authorization", ["Basic right", "Bearer wrong", "Bearer", ""])
+def test_the_owner_is_who_the_gate_let_in(authorization: str):
+    """A header that comes twice has one value, for both."""
+    doubled = [(b"x-api-key", b"first"), (b"x-api-key", b"second")]
+    sent = [*doubled, (b"authorization", authorization.encode())]
+    assert owner_of(sent) == hashlib.sha256(given_key(dict(sent))).digest()
+    wrong = authorization.partition(" ")[2] if authorization.startswith("Bearer") else "second"
+    assert given_key(dict(sent)) == wrong.encode()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"input": 5}, "input must be a text or a list"),
+        ({"input": None}, "input must be a text or a list"),
+        ({"input": [5]}, "input[0]: expected `object`, got `int`"),
+        ({"input": []}, "input is empty"),
+        ({"previous_response_id": 5, "input": "x"}, "previous_response_id must be a text"),
+        ({"previous_response_id": ["x"]}, "previous_response_id must be a text"),
+        ({"store": "no", "input": "x"}, "store: expected `bool | null`, got `str`"),
+        ({}, "input is missing from the body"),
+    ],
+)
+def test_a_wrong_body_is_refused_in_a_sentence(served: Served, wrong: Any, sentence: str):
+    status, error = exchange(served, json.dumps(wrong).encode())
+    assert (status, error["message"]) == (400, sentence)
+    assert served.service.kept.held_bytes == 0
+
+
+@pytest.mark.parametrize("end", [b"", b" \n"])
+def test_of_a_field_that_comes_twice_the_last_counts(served: Served, end: bytes):
+    one, two = (create(served, input=said).id.encode() for said in ("Left?", "Right?"))
+    body = (
+        b'{"previous_response_id": "%b", "input": "First?",'
+        b' "previous_response_id": "%b", "input": [ {"role": "user", "content": "Last?"} ]}'
+        % (one, two)
+    )
+    status, made = exchange(served, body + end, authorization="Bearer none")
+    assert status == 200, made
+    prompt = prompt_of(served)
+    assert [said in prompt for said in ("Right?", "Last?", "Left?", "First?")] == [
+        *(True, True, False, False)
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"previous_response_id": "a", "input": [%b]}' % b",".join([b"10"] * 200_000),
+        b'{"previous_response_id": "a", "other": [%b]}' % b",".join([b"10"] * 200_000),
+        b'{"previous_response_id": "a", %b}' % b",".join(b'"%d":1' % n for n in range(60_000)),
+    ],
+)
+def test_a_long_body_is_joined_without_an_object_per_item(body: bytes):
+    """On the event loop: of 600 KB the items alone would take 20 MB."""
+    shelf, limits = KeptResponses(4 << 20), Limits(running_max=1, waiting_max=1, length_max=64)
+    shelf.put(owner_of([]), "a", Kept(asked=b'{"role":"user"}', said=b"", document=b"{}"))
+    history = History(SimpleNamespace(kept=shelf, limits=limits), [])
+    tracemalloc.start()
+    joined = history.joined(body)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert json.loads(joined)["input"] == [{"role": "user"}, *json.loads(body).get("input", [])]
+    assert peak < 6 * len(body)
+    history.release()
+    history.release()
+    assert shelf.held_bytes == 0
 
 
 def test_the_longest_unused_are_forgotten():
     def kept(size: int) -> Kept:
-        return Kept(asked=[], said=[], document=b"x" * size)
+        return Kept(asked=b"x", said=b"yz", document=b"x" * (size - 3))
 
     shelf = KeptResponses(100)
     for name in ("a", "b"):
@@ -157,19 +291,75 @@ def test_the_longest_unused_are_forgotten():
     assert [shelf.find(b"", name) is not None for name in "abc"] == [True, False, True]
     shelf.put(b"", "c", kept(60))
     assert [shelf.find(b"", name) is not None for name in "abc"] == [True, False, True]
-    shelf.put(b"", "d", kept(101))
-    assert [shelf.find(b"", name) for name in "abcd"] == [None] * 4, "it made room in vain"
-    assert not shelf.drop(b"", "d")
-    shelf.put(b"", "e", kept(100))
+    assert not shelf.put(b"", "d", kept(101))
+    assert [shelf.find(b"", name) is not None for name in "abcd"] == [True, False, True, False]
+    assert not shelf.put(b"", "c", kept(101)), "another of the same id is gone all the same"
+    assert [shelf.find(b"", name) is not None for name in "abcd"] == [True] + [False] * 3
+    assert shelf.put(b"", "e", kept(100))
+    assert shelf.find(b"", "a") is None
     assert shelf.drop(b"", "e")
+    assert not shelf.drop(b"", "e")
+
+
+def test_a_response_that_does_not_fit_says_that_it_is_not_kept():
+    """Neither one whose items fit alone nor one whose items are too many; and no other is lost."""
+    with Served(PacedEngine(saying("x")), kept=KeptResponses(3000)) as made:
+        kept = create(made, input="Kept?")
+        for count, begins_kept in ((2500, True), (3500, False)):
+            asked = {"input": "y" * count, "max_output_tokens": 2}
+            events = exchange_events(made, **asked)
+            assert events[0].response.store == begins_kept
+            for said in (events[-1].response, create(made, **asked)):
+                assert said.store is False
+                with client(made) as asking, pytest.raises(openai.NotFoundError):
+                    asking.responses.retrieve(said.id)
+        with client(made) as asking:
+            assert asking.responses.retrieve(kept.id) == kept
+        assert made.service.kept.held_bytes == 0
+
+
+def exchange_events(served: Served, **asked: Any) -> list[Any]:
+    with client(served) as asking:
+        return list(asking.responses.create(model="test-model", stream=True, **asked))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_items_of_requests_under_way_are_within_the_bound(stream: bool):
+    """They are held until a request has ended, also one whose client leaves."""
+    engine = PacedEngine(saying("x"))
+    with Served(engine, kept=KeptResponses(4000)) as made:
+        engine.hold()
+        body = {"input": "y" * 1500, "stream": stream, "max_output_tokens": 2}
+        waiting = [begun(made, body) for _ in range(2)]
+        shelf = made.service.kept
+        until(lambda: shelf.held_bytes > 2 * 1500, "both are held")
+        held = shelf.held_bytes
+        unkept = begun(made, body | {"store": False})
+        until(lambda: made.service.open_count == 3, "the third runs")
+        assert shelf.held_bytes == held, "what is not to be kept is not held"
+        more = begun(made, body)
+        until(lambda: made.service.open_count == 4, "the fourth runs")
+        assert shelf.held_bytes == held, "it runs all the same"
+        waiting[0].close()
+        until(lambda: shelf.held_bytes == held // 2, "its client left")
+        engine.held.set()
+        assert b'"store":true' in waiting[1].getresponse().read()
+        assert b'"store":false' in more.getresponse().read()
+        for connection in (waiting[1], unkept, more):
+            connection.close()
+        until(lambda: shelf.held_bytes == 0, "all have ended")
+
+
+def begun(served: Served, body: Any) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request("POST", "/v1/responses", json.dumps(body))
+    return connection
 
 
 def test_items_and_what_is_kept_of_them_are_within_bounds():
     engine = PacedEngine(saying(" It is noon."))
     with Served(engine, kept=KeptResponses(1 << 20)) as made:
-        made.service.limits = type(made.service.limits)(
-            running_max=2, waiting_max=2, length_max=4096, body_max=600
-        )
+        made.service.limits = Limits(running_max=2, waiting_max=2, length_max=4096, body_max=600)
         first = create(made, input="x" * 400, max_output_tokens=2)
         with pytest.raises(openai.BadRequestError, match="at most 600 are read"):
             create(made, input="x" * 400, previous_response_id=first.id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -19,7 +20,7 @@ from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.response_history import History
 from ess.server.dialects.response_items import Item, Items
 from ess.server.dialects.routes.completions import usage
-from ess.server.dialects.streaming import Answer, Writer, read, respond
+from ess.server.dialects.streaming import Answer, EventStream, Writer, read, respond
 from ess.server.dialects.tools import (
     choice_of_responses,
     offered_tools,
@@ -35,7 +36,16 @@ IGNORED_INCLUDE: Final = "reasoning.encrypted_content"
 
 async def responses(request: Request) -> Response:
     service: Service = request.app.state.service
-    history = History(service, request.headers)
+    history = History(service, request.scope["headers"])
+    with contextlib.ExitStack() as held:
+        held.callback(history.release)
+        response = await _respond(request, service, history)
+        if isinstance(response, EventStream):
+            response.held = held.pop_all()
+        return response
+
+
+async def _respond(request: Request, service: Service, history: History) -> Response:
     prepared = await read(request, schemas.ResponsesAsk, change=history.joined)
     ask, [prompt] = prepared.ask, prepared.prompts
     service.check_model(ask.model)
@@ -132,7 +142,7 @@ class ResponseShape:
         """The document at the end of the answer."""
         finish = self.generation.finish
         status = "completed" if finish == "stop" else "incomplete"
-        self.items.close(status)
+        self.items.end(status)
         document = {**self.document(status), "output": self.items.ended, "usage": self._usage()}
         if finish == "length":
             document["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -205,7 +215,7 @@ class ResponseWriter(Writer):
             said = [*said, *shape.parser.finish()]
         events = [event for part in said for event in shape.items.take(part)]
         if delta.finish is not None:
-            events += shape.items.close("completed" if delta.finish == "stop" else "incomplete")
+            events += shape.items.end("completed" if delta.finish == "stop" else "incomplete")
         return self._events(events)
 
     def end(self) -> bytes:

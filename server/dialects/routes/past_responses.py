@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,22 +20,30 @@ PATH: Final = "/v1/responses/{response_id}"
 
 
 async def retrieve(request: Request) -> Response:
+    if request.query_params.get("stream", "false") != "false":
+        raise BadInput("stream is not served: a kept response comes whole")
     return Response(_found(request).document, media_type=JSON)
 
 
 async def input_items(request: Request) -> Response:
-    """The newest first, unless `order` is asc."""
-    items = _found(request).asked
-    order = request.query_params.get("order", "desc")
+    """The newest first, unless `order` is asc; all of them, unless there is a `limit`."""
+    asked = request.query_params
+    order, limit = asked.get("order", "desc"), asked.get("limit")
     if order not in ("asc", "desc"):
         raise BadInput(f"order is {order!r:.40}; asc or desc")
+    if limit is not None and re.fullmatch("[1-9][0-9]{0,8}", limit) is None:
+        raise BadInput(f"limit is {limit!r:.40}, must be a number from 1")
+    if "after" in asked:
+        raise BadInput("after is not served: without limit all items come at once")
+    items = msgspec.json.decode(b"[%b]" % _found(request).asked, type=list[msgspec.Raw])
+    count = len(items) if limit is None else int(limit)
     return answer(
         {
             "object": "list",
-            "data": items if order == "asc" else items[::-1],
+            "data": (items if order == "asc" else items[::-1])[:count],
             "first_id": None,
             "last_id": None,
-            "has_more": False,
+            "has_more": count < len(items),
         }
     )
 
@@ -41,7 +51,7 @@ async def input_items(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     service: Service = request.app.state.service
     identity = _identity(request)
-    if service.kept is None or not service.kept.drop(owner_of(request.headers), identity):
+    if service.kept is None or not service.kept.drop(owner_of(request.scope["headers"]), identity):
         raise _absent(service, identity)
     return answer({"id": identity, "object": "response", "deleted": True})
 
@@ -54,7 +64,7 @@ def _found(request: Request) -> Kept:
     service: Service = request.app.state.service
     identity = _identity(request)
     kept = service.kept
-    found = None if kept is None else kept.find(owner_of(request.headers), identity)
+    found = None if kept is None else kept.find(owner_of(request.scope["headers"]), identity)
     if found is None:
         raise _absent(service, identity)
     return found
@@ -65,8 +75,8 @@ def _identity(request: Request) -> str:
 
 
 def _absent(service: Service, identity: str) -> Absent:
-    why = "--keep-responses is not set" if service.kept is None else "or no longer"
-    return Absent(f"the response {identity!r:.80} is not kept here: {why}")
+    why = ": --keep-responses is not set" if service.kept is None else ", or no longer"
+    return Absent(f"the response {identity!r:.80} is not kept here{why}")
 
 
 DOORS: Final = (
@@ -77,7 +87,7 @@ DOORS: Final = (
         (f"{PATH}/input_items",),
         input_items,
         "The items that led to a response.",
-        queries=("order",),
+        queries=("order", "limit"),
     ),
     Door("POST", (f"{PATH}/cancel",), cancel, "Refused: no response is made in the background."),
 )

@@ -13,32 +13,51 @@ import msgspec
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """All of it is JSON: `asked` has the items that led to the response, those of the responses
-    before it among them; `said` has the items of its answer."""
+    before it among them; `said` has the items of its answer. Both are the inside of a list: no item
+    is an object of its own, which would take several times as much memory as its JSON."""
 
-    asked: list[msgspec.Raw]
-    said: list[msgspec.Raw]
+    asked: bytes
+    said: bytes
     document: bytes
 
     @property
     def size(self) -> int:
-        items = sum(len(bytes(item)) for item in (*self.asked, *self.said))
-        return items + len(self.document)
+        return len(self.asked) + len(self.said) + len(self.document)
 
 
 class KeptResponses:
+    """Keeps responses of `bytes_max` in all. Requests under way hold `held_bytes` of items, at most
+    as much again."""
+
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
+        self.held_bytes = 0
         self._kept: OrderedDict[tuple[bytes, str], Kept] = OrderedDict()
 
-    def put(self, owner: bytes, identity: str, kept: Kept) -> None:
-        """Keeps it, unless it alone is too large."""
+    def reserve(self, size: int) -> bool:
+        """Whether a request under way may hold so much until its response is kept. Nothing is
+        forgotten for it: the request may still be refused."""
+        if self.held_bytes + size > self._bytes_max:
+            return False
+        self.held_bytes += size
+        return True
+
+    def release(self, size: int) -> None:
+        """The request has ended."""
+        self.held_bytes -= size
+
+    def put(self, owner: bytes, identity: str, kept: Kept) -> bool:
+        """Whether it is kept: not if it alone is too large, and then no other makes room."""
         self.drop(owner, identity)
+        if kept.size > self._bytes_max:
+            return False
         self._kept[owner, identity] = kept
         self._bytes += kept.size
         while self._bytes > self._bytes_max:
             _, longest_unused = self._kept.popitem(last=False)
             self._bytes -= longest_unused.size
+        return True
 
     def find(self, owner: bytes, identity: str) -> Kept | None:
         found = self._kept.get((owner, identity))
