@@ -17,7 +17,8 @@ import pytest
 
 from ess.errors import BadInput
 from ess.models.chat.styles import DeepSeekStyle
-from ess.server.commands.start.launch import kept_responses
+from ess.server.commands.start.files.checkpoint import read_checkpoint
+from ess.server.commands.start.launch import derived, kept_responses
 from ess.server.commands.start.settings import resolve
 from ess.server.dialects.response_history import History, owner_of
 from ess.server.http.request_ids import given_key
@@ -376,10 +377,29 @@ def test_without_the_setting_nothing_is_kept():
             asking.responses.retrieve(first.id)
 
 
-def test_several_processes_would_each_find_their_own():
-    given = {"keep_responses": "1MiB", "server_processes": 2}
-    with pytest.raises(BadInput, match="keep_responses is 1MiB, and server_processes is 2"):
-        kept_responses(resolve(given, environment={}).settings)
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"server_processes": 2}, "server_processes is 2: each process"),
+        ({"role": "prefill", "peer_secret": "s" * 16}, "role is prefill: each worker"),
+        ({"role": "decode", "peer_secret": "s" * 16}, "role is decode: each worker"),
+        (
+            {"dp_size": 2, "dp_rank": 0, "dist_init_addr": "127.0.0.1:29500"},
+            "dp_rank is 0: each rank",
+        ),
+    ],
+)
+def test_several_processes_would_each_find_their_own(given: dict[str, Any], says: str):
+    found = resolve({"keep_responses": "1MiB", **given}, environment={})
+    with pytest.raises(BadInput, match=f"keep_responses is 1MiB, and {says} would find its own"):
+        derived(found, read_checkpoint("ess-embedded"))
+
+
+def test_a_size_that_is_none_names_the_setting():
+    checkpoint = read_checkpoint("ess-embedded")
+    with pytest.raises(BadInput, match="keep_responses: '256MX' is not a size"):
+        derived(resolve({"keep_responses": "256MX"}, environment={}), checkpoint)
+    assert not derived(resolve({}, environment={}), checkpoint).settings.keep_responses
     assert kept_responses(resolve({}, environment={}).settings) is None
 
 

@@ -93,7 +93,6 @@ def checked(settings: Settings) -> Checkpoint:
     check_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
     default_sampling(settings.default_sampling, checkpoint.defaults)
     check_events(settings)
-    kept_responses(settings)
     check_kept(settings.prefix_cache_dir)
     if settings.dp_size > 1 and (count := checkpoint.config.expert_count):
         check_places(count, settings.dp_size, settings.redundant_experts)
@@ -222,6 +221,7 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
     that contradicts the checkpoint."""
     settings = resolved.settings
     check_sizes(settings)
+    kept_responses(settings)
     check_settings(checkpoint.config, settings)
     fresh: dict[str, Any] = {}
     if not settings.served_model_name:
@@ -425,11 +425,16 @@ def kept_responses(settings: Settings) -> KeptResponses | None:
     """Where responses are kept: in one process, so that each of them is found."""
     if not settings.keep_responses:
         return None
-    if settings.server_processes > 1:
-        raise BadInput(
-            f"keep_responses is {settings.keep_responses}, and server_processes is"
-            f" {settings.server_processes}: each process would find its own responses alone"
-        )
+    for name, is_shared, each in (
+        ("server_processes", settings.server_processes > 1, "process"),
+        ("role", settings.role != "both", "worker"),
+        ("dp_rank", settings.dp_rank >= 0, "rank"),
+    ):
+        if is_shared:
+            raise BadInput(
+                f"keep_responses is {settings.keep_responses}, and {name} is"
+                f" {getattr(settings, name)}: each {each} would find its own responses alone"
+            )
     return KeptResponses(size_of(settings.keep_responses, of=memory_free()))
 
 

@@ -18,13 +18,13 @@ from ess.pool.capacity import (
     capacity_of,
     needs,
 )
-from ess.server.commands.start.settings import Settings
+from ess.server.commands.start.settings import FIELDS, Settings
 from ess.units import PAGE_ROWS, div_ceil, format_bytes, parse_size
 
 AUTO: Final = "auto"
 SIZES: Final = (
     *("host_bytes", "slot_bytes", "index_bytes", "device_bytes", "graph_bytes"),
-    *("max_model_len", "body_bytes", "header_bytes"),
+    *("max_model_len", "body_bytes", "header_bytes", "keep_responses"),
 )
 HOST_SHARE: Final = 4  # of free memory, at most, unless host_bytes says how much
 HOST_BYTES_MAX: Final = 4 << 30
@@ -271,7 +271,7 @@ def check_sizes(settings: Settings) -> None:
     for name in SIZES:
         text = getattr(settings, name)
         try:
-            if text != AUTO:
+            if text not in (AUTO, FIELDS[name].default):
                 size_of(text, of=1 << 40)
         except BadInput as error:
             raise BadInput(f"{name}: {error}") from None

@@ -10,9 +10,9 @@ import msgspec
 
 from ess.decoding import UNDECODABLE
 from ess.errors import BadInput
-from ess.server.http.origins import ANY
+from ess.server.http.origins import ANY, PORTS
 
-ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+ORIGIN: Final = re.compile(r"([a-z][a-z0-9+.-]*)://(?:\[[0-9a-f:.]+\]|[^/?#@:\[\]\s]+)(:[0-9]+)?")
 
 
 def listed(text: str) -> tuple[str, ...]:
@@ -20,7 +20,8 @@ def listed(text: str) -> tuple[str, ...]:
 
 
 def read_origins(text: str) -> tuple[str, ...]:
-    """Origins with commas between them or, as vLLM has them, as a JSON list.
+    """Origins with commas between them or, as vLLM has them, as a JSON list. A port that its scheme
+    has anyway is left out, as browsers do.
 
     >>> read_origins("https://Chat.example, http://localhost:3000"), read_origins('["*"]')
     (('https://chat.example', 'http://localhost:3000'), ('*',))
@@ -29,13 +30,19 @@ def read_origins(text: str) -> tuple[str, ...]:
         given = msgspec.json.decode(text, type=list[str]) if text.startswith("[") else listed(text)
     except UNDECODABLE:
         raise BadInput(f"allowed_origins is {text!r:.80}, which is no list of texts") from None
-    origins = tuple(origin.lower() for origin in given)
-    for origin in origins:
-        if origin != ANY and ORIGIN.fullmatch(origin) is None:
-            raise BadInput(
-                f"allowed_origins has {origin!r:.80}, must be as https://chat.example:8443, or *"
-            )
-    return origins
+    return tuple(_origin(origin.lower()) for origin in given)
+
+
+def _origin(given: str) -> str:
+    parts = ORIGIN.fullmatch(given)
+    if given == ANY:
+        return given
+    if parts is None:
+        raise BadInput(
+            f"allowed_origins has {given!r:.80}, must be as https://chat.example:8443, or *"
+        )
+    scheme, port = parts.groups()
+    return given.removesuffix(port) if port == f":{PORTS.get(scheme)}" else given
 
 
 def is_loopback(host: str) -> bool:
