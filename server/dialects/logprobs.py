@@ -27,8 +27,8 @@ def completion_logprobs(
     by_id: bool = False,
 ) -> dict[str, Any]:
     """Parallel lists; `offset` is where the first token's text begins. The first token of a text
-    has no log probability. The others are themselves among the likeliest in their place, as with
-    OpenAI: where they are not, as one more.
+    has no log probability. A token that was chosen is always in its top_logprobs, as with OpenAI:
+    it is added if it is not among the likeliest.
     """
     offsets = []
     for token in tokens:

@@ -164,10 +164,13 @@ class PromptReader:
     def _response(self, ask: schemas.ResponsesAsk) -> list[int]:
         choice = choice_of_responses(ask.tool_choice)
         tools = offered_tools(tools_of_responses(ask.tools), choice)
-        thinking = wants_thinking(None, (ask.reasoning or {}).get("effort"))
-        messages = messages_of(ask.input, ask.instructions)
+        effort = (ask.reasoning or {}).get("effort")
         return self._rendered(
-            messages, tools, thinking, is_cut=ask.truncate_prompt_tokens is not None
+            messages_of(ask.input, ask.instructions),
+            tools,
+            wants_thinking(None, effort),
+            is_cut=ask.truncate_prompt_tokens is not None,
+            names=NO_NAMES if effort is None else {"reasoning_effort": effort},
         )
 
     def _conversation(
@@ -216,12 +219,13 @@ class PromptReader:
             raise BadInput("give either prompt or messages")
         add_special = ask.add_special_tokens is not False
         if ask.prompt is None:
+            is_begun = goes_on(ask)
             lists = [
                 self._rendered(
                     ask.messages or [],
                     offered_tools(ask.tools, None),
-                    wants_thinking(ask.chat_template_kwargs, None),
-                    goes_on=goes_on(ask),
+                    wants_thinking(ask.chat_template_kwargs, None) and not is_begun,
+                    goes_on=is_begun,
                     names=names_of(ask),
                 )
             ]

@@ -59,18 +59,24 @@ def thinks(ask: schemas.ChatAsk) -> bool:
             return ask.enable_thinking
         if isinstance(given.get("enabled"), bool):
             return bool(given["enabled"])
-    return wants_thinking(template, given.get("effort", ask.reasoning_effort))
+    return wants_thinking(template, effort_of(ask))
+
+
+def effort_of(ask: schemas.ChatAsk) -> Any:
+    """OpenRouter's field, or else OpenAI's."""
+    return (ask.reasoning or {}).get("effort") or ask.reasoning_effort
 
 
 def names_of(ask: schemas.ChatAsk | schemas.TokenizeAsk) -> dict[str, Any]:
     """What the chat template gets by name, beside what the server itself says."""
     names: dict[str, Any] = {}
     if isinstance(ask, schemas.ChatAsk):
-        names = {"reasoning_effort": ask.reasoning_effort, **(ask.thinking or {})}
+        names = {"reasoning_effort": effort_of(ask), **(ask.thinking or {})}
         names.pop("type", None)
     given = ask.chat_template_kwargs or {}
-    for name in OF_SERVER & given.keys():
-        raise BadInput(f"chat_template_kwargs has {name}, which is not served: it is a field")
+    for name in sorted(OF_SERVER & (names | given).keys()):
+        where = "chat_template_kwargs" if name in given else "thinking"
+        raise BadInput(f"{where} has {name}: give it as a field of the request")
     return {name: value for name, value in (names | given).items() if value is not None}
 
 

@@ -15,7 +15,7 @@ from ess.errors import BadInput
 from ess.models.chat.styles import DeepSeekStyle, TemplateStyle
 from ess.server.dialects.logprobs import completion_logprobs
 from ess.server.dialects.prompts import PromptReader
-from ess.server.dialects.schemas import ChatAsk, TokenizeAsk
+from ess.server.dialects.schemas import ChatAsk, ResponsesAsk, TokenizeAsk
 from ess.server.process.bounds import LOOP_BODY_BYTES
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying
 
@@ -178,6 +178,8 @@ def test_reasoning_may_be_left_out(served: Served, wish: dict[str, Any]):
         ({"reasoning": {"enabled": True}}, True),
         ({"reasoning": {"effort": "high"}}, True),
         ({"reasoning": {"effort": "none"}}, False),
+        ({"reasoning": {"effort": None}, "reasoning_effort": "high"}, True),
+        ({"reasoning": {"effort": "none"}, "reasoning_effort": "high"}, False),
         ({"reasoning": {"enabled": False, "effort": "high"}}, False),
     ],
 )
@@ -267,7 +269,24 @@ def test_a_template_gets_the_names_that_a_client_gives(reader: PromptReader):
     assert written(reader, **asked).startswith("|max|True|False|")
     both = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
     assert written(reader, **both).startswith("|high|")
+    assert written(reader, reasoning={"effort": "low"}).startswith("|low|True|")
+    both = {"reasoning": {"effort": None}, "reasoning_effort": "high"}
+    assert written(reader, **both).startswith("|high|True|")
     assert written(reader, TokenizeAsk, **given) == written(reader, **given)
+
+
+def test_a_template_gets_the_effort_of_a_response(reader: PromptReader):
+    for effort, shown in (({"effort": "low"}, "|low|True|"), (None, "||False|")):
+        asked = {"input": "When?", "reasoning": effort}
+        [ids] = reader.read(json.dumps(asked).encode(), ResponsesAsk).prompts
+        assert TOKENIZER.decode(ids).startswith(shown)
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_what_the_server_says_to_a_template_is_a_field(reader: PromptReader, name: str):
+    for where, more in (("chat_template_kwargs", {}), ("thinking", {"type": "enabled"})):
+        with pytest.raises(BadInput, match=f"^{where} has {name}: give it as a field of the req"):
+            written(reader, **{where: {name: [], **more}})
 
 
 def test_a_client_s_name_cannot_write_a_special_token(reader: PromptReader):
@@ -281,6 +300,9 @@ def test_a_client_s_name_cannot_write_a_special_token(reader: PromptReader):
 def test_a_conversation_is_tokenized_as_it_would_be_asked(reader: PromptReader):
     last = {"role": "assistant", "content": "It is"}
     asked = {"messages": [*ASKED, last], "continue_final_message": True}
+    assert written(reader, TokenizeAsk, **asked) == written(reader, **asked)
+    asked["chat_template_kwargs"] = {"enable_thinking": True}
+    assert "|False|" in written(reader, **asked)
     assert written(reader, TokenizeAsk, **asked) == written(reader, **asked)
     with pytest.raises(BadInput, match="add_generation_prompt is false"):
         written(reader, TokenizeAsk, add_generation_prompt=False)
