@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ess.errors import EssError
 from ess.server.http.openapi import pages
-from ess.server.http.origins import check_page, permitted, shared_with
+from ess.server.http.origins import check_page, is_allowed, permitted, shared_with
 from ess.server.http.request_ids import address, given_key, headers_of
 from ess.server.http.responses import Denied, Refused, TooLarge, error_answer
 from ess.server.process.bounds import BODIES_MAX, METADATA_BYTES_MAX
@@ -61,7 +61,9 @@ class Gate:
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
         state.update(address(headers))
-        shared = shared_with(headers.get(b"origin", b""), self._origins)
+        origin = headers.get(b"origin", b"")
+        allowed = is_allowed(origin, self._origins)
+        shared = shared_with(origin, self._origins)
 
         def named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
@@ -74,12 +76,12 @@ class Gate:
                 self._tally.answers[state["answered"]] += 1
             return send(message)
 
-        if shared and scope["method"] == "OPTIONS" and PREFLIGHT in headers:
+        if allowed and scope["method"] == "OPTIONS" and PREFLIGHT in headers:
             allowing = Response(status_code=204, headers=permitted(headers))
             await allowing(scope, receive, named)
             return
         try:
-            body = await self._admit(scope, headers, receive, allowed=bool(shared))
+            body = await self._admit(scope, headers, receive, allowed=allowed)
         except EssError as error:
             await error_answer(error, scope)(scope, receive, named)
             return

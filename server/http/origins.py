@@ -56,14 +56,21 @@ Headers = list[tuple[bytes, bytes]]
 
 
 def shared_with(origin: bytes, origins: Collection[str]) -> Headers:
-    """The headers that let a page read an answer; none if its origin is not allowed."""
-    if not origin or not (ANY in origins or origin.decode("latin-1").lower() in origins):
-        return []
+    """The headers that let a page read an answer, if its origin is allowed. Where the answers to
+    pages differ, a cache must not give one page the answer to another."""
+    varying: Headers = [(b"vary", b"origin")] if origins and ANY not in origins else []
+    if not is_allowed(origin, origins):
+        return varying
     return [
         (b"access-control-allow-origin", b"*" if ANY in origins else origin),
         (b"access-control-expose-headers", b"*"),
-        (b"vary", b"origin"),
+        *varying,
     ]
+
+
+def is_allowed(origin: bytes, origins: Collection[str]) -> bool:
+    """Whether a page with this origin may ask."""
+    return bool(origin) and (ANY in origins or origin.decode("latin-1").lower() in origins)
 
 
 def permitted(headers: Mapping[bytes, bytes]) -> dict[str, str]:

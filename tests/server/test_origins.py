@@ -77,10 +77,12 @@ def test_an_allowed_page_may_read_answers(open_to_page: Served, path: str, strea
 
 
 def test_an_allowed_page_may_read_refusals_too(open_to_page: Served, keyed: Served):
+    assert exchange(open_to_page, "GET", "/v1/models")[1]["vary"] == "origin"
     for served, status in ((open_to_page, 404), (keyed, 401)):
         found, headers, _ = exchange(served, "GET", "/nothing", origin=PAGE)
         assert found == status
         assert "access-control-allow-origin" in headers
+        assert ("vary" in headers) == (served is open_to_page), "all pages get the same from *"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,7 @@ def test_every_other_page_is_refused(open_to_page: Served, origin: str):
         status, headers, _ = exchange(open_to_page, "GET", "/v1/models", origin=origin, **sent)
         assert status == 403
         assert "access-control-allow-origin" not in headers
+        assert headers["vary"] == "origin", "a cache must not give this to an allowed page"
 
 
 def test_an_allowed_page_must_still_use_our_name_and_the_key(open_to_page: Served, keyed: Served):
@@ -112,6 +115,7 @@ def test_without_the_setting_no_page_may_ask():
     with Served(PacedEngine(saying("one"))) as served:
         assert preflight(served, PAGE)[0] == 403
         assert "access-control-allow-origin" not in exchange(served, "GET", "/health")[1]
+        assert "vary" not in exchange(served, "GET", "/health")[1]
         assert exchange(served, "OPTIONS", "/v1/models")[0] == 405
 
 
@@ -121,6 +125,9 @@ def test_without_the_setting_no_page_may_ask():
         ("", ()),
         ("*", ("*",)),
         ("https://A.example:8443 ,http://b", ("https://a.example:8443", "http://b")),
+        ("https://a.example:443,http://b:80", ("https://a.example", "http://b")),
+        ("https://a:80,http://b:443,app://c:80", ("https://a:80", "http://b:443", "app://c:80")),
+        ("http://[::1]:80,http://[::1]:3000", ("http://[::1]", "http://[::1]:3000")),
         ('["https://a.example", "*"]', ("https://a.example", "*")),
     ],
 )
@@ -129,7 +136,11 @@ def test_origins_as_operators_write_them(text: str, origins: tuple[str, ...]):
 
 
 @pytest.mark.parametrize(
-    "text", ["a.example", "https://a.example/", "https://u@a", "[1]", "[", "null"]
+    "text",
+    [
+        *("a.example", "https://a.example/", "https://u@a", "[1]", "[", "null"),
+        *("https://a:b:c", "https://a:b", "https://a:", "https://a:1:2", "https://::1", "https://"),
+    ],
 )
 def test_what_is_no_origin_is_refused(text: str):
     with pytest.raises(BadInput, match="allowed_origins"):
