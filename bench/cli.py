@@ -216,3 +216,7 @@ def make_app(
 
 def _never_called() -> None:
     raise AssertionError("this command was not given, so it was not imported")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,18 +29,28 @@ class Unavailable(EssError, RuntimeError):
 
 
 class PoolFull(EssError):
-    """A reservation does not fit; nothing was taken. The sentence says what would make room.
+    """A reservation does not fit; nothing was taken. The sentence says what would make room, in the
+    words of a library: a server has others, and takes the `shortage` alone.
 
     limiter          what is short: "slots", "index pages", "host pages", "sequences", "handoffs"
     needed, free     counts of it; slots are counted in each layer group, pages hold 64 tokens
+    shortage         the beginning of the sentence: what is short, in numbers
     permanent        it can never fit, not even when everything else has been closed
     retry_after_s    seconds after which to try again, None where it is permanent
     """
 
     def __init__(
-        self, *, limiter: str, needed: int, free: int, sentence: str, permanent: bool = False
+        self,
+        *,
+        limiter: str,
+        needed: int,
+        free: int,
+        sentence: str,
+        shortage: str = "",
+        permanent: bool = False,
     ) -> None:
         super().__init__(sentence)
+        self.shortage = shortage or sentence
         self.limiter = limiter
         self.needed = needed
         self.free = free

@@ -109,6 +109,16 @@ def test_console_scripts_run_without_torch(call: str, tmp_path: Path) -> None:
     assert done.stdout.strip()
 
 
+@pytest.mark.parametrize("home", ["ess.server.commands.cli", "ess.bench.cli"])
+def test_a_command_runs_as_a_module_too(home: str, tmp_path: Path) -> None:
+    code = (
+        f"import runpy\nsys.argv[1:] = ['--help']\nrunpy.run_module({home!r}, run_name='__main__')"
+    )
+    done = run_bare(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
 def test_the_refusal_refuses(tmp_path: Path) -> None:
     done = run_bare("import torch", tmp_path)
     assert done.returncode != 0

@@ -108,7 +108,7 @@ class Ledger:
             if permanent
             else f"{format_bytes(max(free, 0) * account.unit_bytes)} free"
         )
-        sentence = (
+        shortage = sentence = (
             f"needs {needed:,} {account.name}{account.times} = "
             f"{format_bytes(needed * account.unit_bytes)}, {verdict}"
         )
@@ -120,6 +120,7 @@ class Ledger:
             free=max(free, 0),
             permanent=permanent,
             sentence=sentence,
+            shortage=shortage,
         )
 
     def check(self) -> None:

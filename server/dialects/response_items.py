@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from ess.errors import BadInput
+from ess.models.chat.messages import TEXT_PARTS
 from ess.models.chat.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 
 Item = dict[str, Any]
-TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[Item]:

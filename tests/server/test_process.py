@@ -34,11 +34,13 @@ from ess.engine.process.messages import (
     TraceSpan,
     Tracing,
 )
-from ess.engine.process.worker import EngineLoop
+from ess.engine.process.worker import EngineLoop, in_words
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
-from ess.errors import BadInput
+from ess.errors import BadInput, PoolFull
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS, WINDOW_SLOTS
+from ess.server.commands.start.settings import FIELDS
 from tests.support.checkpoints import small, tokens
 from tests.support.greedy import greedy
 from tests.support.manual_clock import ManualClock
@@ -191,15 +193,32 @@ def test_what_never_fits_is_refused_and_what_must_wait_is_counted():
     assert piece.reason == "refused"
     assert "needs 10 index pages" in piece.sentence
     assert "more than the pool's" in piece.sentence
+    assert piece.sentence.endswith("; raise index_bytes, or host_bytes where that is auto")
     status = loop.status()
     assert status.waiting_count >= 1
     assert status.limiter in ("host pages", "sequences")
+    assert status.shortage.endswith(("free; raise host_bytes", "active; raise max_running"))
     assert status.fullness > 0.2
     for _ in range(300):
         loop.turn()
     assert [len(wire.made(n)) for n in (2, 3, 4, 5)] == [90] * 4
     assert loop.status().limiter is None
     loop.close()
+
+
+def test_a_shortage_is_told_in_a_server_s_settings():
+    """Whatever is short; a sentence of another kind is told as it is."""
+    for limiter in (SLOTS, WINDOW_SLOTS, INDEX_PAGES, HOST_PAGES, SEQUENCES):
+        sentence, shortage = "needs 5; lower slot_floor, or close a sequence", "needs 5"
+        full = PoolFull(limiter=limiter, needed=5, free=0, sentence=sentence, shortage=shortage)
+        said = in_words(full)
+        assert said.startswith("needs 5; raise ")
+        assert {word.strip(",") for word in said.split() if "_" in word} <= FIELDS.keys()
+    for other in (
+        PoolFull(limiter="tpot", needed=1, free=0, sentence="2 fit into 5 ms"),
+        BadInput("2 fit into 5 ms"),
+    ):
+        assert in_words(other) == "2 fit into 5 ms"
 
 
 def test_the_status_says_why_a_step_waits_for_the_one_before():

@@ -120,6 +120,7 @@ class Holding:
                 limiter=SEQUENCES,
                 needed=1,
                 free=0,
+                shortage=f"all {pools.sizes.sequence_max} sequences are active",
                 sentence=f"all {pools.sizes.sequence_max} sequences are active; raise "
                 f"sequence_max, or preempt or close a sequence",
             )

@@ -56,15 +56,30 @@ from ess.engine.process.peers import Peers
 from ess.engine.process.wire import SocketWire, Wire, open_counts
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.chance import Chance
-from ess.errors import BadState, EssError, Unavailable
+from ess.errors import BadState, EssError, PoolFull, Unavailable
 from ess.layout import ModelLayout
-from ess.pool.capacity import HOST_PAGES, INDEX_PAGES
+from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS, WINDOW_SLOTS
 
 STATUS_EVERY_S: Final = 0.25
 SHOWN_MAX: Final = 64
 IDLE_S: Final = 0.25
 BLOCKED_S: Final = 0.01
 BUSY_S: Final = 0.001
+RAISE: Final = {
+    SLOTS: "raise slot_bytes",
+    WINDOW_SLOTS: "raise slot_bytes",
+    INDEX_PAGES: "raise index_bytes, or host_bytes where that is auto",
+    HOST_PAGES: "raise host_bytes",
+    SEQUENCES: "raise max_running",
+}
+"""What makes room, in the settings of a server."""
+
+
+def in_words(refusal: EssError) -> str:
+    """Why a request waits or was refused, for those who use a server and those who run it."""
+    if not isinstance(refusal, PoolFull) or refusal.limiter not in RAISE:
+        return str(refusal)
+    return f"{refusal.shortage}; {RAISE[refusal.limiter]}"
 
 
 @dataclass(slots=True, eq=False)
@@ -293,7 +308,7 @@ class EngineLoop:
         if request.reason != "refused":
             return request.fault
         assert request.refusal is not None, f"request {request.number} was refused without a reason"
-        return str(request.refusal)
+        return in_words(request.refusal)
 
     def _report(self) -> None:
         now_s = self._clock.now_s()
@@ -328,7 +343,7 @@ class EngineLoop:
             prompt_count=self._prompt_count,
             cached_count=self._cached_count,
             limiter=short.limiter if short is not None else None,
-            shortage=str(short) if short is not None else "",
+            shortage=in_words(short) if short is not None else "",
             pools=self._pools(stats),
             hits=tuple(stats.hit_count.tolist()),
             misses=tuple(stats.miss_count.tolist()),
