@@ -23,12 +23,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from ess.server.http.page_addresses import ANY, PORTS
 from ess.server.http.responses import Foreign
 
 AUTHORITY: Final = re.compile(r"(\[[^\]]*\]|[^:\[\]/@]*)(?::(\d*))?")
-PORTS: Final = {"http": "80", "https": "443"}
 LOCAL: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
-ANY: Final = "*"
 
 
 def check_page(

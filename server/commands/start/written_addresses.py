@@ -10,7 +10,7 @@ import msgspec
 
 from ess.decoding import UNDECODABLE
 from ess.errors import BadInput
-from ess.server.http.origins import ANY, PORTS
+from ess.server.http.page_addresses import ANY, PORTS
 
 ORIGIN: Final = re.compile(r"([a-z][a-z0-9+.-]*)://(?:\[[0-9a-f:.]+\]|[^/?#@:\[\]\s]+)(:[0-9]+)?")
 
