@@ -32,8 +32,8 @@ ASKED = {"model": "ess-embedded", "prompt": "The server is", "max_tokens": 5}
 
 @contextlib.contextmanager
 def said(folder: Path) -> Iterator[tuple[Process, Path]]:
-    """Two ranks, and the file that has their log. Engines import what they need when they come back,
-    so a router has time to see that they are gone."""
+    """Two ranks, and the file that has their log. An engine that comes back imports for a second
+    or two, so a router has time to see that it was gone."""
     log = folder / "log"
     with (
         log.open("w") as lines,
