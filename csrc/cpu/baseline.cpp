@@ -1,4 +1,4 @@
-// What the row movers are measured against: the loop that anybody would write.
+// What the row movers are measured against: the loop that first comes to mind.
 #include <cstring>
 
 #include "native.h"

@@ -6,7 +6,7 @@
 // threads. The number of elements may lie on the device, with the list.
 //
 // Blocks are cleared all or none, as a chunk changes its owner whole, so one block of threads does
-// it: everybody has looked before anybody clears.
+// it: all its threads have looked before one clears.
 #include "resolve.cuh"
 
 namespace {

@@ -34,8 +34,8 @@ class _Given(msgspec.Struct, gc=False):
 
 class History:
     """`previous` is the id of the response that this one follows; `is_kept` says whether this one
-    will be kept, as far as is known yet. Whoever makes a History calls `release` at the request's
-    end."""
+    will be kept, as far as is known yet. The route that makes a History sees to it that `release`
+    is called at the request's end."""
 
     def __init__(self, service: Service, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._shelf: KeptResponses | None = service.kept

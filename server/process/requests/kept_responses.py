@@ -1,7 +1,7 @@
 """Responses that a client may refer to by id, within a size: the longest unused are forgotten.
 
-A client may choose its ids, so an id is no secret: an owner, whoever sends the same key, finds its
-own responses alone.
+A client may choose its ids, so an id is no secret. Clients with the same key are one owner, which
+finds its own responses alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to a device, and back, without anybody waiting.
+"""Numbers of the host on their way to a device, and back; no thread waits for them.
 
 What leaves the host lies in page-locked memory, which torch lends and takes back when the device
 has read it. So an upload costs the host a copy into that memory and the queueing of another.
