@@ -10,12 +10,12 @@ behind its mark, and `LatentPool.say` stands between the two: in it member 0 sen
 on, and the others wait for the word, which follows all that was written before. So no process
 reads a row too early.
 
-Nor does a process use what it reads too late, when the page has gone to another text. In a step each
-layer attends before the members exchange what they have attended, so a member that is behind the
-exchange of the last layer has no attention before it. What it may still read between that exchange
-and the next are copies for its slots. Where the page has been free for others meanwhile, they are
-of a sequence that leaves: its slots are dropped in the call that frees the page, and nothing looks
-at them between.
+Nor does a process use what it reads too late, when the page has gone to another text. In a step
+each layer attends before the members exchange what they have attended, so a member that is behind
+the exchange of the last layer has no attention before it. What it may still read between that
+exchange and the next are copies for its slots. Where the page has been free for others meanwhile,
+they are of a sequence that leaves: its slots are dropped in the call that frees the page, and
+nothing looks at them between.
 
 What would break it: a `say` at a place that follows from more than the calls (the others would wait
 for a word that never comes); a copy to the host that is under way when the word is sent
