@@ -282,6 +282,8 @@ class Engine:
         """Ends the processes of the grammars. Other ranks are stood by until all end."""
         while not self._ranks.latest.all_leave:
             self.stand_by(leaves=True)
+        if self._flights.replays is not None:
+            self._flights.replays.close()
         self._entry.close()
 
     def _rebalance(self) -> None:

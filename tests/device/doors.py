@@ -102,6 +102,8 @@ def test_a_turn_to_be_timed_is_passed_over_where_there_is_no_room():
         eng.check()
     made = eng.graph_line()
     assert (made.captured, made.held, made.dropped, made.eager) == (2, 2, 0, {})
+    eng.close()
+    assert eng.graph_line().held == 0, "a graph that NCCL would wait for"
     assert not eng.offload.stats().fetch_count.any()
     eng.offload.close()
 

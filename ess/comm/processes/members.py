@@ -11,6 +11,7 @@ goes on with bytes that mean nothing: a caller asks `check` before it believes t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,7 @@ from ess.errors import BadInput
 
 GRACE_S: Final = 1.0
 """How long a broken exchange waits for a report that names the rank that broke it."""
+WHY_MAX: Final = 200
 _SIZES: Final = DIMS_MAX + 1
 
 
@@ -182,21 +184,31 @@ class WiredTeam:
             return act()
         except RuntimeError as wrong:
             self._ending.wait(GRACE_S)
-            lost = LinkLost(-1, f"a member of stage {self._stage} is lost: an exchange broke off")
+            why = (str(wrong).strip().splitlines() or [type(wrong).__name__])[-1][:WHY_MAX]
+            lost = LinkLost(-1, f"a member of stage {self._stage} is lost: {why}")
             lost.__cause__ = wrong
             self._ending.fail(lost)
             self._ending.check()
 
     def close(self) -> None:
         """Releases the process groups, and with them the store."""
+        host, tensors = self._host, self._tensors
         self._host = self._tensors = None
+        if tensors is not host:
+            _abort(tensors)
 
     def _wake(self) -> None:
         if self._host is None:
             return
         break_waits(self._host)
         if self._tensors is not self._host:
-            self._tensors.abort()
+            _abort(self._tensors)
+
+
+def _abort(group: Any) -> None:
+    """Ends what runs on the device at once. Then NCCL waits until the graphs that hold exchanges
+    are gone, so this has a thread of its own."""
+    threading.Thread(target=group.abort, name="abort", daemon=True).start()
 
 
 def _cut(content: Tensor, sizes: list[int]) -> list[Tensor]:

@@ -148,6 +148,7 @@ def nccl_group(store: Any, rank: int, size: int, *, device: torch.device) -> Any
         raise Unavailable("this torch has no NCCL: tensors on CUDA cannot travel between ranks")
     torch.cuda.set_device(device)
     os.environ.update(NCCL_GRAPH_REGISTER="0", NCCL_LOCAL_REGISTER="0")
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")  # a stack trace for each exchange
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=NCCL_S)
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -88,6 +88,8 @@ class Berths:
             is_read.synchronize()
         if berth.numel() < size:
             berth = torch.empty(size, dtype=torch.uint8, device=self._device)
+            if self._device.type == "cuda":  # its memory may be that of kernels still in the queue
+                torch.cuda.current_stream(self._device).synchronize()
         return berth
 
     def give(self, berth: Tensor) -> None:

@@ -212,6 +212,11 @@ class Replays:
         self._untimed.discard(kind)
         self.dropped_count += 1
 
+    def close(self) -> None:
+        """Lets all graphs go: a communicator of NCCL ends behind those that hold its exchanges."""
+        self._held.clear()
+        self._untimed.clear()
+
     def rehearsed(self) -> None:
         """Requests come: of kinds that had no room to be timed no step will be."""
         self.eager_counts.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,9 @@ from ess.engine.process.messages import Launch, Rank
 from ess.errors import BadInput, EssError
 
 JOIN_S: Final = 120.0
+LOOK_S: Final = 0.25
+STUCK_S: Final = 10.0
+"""How long a rank whose group has ended may take to say so and to end."""
 
 
 def rank_of(launch: Launch) -> Rank:
@@ -64,16 +69,42 @@ def membership(group: Group) -> Iterator[None]:
     group.close()
 
 
+def watch_end(check: Callable[[], None]) -> None:
+    """A thread ends this process if `check` raises and the process does not end by itself: the main
+    thread may be in a call of NCCL that never returns."""
+
+    def look() -> None:
+        while not _raises(check):
+            time.sleep(LOOK_S)
+        time.sleep(STUCK_S)
+        os._exit(3)
+
+    threading.Thread(target=look, name="watch", daemon=True).start()
+
+
+def _raises(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except EssError:
+        return True
+    return False
+
+
 def main(
     run: Callable[[Launch, list[str]], None], rank_of: Callable[[Launch], int], endpoints: list[str]
 ) -> int:
-    """A group that has failed is not left in order: its ranks would wait for one another."""
+    """A group that has failed is not left in order: its ranks would wait for one another. A thread
+    inside NCCL would abort the interpreter's end, so with a device there is none."""
     die_with_parent()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     try:
         run(launch, endpoints)
     except BaseException as error:
         _end(rank_of(launch), error)
+    if is_device(launch.config.device):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     return 0
 
 

@@ -30,7 +30,7 @@ from ess.door.device.memory.uploads import Download
 from ess.engine.config import ProcessConfig
 from ess.engine.devices import is_device, ordinal_of
 from ess.engine.process.build import Built, build
-from ess.engine.process.member import main, membership
+from ess.engine.process.member import main, membership, watch_end
 from ess.engine.process.messages import Launch
 from ess.engine.process.wire import SocketWire
 from ess.engine.process.worker import serve
@@ -135,6 +135,8 @@ def greet(group: Group, mine: dict[str, str]) -> None:
 
 def run(launch: Launch, endpoints: list[str]) -> None:
     group = join(launch.config, launch.secret)
+    if is_device(launch.config.device):
+        watch_end(group.team.check)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     wire = SocketWire(context, endpoints)
     wire.watch(sys.stdin.fileno())
