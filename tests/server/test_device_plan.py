@@ -217,7 +217,7 @@ def test_each_stage_has_a_plan_and_all_together_are_one_engine():
     assert keys == pages * config.layout().key_page_bytes + maps
     assert lines_of(plan, "graphs") == lines_of(plan, "decoding") == []
     state = 512 * config.residual_dim * 4
-    assert lines_of(plan, "states") == [LEAVING * state, COMING * state]
+    assert lines_of(plan, "states") == [LEAVING * state, (COMING + 1) * state]
     assert plan.rooms[-1].count > 0
 
 
