@@ -59,6 +59,10 @@ class FlashMlaStandIn:
         assert names.shape[2] % 64 == 0
         assert plan == (q.shape[2], names.shape[2])
         rows = k.reshape(-1, 656).view(torch.uint8)
+        if self.wrong == "scale":
+            rows = rows.clone()
+            scales = rows[:, 512:528].view(torch.float32)
+            scales.copy_(scales.log2().floor().exp2())
         ours = reference.attend(q[:, 0], rows, names[:, 0], RowCodec(), scale=softmax_scale)
         lse = ours.lse / math.log(self.base)
         lse[ours.lse == -math.inf] = self.empty
@@ -122,7 +126,7 @@ def test_flash_mla_bad_input(install: Install) -> None:
             adapter.attend(*bad, scale=1.0)
 
 
-@pytest.mark.parametrize("wrong", ["lse", "out"])
+@pytest.mark.parametrize("wrong", ["lse", "out", "scale"])
 def test_a_build_that_fails_the_probe_gives_way_to_the_next(install: Install, wrong: str) -> None:
     flash(FlashMlaStandIn(wrong=wrong), install)
     install("sgl_flash_mla")

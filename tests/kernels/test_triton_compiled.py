@@ -329,3 +329,12 @@ def test_the_table_of_the_log_is_what_the_compiler_makes(at: int, capability: in
             sizes = found.registers, found.shared, found.spilled, found.loop_spills
             made[title] = [*sizes, found.loop]
     assert made == dict(held(at))
+
+
+def test_distances_between_partials_are_of_64_bits_whatever_they_are() -> None:
+    """By value, a distance of less than 8 GiB would be another program, compiled in a capture."""
+    from ess.kernels.cuda.triton.device import attend
+
+    kinds = {param.name: param.annotation_type for param in attend.attend.params}
+    names = ("placed_from", "part_from", "part_lse_from")
+    assert [kinds[name] for name in names] == ["i64"] * 3

@@ -30,6 +30,7 @@ DIM: Final = CODEC.latent_dim + CODEC.rope_dim
 LIST_UNIT: Final = 64
 HEAD_COUNTS: Final = (64, 128)
 ONE: Final = 0x38
+PROBED: Final = 1.5
 SERVES: Final = (
     f"for whole lists of up to {HEAD_COUNTS[-1]} heads in bfloat16 over rows of "
     f"{CODEC.row_bytes} bytes; else triton"
@@ -53,6 +54,8 @@ class FlashMla:
     def takes(self, call: Attend) -> bool:
         """Its bits follow from the batch, and nothing can run beside it."""
         if not (call.whole and call.balanced) or call.adds or call.codec != CODEC:
+            return False
+        if not len(call.queries):
             return False
         is_paged = len(call.rows) % PAGE_ROWS == 0 and call.rows.is_contiguous()
         heads = call.queries.shape[1]
@@ -111,10 +114,11 @@ class FlashMla:
         return self._schedules[shape]
 
     def _probe(self, device: torch.device) -> tuple[Literal["e", "2"], Literal["-inf", "+inf"]]:
-        """A list of one key, with logit 1 and value 1, and a list without keys."""
+        """A list of one key, with logit and value 1.5, and a list without keys. The row's scale is
+        1.5: a build that keeps only a power of two of it would misread rows of other engines."""
         rows = torch.zeros(PAGE_ROWS, CODEC.row_bytes, dtype=torch.uint8, device=device)
         rows[0, 0] = ONE
-        rows[:, CODEC.latent_dim : CODEC.latent_dim + 16].view(torch.float32).fill_(1.0)
+        rows[:, CODEC.latent_dim : CODEC.latent_dim + 16].view(torch.float32).fill_(PROBED)
         queries = torch.zeros(2, HEAD_COUNTS[0], DIM, dtype=torch.bfloat16, device=device)
         queries[:, :, 0] = 1.0
         slots = torch.full((2, LIST_UNIT), -1, dtype=torch.int32, device=device)
@@ -123,10 +127,10 @@ class FlashMla:
         value, lse_full, lse_empty = float(out[0, 0, 0]), float(lse[0, 0]), float(lse[1, 0])
         bases: tuple[Literal["e", "2"], ...] = ("e", "2")
         for base in bases:
-            expected = 1.0 if base == "e" else math.log2(math.e)
-            if abs(lse_full - expected) < 1e-3 and value == 1.0 and math.isinf(lse_empty):
+            expected = PROBED if base == "e" else PROBED * math.log2(math.e)
+            if abs(lse_full - expected) < 1e-3 and value == PROBED and math.isinf(lse_empty):
                 return base, "+inf" if lse_empty > 0 else "-inf"
         raise Unavailable(
-            f"the probe got value {value} and lse {lse_full} where 1.0 and 1.0 (or 1.4427, base 2) "
+            f"the probe got value {value} and lse {lse_full} where 1.5 and 1.5 (or 2.164, base 2) "
             f"were due, and lse {lse_empty} for an empty list, due +inf or -inf"
         )

@@ -132,7 +132,7 @@ def _logits(asked, values, asked_rope, rope, first, end, PRECISION: tl.constexpr
 @triton.jit
 def attend(
     queries, rows, named, cuts, pieces, out, lse,
-    scale, placed_from, part_from, part_lse_from,
+    scale, placed_from: tl.int64, part_from: tl.int64, part_lse_from: tl.int64,
     row_stride, placed_stride, query_stride, head_stride, heads, width,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr,
     ROPE_FROM: tl.constexpr, FORM: tl.constexpr, QUERY_IS_BF16: tl.constexpr,
