@@ -35,13 +35,15 @@ Rows = npt.NDArray[np.int32]
 @dataclass(slots=True, eq=False)
 class Piece:
     """Rows of one group, with their ages or, to fill, without. Of those that fill, at most as many
-    absent ones as `limit` says, a number of the device that the pieces of a fill share."""
+    absent ones as `limit` says, a number of the device that the pieces of a fill share. `stay` is
+    the sequence's stay on the device for which the names of the rows hold."""
 
     sequence: Sequence
     group: int
     rows: Rows
     ages: Rows | None
     limit: Tensor | None
+    stay: tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +92,9 @@ class Landings:
     def warm(self, sequence: Sequence, group: int, rows: Rows, ages: Rows) -> None:
         """As if they had been used `ages` steps ago, newest first."""
         for part in self._parts(rows):
-            self._waiting.append(Piece(sequence, group, rows[part], ages[part], None))
+            self._waiting.append(
+                Piece(sequence, group, rows[part], ages[part], None, self._stay(sequence))
+            )
 
     def fill(
         self, sequence: Sequence, group: int, rows: Rows, *, row_max: int | None = None
@@ -100,7 +104,13 @@ class Landings:
         if row_max is not None and row_max < len(rows):
             limit = upload(np.array([row_max], np.int32), self._pools.lane.home)
         for part in self._parts(rows):
-            self._waiting.append(Piece(sequence, group, rows[part], None, limit))
+            self._waiting.append(
+                Piece(sequence, group, rows[part], None, limit, self._stay(sequence))
+            )
+
+    def _stay(self, sequence: Sequence) -> tuple[int, int]:
+        """Its line, and how often sequences have left that: behind a resume rows have other ids."""
+        return sequence.line, self._pools.tables.left_count[sequence.line]
 
     def _parts(self, rows: Rows) -> list[slice]:
         return [slice(at, at + self._width) for at in range(0, len(rows), self._width)]
@@ -138,7 +148,7 @@ class Landings:
         self.behind()
         while self._waiting and self._free:
             piece = self._waiting.popleft()
-            if piece.sequence.state == "active":
+            if piece.sequence.state == "active" and piece.stay == self._stay(piece.sequence):
                 self._start(self._free.pop(), piece)
 
     def restart(self) -> bool:

@@ -32,8 +32,10 @@ class Leaving:
         ]
 
     def drop(self, active: PageIds) -> None:
-        """On compute, behind the steps that are queued and before those to come."""
+        """On compute, behind the steps and landings that are queued and before those to come: a
+        landing may still fill slots of these rows."""
         pools, stream = self._pools, self._pools.lane.compute
+        pools.lane.hold_for_copies()
         rows = upload(page_rows(active), pools.lane.home)
         self._works.begin(stream=stream)
         for residency in self._groups:

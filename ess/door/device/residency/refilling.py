@@ -41,6 +41,7 @@ class DeviceRefill:
     def go_on(self, sequences: Many[Sequence]) -> int:
         """How many rows were offered, all of one sequence."""
         self._knowledge.all_resident(sequences)
+        self._landings.go_on()
         if self._landings.is_busy:
             return 0
         lacking = [each for each in sequences if self._knowledge.lacks(each)]
