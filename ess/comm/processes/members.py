@@ -29,6 +29,8 @@ from ess.errors import BadInput
 GRACE_S: Final = 1.0
 """How long a broken exchange waits for a report that names the rank that broke it."""
 WHY_MAX: Final = 200
+ABORT_S: Final = 5.0
+"""How long a team that is left waits for NCCL: a thread in it would abort the interpreter's end."""
 _SIZES: Final = DIMS_MAX + 1
 
 
@@ -65,6 +67,7 @@ class WiredTeam:
         self._tensors = collectives.tensors
         self._patience = timedelta(seconds=collectives.patience_s)
         self._ending = ending
+        self._aborting: threading.Thread | None = None
         ending.register(tell=lambda lost: None, wake=self._wake)
 
     def barrier(self) -> None:
@@ -195,20 +198,23 @@ class WiredTeam:
         host, tensors = self._host, self._tensors
         self._host = self._tensors = None
         if tensors is not host:
-            _abort(tensors)
+            self._abort(tensors)
+        if self._aborting is not None:
+            self._aborting.join(ABORT_S)
 
     def _wake(self) -> None:
         if self._host is None:
             return
         break_waits(self._host)
         if self._tensors is not self._host:
-            _abort(self._tensors)
+            self._abort(self._tensors)
 
-
-def _abort(group: Any) -> None:
-    """Ends what runs on the device at once. Then NCCL waits until the graphs that hold exchanges
-    are gone, so this has a thread of its own."""
-    threading.Thread(target=group.abort, name="abort", daemon=True).start()
+    def _abort(self, group: Any) -> None:
+        """Ends what runs on the device at once. Then NCCL waits until all graphs with exchanges are
+        gone, so this has a thread of its own."""
+        if self._aborting is None:
+            self._aborting = threading.Thread(target=group.abort, name="abort", daemon=True)
+            self._aborting.start()
 
 
 def _cut(content: Tensor, sizes: list[int]) -> list[Tensor]:
