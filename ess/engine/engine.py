@@ -279,7 +279,8 @@ class Engine:
         return self._ranks.line()
 
     def close(self) -> None:
-        """Ends the processes of the grammars. Other ranks are stood by until all end."""
+        """Lets graphs go, and ends the processes of the grammars. Until all ranks want to end, this
+        one stands by."""
         while not self._ranks.latest.all_leave:
             self.stand_by(leaves=True)
         if self._flights.replays is not None:

@@ -19,7 +19,7 @@ NO_ITEMS: Final = msgspec.Raw(b"[]")
 
 
 def owner_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Who asks, by the key that came along; all without one are the same."""
+    """The owner of the request's responses, by its key; all requests without a key have one."""
     return hashlib.sha256(given_key(dict(headers))).digest()
 
 
