@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ess.engine.tokens import grammar_child
-from ess.engine.tokens.sandbox import ANSWER_S, Link, Sandbox
+from ess.engine.tokens.sandbox import Link, Sandbox
 from ess.errors import BadInput, EssError, Unavailable
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ Kind = Literal["json_schema", "json_object", "regex", "lark"]
 GRAMMAR_BYTES_MAX: Final = 64 << 10
 ROOMS_MAX: Final = 32
 COMPILING_MAX: Final = 2
+COMPILING_S: Final = 120.0
+"""Nobody waits meanwhile. Far more than the processor time that ends a compiler: a busy machine may
+give it a fiftieth of a core."""
 REFUSED_MAX: Final = 256
 LOST_MAX: Final = 1
 WAIT_S: Final = 0.25
@@ -194,7 +197,7 @@ class Grammars:
             return False
         if spare is None:
             return False
-        room = Room(grammar, *spare, time.monotonic() + ANSWER_S)
+        room = Room(grammar, *spare, time.monotonic() + COMPILING_S)
         self._rooms[grammar] = room
         try:
             room.link.send({"verb": "compile", "grammar": _asked(grammar)})
@@ -216,7 +219,7 @@ class Grammars:
         try:
             answer = room.link.poll()
             if answer is None and time.monotonic() > room.deadline_s:
-                raise TimeoutError(f"no answer within {ANSWER_S} s")
+                raise TimeoutError(f"not compiled within {COMPILING_S} s")
         except OSError:
             self._blame(room, f"takes more than {grammar_child.COMPILE_CPU_S:g} s to compile")
             return

@@ -11,8 +11,10 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -270,28 +272,39 @@ def test_compiling_stops_when_its_processor_time_is_over(fresh, patched):
         matcher("json_schema", ENDLESS, by=fresh)
 
 
+ENDLESS_STEP = f"""
+masks = child.Follower.masks
+def endless(self, fresh, drafts):
+    while {END} in drafts:
+        pass
+    return masks(self, fresh, drafts)
+child.Follower.masks = endless
+"""
+
+
 def test_a_token_that_takes_too_long_fails_its_request_and_no_other(fresh, patched):
-    """A lexer's states are made when they are first met, so some work is done only here."""
-    patched(STEP_CPU_S=0.01)
+    """Some of the library's work is done only here. A draft of the end makes this step endless."""
+    patched(ENDLESS_STEP)
     other = matcher("regex", "ab", by=fresh)
-    slow = matcher("lark", EXPLOSIVE, by=fresh)
-    assert texts(slow.allowed([], [])[0]) == {"<|end|>"}
+    slow = matcher("regex", "(ab)*", by=fresh)
+    assert texts(slow.allowed([], [])[0]) == {"a", "ab", "<|end|>"}
+    assert texts(slow.allowed([], [END])[0]) == {"<|end|>"}
     assert "takes more than 0.5 s for one token" in slow.failure
     assert texts(slow.allowed([END], [])[0]) == {"<|end|>"}
     assert texts(other.allowed([], [])[0]) == {"ab"}
     with pytest.raises(BadInput, match="for one token"):
-        matcher("lark", EXPLOSIVE, by=fresh)
+        matcher("regex", "(ab)*", by=fresh)
 
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Lets the processes run with other constants."""
+    """Lets the processes run with other constants, or after more code."""
 
-    def patch(**constants: float) -> None:
+    def patch(code: str = "", **constants: float) -> None:
         lines = "".join(f"child.{name} = {value}\n" for name, value in constants.items())
-        code = f"import sys\nsys.path.append({str(ROOT)!r})\n"
-        code += f"from ess.engine.tokens import grammar_child as child\n{lines}child.main()\n"
-        (tmp_path / "child.py").write_text(code)
+        begin = f"import sys\nsys.path.append({str(ROOT)!r})\n"
+        begin += "from ess.engine.tokens import grammar_child as child\n"
+        (tmp_path / "child.py").write_text(f"{begin}{lines}{code}child.main()\n")
         monkeypatch.setattr(sandbox, "_CHILD", tmp_path / "child.py")
 
     return patch
@@ -327,6 +340,32 @@ def test_a_process_killed_while_it_compiles_is_replaced_once(fresh):
     assert processes(fresh) == []
     assert grammar not in fresh._wanted
     assert texts(matcher("regex", "ab", by=fresh).allowed([], [])[0]) == {"ab"}
+
+
+def test_a_compiler_that_gets_no_core_is_waited_for(fresh, monkeypatch):
+    """Stopped, it is as on a machine whose cores others have for a minute."""
+    matcher("regex", "a", by=fresh).close()
+    while not fresh._sandbox._spares:
+        fresh.wait()
+    [(_, process), *_] = fresh._sandbox._spares
+    os.kill(process, signal.SIGSTOP)
+    fresh.want(grammar := Grammar("regex", "(ab)*c"))
+    assert fresh.matcher(grammar) is None
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60.0)
+    monkeypatch.setattr(grammar_module, "time", later)
+    assert fresh.matcher(grammar) is None
+    os.kill(process, signal.SIGCONT)
+    while (made := fresh.matcher(grammar)) is None:
+        fresh.wait()
+    assert processes(fresh)[-1] == process
+    assert texts(made.allowed([], [])[0]) >= {"a", "c"}
+
+
+def test_a_compiler_that_never_answers_is_lost(fresh, monkeypatch):
+    monkeypatch.setattr(grammar_module, "COMPILING_S", 0.0)
+    with pytest.raises(Unavailable, match="lost twice"):
+        matcher("json_schema", ENDLESS, by=fresh)
+    assert processes(fresh) == []
 
 
 def test_what_cannot_be_started_is_our_fault(fresh, monkeypatch, tmp_path):
