@@ -11,12 +11,9 @@ the server why. A rank in the middle of a layer is ended `GRACE_S` later.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-import time
 from dataclasses import dataclass
-from select import select
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -33,7 +30,8 @@ from ess.door.handoff.port import Port
 from ess.engine.chunking.sizer import ChunkSizer
 from ess.engine.process.build import Built
 from ess.engine.process.disk import disk_of
-from ess.engine.process.member import join, main, membership, rank_of
+from ess.engine.process.lifeline import is_closed
+from ess.engine.process.member import end_when, join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import Peers, layout_digest, open_port
 from ess.engine.process.wire import SocketWire
@@ -53,7 +51,6 @@ from ess.prefill.stages import members
 from ess.prefill.team import TeamLead, TeamMember, check_team, heads_of
 
 GRACE_S: Final = 1.5
-LOOK_S: Final = 0.25
 LOAD_S: Final = 3600.0
 BY_HOST: Final = "two stages share a device, or one has no NCCL"
 
@@ -167,30 +164,16 @@ def assist(launch: Launch, group: Group) -> None:
     TeamMember(model, ops(launch.config.backend), layout, group, rank.team_kind).run()
 
 
-class Watch:
-    """A thread that ends this process when the group or the parent has ended and the main thread
-    has not noticed in time."""
-
-    def __init__(self, link: Link | None, *, stdin: int | None) -> None:
-        self._link = link
-        self._stdin = stdin
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
-
-    def _run(self) -> None:
-        while not self._is_over():
-            time.sleep(LOOK_S)
-        time.sleep(GRACE_S)
-        os._exit(3)
-
-    def _is_over(self) -> bool:
-        if self._stdin is not None and select([self._stdin], [], [], 0.0)[0]:
-            return not os.read(self._stdin, 1)
-        try:
-            return self._link is not None and self._link.receive(0.0) is not None
-        except PeerLeft:  # told to stop: this rank may take its time
-            return False
-        except EssError:
-            return True
+def is_over(link: Link | None, stdin: int | None) -> bool:
+    """Whether the group has failed, as the link knows, or the parent has closed stdin."""
+    if stdin is not None and is_closed(stdin):
+        return True
+    try:
+        return link is not None and link.receive(0.0) is not None
+    except PeerLeft:  # told to stop: this rank may take its time
+        return False
+    except EssError:
+        return True
 
 
 def run(launch: Launch, endpoints: list[str]) -> None:
@@ -199,10 +182,8 @@ def run(launch: Launch, endpoints: list[str]) -> None:
     is_lead = rank.rank == 0
     if is_lead and isinstance(group, StagedGroup):
         console.note("ess: states go from stage to stage through the host's memory: " + BY_HOST)
-    Watch(
-        group.next if is_lead else group.reports[0],
-        stdin=None if is_lead else sys.stdin.fileno(),
-    )
+    link = group.next if is_lead else group.reports[0]
+    end_when(partial(is_over, link, None if is_lead else sys.stdin.fileno()), grace_s=GRACE_S)
     with membership(group):
         if is_lead:
             lead(launch, group, endpoints)

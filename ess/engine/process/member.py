@@ -24,8 +24,6 @@ from ess.errors import BadInput, EssError
 
 JOIN_S: Final = 120.0
 LOOK_S: Final = 0.25
-STUCK_S: Final = 10.0
-"""How long a rank whose group has ended may take to say so and to end."""
 
 
 def rank_of(launch: Launch) -> Rank:
@@ -69,22 +67,22 @@ def membership(group: Group) -> Iterator[None]:
     group.close()
 
 
-def watch_end(check: Callable[[], None]) -> None:
-    """A thread ends this process if `check` raises and the process does not end by itself: the main
-    thread may be in a call of NCCL that never returns."""
+def end_when(is_over: Callable[[], bool], *, grace_s: float) -> None:
+    """A thread ends this process `grace_s` after `is_over` turns true, unless the main thread has
+    ended it before: that may compute a layer, or be in a call of NCCL that never returns."""
 
-    def look() -> None:
-        while not _raises(check):
+    def watch() -> None:
+        while not is_over():
             time.sleep(LOOK_S)
-        time.sleep(STUCK_S)
+        time.sleep(grace_s)
         os._exit(3)
 
-    threading.Thread(target=look, name="watch", daemon=True).start()
+    threading.Thread(target=watch, name="watch", daemon=True).start()
 
 
-def _raises(check: Callable[[], None]) -> bool:
+def has_failed(group: Group) -> bool:
     try:
-        check()
+        group.team.check()
     except EssError:
         return True
     return False

@@ -30,7 +30,7 @@ from ess.door.device.memory.uploads import Download
 from ess.engine.config import ProcessConfig
 from ess.engine.devices import is_device, ordinal_of
 from ess.engine.process.build import Built, build
-from ess.engine.process.member import main, membership, watch_end
+from ess.engine.process.member import end_when, has_failed, main, membership
 from ess.engine.process.messages import Launch
 from ess.engine.process.wire import SocketWire
 from ess.engine.process.worker import serve
@@ -42,6 +42,8 @@ from ess.models.weights.files.fingerprint import fingerprint
 
 JOIN_S: Final = 120.0
 LOAD_S: Final = 3600.0
+GRACE_S: Final = 10.0
+"""How long a rank whose group has ended may take to say so and to end."""
 ALIKE: Final = ("mtp", "tbo", "sbo", "form", "backend", "dp_size", "redundant_experts")
 """Settings that all ranks must have in common: the order of the exchanges follows from them, and
 the values that they carry. Each of the others is a rank's own affair."""
@@ -136,7 +138,7 @@ def greet(group: Group, mine: dict[str, str]) -> None:
 def run(launch: Launch, endpoints: list[str]) -> None:
     group = join(launch.config, launch.secret)
     if is_device(launch.config.device):
-        watch_end(group.team.check)
+        end_when(partial(has_failed, group), grace_s=GRACE_S)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     wire = SocketWire(context, endpoints)
     wire.watch(sys.stdin.fileno())
