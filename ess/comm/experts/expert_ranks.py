@@ -88,6 +88,24 @@ class Rooms:
     chunk: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """What an exchange begins with: `tokens` [n, width], for which there is `room`, go to `experts`
+    [n, per_token], whose outputs count by `weights`. On a device some tokens may be pads of the
+    step, whose `lengths` are 0. `place` is the step, the exchange's number in it, and the layer."""
+
+    tokens: Tensor
+    experts: Tensor
+    weights: Tensor
+    place: tuple[int, int, int]
+    room: int
+    lengths: Tensor | None
+
+    @property
+    def layer(self) -> int:
+        return self.place[-1]
+
+
 class ExpertExchange(Protocol):
     """One exchange: a rank's tokens travel to their experts and back; other ranks' tokens come."""
 
@@ -140,27 +158,17 @@ class ExpertRanks:
         cut: range,
         lengths: Tensor | None = None,
     ) -> ExpertExchange:
-        """Begins an exchange: of `tokens` [n, width] those of this cut go to `experts` [n,
-        per_token] of this layer, whose outputs count by `weights`. On a device some may be pads of
-        the step, whose `lengths` are 0."""
+        """Begins an exchange of the tokens of this cut; `Departure` says what each argument is."""
         assert len(tokens) == len(experts), f"{len(tokens)} tokens, {len(experts)} choices"
-        where = self._step, self._number, layer
+        place = self._step, self._number, layer
         self._number += 1
         self.traffic.exchange_count += 1
         self.traffic.token_count += len(tokens)
-        return self._begun(tokens, experts, weights, where, len(cut), lengths)
+        return self._begun(Departure(tokens, experts, weights, place, len(cut), lengths))
 
-    def _begun(
-        self,
-        tokens: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        where: tuple[int, int, int],
-        room: int,
-        lengths: Tensor | None,
-    ) -> ExpertExchange:
-        self.loads.count(where[-1], experts)
-        return CountedExchange(self, tokens, experts, weights, where)
+    def _begun(self, departure: Departure) -> ExpertExchange:
+        self.loads.count(departure.layer, departure.experts)
+        return CountedExchange(self, departure)
 
     def start(
         self, content: Tensor, given: Sequence[int], due: Sequence[int], *, sends: Sent
@@ -179,21 +187,14 @@ class ExpertRanks:
 class CountedExchange:
     """`ExpertExchange` on a CPU: counts go first."""
 
-    def __init__(
-        self,
-        expert_ranks: ExpertRanks,
-        tokens: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        where: tuple[int, int, int],
-    ) -> None:
+    def __init__(self, expert_ranks: ExpertRanks, departure: Departure) -> None:
         self._expert_ranks = expert_ranks
-        self._tokens = tokens
-        self._weights = weights
-        self._where = where
-        placement = expert_ranks.places.of(where[-1])
+        self._tokens = tokens = departure.tokens
+        self._weights = departure.weights
+        self._place = departure.place
+        placement = expert_ranks.places.of(departure.layer)
         size, each = expert_ranks.team.size, placement.place_count
-        places = placement.at(experts, first=expert_ranks.team.rank)
+        places = placement.at(departure.experts, first=expert_ranks.team.rank)
         ranks, self._own_places = places // each, places % each
         goes = torch.zeros((size, len(tokens)), dtype=torch.bool)
         goes[ranks, torch.arange(len(tokens))[:, None]] = True
@@ -206,19 +207,18 @@ class CountedExchange:
 
     def _announce(self) -> Coming:
         """Tells every rank our place in the step, and how many lines it will get."""
-        words = torch.tensor([[*self._where, count] for count in self._line_counts])
+        words = torch.tensor([[*self._place, count] for count in self._line_counts])
         sizes = [_WORDS * _WORD_BYTES] * len(words)
         return self._expert_ranks.start(words, sizes, sizes, sends="count_bytes")
 
     def send(self) -> None:
         """Sends the tokens as bytes: a line, then the places that it asks for, -1 padded."""
         heard = self._counts.wait().view(torch.int64).view(-1, _WORDS).tolist()
-        for rank, (*where, _) in enumerate(heard):
-            if tuple(where) != self._where:
+        for rank, (*theirs, _) in enumerate(heard):
+            if tuple(theirs) != self._place:
                 raise OutOfStep(
-                    f"rank {rank} is at exchange {where[1]} of step {where[0]}, in layer"
-                    f" {where[2]}; rank {self._expert_ranks.team.rank} is at exchange"
-                    f" {self._where[1]} of step {self._where[0]}, in layer {self._where[2]}"
+                    f"rank {rank} {_shown(theirs)}; rank {self._expert_ranks.team.rank}"
+                    f" {_shown(self._place)}"
                 )
         self._coming_counts = [words[-1] for words in heard]
         asked = torch.where(self._asked, self._own_places[self._who], -1).to(torch.int16)
@@ -265,6 +265,11 @@ class CountedExchange:
             found += len(pairs)
         assert found == len(placed), f"{found} of {len(placed)} lines came back"
         return summed(placed.view(count, per_token, width), self._weights)
+
+
+def _shown(place: Sequence[int]) -> str:
+    step, number, layer = place
+    return f"is at exchange {number} of step {step}, in layer {layer}"
 
 
 def _lines(values: Tensor) -> Tensor:

@@ -27,7 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.comm.experts.expert_ranks import ExpertExchange, ExpertRanks, Part, Received
+from ess.comm.experts.expert_ranks import (
+    Departure,
+    ExpertExchange,
+    ExpertRanks,
+    Part,
+    Received,
+)
 from ess.comm.experts.loads import DeviceLoads, Fetch
 from ess.comm.experts.sizes import WORD_BYTES, WORDS, cuts, line_count
 from ess.kernels.received import added
@@ -61,39 +67,25 @@ class FixedExpertRanks(ExpertRanks):
             return cuts(self.rooms.chunk)
         return [range(self.rooms.batch if part == "batch" else self.rooms.half)]
 
-    def _begun(
-        self,
-        tokens: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        where: tuple[int, int, int],
-        room: int,
-        lengths: Tensor | None,
-    ) -> ExpertExchange:
-        layer = where[-1]
-        placement = self.places.of(layer)
-        places = placement.at(experts, first=self.team.rank)
-        if lengths is not None:
-            places = places.where(lengths[:, None] > 0, NOWHERE)
-        self._counts.count(layer, experts, places >= 0)
-        return FixedExchange(self, tokens, places, weights, placement.place_count, room)
+    def _begun(self, departure: Departure) -> ExpertExchange:
+        placement = self.places.of(departure.layer)
+        places = placement.at(departure.experts, first=self.team.rank)
+        if departure.lengths is not None:
+            places = places.where(departure.lengths[:, None] > 0, NOWHERE)
+        self._counts.count(departure.layer, departure.experts, places >= 0)
+        return FixedExchange(self, departure, places, placement.place_count)
 
 
 class FixedExchange:
     """`places` [n, per_token] are those of all ranks, rank by rank, `place_count` for each."""
 
     def __init__(
-        self,
-        expert_ranks: ExpertRanks,
-        tokens: Tensor,
-        places: Tensor,
-        weights: Tensor,
-        place_count: int,
-        room: int,
+        self, expert_ranks: ExpertRanks, departure: Departure, places: Tensor, place_count: int
     ) -> None:
+        tokens, room = departure.tokens, departure.room
         assert room > 0, "an exchange without room"
         self._expert_ranks, self._team = expert_ranks, expert_ranks.team
-        self._tokens, self._places, self._weights = tokens, places, weights
+        self._tokens, self._places, self._weights = tokens, places, departure.weights
         self._place_count = place_count
         self._room = room
         width, per_token = tokens.shape[1], places.shape[1]
