@@ -21,7 +21,7 @@ from ess.bench.locality.guest_prompts import prompts
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
-from ess.models.chat.messages import Message
+from ess.models.chat.messages import Conversation, Message
 from ess.models.chat.styles import style_of
 from ess.models.guest.pins import SMOLLM2
 from ess.models.guest.place import checkpoint_folder
@@ -78,7 +78,7 @@ def main() -> None:
     tokenizer, model = Tokenizer(folder), load_model(folder)
     style = style_of(folder, tokenizer)
     turns = [[Message(role="user", content=prompt.text())] for prompt in prompts()]
-    asked = [tokenizer.encode(style.encode(turn, thinking=False)) for turn in turns]
+    asked = [tokenizer.encode(style.encode(Conversation(turn, thinking=False))) for turn in turns]
     with compute_threads(1):
         for line in _lines(_engine(model, len(asked)), asked):
             print(json.dumps(line), flush=True)

@@ -20,7 +20,7 @@ from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from ess.models.chat.messages import Message
+from ess.models.chat.messages import Conversation, Message
 from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.guest.pins import SMOLLM2
 from ess.models.guest.place import checkpoint_folder
@@ -85,7 +85,7 @@ def main(*, into: Path) -> None:
     assert isinstance(style, TemplateStyle), "the guest has a template"
     for number, prompt in enumerate(prompts()):
         turn = Message(role="user", content=prompt.text())
-        asked = tokenizer.encode(style.encode([turn], thinking=False))
+        asked = tokenizer.encode(style.encode(Conversation([turn], thinking=False)))
         prefix = prefilled(model, layout, [*asked, 0], f"the prompt {prompt.kind!r}")
         ids = [*asked, *_answer(prefix, asked)]
         layer = (3 * number + number // 10) % prefix.layout.layer_count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Final, Literal, cast
 
 from ess.errors import BadInput
@@ -31,6 +31,25 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     response_format: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a prompt is written from: the prompt of a reply, or of the rest of the last message,
+    which `goes_on`. A template also gets `names`; the other formats have no use for them."""
+
+    messages: Sequence[Message]
+    _: KW_ONLY
+    thinking: bool
+    goes_on: bool = False
+    names: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.goes_on:
+            return
+        last = self.messages[-1]
+        if last.role != "assistant" or last.tool_calls or not last.content.strip():
+            raise BadInput("continue_final_message must follow an assistant's message with content")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ess.errors import BadInput
 from ess.models.chat import deepseek_v4, deepseek_v32, dsml
 from ess.models.chat.grammars import dsml as dsml_grammar
 from ess.models.chat.grammars.calls import Calls
-from ess.models.chat.messages import Message, arguments_of
+from ess.models.chat.messages import Conversation, Message, arguments_of
 from ess.models.chat.parsers.deepseek_v32 import DeepSeekParser
 from ess.models.chat.replies import PLAIN, Replies, replies_of
 from ess.models.chat.reply import PlainParser, ReplyParser
@@ -25,8 +24,6 @@ TEMPLATE_FILE: Final = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 CONFIG_FILE: Final = "config.json"
 
-
-NO_NAMES: Final[Mapping[str, Any]] = MappingProxyType({})
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -38,16 +35,8 @@ class ChatStyle(Protocol):
     waits: bool
     has_tools: bool
 
-    def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        thinking: bool,
-        goes_on: bool = False,
-        names: Mapping[str, Any] = NO_NAMES,
-    ) -> str:
-        """The prompt of a reply, or of the rest of the last message, which `goes_on`. A template
-        also gets `names`; the formats that are written here have no use for them."""
+    def encode(self, asked: Conversation) -> str:
+        """The prompt."""
         ...
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
@@ -78,19 +67,9 @@ class DeepSeekStyle:
     def v4(cls) -> DeepSeekStyle:
         return cls(deepseek_v4.encode, opening=dsml.CALLS_V4, closing=dsml.CALLS_V4_END)
 
-    def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        thinking: bool,
-        goes_on: bool = False,
-        names: Mapping[str, Any] = NO_NAMES,
-    ) -> str:
-        if goes_on:
-            _last_words(messages)
-            text = self._write(messages, thinking=thinking, reply=False)
-            return text.removesuffix(dsml.END)
-        return self._write(messages, thinking=thinking)
+    def encode(self, asked: Conversation) -> str:
+        text = self._write(asked.messages, thinking=asked.thinking, reply=not asked.goes_on)
+        return text.removesuffix(dsml.END) if asked.goes_on else text
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
         return dsml_grammar.write(tokenizer, calls, **self._marks)
@@ -106,21 +85,11 @@ class PlainStyle:
     waits = False
     has_tools = False
 
-    def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        thinking: bool,
-        goes_on: bool = False,
-        names: Mapping[str, Any] = NO_NAMES,
-    ) -> str:
-        if any(message.tools or message.tool_calls for message in messages):
+    def encode(self, asked: Conversation) -> str:
+        if any(message.tools or message.tool_calls for message in asked.messages):
             raise BadInput("this model knows no tools")
-        turns = "".join(f"{m.role}: {m.content}\n" for m in messages)
-        if goes_on:
-            _last_words(messages)
-            return turns.removesuffix("\n")
-        return turns + "assistant:"
+        turns = "".join(f"{m.role}: {m.content}\n" for m in asked.messages)
+        return turns.removesuffix("\n") if asked.goes_on else turns + "assistant:"
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
         return None
@@ -140,22 +109,16 @@ class TemplateStyle:
         self.replies = replies
         self.has_tools = "tools" in source
 
-    def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        thinking: bool,
-        goes_on: bool = False,
-        names: Mapping[str, Any] = NO_NAMES,
-    ) -> str:
-        last = _last_words(messages) if goes_on else ""
+    def encode(self, asked: Conversation) -> str:
+        messages, thinking = asked.messages, asked.thinking
+        last = messages[-1].content.rstrip() if asked.goes_on else ""
         tools = [{"type": "function", "function": dict(t)} for m in messages for t in m.tools]
         text = self._template.render(
             {
-                **names,
+                **asked.names,
                 "messages": [_as_openai(message) for message in messages],
                 "tools": tools or None,
-                "add_generation_prompt": not goes_on,
+                "add_generation_prompt": not asked.goes_on,
                 "enable_thinking": thinking,
                 "thinking": thinking,
                 **self.replies.names(thinking),
@@ -163,7 +126,7 @@ class TemplateStyle:
         )
         if last not in text:
             raise BadInput("continue_final_message is not served: the template changes the message")
-        return text[: text.rindex(last) + len(last)] if goes_on else text
+        return text[: text.rindex(last) + len(last)] if asked.goes_on else text
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
         write = self.replies.grammar
@@ -203,14 +166,6 @@ def style_of(
 def _model_type(folder: Folder) -> object:
     names = folder.names()
     return folder.read_json(CONFIG_FILE).get("model_type") if CONFIG_FILE in names else None
-
-
-def _last_words(messages: Sequence[Message]) -> str:
-    """What the assistant has said, of a conversation that ends with it."""
-    last = messages[-1]
-    if last.role != "assistant" or last.tool_calls or not last.content.strip():
-        raise BadInput("continue_final_message must follow an assistant's message with content")
-    return last.content.rstrip()
 
 
 def _template_source(folder: Folder) -> str | None:

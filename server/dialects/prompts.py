@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, Generic
 
 import msgspec
 
 from ess.errors import BadInput
-from ess.models.chat.messages import read_messages
+from ess.models.chat.messages import Conversation, read_messages
 from ess.models.chat.quoting import Quoting
-from ess.models.chat.styles import NO_NAMES, ChatStyle
+from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects import message_blocks, schemas
 from ess.server.dialects.logprobs import token_text
@@ -170,7 +171,7 @@ class PromptReader:
             tools,
             wants_thinking(None, effort),
             is_cut=ask.truncate_prompt_tokens is not None,
-            names=NO_NAMES if effort is None else {"reasoning_effort": effort},
+            names={} if effort is None else {"reasoning_effort": effort},
         )
 
     def _conversation(
@@ -197,16 +198,16 @@ class PromptReader:
         *,
         goes_on: bool = False,
         is_cut: bool = False,
-        names: Mapping[str, Any] = NO_NAMES,
+        names: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         quoting = Quoting([messages, tools, names], self._tokenizer.special_texts)
-        conversation = read_messages(quoting.split(messages), tools=quoting.split(tools))
-        if not self._style.has_tools and any(message.tools for message in conversation):
+        said = read_messages(quoting.split(messages), tools=quoting.split(tools))
+        if not self._style.has_tools and any(message.tools for message in said):
             raise BadInput(
                 "tools: this model's chat template has no tools; tool_choice none is served"
             )
         text = self._style.encode(
-            conversation, thinking=thinking, goes_on=goes_on, names=quoting.split(names)
+            Conversation(said, thinking=thinking, goes_on=goes_on, names=quoting.split(names))
         )
         if not quoting.separator:
             [ids] = self._encoded([text], where="messages", add_special=False, is_cut=is_cut)

@@ -14,7 +14,7 @@ import random
 from typing import Any
 
 from ess.errors import BadInput
-from ess.models.chat.messages import read_messages
+from ess.models.chat.messages import Conversation, read_messages
 from ess.models.chat.quoting import Quoting
 from ess.models.chat.replies import DOTS, GLM, HERMES, MISTRAL, hy
 from ess.models.chat.reply import (
@@ -233,7 +233,8 @@ class Templates:
                 _rendered(value["source"], value["messages"])
             else:
                 style = self._styles[value["style"]]
-                assert isinstance(style.encode(messages, thinking=value["thinking"]), str)
+                asked = Conversation(messages, thinking=value["thinking"])
+                assert isinstance(style.encode(asked), str)
         except BadInput as error:
             if not str(error).strip():
                 raise Finding("an error without words", str(value["style"]), repr(error)) from None

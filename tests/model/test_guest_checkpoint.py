@@ -15,7 +15,7 @@ import torch
 from ess.errors import BadInput, Unavailable
 from ess.kernels.cpu import native
 from ess.layout import ModelLayout
-from ess.models.chat.messages import Message
+from ess.models.chat.messages import Conversation, Message
 from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.guest import place
 from ess.models.guest.coded import CodedFile
@@ -329,7 +329,8 @@ def test_smollm2_says_what_transformers_reads_in_its_file() -> None:
             wanted = {key: golden[f"{number}.{key}"] for key in ("logits", "tokens", "greedy")}
             written = bytes(golden[f"{number}.written"]).decode()
             question = written.split("user\n")[1].split("<|im_end|>")[0]
-            asked = style.encode([Message(role="user", content=question)], thinking=False)
+            turns = [Message(role="user", content=question)]
+            asked = style.encode(Conversation(turns, thinking=False))
             assert asked == written
             assert tokenizer.encode(written) == wanted["tokens"].tolist()
             logits = Plain(model).run(wanted["tokens"].tolist()).logits[:, ::389]

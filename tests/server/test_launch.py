@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from ess.errors import BadInput
-from ess.models.chat.messages import Message
+from ess.models.chat.messages import Conversation, Message
 from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
@@ -223,5 +223,6 @@ def test_a_given_chat_template_comes_before_the_checkpoint_s(tmp_path: Path) -> 
     settings = resolve({"chat_template": str(path)}, environment={}).settings
     style = style_of(EMBEDDED, Tokenizer(EMBEDDED), template=chat_template(settings))
     assert isinstance(style, TemplateStyle)
-    assert style.encode([Message(role="user", content="Hi")], thinking=False) == "<user>Hi"
+    asked = Conversation([Message(role="user", content="Hi")], thinking=False)
+    assert style.encode(asked) == "<user>Hi"
     style.close()

@@ -12,7 +12,7 @@ import tokenizers
 
 from ess.errors import BadInput
 from ess.models.chat import deepseek_v4
-from ess.models.chat.messages import Reply, ToolCall, read_messages
+from ess.models.chat.messages import Conversation, Reply, ToolCall, read_messages
 from ess.models.chat.reply import collect, parse
 from ess.models.chat.styles import ChatStyle, DeepSeekStyle, TemplateStyle, style_of
 from ess.models.text.tokenizer import Tokenizer
@@ -109,8 +109,8 @@ def style(folder: Path, family: str) -> ChatStyle:
 def test_a_checkpoint_is_recognised_rendered_and_read(family: str, tmp_path: Path) -> None:
     known, found = FAMILIES[family], style(tmp_path, family)
     messages = read_messages([{"role": "user", "content": "Hi"}])
-    assert found.encode(messages, thinking=True) == known["prompt"]
-    assert found.encode(messages, thinking=False).endswith(known["quiet"])
+    assert found.encode(Conversation(messages, thinking=True)) == known["prompt"]
+    assert found.encode(Conversation(messages, thinking=False)).endswith(known["quiet"])
     assert parse(found.parser(thinking=True, tools=TOOLS), known["reply"]) == BOTH
     assert parse(found.parser(thinking=False), "So.") == Reply(content="So.")
     if isinstance(found, TemplateStyle):
@@ -229,7 +229,7 @@ def test_v4_is_refused_where_nothing_is_to_be_answered() -> None:
 
 def test_v4_goes_on_where_the_assistant_stopped() -> None:
     messages = read_messages([user("a"), said("b and")])
-    text = DeepSeekStyle.v4().encode(messages, thinking=False, goes_on=True)
+    text = DeepSeekStyle.v4().encode(Conversation(messages, thinking=False, goes_on=True))
     assert text.endswith("<｜User｜>a<｜Assistant｜></think>b and")
 
 

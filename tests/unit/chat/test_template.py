@@ -15,7 +15,7 @@ import tokenizers
 
 from ess.errors import BadInput, Unavailable
 from ess.models.chat import template as template_of
-from ess.models.chat.messages import read_messages
+from ess.models.chat.messages import Conversation, read_messages
 from ess.models.chat.replies import GLM
 from ess.models.chat.reply import parse
 from ess.models.chat.styles import ChatStyle, DeepSeekStyle, PlainStyle, TemplateStyle, style_of
@@ -58,7 +58,7 @@ def test_a_conversation(style: TemplateStyle) -> None:
         {"role": "assistant", "content": "Moment.", "tool_calls": calls},
         {"role": "tool", "content": "3 m"},
     ]
-    text = style.encode(read_messages(messages, tools=[TOOL]), thinking=True)
+    text = style.encode(Conversation(read_messages(messages, tools=[TOOL]), thinking=True))
     assert text == (
         "[gMASK]<sop><|system|>\n# Tools\n"
         '{"type": "function", "function": {"name": "tide", "description": "<Höhe>"}}\n'
@@ -67,7 +67,7 @@ def test_a_conversation(style: TemplateStyle) -> None:
         "<arg_key>days</arg_key><arg_value>[2]</arg_value></tool_call>"
         "<|observation|><tool_response>3 m</tool_response><|assistant|><think>"
     )
-    plain = style.encode(read_messages(messages[:2]), thinking=False)
+    plain = style.encode(Conversation(read_messages(messages[:2]), thinking=False))
     assert plain == "[gMASK]<sop><|system|>S<|user|>Wie höch?<|assistant|></think>"
 
 
@@ -189,7 +189,8 @@ def test_the_style_follows_the_checkpoint(tmp_path: Path) -> None:
 
 def ask(style: ChatStyle, text: str) -> None:
     assert isinstance(style, TemplateStyle)
-    assert style.encode(read_messages([{"role": "user", "content": "hi"}]), thinking=False) == text
+    asked = read_messages([{"role": "user", "content": "hi"}])
+    assert style.encode(Conversation(asked, thinking=False)) == text
     style.close()
 
 
@@ -199,8 +200,8 @@ def test_the_plain_style() -> None:
         {"role": "system", "content": "S"},
         {"role": "user", "content": "hi"},
     ]
-    encoded = style.encode(read_messages(messages), thinking=False)
+    encoded = style.encode(Conversation(read_messages(messages), thinking=False))
     assert encoded == "system: S\nuser: hi\nassistant:"
     assert parse(style.parser(thinking=False), " yes").content == " yes"
     with pytest.raises(BadInput, match="no tools"):
-        style.encode(read_messages(messages, tools=[TOOL]), thinking=False)
+        style.encode(Conversation(read_messages(messages, tools=[TOOL]), thinking=False))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ess.errors import BadInput
-from ess.models.chat.messages import Message
+from ess.models.chat.messages import Conversation, Message
 from ess.models.chat.styles import ChatStyle, TemplateStyle, style_of
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.commands.start.files.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ def chat_template(settings: Settings) -> str | None:
         raise BadInput(f"chat_template {path} is not text in UTF-8") from None
     tried = TemplateStyle(source)
     try:
-        tried.encode([Message(role="user", content="Hi")], thinking=False)
+        tried.encode(Conversation([Message(role="user", content="Hi")], thinking=False))
     except BadInput as error:
         why = str(error).removeprefix("the chat template: ")
         raise BadInput(f"chat_template {path}: {why}") from None
