@@ -14,7 +14,8 @@ from ess.config import Setting
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.pd.routers import RouterName
 from ess.server.commands.start.compat_flags import FLAGS, ForeignFlags, check_foreign
-from ess.server.commands.start.settings import FIELDS, OF_DECODING, SECTIONS
+from ess.server.commands.start.setting_checks import OF_DECODING
+from ess.server.commands.start.settings import FIELDS, SECTIONS
 
 
 def explained(known: Setting) -> str:

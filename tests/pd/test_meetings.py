@@ -249,7 +249,7 @@ def test_the_secret_comes_from_a_file_and_is_never_shown(tmp_path: Path):
     assert found.settings.peer_secret == SECRET
     assert SECRET not in repr(found)
     assert SECRET not in repr(found.shown())
-    with pytest.raises(BadInput, match="one of them says it"):
+    with pytest.raises(BadInput, match="give only one of them"):
         resolve({"role": "decode", "peer_secret_file": str(path)}, environment=KEY)
     path.write_text(" \n")
     with pytest.raises(BadInput, match="has no secret in it"):

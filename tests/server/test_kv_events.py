@@ -27,7 +27,8 @@ from ess.engine.process.kv_events import (
 from ess.errors import BadInput, BadState, Unavailable
 from ess.pool.latent import LatentPool
 from ess.pool.prefix import PrefixIndex, page_hash, page_hashes, root_hash
-from ess.server.commands.start.settings import Settings, check_events
+from ess.server.commands.start.setting_checks import check_events
+from ess.server.commands.start.settings import Settings
 from tests.server.harness import until
 from tests.support.kv_consumer import Consumer
 from tests.support.layouts import PLAIN as LAYOUT

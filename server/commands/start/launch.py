@@ -45,7 +45,8 @@ from ess.server.commands.start.files.hidden_files import check_tls
 from ess.server.commands.start.files.words import Words, read_words
 from ess.server.commands.start.http_config import uvicorn_config
 from ess.server.commands.start.node import STOPPED_S, Node
-from ess.server.commands.start.settings import Resolved, Settings, check_events
+from ess.server.commands.start.setting_checks import check_events
+from ess.server.commands.start.settings import Resolved, Settings
 from ess.server.commands.start.sizing import AUTO, MemoryPlan, check_sizes, plan_memory, size_of
 from ess.server.commands.start.topology import layers_of, ranks_here, starter
 from ess.server.http import telemetry
