@@ -1,10 +1,9 @@
 """The sparse pool: one slab of slots on the device, copies of rows, never the truth.
 
-The slab is cut into chunks. A chunk belongs to one layer group and holds as many blocks of 64 slots
-as fit: a slot of a group of m layers is m rows of the slab, 64 apart, so that slot s of the group's
-first layer is row s, and layer j of the group finds its copy at s + 64 * j. Where every group is a
-single layer a chunk is a single block. Budgets move by evicting a chunk and changing its owner:
-nothing is copied, nothing is allocated, no address changes.
+The slab is cut into chunks, which belong to layer groups (`ess.pool.chunks`). A slot of a group of
+m layers is m rows of the slab, 64 apart, so that slot s of the group's first layer is row s, and
+layer j of the group finds its copy at s + 64 * j. Budgets move by evicting a chunk and changing its
+owner.
 
 Planning claims. `plan` publishes row -> slot at once, marked with the ticket of the copy that will
 bring the row; until `commit` the row is in flight: a miss for every plan that selects it, but never
@@ -25,13 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.layout import ModelLayout
-from ess.pool.capacity import even_chunks, even_slabs
+from ess.pool.capacity import even_slabs
+from ess.pool.chunks import Chunks
 from ess.pool.index import page_rows
 from ess.pool.lru import planner
 from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Lookup, Split, make_scratch
 from ess.pool.lru.eviction import Evictions, PolicyName
 from ess.pool.pages import PageIds
-from ess.pool.slabs import Slab, blocks_of
 from ess.units import PAGE_ROWS
 
 Bytes = npt.NDArray[np.uint8]
@@ -65,12 +64,12 @@ class SparsePool:
         self.layout = layout
         self.evict = evict
         self._poison = poison
-        self._slabs = even_slabs(layout, len(memory), slots_each)
-        assert self._slabs, f"{len(memory)} bytes for {layout.group_count} groups"
-        memory = memory[: self._slabs[-1].byte_end]
-        self._views = [_matrix(memory[: slab.byte_end], slab.row_bytes) for slab in self._slabs]
-        self._slab_of = {group: at for at, slab in enumerate(self._slabs) for group in slab.groups}
-        slab_rows = self._slabs[-1].stop
+        slabs = even_slabs(layout, len(memory), slots_each)
+        assert slabs, f"{len(memory)} bytes for {layout.group_count} groups"
+        self.chunks = Chunks(layout, slabs)
+        memory = memory[: slabs[-1].byte_end]
+        self._views = [memory[: slab.byte_end].reshape(-1, slab.row_bytes) for slab in slabs]
+        slab_rows = slabs[-1].stop
         if poison:
             memory.fill(POISON)
         self.slot_of = np.full((layout.group_count, row_id_count), -1, np.int32)
@@ -78,9 +77,6 @@ class SparsePool:
         self._last_use = np.zeros(slab_rows, np.int32)
         self._ticket_of = np.zeros(slab_rows, np.int32)
         self._dirty = np.zeros(slab_rows, np.uint8)
-        chunks = [chunk for slab in self._slabs for chunk in slab.chunks()]
-        owners, firsts = np.array(chunks, np.int32).T
-        self._owner_of, self._first_of = owners.copy(), firsts.copy()
         self._scratch = make_scratch(slab_rows)
         self._used_count = np.zeros(layout.group_count, np.int64)
         self._evictions = Evictions(evict, slot_count=slab_rows, row_count=row_id_count)
@@ -99,21 +95,12 @@ class SparsePool:
             last_use=self._last_use,
             ticket_of=self._ticket_of,
             dirty=self._dirty,
-            blocks=self._blocks(group),
+            blocks=self.chunks.blocks(group),
             hit_age=np.zeros(256, np.int64),
             scratch=self._scratch,
             group=group,
             eviction=self._evictions.group(),
         )
-
-    def _blocks(self, group: int) -> SlotIds:
-        chunks = np.flatnonzero(self._owner_of == group)
-        assert chunks.size, f"group {group} owns no chunk, so it has no slot"
-        return np.concatenate([self._chunk_blocks(group, chunk) for chunk in chunks.tolist()])
-
-    def _chunk_blocks(self, group: int, chunk: int) -> SlotIds:
-        rows, layers = self.slab_of(group).chunk_rows, self.layout.groups[group]
-        return blocks_of(int(self._first_of[chunk]), rows, len(layers))
 
     # ---- what others may read
 
@@ -147,30 +134,11 @@ class SparsePool:
         """The slab of the widest rows; the only one where all rows are of one size."""
         return self._views[0]
 
-    def slab_of(self, group: int) -> Slab:
-        return self._slabs[self._slab_of[group]]
-
     def slots_of(self, group: int, member: int = 0) -> Bytes:
         """The slots as the member-th layer of this group sees them: slot s is row s."""
         layers = self.layout.groups[group]
         assert 0 <= member < len(layers), f"group {group} has no member {member}"
-        return self._views[self._slab_of[group]][member * PAGE_ROWS :]
-
-    def chunk_slots(self, group: int) -> int:
-        """How many slots one chunk gives to this group."""
-        rows, layers = self.slab_of(group).chunk_rows, self.layout.groups[group]
-        return len(blocks_of(0, rows, len(layers))) * PAGE_ROWS
-
-    def chunk_counts(self) -> list[int]:
-        counts = np.bincount(self._owner_of, minlength=self.layout.group_count)
-        assert counts.all(), f"a group owns no chunk: {counts}"
-        return [int(count) for count in counts]
-
-    def chunk_max(self, group: int) -> int:
-        """The most chunks that the group may own."""
-        assert 0 <= group < self.layout.group_count, f"there is no group {group}"
-        slab = self.slab_of(group)
-        return sum(slab.counts) - len(slab.groups) + 1
+        return self._views[self.chunks.slab_number(group)][member * PAGE_ROWS :]
 
     # ---- a step
 
@@ -356,21 +324,18 @@ class SparsePool:
 
     def move_chunk(self, source: int, target: int) -> bool:
         """Gives `target` the last chunk of `source` that no step and no copy uses, if any."""
-        assert source != target, f"group {source} cannot give itself a chunk"
-        assert self.slab_of(source) is self.slab_of(target), f"rows of {source} and {target} differ"
-        for chunk in np.flatnonzero(self._owner_of == source)[:0:-1].tolist():
+        for chunk in self.chunks.movable(source, target):
             if self._clear_chunk(source, chunk):
-                assert self._owner_of[chunk] == source, f"chunk {chunk} is not of group {source}"
-                self._owner_of[chunk] = target
+                self.chunks.give(chunk, source, target)
                 self.departed_count += 1
                 for group in (source, target):
-                    self._arenas[group].blocks = self._blocks(group)
+                    self._arenas[group].blocks = self.chunks.blocks(group)
                 self._slot_count = self._counted_slots()
                 return True
         return False
 
     def _clear_chunk(self, group: int, chunk: int) -> bool:
-        blocks = self._chunk_blocks(group, chunk)
+        blocks = self.chunks.blocks_in(chunk, group)
         slots = page_rows(blocks // np.int32(PAGE_ROWS))
         used = self._row_of[slots] >= 0
         selected = self._last_use[slots] >= self.now
@@ -399,9 +364,7 @@ class SparsePool:
         return dirty
 
     def check(self) -> None:
-        assert set(self._owner_of.tolist()) == set(range(self.layout.group_count)), (
-            "an owner is lost"
-        )
+        self.chunks.check()
         assert self._ticket_of.max() <= self._ticket, "a copy is in flight that was never planned"
         assert self._last_use.max() <= self.now, f"a slot was used after step {self.step}"
         blocks: list[int] = []
@@ -415,24 +378,3 @@ class SparsePool:
         assert np.array_equal(self._slot_count, self._counted_slots()), "slots are miscounted"
         mapped = int((self.slot_of >= 0).sum())
         assert mapped == self._used_count.sum(), "rows in the map and slots in use differ"
-
-
-def chunk_blocks(layout: ModelLayout, group: int, chunk: int) -> SlotIds:
-    """First slots of a chunk's blocks for this group, where all rows are of one size."""
-    chunk_rows = layout.group_layers_max * PAGE_ROWS
-    return blocks_of(chunk * chunk_rows, chunk_rows, len(layout.groups[group]))
-
-
-def _matrix(memory: Bytes, row_bytes: int) -> Bytes:
-    return memory.reshape(-1, row_bytes)
-
-
-def even_owners(
-    layout: ModelLayout, chunk_count: int, slots_each: int | None = None
-) -> npt.NDArray[np.int32]:
-    """The owner of each chunk, as `even_chunks` shares them out."""
-    return owners_of(even_chunks(layout, chunk_count, slots_each))
-
-
-def owners_of(counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)

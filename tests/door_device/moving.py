@@ -91,7 +91,7 @@ def test_a_group_grows_no_further_than_its_kernels_reach(made, turns, monkeypatc
     sparse = doors.device._pools.sparse
     curves = []
     monkeypatch.setattr(budgets, "next_move", lambda *given: curves.append(given[0]))
-    monkeypatch.setattr(sparse, "_chunks_max", [9 for _ in LAYOUT.groups])
+    monkeypatch.setattr(sparse.chunks, "_most", [9 for _ in LAYOUT.groups])
     step(doors, [doors.open(list(range(100)))], [1], "whole", [1])
     doors.drain()
     doors.device.rebalance()

@@ -8,7 +8,7 @@ from ess.door import Offload
 def move_budget(offload: Offload, *, source: int, target: int) -> bool:
     """False if all are in use, or promised to running sequences."""
     pools = offload._pools
-    if pools.sparse.chunk_counts()[source] <= offload._side.budgets.floor(source):
+    if pools.sparse.chunks.counts()[source] <= offload._side.budgets.floor(source):
         return False
     pools.inflight.settle()
     return pools.sparse.move_chunk(source, target)

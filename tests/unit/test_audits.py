@@ -139,7 +139,7 @@ def a_slot_that_is_not_counted(world: World) -> None:
 
 
 def a_group_without_a_chunk(world: World) -> None:
-    world.sparse._owner_of[:] = 0
+    world.sparse.chunks._owner_of[:] = 0
 
 
 FAULTS = {
@@ -162,7 +162,7 @@ FAULTS = {
     a_slot_used_in_the_future: "was used after step",
     a_copy_that_was_never_planned: "was never planned",
     a_slot_that_is_not_counted: "group 0 counts 2 used slots, has 3",
-    a_group_without_a_chunk: "an owner is lost",
+    a_group_without_a_chunk: "chunks are of groups",
 }
 
 

@@ -31,6 +31,7 @@ from ess.pool.capacity import (
     slots_min,
     whole_count,
 )
+from ess.pool.chunks import Chunks
 from ess.pool.disk.tier import DiskTier
 from ess.pool.index import ActivePages, IndexPool, PageTables
 from ess.pool.latent import Bytes, Common, CommonMemory, LatentPool
@@ -79,6 +80,9 @@ class Arenas(Protocol):
     def now(self) -> int:
         """The step as slots name it, in 32 bits."""
 
+    @property
+    def chunks(self) -> Chunks: ...
+
     def begin_step(self) -> int: ...
 
     def slot_count(self, group: int) -> int: ...
@@ -91,13 +95,6 @@ class Arenas(Protocol):
 
     def resident_age(self, group: int) -> Ages:
         """Rows in slots by the age that they will have in the next step."""
-
-    def chunk_slots(self, group: int) -> int: ...
-
-    def chunk_counts(self) -> list[int]: ...
-
-    def chunk_max(self, group: int) -> int:
-        """The most that the group may own."""
 
     def move_chunk(self, source: int, target: int) -> bool: ...
 

@@ -38,7 +38,7 @@ class Budgets:
         sparse = self.pools.sparse
         if sparse.step == self._step:
             return 0
-        curves, chunk_count = self._curves(misses), sum(sparse.chunk_counts())
+        curves, chunk_count = self._curves(misses), sum(sparse.chunks.counts())
         floors = [self.floor(group) for group in range(len(curves))]
         sparse.begin_step()
         self._step = sparse.step
@@ -48,14 +48,14 @@ class Budgets:
             if move is None or not sparse.move_chunk(*move):
                 break
             source = move[0]
-            assert sparse.chunk_counts()[source] >= floors[source], f"group {source} is too small"
+            assert sparse.chunks.counts()[source] >= floors[source], f"group {source} is too small"
             moved += 1
-        assert sum(sparse.chunk_counts()) == chunk_count, "a chunk was lost"
+        assert sum(sparse.chunks.counts()) == chunk_count, "a chunk was lost"
         return moved
 
     def _next_move(self, curves: list[Curve], floors: list[int]) -> tuple[int, int] | None:
         """The first move of a chunk that pays, between groups with rows of one size."""
-        layout, counts = self.pools.layout, self.pools.sparse.chunk_counts()
+        layout, counts = self.pools.layout, self.pools.sparse.chunks.counts()
         for size in layout.row_sizes:
             groups = layout.size_groups(size)
             move = next_move(
@@ -71,7 +71,7 @@ class Budgets:
         """Rows per step that every group would fetch, over all its layers, by chunks."""
         sparse, layout = self.pools.sparse, self.pools.layout
         step_count = sparse.step - self._step
-        chunk_count = sum(sparse.chunk_counts())
+        chunk_count = sum(sparse.chunks.counts())
         assert step_count > 0, f"{step_count} steps since budgets were looked at"
         assert (misses >= self._misses).all(), f"{misses} misses, {self._misses} before"
         curves = []
@@ -82,10 +82,10 @@ class Budgets:
                 rows=sparse.resident_age(group),
                 misses=float(misses[group] - self._misses[group]) / step_count,
                 slots=sparse.slot_count(group),
-                chunk=sparse.chunk_slots(group),
+                chunk=sparse.chunks.slots_each(group),
                 chunk_count=chunk_count,
             )
-            most = sparse.chunk_max(group)
+            most = sparse.chunks.most(group)
             curve[most:] = curve[most]
             curves.append(curve * len(layers))
             self._hits[group] = hits
@@ -97,7 +97,7 @@ class Budgets:
         name = WINDOW_SLOTS if self.pools.layout.window_of(group) else SLOTS
         slots = max(self.pools.ledger.promised(name), self.pools.sizes.query_max)
         assert slots > 0, f"group {group}: a floor of {slots} slots"
-        return -(-slots // self.pools.sparse.chunk_slots(group))
+        return -(-slots // self.pools.sparse.chunks.slots_each(group))
 
     def check(self) -> None:
         """Audit: counts were taken in the past, and only grow."""

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from ess.layout import ModelLayout, RowCodec
-from ess.pool.capacity import share_out
+from ess.pool.capacity import even_chunks, share_out
 from ess.pool.lru.arena import Split
 from ess.pool.lru.eviction import POLICIES, PolicyName
-from ess.pool.sparse import FIRST_STEP, NOW_MAX, SparsePool, even_owners
+from ess.pool.sparse import FIRST_STEP, NOW_MAX, SparsePool
 
 GROUPED = ModelLayout(
     name="t",
@@ -42,11 +42,10 @@ def claim_new(sparse: SparsePool, group: int, rows: np.ndarray) -> np.ndarray | 
 
 
 def test_groups_get_about_the_same_number_of_slots():
-    owners = even_owners(GROUPED, 100)
-    per_chunk = [4, 1, 2]
-    slots = [int((owners == g).sum()) * per_chunk[g] for g in range(3)]
+    counts = even_chunks(GROUPED, 100)
+    slots = [count * each for count, each in zip(counts, [4, 1, 2], strict=True)]
     assert max(slots) - min(slots) <= 4
-    assert np.bincount(owners).sum() == 100
+    assert sum(counts) == 100
 
 
 def test_shares_are_whole_at_least_one_and_all_given_out():
@@ -157,7 +156,7 @@ def test_a_settled_slot_may_give_way_a_dirty_one_not():
 
 def test_a_budget_moves_with_its_chunk_and_leaves_one_behind():
     sparse = pool(5)
-    counts = sparse.chunk_counts()
+    counts = sparse.chunks.counts()
     assert sum(counts) == 5
     giver = int(np.argmax(counts))
     taker = (giver + 1) % 3
@@ -168,10 +167,10 @@ def test_a_budget_moves_with_its_chunk_and_leaves_one_behind():
     sparse.begin_step()
     assert sparse.move_chunk(giver, taker)
     assert sparse.used_count(giver) < used
-    assert sparse.chunk_counts()[giver] == counts[giver] - 1
-    assert sparse.chunk_counts()[taker] == counts[taker] + 1
+    assert sparse.chunks.counts()[giver] == counts[giver] - 1
+    assert sparse.chunks.counts()[taker] == counts[taker] + 1
     sparse.check()
-    while sparse.chunk_counts()[giver] > 1:
+    while sparse.chunks.counts()[giver] > 1:
         assert sparse.move_chunk(giver, taker)
     assert not sparse.move_chunk(giver, taker)
     sparse.check()
@@ -180,8 +179,8 @@ def test_a_budget_moves_with_its_chunk_and_leaves_one_behind():
 @pytest.mark.parametrize("held", ["selected", "dirty", "in flight"])
 def test_a_chunk_in_use_does_not_move(held):
     sparse = pool(4)
-    giver = int(np.argmax(sparse.chunk_counts()))
-    assert sparse.chunk_counts()[giver] == 2
+    giver = int(np.argmax(sparse.chunks.counts()))
+    assert sparse.chunks.counts()[giver] == 2
     count = sparse.slot_count(giver)
     rows = np.arange(count, dtype=np.int32)
     sparse.begin_step()

@@ -17,17 +17,11 @@ from torch import Tensor
 
 from ess.door.device.memory.uploads import upload_into
 from ess.layout import ModelLayout
+from ess.pool.chunks import Chunks
 from ess.pool.device_bytes import chunks_max
 from ess.pool.lru.arena import AGE_MAX
 from ess.pool.pages import PageIds
-from ess.pool.sparse import (
-    FIRST_STEP,
-    LEAST_USE,
-    NOW_MAX,
-    POISON,
-    chunk_blocks,
-    even_owners,
-)
+from ess.pool.sparse import FIRST_STEP, LEAST_USE, NOW_MAX, POISON
 from ess.units import PAGE_ROWS
 
 Ints = npt.NDArray[np.int32]
@@ -89,8 +83,7 @@ class DeviceArenas:
         self.ticket = 0
         self.leaving: Drops | None = None
         self.row_id_count = row_id_count
-        self._owner_of = even_owners(layout, chunk_count)
-        self._chunks_max = chunks_max(layout, chunk_count)
+        self.chunks = Chunks.of_one_size(layout, chunk_count, chunks_max(layout, chunk_count))
         slab_rows = chunk_count * layout.group_layers_max * PAGE_ROWS
         value = POISON if poison else 0
         shape = (slab_rows, layout.row_bytes)
@@ -103,17 +96,12 @@ class DeviceArenas:
         ages = (layout.group_count, AGE_MAX + 1)
         self.hits = torch.zeros(ages, dtype=torch.int64, device=home)
         self._ages = self._read_ages()
-        self._blocks = [self._listed(group) for group in range(layout.group_count)]
+        self._blocks = [self.chunks.blocks(group) for group in range(layout.group_count)]
         self.arenas = [self._arena(group) for group in range(layout.group_count)]
 
-    def _listed(self, group: int) -> Ints:
-        chunks = np.flatnonzero(self._owner_of == group)
-        assert chunks.size, f"group {group} owns no chunk, so it has no slot"
-        return np.concatenate([chunk_blocks(self.layout, group, c) for c in chunks.tolist()])
-
     def _arena(self, group: int) -> DeviceArena:
-        blocks, per_chunk = self._blocks[group], self.chunk_slots(group) // PAGE_ROWS
-        room = torch.zeros(self._chunks_max[group] * per_chunk, dtype=torch.int32)
+        blocks, per_chunk = self._blocks[group], self.chunks.slots_each(group) // PAGE_ROWS
+        room = torch.zeros(self.chunks.most(group) * per_chunk, dtype=torch.int32)
         room[: len(blocks)] = torch.from_numpy(blocks)
         return DeviceArena(
             slot_of=self.slot_of[group],
@@ -155,8 +143,7 @@ class DeviceArenas:
 
     def check(self) -> None:
         """The groups' arrays are audited by their kernels; here, that every group has a chunk."""
-        owners = set(self._owner_of.tolist())
-        assert owners == set(range(self.layout.group_count)), f"chunks are of groups {owners}"
+        self.chunks.check()
 
     def slot_count(self, group: int) -> int:
         return len(self._blocks[group]) * PAGE_ROWS
@@ -196,23 +183,12 @@ class DeviceArenas:
         ages = np.minimum(self.now + 1 - last_use, AGE_MAX)
         return np.bincount(ages, minlength=AGE_MAX + 1).astype(np.int64)
 
-    def chunk_slots(self, group: int) -> int:
-        return len(chunk_blocks(self.layout, group, 0)) * PAGE_ROWS
-
-    def chunk_counts(self) -> list[int]:
-        counts = np.bincount(self._owner_of, minlength=self.layout.group_count)
-        return [int(count) for count in counts]
-
-    def chunk_max(self, group: int) -> int:
-        return self._chunks_max[group]
-
     def move_chunk(self, source: int, target: int) -> bool:
         """Give `target` a chunk of `source`: the last that no step and no copy holds on to."""
-        assert source != target, f"group {source} cannot give itself a chunk"
         assert self.leaving is not None, "rows leave a device that has no kernels"
-        for chunk in np.flatnonzero(self._owner_of == source)[:0:-1].tolist():
-            if self.leaving.clear(source, chunk_blocks(self.layout, source, chunk)):
-                self._owner_of[chunk] = target
+        for chunk in self.chunks.movable(source, target):
+            if self.leaving.clear(source, self.chunks.blocks_in(chunk, source)):
+                self.chunks.give(chunk, source, target)
                 for group in (source, target):
                     self._tell_blocks(group)
                 return True
@@ -220,7 +196,7 @@ class DeviceArenas:
 
     def _tell_blocks(self, group: int) -> None:
         """Writes the group's blocks where kernels queued from now on read them."""
-        blocks, arena = self._listed(group), self.arenas[group]
+        blocks, arena = self.chunks.blocks(group), self.arenas[group]
         assert len(blocks) <= len(arena.blocks), f"group {group} owns {len(blocks)} blocks"
         self._blocks[group] = blocks
         upload_into(arena.blocks[: len(blocks)], blocks)

@@ -1,0 +1,96 @@
+"""Which layer group owns which chunk of the slabs, and with it which blocks of 64 slots.
+
+A chunk holds as many blocks of its group as fit: a slot of a group of m layers is m rows of the
+slab, 64 apart. A chunk changes its owner when all of its slots have been cleared; nothing is copied
+and no address changes. No chunk leaves its slab, and no group gives its last chunk away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ess.layout import ModelLayout
+from ess.pool.capacity import even_chunks
+from ess.pool.slabs import Slab, SlotIds, blocks_of
+from ess.units import PAGE_ROWS
+
+
+class Chunks:
+    """`most` says how many chunks each group may own at the most; by default all but one of each
+    other group."""
+
+    def __init__(
+        self, layout: ModelLayout, slabs: Sequence[Slab], most: Sequence[int] | None = None
+    ) -> None:
+        self.layout = layout
+        self.slabs = tuple(slabs)
+        self._slab_of = {group: at for at, slab in enumerate(slabs) for group in slab.groups}
+        self._most = most
+        owned = np.array([chunk for slab in slabs for chunk in slab.chunks()], np.int32)
+        self._owner_of, self._first_of = owned.T.copy()
+
+    @classmethod
+    def of_one_size(cls, layout: ModelLayout, count: int, most: Sequence[int]) -> Chunks:
+        """So many chunks for rows of one size, shared out evenly."""
+        slab = Slab(
+            row_bytes=layout.row_bytes,
+            groups=tuple(range(layout.group_count)),
+            chunk_rows=layout.group_layers_max * PAGE_ROWS,
+            first=0,
+            counts=tuple(even_chunks(layout, count)),
+        )
+        return cls(layout, [slab], most)
+
+    def slab_number(self, group: int) -> int:
+        return self._slab_of[group]
+
+    def blocks(self, group: int) -> SlotIds:
+        """The first slots of all blocks of the group, ascending."""
+        chunks = np.flatnonzero(self._owner_of == group)
+        assert chunks.size, f"group {group} owns no chunk, so it has no slot"
+        return np.concatenate([self.blocks_in(chunk, group) for chunk in chunks.tolist()])
+
+    def blocks_in(self, chunk: int, group: int) -> SlotIds:
+        """The blocks that the chunk gives to the group, if the group owns it."""
+        rows, layers = self._slab(group).chunk_rows, self.layout.groups[group]
+        return blocks_of(int(self._first_of[chunk]), rows, len(layers))
+
+    def slots_each(self, group: int) -> int:
+        """How many slots one chunk gives to the group."""
+        rows, layers = self._slab(group).chunk_rows, self.layout.groups[group]
+        return len(blocks_of(0, rows, len(layers))) * PAGE_ROWS
+
+    def counts(self) -> list[int]:
+        """The chunks of each group."""
+        counts: list[int] = np.bincount(self._owner_of, minlength=self.layout.group_count).tolist()
+        assert all(counts), f"a group owns no chunk: {counts}"
+        return counts
+
+    def most(self, group: int) -> int:
+        """The most chunks that the group may own."""
+        assert 0 <= group < self.layout.group_count, f"there is no group {group}"
+        if self._most is not None:
+            return self._most[group]
+        slab = self._slab(group)
+        return sum(slab.counts) - len(slab.groups) + 1
+
+    def movable(self, source: int, target: int) -> list[int]:
+        """The chunks that `source` may give to `target`, the last one first."""
+        assert source != target, f"group {source} cannot give itself a chunk"
+        assert self._slab(source) is self._slab(target), f"rows of {source} and {target} differ"
+        chunks: list[int] = np.flatnonzero(self._owner_of == source)[:0:-1].tolist()
+        return chunks
+
+    def give(self, chunk: int, source: int, target: int) -> None:
+        """The chunk, whose slots are cleared, belongs to `target` from now on."""
+        assert self._owner_of[chunk] == source, f"chunk {chunk} is not of group {source}"
+        self._owner_of[chunk] = target
+
+    def check(self) -> None:
+        owners = set(self._owner_of.tolist())
+        assert owners == set(range(self.layout.group_count)), f"chunks are of groups {owners}"
+
+    def _slab(self, group: int) -> Slab:
+        return self.slabs[self._slab_of[group]]
