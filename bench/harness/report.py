@@ -97,8 +97,8 @@ def compare(
     )
 
 
-def present(document: Document, *, json: Path | None, form: Format, out: Path | None) -> None:
-    """A table for people, or the document for programs; files get the whole document or nothing."""
+def write(document: Document, *, json: Path | None, out: Path | None) -> None:
+    """The document for programs; files get the whole document or nothing."""
     encoded = msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
     for path in dict.fromkeys((json, out)):
         if path not in (None, STDOUT):
@@ -106,8 +106,33 @@ def present(document: Document, *, json: Path | None, form: Format, out: Path | 
             console.note(f"written: {path}")
     if json == STDOUT:
         print(encoded.decode(), end="")
-    elif json is None:
-        FORMS[form](document)
+
+
+class Shown:
+    """Rows for people, on stdout as they come. A form whose head names what all rows have is
+    printed at the end; without a form nothing is."""
+
+    def __init__(self, form: Format | None, build: Build, machine: Machine) -> None:
+        self._form, self._about = form, (machine.line(), build.line())
+        self._rows: list[Row] = []
+        self._is_begun = False
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self._rows += rows
+        if self._form in LINES and rows:
+            self._begin()
+            LINES[self._form](rows)
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        self._begin()
+        if self._form == "csv":
+            _print_csv(self._rows)
+
+    def _begin(self) -> None:
+        if not self._is_begun and self._form in HEADS:
+            HEADS[self._form](self._about)
+        self._is_begun = True
 
 
 def flat(row: Row) -> dict[str, Any]:
@@ -126,41 +151,50 @@ def flat(row: Row) -> dict[str, Any]:
     }
 
 
-def _print_csv(document: Document) -> None:
-    rows = [flat(row) for row in document.rows]
-    columns = dict.fromkeys(key for row in rows for key in row)
+def _print_csv(rows: Sequence[Row]) -> None:
+    flattened = [flat(row) for row in rows]
+    columns = dict.fromkeys(key for row in flattened for key in row)
     writer = csv.DictWriter(sys.stdout, list(columns), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(flattened)
 
 
-def _print_json_lines(document: Document) -> None:
-    for row in document.rows:
+def _print_json_lines(rows: Sequence[Row]) -> None:
+    for row in rows:
         print(msgspec.json.encode(row).decode())
 
 
-def _print_markdown(document: Document) -> None:
-    print(f"{document.machine.line()}  \n{document.build.line()}\n")
+def _print_markdown_head(about: Sequence[str]) -> None:
+    print("  \n".join(about) + "\n")
     print(f"| {' | '.join(table.COLUMNS)} | config |\n|---|---:|---|---:|---:|---|")
-    for row in map(msgspec.structs.asdict, document.rows):
+
+
+def _print_markdown(rows: Sequence[Row]) -> None:
+    for row in map(msgspec.structs.asdict, rows):
         print(f"| {' | '.join([*table.cells(row), table.config(row)])} |")
 
 
-def _print_table(document: Document) -> None:
+def _print_table_head(about: Sequence[str]) -> None:
+    for line in (*about, "", *table.heading()):
+        console.tables().print(Text(line), soft_wrap=True)
+
+
+def _print_table(rows: Sequence[Row]) -> None:
     out = console.tables()
-    for line in (document.machine.line(), document.build.line(), "", *table.heading()):
-        out.print(Text(line), soft_wrap=True)
-    for row in map(msgspec.structs.asdict, document.rows):
+    for row in map(msgspec.structs.asdict, rows):
         for line in table.lines(row):
             out.print(Text(line, style=VERDICTS[row["met"]]), soft_wrap=True)
         for line in table.config_lines(row):
             out.print(Text(line, style="dim"), soft_wrap=True)
 
 
-FORMS: Final[dict[Format, Callable[[Document], None]]] = {
+HEADS: Final[dict[Format | None, Callable[[Sequence[str]], None]]] = {
+    "table": _print_table_head,
+    "md": _print_markdown_head,
+}
+LINES: Final[dict[Format | None, Callable[[Sequence[Row]], None]]] = {
     "table": _print_table,
     "md": _print_markdown,
-    "csv": _print_csv,
     "jsonl": _print_json_lines,
 }
 VERDICTS: Final = {None: "", True: "green", False: "red"}

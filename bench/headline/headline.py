@@ -3,14 +3,18 @@
 Measured: the embedded model's real decode steps through the real engine at that context, with
 offload off and on, in turn. Predicted: the planner's answer for the named model and GPU. Both
 halves show the resident baseline; neither is evidence for the other: the first shows that the
-engine works at this context, and at what cost, the second what the gain is.
+engine works at this context, and at what cost, the second what the gain is. The planner is that of
+`ess plan`, with its defaults: nodes of 2 TiB, and on each side the best way to share the model.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import cyclopts
 
 from ess import console
 from ess.bench.harness import plots
@@ -20,18 +24,45 @@ from ess.bench.harness.lists import modes, shares, sizes
 from ess.bench.harness.report import Row
 from ess.bench.headline.measured import measure
 from ess.bench.headline.plan import Outcome, Plan
-from ess.bench.headline.predicted import predict
+from ess.bench.headline.predicted import check_predicted, predict
+from ess.console import Whole
 from ess.errors import BadInput
 from ess.free_memory import memory_free
 from ess.layout import ModelLayout
-from ess.sim.operators.gpus import check_planned
-from ess.units import PAGE_ROWS, format_bytes
+from ess.units import PAGE_ROWS, format_bytes, parse_size
 
 MEMORY_SHARE: Final = 0.6
 SHOWN: Final = {"measured": 0.4, "predicted": 0.08}
 """The share of a step's timeline: three layers of seven, five of sixty-one."""
 
 SMOKE: Final = Plan(contexts=(320,), repetitions=2)
+
+
+@cyclopts.Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFlags:
+    """The predicted half: a model, and the GPUs that decode."""
+
+    model: str = "deepseek-v3.2"
+    "The model of the predicted half: deepseek-v3.2, glm-5 or glm-5.2."
+    gpu: str = "h200"
+    "The GPU of the predicted half: h100, h200, b200, h800 or h20."
+    gpus: Whole = 32
+    "GPUs that share the experts."
+    node_ram: str = "2TiB"
+    "Host memory of a node of 8 GPUs in the predicted half."
+    accepted: float | None = None
+    "Tokens accepted per step in the predicted half; by default 70 % of each draft in turn."
+
+    def planned(self) -> dict[str, Any]:
+        """These flags as fields of a plan."""
+        return {
+            "model": self.model,
+            "gpu": self.gpu,
+            "gpus": self.gpus,
+            "node_bytes": parse_size(self.node_ram, "--node-ram"),
+            "accepted": self.accepted,
+        }
 
 
 def headline_benchmark(
@@ -42,10 +73,7 @@ def headline_benchmark(
     ratio: str = "0.2",
     mode: str = "layerwise",
     repetitions: int = 5,
-    model: str = "deepseek-v3.2",
-    gpu: str = "h200",
-    gpus: int = 32,
-    accepted: float | None = None,
+    gpus: GpuFlags | None = None,
     text: Path | None = None,
     seconds: float = 120.0,
     trace: Path | None = None,
@@ -68,14 +96,6 @@ def headline_benchmark(
         How layers fetch in the measured half: layerwise, none, da or dba.
     repetitions
         Repetitions behind every mean.
-    model
-        The model of the predicted half.
-    gpu
-        The GPU of the predicted half: h100 or h200.
-    gpus
-        GPUs that share the experts.
-    accepted
-        Tokens accepted per step in the predicted half; by default 70 % of each draft in turn.
     text
         Decode behind this text; by default Python's own reference.
     seconds
@@ -96,10 +116,7 @@ def headline_benchmark(
         ratios=shares("--ratio", ratio),
         mode=modes("--mode", mode)[0],
         repetitions=repetitions,
-        model=model,
-        gpu=gpu,
-        gpus=gpus,
-        accepted=accepted,
+        **(gpus or GpuFlags()).planned(),
         seconds=seconds,
     )
     check(plan)
@@ -108,9 +125,9 @@ def headline_benchmark(
 
 def check(plan: Plan) -> None:
     """Refuses, before anything runs, what cannot run."""
-    check_planned(plan.model, plan.gpu)
     if plan.repetitions < 1:
         raise BadInput(f"--repetitions {plan.repetitions}: at least one is needed")
+    check_predicted(plan)
     layout = ModelLayout.embedded()
     pages = max(plan.contexts) // PAGE_ROWS * max(plan.batches)
     needed = int(pages * layout.host_page_bytes * (2 + 1 + max(plan.ratios)))

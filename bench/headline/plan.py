@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ess.bench.harness.report import Row
 from ess.sim.planning.batches import Point
+from ess.sim.planning.node import NORMAL_HOST_BYTES
 from ess.sim.timeline import Span
 
 
@@ -22,13 +23,14 @@ class Plan:
     model: str = "deepseek-v3.2"
     gpu: str = "h200"
     gpus: int = 32
+    node_bytes: int = NORMAL_HOST_BYTES
     accepted: float | None = None
     seconds: float = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """One GPU over its batches, with offload and without."""
+    """One GPU over its batches, with offload up to what its host memory holds, and without."""
 
     title: str
     points: list[Point]

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ess.bench.harness.machine import build, machine
-from ess.bench.harness.report import Document, present
+from ess.bench.harness.report import Document, write
 from tests.attacks.catalogue import ATTACKS, STARTS
 from tests.attacks.figures import GAP_S, above, aligned, cells, paired, rows_of
 from tests.attacks.measure import Figures, measure, measure_start
@@ -65,7 +65,7 @@ def tell(given: argparse.Namespace, here, found: list[Figures]) -> None:
     if given.json:
         rows = [row for each in found for row in rows_of(each, str(given.tree.name))]
         document = Document(build=build(), machine=here, rows=rows)
-        present(document, json=given.json, form="table", out=None)
+        write(document, json=given.json, out=None)
     before = []
     if given.before:
         before = msgspec.json.decode(given.before.read_bytes(), type=list[Figures])

@@ -20,7 +20,7 @@ import pytest
 
 from ess.bench.engine.calibrate import constant_rows, miss_rows
 from ess.bench.harness.machine import build, machine
-from ess.bench.harness.report import Document, present
+from ess.bench.harness.report import Document, write
 from ess.cost import Calibration
 from ess.overlap.calibration import shape_of
 from ess.server.commands import cli
@@ -98,7 +98,7 @@ def calibration(folder: Path, *, row: Literal["fp8", "bf16"] = "fp8") -> str:
     )
     rows += miss_rows([1.0] * layout.layer_total, {"context": 1024})
     made = Document(build=build(), machine=machine(), rows=rows)
-    present(made, json=folder / "calibration.json", form="table", out=None)
+    write(made, json=folder / "calibration.json", out=None)
     return str(folder / "calibration.json")
 
 

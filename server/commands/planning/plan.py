@@ -19,11 +19,7 @@ from ess.models.registry import read_config as parse_config
 from ess.models.weights.expected.dry_run import read_config
 from ess.server.commands.planning import fits, planpage
 from ess.server.commands.planning.planshow import show
-from ess.sim.locality import misses
-from ess.sim.operators.families import family_of
-from ess.sim.operators.gpus import operators_of
 from ess.sim.operators.parallel import Parallel
-from ess.sim.operators.silicon.chip import chip_of
 from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.planning.answers import Answer, Question, answered
 from ess.sim.planning.ask import Ask
@@ -31,10 +27,10 @@ from ess.sim.planning.deployment import CACHED_SHARE, OUTPUT_TOKENS, Work
 from ess.sim.planning.fleet import Wanted
 from ess.sim.planning.node import GIGABYTE_US, SOURCES, Node, Numa
 from ess.sim.planning.planner import Planner
+from ess.sim.planning.planners import MODEL, planner_of
 from ess.sim.planning.ways import best_way
 from ess.units import parse_size
 
-MODEL: Final = "deepseek-v3.2"
 DURATION: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*$")
 DURATION_US: Final = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
@@ -198,7 +194,7 @@ class WorkerFlags(HardwareFlags):
             parallel=ways.over(self.gpus),
         )
         return planner_of(
-            ask, self.gpu, self.perf_db, nodes.node, model=self.model, stack=self.stack
+            ask, self.gpu, nodes.node, model=self.model, stack=self.stack, package=self.perf_db
         )
 
 
@@ -236,7 +232,12 @@ def plan(
     is_free = ask.parallel is None and ask.batch is None and ask.ratio is None
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
     planner = planner_of(
-        ask, decode.gpu, decode.perf_db, nodes.node, model=decode.model, stack=decode.stack
+        ask,
+        decode.gpu,
+        nodes.node,
+        model=decode.model,
+        stack=decode.stack,
+        package=decode.perf_db,
     )
     if is_free:
         planner = best_way(planner)
@@ -347,30 +348,6 @@ def cut_of(model: str, ask: Ask, pp_size: int | None, given: str | None) -> Cut 
     return Cut(
         layers=tuple(len(part) for part in parts),
         explained=tuple(explained(layout, parts, costs)),
-    )
-
-
-def planner_of(
-    ask: Ask,
-    gpu: str,
-    perf_db: Path | None,
-    node: Node,
-    *,
-    model: str = MODEL,
-    stack: Stack = SGLANG,
-) -> Planner:
-    family, machine = family_of(model), chip_of(gpu).machine
-    limits = node.fetch_limits(machine, gpus=ask.gpu_count)
-    link_name = min(limits, key=lambda name: limits[name])
-    layer_count = family.layout.layer_count
-    return Planner(
-        operators=operators_of(
-            gpu, family=model, package=perf_db, link_rate=limits[link_name], stack=stack
-        ),
-        curves=misses.published(layer_count=layer_count),
-        ask=ask,
-        layout=family.layout,
-        link_name=link_name,
     )
 
 

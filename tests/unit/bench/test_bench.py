@@ -15,11 +15,11 @@ import pytest
 
 from ess import console
 from ess.bench import cli
-from ess.bench.harness import machine, report, table, timing
+from ess.bench.harness import frame, machine, report, table, timing
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.timing import Arm, measure
 from ess.console import Command
-from ess.errors import BadInput, BadState
+from ess.errors import BadInput, BadState, Unavailable
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -54,20 +54,25 @@ def stopped(*, smoke: bool) -> list[Row]:
     raise KeyboardInterrupt
 
 
+def lacking(*, smoke: bool) -> list[Row]:
+    raise Unavailable("llama is not here: pip install it")
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     import sys
     import types
 
     home = types.ModuleType("tiny_benchmarks")
-    for function in (tiny, plain, broken, misshapen, stopped):
+    for function in (tiny, plain, broken, misshapen, stopped, lacking):
         setattr(home, function.__name__, function)
     monkeypatch.setitem(sys.modules, "tiny_benchmarks", home)
-    names = ("tiny", "plain", "broken", "misshapen", "stopped")
+    names = ("tiny", "plain", "broken", "misshapen", "stopped", "lacking")
     commands = [
         Command(name=name, home=f"tiny_benchmarks:{name}", summary=f"{name}.") for name in names
     ]
     suites = {"good": names[:2], "bad": names[2:4], "all": names[:4], "cut": names}
+    suites["few"] = ("lacking", "plain")
 
     def run_it(*arguments: str) -> tuple[int, str, str]:
         given = cli.spelled_out(arguments)
@@ -131,6 +136,54 @@ def test_ctrl_c_keeps_the_rows_of_what_ran_before(run: Run) -> None:
     code, out, err = run("cut", "--json", "--only", "stopped")
     assert (code, out) == (130, "")
     assert err.endswith("ess-bench: interrupted\n")
+
+
+def test_what_lacks_a_package_is_left_out_of_a_suite_and_refused_alone(run: Run) -> None:
+    code, out, err = run("few", "--json")
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)["rows"]] == ["plain"]
+    assert "lacking is left out: llama is not here: pip install it" in err
+    assert "Traceback" not in err
+    assert run("lacking", "--json")[::2] == (
+        1,
+        "lacking ...\ness-bench: llama is not here: pip install it\n",
+    )
+
+
+@pytest.mark.parametrize("form", ["table", "md", "jsonl"])
+def test_rows_are_shown_as_soon_as_their_benchmark_has_ended(
+    form: report.Format, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = report.Shown(form, *about())
+    suite = frame.Suite(frame.Frame(format=form), shown, 2)
+    suite.run("tiny", tiny)
+    first = capsys.readouterr()
+    assert ("tiny" in first.out, "plain" in first.out) == (True, False)
+    assert re.search(r"\[1/2\] tiny: \d+\.\d s, \d+\.\d s of processor time", first.err)
+    suite.run("plain", plain)
+    shown.end()
+    second = capsys.readouterr().out
+    assert ("tiny" in second, "plain" in second) == (False, True)
+    assert "benchmark" not in second, "the head is printed once"
+
+
+def test_the_slow_ones_of_a_suite_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    suite = frame.Suite(frame.Frame(), report.Shown(None, *about()), 3)
+    suite.spent.update(a=frame.Spent(1.0, 0.5), b=frame.Spent(60.0, 9.0), c=frame.Spent(30.0, 9.0))
+    suite.told()
+    assert capsys.readouterr().err == (
+        "slowest: b 60.0 s, 9.0 s of processor time; c 30.0 s, 9.0 s of processor time\n"
+    )
+
+
+def about() -> tuple[machine.Build, machine.Machine]:
+    return machine.build(), machine.machine()
+
+
+def test_whole_numbers_are_not_rounded(run: Run) -> None:
+    code, out, err = run("tiny", "--count", "2.5")
+    assert (code, out) == (2, "")
+    assert "--count 2.5 is not a whole number" in err
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ess.bench.headline.plan import Outcome, Plan
 from ess.bench.headline.predicted import predict
 from ess.flashtrans.lanes import DoneEvent
 from ess.overlap.timeline import Span as Stage
+from ess.server.commands.cli import main as ess_main
 from ess.sim.operators.tables import Curve, Surface
 from ess.sim.timeline import COMPUTE, FETCH, STORE, Span
 
@@ -84,18 +85,46 @@ def test_tables_never_predict_less_than_nothing() -> None:
 def test_the_predicted_half_has_its_baseline_and_pareto() -> None:
     outcome = Outcome()
     predict(outcome, Plan(contexts=(131_072,)), 131_072, 2)
-    assert len(outcome.rows) == 4
-    best = outcome.rows[0]
-    assert best.baseline is not None
+    best, whole, *pareto, unlimited = outcome.rows
     assert best.ratio is not None
-    assert best.ratio > 1.5
-    rates = [row.config["per_user"] for row in outcome.rows[1:]]
+    assert whole.ratio is not None
+    assert unlimited.ratio is not None
+    assert 1 < whole.ratio < best.ratio < unlimited.ratio
+    assert best.config["host_gib"] * 8 <= 2048 < unlimited.config["host_gib"] * 8
+    assert "accepted tokens: assumed" in best.config["not_measured"]
+    rates = [row.config["per_user"] for row in pareto]
     assert all(rate >= asked for rate, asked in zip(rates, (15, 20, 30), strict=True))
     [curves] = outcome.curves
-    assert curves.points[-1].batch == curves.floor_batch < curves.index_wall
-    assert max(one.tokens_per_s for one in curves.points) > 0.95 * best.value
+    assert curves.points[-1].batch < curves.floor_batch < curves.index_wall
+    assert max(one.tokens_per_s for one in curves.points) == pytest.approx(best.value)
     [(_, spans)] = outcome.timelines
     assert {span.lane for span in spans} >= {COMPUTE, FETCH}
+
+
+@pytest.mark.parametrize("given", [{}, {"gpus": 8}, {"gpu": "b200"}, {"model": "glm-5.2"}])
+def test_the_predicted_half_says_what_ess_plan_says(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the two sides share the model in different ways."""
+    outcome = Outcome()
+    predict(outcome, Plan(contexts=(65_536,), mtps=(3,), **given), 65_536, 3)
+    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    assert ess_main(["plan", "--ctx", "64k", "--mtp", "3", "--json", *flags]) == 0
+    said = json.loads(capsys.readouterr().out)
+    best, whole = outcome.rows[:2]
+    assert (best.value, best.baseline_value, best.ratio) == pytest.approx(
+        (said["chosen"]["tokens_per_s"], said["resident"]["tokens_per_s"], said["gain"])
+    )
+    assert whole.ratio == pytest.approx(said["all_gpus"]["gain"])
+
+
+def test_a_resident_side_that_is_missing_is_named() -> None:
+    outcome = Outcome()
+    predict(outcome, Plan(contexts=(1 << 20,), gpus=8), 1 << 20, 2)
+    best, whole, *pareto, _ = outcome.rows
+    assert (best.baseline, best.config["resident"]) == (None, "not one request fits")
+    assert whole.ratio is None
+    assert {row.config.get("resident") for row in pareto if row.value} <= {"not one request fits"}
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -162,6 +191,11 @@ def test_forms_for_people_and_for_spreadsheets(
     ("arguments", "says"),
     [
         (("--ctx", "128k", "--model", "gpt-2"), "no operator tables for 'gpt-2'"),
+        (("--ctx", "128k", "--gpu", "a100"), "'a100'"),
+        (("--ctx", "128k", "--model", "deepseek-r1"), "attends to every row"),
+        (("--ctx", "128k", "--node-ram", "much"), "--node-ram"),
+        (("--ctx", "128k", "--gpus", "0"), "gpus 0"),
+        (("--ctx", "128k", "--mtp", "9"), "at most 8 tokens a step"),
         (("--ctx", "4k", "--mode", "fast"), "--mode fast: choose from layerwise"),
         (("--ctx", "64m"), "take a smaller --batch or --ctx"),
         (("--ctx", "4k", "--repetitions", "0"), "at least one is needed"),
