@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 
 from ess.errors import BadInput, BadState, Unavailable
 from ess.pool.disk import writer
-from ess.pool.disk.folder import CATALOGUE, SLAB
+from ess.pool.disk.folder import CATALOGUE, LOCK, SLAB
 from ess.pool.disk.tier import DiskTier
 from tests.disk.bytes_of import PAGE_BYTES, content, copies, fill, loaded, page_of, tier
 from tests.disk.kills import rounds
@@ -272,10 +273,66 @@ def test_a_folder_is_of_one_process(made: DiskTier, tmp_path: Path) -> None:
         tier(tmp_path)
 
 
-def test_a_folder_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", LOCK, SLAB, CATALOGUE])
+def test_what_is_no_folder_or_no_file_is_refused(name: str, tmp_path: Path) -> None:
+    """And nothing of it stays open."""
+    (tmp_path / "made").mkdir()
+    if name:
+        (tmp_path / "made" / name).mkdir()
+    folder = tmp_path / "made" if name else tmp_path / "file"
     (tmp_path / "file").write_text("")
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(Unavailable, match="takes no pages"):
-        tier(tmp_path / "file")
+        tier(folder)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_path_too_long_for_a_catalogue_is_refused(tmp_path: Path) -> None:
+    """SQLite takes shorter paths than the system."""
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="its catalogue cannot be read now"):
+            tier(tmp_path / "/".join(["d" * 200] * 5))
+
+
+def test_a_catalogue_that_another_program_has_locked_stays(tmp_path: Path) -> None:
+    made = tier(tmp_path)
+    fill(made, range(3))
+    made.close()
+    other = sqlite3.connect(tmp_path / CATALOGUE, isolation_level=None)
+    other.execute("PRAGMA locking_mode=EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(Unavailable, match=r"cannot be read now \(database is locked\)"):
+        tier(tmp_path)
+    other.close()
+    again = tier(tmp_path)
+    assert again.opened == ""
+    assert all(loaded(again, text) for text in texts(range(3)))
+    again.close()
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_start_on_a_full_disk_finds_the_pages(*, is_killed: bool, tmp_path: Path) -> None:
+    """Also where SQLite's log has to be read."""
+    made = tier(tmp_path / "before")
+    fill(made, range(3))
+    if is_killed:
+        shutil.copytree(tmp_path / "before", tmp_path / "left")
+    made.close()
+    folder = tmp_path / ("left" if is_killed else "before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        again = tier(folder)
+        assert again.opened == ""
+        assert all(loaded(again, text) for text in texts(range(3)))
+        fill(again, range(3, 6))
+        assert again.uses.fault.startswith("the disk takes no more pages: ")
+        again.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    again = tier(folder)
+    assert all(loaded(again, text) for text in texts(range(3)))
+    again.close()
 
 
 def test_a_full_disk_ends_storing_and_nothing_else(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ stored under its hash, or bytes that their checksum refuses.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,18 @@ KEY: Final = "what these pages are of"
 ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
 """SQLite's errors; their messages may quote damaged bytes, which Python cannot decode then."""
 
+_OF_THE_DISK: Final = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+)
+"""Errors that a whole catalogue has on a disk that is full or fails, or beside a program that has
+locked it."""
+
 _TABLES: Final = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
 CREATE TABLE pages (
@@ -29,7 +42,12 @@ CREATE TABLE pages (
 
 
 class Unusable(Exception):
-    """The catalogue cannot be used; the message is a clause that says why."""
+    """The catalogue cannot be used, and a new one may take its place; the message is a clause that
+    says why."""
+
+
+class Unreadable(Exception):
+    """The catalogue may be whole, but cannot be read now; the message is a clause that says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,19 +67,25 @@ class Catalogue:
         """Creates the file if there is none; Unusable if it is damaged or of something else."""
         self._page_bytes = page_bytes
         is_new = not path.exists()
-        path.touch(mode=0o600)
-        self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        try:
+            self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        except ERRORS as error:
+            raise _wrong(error) from error
         try:
             self._open(is_new=is_new, identity=VERSION.to_bytes(4, "little") + identity)
         except ERRORS as error:
             self._base.close()
-            raise Unusable(f"its catalogue is damaged ({error})") from error
+            raise _wrong(error) from error
         except Unusable:
             self._base.close()
             raise
 
     def _open(self, *, is_new: bool, identity: bytes) -> None:
+        """The folder is this process's alone. So the file is locked for good, and SQLite needs no
+        memory file beside it, for which a full disk would have no room."""
         base = self._base
+        base.execute("PRAGMA locking_mode=EXCLUSIVE")
         base.execute("PRAGMA journal_mode=WAL")
         base.execute("PRAGMA synchronous=FULL")
         if is_new:
@@ -85,7 +109,7 @@ class Catalogue:
             kept = {entry.content for entry in good}
             self.change(gone=[row[0] for row in rows if row[0] not in kept])
         except (*ERRORS, TypeError) as error:
-            raise Unusable(f"its catalogue is damaged ({error})") from error
+            raise _wrong(error) from error
         if len({entry.record for entry in good}) != len(good):
             raise Unusable("its catalogue is damaged (two texts in one record)")
         return good
@@ -129,3 +153,9 @@ class Catalogue:
 
     def close(self) -> None:
         self._base.close()
+
+
+def _wrong(error: Exception) -> Unusable | Unreadable:
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in _OF_THE_DISK:
+        return Unreadable(f"its catalogue cannot be read now ({error})")
+    return Unusable(f"its catalogue is damaged ({error})")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from ess.errors import BadState, Unavailable
-from ess.pool.disk.catalogue import Catalogue, Entry, Unusable
+from ess.pool.disk.catalogue import Catalogue, Entry, Unreadable, Unusable
 from ess.pool.disk.slab import Slab
 
 LOCK: Final = "lock"
@@ -28,12 +29,19 @@ class DiskFolder:
         except OSError as error:
             raise Unavailable(f"{path} takes no pages: {error.strerror}") from error
         try:
-            self.slab = Slab(path / SLAB, record_bytes=page_bytes)
-            self.catalogue, self.entries = self._open_catalogue(path, identity, record_max)
-        except (OSError, Unusable) as error:
+            self._open(path, identity, page_bytes, record_max)
+        except (OSError, Unreadable, Unusable) as error:
             os.close(self._lock)
             why = (error.strerror if isinstance(error, OSError) else None) or error
             raise Unavailable(f"{path} takes no pages: {why}") from error
+
+    def _open(self, path: Path, identity: bytes, page_bytes: int, record_max: int) -> None:
+        self.slab = Slab(path / SLAB, record_bytes=page_bytes)
+        try:
+            self.catalogue, self.entries = self._open_catalogue(path, identity, record_max)
+        except (OSError, Unreadable, Unusable):
+            self.slab.close()
+            raise
 
     def _open_catalogue(
         self, path: Path, identity: bytes, record_max: int
@@ -58,7 +66,7 @@ class DiskFolder:
         )
         try:
             return catalogue, catalogue.entries(self.slab.record_count)
-        except Unusable:
+        except (Unreadable, Unusable):
             catalogue.close()
             raise
 
@@ -79,6 +87,10 @@ def _locked(path: Path) -> int:
         raise BadState(
             f"{path} is in use by process {holder}: every engine needs a folder of its own"
         ) from error
-    os.ftruncate(held, 0)
-    os.pwrite(held, str(os.getpid()).encode(), 0)
+    except OSError:
+        os.close(held)
+        raise
+    with suppress(OSError):  # a full disk may have no room even for the number
+        os.ftruncate(held, 0)
+        os.pwrite(held, str(os.getpid()).encode(), 0)
     return held
