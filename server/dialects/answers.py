@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from ess.models.chat.reply import ReplyParser
-from ess.server.dialects.calls import ReplyRules, require_calls
+from ess.server.dialects.forms.calls import ReplyRules
 from ess.server.dialects.generation import Generation
 from ess.server.dialects.sampling_params import Wanted, samplings
 from ess.server.dialects.schemas import Generated
@@ -42,7 +42,6 @@ def begin_reply(
 ) -> tuple[Answer, list[ReplyParser]]:
     """The answer to a conversation, and a parser for each of its choices."""
     style = request.app.state.service.style
-    require_calls(request.app.state.service, wanted, rules)
     grown = begin_answer(request, ask, wanted, [prompt], named=named)
     return grown, [
         style.parser(thinking=rules.thinking, tools=rules.functions) for _ in grown.generations

@@ -2,8 +2,8 @@
 
 All of it is independent of the event loop, because it runs in two places: in the server's process
 for short bodies, in a text process for long ones (`ess.server.process.texts`). Whatever can be
-counted is counted before it is worked on. The result is small: the prompts as ids, and the ask
-without its texts.
+counted is counted before it is worked on. The result is small: the prompts as ids, what they ask of
+the form of the answer, and the ask without its texts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ess.models.chat.quoting import Quoting
 from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects import message_blocks, schemas
+from ess.server.dialects.forms.asked import NO_FORMS, Forms, forms_of
 from ess.server.dialects.logprobs import token_text
 from ess.server.dialects.response_items import messages_of
 from ess.server.dialects.schemas import Ask
@@ -59,7 +60,6 @@ PROMPT_FIELDS: Final[Mapping[str, Any]] = {
     "system": None,
     "tokens": NOTHING,
 }
-SAMPLED_ASIDE: Final = (schemas.GenerateAsk, schemas.TokensAsk)
 NAMES: Final[Mapping[type[msgspec.Struct], str]] = {
     schemas.ChatAsk: "messages: the prompt",
     schemas.MessagesAsk: "messages: the prompt",
@@ -77,6 +77,7 @@ class Prepared(Generic[Ask]):
     prompts: list[list[int]] = field(default_factory=list)
     is_many: bool = False
     document: bytes = b""
+    forms: Forms = NO_FORMS
 
 
 class PromptReader:
@@ -119,10 +120,10 @@ class PromptReader:
                 prepared.document = self._tokenize(ask)
             case schemas.DetokenizeAsk():
                 prepared.document = self._detokenize(ask)
-        asked = ask.sampling_params if isinstance(ask, SAMPLED_ASIDE) else ask
-        prepared.prompts = self._truncated(asked, prepared.prompts)
+        prepared.prompts = self._truncated(schemas.sampled_of(ask), prepared.prompts)
         for prompt in prepared.prompts:
             self._check_prompt(prompt, name=NAMES.get(kind, "the prompt"))
+        prepared.forms = forms_of(ask, self._style, self._tokenizer)
         _drop_prompt(ask)
         return prepared
 

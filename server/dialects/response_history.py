@@ -11,6 +11,7 @@ import msgspec
 from ess.decoding import UNDECODABLE
 from ess.errors import BadInput
 from ess.server.http.request_ids import given_key
+from ess.server.process.bounds import JOINED_BYTES_MAX
 from ess.server.process.requests.kept_responses import Kept, KeptResponses
 from ess.server.process.service import Service
 
@@ -39,7 +40,7 @@ class History:
 
     def __init__(self, service: Service, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._shelf: KeptResponses | None = service.kept
-        self._body_max = service.limits.body_max
+        self._joined_max = min(service.limits.body_max, JOINED_BYTES_MAX)
         self._owner = owner_of(headers)
         self._asked = b""
         self.previous: str | None = None
@@ -47,8 +48,9 @@ class History:
 
     def joined(self, raw: bytes) -> bytes:
         """The body with all items before its own. A body that cannot be read is left to the reader
-        to refuse, and so is an id where no responses are kept."""
-        if self._shelf is None:
+        to refuse, and so is an id where no responses are kept. A body that would take the event
+        loop long is not read here: its response is not kept."""
+        if self._shelf is None or len(raw) > JOINED_BYTES_MAX:
             return raw
         try:
             given = msgspec.json.decode(raw or b"{}", type=_Given)
@@ -61,8 +63,8 @@ class History:
         asked = _inside(given.input)
         if self.previous is not None:
             before = self._found(self._shelf, self.previous)
-            self._check_length(len(raw) + len(before.asked) + len(before.said))
             asked = b",".join(filter(None, (before.asked, before.said, asked)))
+            self._check_length(len(raw) + len(asked))
             raw = _followed(raw, asked)
         if is_wanted:
             self._hold(self._shelf, asked)
@@ -78,10 +80,10 @@ class History:
         return found
 
     def _check_length(self, size: int) -> None:
-        if size > self._body_max:
+        if size > self._joined_max:
             raise BadInput(
-                f"previous_response_id has {size:,} bytes of items with those of this request;"
-                f" at most {self._body_max:,} are read"
+                f"previous_response_id makes a body of {size:,} bytes of this one;"
+                f" at most {self._joined_max:,} are read"
             )
 
     def _hold(self, shelf: KeptResponses, asked: bytes) -> None:

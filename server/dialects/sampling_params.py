@@ -11,13 +11,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.stops import check_stops
 from ess.errors import BadInput
+from ess.server.dialects.forms.asked import NO_FORMS, Forms
 from ess.server.dialects.generation import Ending
 from ess.server.dialects.schemas import Common, Sampled
-from ess.server.process.bounds import BAD_WORD_CHARS_MAX, BAD_WORDS_MAX
 from ess.server.process.service import SamplingDefaults, Service
 
 SEED_BITS: Final = 63
@@ -35,7 +34,7 @@ class Wanted(Sampled, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_start: int = 0
-    grammar: Grammar | None = None
+    forms: Forms = NO_FORMS
     more_stops: tuple[str, ...] = ()
     names: Mapping[str, str] = MappingProxyType({})
 
@@ -99,9 +98,8 @@ def _samplings(
     choices = 1 if wanted.n is None else wanted.n
     stops = _stops(wanted)
     seed = secrets.randbits(SEED_BITS) if wanted.seed is None else wanted.seed
-    bad_words = _bad_words(service, wanted.bad_words or ())
     tokens_max = _tokens_max(service, wanted, prompts[0])
-    first = _sampling(service, wanted, tokens_max=tokens_max, bad_words=bad_words)
+    first = _sampling(service, wanted, tokens_max=tokens_max)
     made = []
     for prompt in prompts:
         tokens_max = _tokens_max(service, wanted, prompt)
@@ -132,25 +130,7 @@ def _check_count(most: int, wanted: Wanted, prompt_count: int) -> None:
         )
 
 
-def _bad_words(service: Service, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The ids of each word at the beginning of a text and after a space."""
-    if len(words) > BAD_WORDS_MAX:
-        raise BadInput(f"bad_words has {len(words):,} words; at most {BAD_WORDS_MAX} are read")
-    forms: dict[tuple[int, ...], None] = {}
-    for word in words:
-        bare = word.lstrip(" ")
-        if not 0 < len(bare) <= BAD_WORD_CHARS_MAX:
-            raise BadInput(
-                f"bad_words has a word of {len(bare):,} characters, not 1..{BAD_WORD_CHARS_MAX}"
-            )
-        for text in (bare, f" {bare}"):
-            forms[tuple(service.tokenizer.encode(text))] = None
-    return tuple(forms)
-
-
-def _sampling(
-    service: Service, wanted: Wanted, *, tokens_max: int, bad_words: tuple[tuple[int, ...], ...]
-) -> Sampling:
+def _sampling(service: Service, wanted: Wanted, *, tokens_max: int) -> Sampling:
     """Applies the engine's bounds and, for missing fields, the checkpoint's defaults."""
     defaults = service.defaults
     given = {name: getattr(wanted, name) for name in SamplingDefaults.__dataclass_fields__}
@@ -170,13 +150,13 @@ def _sampling(
         allowed_ids=None
         if wanted.allowed_token_ids is None
         else frozenset(wanted.allowed_token_ids),
-        bad_words=bad_words,
+        bad_words=wanted.forms.bad_words,
         stop_ids=frozenset((*(wanted.stop_token_ids or ()), *ends)),
         ignore_eos=bool(wanted.ignore_eos),
         logprobs=wanted.logprobs,
         prompt_logprobs=wanted.prompt_logprobs,
         prompt_start=wanted.prompt_start,
-        grammar=wanted.grammar,
+        grammar=wanted.forms.grammar,
     )
     sampling.check_ids(service.vocabulary)
     return sampling

@@ -287,6 +287,11 @@ class AbortAsk(msgspec.Struct, kw_only=True):
     request_ids: list[str] | None = None
 
 
+def sampled_of(ask: msgspec.Struct) -> msgspec.Struct | None:
+    """The part of an ask that has the sampling parameters."""
+    return ask.sampling_params if isinstance(ask, GenerateAsk | TokensAsk) else ask
+
+
 def read(raw: bytes, kind: type[Ask]) -> Ask:
     """Decodes a body; all of it must be UTF-8, even fields that are ignored."""
     try:

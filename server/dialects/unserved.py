@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from ess.errors import BadInput
+from ess.server.process.bounds import JOINED_BYTES_MAX
 
 _LORA: Final = "there are no adapters"
 _TEXT_ONLY: Final = "only text is served"
@@ -69,7 +70,8 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "return_prompt_token_ids": "give return_token_ids",
         "session_params": "every request has its whole prompt",
         "previous_response_id": (
-            "responses are not kept without --keep-responses: send all items as input"
+            "responses are not kept without --keep-responses, nor followed by a body of more than"
+            f" {JOINED_BYTES_MAX >> 20} MiB: send all items as input"
         ),
         "conversation": "responses are not kept: send all items as input",
         "background": "ask for a stream",

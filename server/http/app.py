@@ -86,9 +86,12 @@ class Application(FastAPI):
     def __init__(self, *, prefix: str, **given: Any) -> None:
         super().__init__(**given)
         self._prefix = prefix
+        self._document: dict[str, Any] | None = None
 
     def openapi(self) -> dict[str, Any]:
-        return completed(super().openapi(), DOORS)
+        if self._document is None:
+            self._document = completed(super().openapi(), DOORS)
+        return self._document
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         prefix: str = self._prefix or scope.get("root_path", "")

@@ -32,6 +32,7 @@ from ess.server.process.bounds import (
     FRAMING_BYTES_MAX,
     HEAD_S,
     HEADERS_MAX,
+    JOINED_BYTES_MAX,
     JOURNAL_BYTES,
     LINGER_S,
     MESSAGES_MAX,
@@ -230,6 +231,11 @@ BOUNDS: Final = (
         beyond="413; without the seal 403; 503",
     ),
     Bound(what="allowed_token_ids", most=f"{ALLOWED_IDS_MAX:,}", beyond="400"),
+    Bound(
+        what="a body that names the response it follows, with all items before it",
+        most=f"{JOINED_BYTES_MAX >> 20} MiB; a longer body's response is not kept",
+        beyond="400",
+    ),
     Bound(
         what="prompts and tokens of requests that go on behind a lost engine (--recover resume)",
         most=f"{JOURNAL_BYTES >> 20} MiB, and {RESUME_S:g} s until the next engine is ready",

@@ -25,6 +25,7 @@ from ess.errors import BadInput
 from ess.models.chat.styles import ChatStyle, style_of
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects import schemas
+from ess.server.dialects.forms.asked import NO_FORMS, Forms
 from ess.server.dialects.prompts import Prepared, PromptReader
 from ess.server.process.bounds import READ_BYTES_MAX, REST_BYTES_MAX, REST_ITEMS_MAX
 
@@ -57,6 +58,7 @@ class Done(msgspec.Struct, kw_only=True, tag=True):
     prompts: list[bytes] = []
     is_many: bool = False
     document: bytes = b""
+    forms: Forms = NO_FORMS
 
 
 class Failed(msgspec.Struct, kw_only=True, tag=True):
@@ -103,6 +105,7 @@ def packed(prepared: Prepared[Any]) -> Done:
         prompts=[array.array("i", prompt).tobytes() for prompt in prepared.prompts],
         is_many=prepared.is_many,
         document=prepared.document,
+        forms=prepared.forms,
     )
 
 

@@ -102,12 +102,15 @@ class Texts:
         self._check_queue(len(raw))
         lane = self.lanes[sum(len(raw) > most for most in LANE_BYTES)]
         done = await lane.ask(raw, kind.__name__)
-        return Prepared(
+        prepared = Prepared(
             ask=msgspec.msgpack.decode(done.ask, type=kind),
             prompts=[_ids(packed) for packed in done.prompts],
             is_many=done.is_many,
             document=done.document,
+            forms=done.forms,
         )
+        await asyncio.sleep(0)  # ids are packed for the engine in another turn of the loop
+        return prepared
 
     def _check_queue(self, size: int) -> None:
         waiting = sum(sum(lane.sizes) for lane in self.lanes)

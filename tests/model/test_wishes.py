@@ -20,7 +20,8 @@ from ess.models.chat.messages import Reply
 from ess.models.chat.replies import GLM
 from ess.models.chat.reply import parse
 from ess.models.chat.styles import ChatStyle, DeepSeekStyle, TemplateStyle
-from ess.server.dialects import constraints, schemas
+from ess.server.dialects import schemas
+from ess.server.dialects.forms import constraints
 from tests.model.test_answers import answers, engine, ids, said, tokenizer
 
 OPTIONS = [' the "a\\b"', "naïve 漢字\n", "naïve", "/x/", "🙂 (yes|no)"]

@@ -22,7 +22,7 @@ from ess.server.commands.start.launch import derived, kept_responses
 from ess.server.commands.start.settings import resolve
 from ess.server.dialects.response_history import History, owner_of
 from ess.server.http.request_ids import given_key
-from ess.server.process.bounds import LOOP_BODY_BYTES
+from ess.server.process.bounds import JOINED_BYTES_MAX, LOOP_BODY_BYTES
 from ess.server.process.requests.kept_responses import Kept, KeptResponses
 from ess.server.process.service import Limits
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
@@ -284,7 +284,7 @@ def test_the_longest_unused_are_forgotten():
     def kept(size: int) -> Kept:
         return Kept(asked=b"x", said=b"yz", document=b"x" * (size - 3))
 
-    shelf = KeptResponses(100)
+    shelf = KeptResponses(200)
     for name in ("a", "b"):
         shelf.put(b"", name, kept(40))
     assert shelf.find(b"", "a") is not None
@@ -304,7 +304,7 @@ def test_the_longest_unused_are_forgotten():
 
 def test_a_response_that_does_not_fit_says_that_it_is_not_kept():
     """Neither one whose items fit alone nor one whose items are too many; and no other is lost."""
-    with Served(PacedEngine(saying("x")), kept=KeptResponses(3000)) as made:
+    with Served(PacedEngine(saying("x")), kept=KeptResponses(6000)) as made:
         kept = create(made, input="Kept?")
         for count, begins_kept in ((2500, True), (3500, False)):
             asked = {"input": "y" * count, "max_output_tokens": 2}
@@ -328,7 +328,7 @@ def exchange_events(served: Served, **asked: Any) -> list[Any]:
 def test_items_of_requests_under_way_are_within_the_bound(stream: bool):
     """They are held until a request has ended, also one whose client leaves."""
     engine = PacedEngine(saying("x"))
-    with Served(engine, kept=KeptResponses(4000)) as made:
+    with Served(engine, kept=KeptResponses(8000)) as made:
         engine.hold()
         body = {"input": "y" * 1500, "stream": stream, "max_output_tokens": 2}
         waiting = [begun(made, body) for _ in range(2)]
@@ -364,6 +364,31 @@ def test_items_and_what_is_kept_of_them_are_within_bounds():
         first = create(made, input="x" * 400, max_output_tokens=2)
         with pytest.raises(openai.BadRequestError, match="at most 600 are read"):
             create(made, input="x" * 400, previous_response_id=first.id)
+
+
+def test_a_joined_body_counts_its_own_items_twice_as_it_has_them():
+    """The joined body has the items of this request as the client wrote them, and again in the
+    list of all: both are within the longest body."""
+    with Served(PacedEngine(saying("x")), kept=KeptResponses(1 << 20)) as made:
+        made.service.limits = Limits(running_max=2, waiting_max=2, length_max=4096, body_max=900)
+        first = create(made, input="x" * 100, max_output_tokens=2)
+        create(made, input="y" * 100, previous_response_id=first.id, max_output_tokens=2)
+        with pytest.raises(openai.BadRequestError, match="at most 900 are read"):
+            create(made, input="y" * 300, previous_response_id=first.id, max_output_tokens=2)
+
+
+def test_a_body_too_long_to_be_joined_is_answered_and_not_kept():
+    with Served(PacedEngine(saying("x")), kept=KeptResponses(64 << 20)) as made:
+        pad = {"metadata": {"pad": "x"}, "instructions": "y " * 100}
+        long = json.dumps({"input": "When?", "max_output_tokens": 2, **pad}).encode()
+        long += b" " * (JOINED_BYTES_MAX + 1 - len(long))
+        status, said = exchange(made, long)
+        assert (status, said["store"]) == (200, False)
+        assert exchange(made, long[:-1])[1]["store"] is True
+        follows = b'{"previous_response_id": "a", "input": "x"}'
+        status, error = exchange(made, follows + b" " * JOINED_BYTES_MAX)
+        assert (status, error["param"]) == (400, "previous_response_id")
+        assert "nor followed by a body of more than 4 MiB" in error["message"]
 
 
 def test_without_the_setting_nothing_is_kept():

@@ -12,13 +12,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ess.models.chat.styles import style_of
+from ess.models.chat.styles import DeepSeekStyle, style_of
 from ess.server.commands.start.files.checkpoint import embedded_path
-from ess.server.dialects import schemas
+from ess.server.dialects import prompts, schemas
 from ess.server.process.bounds import LOOP_BODY_BYTES, READS_MAX, SHORT_BODY_BYTES
 from ess.server.process.texts import TEMPLATED
 from tests.attacks.processes import peak_bytes
@@ -31,6 +32,9 @@ from tests.support.process import Process
 LONG = {"pad": "x" * LOOP_BODY_BYTES}
 STREAM = {"prompt": "a", "max_tokens": 4000}
 LONGER = {"pad": "x" * SHORT_BODY_BYTES}
+FORMAT = {"type": "json_schema", "name": "n", "schema": {"enum": ["é", None]}}
+TURNS = {"messages": [{"role": "user", "content": "a"}]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +116,11 @@ def reading(served: Served) -> int:
         ("/generate", {"text": ["one", "two"], "sampling_params": {"max_new_tokens": 2}}),
         ("/generate", {"input_ids": [[1, 2], [3]], "sampling_params": {"max_new_tokens": 2}}),
         ("/inference/v1/generate", {"token_ids": [4, 5], "sampling_params": {"max_tokens": 1}}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "bad_words": ["the", "é\n"]}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "guided_choice": ["a", '"é\n']}),
+        ("/v1/responses", {"input": "a", "text": {"format": FORMAT}, "max_output_tokens": 2}),
+        ("/v1/messages", {**TURNS, "max_tokens": 2, "output_config": {"format": FORMAT}}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2, "ebnf": "start: A"}}),
     ],
 )
 def test_a_body_asks_for_the_same_wherever_it_is_read(
@@ -124,12 +133,35 @@ def test_a_body_asks_for_the_same_wherever_it_is_read(
         status, answer = post(served.url, path, {**asked, **extra, **seed})
         assert status == 200, answer
         adds = served.engine.adds[before:]
-        seen.append(
-            [(add.prompt, add.sampling.logit_bias, add.sampling.tokens_max) for add in adds]
-        )
+        seen.append([(add.prompt, replace(add.sampling, seed=0)) for add in adds])
         seen.append(type(answer))
     assert seen[:2] == seen[2:]
     assert seen[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "a", "bad_words": ["é漢x" * 30] * 500}),
+        ("/v1/completions", {"prompt": "a", "guided_choice": [f"c{n}" for n in range(3000)]}),
+        ("/v1/chat/completions", {**TURNS, "tools": [TOOL] * 120, "tool_choice": "required"}),
+    ],
+)
+def test_what_grows_with_a_body_is_not_made_on_the_event_loop(
+    path: str, asked: dict, monkeypatch: pytest.MonkeyPatch
+):
+    """A grammar of all schemas and the ids of words: a text process makes them."""
+
+    def made_here(*given: object) -> None:
+        raise AssertionError("a text process makes it")
+
+    with Served(PacedEngine(saying("Yes.")), style=DeepSeekStyle(), is_marked=True) as served:
+        assert served.engine.adds == []
+        monkeypatch.setattr(prompts, "forms_of", made_here)
+        status, answer = post(served.url, path, {**asked, "max_tokens": 2})
+        assert status == 200, answer
+        [add] = served.engine.adds
+        assert add.sampling.grammar is not None or add.sampling.bad_words
 
 
 @pytest.mark.parametrize("pad", [{}, LONG, LONGER])

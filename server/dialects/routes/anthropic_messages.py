@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ess.engine.tokens.grammar import Grammar
 from ess.errors import BadInput, EssError
 from ess.models.chat.reply import ReplyParser
-from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.answers import begin_reply
-from ess.server.dialects.calls import ReplyRules
+from ess.server.dialects.forms.asked import Forms
+from ess.server.dialects.forms.calls import rules_of
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.message_blocks import Blocks, Item
 from ess.server.dialects.streaming import Answer, Writer, read, respond
-from ess.server.dialects.tools import (
-    choice_of_messages,
-    is_thinking,
-    offered_tools,
-    tools_of_messages,
-)
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON, MESSAGES, messages_error
 from ess.server.process.service import Service
@@ -37,15 +31,7 @@ async def messages(request: Request) -> Response:
     ask, [prompt] = prepared.ask, prepared.prompts
     service.check_model(ask.model)
     _refuse_unserved(ask)
-    choice = choice_of_messages(ask.tool_choice)
-    tools = offered_tools(tools_of_messages(ask.tools), choice)
-    rules = ReplyRules(
-        tools=tools,
-        choice=choice,
-        parallel=(ask.tool_choice or {}).get("disable_parallel_tool_use") is not True,
-        thinking=is_thinking(ask.thinking),
-    )
-    wanted = _wanted(service, ask)
+    wanted, rules = _wanted(service, ask, prepared.forms), rules_of(ask)
     grown, [parser] = begin_reply(request, ask, wanted, prompt, rules, named=ask.request_id)
     shape = MessageShape(service, ask, grown, prompt, parser)
     writer = MessageWriter(shape) if ask.stream else None
@@ -66,31 +52,18 @@ def _refuse_unserved(ask: schemas.MessagesAsk) -> None:
         raise BadInput("stop is not read here: its name is stop_sequences")
 
 
-def _wanted(service: Service, ask: schemas.MessagesAsk) -> sampling_params.Wanted:
+def _wanted(service: Service, ask: schemas.MessagesAsk, forms: Forms) -> sampling_params.Wanted:
     wanted = sampling_params.wanted_of(
         ask,
         tokens_max=ask.max_tokens,
         seed=ask.seed,
         more_stops=service.style.stops,
         keep_special=service.is_marked,
-        grammar=_grammar(service, ask.output_config),
+        forms=forms,
         names={"stop": "stop_sequences", "the prompt": "messages: the prompt"},
     )
     wanted.stop = ask.stop_sequences
     return wanted
-
-
-def _grammar(service: Service, given: Mapping[str, Any] | None) -> Grammar | None:
-    """output_config.format; the rest of output_config, such as effort, changes no answer."""
-    form = (given or {}).get("format")
-    if form is None:
-        return None
-    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
-        raise BadInput("output_config.format.type must be json_schema")
-    if not isinstance(form.get("schema"), Mapping):
-        raise BadInput("output_config.format.schema must be an object")
-    schema = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
-    return constraints.of_response_format(schema, service.tokenizer)
 
 
 class MessageShape:

@@ -23,14 +23,14 @@ from ess.models.chat.reply import (
     ReplyParser,
     parse,
 )
-from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.answers import begin_reply
-from ess.server.dialects.calls import ReplyRules
+from ess.server.dialects.forms.asked import Forms
+from ess.server.dialects.forms.calls import rules_of
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs
 from ess.server.dialects.routes.completions import has_usage, usage, usage_of_chunk
 from ess.server.dialects.streaming import Answer, Writer, event, read, respond
-from ess.server.dialects.tools import offered_tools, thinks
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON
 from ess.server.process.service import Service
@@ -43,20 +43,14 @@ async def chat(request: Request) -> Response:
     service.check_model(ask.model)
     if ask.modalities is not None and ask.modalities != ["text"]:
         raise BadInput(f"modalities is {ask.modalities}; only text is served")
-    rules = ReplyRules(
-        tools=offered_tools(ask.tools, ask.tool_choice),
-        choice=ask.tool_choice,
-        parallel=ask.parallel_tool_calls is not False,
-        thinking=thinks(ask) and not ask.continue_final_message,
-    )
-    wanted, named = _wanted(service, ask), ask.rid or ask.request_id
-    grown, parsers = begin_reply(request, ask, wanted, prompt, rules, named=named)
+    wanted, named = _wanted(service, ask, prepared.forms), ask.rid or ask.request_id
+    grown, parsers = begin_reply(request, ask, wanted, prompt, rules_of(ask), named=named)
     shape = ChatShape(service, ask, grown, prompt, parsers)
     writer = ChatWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
 
 
-def _wanted(service: Service, ask: schemas.ChatAsk) -> sampling_params.Wanted:
+def _wanted(service: Service, ask: schemas.ChatAsk, forms: Forms) -> sampling_params.Wanted:
     if ask.top_logprobs and not ask.logprobs:
         raise BadInput("top_logprobs needs logprobs to be true")
     is_newer = ask.max_completion_tokens is not None
@@ -66,7 +60,7 @@ def _wanted(service: Service, ask: schemas.ChatAsk) -> sampling_params.Wanted:
         tokens_max=tokens_max,
         logprobs=(ask.top_logprobs or 0) if ask.logprobs else None,
         more_stops=service.style.stops,
-        grammar=constraints.of_openai(ask, service.tokenizer),
+        forms=forms,
         names={
             "logprobs": "top_logprobs",
             "the prompt": "messages: the prompt",

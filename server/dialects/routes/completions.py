@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
-from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.answers import begin_answer
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import completion_logprobs, prompt_logprobs
@@ -36,7 +36,7 @@ async def completions(request: Request) -> Response:
         tokens_max=16 if ask.max_tokens is None else ask.max_tokens + is_echo_alone(ask),
         logprobs=ask.logprobs,
         prompt_logprobs=_prompt_logprobs(ask),
-        grammar=constraints.of_openai(ask, service.tokenizer),
+        forms=prepared.forms,
     )
     grown = begin_answer(request, ask, wanted, prompts, named=ask.rid or ask.request_id)
     shape = CompletionShape(service, ask, grown, prompts)

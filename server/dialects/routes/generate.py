@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
-from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.answers import begin_answer
+from ess.server.dialects.forms.asked import Forms
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.logprobs import chat_logprobs, prompt_logprobs, token_text
 from ess.server.dialects.routes.completions import has_usage, usage, usage_of_chunk
@@ -28,7 +29,7 @@ async def generate(request: Request) -> Response:
     service.check_model(ask.model)
     sampling = ask.sampling_params or schemas.SglangSampling()
     _check_start(ask, prompts)
-    wanted = _wanted(service, ask, sampling)
+    wanted = _wanted(ask, sampling, prepared.forms)
     named = ask.rid if isinstance(ask.rid, str) else None
     grown = begin_answer(request, ask, wanted, prompts, named=named)
     is_many = prepared.is_many or len(grown.generations) > 1
@@ -64,7 +65,7 @@ def _same_for_all(name: str, asked: int | list[int] | list[bool] | None) -> int:
 
 
 def _wanted(
-    service: Service, ask: schemas.GenerateAsk, sampling: schemas.SglangSampling
+    ask: schemas.GenerateAsk, sampling: schemas.SglangSampling, forms: Forms
 ) -> sampling_params.Wanted:
     top = _same_for_all("top_logprobs_num", ask.top_logprobs_num)
     _same_for_all(
@@ -83,7 +84,7 @@ def _wanted(
         logprobs=top if has_logprobs(ask) else None,
         prompt_logprobs=None if scored_from(ask) is None else top,
         prompt_start=scored_from(ask) or 0,
-        grammar=constraints.of_sglang(sampling, service.tokenizer),
+        forms=forms,
         names={
             "max_tokens": "max_new_tokens",
             "min_tokens": "min_new_tokens",
@@ -192,7 +193,7 @@ async def generate_tokens(request: Request) -> Response:
         seed=sampling.seed,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
-        grammar=constraints.of_structured(sampling.structured_outputs, service.tokenizer),
+        forms=prepared.forms,
         names={"prompt": "token_ids", "the prompt": "token_ids: the prompt"},
     )
     grown = begin_answer(request, ask, wanted, prompts, named=ask.request_id)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -13,20 +13,15 @@ from starlette.responses import Response
 
 from ess.errors import BadInput
 from ess.models.chat.reply import ReplyParser
-from ess.server.dialects import constraints, sampling_params, schemas
+from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.answers import begin_reply
-from ess.server.dialects.calls import ReplyRules
+from ess.server.dialects.forms.asked import Forms
+from ess.server.dialects.forms.calls import rules_of
 from ess.server.dialects.generation import Delta, Generation
 from ess.server.dialects.response_history import History
 from ess.server.dialects.response_items import Item, Items
 from ess.server.dialects.routes.completions import usage
 from ess.server.dialects.streaming import Answer, EventStream, Writer, read, respond
-from ess.server.dialects.tools import (
-    choice_of_responses,
-    offered_tools,
-    tools_of_responses,
-    wants_thinking,
-)
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON
 from ess.server.process.service import Service
@@ -50,15 +45,7 @@ async def _respond(request: Request, service: Service, history: History) -> Resp
     ask, [prompt] = prepared.ask, prepared.prompts
     service.check_model(ask.model)
     _refuse_unserved(ask)
-    choice = choice_of_responses(ask.tool_choice)
-    tools = offered_tools(tools_of_responses(ask.tools), choice)
-    rules = ReplyRules(
-        tools=tools,
-        choice=choice,
-        parallel=ask.parallel_tool_calls is not False,
-        thinking=wants_thinking(None, (ask.reasoning or {}).get("effort")),
-    )
-    wanted = _wanted(service, ask)
+    wanted, rules = _wanted(service, ask, prepared.forms), rules_of(ask)
     grown, [parser] = begin_reply(request, ask, wanted, prompt, rules, named=ask.request_id)
     shape = ResponseShape(service, ask, grown, prompt, parser, history)
     writer = ResponseWriter(shape) if ask.stream else None
@@ -79,32 +66,16 @@ def _refuse_unserved(ask: schemas.ResponsesAsk) -> None:
         raise BadInput(f"include has {wishes[0]!r:.60}, which is not served")
 
 
-def _wanted(service: Service, ask: schemas.ResponsesAsk) -> sampling_params.Wanted:
-    form = _format(ask.text)
+def _wanted(service: Service, ask: schemas.ResponsesAsk, forms: Forms) -> sampling_params.Wanted:
     return sampling_params.wanted_of(
         ask,
         tokens_max=ask.max_output_tokens,
         seed=ask.seed,
         more_stops=service.style.stops,
         keep_special=service.is_marked,
-        grammar=constraints.of_response_format(form, service.tokenizer),
+        forms=forms,
         names={"max_tokens": "max_output_tokens", "the prompt": "input: the prompt"},
     )
-
-
-def _format(text: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """text.format as the response_format of a chat."""
-    form = (text or {}).get("format")
-    if form is None:
-        return None
-    kind = form.get("type") if isinstance(form, Mapping) else form
-    if kind == "json_schema" and isinstance(form.get("schema"), (dict, bool)):
-        return {"type": kind, "json_schema": {"schema": form["schema"]}}
-    if kind == "json_schema":
-        raise BadInput("text.format.schema must be an object")
-    if kind not in ("text", "json_object"):
-        raise BadInput(f"text.format.type is {kind!r:.40}; text, json_object and json_schema are")
-    return {"type": kind}
 
 
 class ResponseShape:

@@ -7,6 +7,7 @@ out. All addresses are relative, so that the pages work below a prefix too.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gzip
 from importlib import resources
@@ -54,8 +55,9 @@ KEPT: Final = {"cache-control": "public, max-age=3600", "x-content-type-options"
 
 
 async def document(request: Request) -> Response:
-    """The document; if the app is mounted below a prefix, `servers` names it."""
-    made: dict[str, Any] = request.app.openapi()
+    """The document; if the app is mounted below a prefix, `servers` names it. To make it, once,
+    takes tenths of a second: a thread does, so that the event loop has its turns."""
+    made: dict[str, Any] = await asyncio.to_thread(request.app.openapi)
     root = request.scope.get("app_root_path", "")
     return answer({**made, "servers": [{"url": root}]} if root else made)
 

@@ -26,11 +26,11 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptResponses:
-    """Keeps responses of `bytes_max` in all. Requests under way hold `held_bytes` of items, at most
-    as much again."""
+    """Takes `bytes_max` at most: a half has responses, the other half the items of requests under
+    way, `held_bytes` of them."""
 
     def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
+        self._bytes_max = bytes_max // 2
         self._bytes = 0
         self.held_bytes = 0
         self._kept: OrderedDict[tuple[bytes, str], Kept] = OrderedDict()

@@ -32,11 +32,42 @@ def of_structured(asked: StructuredOutputs | None, tokenizer: Tokenizer) -> Gram
     return _only_one([*_of_structured(asked, tokenizer)])
 
 
-def of_response_format(asked: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Grammar | None:
-    return _only_one([*_of_format(asked, tokenizer)])
+def of_responses(text: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Grammar | None:
+    """text.format of /v1/responses."""
+    form = (text or {}).get("format")
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, Mapping) else form
+    if kind == "json_schema" and isinstance(form.get("schema"), (dict, bool)):
+        return _of_schema(form["schema"], tokenizer)
+    if kind == "json_schema":
+        raise BadInput("text.format.schema must be an object")
+    if kind not in ("text", "json_object"):
+        raise BadInput(f"text.format.type is {kind!r:.40}; text, json_object and json_schema are")
+    return _only_one([*_of_format({"type": kind}, tokenizer)])
 
 
-def of_sglang(asked: SglangSampling, tokenizer: Tokenizer) -> Grammar | None:
+def of_messages(config: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Grammar | None:
+    """output_config.format of /v1/messages; the rest of output_config, such as effort, changes no
+    answer."""
+    form = (config or {}).get("format")
+    if form is None:
+        return None
+    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        raise BadInput("output_config.format.type must be json_schema")
+    if not isinstance(form.get("schema"), Mapping):
+        raise BadInput("output_config.format.schema must be an object")
+    return _of_schema(form["schema"], tokenizer)
+
+
+def _of_schema(schema: Any, tokenizer: Tokenizer) -> Grammar | None:
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return _only_one([*_of_format(form, tokenizer)])
+
+
+def of_sglang(asked: SglangSampling | None, tokenizer: Tokenizer) -> Grammar | None:
+    if asked is None:
+        return None
     return _only_one(
         [
             *_json("json_schema", asked.json_schema),

@@ -1,0 +1,70 @@
+"""What a body asks of the form of its answer: a grammar, and words that must not come.
+
+Both are work that grows with the body: a grammar is written from the schemas of all tools, and
+words are encoded. So they are made where the body is read, in a text process if it is long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ess.engine.tokens.grammar import Grammar
+from ess.errors import BadInput
+from ess.models.chat.styles import ChatStyle
+from ess.models.text.tokenizer import Tokenizer
+from ess.server.dialects import schemas
+from ess.server.dialects.forms import constraints
+from ess.server.dialects.forms.calls import grammar_of_calls, rules_of
+from ess.server.process.bounds import BAD_WORD_CHARS_MAX, BAD_WORDS_MAX
+
+
+class Forms(msgspec.Struct, frozen=True, kw_only=True):
+    grammar: Grammar | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+NO_FORMS = Forms()
+
+
+def forms_of(ask: msgspec.Struct, style: ChatStyle, tokenizer: Tokenizer) -> Forms:
+    words = getattr(schemas.sampled_of(ask), "bad_words", None)
+    return Forms(
+        grammar=_grammar(ask, style, tokenizer), bad_words=_bad_words(words or (), tokenizer)
+    )
+
+
+def _grammar(ask: msgspec.Struct, style: ChatStyle, tokenizer: Tokenizer) -> Grammar | None:
+    match ask:
+        case schemas.CompletionAsk():
+            return constraints.of_openai(ask, tokenizer)
+        case schemas.GenerateAsk():
+            return constraints.of_sglang(ask.sampling_params, tokenizer)
+        case schemas.TokensAsk():
+            return constraints.of_structured(ask.sampling_params.structured_outputs, tokenizer)
+        case schemas.ChatAsk():
+            own = constraints.of_openai(ask, tokenizer)
+        case schemas.ResponsesAsk():
+            own = constraints.of_responses(ask.text, tokenizer)
+        case schemas.MessagesAsk():
+            own = constraints.of_messages(ask.output_config, tokenizer)
+        case _:
+            return None
+    return grammar_of_calls(rules_of(ask), own, style, tokenizer)
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The ids of each word at the beginning of a text and after a space."""
+    if len(words) > BAD_WORDS_MAX:
+        raise BadInput(f"bad_words has {len(words):,} words; at most {BAD_WORDS_MAX} are read")
+    forms: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip(" ")
+        if not 0 < len(bare) <= BAD_WORD_CHARS_MAX:
+            raise BadInput(
+                f"bad_words has a word of {len(bare):,} characters, not 1..{BAD_WORD_CHARS_MAX}"
+            )
+        for text in (bare, f" {bare}"):
+            forms[tuple(tokenizer.encode(text))] = None
+    return tuple(forms)
