@@ -4,7 +4,12 @@ Only keys that the route does not read are looked up here. Such a key is refused
 something: null, false, nothing and the value in `DEFAULTS` ask for nothing. A sampling parameter in
 the wrong place is refused too, because it would be dropped silently.
 
-Every other key is ignored. Of the known ones these change no answer: `user`, `metadata`, `store`,
+Samplers of llama.cpp, and of servers whose clients send its names, are known here too. Clients send
+most of them with each request, at the values that leave them off. Parameters of a sampler that is
+off, such as `mirostat_tau`, ask for nothing by themselves.
+
+Every other key is ignored: routers and clients add their own. Of the known ones these change no
+answer: `user`, `metadata`, `store`,
 `service_tier`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, `prediction`
 (OpenAI); `data_parallel_rank`, `routed_dp_rank`, `disagg_prefill_dp_rank`, `routing_key` (which
 routers add; the rest of that is read in `legs`); `log_metrics`, `no_logs`, `custom_params`,
@@ -28,6 +33,20 @@ _VECTORS: Final = "give text or token ids"
 _CODE: Final = "the server runs no code of its clients"
 _FORM: Final = "give response_format, structured_outputs, regex or ebnf"
 _REASONING: Final = "reasoning is always given apart, and streamed"
+_SAMPLER: Final = "temperature, top_k, top_p, min_p and the penalties are"
+_LENGTH: Final = "its name here is max_tokens"
+
+OFF: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        **dict.fromkeys(("typical_p", "typical", "typ_p", "tfs_z", "tfs", "guidance_scale"), 1.0),
+        **dict.fromkeys(("top_n_sigma", "nsigma", "adaptive_target"), -1.0),
+        **dict.fromkeys(("mirostat", "mirostat_mode", "xtc_probability", "dry_multiplier"), 0.0),
+        **dict.fromkeys(("dynatemp_range", "smoothing_factor", "top_a", "penalty_alpha"), 0.0),
+        **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size"), 0.0),
+        "num_beams": 1.0,
+    }
+)
+"""Samplers that there are not, at the values that leave them off."""
 
 UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -89,9 +108,9 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "whitespace_pattern": "white space between the parts of JSON is bounded",
         "disable_any_whitespace": "white space between the parts of JSON is bounded",
         "disable_additional_properties": "say additionalProperties in the schema",
-        "max_new_tokens": "its name here is max_tokens",
+        "max_new_tokens": _LENGTH,
         "min_new_tokens": "its name here is min_tokens",
-        "max_completion_tokens": "its name here is max_tokens",
+        "max_completion_tokens": _LENGTH,
         "top_logprobs": "its name here is logprobs",
         "sampling_seed": "its name here is seed",
         "json_schema": _FORM,
@@ -99,10 +118,34 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "container": _CODE,
         "output_format": "give output_config",
         "structural_tag": "give it in response_format or structured_outputs",
+        "watermarking": "",
+        "truncation_side": "the end of the prompt is kept, which is left",
+        "media_io_kwargs": _TEXT_ONLY,
+        "prompt_logprob_token_ids": "give prompt_logprobs",
+        "trace_decode_token_ids": "",
+        "extra_args": _CODE,
+        "ngram_corpus_id": "",
+        "return_prompt_text": "/detokenize has the text of prompt_token_ids",
+        "return_cached_tokens_details": "usage has cached_tokens",
+        **dict.fromkeys(OFF, _SAMPLER),
+        "samplers": "the order is temperature, top_k, top_p, min_p",
+        "temperature_last": "the order is temperature, top_k, top_p, min_p",
+        "repeat_penalty": "its name here is repetition_penalty",
+        "do_sample": "give temperature: 0 for no sampling",
+        "grammar": _FORM,
+        "n_probs": "give logprobs",
+        "n_predict": _LENGTH,
+        "num_predict": _LENGTH,
     }
 )
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
+        **OFF,
+        "repeat_penalty": 1.0,
+        "do_sample": True,
+        "n_predict": -1,
+        "num_predict": -1,
+        "truncation_side": "left",
         "include_reasoning": True,
         "separate_reasoning": True,
         "stream_reasoning": True,
@@ -135,9 +178,16 @@ def check(raw: bytes, kind: type[msgspec.Struct]) -> None:
     for name, value in keys.items():
         if name in served or (name not in UNSERVED and name not in IN_SAMPLING_PARAMS):
             continue
-        wish = msgspec.json.decode(value)
-        if wish if name not in DEFAULTS else wish not in (None, DEFAULTS[name]):
+        if _asks(name, msgspec.json.decode(value)):
             raise BadInput(_sentence(name, served))
+
+
+def _asks(name: str, wish: Any) -> bool:
+    """Whether a key asks for something; 0 turns off every sampler that has no other way."""
+    is_zero = name in OFF and wish in (0, False) and OFF[name] <= 0
+    return bool(
+        wish if name not in DEFAULTS else wish not in (None, DEFAULTS[name]) and not is_zero
+    )
 
 
 def part_of(raw: bytes, name: str) -> bytes:

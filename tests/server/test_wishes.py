@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ess.server.dialects.unserved import UNSERVED
+from ess.server.dialects.unserved import OFF, UNSERVED
 from tests.server.harness import TOKENIZER, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -102,6 +102,28 @@ def test_a_key_that_wishes_for_nothing_is_no_wish(plain: Served, path):
     routers = {"kv_transfer_params": {"a": 1}, "bootstrap_room": 5, "routing_key": "u", "my_ext": 1}
     usual = {"return_hidden_states": False, "separate_reasoning": True, "lora_path": []}
     post(plain, path, {**BODIES[path], **nothing, **routers, **usual, "user": "u", "store": True})
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("form", [float, int])
+def test_samplers_that_are_off_ask_for_nothing(plain: Served, path, form):
+    """As clients of llama.cpp send them, with their parameters; 0 is off wherever -1 is."""
+    off = {name: form(value) for name, value in OFF.items()}
+    unused = {"mirostat_tau": 5.0, "xtc_threshold": 0.1, "dry_base": 1.75, "dry_allowed_length": 2}
+    unused |= {"dry_sequence_breakers": ["x"], "repeat_last_n": 64, "dynatemp_exponent": 1.0}
+    one = {"repeat_penalty": form(1), "n_predict": -1, "samplers": [], "top_n_sigma": 0}
+    for given in (off, {**unused, **off, **one}):
+        body = {**BODIES[path], **given}
+        for name, value in given.items():
+            body = {**body, **with_field(path, name, value)}
+        post(plain, path, body)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", ["typical_p", "xtc_probability", "top_n_sigma", "do_sample"])
+def test_a_sampler_at_another_value_is_refused(plain: Served, path, name):
+    for value in (0.5, 2, False) if name == "do_sample" else (0.5, 2, "1", [0]):
+        assert refusal(plain, path, with_field(path, name, value))["param"] == name
 
 
 @pytest.mark.parametrize(
