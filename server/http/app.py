@@ -47,7 +47,7 @@ from ess.server.http import (
     text_routes,
     trace_routes,
 )
-from ess.server.http.auth_limits import Gate
+from ess.server.http.auth_limits import Gate, Keys
 from ess.server.http.connection.outlets import STRAIGHT
 from ess.server.http.openapi import pages
 from ess.server.http.openapi.document import completed, operation, operation_id
@@ -119,7 +119,8 @@ def create_app(
     root_path: str = "",
     origins: Sequence[str] = (),
 ) -> FastAPI:
-    """`root_path` is the prefix of a proxy in front; a parent that mounts the app sets its own."""
+    """`root_path` is the prefix of a proxy in front; a parent that mounts the app sets its own.
+    `app.state.keys` has the keys, to replace them."""
     app = Application(
         title="ESS",
         version=ess.__version__,
@@ -132,13 +133,14 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.service = service
+    app.state.keys = Keys(keys)
     app.state.frames = events.Frames(service)
     _add_routes(app)
     if spans is not None:
         app.add_middleware(telemetry.Spans, provider=spans)
     app.add_middleware(
         Gate,
-        keys=keys,
+        keys=app.state.keys,
         names=service.limits.names,
         body_max=service.limits.body_max,
         tally=service.tally,

@@ -35,12 +35,32 @@ SEALED_PATHS: Final = frozenset({"/peers"})
 PREFLIGHT: Final = b"access-control-request-method"
 
 
+class Keys:
+    """The keys of which a request needs one; none is needed if there are none. They may be replaced
+    while the server runs."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def has(self, given: bytes) -> bool:
+        """Compares all keys in constant time, as digests, so that not even their length leaks."""
+        digest = _digest(given)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+
 class Gate:
     def __init__(
         self,
         app: ASGIApp,
         *,
-        keys: Sequence[str],
+        keys: Keys,
         names: Collection[str],
         body_max: int,
         tally: Tally,
@@ -48,7 +68,7 @@ class Gate:
     ) -> None:
         self._app = app
         self._origins = frozenset(origins)
-        self._keys = [_digest(key.encode()) for key in keys]
+        self._keys = keys
         self._names = frozenset(name.lower() for name in names)
         self._bodies = Bodies(body_max, tally)
         self._sealed = Bodies(METADATA_BYTES_MAX, tally)
@@ -106,11 +126,8 @@ class Gate:
         return await bodies.take(receive) if has_body and not is_open else b""
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
-        """Compares all keys in constant time, as digests, so that not even their length leaks."""
         given = given_key(headers)
-        digest = _digest(given)
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        if not any(matches):
+        if not self._keys.has(given):
             came = "this API key is not known here" if given else "no API key came along"
             raise Denied(f"{came}; a valid one is needed: Authorization: Bearer KEY, or x-api-key")
 

@@ -67,6 +67,10 @@ class Fronts:
     def drain(self) -> None:
         self._tell("drain")
 
+    def refresh(self) -> None:
+        """Has all fronts look at files that may have changed."""
+        self._say("refresh")
+
     def _end_stuck(self, front: int) -> None:
         """Kills a front that reads nothing; once it has ended, another takes its place."""
         if front in self._children:

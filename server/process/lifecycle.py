@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
+import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -85,6 +86,12 @@ async def let_out(server: uvicorn.Server, clock: Clock) -> None:
         await asyncio.sleep(0.02)
 
 
+async def refresh_files(server: uvicorn.Server) -> None:
+    """Reads files of keys and certificates that have changed, as uvicorn does every few seconds."""
+    if server.config.callback_notify is not None:
+        await server.config.callback_notify()
+
+
 async def tell(service: Service) -> None:
     """Sends the server's other processes the counts of this one."""
     assert service.shelf is not None, "a process of several has a shelf"
@@ -129,6 +136,7 @@ class Running:
         self.registration: Registration | None = None
         self._signals = 0
         self._draining: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop
 
     @property
@@ -140,6 +148,8 @@ class Running:
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_signal if os.isatty(0) else self._on_hangup)
         watching = [
             asyncio.ensure_future(task)
             for task in (
@@ -178,6 +188,14 @@ class Running:
             limit_end(HANG_S)
             self._server.should_exit = self._server.force_exit = True
             self._tell(self._engines.kill)
+
+    def _on_hangup(self, number: int, frame: object) -> None:
+        """Without a terminal that could be closed, SIGHUP asks to read files again."""
+        self._tell(self._reread)
+
+    def _reread(self) -> None:
+        self._reading = asyncio.ensure_future(refresh_files(self._server))
+        self._fronts.refresh()
 
     def _tell(self, act: Callable[..., None], *given: object) -> None:
         """Passes it to the event loop, unless the loop has ended."""

@@ -3,8 +3,8 @@
     python -m ess.server.commands.start.front            (a Start as one JSON line on stdin)
 
 The first process reads the settings and starts the engine. On this process's stdin it says when to
-drain, when to end, and the endpoint of an engine that replaces a lost one; when stdin closes, the
-first process is gone. Only the first process handles signals.
+drain, when to end, when files may have changed, and the endpoint of an engine that replaces a lost
+one; when stdin closes, the first process is gone. Only the first process handles signals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ from ess.server.commands.start.launch import Told, engine_link, make_service, re
 from ess.server.http import telemetry
 from ess.server.process.board import Board
 from ess.server.process.fronts import Start, endpoint_of
-from ess.server.process.lifecycle import QuietServer, keep_meeting, let_out, settled, tell
+from ess.server.process.lifecycle import (
+    QuietServer,
+    keep_meeting,
+    let_out,
+    refresh_files,
+    settled,
+    tell,
+)
 from ess.server.process.link import Place
 from ess.server.process.listening.stand_in import has_started
 from ess.server.process.service import Service
@@ -80,6 +87,8 @@ class Front:
             order, _, sentence = line.partition(" ")
             if order == "drain":
                 self._service.draining = True
+            elif order == "refresh":
+                await refresh_files(self._server)
             elif order == "succeed":
                 engine, _, why = sentence.partition(" ")
                 await self._succeed(int(engine), why)

@@ -1,8 +1,11 @@
-"""How the server speaks HTTP and HTTPS: what uvicorn is told, and the certificate kept fresh."""
+"""How the server speaks HTTP and HTTPS: what uvicorn is told, and files that it reads again."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import ssl
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -10,10 +13,12 @@ import uvicorn
 
 from ess import console
 from ess.errors import BadInput
-from ess.server.commands.start.files.hidden_files import check_tls
+from ess.server.commands.start.files.hidden_files import check_header_text, check_tls, read_keys
 from ess.server.commands.start.settings import Settings
 from ess.server.commands.start.sizing import size_of
+from ess.server.commands.start.written_addresses import listed
 from ess.server.http.app import create_app
+from ess.server.http.auth_limits import Keys
 from ess.server.http.connection.protocol import limited
 from ess.server.http.request_log import RequestLog
 from ess.server.process.service import Service
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from starlette.types import ASGIApp
 
-CERTIFICATE_S: Final = 10
+FILES_S: Final = 10
 
 
 def uvicorn_config(
@@ -35,15 +40,14 @@ def uvicorn_config(
         stall_s=settings.stall_s,
         tally=service.tally,
     )
-    app: ASGIApp = create_app(
+    api = create_app(
         service,
         keys=settings.keys,
         spans=spans,
         root_path=settings.root_path,
         origins=settings.origins,
     )
-    if settings.request_log:
-        app = RequestLog(app, clock=service.clock)
+    app: ASGIApp = RequestLog(api, clock=service.clock) if settings.request_log else api
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -60,34 +64,31 @@ def uvicorn_config(
         ssl_ca_certs=settings.tls_ca or None,
         ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls_ca else ssl.CERT_NONE,
     )
-    if settings.tls_cert:
-        config.callback_notify = Certificate(config, settings.tls_cert, settings.tls_key).refresh
-        config.timeout_notify = CERTIFICATE_S
+    watched = watched_files(settings, config, api.state.keys)
+    config.callback_notify = functools.partial(refresh, watched)
+    config.timeout_notify = FILES_S
     return config
 
 
-class Certificate:
-    """The certificate of new connections: its files are read again when they have changed. A pair
-    that is wrong, as when only one file has changed yet, is not used."""
+class Watched:
+    """Files that are read again when they have changed. `use` reads them and returns what is true
+    from then on. What it refuses is not used, as when only one of two files has changed yet."""
 
-    def __init__(self, config: uvicorn.Config, cert: str, key: str) -> None:
-        self._config = config
-        self._paths = cert, key
+    def __init__(self, what: str, paths: Sequence[str], use: Callable[[], str]) -> None:
+        self._what = what
+        self._paths = paths
+        self._use = use
         self._seen = self._stamps()
 
-    async def refresh(self) -> None:
+    def refresh(self) -> None:
         found = self._stamps()
         if found == self._seen:
             return
         self._seen = found
         try:
-            check_tls(*self._paths)
-            assert self._config.ssl is not None, "a server with a certificate speaks TLS"
-            self._config.ssl.load_cert_chain(*self._paths)
+            console.note(f"ess: {self._what} has changed: {self._use()}")
         except (BadInput, OSError) as error:
-            console.note(f"ess: the certificate has changed and is not used: {error}")
-        else:
-            console.note("ess: the certificate has changed: new connections get the new one")
+            console.note(f"ess: {self._what} has changed and is not used: {error}")
 
     def _stamps(self) -> list[tuple[int, int] | None]:
         """When each file was written, and which one it is; None for a missing file."""
@@ -100,3 +101,35 @@ class Certificate:
             else:
                 stamps.append((found.st_mtime_ns, found.st_ino))
         return stamps
+
+
+def watched_files(settings: Settings, config: uvicorn.Config, keys: Keys) -> list[Watched]:
+    """The keys are read here too: those of the settings are as old as the server, and this process
+    may have replaced another one."""
+
+    def use_certificate() -> str:
+        check_tls(settings.tls_cert, settings.tls_key)
+        assert config.ssl is not None, "a server with a certificate speaks TLS"
+        config.ssl.load_cert_chain(settings.tls_cert, settings.tls_key)
+        return "new connections get the new one"
+
+    def use_keys() -> str:
+        found = listed(read_keys(Path(settings.api_key_file)))
+        check_header_text(found)
+        keys.replace(found)
+        return "1 key is valid" if len(found) == 1 else f"{len(found)} keys are valid"
+
+    watched = []
+    if settings.tls_cert:
+        pair = (settings.tls_cert, settings.tls_key)
+        watched.append(Watched("the certificate", pair, use_certificate))
+    if settings.api_key_file:
+        watched.append(Watched("api_key_file", [settings.api_key_file], use_keys))
+        with contextlib.suppress(BadInput):
+            use_keys()
+    return watched
+
+
+async def refresh(watched: Sequence[Watched]) -> None:
+    for files in watched:
+        files.refresh()

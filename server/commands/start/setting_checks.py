@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from ess.errors import BadInput
+from ess.server.commands.start.files.hidden_files import check_header_text
 from ess.server.commands.start.written_addresses import is_loopback, is_near
 from ess.server.process.pair.addresses import check_router, read_peers
 from ess.transfer.messages import SECRET_BYTES_MIN
@@ -31,8 +32,7 @@ def check_keys(settings: Settings) -> None:
     """Refuses a server without a key unless that was asked for, or only this machine reaches it."""
     if settings.api_key and not settings.keys:
         raise BadInput("api_key has no key in it, only spaces and commas")
-    if not all(key.isascii() and key.isprintable() and " " not in key for key in settings.keys):
-        raise BadInput("api_key has a character that is not visible ASCII: no header can carry it")
+    check_header_text(settings.keys)
     if settings.keys and settings.without_key:
         raise BadInput("without_key and api_key exclude one another")
     is_near = bool(settings.uds) or is_loopback(settings.host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterable
 from pathlib import Path
 
 from ess.errors import BadInput
@@ -32,6 +33,11 @@ def read_keys(path: Path) -> str:
     if not keys:
         raise BadInput(f"api_key_file {path} has no key in it")
     return ",".join(keys)
+
+
+def check_header_text(keys: Iterable[str]) -> None:
+    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise BadInput("api_key has a character that is not visible ASCII: no header can carry it")
 
 
 def check_tls(cert: str, key: str, authorities: str = "") -> None:
