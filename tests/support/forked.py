@@ -124,7 +124,7 @@ class Nursery:
             self.process = subprocess.Popen(
                 [sys.executable, *words],
                 cwd=ROOT,
-                env=STARTED,
+                env={**STARTED, "OPENBLAS_NUM_THREADS": "1"},  # NumPy starts no threads
                 stdin=subprocess.DEVNULL,
                 pass_fds=files,
             )
