@@ -35,7 +35,7 @@ struct Seal {
     u32* keys;
     const i32 *selects, *writes;
     u64 *selected, *written, *left, *stored;
-    i64 row_id_count, slot_stride, host_row_count, page_count, key_words, value_words;
+    i64 row_id_count, slot_stride, host_row_count, layers_each, page_count, key_words, value_words;
     i64 group_total, select_count, number_stride;
     i64 count, sequence_count, tiles, group_first, group_stop, stored_first, stored_stop;
 
@@ -85,7 +85,8 @@ struct Seal {
     }
 
     // Where the kept rows are in the slab and go to on the host, in each layer of the group, and
-    // the slots that are as old as their host when they are there.
+    // the slots that are as old as their host when they are there. Rows on the host are numbered
+    // anew from every layers_each-th layer on, since 31 bits do not name those of all.
     __device__ void list_rows(i32 group, i32 first, i32 here, const Tile& tile) const {
         const i32 begin = first_layer[group], layers = first_layer[group + 1] - begin;
         const i64 listed = begin - first_layer[stored_first];
@@ -96,7 +97,8 @@ struct Seal {
             const i64 host_row = host_page_of[row / kPageRows] * i64(kPageRows) + row % kPageRows;
             const i64 at = (listed + member) * count + first + j;
             sources[at] = slot < 0 ? -1 : slot + member * kPageRows;
-            targets[at] = slot < 0 ? -1 : i32((begin + member) * host_row_count + host_row);
+            const u32 layer = u32(begin + member) % u32(layers_each);
+            targets[at] = slot < 0 ? -1 : i32(layer * host_row_count + host_row);
             if (member == 0) kept[(group - stored_first) * count + first + j] = slot;
         }
     }

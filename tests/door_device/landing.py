@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from ess.kernels.cuda.streams import CudaEvent
+from ess.pool.lru.cuda import Residency
 from tests.door_device.doors import LAYOUT, there
-from tests.door_device.played import made  # noqa: F401  a fixture
+from tests.door_device.played import made, step  # noqa: F401  a fixture
 
 
 def test_pieces_that_wait_end_with_the_stay_of_their_sequence(made):  # noqa: F811
@@ -31,10 +35,10 @@ def test_pieces_that_wait_begin_when_others_have_landed(made):  # noqa: F811
     waiting = len(landings._waiting)
     assert waiting == LAYOUT.group_count - 1
     for _turn in range(waiting):
-        doors.device._pools.lane.mark().wait()
+        doors.device._pools.lane.landings.synchronize()
         doors.device.refill([mine])
     assert not landings._waiting
-    doors.device._pools.lane.mark().wait()
+    doors.device._pools.lane.landings.synchronize()
     landings.behind()
     landings._free += spare
     doors.device.drain()
@@ -44,19 +48,55 @@ def test_pieces_that_wait_begin_when_others_have_landed(made):  # noqa: F811
     doors.device.check()
 
 
-def test_slots_are_not_given_up_while_a_landing_fills_them(made, monkeypatch):  # noqa: F811
+@pytest.fixture
+def holds(monkeypatch):
+    """(stream of the event, stream that waits), as they come; and when rows leave."""
+    seen, recorded = [], {}
+    record, hold, drop = CudaEvent.record, CudaEvent.hold, Residency.drop
+
+    def recording(event, stream, **how):
+        recorded[event.handle] = stream
+        return record(event, stream, **how)
+
+    def holding(event, stream):
+        seen.append((recorded.get(event.handle), stream))
+        hold(event, stream)
+
+    def dropping(residency, rows, **named):
+        seen.append("drop")
+        drop(residency, rows, **named)
+
+    monkeypatch.setattr(CudaEvent, "record", recording)
+    monkeypatch.setattr(CudaEvent, "hold", holding)
+    monkeypatch.setattr(Residency, "drop", dropping)
+    return seen
+
+
+def test_slots_are_not_given_up_while_a_landing_fills_them(made, holds):  # noqa: F811
     """Without a step under way nothing else keeps compute behind the copies."""
     doors = made(chunks=24, seed=21)
     mine, lane = doors.open(list(range(70)))[1], doors.device._pools.lane
     mine.fill()
     assert doors.device._side.landings._under_way
-    order, hold = [], lane.hold_for_copies
-    monkeypatch.setattr(lane, "hold_for_copies", lambda: (order.append("hold"), hold()))
-    residency = type(doors.device._side.landings._residencies.popitem()[1])
-    dropped = residency.drop
-    monkeypatch.setattr(
-        residency, "drop", lambda *given, **named: (order.append("drop"), dropped(*given, **named))
-    )
+    holds.clear()
     mine.close()
-    assert order[0] == "hold"
-    assert "drop" in order
+    assert "drop" in holds
+    assert (lane.landings.handle, lane.compute) in holds[: holds.index("drop")]
+
+
+def test_a_request_that_ends_waits_for_no_landing_of_another(made, holds):  # noqa: F811
+    """Neither what compute does next nor the fetches of the next step."""
+    doors = made(chunks=24, seed=23)
+    pairs = [doors.open(list(range(n, 2 * n))) for n in (33, 70)]
+    lane = doors.device._pools.lane
+    step(doors, pairs[:1], [1], "whole", [1])
+    doors.each(pairs[1], "fill", says=False)
+    assert doors.device._side.landings._under_way
+    holds.clear()
+    doors.close(pairs[0])
+    while "drop" not in holds:
+        doors.device._pools.inflight.settle()
+    lane.mark()
+    assert lane.landings.handle not in {streams[0] for streams in holds if streams != "drop"}
+    step(doors, pairs[1:], [2], "whole", [1])
+    doors.audit()

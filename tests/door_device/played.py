@@ -15,6 +15,7 @@ from ess.errors import BadState
 from ess.kernels.cuda import driver
 from ess.kernels.cuda.streams import CudaEvent
 from ess.pool.sparse import FIRST_STEP
+from ess.units import PAGE_ROWS
 from tests.door_device.doors import LAYOUT, LEADERS, STYLES, Doors, there
 
 
@@ -88,6 +89,18 @@ def test_names_of_steps_begin_anew(made, monkeypatch):
         doors.compare()
         assert doors.device._pools.sparse.now == doors.host._pools.sparse.now <= FIRST_STEP + 3
     assert doors.host._pools.sparse.step > FIRST_STEP + 6
+    doors.audit()
+
+
+def test_numbers_that_name_rows_of_three_layers_alone(made, monkeypatch):
+    """As 31 bits do of a host with much memory: the kept rows of a step go there in parts."""
+    for module in ("ess.flashtrans.mover", "ess.door.device.steps.sealing"):
+        monkeypatch.setattr(f"{module}.INT32_ROWS_MAX", 3 * 16 * PAGE_ROWS)
+    doors = made(chunks=12, pages=16, seed=22)
+    pairs = [doors.open(list(range(n, 2 * n))) for n in (70, 33)]
+    for counts in ([1, 2], [3, 3]):
+        step(doors, pairs, counts, "whole", counts)
+        doors.compare()
     doors.audit()
 
 

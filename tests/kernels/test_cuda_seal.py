@@ -64,7 +64,7 @@ class World:
         self.random = np.random.default_rng(seed)
         self.groups, self.query_counts = groups, query_counts
         self.count, self.pages, self.host_pages = sum(query_counts), 5 + sum(query_counts) // 32, 40
-        self.stride = self.count + room
+        self.stride, self.layers_each = self.count + room, 1 + 2 * seed
         self.values, self.scales = values, scales
         self._maps()
         self._step(len(groups), sum(map(len, groups)))
@@ -119,6 +119,7 @@ class World:
             row_id_count=self.row_count,
             slot_stride=self.stride,
             host_row_count=self.host_pages * PAGE_ROWS,
+            layers_each=self.layers_each,
             page_count=self.pages,
             key_words=(self.values + self.scales) // 4,
             value_words=self.values // 4,
@@ -170,7 +171,7 @@ def lists_by_torch(world, w, keep, rows, kept):
     for at, (group, member, layer) in enumerate(layers):
         mine = slice(at * count, (at + 1) * count)
         sources = w.new_slots[group, :count] + member * PAGE_ROWS
-        targets = layer * world.host_pages * PAGE_ROWS + host_rows
+        targets = layer % world.layers_each * world.host_pages * PAGE_ROWS + host_rows
         w.sources[mine] = torch.where(keep, sources, -1)
         w.targets[mine] = torch.where(keep, targets, -1)
 
@@ -211,6 +212,17 @@ def test_all_that_a_seal_changes_and_lists(name, seal, folder):
         world.run(seal, folder, claimed, kept, seed=seed + 1)
         for array in (*CHANGED, *MADE):
             np.testing.assert_array_equal(vars(world)[array], vars(expected)[array], array)
+
+
+def test_host_rows_of_which_31_bits_name_no_more_than_one_layer(seal, folder):
+    world = World(0, SHARED, [2])
+    world.host_pages = (1 << 31) // PAGE_ROWS
+    world.host_page_of[:] = world.host_pages - 1 - np.arange(world.pages)
+    world.accepted[:] = world.query_counts
+    world.run(seal, folder, range(4), range(4))
+    pages, offsets = world.rows[:2] // PAGE_ROWS, world.rows[:2] % PAGE_ROWS
+    named = world.host_page_of[pages].astype(np.int64) * PAGE_ROWS + offsets
+    np.testing.assert_array_equal(world.targets[: 8 * 2].reshape(8, 2), [named] * 8)
 
 
 @pytest.mark.parametrize("accepted", ["none", "all"])

@@ -37,7 +37,7 @@ class DeviceSide:
         self.placement = self.slots
         self.step_count = 0
         self.budgets = Budgets(pools)
-        pools.sparse.leaving = Leaving(pools)
+        pools.sparse.leaving = Leaving(pools, self.landings)
 
     def step_begun(self) -> None:
         self.step_count += 1

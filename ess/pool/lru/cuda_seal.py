@@ -18,7 +18,8 @@ _POINTERS: Final = (
     *("selects", "writes", "selected", "written", "left", "stored"),
 )
 _SIZES: Final = (
-    *("row_id_count", "slot_stride", "host_row_count", "page_count", "key_words", "value_words"),
+    *("row_id_count", "slot_stride", "host_row_count", "layers_each"),
+    *("page_count", "key_words", "value_words"),
     *("group_total", "select_count", "number_stride"),
     *("count", "sequence_count", "tiles"),
     *("group_first", "group_stop", "stored_first", "stored_stop"),

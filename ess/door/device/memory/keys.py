@@ -48,9 +48,9 @@ class DeviceKeys:
         self._unit = math.gcd(self._value_bytes, self._page_bytes)
         shape = (layout.key_layer_count, page_count, self._page_bytes)
         self.pages = torch.full(shape, 0xFF if poison else 0, dtype=torch.uint8, device=lane.home)
-        split = PAGE_ROWS * self._value_bytes
-        self._values = _by_key(self.pages[..., :split])
-        self._scales = _by_key(self.pages[..., split:])
+        self._split = PAGE_ROWS * self._value_bytes
+        self._values = _by_key(self.pages[..., : self._split])
+        self._scales = _by_key(self.pages[..., self._split :])
         self._copies_all = poison
 
     @property
@@ -58,14 +58,14 @@ class DeviceKeys:
         return int(self.pages.shape[0])
 
     def places(self, rows: Tensor) -> KeyPlaces:
-        """Where keys of these row ids lie in their layers' pages; -1 for a row of no page."""
+        """Where keys of these row ids lie in their layers' pages; -1 for a row of no page. Numbers
+        are of 32 bits, and a page's first byte may have a number that needs more."""
         page, offset = torch.div(rows, PAGE_ROWS, rounding_mode="floor"), rows % PAGE_ROWS
         pieces = self._value_bytes // self._unit if self.key_bytes else 0
         steps = torch.arange(pieces, dtype=torch.int32, device=rows.device)
         first = page * (self._page_bytes // max(1, self._unit)) + offset * pieces
         values = torch.where(rows < 0, -1, first).unsqueeze(1) + steps * (rows >= 0).unsqueeze(1)
-        split = PAGE_ROWS * self._value_bytes
-        scales = (page * self._page_bytes + split) // WORD + offset
+        scales = page * (self._page_bytes // WORD) + self._split // WORD + offset
         return KeyPlaces(values.reshape(-1), torch.where(rows < 0, -1, scales), pieces)
 
     def write(self, layer: int, places: KeyPlaces, keys: Tensor, *, first: int = 0) -> None:

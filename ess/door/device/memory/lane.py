@@ -3,8 +3,8 @@
 Nothing that a step queues is a job of the host: lists and counts of its copies lie on the device.
 `queue` puts them on the lane's stream behind what compute has queued so far, and records an event
 that compute waits for where it needs the rows. The host looks at marks between steps, to learn what
-has landed; a mark covers compute and all copies. Landings, which fill slots ahead of selections,
-have a stream of their own, so that no fetch of a step queues behind them.
+has landed; a mark covers compute and the copies of steps. Landings, which fill slots ahead of
+selections, have a stream of their own, so that no fetch of a step queues behind them.
 """
 
 from __future__ import annotations
@@ -70,9 +70,12 @@ class DeviceLane:
         self._kept.append((until, what))
 
     def mark(self) -> CudaEvent:
-        """Passed when compute and both lanes have done what is queued now."""
+        """Passed when compute and the lane of steps have done what is queued now.
+
+        Not so landings: on either stream all that follows would wait for them. Pages may go while
+        a landing still reads them on the host, for it fills slots that these rows have left or
+        will leave, and `Leaving` keeps such slots until it has ended."""
         self.follow(self.steps)
-        CudaEvent(self.device).record(self.landings.handle).hold(self.steps.handle)
         return self.steps.record()
 
     def hold_compute(self) -> None:
@@ -93,6 +96,7 @@ class DeviceLane:
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
+            self.landings.synchronize()
             self.mark().wait()
 
 

@@ -28,6 +28,8 @@ from ess.pool.device_bytes import LANDING_ROWS, LANDINGS
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_shape import ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
+from ess.pool.pages import PageIds
+from ess.units import PAGE_ROWS
 
 Rows = npt.NDArray[np.int32]
 
@@ -54,12 +56,14 @@ class LandingPlace:
 
 
 class UnderWay(NamedTuple):
-    """A piece that may not have landed: its slots, `row_count` at most, have this ticket."""
+    """A piece that may not have landed: its slots, `row_count` at most, have this ticket, and its
+    rows are of these pages."""
 
     place: LandingPlace
     ticket: int
     group: int
     row_count: int
+    pages: Rows
 
 
 class Landings:
@@ -138,6 +142,13 @@ class Landings:
             last.place.event.hold(self._pools.lane.compute)
         return landed
 
+    def hold_for_pages(self, active: PageIds) -> None:
+        """Compute waits for the pieces that fill slots with rows of these pages, and so for all
+        before them; the host does not."""
+        filling = [each for each in self._under_way if np.isin(each.pages, active).any()]
+        if filling:
+            filling[-1].place.event.hold(self._pools.lane.compute)
+
     def _leaves(self, filling: Counter[int], new_rows: int) -> bool:
         """Whether every group has slots for the new rows beside those that are being filled."""
         slot_count = self._pools.sparse.slot_count
@@ -193,7 +204,8 @@ class Landings:
         lane.follow(lane.landings)
         self._copies(place, piece.group).queue(lane.landings.handle, then=place.event)
         self._ticket += 2
-        self._under_way.append(UnderWay(place, self._ticket, piece.group, len(piece.rows)))
+        pages = np.unique(piece.rows // PAGE_ROWS)
+        self._under_way.append(UnderWay(place, self._ticket, piece.group, len(piece.rows), pages))
 
     def _listed(self, piece: Piece) -> tuple[Tensor, Tensor | None]:
         """The piece's rows on the device, and how many of them count."""

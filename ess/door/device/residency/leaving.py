@@ -10,6 +10,7 @@ import numpy as np
 from ess.door.device.memory.arenas import Ints
 from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.memory.uploads import upload, upload_into
+from ess.door.device.residency.landings import Landings
 from ess.pool.index import page_rows
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_shape import REPORT, ResolveShape
@@ -21,8 +22,9 @@ TICKETS_MAX: Final = (1 << 31) - 1
 
 
 class Leaving:
-    def __init__(self, pools: DevicePools) -> None:
+    def __init__(self, pools: DevicePools, landings: Landings) -> None:
         self._pools = pools
+        self._landings = landings
         device, count = pools.lane.device, pools.layout.group_count
         shape = ResolveShape.of(query_max=1, top_k=1, block_max=1)
         self._works = ResidencyWorkspaces(device, shape, pools.ints, group_count=count, ring=1)
@@ -32,10 +34,11 @@ class Leaving:
         ]
 
     def drop(self, active: PageIds) -> None:
-        """On compute, behind the steps and landings that are queued and before those to come: a
-        landing may still fill slots of these rows."""
+        """On compute, behind what still reads slots of these rows or fills them, and before all
+        that may be given them."""
         pools, stream = self._pools, self._pools.lane.compute
-        pools.lane.hold_for_copies()
+        pools.lane.hold_compute()
+        self._landings.hold_for_pages(active)
         rows = upload(page_rows(active), pools.lane.home)
         self._works.begin(stream=stream)
         for residency in self._groups:

@@ -11,6 +11,7 @@ left out is -1. What the lane still reads lies in places that take turns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from ess.door.device.memory.queries import DeviceArrays
 from ess.door.device.memory.uploads import upload
 from ess.door.steps.step import Step
 from ess.errors import BadInput
+from ess.flashtrans.mover import INT32_ROWS_MAX
 from ess.kernels.cuda.pinned import pinned_memory
 from ess.kernels.cuda.streams import CudaEvent
 from ess.kernels.streams import RowCopy
@@ -35,6 +37,7 @@ from ess.pool.device_bytes import SEALS
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_seal import SealKernel
 from ess.pool.lru.cuda_shape import REPORT
+from ess.units import div_ceil
 
 Numbers = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
@@ -62,7 +65,10 @@ class Sealing:
         self, pools: DevicePools, *, new_slots: Tensor, selects: Tensor, writes: Tensor
     ) -> None:
         self._pools = pools
-        self._host = torch.from_numpy(pools.latent.rows.reshape(-1, pools.layout.row_bytes))
+        self._layers_each = _layers_each(pools)
+        rows = torch.from_numpy(pools.latent.rows)
+        firsts = range(0, len(rows), self._layers_each)
+        self._hosts = [rows[at : at + self._layers_each].flatten(0, 1) for at in firsts]
         self._places = [_place(pools) for _ in range(SEALS)]
         self._turn = 0
         self._unsettled: Unsettled | None = None
@@ -70,6 +76,7 @@ class Sealing:
             pools.lane.device,
             **_arrays(pools),
             **_sizes(pools),
+            layers_each=self._layers_each,
             new_slots=new_slots,
             slot_stride=new_slots.shape[1],
             selects=selects,
@@ -95,7 +102,7 @@ class Sealing:
         pools.lane.follow(pools.lane.steps)
         if kept:
             self._unsettled = Unsettled(place, place.slots[: len(kept) * count])
-            copies = [self._rows(place, kept, count), *self._keys(place, count)]
+            copies = [*self._rows(place, kept, count), *self._keys(place, count)]
             pools.lane.mover.queue(copies, pools.lane.steps.handle)
         place.event.record(pools.lane.steps.handle)
         sealed = SealedStep(pools, place, step, list(kept), count)
@@ -136,17 +143,19 @@ class Sealing:
                 **given,
             )
 
-    def _rows(self, place: SealPlace, kept: range, count: int) -> RowCopy:
+    def _rows(self, place: SealPlace, kept: range, count: int) -> Iterator[RowCopy]:
         """The kept rows of all layers of these groups: slots of all members are rows of one slab,
-        and rows of all layers lie in one matrix behind one another."""
-        groups = self._pools.layout.groups
-        size = sum(len(groups[group]) for group in kept) * count
-        return RowCopy(
-            source=self._pools.sparse.slab,
-            source_rows=place.sources[:size],
-            target=self._host,
-            target_rows=place.targets[:size],
-        )
+        and rows of so many layers as 31 bits can name lie in one matrix behind one another."""
+        groups, each = self._pools.layout.groups, self._layers_each
+        first, stop = groups[kept.start][0], groups[kept.stop - 1][-1] + 1
+        for at in range(first // each, div_ceil(stop, each)):
+            begin, end = max(at * each, first) - first, min((at + 1) * each, stop) - first
+            yield RowCopy(
+                source=self._pools.sparse.slab,
+                source_rows=place.sources[begin * count : end * count],
+                target=self._hosts[at],
+                target_rows=place.targets[begin * count : end * count],
+            )
 
     def _keys(self, place: SealPlace, count: int) -> list[RowCopy]:
         """All index keys of the new rows, side by side; the host puts them where they belong."""
@@ -258,6 +267,12 @@ def _arrays(pools: DevicePools) -> dict[str, Any]:
         "left": counting.of("leave")[:, REPORT.index("left")],
         "stored": counting.of("leave")[:, STORED],
     }
+
+
+def _layers_each(pools: DevicePools) -> int:
+    """Of how many layers the rows on the host can be named together."""
+    each: int = INT32_ROWS_MAX // pools.latent.rows.shape[1]
+    return min(pools.layout.layer_total, each)
 
 
 def _sizes(pools: DevicePools) -> dict[str, int]:
