@@ -154,7 +154,7 @@ class StreamLane:
             finished = self._queue_all(checked)
             self._anchor = self._last.later_anchor()
             self._last = StreamEvent(started, finished, self._anchor)
-        return self._last
+            return self._last
 
     def _queue_all(self, checked: list[CheckedCopy]) -> CudaEvent:
         """The event behind them. What is queued before something raises is kept too."""

@@ -7,24 +7,33 @@ from typing import Final
 
 from ess.kernels.cuda.program import Program
 from ess.kernels.cuda.rows import MoveForm, flat_form, ring_form
-from ess.pool.lru.cuda_shape import (
-    PHASE_THREADS,
-    resolve_program,
-    slot_program,
-)
+from ess.layout import IndexCodec
+from ess.pool.lru.cuda_shape import PHASE_THREADS, resolve_program, slot_program
+from ess.units import PAGE_ROWS
 
 ROW_BYTES: Final = (264, 528, 584, 656, 1152, 2304)
+KEYS: Final = (IndexCodec(form="fp8"), IndexCodec(form="f32"))
 
 
 def programs() -> Iterator[Program]:
-    for row_bytes in ROW_BYTES:
+    for row_bytes in moved_bytes():
         yield flat_form(row_bytes).program
+    for row_bytes in ROW_BYTES:
         if row_bytes % 16 == 0:
             yield ring_form(row_bytes).program
     yield resolve_program(is_together=False, threads=PHASE_THREADS)
     yield resolve_program(is_together=True, threads=PHASE_THREADS)
     for file in ("each.cu", "locate.cu", "upkeep.cu", "seal.cu", "audit.cu"):
         yield slot_program(file, PHASE_THREADS)
+
+
+def moved_bytes() -> list[int]:
+    """Of all that is moved as a row: rows and pages of them; of index keys values, scales, both
+    side by side, and pages."""
+    sizes = {each for row_bytes in ROW_BYTES for each in (row_bytes, PAGE_ROWS * row_bytes)}
+    for keys in KEYS:
+        sizes |= {keys.value_bytes, keys.scale_bytes, keys.key_bytes, keys.page_bytes}
+    return sorted(sizes - {0})
 
 
 def rival_form(row_bytes: int, unit_bytes: int = 16) -> MoveForm:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from ess.engine.prompt import plain_rows
 from ess.engine.step_bytes import graph_bytes
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import streams
+from ess.pool import cuda_programs
 from ess.pool.lru import cuda_shape
 from tests.device import engines
 from tests.device.steps import close
@@ -31,10 +33,22 @@ def test_the_tokens_are_those_of_the_host(values):
     case = dict(zip((*engines.FACTORS, "graphs"), values, strict=True))
     eng = engines.engine("cuda", **case)
     close(engines.scenario(eng), engines.expected(case["family"]))
+    require_built_ahead(eng.offload._pools.lane.device, plain_rows._mover(0)._device)
     made = eng.graph_line()
     assert made.replayed > 0
     assert 0 < made.held <= engines.GRAPHS[case["graphs"]]
     assert made.eager.keys() == {"first steps"}
+
+
+def require_built_ahead(*devices):
+    """But for what follows from addresses, which are rounder on a device."""
+    sizes = {size_of(program) for device in devices for program, _ in device._kernels}
+    assert len(sizes) > 5
+    assert sizes <= {size_of(program) for program in cuda_programs.programs()}
+
+
+def size_of(program):
+    return program.file, dict(program.defines).get("ESS_ROW_BYTES")
 
 
 def test_so_are_those_of_batches_that_fill_the_device(monkeypatch):

@@ -133,11 +133,41 @@ def test_what_was_built_ahead_needs_no_compiler(tmp_path, monkeypatch):
     with pytest.raises(Unavailable, match="no NVRTC"):
         program.cubin(SMALL, "sm_100a", folder=tmp_path)
     assert program.why_missing() == "there is no NVRTC"
-    monkeypatch.setattr(driver, "call", lambda name, *_: 1 if name == "cuDeviceGetCount" else None)
-    monkeypatch.setenv("ESS_CACHE_DIR", str(tmp_path / "empty"))
-    assert driver.why_missing() == "there is no NVRTC"
+    monkeypatch.setattr(driver, "call", answers(cuDeviceGetCount=1, cuDeviceGetAttribute=9))
     monkeypatch.setenv("ESS_CACHE_DIR", str(tmp_path))
+    assert driver.why_missing() == "there is no NVRTC", "that is for other devices: sm_90a"
+    monkeypatch.setattr(driver, "_arch", lambda capability: "sm_90a")
     assert driver.why_missing() is None
+    assert driver.why_missing(1) == "there is no CUDA device 1"
+
+
+def answers(**numbers):
+    """Of a driver: 0 where nothing else is given, None of what starts it."""
+    return lambda name, *_: None if name == "cuInit" else numbers.get(name, 0)
+
+
+def test_a_driver_of_an_earlier_generation_is_named_beside_the_compiler(monkeypatch):
+    monkeypatch.setattr(program, "_version", lambda: (13, 5))
+    for version, sentence in (
+        (12080, "the driver is of CUDA 12.8 and does not load what NVRTC 13.5 compiles: "),
+        (13000, None),
+        (14010, None),
+    ):
+        given = answers(cuDeviceGetCount=1, cuDriverGetVersion=version)
+        monkeypatch.setattr(driver, "call", given)
+        said = driver.why_missing()
+        assert said == sentence or said.startswith(sentence)
+
+
+def test_a_full_disk_is_not_left_with_drafts(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    made = Compiled(code=b"built", resources=())
+    monkeypatch.setattr(program, "compile_program", lambda *_: made)
+    monkeypatch.setattr(os, "replace", full)
+    assert program.cubin(SMALL, "sm_90a", folder=tmp_path) == b"built"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_others_can_read_what_is_kept_and_what_cannot_be_read_is_built(tmp_path, monkeypatch):

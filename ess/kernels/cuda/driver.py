@@ -55,11 +55,8 @@ class Device:
         call("cuInit", 0)
         self._handle = call("cuDeviceGet", ordinal)
         self.name = call("cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
-        self.sm_count = self._number("MULTIPROCESSOR_COUNT")
-        self.capability = (
-            self._number("COMPUTE_CAPABILITY_MAJOR"),
-            self._number("COMPUTE_CAPABILITY_MINOR"),
-        )
+        self.sm_count = _number(self._handle, "MULTIPROCESSOR_COUNT")
+        self.capability = _capability(self._handle)
         self.host_node = self._host_node()
         self.pinned = PinnedRanges()
         self.context = call("cuDevicePrimaryCtxRetain", self._handle)
@@ -69,8 +66,7 @@ class Device:
 
     @property
     def arch(self) -> str:
-        number = 10 * self.capability[0] + self.capability[1]
-        return f"sm_{number}a" if number in _OWN else f"sm_{number}"
+        return _arch(self.capability)
 
     def make_current(self) -> None:
         """Makes the context current in the calling thread."""
@@ -113,8 +109,19 @@ class Device:
         status, *answer = attempt("cuDeviceGetAttribute", wanted, self._handle)
         return -1 if status else int(answer[0])
 
-    def _number(self, name: str) -> int:
-        return int(call("cuDeviceGetAttribute", constant("CUdevice_attribute", name), self._handle))
+
+def _number(handle: int, name: str) -> int:
+    return int(call("cuDeviceGetAttribute", constant("CUdevice_attribute", name), handle))
+
+
+def _capability(handle: int) -> tuple[int, int]:
+    major, minor = (_number(handle, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+    return major, minor
+
+
+def _arch(capability: tuple[int, int]) -> str:
+    number = 10 * capability[0] + capability[1]
+    return f"sm_{number}a" if number in _OWN else f"sm_{number}"
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -177,14 +184,31 @@ def entry(name: str) -> int:
     return int(address)
 
 
-def why_missing() -> str | None:
-    """A line for people, or None where there is a device."""
+def why_missing(ordinal: int = 0) -> str | None:
+    """A line for people, or None where there is a device whose kernels are there or can be made.
+    The device is not opened."""
     try:
-        if call("cuInit", 0) is None and call("cuDeviceGetCount") > 0:
-            return None if program.built_ahead() else program.why_missing()
+        if call("cuInit", 0) is None and call("cuDeviceGetCount") > ordinal:
+            no_compiler = program.why_missing()
+            if no_compiler is None:
+                return _why_too_old()
+            arch = _arch(_capability(call("cuDeviceGet", ordinal)))
+            return None if program.built_ahead(arch) else no_compiler
     except Unavailable as error:
         return str(error)
-    return "the CUDA driver sees no device"
+    return f"there is no CUDA device {ordinal}" if ordinal else "the CUDA driver sees no device"
+
+
+def _why_too_old() -> str | None:
+    """Within a generation of CUDA any driver loads what any compiler has made; an older one does
+    not, and says so only when the first kernel is loaded."""
+    version, generation = int(call("cuDriverGetVersion")), program.compiler_generation()
+    if version // 1000 >= generation:
+        return None
+    return (
+        f"the driver is of CUDA {version // 1000}.{version % 1000 // 10} and does not load what "
+        f"{program.compiler_version()} compiles: it must be of CUDA {generation} or later"
+    )
 
 
 @functools.cache

@@ -125,8 +125,16 @@ def default_folder() -> Path:
 
 
 def compiler_version() -> str:
-    major, minor = _checked_pair(_nvrtc().nvrtcVersion())
-    return f"NVRTC {major}.{minor}"
+    return "NVRTC {}.{}".format(*_version())
+
+
+def compiler_generation() -> int:
+    """The CUDA whose drivers, and later ones, load what is compiled here."""
+    return int(_version()[0])
+
+
+def _version() -> tuple[Any, ...]:
+    return _checked_pair(_nvrtc().nvrtcVersion())
 
 
 def why_missing() -> str | None:
@@ -138,9 +146,9 @@ def why_missing() -> str | None:
     return None
 
 
-def built_ahead() -> bool:
-    """Whether any program is kept; a device may then do without a compiler."""
-    return any(default_folder().glob("*.cubin"))
+def built_ahead(arch: str) -> bool:
+    """Whether any program is kept for these devices, which may then do without a compiler."""
+    return any(default_folder().glob(f"*.{arch}.cubin"))
 
 
 def _key(program: Program, arch: str) -> str:
@@ -153,10 +161,15 @@ def _key(program: Program, arch: str) -> str:
 
 def _keep(path: Path, code: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as draft:
-        draft.write(code)
-    os.chmod(draft.name, 0o644)
-    os.replace(draft.name, path)
+    handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        os.chmod(draft, 0o644)
+        os.replace(draft, path)
+    except OSError:  # a full disk is not left with drafts
+        os.unlink(draft)
+        raise
 
 
 def _resources(log: str) -> Iterator[Resources]:

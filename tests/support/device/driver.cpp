@@ -27,6 +27,11 @@ static int device_count() {
     return asked ? std::atoi(asked) : 1;
 }
 EXPORT Result cuDeviceGetCount(int* count) { return *count = device_count(), kOk; }
+// That of CUDA 13.0, or the one asked for.
+EXPORT Result cuDriverGetVersion(int* version) {
+    const char* asked = std::getenv("EMULATED_VERSION");
+    return *version = asked ? std::atoi(asked) : 13000, kOk;
+}
 EXPORT Result cuDeviceGet(int* device, int ordinal) {
     *device = ordinal;
     if (!world().initialised) return kNotInitialised;

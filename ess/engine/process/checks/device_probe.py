@@ -16,7 +16,7 @@ import torch
 
 from ess.engine.devices import Found
 from ess.errors import EssError
-from ess.kernels.cuda import driver, program
+from ess.kernels.cuda import driver
 
 
 def probe(ordinal: int) -> Found:
@@ -26,11 +26,11 @@ def probe(ordinal: int) -> Found:
         found = msgspec.structs.replace(found, count=int(driver.call("cuDeviceGetCount")))
         if ordinal >= found.count:
             return found
+        lacks = driver.why_missing(ordinal)
         device = driver.Device(ordinal)
         free_bytes, total_bytes = device.memory()
     except EssError as error:
         return msgspec.structs.replace(found, fault=str(error))
-    lacks = None if program.built_ahead() else program.why_missing()
     return msgspec.structs.replace(
         found,
         fault=lacks or "",
