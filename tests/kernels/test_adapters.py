@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ess.errors import BadInput, Unavailable
+from ess.kernels.calls import IndexQueries
 from ess.kernels.cuda.adapters import choice, deep_gemm, flash_mla
 from ess.layout import IndexCodec, RowCodec
 from tests.kernels import test_attend
@@ -165,7 +166,7 @@ class DeepGemmStandIn:
         self.calls.append(together)
         counts = lengths
         if self.flat:
-            counts = lengths[:, None] + torch.arange(1 - together, 1)
+            counts = (lengths[:, None] + torch.arange(1 - together, 1)).clamp(min=0)
         codec = IndexCodec(head_count=heads)
         ours = reference.index_logits(
             q.reshape(-1, heads, dim), weights, pages.reshape(len(pages), -1),
@@ -218,7 +219,7 @@ def test_deep_gemm_is_the_reference_however_queries_are_joined(
 
 def test_deep_gemm_that_cannot_or_errs_is_refused(install: Install) -> None:
     gemm(DeepGemmStandIn(together=(2,)), install)
-    with pytest.raises(Unavailable, match="probe failed for one query: lengths have the wrong"):
+    with pytest.raises(Unavailable, match="for one query: next_n 1; else lengths have the wrong"):
         deep_gemm.load(CPU, names=["deep_gemm"])
     stand_in = DeepGemmStandIn()
     gemm(stand_in, install).fp8_paged_mqa_logits = lambda *given, **options: (
@@ -226,6 +227,52 @@ def test_deep_gemm_that_cannot_or_errs_is_refused(install: Install) -> None:
     )
     with pytest.raises(Unavailable, match="probe failed"):
         deep_gemm.load(CPU, names=["deep_gemm"])
+
+
+def other_requests(table: torch.Tensor, lengths: torch.Tensor) -> Any:
+    """All have the pages of the first one."""
+    return table[:1].expand_as(table), lengths
+
+
+def beyond_a_split(table: torch.Tensor, lengths: torch.Tensor) -> Any:
+    """Keys from the 257th on come from the first page."""
+    return torch.cat((table[:, :4], table[:, :1].expand(-1, table.shape[1] - 4)), 1), lengths
+
+
+@pytest.mark.parametrize("wrong", [other_requests, beyond_a_split])
+def test_deep_gemm_is_probed_with_what_a_step_asks(install: Install, wrong: Any) -> None:
+    stand_in = DeepGemmStandIn()
+
+    def called(
+        q: Any, pages: Any, weights: Any, lengths: Any, table: Any, *more: Any, **options: Any
+    ) -> torch.Tensor:
+        table, lengths = wrong(table, lengths)
+        return stand_in.fp8_paged_mqa_logits(q, pages, weights, lengths, table, *more, **options)
+
+    gemm(stand_in, install).fp8_paged_mqa_logits = called
+    with pytest.raises(Unavailable, match="1 queries at once are wrong by"):
+        deep_gemm.load(CPU, names=["deep_gemm"])
+
+
+@pytest.mark.parametrize(("requests", "each", "taken"), [(256, 2, True), (257, 2, False)])
+def test_deep_gemm_takes_batches_and_no_prompts(
+    install: Install, requests: int, each: int, taken: bool
+) -> None:
+    """It compiles anew for each 32 requests."""
+    gemm(DeepGemmStandIn(), install)
+    adapter, codec = deep_gemm.load(CPU), IndexCodec()
+    call = IndexQueries(
+        queries=torch.empty(requests * each, 64, 128, dtype=torch.bfloat16),
+        weights=torch.empty(requests * each, 64),
+        pages=torch.empty(3, codec.page_bytes, dtype=torch.uint8),
+        page_table=torch.zeros(1, 2, dtype=torch.int32).expand(requests * each, -1),
+        lengths=torch.ones(requests * each, dtype=torch.int32),
+        codec=codec,
+        threads=1,
+        queries_per_request=each,
+    )
+    assert adapter.takes(call) is taken
+    assert not adapter.takes(call._replace(queries_per_request=1))
 
 
 OLD = lambda lengths, heads, groups: ((), None)  # noqa: E731  no options
@@ -307,5 +354,5 @@ def test_the_choice_names_what_is_there(install: Install) -> None:
     )
     assert lines[1] == (
         "indexer: deep_gemm 2.6, 2, 1 queries of a request at once, queries rounded to e4m3, for "
-        "64, 32 heads over keys of 132 bytes; else triton"
+        "64, 32 heads over keys of 132 bytes, of up to 256 requests; else triton"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,7 @@ from ess.kernels.calls import IndexQueries
 from ess.kernels.checks import BYTES, CODED, COUNTS, SINGLE, check_shared, require
 from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.layout import IndexCodec
-from ess.units import PAGE_ROWS
+from ess.units import PAGE_ROWS, div_ceil
 
 MODULES: Final = ("deep_gemm", "sgl_deep_gemm")
 FUNCTIONS: Final = ("fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "get_num_sms")
@@ -28,6 +29,11 @@ TOGETHER: Final = (4, 2, 1)
 HEAD_COUNTS: Final = (32,)
 """Beside those of `CODEC`."""
 ONE: Final = 0x38
+PROBED: Final = (300, 65, 4, 0)
+"""Keys of the requests that a build is probed with."""
+REQUESTS_MAX: Final = 256
+"""For each 32 requests more it compiles another program of its schedule, in the call: a batch has
+few such numbers, and prompts, of which every query is a request, have any."""
 
 
 def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemm:
@@ -44,13 +50,18 @@ class DeepGemm:
         counts, heads = (", ".join(map(str, of)) for of in (self.together, self.head_counts))
         self.line = (
             f"{library.line}, {counts} queries of a request at once, queries rounded to e4m3, for "
-            f"{heads} heads over keys of {CODEC.key_bytes} bytes; else triton"
+            f"{heads} heads over keys of {CODEC.key_bytes} bytes, of up to {REQUESTS_MAX} requests;"
+            " else triton"
         )
 
     def takes(self, call: IndexQueries) -> bool:
         is_ours = call.codec.form == CODEC.form and call.codec.key_dim == CODEC.key_dim
-        dense = call.pages.is_contiguous()
-        return is_ours and dense and call.queries.shape[1] in self.head_counts
+        requests = len(call.queries) // self._together(call.queries_per_request)
+        is_ours = is_ours and 0 < requests <= REQUESTS_MAX and call.pages.is_contiguous()
+        return is_ours and call.queries.shape[1] in self.head_counts
+
+    def _together(self, queries_per_request: int) -> int:
+        return next(n for n in self.together if queries_per_request % n == 0)
 
     def index_logits(
         self,
@@ -73,7 +84,7 @@ class DeepGemm:
         require("page_table", page_table, (count, None), COUNTS)
         require("lengths", lengths, (count,), COUNTS)
         check_shared(count, queries_per_request)
-        together = next(n for n in self.together if queries_per_request % n == 0)
+        together = self._together(queries_per_request)
         return self._run(queries, weights, pages, page_table, lengths, together)
 
     def _run(
@@ -104,20 +115,19 @@ class DeepGemm:
 
     def _probe(self, device: torch.device) -> tuple[int, ...]:
         """How many queries of a request the build takes at once; 1 must be among them."""
-        works: list[int] = []
-        reason = "it has not run"
+        faults = []
         for flat in (False, True):
-            self._flat_lengths = flat
+            self._flat_lengths, works = flat, []
             for together in TOGETHER:
                 try:
                     self._require_right(together, device)
                     works.append(together)
                 except Exception as error:
-                    reason = str(error).strip() or type(error).__name__
+                    fault = (str(error).strip() or type(error).__name__).splitlines()[0]
             if 1 in works:
                 return tuple(works)
-            works.clear()
-        raise Unavailable(f"the probe failed for one query: {reason}")
+            faults.append(fault)
+        raise Unavailable(f"the probe failed for one query: {'; else '.join(faults)}")
 
     def _heads(self, device: torch.device) -> tuple[int, ...]:
         """How many heads the build takes, of those that models have."""
@@ -131,22 +141,33 @@ class DeepGemm:
     def _require_right(
         self, together: int, device: torch.device, heads: int = CODEC.head_count
     ) -> None:
-        """Keys j and queries i with one number each: logit = heads * (i + 1) * scale of key j."""
-        pages = torch.zeros(2, CODEC.page_bytes, dtype=torch.uint8, device=device)
-        pages[1, : PAGE_ROWS * CODEC.key_dim : CODEC.key_dim] = ONE
-        scales = torch.arange(PAGE_ROWS, device=device).float()
-        pages[1, PAGE_ROWS * CODEC.key_dim :].view(torch.float32).copy_(scales)
-        queries = torch.zeros(together, heads, CODEC.key_dim, device=device)
+        """Keys j and queries i with one number each: logit = heads * (i + 1) * scale of key j.
+
+        Of several requests, as a step asks: keys of more than one of its splits, of a page and one
+        more, and few; then a pad. No two have a page in common, and none has its pages in order.
+        """
+        page_counts = [div_ceil(count, PAGE_ROWS) for count in PROBED]
+        pages = torch.zeros(1 + sum(page_counts), CODEC.page_bytes, dtype=torch.uint8)
+        pages[:, : PAGE_ROWS * CODEC.key_dim : CODEC.key_dim] = ONE
+        scales = torch.arange(float(len(pages) * PAGE_ROWS)).view(len(pages), PAGE_ROWS)
+        pages[:, PAGE_ROWS * CODEC.key_dim :].view(torch.float32).copy_(scales)
+        table = torch.zeros(len(PROBED), max(page_counts), dtype=torch.int32)
+        for line, count, stop in zip(table, page_counts, accumulate(page_counts), strict=True):
+            line[:count] = torch.arange(stop, stop - count, -1)
+        table, count = table.repeat_interleave(together, 0), together * len(PROBED)
+        behind = 0 if self._flat_lengths else torch.arange(together - 1, -1, -1)
+        last = torch.tensor(PROBED, dtype=torch.int32)[:, None].expand(-1, together)
+        lengths = (last - behind).clamp(min=0).flatten().int()
+        queries = torch.zeros(count, heads, CODEC.key_dim)
         queries[:, :, 0] = 1.0
-        weights = torch.arange(1, together + 1, device=device).float()[:, None].repeat(1, heads)
-        table = torch.ones(together, 1, dtype=torch.int32, device=device)
-        lengths = torch.full((together,), PAGE_ROWS, dtype=torch.int32, device=device)
-        if not self._flat_lengths:
-            lengths -= torch.arange(together - 1, -1, -1, device=device, dtype=torch.int32)
-        coded = queries.to(torch.float8_e4m3fn)
-        ours = self._run(coded, weights, pages, table, lengths, together)
-        want = weights[:, :1] * heads * scales
-        seen = torch.arange(PAGE_ROWS, device=device) < lengths[:, None]
+        weights = torch.arange(1.0, count + 1)[:, None].repeat(1, heads)
+        want = weights[:, :1] * heads * scales[table.long()].flatten(1)
+        seen = torch.arange(want.shape[1]) < lengths[:, None]
+        codes, weights, pages, table, lengths = (
+            part.to(device)
+            for part in (queries.to(torch.float8_e4m3fn), weights, pages, table, lengths)
+        )
+        ours = self._run(codes, weights, pages, table, lengths, together).cpu()
         error = float((ours - want).masked_fill(~seen, 0.0).abs().max())
         if not error <= 1e-3:
             raise Unavailable(f"{together} queries at once are wrong by {error}")
