@@ -49,6 +49,25 @@ def test_all_of_a_model_is_on_the_device(form, folder):
     assert made.rotation(torch.arange(3).to("cuda")).cos.device.type == "cuda"
 
 
+@pytest.fixture
+def loose():
+    """A process as an image of NVIDIA's starts it."""
+    matmul, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    matmul.allow_bf16_reduced_precision_reduction = True
+    yield matmul
+    torch.set_float32_matmul_precision(before)
+
+
+def test_products_of_a_device_are_added_up_in_float32(folder, loose):
+    load_model(folder, form="f32")
+    assert loose.fp32_precision == "tf32", "a host's model changes nothing"
+    load_model(folder, form="f32", device="cuda")
+    assert loose.fp32_precision == "ieee"
+    assert not loose.allow_tf32
+    assert not loose.allow_bf16_reduced_precision_reduction
+
+
 @pytest.mark.parametrize("form", ["bf16", "f32", "stored"])
 @pytest.mark.parametrize("raw", [SMALL, EMBEDDED, TINY_GLM, UNTIED])
 def test_a_plan_says_what_a_model_takes(form, raw, tmp_path):
