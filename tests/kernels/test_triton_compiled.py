@@ -6,6 +6,8 @@ their programs would fit on one multiprocessor: then a grid would not leave any 
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -202,7 +204,9 @@ def test_the_shared_top_k_compiles_without_spills() -> None:
     for binary in (
         *(compiled(spread.tally, tally, chunk | {"LEVEL": n}, num_warps=8) for n in (0, 1, 3)),
         compiled(spread.census, census, chunk, num_warps=8),
-        compiled(spread.take, take, chunk | {"HAS_SLOTS": True, "CHUNKS": 32}, num_warps=8),
+        compiled(
+            spread.take, take, chunk | {"HAS_SLOTS": True, "CHUNKS": index.CHUNKS_MIN}, num_warps=8
+        ),
     ):
         assert figures(binary).spilled == 0
 
@@ -338,3 +342,39 @@ def test_distances_between_partials_are_of_64_bits_whatever_they_are() -> None:
     kinds = {param.name: param.annotation_type for param in attend.attend.params}
     names = ("placed_from", "part_from", "part_lse_from")
     assert [kinds[name] for name in names] == ["i64"] * 3
+
+
+CHANGING = {
+    *("count", "line_count", "query_count", "request_count", "expert_count", "each"),
+    *("programs", "run_keys", "table_stride", "table_width"),
+}
+"""Numbers that follow from the batch or from its contexts."""
+READ_THERE = {"copy_rows"}
+"""Its count lies on the device."""
+
+
+def test_no_program_is_of_a_batch_s_numbers() -> None:
+    """A number that is 1, or a multiple of 16, would be another program: compiled while requests
+    wait, and what loads a program while a graph is captured ends the capture."""
+    from ess.kernels.cuda.triton import device
+
+    met = set()
+    for found in pkgutil.iter_modules(device.__path__, f"{device.__name__}."):
+        for name, kernel in vars(importlib.import_module(found.name)).items():
+            if name.startswith("_") or name in READ_THERE:
+                continue
+            for param in getattr(kernel, "params", ()):
+                if param.name in CHANGING:
+                    assert param.do_not_specialize, f"{found.name}: {name} has {param.name}"
+                    met.add(param.name)
+    assert met == CHANGING
+
+
+def test_lengths_of_a_half_are_read_by_the_same_program() -> None:
+    """Those of a batch's second half may begin anywhere."""
+    from ess.kernels.cuda.triton.device import index, spread, topk
+
+    for kernel in (index.logits, topk.top_k, spread.tally, spread.census, spread.take):
+        for param in kernel.params:
+            if param.name in ("lengths", "table"):
+                assert param.do_not_specialize_on_alignment, f"{kernel} has {param.name}"

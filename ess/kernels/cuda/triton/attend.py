@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources
 from ess.errors import Unavailable
 from ess.kernels.cuda.triton.device import attend as device
 from ess.kernels.cuda.triton.device import partials, shares
-from ess.kernels.cuda.triton.launch import bits, on, place
+from ess.kernels.cuda.triton.launch import UNFUSED, bits, on, place
 from ess.kernels.cuda.triton.shapes import Shape, candidates
 from ess.kernels.merge import Partial
 from ess.layout import RowCodec
@@ -239,5 +239,5 @@ def merge_into(first: Partial, second: Partial, into: Partial) -> None:
                 *into,
                 width,
                 triton.next_power_of_2(width),
-                enable_fp_fusion=False,
+                **UNFUSED,
             )

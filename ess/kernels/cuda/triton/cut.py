@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ess.kernels.calls import Cuts
 from ess.kernels.cuda.triton.device import cut as device
-from ess.kernels.cuda.triton.launch import on
+from ess.kernels.cuda.triton.launch import UNFUSED, on
 
 ROOM: Final = 8192
 SAMPLE: Final = 2048
@@ -38,5 +38,5 @@ def cut_into(
             BLOCK=block,
             PART=min(PART, block),
             num_warps=8,
-            enable_fp_fusion=False,
+            **UNFUSED,
         )

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from ess.kernels.calls import Angles, KeyFinish, RowFinish
 from ess.kernels.cuda.triton.device import finish as device
-from ess.kernels.cuda.triton.launch import bits, on
+from ess.kernels.cuda.triton.launch import UNFUSED, bits, on
 from ess.layout import IndexCodec, RowCodec
 from ess.units import PAGE_ROWS, div_ceil
 
 LINES: Final = 8
 NUMBERS: Final = 1024
-UNFUSED: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 
 
 def hadamard(values: Tensor) -> Tensor:

@@ -12,11 +12,10 @@ import triton
 from torch import Tensor
 
 from ess.kernels.cuda.triton.device import grouped as device
-from ess.kernels.cuda.triton.launch import bits, on, place
+from ess.kernels.cuda.triton.launch import FORMS, bits, on, place
 from ess.layout import SCALE_GROUP
 from ess.units import div_ceil
 
-FORMS: Final = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "f32"}
 EXPERTS_MIN: Final = 32
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ess.kernels.checks import check_shared
 from ess.kernels.cuda.triton.device import index as device
 from ess.kernels.cuda.triton.device import spread, topk
-from ess.kernels.cuda.triton.launch import bits, on, place
+from ess.kernels.cuda.triton.launch import FORMS, bits, on, place
 from ess.layout import IndexCodec
 from ess.units import PAGE_ROWS, div_ceil
 
@@ -24,9 +24,10 @@ SAMPLE: Final = 2048
 ROOM: Final = 8192
 BLOCK: Final = 2048
 CHUNK: Final = 4096
+CHUNKS_MIN: Final = 256
+"""One program up to contexts of a million: prompts have any width."""
 SPREAD_LISTS_MAX: Final = 64
 SPREAD_WIDTH_MIN: Final = 16 << 10
-FORMS: Final = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "f32"}
 
 
 class Placement(NamedTuple):
@@ -194,6 +195,6 @@ def _spread(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement |
         *(*read, known, counts, out, slots, slot_of, table, *sizes, table.stride(0)),
         HAS_SLOTS=placement is not None,
         CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(grid[1]),
+        CHUNKS=max(CHUNKS_MIN, triton.next_power_of_2(grid[1])),
         num_warps=8,
     )

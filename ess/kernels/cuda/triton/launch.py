@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,9 @@ from torch import Tensor
 from ess.errors import BadInput, Unavailable
 
 CAPABILITY_MIN: Final = (8, 9)
+FORMS: Final = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "f32"}
+UNFUSED: Final[dict[str, Any]] = {"enable_fp_fusion": False}
+"""Each product is rounded, as torch does."""
 INTERPRETED_SMS: Final = 3
 INTERPRETED_AS: Final = 9
 

@@ -41,7 +41,8 @@ def linear_into(values: Tensor, weights: Tensor, scales: Tensor, out: Tensor) ->
     count, (width, depth) = len(values), weights.shape
     if not out.numel():
         return out
-    codes, sizes = quantise(F.pad(values, (0, -depth % SCALE_GROUP)))
+    spare = -depth % SCALE_GROUP
+    codes, sizes = quantise(F.pad(values, (0, spare)) if spare else values)
     shape = next((shape for shape in SHAPES if count <= shape.tokens), MANY)
     with on(values):
         device.linear[(div_ceil(width, shape.columns), div_ceil(count, shape.tokens))](

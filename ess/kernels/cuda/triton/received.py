@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
 from torch import Tensor
 
 from ess.kernels.cuda.triton.device import received as device
-from ess.kernels.cuda.triton.launch import bits, on
+from ess.kernels.cuda.triton.launch import UNFUSED, bits, on
 from ess.units import div_ceil
 
 COLUMNS_MAX: Final = 1024
-UNFUSED: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 
 
 def take_received(tokens: Tensor, lines: Tensor, ends: Tensor, out: Tensor) -> None:

@@ -8,14 +8,8 @@ multiply-add, so that a rotation rounds each product as torch does.
 import triton
 import triton.language as tl
 
-from ess.kernels.cuda.triton.device.floats import narrow, widen
+from ess.kernels.cuda.triton.device.floats import load, narrow
 from ess.kernels.cuda.triton.device.rows import coded, placed
-
-
-@triton.jit
-def _load(at, mask, IS_BF16: tl.constexpr):
-    loaded = tl.load(at, mask=mask, other=0)
-    return widen(loaded) if IS_BF16 else loaded
 
 
 @triton.jit
@@ -54,7 +48,7 @@ def _mix(values, LINES: tl.constexpr, DIM: tl.constexpr, LEVELS: tl.constexpr):
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["line_count"])
 def turn(
     values, cos, sin, out, line_count, heads, token_stride, head_stride, factor,
     DIM: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, IS_HALF: tl.constexpr,
@@ -67,11 +61,11 @@ def turn(
     mask = is_line[:, None] & (column < DIM)[None, :]
     token = line // heads
     start = (values + token * token_stride + line % heads * head_stride)[:, None]
-    value = _load(start + column[None, :], mask, IS_BF16)
+    value = load(start + column[None, :], mask, IS_BF16)
     if ROPE > 0:
         other, pair, is_first = _partner(column, ROPE, IS_HALF)
         is_turned = mask & (column < ROPE)[None, :]
-        beside = _load(start + other[None, :], is_turned, IS_BF16)
+        beside = load(start + other[None, :], is_turned, IS_BF16)
         cosine, sine = _turns(cos, sin, token, pair, is_turned, ROPE // 2)
         value = tl.where(is_turned, _turned(value, beside, cosine, sine, is_first[None, :]), value)
     if LEVELS > 0:
@@ -80,7 +74,7 @@ def turn(
     tl.store(out + at, narrow(value) if OUT_IS_BF16 else value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def finish_keys(
     values, weight, bias, cos, sin, codes, scales, places,
     count, value_stride, code_stride, scale_stride, page_stride, eps, factor,
@@ -95,7 +89,7 @@ def finish_keys(
     is_token = token < count
     mask = is_token[:, None] & is_column[None, :]
     start = (values + token * value_stride)[:, None]
-    value = _load(start + column[None, :], mask, IS_BF16)
+    value = load(start + column[None, :], mask, IS_BF16)
     mean = tl.sum(value, axis=1)[:, None] / DIM
     apart = tl.where(mask, value - mean, 0.0)
     spread = 1.0 / tl.sqrt_rn(tl.sum(apart * apart, axis=1)[:, None] / DIM + eps)
@@ -105,7 +99,7 @@ def finish_keys(
         other, pair, is_first = _partner(column, ROPE, IS_HALF)
         is_rope = column < ROPE
         is_turned = mask & is_rope[None, :]
-        beside = _load(start + other[None, :], is_turned, IS_BF16) - mean
+        beside = load(start + other[None, :], is_turned, IS_BF16) - mean
         beside *= spread * tl.load(weight + other, mask=is_rope, other=0.0)[None, :]
         beside += tl.load(bias + other, mask=is_rope, other=0.0)[None, :]
         cosine, sine = _turns(cos, sin, token, pair, is_turned, ROPE // 2)
@@ -138,7 +132,7 @@ def finish_rows(
     column = tl.arange(0, PADDED)
     mask = (column < DIM) & (place >= 0)
     start = values + token * value_stride
-    value = _load(start + column, mask, IS_BF16)
+    value = load(start + column, mask, IS_BF16)
     spread = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / DIM + eps)
     value = value * spread * tl.load(weight + column, mask=mask, other=0.0)
     row = rows + place * row_stride
@@ -156,8 +150,8 @@ def finish_rows(
         column = tl.arange(0, ROPE_PADDED)
         mask = (column < ROPE) & (place >= 0)
         other, pair, is_first = _partner(column, ROPE, False)
-        value = _load(start + DIM + column, mask, IS_BF16)
-        beside = _load(start + DIM + other, mask, IS_BF16)
+        value = load(start + DIM + column, mask, IS_BF16)
+        beside = load(start + DIM + other, mask, IS_BF16)
         at = token * (ROPE // 2) + pair
         cosine = tl.load(cos + at, mask=mask, other=1.0)
         sine = tl.load(sin + at, mask=mask, other=0.0)

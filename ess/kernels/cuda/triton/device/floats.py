@@ -25,6 +25,13 @@ def narrow(values):
 
 
 @triton.jit
+def load(at, mask, IS_BF16: tl.constexpr):
+    """float32 of what lies there, which is 16 bits or float32; zero where the mask is not."""
+    loaded = tl.load(at, mask=mask, other=0)
+    return widen(loaded) if IS_BF16 else loaded
+
+
+@triton.jit
 def to_e4m3(values):
     """The code of float32 within +-448.
 
@@ -46,6 +53,21 @@ def from_e4m3(codes, INTERPRETED: tl.constexpr):
     values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     if INTERPRETED:
         values = tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
+    return values
+
+
+@triton.jit
+def operand(at, mask, FORM: tl.constexpr, IN_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+    """What lies there for a product: bfloat16, or float32 where sums have to be exact."""
+    if FORM == "fp8":
+        values = from_e4m3(tl.load(at, mask=mask, other=0), INTERPRETED)
+        values = values.to(tl.bfloat16) if IN_BF16 else values
+    elif FORM == "f32":
+        values = tl.load(at, mask=mask, other=0.0)
+    elif IN_BF16:
+        values = tl.load(at.to(tl.pointer_type(tl.bfloat16)), mask=mask, other=0.0)
+    else:
+        values = widen(tl.load(at, mask=mask, other=0))
     return values
 
 

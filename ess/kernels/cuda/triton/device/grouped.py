@@ -13,22 +13,7 @@ ahead, since nothing else stands between it and the sums.
 import triton
 import triton.language as tl
 
-from ess.kernels.cuda.triton.device.floats import from_e4m3, narrow, widen
-
-
-@triton.jit
-def _numbers(at, mask, FORM: tl.constexpr, IN_BF16: tl.constexpr, INTERPRETED: tl.constexpr):
-    """What lies there as an operand: bfloat16, or float32 where sums have to be exact."""
-    if FORM == "fp8":
-        values = from_e4m3(tl.load(at, mask=mask, other=0), INTERPRETED)
-        values = values.to(tl.bfloat16) if IN_BF16 else values
-    elif FORM == "f32":
-        values = tl.load(at, mask=mask, other=0.0)
-    elif IN_BF16:
-        values = tl.load(at.to(tl.pointer_type(tl.bfloat16)), mask=mask, other=0.0)
-    else:
-        values = widen(tl.load(at, mask=mask, other=0))
-    return values
+from ess.kernels.cuda.triton.device.floats import narrow, operand
 
 
 @triton.jit(do_not_specialize=["expert_count"])
@@ -77,10 +62,10 @@ def products(
         scale = tl.load(factor) if WEIGHT_FORM == "fp8" else 1.0
         for depth in range(0, DEPTH, STEP):
             at = (depth + step)[None, :]
-            weight = _numbers(
+            weight = operand(
                 lines + at, is_column[:, None] & (at < DEPTH), WEIGHT_FORM, IN_BF16, INTERPRETED
             )
-            asked = _numbers(
+            asked = operand(
                 given + at, is_token[:, None] & (at < DEPTH), TOKEN_FORM, IN_BF16, INTERPRETED
             )
             if WEIGHT_FORM == "fp8":

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ess.kernels.cuda.triton.device.floats import from_e4m3, widen
+from ess.kernels.cuda.triton.device.floats import from_e4m3, operand
 
 
 @triton.jit
@@ -28,27 +28,15 @@ def _keys(
 
 
 @triton.jit
-def _query(queries, at, mask, FORM: tl.constexpr, IN_BF16: tl.constexpr,
-           INTERPRETED: tl.constexpr):  # fmt: skip
-    if FORM == "bf16" and IN_BF16:
-        values = tl.load(queries.to(tl.pointer_type(tl.bfloat16)) + at, mask=mask, other=0.0)
-    elif FORM == "f32":
-        values = tl.load(queries + at, mask=mask, other=0.0)
-    elif FORM == "bf16":
-        values = widen(tl.load(queries + at, mask=mask, other=0))
-    else:
-        values = from_e4m3(tl.load(queries + at, mask=mask, other=0), INTERPRETED)
-        values = values.to(tl.bfloat16) if IN_BF16 else values
-    return values
-
-
-@triton.jit
 def _pages(table, first, length, KEYS: tl.constexpr):
     key = first + tl.arange(0, KEYS)
     return tl.load(table + key // 64, mask=key < length, other=0)
 
 
-@triton.jit(do_not_specialize=["request_count", "each", "table_width", "run_keys"])
+@triton.jit(
+    do_not_specialize=["table_stride", "request_count", "each", "table_width", "run_keys"],
+    do_not_specialize_on_alignment=["table", "lengths"],
+)
 def logits(
     queries, weights, pages, table, lengths, out,
     query_stride, head_stride, page_stride, table_stride, out_stride,
@@ -81,7 +69,9 @@ def logits(
         query = first_query + row // HEADS_PADDED
         at = query[:, None] * query_stride + head[:, None].to(tl.int64) * head_stride
         is_asked = is_row[:, None] & (column < DIM)[None, :]
-        asked = _query(queries, at + column[None, :], is_asked, QUERY_FORM, IN_BF16, INTERPRETED)
+        asked = operand(
+            queries + (at + column[None, :]), is_asked, QUERY_FORM, IN_BF16, INTERPRETED
+        )
         weight = tl.load(weights + query * HEADS + head, mask=is_row, other=0.0)
         length = tl.load(lengths + first_query + member, mask=member < each, other=0)
         end = tl.minimum(run + run_keys, width)

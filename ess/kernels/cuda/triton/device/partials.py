@@ -37,7 +37,7 @@ def merge(
     tl.store(lse + at, sum_lse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def join(
     part_out, part_lse, cuts, out, lse, heads, programs,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, LINES: tl.constexpr,

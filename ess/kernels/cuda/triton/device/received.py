@@ -7,13 +7,7 @@ nothing to do: how many there are is known on the device alone.
 import triton
 import triton.language as tl
 
-from ess.kernels.cuda.triton.device.floats import narrow, widen
-
-
-@triton.jit
-def _read(at, mask, IS_BF16: tl.constexpr):
-    loaded = tl.load(at, mask=mask, other=0)
-    return widen(loaded) if IS_BF16 else loaded
+from ess.kernels.cuda.triton.device.floats import load, narrow
 
 
 @triton.jit
@@ -40,8 +34,8 @@ def gate(
         for first in range(0, WIDTH, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             mask = column < WIDTH
-            front = _read(start + column, mask, IS_BF16)
-            up = _read(start + WIDTH + column, mask, IS_BF16)
+            front = load(start + column, mask, IS_BF16)
+            up = load(start + WIDTH + column, mask, IS_BF16)
             if HAS_LIMIT:
                 front = tl.where(front > limit, limit, front)
                 up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -65,6 +59,6 @@ def add(
         place = tl.load(places + token * EACH + number)
         if place >= 0:
             weight = tl.load(weights + token * EACH + number)
-            total += _read(made + place * made_stride + column, mask, IS_BF16) * weight
+            total += load(made + place * made_stride + column, mask, IS_BF16) * weight
     at = out + token * WIDTH + column
     tl.store(at, narrow(total) if OUT_IS_BF16 else total, mask=mask)

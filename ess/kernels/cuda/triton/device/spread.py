@@ -41,7 +41,7 @@ def _known(known, tallies, k, LEVEL: tl.constexpr):
     return upper, wanted
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lengths"])
 def tally(
     logits, lengths, tallies, known, k, logit_stride, LEVEL: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def tally(
         tl.atomic_add(place, counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lengths"])
 def census(logits, lengths, tallies, known, counts, k, logit_stride, CHUNK: tl.constexpr):
     """How many of a chunk are greater than the k-th, and how many equal it."""
     query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
@@ -76,7 +76,10 @@ def census(logits, lengths, tallies, known, counts, k, logit_stride, CHUNK: tl.c
         tl.store(counts + 1, tl.sum(((seen == bound) & mask).to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["lengths", "table"],
+)
 def take(
     logits, lengths, known, counts, out, slots, slot_of, table, k, logit_stride, table_stride,
     HAS_SLOTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,

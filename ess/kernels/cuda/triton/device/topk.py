@@ -131,7 +131,10 @@ def _place(out, slots, slot_of, table, k, BLOCK: tl.constexpr):
         tl.store(slots + at, slot, mask=at < k)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["lengths", "table"],
+)
 def top_k(
     logits, lengths, out, kept, positions, slots, slot_of, table,
     k, logit_stride, table_stride,
