@@ -19,7 +19,15 @@ from ess.kernels.cpu.stage import Panels, Stage, pack
 from ess.layer_groups import check_part
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
-from ess.models.layers import RotaryPositions, Rotation, Source, TensorSource, linear, rms_norm
+from ess.models.layers import (
+    RotaryPositions,
+    Rotation,
+    Source,
+    TensorSource,
+    keep_sums_whole,
+    linear,
+    rms_norm,
+)
 from ess.models.mtp import Mtp
 from ess.models.part import LayerPlace
 from ess.models.weights.expected.shapes import FREQUENCY_FACTORS
@@ -77,6 +85,7 @@ class Model:
             Mtp(c, source, first=part.start, tp=tp, expert_ranks=expert_ranks) if has_mtp else None
         )
         self.device = self.layers[0].mla.device
+        keep_sums_whole(self.device)
         self.rotary = RotaryPositions(c, self.device, self._factors(source))
 
     @property

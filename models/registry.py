@@ -58,10 +58,5 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 def build(config: ModelConfig, tensor: TensorSource, **part: Unpack[ModelPart]) -> Model:
     """The model over `tensor(name)`, which gives each weight under its checkpoint name; a part of
-    it, where `layers` says which; of `tp` ranks' heads those that `tensor` gives. On a device the
-    process's products become those that `keep_sums_whole` says."""
-    from ess.models.layers import keep_sums_whole
-
-    model = family(config.family).build(config, tensor, **part)
-    keep_sums_whole(model.device)
-    return model
+    it, where `layers` says which; of `tp` ranks' heads those that `tensor` gives."""
+    return family(config.family).build(config, tensor, **part)
