@@ -70,6 +70,19 @@ def test_products_of_codes(
     assert (np.abs(out.double().numpy() - want) <= 2.0**-12 * sizes + 2.0**-8 * np.abs(want)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("depth", [256, 200])
+def test_values_may_lie_within_wider_lines(ops: Ops, dtype: torch.dtype, depth: int) -> None:
+    """As a low-rank query lies beside a new row; what is beside is not read."""
+    wide = torch.full((5, depth + 40), math.nan, dtype=dtype)
+    values = wide[:, 17 : 17 + depth]
+    values.copy_(drawn(5, depth, seed=3))
+    codes, scales = weights(130, depth, seed=2)
+    ours = ops.linear_fp8(values, codes, scales)
+    assert torch.equal(ours, ops.linear_fp8(values.contiguous(), codes, scales))
+    assert ours.isfinite().all()
+
+
 def test_a_token_does_not_depend_on_its_neighbours(ops: Ops) -> None:
     values, (codes, scales) = drawn(20, 256, seed=1), weights(130, 256, seed=2)
     whole = ops.linear_fp8(values, codes, scales)
