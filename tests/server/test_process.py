@@ -34,7 +34,8 @@ from ess.engine.process.messages import (
     TraceSpan,
     Tracing,
 )
-from ess.engine.process.worker import EngineLoop, in_words
+from ess.engine.process.status import in_words
+from ess.engine.process.worker import EngineLoop
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.sampling import Sampling

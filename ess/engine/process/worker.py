@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -21,11 +19,9 @@ import zmq
 
 from ess.clock import Clock, RealClock
 from ess.door.handoff.port import Port
-from ess.door.stats import Stats
 from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
 from ess.engine.process.build import Built, build
-from ess.engine.process.disk import disk_line
 from ess.engine.process.driven import Driven
 from ess.engine.process.kv_events import KvEvents, events_of
 from ess.engine.process.lifeline import die_with_parent
@@ -42,10 +38,8 @@ from ess.engine.process.messages import (
     Lost,
     Meet,
     Piece,
-    PoolUse,
     Progress,
     Ready,
-    RequestLine,
     Status,
     Stop,
     ToEngine,
@@ -53,44 +47,17 @@ from ess.engine.process.messages import (
     Tracing,
 )
 from ess.engine.process.peers import Peers
-from ess.engine.process.wire import SocketWire, Wire, open_counts
+from ess.engine.process.status import Counts, Live, in_words, status_of
+from ess.engine.process.wire import SocketWire, Wire
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.chance import Chance
-from ess.errors import BadState, EssError, PoolFull, Unavailable
+from ess.errors import BadState, EssError, Unavailable
 from ess.layout import ModelLayout
-from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES, SLOTS, WINDOW_SLOTS
 
 STATUS_EVERY_S: Final = 0.25
-SHOWN_MAX: Final = 64
 IDLE_S: Final = 0.25
 BLOCKED_S: Final = 0.01
 BUSY_S: Final = 0.001
-RAISE: Final = {
-    SLOTS: "raise slot_bytes",
-    WINDOW_SLOTS: "raise slot_bytes",
-    INDEX_PAGES: "raise index_bytes, or host_bytes where that is auto",
-    HOST_PAGES: "raise host_bytes",
-    SEQUENCES: "raise max_running",
-}
-"""What makes room, in the settings of a server."""
-
-
-def in_words(refusal: EssError) -> str:
-    """Why a request waits or was refused, for those who use a server and those who run it."""
-    if not isinstance(refusal, PoolFull) or refusal.limiter not in RAISE:
-        return str(refusal)
-    return f"{refusal.shortage}; {RAISE[refusal.limiter]}"
-
-
-@dataclass(slots=True, eq=False)
-class Live:
-    """A request that a front waits for, under its number and the name that its client knows."""
-
-    number: int
-    request: Request
-    name: str
-    began_s: float
-    is_admitted: bool = False
 
 
 class EngineLoop:
@@ -115,8 +82,7 @@ class EngineLoop:
         self._wire = wire
         self._clock = clock
         self._live: dict[int, Live] = {}
-        self._made_count = self._prompt_count = self._cached_count = self._turn_count = 0
-        self._step_s = 0.0
+        self._counts = Counts()
         self._told_at_s = clock.now_s() - STATUS_EVERY_S
         self._is_blocked = False
         self._recorder = Recorder(clock)
@@ -233,7 +199,7 @@ class EngineLoop:
             return
         began_s = self._clock.now_s()
         self._live[message.number] = Live(message.number, request, message.name, began_s)
-        self._prompt_count += len(request.prompt)
+        self._counts.prompt_count += len(request.prompt)
 
     def _flush(self) -> str:
         if self._live:
@@ -250,10 +216,10 @@ class EngineLoop:
         began_s = self._clock.now_s()
         self._recorder.before(self._engine)
         result = self._engine.step()
-        self._step_s = self._clock.now_s() - began_s
+        self._counts.step_s = self._clock.now_s() - began_s
         self._recorder.after(self._engine, result, began_s)
         self._is_blocked = result.is_empty
-        self._turn_count += result.turn_count
+        self._counts.turn_count += result.turn_count
         pieces = self._pieces(result)
         if pieces:
             self._wire.give(Progress(tuple(pieces), self._clock.now_s()))
@@ -278,7 +244,7 @@ class EngineLoop:
 
     def _piece(self, live: Live, mades: list[Made], scored: Sequence[Chance]) -> Piece:
         tokens = tuple(token for made in mades for token in made.tokens)
-        self._made_count += len(tokens)
+        self._counts.made_count += len(tokens)
         return Piece(
             live.number,
             tokens,
@@ -299,7 +265,7 @@ class EngineLoop:
         live.is_admitted = True
         assert 0 <= request.cached_count <= request.prefill_count, f"request {live.number}"
         count = min(request.cached_count, len(request.prompt))
-        self._cached_count += count
+        self._counts.cached_count += count
         return count
 
     def _why(self, request: Request) -> str:
@@ -316,80 +282,15 @@ class EngineLoop:
             self._told_at_s = now_s
             self._wire.give(self.status())
 
-    def _pools(self, stats: Stats) -> tuple[PoolUse, ...]:
-        layout = self._engine.offload.layout
-        host, index = stats.host_page_count, stats.index_page_count
-        host_used = host - stats.free_host_page_count
-        index_used = index - stats.free_index_page_count
-        return (
-            PoolUse(HOST_PAGES, host_used, host, layout.host_page_bytes),
-            PoolUse(INDEX_PAGES, index_used, index, layout.index_page_bytes),
-        )
-
     def status(self) -> Status:
-        engine = self._engine
-        states = [live.request.state for live in self._live.values()]
-        short = engine.refusal if "waiting" in states else None
-        stats = engine.offload.stats()
-        return Status(
-            step_count=engine.step_count,
-            turn_count=self._turn_count,
-            step_s=self._step_s,
-            running_count=states.count("prefilling") + states.count("decoding"),
-            waiting_count=sum(state in ("waiting", "landing", "loading") for state in states),
-            preempted_count=states.count("preempted"),
-            preemption_count=engine.preempted_count,
-            made_count=self._made_count,
-            prompt_count=self._prompt_count,
-            cached_count=self._cached_count,
-            limiter=short.limiter if short is not None else None,
-            shortage=in_words(short) if short is not None else "",
-            pools=self._pools(stats),
-            hits=tuple(stats.hit_count.tolist()),
-            misses=tuple(stats.miss_count.tolist()),
-            places=tuple(stats.place_count.tolist()),
-            fetched_bytes=tuple(stats.fetched_bytes.tolist()),
-            stored_bytes=tuple(stats.stored_bytes.tolist()),
-            slots_used=tuple(stats.used_slot_count.tolist()),
-            slots=tuple(stats.slot_count.tolist()),
-            modes=tuple(tuple(counts) for counts in engine.tuning.mode_counts.tolist()),
-            transfer_us=tuple((stats.transfer_ns // 1000).tolist()),
-            exposed_us=tuple((stats.exposed_ns // 1000).tolist()),
-            verified_count=engine.verifier.checked_count,
-            mismatch_count=engine.verifier.mismatch_count,
-            landed_hits=tuple(engine.warmth.hits.tolist()),
-            landed_asked=tuple(engine.warmth.asked.tolist()),
-            requests=tuple(self._lines()),
-            depth=engine.depth,
-            depth_reasons=engine.depth_reasons(),
-            open_counts=open_counts(self._live, self._wire.front_count),
-            handoff=self.peers.status(engine.ended_handoffs),
-            disk=disk_line(stats.disk),
-            stages=engine.stage_lines(),
-            graphs=engine.graph_line(),
-            experts=engine.expert_line(),
+        return status_of(
+            self._engine,
+            list(self._live.values()),
+            self._counts,
+            now_s=self._clock.now_s(),
+            front_count=self._wire.front_count,
+            handoff=self.peers.status(self._engine.ended_handoffs),
         )
-
-    def _lines(self) -> Iterator[RequestLine]:
-        now_s = self._clock.now_s()
-        return (_line(live, now_s) for live in islice(self._live.values(), SHOWN_MAX))
-
-
-def _line(live: Live, now_s: float) -> RequestLine:
-    request = live.request
-    return RequestLine(
-        live.number,
-        request.state,
-        len(request.prompt),
-        request.prefilled_count,
-        len(request.output),
-        request.sampling.tokens_max,
-        request.turn_count,
-        request.hit_count,
-        request.asked_count,
-        live.name,
-        now_s - live.began_s,
-    )
 
 
 def _given(handoff: Handoff | None) -> int | None:
