@@ -28,7 +28,7 @@ OF_DECODING: Final = frozenset(
 """Settings that affect only steps that decode."""
 
 
-def check_keys(settings: Settings) -> None:
+def check_api_keys(settings: Settings) -> None:
     """Refuses a server without a key unless that was asked for, or only this machine reaches it."""
     if settings.api_key and not settings.keys:
         raise BadInput("api_key has no key in it, only spaces and commas")

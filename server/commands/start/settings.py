@@ -25,10 +25,10 @@ from ess.errors import BadInput
 from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
 from ess.server.commands.start.files.hidden_files import read_keys, read_secret
 from ess.server.commands.start.setting_checks import (
+    check_api_keys,
     check_equal,
     check_executor,
     check_flags,
-    check_keys,
     check_role,
 )
 from ess.server.commands.start.torchrun import placed_by_torchrun
@@ -197,7 +197,7 @@ class Settings(ProcessConfig):
                 f"root_path is {self.root_path!r}, must begin with / and not end with it"
             )
         read_origins(self.allowed_origins)
-        check_keys(self)
+        check_api_keys(self)
         check_role(self)
         check_equal(self)
         check_executor(self)
