@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import msgspec
 
+from ess.errors import BadInput
 from ess.models.config import ModelConfig
 from ess.models.part import ModelPart, require_all_heads
-from ess.models.reading import parse
+from ess.models.reading import named, parse
 
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource
@@ -50,6 +51,9 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     given = {key: value for key, value in raw.items() if key not in FOREIGN}
     own = {**OWN, **READ, **{key: raw[key] for key in READ if raw.get(key) is not None}}
     config = parse(given, defaults=DEFAULTS, fixed=FIXED, own=own)
+    if config.stream_count == 1:
+        with named(raw):
+            raise BadInput("hc_mult 1 is not supported, only several residual streams")
     return msgspec.structs.replace(config, index_norm_eps=config.norm_eps)
 
 

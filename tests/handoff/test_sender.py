@@ -169,6 +169,7 @@ def test_again_sends_only_what_had_been_sent() -> None:
         receiver.say(Again(UID, ROWS, 1, 9, 1, 1000))
         receiver.say(Again(UID, WINDOWS, 0, 1, 0, 1))
         receiver.say(Again(UID, KEYS, 60, 61, 0, 1))
+        receiver.say(Again(UID, PieceKind.STATE, 0, 1, 0, 1))
         made.settle()
         again = [(piece.kind, piece.page_begin, piece.page_end) for piece in receiver.pieces]
         assert again[before:] == [(ROWS, 1, 2)]

@@ -181,6 +181,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("axk2", {"indexer_rope_interleave": True}, "indexer_rope_interleave true is not supported"),
     ("hy_v4", {"rope_interleave": True}, "rope_interleave true is not supported"),
     ("hy_v4", {"hc_mult": 0}, "hc_mult"),
+    ("hy_v4", {"hc_mult": 1}, "hc_mult 1 is not supported, only several residual streams"),
     ("hy_v4", {"swiglu_limit": -1.0}, "swiglu_limit"),
     ("hy_v4", {"indexer_types": ["shared"] * 6}, "layer 0 must have an indexer of its own"),
     ("mistral_large4", {"kv_source_layers": [0, 0, 2, 3, 4]}, "kv_source_layers lets layers share"),

@@ -21,10 +21,11 @@ ROW_FORMS: Final = ("f32", "bf16", "fp8")
 
 Happening = Literal["cancel", "preempt", "forget", "verify", "rebalance"]
 HAPPENINGS: Final[tuple[Happening, ...]] = Happening.__args__
-WISHES: Final = ("greedy", "warm", "cut", "penalised", "bound", "ended", "told", "scored")
+WISHES: Final = ("greedy", "warm", "cut", "penalised", "bound", "ended", "told", "scored", "mixed")
 """Drawn: from all chances, from some of them, behind penalties, among few ids without bad words,
-to an end that is not near, with chances of the answer, and with those of the prompt."""
-OF_TEXT: Final = ("grammar", "stop")
+to an end that is not near, with chances of the answer, with those of the prompt, and with several
+of these at once."""
+OF_TEXT: Final = ("grammar", "stop", "mixed text")
 """For the model with a tokenizer."""
 FAMILIES: Final = (*RANDOM, "embedded")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import random
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from tests.support.checkpoints import tokens
 
 LINE_COUNT = 1024
 KEYS: Final = {"f32": "f32", "bf16": None, "fp8": None}
+MIXED_WITH_TEXT: Final = ("greedy", "cut", "penalised", "ended", "told", "scored")
 GRAMMARS: Final = (
     Grammar("regex", "(19|20)[0-9]{2}-(0[1-9]|1[0-2])( and [a-z]{3,9})*"),
     Grammar("json_schema", '{"type": "array", "items": {"enum": ["module", "mode", 17, null]}}'),
@@ -64,8 +66,31 @@ def lines(family: str) -> list[list[int]]:
 
 
 def wish(ask: Ask, vocabulary: int) -> Sampling:
+    of, text = _wishes(ask, vocabulary), _wishes_of_text(ask)
+    named = {**of, **text}
+    if ask.wish == "mixed":
+        named["mixed"] = _mixed(ask, [*of.values()])
+    if ask.wish == "mixed text":
+        named["mixed text"] = _mixed(ask, [*(of[name] for name in MIXED_WITH_TEXT), *text.values()])
+    more = named[ask.wish]
+    ends = not {"stop_ids", "grammar"}.isdisjoint(more)
+    return Sampling(tokens_max=ask.tokens, ignore_eos=not ends, **more)
+
+
+def _mixed(ask: Ask, wishes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Some of them at once; the same for the same request."""
+    draw = random.Random(f"{ask.line} {ask.length} {ask.tokens} {ask.seed}")
+    mixed: dict[str, Any] = {}
+    for each in draw.sample(wishes, draw.randint(2, 4)):
+        mixed |= each
+    if "grammar" in mixed and draw.random() < 0.5:
+        del mixed["grammar"]
+    return mixed
+
+
+def _wishes(ask: Ask, vocabulary: int) -> dict[str, dict[str, Any]]:
     heat = {"temperature": 1.2, "seed": ask.seed}
-    more: dict[str, dict[str, Any]] = {
+    return {
         "greedy": {},
         "warm": heat,
         "cut": {**heat, "top_p": 0.8, "top_k": 20, "min_p": 0.02},
@@ -87,11 +112,15 @@ def wish(ask: Ask, vocabulary: int) -> Sampling:
         },
         "told": {**heat, "logprobs": 3},
         "scored": {"prompt_logprobs": 2, "prompt_start": ask.length // 2},
+    }
+
+
+def _wishes_of_text(ask: Ask) -> dict[str, dict[str, Any]]:
+    heat = {"temperature": 1.2, "seed": ask.seed}
+    return {
         "grammar": {**heat, "grammar": GRAMMARS[ask.seed % len(GRAMMARS)], "bad_words": ((5,),)},
         "stop": {**heat, "stop": ("e", "the "), "tokens_min": ask.tokens // 3},
     }
-    ends = {} if ask.wish in ("ended", "grammar") else {"ignore_eos": True}
-    return Sampling(tokens_max=ask.tokens, **ends, **more[ask.wish])
 
 
 @functools.cache
@@ -191,9 +220,10 @@ def tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def alone(family: str, ask: Ask, form: str) -> Truth:
+def alone(family: str, ask: Ask, form: str, chunk_tokens: int = 512) -> Truth:
     """What an engine says of one request, all of whose rows are resident, a token a step: where
-    rows are rounded, or where text decides. `scores` are the leads of its likeliest tokens."""
+    rows are rounded, or where text decides. `scores` are the leads of its likeliest tokens. A last
+    bit of a row may depend on the length of its chunk, and decide how it is rounded."""
     made = model(family)
     layout = msgspec.structs.replace(made.config, mtp_layer_count=0).layout(
         row=form, index=KEYS[form]
@@ -206,8 +236,10 @@ def alone(family: str, ask: Ask, form: str) -> Truth:
         slot_floor=64,
     )
     text = tokenizer() if ask.wish in OF_TEXT else None
-    engine = Engine(made, offload, EngineConfig(modes="resident"), tokenizer=text)
-    asked = dataclasses.replace(wish(ask, made.config.vocab_size), logprobs=2)
+    engine = Engine(
+        made, offload, EngineConfig(modes="resident", chunk_tokens=chunk_tokens), tokenizer=text
+    )
+    asked = dataclasses.replace(wish(ask, made.config.vocab_size), logprobs=2, prompt_logprobs=None)
     request = engine.add(lines(family)[ask.line][: ask.length], asked)
     chances = [chance for step in engine.run() for said in step.made for chance in said.chances]
     leads = [chance.top[0][1] - chance.top[1][1] for chance in chances]

@@ -131,12 +131,13 @@ class World:
         for copy in range(1 + ask.more):
             own = msgspec.structs.replace(ask, seed=ask.seed ^ copy)
             expected = self._truth(own)
+            asked = wish(own, model(self.life.family).config.vocab_size)
             said = expected.tokens[: min(ask.said, len(expected.tokens) - 1)]
-            if leader is not None or ask.wish == "scored":
+            if leader is not None or asked.prompt_logprobs is not None:
                 said = []
             request = self.engine.add(
                 lines(self.life.family)[ask.line][: ask.length],
-                wish(own, model(self.life.family).config.vocab_size),
+                asked,
                 priority=ask.priority,
                 salt=SALTS[ask.salt],
                 leader=leader,
@@ -147,7 +148,8 @@ class World:
 
     def _truth(self, ask: Ask) -> Truth:
         if self.life.form != "f32":
-            return alone(self.life.family, msgspec.structs.replace(ask, at=0), self.life.form)
+            given = msgspec.structs.replace(ask, at=0), self.life.form
+            return alone(self.life.family, *given, self.life.engine["chunk_tokens"])
         family = self.life.family
         return truth(family, ask.line, ask.length, ask.tokens, ask.wish, ask.seed)
 
@@ -261,19 +263,21 @@ class World:
             raise Wrong(f"{told.ask} is refused: {told.request.refusal}")
 
     def _look_at_chances(self, told: Told) -> None:
-        scores, length = told.truth.scores, told.truth.prompt
-        if told.ask.wish == "told":
-            said = len(told.request.said)
-            if len(told.chances) != len(told.request.output) - said:
+        """Their count, and where the plain model says them, what they are."""
+        scores, length, request = told.truth.scores, told.truth.prompt, told.request
+        of_text = told.ask.wish in OF_TEXT
+        if request.sampling.logprobs is not None:
+            said = len(request.said)
+            if len(told.chances) != len(request.output) - said:
                 raise Wrong(f"{told.ask}: {len(told.chances)} chances")
-            for at, chance in enumerate(told.chances, said):
-                self._close(told, chance, scores[length - 1 + at], told.request.output[at])
-        if told.ask.wish == "scored" and told.request.leader is None:
-            start = told.request.sampling.prompt_start
+            for at, chance in enumerate(told.chances if not of_text else (), said):
+                self._close(told, chance, scores[length - 1 + at], request.output[at])
+        if request.sampling.prompt_logprobs is not None and request.leader is None:
+            start = request.sampling.prompt_start
             if len(told.scored) != max(0, length - 1 - start):
                 raise Wrong(f"{told.ask}: {len(told.scored)} chances of the prompt")
-            for at, chance in enumerate(told.scored, start):
-                self._close(told, chance, scores[at], told.request.prompt[at + 1])
+            for at, chance in enumerate(told.scored if not of_text else (), start):
+                self._close(told, chance, scores[at], request.prompt[at + 1])
 
     def _close(self, told: Told, chance: Chance, scores: Tensor, token: int) -> None:
         far = abs(chance.logprob - float(scores[token])) > CLOSE

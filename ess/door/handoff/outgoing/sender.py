@@ -216,7 +216,7 @@ class Sender:
 
     def _again(self, message: Again, peer: int) -> None:
         departure = self._of_peer(message.uid, peer)
-        if departure is None:
+        if departure is None or message.kind not in departure.units:
             return
         asked = departure.asked(message)
         self._counts["again"] += departure.units[message.kind].again(asked)
