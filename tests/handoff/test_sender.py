@@ -285,6 +285,7 @@ def test_a_reserved_that_comes_twice_and_another_one() -> None:
         ({"first_page": 1}, Reason.WRONG_LAYOUT),
         ({"pages": (1, 2, 3, 4)}, Reason.WRONG_LAYOUT),
         ({"pages": (1, 2, 3, 4, 23)}, Reason.WRONG_LAYOUT),
+        ({"window_at": 1 << 63}, Reason.WRONG_LAYOUT),
     ],
 )
 @pytest.mark.parametrize("is_early", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,10 @@ from ess.door.handoff.outgoing.units import Part, Units
 from ess.door.sequences.states import Bytes
 from ess.transfer.messages import Again, PieceKind, Reason, Reserved, text_digest
 from ess.transfer.runs import Runs
+
+
+REGION_BYTES_MAX: Final = 1 << 62
+"""Places in a region are numbers of 63 bits, sizes added."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +128,8 @@ class Departure:
             return Reason.WRONG_TEXT
         is_whole = room.first_page + len(pages) == self.page_count
         if not is_whole or (len(pages) and int(pages.max()) >= room.pool_pages):
+            return Reason.WRONG_LAYOUT
+        if room.window_at > REGION_BYTES_MAX:
             return Reason.WRONG_LAYOUT
         return None
 
