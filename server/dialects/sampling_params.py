@@ -23,10 +23,12 @@ SEED_BITS: Final = 63
 
 
 class Wanted(Sampled, kw_only=True):
-    """What a client of any dialect asks for, before bounds and defaults. `names` has the client's
-    own name for a field, for errors that begin with the field."""
+    """What a client of any dialect asks for, before bounds and defaults. `tokens_usual` is the
+    dialect's own default for `tokens_max`. `names` has the client's own name for a field, for
+    errors that begin with the field."""
 
     tokens_max: int | None
+    tokens_usual: int | None = None
     tokens_min: int | None = None
     keep_stop: bool = False
     keep_special: bool = False
@@ -170,7 +172,8 @@ def _wrapped(seed: int) -> int:
 def _tokens_max(service: Service, wanted: Wanted, prompt: list[int]) -> int:
     left = service.limits.length_max - len(prompt)
     if wanted.tokens_max is None:
-        return max(min(left, service.limits.tokens_default), wanted.tokens_min or 0)
+        usual = wanted.tokens_usual or service.limits.tokens_default
+        return max(min(left, usual), wanted.tokens_min or 0)
     if wanted.tokens_max > left:
         raise BadInput(
             f"max_tokens is {wanted.tokens_max:,}, but after {len(prompt):,} tokens of prompt only"

@@ -262,6 +262,23 @@ def test_prompt_logprobs_as_vllm_has_them(served: Served):
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "test-model", "prompt": [5] * 4090}),
+        ("/generate", {"input_ids": [5] * 4090}),
+        ("/inference/v1/generate", {"token_ids": [5] * 4090, "sampling_params": {}}),
+    ],
+)
+def test_where_nothing_is_asked_the_answer_ends_with_the_context(served: Served, path, body):
+    """Each of these has a default of more than the six tokens that are left."""
+    content = {"content-type": "application/json"}
+    asked = urllib.request.Request(served.url + path, json.dumps(body).encode(), content)
+    with urllib.request.urlopen(asked) as answer:
+        assert answer.status == 200
+    assert served.engine.adds[-1].sampling.tokens_max == 6
+
+
+@pytest.mark.parametrize(
     ("changed", "says"),
     [
         ({"max_tokens": 0}, "max_tokens is 0"),

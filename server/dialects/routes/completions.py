@@ -33,7 +33,8 @@ async def completions(request: Request) -> Response:
         raise BadInput("max_tokens is 0: an echo alone is not streamed")
     wanted = sampling_params.wanted_of_openai(
         ask,
-        tokens_max=16 if ask.max_tokens is None else ask.max_tokens + is_echo_alone(ask),
+        tokens_max=None if ask.max_tokens is None else ask.max_tokens + is_echo_alone(ask),
+        tokens_usual=16,
         logprobs=ask.logprobs,
         prompt_logprobs=_prompt_logprobs(ask),
         forms=prepared.forms,

@@ -76,7 +76,8 @@ def _wanted(
     where = "input_ids" if ask.text is None else "text"
     return sampling_params.wanted_of(
         sampling,
-        tokens_max=128 if sampling.max_new_tokens is None else sampling.max_new_tokens,
+        tokens_max=sampling.max_new_tokens,
+        tokens_usual=128,
         tokens_min=sampling.min_new_tokens,
         keep_stop=bool(sampling.no_stop_trim),
         keep_special=sampling.skip_special_tokens is False,
@@ -188,7 +189,8 @@ async def generate_tokens(request: Request) -> Response:
     sampling_params.refuse_streamed(ask.stream, sampling.prompt_logprobs)
     wanted = sampling_params.wanted_of(
         sampling,
-        tokens_max=16 if sampling.max_tokens is None else sampling.max_tokens,
+        tokens_max=sampling.max_tokens,
+        tokens_usual=16,
         tokens_min=sampling.min_tokens,
         seed=sampling.seed,
         logprobs=sampling.logprobs,
