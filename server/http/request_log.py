@@ -1,4 +1,5 @@
-"""`--request-log`: a line per request, when its answer has been sent; nothing of its content.
+"""`--request-log`: a line per request, when its answer has been sent; nothing of its content. With
+`--log-format json` the line is a record whose fields are the parts of the line.
 
 Plain ASGI around the whole app, so that refusals have their line too. It reads what the layers
 below have left in the request's state: wrapping `send` would keep events from the short way to the
@@ -14,12 +15,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ess import console
 from ess.clock import Clock
+from ess.server.process.log_records import record
 from ess.server.process.requests.call import Call
 
 
 class RequestLog:
-    def __init__(self, app: ASGIApp, *, clock: Clock) -> None:
+    def __init__(self, app: ASGIApp, *, clock: Clock, is_json: bool = False) -> None:
         self._app = app
+        self._write = written if is_json else line
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,7 +34,7 @@ class RequestLog:
             await self._app(scope, receive, send)
         finally:
             took_s = self._clock.now_s() - began_s
-            console.note(line(state, scope["method"], began_s=began_s, took_s=took_s))
+            console.note(self._write(state, scope["method"], began_s=began_s, took_s=took_s))
 
 
 def line(state: Mapping[str, Any], method: str, *, began_s: float, took_s: float) -> str:
@@ -44,3 +47,19 @@ def line(state: Mapping[str, Any], method: str, *, began_s: float, took_s: float
         return shown
     first = f", the first after {call.first_at_s - began_s:.3f} s" if call.first_at_s else ""
     return f"{shown}: {call.prompt_count} prompt tokens, {call.made_count} made{first}"
+
+
+def written(state: Mapping[str, Any], method: str, *, began_s: float, took_s: float) -> str:
+    """The line as a record; `trace_id` is there if the request came with a trace."""
+    route, status = state.get("answered", ("other", None))
+    parts: dict[str, Any] = {"request_id": state.get("request_id"), "method": method}
+    parts |= {"route": route, "status": status, "took_s": round(took_s, 6)}
+    if trace := state.get("trace"):
+        parts["trace_id"] = trace.split("-")[1]
+    if session := state.get("session_id"):
+        parts["session_id"] = session
+    call: Call | None = state.get("call")
+    if call is not None:
+        parts |= {"prompt_tokens": call.prompt_count, "made_tokens": call.made_count}
+        parts["first_s"] = round(call.first_at_s - began_s, 6) if call.first_at_s else None
+    return record("info", "request", **parts).decode()

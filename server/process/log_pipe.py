@@ -5,7 +5,7 @@ read (a write that never returns). So descriptor 2 becomes the end of a pipe of 
 block, and a thread copies from it to the original stderr. What cannot be written is kept up to
 `KEPT_BYTES`; more is dropped and counted, and the count is written once there is room. Everything
 passes here: notes, logging, tracebacks, output of libraries, and the engine process, which inherits
-the descriptor.
+the descriptor. So here the log can become one of JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
+from ess.server.process.log_records import Records
+
 STDERR: Final = 2
 KEPT_BYTES: Final = 256 << 10
 LAST_S: Final = 1.0
@@ -25,7 +27,7 @@ PIECE_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes this many wit
 
 
 @contextlib.contextmanager
-def unblocked_stderr() -> Iterator[None]:
+def unblocked_stderr(*, is_json: bool = False) -> Iterator[None]:
     """Restores stderr after the block if all was written, else discards: the end must not wait."""
     outside = os.dup(STDERR)
     inside, into = os.pipe()
@@ -33,7 +35,7 @@ def unblocked_stderr() -> Iterator[None]:
     sys.stderr.flush()
     os.dup2(into, STDERR)
     os.close(into)
-    carrier = Carrier(inside, outside)
+    carrier = Carrier(inside, outside, records=Records() if is_json else None)
     carrier.start()
     try:
         yield
@@ -49,12 +51,14 @@ def unblocked_stderr() -> Iterator[None]:
 
 
 class Carrier(threading.Thread):
-    """Copies from `inside` to `outside` until all writers of the pipe have closed it."""
+    """Copies from `inside` to `outside` until all writers of the pipe have closed it; `records`
+    writes the text as JSON."""
 
-    def __init__(self, inside: int, outside: int) -> None:
+    def __init__(self, inside: int, outside: int, *, records: Records | None = None) -> None:
         super().__init__(name="ess-log", daemon=True)
         self._inside = inside
         self._outside = outside
+        self._records = records
         self._waiting = bytearray()
         self.lost_bytes = 0
 
@@ -74,10 +78,15 @@ class Carrier(threading.Thread):
 
     def _take(self) -> bool:
         piece = os.read(self._inside, KEPT_BYTES)
-        kept = piece[: KEPT_BYTES - len(self._waiting)]
-        self._waiting += kept
+        kept = piece[: max(0, KEPT_BYTES - len(self._waiting))]
+        self._waiting += self._form(kept)
         self.lost_bytes += len(piece) - len(kept)
+        if not piece and self._records is not None:
+            self._waiting += self._records.end()
         return bool(piece)
+
+    def _form(self, text: bytes) -> bytes:
+        return text if self._records is None else self._records.feed(text)
 
     def _give(self) -> None:
         """Writes a piece of what is kept; after the last, the number of bytes lost."""
@@ -89,5 +98,7 @@ class Carrier(threading.Thread):
             return
         del self._waiting[:count]
         if self.lost_bytes and not self._waiting:
-            self._waiting += b"\ness: %d bytes of this log were lost\n" % self.lost_bytes
+            self._waiting += self._form(
+                b"\ness: %d bytes of this log were lost\n" % self.lost_bytes
+            )
             self.lost_bytes = 0

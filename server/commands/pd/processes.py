@@ -64,7 +64,12 @@ def serve_pd(
     for sentence in resolved.notes:
         console.note(f"ess: {sentence}")
     settings = resolved.settings
-    with kept_place(settings) as place, own_folder() as folder, unblocked_stderr():
+    is_json = settings.log_format == "json"
+    with (
+        kept_place(settings) as place,
+        own_folder() as folder,
+        unblocked_stderr(is_json=is_json),
+    ):
         processes = PdProcesses(shape, share, chosen, place, settings, Path(folder), RealClock())
         return asyncio.run(processes.run(json=json))
 

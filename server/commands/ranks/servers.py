@@ -72,7 +72,7 @@ def serve_ranks(resolved: Resolved, *, json: bool) -> int:
     with (
         own_folder() as folder,
         kept_places(division.settings) as (ports, address),
-        unblocked_stderr(),
+        unblocked_stderr(is_json=resolved.settings.log_format == "json"),
     ):
         processes = RankProcesses(division, ports, address, Path(folder))
         return asyncio.run(processes.run(json=json))

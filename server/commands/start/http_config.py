@@ -47,7 +47,9 @@ def uvicorn_config(
         root_path=settings.root_path,
         origins=settings.origins,
     )
-    app: ASGIApp = RequestLog(api, clock=service.clock) if settings.request_log else api
+    app: ASGIApp = api
+    if settings.request_log:
+        app = RequestLog(api, clock=service.clock, is_json=settings.log_format == "json")
     config = uvicorn.Config(
         app,
         http=protocol,

@@ -124,7 +124,7 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     with (
         listening(settings) as listeners,
         bootstrapping(settings, listeners[0]) as further,
-        unblocked_stderr(),
+        unblocked_stderr(is_json=settings.log_format == "json"),
         end_in_time(),
     ):
         banner.greet(resolved, plan, url=url_of(settings, listeners[0]), json=json)
@@ -175,7 +175,11 @@ def run_node(told: Told) -> int:
     console.note(f"ess: {shown} of {settings.world_size} here, met at {settings.dist_init_addr}")
 
     node = Node(starter(settings, launch, told.layers, lambda number: []))
-    with unblocked_stderr(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    is_json = settings.log_format == "json"
+    with (
+        unblocked_stderr(is_json=is_json),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         return runner.run(node.run())
 
 

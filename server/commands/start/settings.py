@@ -176,6 +176,9 @@ class Settings(ProcessConfig):
     request_log: bool = setting(
         False, "telemetry", "A line per request on stderr: route, status, tokens, times; no texts."
     )
+    log_format: Literal["text", "json"] = setting(
+        "text", "telemetry", "What a line of stderr is: a sentence, or a record for a collector."
+    )
     otlp_endpoint: str = setting(
         "", "telemetry", "Where OpenTelemetry spans go, as http://127.0.0.1:4318/v1/traces."
     )

@@ -1,0 +1,78 @@
+"""The log as JSON, for collectors: a record a line, `{"time", "level", "message"}`.
+
+Text becomes a record line by line, wherever it comes from: notes, libraries, the engine process. A
+traceback is one record, of the level "error". A line that is a record already, as `request_log`
+writes them, passes as it is. What a process of ours has passed on, under its name, gets that name.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+
+from ess.decoding import UNDECODABLE
+
+OURS: Final = b'{"time":'
+FAULT: Final = b"Traceback (most recent call last):"
+NAME: Final = re.compile(rb"[a-z]+(?:-[0-9]+)?")
+LINE_BYTES_MAX: Final = 64 << 10
+FAULT_LINES_MAX: Final = 1000
+
+
+def record(level: str, message: str, **more: Any) -> bytes:
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return msgspec.json.encode({"time": at, "level": level, "message": message, **more})
+
+
+class Records:
+    """Makes records of text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._fault: list[bytes] = []
+
+    def feed(self, piece: bytes) -> bytes:
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > LINE_BYTES_MAX:
+            lines, self._rest = [*lines, self._rest], b""
+        return b"".join(map(self._of_line, lines))
+
+    def end(self) -> bytes:
+        """What is left of the text, which has ended."""
+        return self._of_line(self._rest) + self._of_fault()
+
+    def _of_line(self, line: bytes) -> bytes:
+        if self._fault:
+            self._fault.append(line)
+            is_within = line[:1] in (b" ", b"") and len(self._fault) < FAULT_LINES_MAX
+            return b"" if is_within else self._of_fault()
+        if line == FAULT:
+            self._fault = [line]
+            return b""
+        if _is_record(line):
+            return line + b"\n"
+        name, _, rest = line.partition(b": ")
+        if NAME.fullmatch(name) and _is_record(rest):
+            return b'{"process":"%b",%b\n' % (name, rest[1:])
+        return _written("info", line.removeprefix(b"ess: ")) if line.strip() else b""
+
+    def _of_fault(self) -> bytes:
+        lines, self._fault = self._fault, []
+        return _written("error", b"\n".join(lines)) if lines else b""
+
+
+def _is_record(line: bytes) -> bool:
+    if not line.startswith(OURS):
+        return False
+    try:
+        msgspec.json.decode(line)
+    except UNDECODABLE:
+        return False
+    return True
+
+
+def _written(level: str, text: bytes) -> bytes:
+    return record(level, text.decode("utf-8", "replace").rstrip()) + b"\n"
