@@ -4,6 +4,7 @@ the parser of `ess` and the check of its settings."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -14,10 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
+from ess.errors import BadInput
 from ess.server.commands import cli
 from ess.server.commands.start import begin
 from ess.server.commands.start.settings import Settings, resolve
 from ess.server.http import status_routes
+from ess.server.http.origins import check_page
+from ess.server.http.responses import Foreign
 from tests.house.tree import ROOT
 
 DEPLOY = ROOT / "docs" / "deploy"
@@ -28,6 +32,7 @@ DOCUMENTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
 STANDS_FOR = {
     "ADDRESS": "10.0.0.11",
     "POD_IP": "10.0.0.11",
+    "POD_NAME": "ess-decode-0-3",
     "SLURMD_NODENAME": "node2",
     "SLURM_PROCID": "3",
     "LWS_WORKER_INDEX": "3",
@@ -37,6 +42,9 @@ STANDS_FOR = {
     "head": "node2",
     "secret": "/etc/ess/peer.secret",
 }
+ELSEWHERE = {"Containerfile", "grafana.json", "alerts.yaml"}
+"""Files with checks of their own: below, and in tests/server/operate/test_boards.py."""
+
 VARIABLE = re.compile(r"\$\((\w+)\)|\$\{(\w+)\}|\$(\w+)")
 
 
@@ -88,6 +96,7 @@ def read(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Set
 LINES = [
     pytest.param(path.name, words, id=f"{path.name}-{number}")
     for path in sorted(DEPLOY.iterdir())
+    if path.name not in ELSEWHERE
     for number, words in enumerate(lines_of(path))
 ]
 
@@ -101,16 +110,34 @@ def test_ess_takes_every_command_line(name, words, tmp_path, monkeypatch):
         assert settings.dist_init_addr.endswith(":29600")
         assert [peer.at.port for peer in settings.peer_list] == [8000]
     assert settings.peer_secret == "sixteen bytes are enough"
+    assert settings.without_key
     if name != "README.md":
         assert settings.port == 8000
 
 
 def test_every_file_has_a_command_line_and_the_page_names_it():
-    seen = {param.values[0] for param in LINES}
+    seen = {param.values[0] for param in LINES} | ELSEWHERE
     page = (DEPLOY / "README.md").read_text()
     for path in DEPLOY.iterdir():
         assert path.name in seen, path
         assert path.name == "README.md" or f"]({path.name})" in page
+
+
+def test_a_container_asks_for_a_key_and_serves_with_one(tmp_path, monkeypatch):
+    text = (DEPLOY / "Containerfile").read_text()
+    steps = dict(re.findall(r"^(ENTRYPOINT|CMD) (.*)", text, re.MULTILINE))
+    assert json.loads(steps["ENTRYPOINT"]) == ["ess"]
+    words, keys = json.loads(steps["CMD"]), tmp_path / "keys"
+    keys.write_text("secret")
+    with pytest.raises(BadInput, match="there is no key: give --api-key-file FILE"):
+        resolve({"host": words[words.index("--host") + 1]}, environment={})
+    settings = read([*words, "--api-key-file", str(keys)], tmp_path, monkeypatch)
+    [probe] = re.findall(r"127.0.0.1:(\d+)(/\w+)", text)
+    assert probe == (str(settings.port), "/ready")
+    [exposed] = re.findall(r"^EXPOSE (\d+)", text, re.MULTILINE)
+    assert int(exposed) == settings.port
+    [torch] = re.findall(r" (torch==\S+)", text)
+    assert torch in (ROOT / "Makefile").read_text()
 
 
 def test_the_parser_would_refuse_what_is_wrong(tmp_path, monkeypatch):
@@ -146,6 +173,20 @@ def test_the_router_is_told_of_every_pod():
         "http://ess-prefill-0.ess-prefill:8000",
         *(f"http://{pod}.ess-decode:8000" for pod in pods),
     }
+
+
+@pytest.mark.parametrize("pod", ["ess-prefill-0", "ess-decode-0", "ess-decode-0-3"])
+def test_a_pod_answers_under_the_name_by_which_it_is_asked(pod, tmp_path, monkeypatch):
+    """Without a key a server answers its own names alone; a wrong one would be a 403 for each
+    request, behind a router whose probes are well."""
+    monkeypatch.setitem(STANDS_FOR, "POD_NAME", pod)
+    group = "-".join(pod.split("-")[:2])
+    settings = read(containers()[group][1:], tmp_path, monkeypatch)
+    [asked] = {word for word in containers()["ess-router"] if word.startswith(f"http://{pod}.")}
+    host = asked.removeprefix("http://").encode()
+    check_page([(b"host", host)], settings.hosts)
+    with pytest.raises(Foreign):
+        check_page([(b"host", b"other." + host)], settings.hosts)
 
 
 def router_lines() -> list[list[str]]:
