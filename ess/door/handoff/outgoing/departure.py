@@ -17,7 +17,6 @@ from ess.door.sequences.states import Bytes
 from ess.transfer.messages import Again, PieceKind, Reason, Reserved, text_digest
 from ess.transfer.runs import Runs
 
-
 REGION_BYTES_MAX: Final = 1 << 62
 """Places in a region are numbers of 63 bits, sizes added."""
 
