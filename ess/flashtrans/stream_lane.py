@@ -27,9 +27,9 @@ from ess.flashtrans.mover import KernelWay, RowMover
 from ess.flashtrans.row_lists import RowLists
 from ess.flashtrans.staging import PLACE_BYTES, Staging
 from ess.flashtrans.views import CheckedCopy, Side
-from ess.kernels.cuda.driver import Device, attempt
+from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.rows import COPY_BLOCKS, PAIRS_MAX
-from ess.kernels.cuda.streams import CudaEvent, CudaStream
+from ess.kernels.cuda.streams import CudaEvent, CudaStream, let_go
 from ess.kernels.streams import RowCopy, closed_lane
 
 LaneWay = Literal["flat", "ring", "staged"]
@@ -141,7 +141,7 @@ class StreamLane:
         self._closed = False
         self._anchor = Anchor.now(self._stream)
         self._last = StreamEvent(self._anchor.event, self._anchor.event, self._anchor)
-        weakref.finalize(self, _release, device, self._stream.handle, self._pending)
+        weakref.finalize(self, let_go, device, self._pending)
 
     def submit(self, copies: Sequence[RowCopy]) -> StreamEvent:
         checked = [self._check(copy) for copy in copies]
@@ -245,13 +245,6 @@ class StreamLane:
     def _forget(self) -> None:
         while self._pending and self._pending[0].event.done():
             self._pending.popleft()
-
-
-def _release(device: Device, stream: int, pending: deque[_Job]) -> None:
-    """Jobs of a lane that was not closed still run: what they use stays until they are over."""
-    attempt("cuCtxSetCurrent", device.context)
-    attempt("cuStreamSynchronize", stream)
-    pending.clear()
 
 
 def _require_in_range(side: Side) -> None:

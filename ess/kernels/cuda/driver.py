@@ -84,8 +84,14 @@ class Device:
 
     def _load(self, source: Program, entry: str, shared_bytes: int, cluster_blocks: int) -> Kernel:
         self.make_current()
-        module = call("cuModuleLoadData", program.cubin(source, self.arch, folder=self._folder))
-        handle = int(call("cuModuleGetFunction", module, entry.encode()))
+        code = program.cubin(source, self.arch, folder=self._folder)
+        status, *module = attempt("cuModuleLoadData", code)
+        if status:
+            raise Unavailable(
+                f"{source} for {self.arch} cannot be loaded: {fault('cuModuleLoadData', status)}; "
+                "`ess build-kernels` compiles it anew"
+            )
+        handle = int(call("cuModuleGetFunction", *module, entry.encode()))
         if shared_bytes > STATIC_SHARED_BYTES:
             wanted = constant("CUfunction_attribute", "MAX_DYNAMIC_SHARED_SIZE_BYTES")
             call("cuFuncSetAttribute", handle, wanted, shared_bytes)
@@ -93,6 +99,12 @@ class Device:
             wanted = constant("CUfunction_attribute", "NON_PORTABLE_CLUSTER_SIZE_ALLOWED")
             call("cuFuncSetAttribute", handle, wanted, 1)
         return Kernel(self, handle, entry)
+
+    def wait_for_all(self) -> None:
+        """For what goes, whatever stream may use it; streams that are garbage too may be gone. At
+        interpreter exit the driver may be gone as well, and with it what was queued."""
+        attempt("cuCtxSetCurrent", self.context)
+        attempt("cuCtxSynchronize")
 
     def memory(self) -> tuple[int, int]:
         """Bytes that are free now, and all bytes."""

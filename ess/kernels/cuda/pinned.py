@@ -112,10 +112,7 @@ def _owner(memory: Bytes) -> Any:
 
 
 def _unregister(device: Device, addresses: list[int]) -> None:
-    """When all that is queued is over, for it may use the memory. Also at interpreter exit, when
-    the driver may be gone already."""
-    attempt("cuCtxSetCurrent", device.context)
-    attempt("cuCtxSynchronize")
+    device.wait_for_all()
     for address in addresses:
         attempt("cuMemHostUnregister", address)
         device.pinned.remove(address)

@@ -165,6 +165,8 @@ def _keep(path: Path, code: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(code)
+            file.flush()
+            os.fsync(file.fileno())  # or a machine that stops may leave a name and no code
         os.chmod(draft, 0o644)
         os.replace(draft, path)
     except OSError:  # a full disk is not left with drafts

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import Final
+from collections import deque
+from typing import Any, Final
 
 from ess.errors import BadState
 from ess.kernels.cuda.driver import NOT_READY, Device, attempt, call, fault
@@ -83,6 +84,12 @@ class CudaStream:
 
     def synchronize(self) -> None:
         self.record().wait()
+
+
+def let_go(device: Device, kept: deque[Any]) -> None:
+    """Copies of a lane that was not closed still run: what they use stays until they are over."""
+    device.wait_for_all()
+    kept.clear()
 
 
 def _release(device: Device, name: str, handle: int) -> None:

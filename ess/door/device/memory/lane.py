@@ -18,9 +18,9 @@ import torch
 
 from ess.errors import BadState
 from ess.flashtrans.mover import PreparedCopies, RowMover
-from ess.kernels.cuda.driver import Device, attempt
+from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.rows import COPY_BLOCKS
-from ess.kernels.cuda.streams import CudaEvent, CudaStream
+from ess.kernels.cuda.streams import CudaEvent, CudaStream, let_go
 from ess.kernels.streams import RowCopy
 
 Cuda: Any = torch.cuda
@@ -37,7 +37,7 @@ class DeviceLane:
         self._fork = CudaEvent(self.device)
         self._kept: deque[tuple[CudaEvent, object]] = deque()
         self._is_open = True
-        weakref.finalize(self, _release, self.device, self._kept)
+        weakref.finalize(self, let_go, self.device, self._kept)
 
     @property
     def compute(self) -> int:
@@ -98,10 +98,3 @@ class DeviceLane:
             self._is_open = False
             self.landings.synchronize()
             self.mark().wait()
-
-
-def _release(device: Device, kept: deque[tuple[CudaEvent, object]]) -> None:
-    """Copies of a lane that was not closed still run: what they use stays until they are over."""
-    attempt("cuCtxSetCurrent", device.context)
-    attempt("cuCtxSynchronize")
-    kept.clear()
