@@ -163,12 +163,12 @@ def test_a_driver_of_an_earlier_generation_is_named_beside_the_compiler(monkeypa
 def test_machine_code_that_a_device_refuses_is_named(monkeypatch):
     """A file that was damaged, for one."""
     device = object.__new__(driver.Device)
-    device.capability, device.context, device._folder = (9, 0), 1, None
+    device.capability, device._folder = (9, 0), None
     monkeypatch.setattr(program, "cubin", lambda *_, **__: b"no machine code")
     answers = {"cuModuleLoadData": 200}
     monkeypatch.setattr(driver, "attempt", lambda name, *_: (answers.get(name, 0),))
     with pytest.raises(Unavailable, match=r"rival.cu .* for sm_90a .*\(200\); `ess build-kernels`"):
-        device._load(SMALL, "ess_rival_rows", 0, 0)
+        device._module(SMALL)
 
 
 def test_a_full_disk_is_not_left_with_drafts(tmp_path, monkeypatch):

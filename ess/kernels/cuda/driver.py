@@ -61,6 +61,7 @@ class Device:
         self.pinned = PinnedRanges()
         self.context = call("cuDevicePrimaryCtxRetain", self._handle)
         self._folder = folder
+        self._modules: dict[Program, Any] = {}
         self._kernels: dict[tuple[Program, str], Kernel] = {}
         self.make_current()
 
@@ -84,14 +85,9 @@ class Device:
 
     def _load(self, source: Program, entry: str, shared_bytes: int, cluster_blocks: int) -> Kernel:
         self.make_current()
-        code = program.cubin(source, self.arch, folder=self._folder)
-        status, *module = attempt("cuModuleLoadData", code)
-        if status:
-            raise Unavailable(
-                f"{source} for {self.arch} cannot be loaded: {fault('cuModuleLoadData', status)}; "
-                "`ess build-kernels` compiles it anew"
-            )
-        handle = int(call("cuModuleGetFunction", *module, entry.encode()))
+        if source not in self._modules:
+            self._modules[source] = self._module(source)
+        handle = int(call("cuModuleGetFunction", self._modules[source], entry.encode()))
         if shared_bytes > STATIC_SHARED_BYTES:
             wanted = constant("CUfunction_attribute", "MAX_DYNAMIC_SHARED_SIZE_BYTES")
             call("cuFuncSetAttribute", handle, wanted, shared_bytes)
@@ -99,6 +95,16 @@ class Device:
             wanted = constant("CUfunction_attribute", "NON_PORTABLE_CLUSTER_SIZE_ALLOWED")
             call("cuFuncSetAttribute", handle, wanted, 1)
         return Kernel(self, handle, entry)
+
+    def _module(self, source: Program) -> Any:
+        code = program.cubin(source, self.arch, folder=self._folder)
+        status, *module = attempt("cuModuleLoadData", code)
+        if status:
+            raise Unavailable(
+                f"{source} for {self.arch} cannot be loaded: {fault('cuModuleLoadData', status)}; "
+                "`ess build-kernels` compiles it anew"
+            )
+        return module[0]
 
     def wait_for_all(self) -> None:
         """For what goes, whatever stream may use it; streams that are garbage too may be gone. At
