@@ -33,6 +33,7 @@ LANE = (
     "counted_copies_follow_a_graph",
     "a_count_asks_for_lists_on_the_device",
     "memory_is_registered_whole_and_let_go",
+    "a_chunk_that_is_refused_is_registered_in_halves",
     "copies_of_the_driver_are_cut_where_registrations_meet",
     "pinned_memory_is_near_and_not_for_children",
     "every_form_moves_the_same_bytes",

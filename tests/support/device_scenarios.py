@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import pytest
 from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans.mover import RowMover
 from ess.flashtrans.stream_lane import StreamLane
-from ess.kernels.cuda import driver
+from ess.kernels.cuda import driver, pinned
 from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.graphs import CudaGraph
@@ -391,6 +393,20 @@ def memory_is_registered_whole_and_let_go():
     assert not again.any()
     with pytest.raises(BadInput, match="whole pages"):
         register(device, again[5:], row_bytes=1)
+
+
+def a_chunk_that_is_refused_is_registered_in_halves():
+    with mock.patch.dict(os.environ, EMULATED_REGISTERED="200000"):
+        device, memory = Device(), host_memory(1 << 20)
+        with pytest.raises(Unavailable, match=r"1.*MiB of host memory: cuMemHostRegister .*VALUE"):
+            register(device, memory, row_bytes=16)
+        assert not device.pinned._sizes
+        with mock.patch.object(pinned, "HALVED_BYTES_MIN", 4096):
+            register(device, memory, row_bytes=16)
+    sizes = list(device.pinned._sizes.values())
+    assert sizes == [1 << 17] * 8
+    del memory
+    assert not device.pinned._sizes
 
 
 def every_form_moves_the_same_bytes(row_sizes=(264,), pair_count=300, ways=("flat", "ring")):

@@ -57,6 +57,7 @@ class Device:
         self.name = call("cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
         self.sm_count = _number(self._handle, "MULTIPROCESSOR_COUNT")
         self.capability = _capability(self._handle)
+        self.has_clusters = _number(self._handle, "CLUSTER_LAUNCH") == 1
         self.host_node = self._host_node()
         self.pinned = PinnedRanges()
         self.context = call("cuDevicePrimaryCtxRetain", self._handle)

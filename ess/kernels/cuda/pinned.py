@@ -1,11 +1,13 @@
 """Host memory that the device reads and writes in place: registered in chunks, whole rows each.
 
 One registration of hundreds of gigabytes takes minutes without a sign of life and some drivers
-refuse it, so a pool is registered chunk by chunk. A chunk ends where a row and a page end, since no
-row may lie in two and no page may be registered twice. Under unified addressing the device sees
-registered memory where the host does; a system that maps it elsewhere could not promise that the
-chunks stay side by side, and is refused. Kernels do not see where chunks meet; a copy of the driver
-must not cross there, and `copy_to_device` and `copy_to_host` of ess.kernels.cuda.memory do not.
+refuse it, so a pool is registered chunk by chunk. Drivers have also refused less, once and not
+again, where devices were nearly full: a chunk that is refused is registered in halves. A chunk ends
+where a row and a page end, since no row may lie in two and no page may be registered twice. Under
+unified addressing the device sees registered memory where the host does; a system that maps it
+elsewhere could not promise that the chunks stay side by side, and is refused. Kernels do not see
+where chunks meet; a copy of the driver must not cross there, and `copy_to_device` and
+`copy_to_host` of ess.kernels.cuda.memory do not.
 
 Pages lie near the device, where the system grants that, and forked processes do not have them.
 """
@@ -22,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels.cuda.driver import Device, attempt, call
+from ess.kernels.cuda.driver import Device, attempt, call, fault
 from ess.kernels.cuda.numa import keep_from_children, prefer_node
 from ess.kernels.memory import host_memory, touch
 from ess.units import align_up, format_bytes
@@ -31,6 +33,9 @@ Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[int, int], None]
 
 CHUNK_BYTES: Final = 64 << 30
+HALVED_BYTES_MIN: Final = 256 << 20
+REFUSALS: Final = (1, 2)
+"""An invalid value, no memory: as drivers answer where a part of it may be had."""
 PORTABLE: Final = 1
 MAPPED: Final = 2
 
@@ -68,12 +73,12 @@ def register(
     done: list[int] = []
     try:
         for at, size in chunks(memory.nbytes, row_bytes=row_bytes, chunk_bytes=chunk_bytes):
-            call("cuMemHostRegister", start + at, size, PORTABLE | MAPPED)
-            done.append(start + at)
-            device.pinned.add(start + at, size)
-            _require_same_address(start + at)
-            if progress is not None:
-                progress(at + size, memory.nbytes)
+            for begin, count in _locked(start + at, size, _unit(row_bytes)):
+                done.append(begin)
+                device.pinned.add(begin, count)
+                _require_same_address(begin)
+                if progress is not None:
+                    progress(begin + count - start, memory.nbytes)
         keep_from_children(memory)
     except BaseException:
         _unregister(device, done)
@@ -81,9 +86,29 @@ def register(
     weakref.finalize(_owner(memory), _unregister, device, done)
 
 
+def _locked(address: int, size: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Registers a chunk: whole, or in parts of which each is told when the driver has it."""
+    status, *_ = attempt("cuMemHostRegister", address, size, PORTABLE | MAPPED)
+    half = size // 2 // unit * unit
+    if status in REFUSALS and half >= HALVED_BYTES_MIN:
+        yield from _locked(address, half, unit)
+        yield from _locked(address + half, size - half, unit)
+    elif status:
+        raise Unavailable(
+            f"{format_bytes(size)} of host memory: {fault('cuMemHostRegister', status)}"
+        )
+    else:
+        yield address, size
+
+
+def _unit(row_bytes: int) -> int:
+    """The least that is whole rows and whole pages."""
+    return math.lcm(row_bytes, mmap.PAGESIZE)
+
+
 def chunks(byte_count: int, *, row_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
     """(start, size) of each; ends fall on rows and on pages."""
-    unit = math.lcm(row_bytes, mmap.PAGESIZE)
+    unit = _unit(row_bytes)
     size = chunk_bytes // unit * unit
     if row_bytes < 1 or size < 1:
         raise BadInput(

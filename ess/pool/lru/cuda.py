@@ -39,8 +39,6 @@ from ess.pool.lru.cuda_workspaces import Claims, ResidencyWorkspaces
 from ess.units import div_ceil
 
 UPKEEP_BLOCKS_MAX: Final = 32
-CLUSTERS_FROM: Final = (9, 0)
-"""The first generation whose blocks can form clusters."""
 
 OTHERS: Final = {
     "ess_locate": "locate.cu",
@@ -60,9 +58,8 @@ class Residency:
         if arena.row_of.shape[0] % 64:
             raise BadInput(f"a slab of {arena.row_of.shape[0]} slots is not whole blocks of 64")
         self.arena = arena
-        has_clusters = device.capability >= CLUSTERS_FROM
         self.shape = replace(
-            workspaces.shape, is_together=workspaces.shape.is_together and has_clusters
+            workspaces.shape, is_together=workspaces.shape.is_together and device.has_clusters
         )
         self.workspaces = workspaces
         self.group = group

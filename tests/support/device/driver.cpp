@@ -42,7 +42,8 @@ EXPORT Result cuDeviceGetName(char* name, int bytes, int) {
     return kOk;
 }
 EXPORT Result cuDeviceGetAttribute(int* value, int attribute, int) {
-    *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 16 ? 132 : 0;
+    static const std::map<int, int> values = {{16, 132}, {75, 9}, {120, 1}};
+    *value = values.count(attribute) ? values.at(attribute) : 0;
     return kOk;
 }
 EXPORT Result cuDevicePrimaryCtxRetain(void** context, int) { return *context = &world(), kOk; }
@@ -225,10 +226,13 @@ EXPORT Result cuEventElapsedTime(float* ms, void* from, void* to) {
     return kOk;
 }
 
+// As some drivers do, it refuses more than EMULATED_REGISTERED bytes at once.
 EXPORT Result cuMemHostRegister(void* at, size_t bytes, unsigned) {
     auto& ranges = world().registered;
     if (capturing()) return kCapturing;
     if (!world().current) return kNoContext;
+    const char* most = std::getenv("EMULATED_REGISTERED");
+    if (most && bytes > std::strtoull(most, nullptr, 10)) return kInvalid;
     for (auto& [start, size] : ranges)
         if (Address(at) < start + size && start < Address(at) + bytes) return kAlreadyRegistered;
     ranges[Address(at)] = bytes;
