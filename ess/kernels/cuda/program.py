@@ -3,8 +3,9 @@
 Neither a device, nor a driver, nor a CUDA toolkit is needed to compile, and where a program has
 been built ahead no compiler either. The key of a program is its source with all that it includes,
 its options and the architecture, so a kept file does what it should; the compiler's version is not
-in it, since then only a compiler could find what another has built. `ess build-kernels` compiles
-anew. Ranks that build at the same time are no trouble: each writes a draft and renames it.
+in it, since then only a compiler could find what another has built, and within a generation of CUDA
+any driver loads what any compiler has made. `ess build-kernels` compiles anew. Ranks that build at
+the same time are no trouble: each writes a draft and renames it.
 """
 
 from __future__ import annotations
