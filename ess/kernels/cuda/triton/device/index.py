@@ -53,7 +53,7 @@ def logits(
     their pages, so the last one's row of the table is read for all.
 
     Keys are the rows of the product and go to it from registers; a sum over heads then stays within
-    four threads. Pages are total one block ahead, as names are in attention.
+    four threads. Pages are loaded one block ahead, as names are in attention.
 
     Sums of a product stay in float32: keys and queries of e4m3 are multiplied as bfloat16, which
     holds both, because the tensor cores add products of e4m3 in less than float32.
