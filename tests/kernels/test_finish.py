@@ -30,6 +30,7 @@ KEY_CODECS = {
     "interleaved": IndexCodec(key_dim=64, rope_style="interleaved", scale_format="f32"),
     "unmixed": IndexCodec(key_dim=36, hadamard=False),
     "f32": IndexCodec(form="f32", key_dim=20),
+    "wide": IndexCodec(key_dim=144, hadamard=False),
 }
 COUNT = 11
 

@@ -41,13 +41,14 @@ def _turn(
     if not tokens:
         return
     cos, sin = (lines, lines) if angles is None else (angles.cos, angles.sin)
-    each = max(1, min(LINES, NUMBERS // dim))
+    padded = int(triton.next_power_of_2(dim))
+    each = max(1, min(LINES, NUMBERS // padded))
     with on(lines):
         device.turn[(div_ceil(tokens * heads, each),)](
             *(bits(lines), cos, sin, bits(out), tokens * heads, heads),
             *(*lines.stride()[:2], float(dim**-0.5)),
             DIM=dim,
-            PADDED=triton.next_power_of_2(dim),
+            PADDED=padded,
             ROPE=rope,
             IS_HALF=is_half,
             LEVELS=levels,
