@@ -9,12 +9,12 @@ NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/residency/*.cpp csrc/resid
 # Where two targets are asked for, the second runs even if the first has failed.
 MAKEFLAGS += --keep-going
 
-.PHONY: serve test test-long campaign check bench test-gpu bench-gpu clean
+.PHONY: serve test test-long campaign check bench test-gpu bench-gpu first-day wheels clean
 
 # The native library is compiled in place while packages come, so pip is to leave it alone: to pip
 # it is optional, and with such a compiler it is missing. The CPU build of torch is pinned first: a
 # looser request would pull gigabytes of CUDA.
-BUILD = -W ignore -c 'from setuptools import setup; setup()' -q build_ext --inplace
+BUILD = -W ignore csrc/build.py -q build_ext --inplace
 define INSTALL
 	@echo "installing into $(VENV): torch for the CPU, packages, the native library; some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -76,21 +76,43 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/ess-bench all --smoke
 
-# These two also run from a bare checkout on a machine with a GPU: its own Python with NumPy, pytest
-# and cuda-python is enough. Without a device the tests are skipped and nothing is measured. Both
-# print as they go and end in time; with OUT=folder what they print and measure is kept there too.
-# After a run that was cut off: BEHIND=its print leaves out tests that passed there, and ONLY="names"
-# takes these benchmarks alone; a single one has no limit.
+# These also run from a bare checkout on a machine with a GPU: its own Python with NumPy, pytest and
+# cuda-python is enough. Without a device the tests are skipped and nothing is measured. All print as
+# they go and end in time; with OUT=folder what they print and measure is kept there too. After a run
+# that was cut off: BEHIND=its print leaves out tests that passed there, and ONLY="names" takes these
+# benchmarks alone; a single one has no limit. What such a machine lacks, and cannot fetch, another
+# one fetches by `make wheels`; with that folder beside the checkout it is unpacked and used.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 GPU_CAN_BUILD = 'import sys, setuptools as s; sys.exit(int(s.__version__.split(".")[0]) < 77)'
 GPU_NATIVE = $(GPU_PYTHON) -c $(GPU_CAN_BUILD) 2>/dev/null && $(GPU_PYTHON) $(BUILD)
 GPU_LIMIT_S ?= 480
+GPU_DAY_S ?= 840
 GPU_JSON = $(if $(OUT),$(OUT)/bench-gpu.json,bench/results/gpu.json)
 KEPT = 2>&1 $(if $(OUT),| tee $(OUT)/$@.txt)
 
-test-gpu bench-gpu: export PYTHONUNBUFFERED = 1
-test-gpu bench-gpu: SHELL := /bin/bash
-test-gpu bench-gpu: .SHELLFLAGS := -o pipefail -c
+WHEELS := build/wheels
+CARRIED := build/site
+WHEELS_FOR ?= 3.12
+SERVE_ALONE = annotated-doc annotated-types cyclopts docstring-parser docutils fastapi httptools \
+	llguidance msgspec opentelemetry-api pydantic pydantic-core pyzmq rich-rst starlette \
+	typing-inspection uvicorn
+
+test-gpu bench-gpu first-day: export PYTHONUNBUFFERED = 1
+test-gpu bench-gpu first-day: export PYTHONPATH := $(if $(wildcard $(WHEELS)),$(CURDIR)/$(CARRIED):)$(PYTHONPATH)
+test-gpu bench-gpu first-day: SHELL := /bin/bash
+test-gpu bench-gpu first-day: .SHELLFLAGS := -o pipefail -c
+test-gpu bench-gpu first-day: $(if $(wildcard $(WHEELS)),$(CARRIED))
+
+# What `ess serve` and `ess doctor` need beside torch and what its images bring.
+wheels:
+	rm -rf $(WHEELS)
+	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --implementation cp \
+		--python-version $(WHEELS_FOR) $(foreach n,17 24 27 28 31,--platform manylinux_2_$(n)_x86_64) \
+		--platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d $(WHEELS) $(SERVE_ALONE)
+
+$(CARRIED): $(wildcard $(WHEELS)/*.whl)
+	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $@ $^
+	touch $@
 
 test-gpu:
 	$(GPU_NATIVE) || echo "no native library (setuptools 77 builds it): what needs it is skipped"
@@ -101,6 +123,11 @@ bench-gpu:
 	$(GPU_NATIVE) || echo "no native library (setuptools 77 builds it): no copy engine"
 	@mkdir -p $(or $(OUT),bench/results)
 	$(GPU_PYTHON) -m ess.bench.gpu.suite $(if $(ONLY),--only $(ONLY)) --out $(GPU_JSON) $(KEPT)
+
+# Both and `ess doctor` in one report, what is worth most first. Where a call has a limit, give one a
+# little lower: GPU_DAY_S=570. The next call goes on, also elsewhere with build/first-day beside it.
+first-day:
+	$(GPU_PYTHON) -m tests.gpu.first_day --limit-s $(GPU_DAY_S) $(if $(OUT),--out $(OUT))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ess/_native*.so

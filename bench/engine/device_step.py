@@ -11,8 +11,16 @@ from typing import Any
 import msgspec
 
 from ess.bench.engine.step import step_benchmark
+from ess.bench.harness.report import Row
 
 
 def device_step_benchmark(*, smoke: bool) -> list[dict[str, Any]]:
-    rows = step_benchmark(ctx="4k", batch="1,8", mtp="2", steps=16, device="cuda", smoke=smoke)
-    return [msgspec.to_builtins(row) for row in rows]
+    return [msgspec.to_builtins(row) for row in rows_of(steps=16, smoke=smoke)]
+
+
+def device_step_kernels() -> None:
+    rows_of(steps=1, smoke=False)
+
+
+def rows_of(*, steps: int, smoke: bool) -> list[Row]:
+    return step_benchmark(ctx="4k", batch="1,8", mtp="2", steps=steps, device="cuda", smoke=smoke)

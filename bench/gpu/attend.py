@@ -48,7 +48,14 @@ def others_benchmark(*, smoke: bool) -> Iterator[Row]:
             yield from bench.deep_gemm(chosen.indexer)
 
 
-def benches(*, smoke: bool) -> Iterator[Bench]:
+def attend_kernels() -> None:
+    for bench in benches(smoke=False, replays=1):
+        for _ in bench.in_place(PLACED):
+            pass
+        del bench
+
+
+def benches(*, smoke: bool, replays: int = REPLAYS) -> Iterator[Bench]:
     gather = gather_of(Device())
     context = (4 << 10) if smoke else (32 << 10)
     for batch, queries in ((1, 1),) if smoke else ((16, 1), (160, 1), (64, 2), (16, 4)):
@@ -57,7 +64,7 @@ def benches(*, smoke: bool) -> Iterator[Bench]:
         host_rows = min(HOST_ROWS_MAX, batch * context)
         laid_out = lay_out(point, draw(point), host_row_count=host_rows)
         layer = Layer(point=point, batch=laid_out, gather=gather)
-        yield Bench(layer, replays=2 if smoke else REPLAYS)
+        yield Bench(layer, replays=2 if smoke else replays)
         del layer
         torch.cuda.empty_cache()
 

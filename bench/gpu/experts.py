@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ess.bench.gpu.rig import Row, rate_row, row
-from ess.bench.gpu.shapes import Timed, on_device, verdict
+from ess.bench.gpu.shapes import Timed, on_device, once, verdict
 from ess.errors import BadInput, Unavailable
 from ess.kernels.cuda.adapters import deep_gemm_experts
 from ess.kernels.cuda.adapters.deep_gemm_experts import DeepGemmExperts
@@ -56,6 +56,11 @@ class Given(NamedTuple):
     coded: Tensor
     scales: Tensor
     plain: Tensor
+
+
+def experts_kernels() -> None:
+    for _ in experts_benchmark(smoke=False, timed=once):
+        pass
 
 
 def experts_benchmark(*, smoke: bool, timed: Timed = on_device) -> Iterator[Row]:

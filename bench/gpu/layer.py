@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from ess.bench.gpu.layer_points import (
+    BATCHES,
+    CONTEXTS,
     HOST_ROWS_MAX,
     TOP_K,
     Batch,
@@ -444,18 +446,33 @@ def _interference(medians: dict[str, float], config: dict[str, Any]) -> Row:
 
 
 def layer_benchmark(*, smoke: bool) -> Iterator[Row]:
+    for layer in layers(points(smoke=smoke)):
+        samples = measure(layer, replays=2 if smoke else REPLAYS)
+        yield from rows_of(layer.point, layer.batch, samples)
+        del layer
+
+
+def layer_kernels() -> None:
+    """What the benchmark launches: of many lists and of few, which are shared out otherwise."""
+    ends = BATCHES[0], BATCHES[-1]
+    few = (p for p in points(smoke=False) if p.batch in ends and p.context == CONTEXTS[0])
+    for layer in layers(few):
+        measure(layer, replays=1)
+        del layer
+
+
+def layers(at: Iterable[Point]) -> Iterator[Layer]:
+    """One at a time: a caller lets go of one before it asks for the next."""
     backend.ops("cuda")
     if not torch.cuda.is_available():
         raise Unavailable("the one-layer benchmark needs a GPU, and this machine has none")
     gather = gather_of(Device())
     drawn: dict[tuple[int, int], list[Step]] = {}
-    for point in points(smoke=smoke):
+    for point in at:
         kind = point.context, point.queries
         if kind not in drawn:
             drawn[kind] = draw(point)
         host_rows = min(HOST_ROWS_MAX, point.batch * point.context)
         batch = lay_out(point, drawn[kind], host_row_count=host_rows)
-        layer = Layer(point=point, batch=batch, gather=gather)
-        yield from rows_of(point, batch, measure(layer, replays=2 if smoke else REPLAYS))
-        del layer
+        yield Layer(point=point, batch=batch, gather=gather)
         torch.cuda.empty_cache()

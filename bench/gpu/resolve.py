@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Final
 
 import numpy as np
 
-from ess.bench.gpu.rig import GpuRig, Row, row
+from ess.bench.gpu.rig import GATE, GpuRig, Row, row
 from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.graphs import CudaGraph
+from ess.kernels.cuda.program import cubin
+from ess.pool.cuda_programs import programs, rival_form
 from ess.pool.lru.arena import Arena, Split
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_new_rows import NewRows
@@ -192,6 +195,16 @@ def selections(
         rows[:, request, :, hot_count:] = cold
     rows.sort(axis=-1)
     return rows.reshape(turns, batch * queries, top_k)
+
+
+def resolve_kernels() -> None:
+    """All programs that NVRTC compiles for this device, side by side."""
+    device = Device()
+    rivals = (rival_form(row_bytes, unit) for row_bytes, unit in ((656, 16), (656, 8)))
+    wanted = [*programs(), GATE, *(form.program for form in rivals)]
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(lambda each: cubin(each, device.arch), wanted):
+            pass
 
 
 def resolve_benchmark(*, smoke: bool) -> Iterator[Row]:

@@ -35,7 +35,7 @@ from ess.pool.cuda_programs import rival_form
 
 ROW_BYTES: Final = 656
 IN_STREAM_ORDER: Final = 1
-POOL_BYTES: Final = 64 << 30
+POOL_BYTES: Final = 24 << 30
 PREDICTED: Final = {
     "gather 512 rows, flat": 22.2,
     "gather 4096 rows, flat": 28.8,
@@ -221,7 +221,8 @@ def rows_benchmark(*, smoke: bool) -> Iterator[Row]:
 
 
 def pool_bytes() -> int:
-    """64 GiB where the host has as much again to spare by half, else an eighth of what it has."""
+    """Three layers of the largest pools, where the host has as much again to spare by half; else an
+    eighth of what it has. More would take longer to lock than all rows take to measure."""
     spare = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return POOL_BYTES if 2 * spare >= 3 * POOL_BYTES else max(1 << 30, spare // 8)
 
@@ -296,7 +297,7 @@ def orders(rig: GpuRig, pool: Bytes, row_counts: Sequence[int]) -> Iterator[Row]
 def reaches(rig: GpuRig, pool: Bytes, row_count: int) -> Iterator[Row]:
     """The same moves within ever more of the pool: how far does the translation of addresses
     reach?"""
-    for gib in (1, 2, 4, 8, 16, 32, 64):
+    for gib in (1, 2, 4, 8, 16):
         part = pool[: (gib << 30) // ROW_BYTES]
         if len(part) == len(pool) and gib > 1:
             return
@@ -311,7 +312,7 @@ def steps(rig: GpuRig, pool: Bytes, *, smoke: bool) -> Iterator[Row]:
     """What a step fetches: some rows of each request, whose pages lie side by side. At a time few
     requests are on the wire, however large the pool is."""
     each = 8 if smoke else MISSES
-    for gib in (0,) if smoke else (1, 8, 32, 64):
+    for gib in (0,) if smoke else (1, 8, 16):
         part = pool if smoke else pool[: (gib << 30) // ROW_BYTES]
         if len(part) == len(pool) and gib > 1:
             return

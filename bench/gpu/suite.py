@@ -34,7 +34,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,25 +50,36 @@ STDOUT: Final = Path("-")
 BENCHMARKS: Final = {
     "resolve": "ess.bench.gpu.resolve:resolve_benchmark",
     "slice": "ess.bench.worker.one_gpu:slice_benchmark",
+    "layer": "ess.bench.gpu.layer:layer_benchmark",
     "step": "ess.bench.engine.device_step:device_step_benchmark",
     "rows": "ess.bench.gpu.rows:rows_benchmark",
-    "layer": "ess.bench.gpu.layer:layer_benchmark",
     "attend": "ess.bench.gpu.attend:attend_benchmark",
     "experts": "ess.bench.gpu.experts:experts_benchmark",
-    "shapes": "ess.bench.gpu.shapes:shapes_benchmark",
     "others": "ess.bench.gpu.attend:others_benchmark",
+    "shapes": "ess.bench.gpu.shapes:shapes_benchmark",
 }
-"""In this order: what has not been measured yet comes first."""
+"""In this order: what is worth most to know, and has not been measured, comes first."""
+KERNELS: Final = {
+    "resolve": "ess.bench.gpu.resolve:resolve_kernels",
+    "slice": "ess.bench.worker.one_gpu:slice_kernels",
+    "step": "ess.bench.engine.device_step:device_step_kernels",
+    "layer": "ess.bench.gpu.layer:layer_kernels",
+    "attend": "ess.bench.gpu.attend:attend_kernels",
+    "experts": "ess.bench.gpu.experts:experts_kernels",
+    "shapes": "ess.bench.gpu.shapes:shapes_kernels",
+}
+"""What launches the kernels of each once; the rest launches none that these do not."""
+COMPILE_S: Final = 85.0
 LIMIT_S: Final = {
-    "resolve": 45.0,
-    "slice": 120.0,
-    "step": 60.0,
-    "rows": 60.0,
+    "resolve": 35.0,
+    "slice": 100.0,
     "layer": 75.0,
-    "attend": 30.0,
+    "step": 40.0,
+    "rows": 55.0,
+    "attend": 25.0,
     "experts": 20.0,
-    "shapes": 40.0,
-    "others": 30.0,
+    "others": 20.0,
+    "shapes": 25.0,
 }
 
 
@@ -75,6 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ess.bench.gpu.suite", description=__doc__)
     parser.add_argument("--only", choices=list(BENCHMARKS), nargs="+")
     parser.add_argument("--smoke", action="store_true", help="small sizes: shows that it runs")
+    says = (
+        "launch all kernels once, those of all benchmarks at once, for so long at most: what that"
+    )
+    says += " compiles is kept, and what is measured then launches it"
+    kind: dict[str, Any] = {"type": float, "const": COMPILE_S, "metavar": "SECONDS"}
+    parser.add_argument("--compile", nargs="?", **kind, help=says)
+    parser.add_argument("--launch", choices=list(KERNELS), help="those of one, in this process")
     says = "the JSON document: into this file, or on stdout, and then the table on stderr"
     for name in ("--json", "--out"):
         parser.add_argument(name, nargs="?", const=STDOUT, type=Path, metavar="FILE", help=says)
@@ -83,6 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing is not None:
         print(f"nothing is measured: {missing}", file=sys.stderr)
         return 0
+    if given.launch is not None:
+        launch_all(given.launch)
+        return 0
+    if given.compile is not None:
+        names = given.only or list(KERNELS)
+        return 0 if compile_kernels(names, limit_s=given.compile) else 1
     out = given.json or given.out
     if out != STDOUT:
         return 0 if measure(given.only, smoke=given.smoke, out=out) else 1
@@ -102,17 +127,35 @@ def measure(only: Sequence[str] | None, *, smoke: bool, out: Path | None) -> boo
     return measure_all(names, smoke=smoke, out=out)
 
 
-def load(name: str) -> Callable[..., Iterator[Row]]:
+def compile_kernels(names: Sequence[str], *, limit_s: float) -> bool:
+    """Each in a process of its own, at the same time: a process compiles one kernel at a time."""
+    known = [name for name in names if name in KERNELS]
+    command = [sys.executable, "-m", "ess.bench.gpu.suite", "--launch"]
+    with ThreadPoolExecutor(len(KERNELS)) as pool:
+        ends = pool.map(lambda name: finishes([*command, name], limit_s=limit_s), known)
+        return all([*ends])
+
+
+def launch_all(name: str) -> None:
+    try:
+        launch = load(KERNELS[name])
+    except ImportError as error:
+        print(f"{name}: not compiled, {error}", file=sys.stderr)
+        return
+    launch()
+
+
+def load(place: str) -> Callable[..., Any]:
     """Most need torch and Triton, which a bare machine may lack."""
-    home, _, function = BENCHMARKS[name].partition(":")
-    benchmark: Callable[..., Iterator[Row]] = getattr(importlib.import_module(home), function)
-    return benchmark
+    home, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(home), name)
+    return function
 
 
 def measure_one(name: str, *, smoke: bool, out: Path | None) -> bool:
     """Written after every row: what is measured is kept, whatever comes then."""
     try:
-        benchmark = load(name)
+        benchmark = load(BENCHMARKS[name])
     except ImportError as error:
         print(f"{name}: not measured, {error}", file=sys.stderr)
         return True
@@ -135,6 +178,8 @@ def measure_all(names: Sequence[str], *, smoke: bool, out: Path | None) -> bool:
     """Each in a process of its own: a fault or a hang of the device ends one, and not the next."""
     rows: list[Row] = []
     finished = []
+    if not smoke:
+        compile_kernels(names, limit_s=COMPILE_S)
     for name in names:
         part = None if out is None else out.with_suffix(f".{name}.json")
         kept = [] if part is None else ["--out", str(part)]

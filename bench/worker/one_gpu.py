@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -102,6 +102,12 @@ def small_plan() -> Plan:
 
 def slice_benchmark(*, smoke: bool) -> Iterator[dict[str, Any]]:
     return map(msgspec.to_builtins, rows_of(small_plan() if smoke else true_plan()))
+
+
+def slice_kernels() -> None:
+    """Of both ways: batches decide how some kernels are cut."""
+    for _ in rows_of(replace(true_plan(), settle=1, steps=3)):
+        pass
 
 
 def rows_of(plan: Plan) -> Iterator[Row]:

@@ -30,6 +30,7 @@ from tests.support.guarded import SLOW_S
 HERE = Path(__file__).parent
 ENDINGS = ("passed", "skipped", "failed")
 PASSED = re.compile(r"^[\d:]+ passed +[\d.]+ s (\S.*)$", re.MULTILINE)
+UNFINISHED = "not all of it has run"
 GRACE_S = 30
 STACKS_S = 5
 PACKAGES = ("torch", "triton")
@@ -40,7 +41,7 @@ def files_of_a_device() -> list[Path]:
     both = [*HERE.glob("test_*.py"), *HERE.parent.joinpath("kernels").glob("test_*.py")]
     texts = {path: path.read_text() for path in both}
     marked = [path for path, text in texts.items() if "SETS" in text or "mark.gpu" in text]
-    places = {"test_engines": 0, "test_sanitised": 1, "test_attend": 1}
+    places = {"test_engines": 0, "test_served": 0, "test_sanitised": 1, "test_attend": 1}
     return sorted(marked, key=lambda path: (places.get(path.stem, 2), path.stem))
 
 
@@ -83,7 +84,7 @@ def play(path: Path, home: Path, given: argparse.Namespace, ends_s: float) -> Pa
         print(f"{path.name}: its process ended by {cause_of(status)}, another goes on", flush=True)
     print(log.read_text(errors="replace")[-4000:], flush=True)
     with told.open("a") as file:
-        file.write(f"failed\t{path.name}\tnot all of it has run\n")
+        file.write(f"failed\t{path.name}\t{UNFINISHED}\n")
     return told
 
 

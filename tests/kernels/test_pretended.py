@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ess.bench.gpu import suite
 from ess.bench.harness import table
 from tests.support import beside
 
@@ -40,6 +41,13 @@ def test_benchmarks_of_a_device(name: str, emulated: Path, tmp_path: Path) -> No
     assert max(map(len, printed)) <= 120
     shown = [line for row in rows for line in (*table.lines(row), *table.config_lines(row))]
     assert printed == [*table.heading(), *shown]
+
+
+def test_kernels_are_launched_once_for_all_benchmarks(emulated: Path) -> None:
+    """On a device, so that compilers run side by side before anything is timed."""
+    done = beside.run("tests.support.pretended", "tests.device.launched", built=emulated)
+    said = [line for line in done.stdout.splitlines() if line.endswith("has launched its kernels")]
+    assert [line.partition(" ")[0] for line in said] == list(suite.KERNELS)
 
 
 def test_libraries_that_are_missing_are_named(emulated: Path, tmp_path: Path) -> None:
