@@ -39,6 +39,8 @@ from tests.gpu.__main__ import UNFINISHED
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT, PRINTED, EARLIER = "first-day.json", "first-day.txt", "earlier.txt"
+SECONDS = "SECONDS"
+"""In a command: its limit, by which it ends itself."""
 SHARED_S = 270.0
 BUILD_S = 90.0
 LEAST_S = 5.0
@@ -64,10 +66,10 @@ def phases(kept: Path) -> Iterator[list[Part]]:
     python = sys.executable
     built = "-W", "ignore", "csrc/build.py", "-q", "build_ext", "--inplace"
     yield [Part("native", (python, *built), BUILD_S, stays=True)]
-    tests = [python, "-m", "tests.gpu", "--limit-s", "{limit_s}"]
+    tests = [python, "-m", "tests.gpu", "--limit-s", SECONDS]
     if (earlier := kept / EARLIER).exists():
         tests += ["--behind", str(earlier)]
-    compiled = python, "-m", "ess.bench.gpu.suite", "--compile", "{limit_s}"
+    compiled = python, "-m", "ess.bench.gpu.suite", "--compile", SECONDS
     yield [
         Part("tests", tuple(tests), SHARED_S),
         Part("compile", compiled, SHARED_S, stays=True),
@@ -113,10 +115,10 @@ class Day:
         limit_s = min(part.limit_s, self.left_s)
         if limit_s < LEAST_S:
             return {"ended": False, "end": "not begun", "seconds": 0.0}
-        words = [word.format(limit_s=f"{limit_s:.0f}") for word in part.command]
+        words = [f"{limit_s:.0f}" if word == SECONDS else word for word in part.command]
         began_s = time.monotonic()
         with self.text_of(part.name).open("wb") as printed:
-            status = ended(words, printed, limit_s + GRACE_S * ("{limit_s}" in part.command))
+            status = ended(words, printed, limit_s + GRACE_S * (SECONDS in part.command))
         return {
             "ended": status is not None,
             "end": "stopped" if status is None else f"exit {status}",

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from ess.comm.group import Group
+from ess.comm.link import Link
 from ess.comm.local import local_group
 from ess.comm.team import Team
 from ess.door import Offload
@@ -50,7 +51,9 @@ class Shape:
 class Skew:
     """One member of each stage's team is as late as it can be without the other: `writer` writes
     when all others wait for its word; `reader` runs behind an exchange when member 0 waits in the
-    next one, and has freed, written and poisoned whatever it may before that."""
+    next one, and has freed, written and poisoned whatever it may before that. States that go to the
+    next stage count as an exchange: member 0 has another one only when that stage has answered, and
+    there each member waits for its own states."""
 
     late: Literal["writer", "reader"] | None
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -96,6 +99,20 @@ class OneWay:
         if self.rank and skew.late == "reader":
             skew.until(lambda: skew.exchanges[self.stage, 0] > number)
         return made
+
+
+class Handing:
+    """The link to the next stage."""
+
+    def __init__(self, link: Link, key: tuple[int, int], skew: Skew) -> None:
+        self._link, self._key, self._skew = link, key, skew
+
+    def send(self, head: bytes, tensor: torch.Tensor | None = None) -> None:
+        self._link.send(head, tensor)
+        self._skew.count(self._skew.exchanges, self._key)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._link, name)
 
 
 class LateHost(CommonHost):
@@ -182,6 +199,8 @@ def run_mesh(
         heard = Queue[bytes]()
         for group in groups[2 * stage : 2 * stage + 2]:
             group.team = OneWay(group.team, stage, skew, heard)
+            if group.next is not None:
+                group.next = Handing(group.next, (stage, group.team.rank), skew)
     results = each(groups, run)
     wrong = [result for result in results if isinstance(result, BaseException)]
     if wrong:

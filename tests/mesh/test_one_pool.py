@@ -31,7 +31,12 @@ def forks(lead: Lead) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("late", "pp", "mtp", "mode"),
-    [("writer", 1, 4, "da"), ("writer", 2, 1, "none"), ("reader", 1, 2, "layerwise")],
+    [
+        ("writer", 1, 4, "da"),
+        ("writer", 2, 1, "none"),
+        ("reader", 1, 2, "layerwise"),
+        ("reader", 2, 2, "da"),
+    ],
 )
 def test_however_late_the_writer_or_the_reader_is(late, pp, mtp, mode):
     """Slots are few and freed rows are poisoned: a row that is read before it is written, or behind
