@@ -35,7 +35,7 @@ from ess.door.handoff.endings import Lapsed, Sent
 from ess.door.handoff.outgoing.pages import StagePages
 from ess.door.handoff.port import Port
 from ess.engine.prompt.pack import Span
-from ess.engine.prompt.run import Queued
+from ess.engine.prompt.run import Hooks, Queued
 from ess.engine.step.runner import Runner
 from ess.engine.step_bytes import SIDES
 from ess.errors import BadInput, EssError, PoolFull
@@ -301,10 +301,12 @@ class Stage:
         self._check_given(given, order.token_count)
         queued = self.ranks.queue_part(
             [_span(helds[part.number], part) for part in parts],
-            self._while_made([(helds[part.number].uid, part.stop) for part in parts]),
             given=given,
-            begun=self._land_run,
-            leaves=self._leave,
+            hooks=Hooks(
+                on_layer=self._while_made([(helds[p.number].uid, p.stop) for p in parts]),
+                begun=self._land_run,
+                leaves=self._leave,
+            ),
         )
         self._underway = Underway(order, helds, queued, began_s, self._leaving_s)
         if self._underway.ends_prompts or not self.ranks.may_go_on:
@@ -388,9 +390,8 @@ class Stage:
         opened = self.offload.open(tokens, length_max=len(tokens), salt=PROFILE_SALT)
         began_s, self._leaving_s = self._clock.now_s(), 0.0
         span = Span(sequence=opened, start=0, tokens=tokens[:-1], following=tokens[1:])
-        self.ranks.queue_part(
-            [span], lambda _: self.between(), given=given, leaves=self._leave
-        ).made()
+        hooks = Hooks(on_layer=lambda _: self.between(), leaves=self._leave)
+        self.ranks.queue_part([span], given=given, hooks=hooks).made()
         self._report_run(order.batch, began_s, self._leaving_s)
         opened.discard()
 

@@ -12,7 +12,7 @@ hears nothing for long takes the team for lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from struct import Struct
 from struct import error as StructError
@@ -28,7 +28,7 @@ from ess.comm.team import Team
 from ess.door import Sequence as Opened
 from ess.door.memory.mapped import MappedPools, MappedRows, SharedPools
 from ess.engine.prompt.pack import Span
-from ess.engine.prompt.run import Queued, queue_part, run_part
+from ess.engine.prompt.run import NO_HOOKS, Hooks, Queued, queue_part, run_part
 from ess.engine.prompt.share import ByHeads, ByTokens, Share, Whole, own_count
 from ess.engine.step.runner import Runner
 from ess.errors import BadInput
@@ -108,11 +108,9 @@ class Ranks(Protocol):
     def queue_part(
         self,
         spans: Sequence[Span],
-        on_layer: Callable[[int], None] | None = None,
         *,
         given: Tensor | None = None,
-        begun: Callable[[], None] = lambda: None,
-        leaves: Callable[[Tensor], None] | None = None,
+        hooks: Hooks = NO_HOOKS,
     ) -> Queued: ...
 
     def own_count(self, count: int) -> int:
@@ -132,13 +130,11 @@ class OneRank:
     def queue_part(
         self,
         spans: Sequence[Span],
-        on_layer: Callable[[int], None] | None = None,
         *,
         given: Tensor | None = None,
-        begun: Callable[[], None] = lambda: None,
-        leaves: Callable[[Tensor], None] | None = None,
+        hooks: Hooks = NO_HOOKS,
     ) -> Queued:
-        return queue_part(self._runner, spans, on_layer, given=given, begun=begun, leaves=leaves)
+        return queue_part(self._runner, spans, given=given, hooks=hooks)
 
     def own_count(self, count: int) -> int:
         return count
@@ -169,23 +165,13 @@ class TeamLead:
     def queue_part(
         self,
         spans: Sequence[Span],
-        on_layer: Callable[[int], None] | None = None,
         *,
         given: Tensor | None = None,
-        begun: Callable[[], None] = lambda: None,
-        leaves: Callable[[Tensor], None] | None = None,
+        hooks: Hooks = NO_HOOKS,
     ) -> Queued:
         shared = [replace(span, sequence=self._own(span)) for span in spans]
         self._say(_RUN + b"".join(map(_packed, shared)))
-        return queue_part(
-            self._runner,
-            shared,
-            on_layer,
-            given=given,
-            share=self._share,
-            begun=begun,
-            leaves=leaves,
-        )
+        return queue_part(self._runner, shared, given=given, share=self._share, hooks=hooks)
 
     def _own(self, span: Span) -> OwnRows:
         assert isinstance(span.sequence, Opened), "member 0 opens the sequences"
@@ -238,13 +224,8 @@ class TeamMember:
     def _obey(self, said: bytes) -> None:
         spans = list(_unpacked(said, self._computer.offload))
         given = self._received(sum(len(span.tokens) for span in spans))
-        _, hidden = run_part(
-            self._computer,
-            spans,
-            lambda _: self._group.advance(),
-            given=given,
-            share=self._share,
-        )
+        hooks = Hooks(on_layer=lambda _: self._group.advance())
+        _, hidden = run_part(self._computer, spans, given=given, share=self._share, hooks=hooks)
         if self._group.next is not None:
             self._group.next.send(b"", hidden)
 

@@ -13,7 +13,7 @@ from ess.door import Offload
 from ess.door import Sequence as Opened
 from ess.engine.config import EngineConfig
 from ess.engine.prompt.pack import Span
-from ess.engine.prompt.run import Prefilled, run_part
+from ess.engine.prompt.run import Hooks, Prefilled, run_part
 from ess.engine.step.runner import made_runner
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -80,7 +80,8 @@ class Stage:
             if start < len(sequence.tokens) - 1
         ]
         before = None if given is None else given.clone()
-        made, hidden = run_part(self.runner, spans, self.told.append, given=given)
+        hooks = Hooks(on_layer=self.told.append)
+        made, hidden = run_part(self.runner, spans, given=given, hooks=hooks)
         assert before is None or torch.equal(given, before), "what is given stays as it is"
         self.windows.append([each.windows for each in made])
         self._check(made, hidden)

@@ -20,7 +20,7 @@ from ess.engine.mesh.lockstep import Lockstep
 from ess.engine.mesh.team_heads import AllMake, TeamHeads
 from ess.engine.mesh.words import Said, Told, packed, unpacked
 from ess.engine.prompt.pack import Span
-from ess.engine.prompt.run import Prefilled, run_part
+from ess.engine.prompt.run import Hooks, Prefilled, run_part
 from ess.engine.step.feeding import Fed
 from ess.engine.step.runner import Runner
 from ess.engine.step.underway.future import HostChosen, HostFed, HostSaid
@@ -89,7 +89,9 @@ class Relay:
         self, runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None
     ) -> list[Prefilled]:
         given = self._given(sum(len(span.tokens) for span in spans))
-        made, hidden = run_part(runner, spans, on_layer, given=given, share=self._share)
+        made, hidden = run_part(
+            runner, spans, given=given, share=self._share, hooks=Hooks(on_layer=on_layer)
+        )
         self._hand_on(hidden)
         return made
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -71,43 +72,56 @@ class Queued:
         return [Prefilled(self._work.mine, *each) for each in made]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What is called while a part of a model is queued, in this order.
+
+    on_layer    with each layer, when its rows are stored
+    begun       when the first layer is queued
+    leaves      with the state that the part makes, as soon as its last layer is queued: a device
+                may still be making it
+    """
+
+    on_layer: Callable[[int], None] | None = None
+    begun: Callable[[], None] = lambda: None
+    leaves: Callable[[Tensor], None] = lambda state: None
+
+
+NO_HOOKS: Final = Hooks()
+
+
 def run_chunks(
     runner: Computer, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None
 ) -> list[Prefilled]:
     """Runs the spans as one pack. `on_layer` is told of each layer when its rows are stored."""
-    return run_part(runner, spans, on_layer)[0]
+    return run_part(runner, spans, hooks=Hooks(on_layer=on_layer))[0]
 
 
 def run_part(
     runner: Computer,
     spans: Sequence[Span],
-    on_layer: Callable[[int], None] | None = None,
     *,
     given: Tensor | None = None,
     share: Share | None = None,
-    leaves: Callable[[Tensor], None] | None = None,
+    hooks: Hooks = NO_HOOKS,
 ) -> tuple[list[Prefilled], Tensor]:
-    """The same for a part of a model. `given` is what the part before it has made of the pack; what
-    this part makes of it comes back beside the spans. `leaves` is told of it first, as soon as the
-    last layer is queued, while a device may still be making it."""
-    queued = queue_part(runner, spans, on_layer, given=given, share=share, leaves=leaves)
+    """The same for a part of a model. `given` is the state that the part before it has made; the
+    state that this part makes comes back beside the spans."""
+    queued = queue_part(runner, spans, given=given, share=share, hooks=hooks)
     return queued.made(), queued.hidden
 
 
 def queue_part(
     runner: Computer,
     spans: Sequence[Span],
-    on_layer: Callable[[int], None] | None = None,
     *,
     given: Tensor | None = None,
     share: Share | None = None,
-    begun: Callable[[], None] = lambda: None,
-    leaves: Callable[[Tensor], None] | None = None,
+    hooks: Hooks = NO_HOOKS,
 ) -> Queued:
-    """Queues a part and returns without waiting for the device. `begun` is called once the first
-    layer is queued."""
+    """Queues a part and returns without waiting for the device."""
     assert (given is None) == runner.model.is_first, "only the first part embeds"
-    meets = Whole() if share is None else share
+    meets, on_layer = Whole() if share is None else share, hooks.on_layer
     work = meets.work(runner, spans)
     mine = work.mine.spans
     hidden = given
@@ -117,11 +131,10 @@ def queue_part(
     for layer in runner.model.layers:
         hidden, chosen = run_layer(meets, work, layer, hidden, chosen)
         if layer is runner.model.layers[0]:
-            begun()
+            hooks.begun()
         if on_layer is not None and layer.has_rows:
             work.mine.rows.tell(partial(on_layer, layer.number))
-    if leaves is not None:
-        leaves(hidden)
+    hooks.leaves(hidden)
     if runner.offload.layout.mtp_layer_count:
         mtp = runner.model.mtp
         assert mtp is not None, "the layout has an MTP layer, the model has none"
