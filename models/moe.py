@@ -181,7 +181,7 @@ class Moe:
         self, x: Tensor, routing: Routing, part: Part, lengths: Tensor | None = None
     ) -> ExpertExchange | None:
         """Begins what `up` waits for; None where all experts are here. Tokens whose `lengths` are 0
-        stand for none."""
+        are pads."""
         if self._expert_ranks is None:
             return None
         [whole] = self._expert_ranks.cuts(len(x), part)

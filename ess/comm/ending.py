@@ -1,7 +1,7 @@
 """How a group ends: once, for every rank, with the sentence of the first rank that failed.
 
-Peers are told before this rank's own threads learn of it: a thread may then leave at once, and no
-peer has to guess the reason.
+Peers get the reason before this rank's own threads learn of the end: a thread may then leave at
+once, and no peer has to guess the reason.
 """
 
 from __future__ import annotations

@@ -248,7 +248,8 @@ class LocalTeam:
         return self._share(content, lambda slots: bytes(slots[root]))
 
     def _share(self, given: Any, make: Callable[[list[Any]], Made]) -> Made:
-        """Shares `given` with all members, makes a result of everybody's, and waits for all."""
+        """Shares `given` with all members, makes the result from what all members gave, and waits
+        for all."""
         self._slots[self.rank] = given
         self.barrier()
         made = make(self._slots)

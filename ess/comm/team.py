@@ -60,7 +60,8 @@ class Team(Protocol):
 
     def check(self) -> None:
         """LinkLost if a member is lost. What came from a device's exchange counts only if this
-        passes when the host has waited for it: a lost member's exchange ends with no one's bytes.
+        passes when the host has waited for it: a lost member's exchange ends with bytes that mean
+        nothing.
         """
 
     def broadcast(self, content: bytes, root: int = 0) -> bytes:

@@ -1,4 +1,4 @@
-"""Everything that comes in through the door is checked here, once; what is inside trusts it."""
+"""Arguments of the library door are checked here, once; the code behind it trusts them."""
 
 from __future__ import annotations
 

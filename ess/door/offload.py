@@ -271,7 +271,8 @@ class Offload:
         return count
 
     def follow_prefixes(self, listener: PrefixListener) -> None:
-        """From now on `listener` is told of every page that the prefix cache learns or forgets."""
+        """From now on `listener` is called for every page that enters or leaves the prefix
+        cache."""
         self.owner.require()
         if self._is_followed:
             raise BadState("the prefix cache is followed already; it has one listener")

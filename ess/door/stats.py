@@ -100,7 +100,7 @@ class Counters:
         self.moved(plan)
 
     def found(self, groups: slice, hits: Counts) -> None:
-        """So much was resident in neighbouring groups."""
+        """Adds hits that were resident in neighbouring groups."""
         self._counts["hit_count"][groups] += hits
 
     def took(self, groups: slice, misses: Counts, evicted: Counts) -> None:

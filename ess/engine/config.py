@@ -117,7 +117,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig(EngineConfig):
-    """What an engine process is told beyond that."""
+    """The further settings of an engine process."""
 
     device: str = setting(
         "cpu", "engine", "Where weights, slots and all compute are: cpu, cuda or cuda:N."
@@ -250,7 +250,7 @@ class ProcessConfig(EngineConfig):
 
 
 def check_stages(config: ProcessConfig) -> None:
-    """What cannot be combined is refused by name, before anything starts."""
+    """Refuses settings that cannot be combined, by name, before any process starts."""
     if config.world_size > 1 and config.role != "prefill":
         _check_mesh(config)
     if config.dynamic_chunking and config.role != "prefill":

@@ -55,7 +55,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int = 0
 
     def why_not(self, device: str) -> str:
-        """Why nothing can be served there, in a sentence with all that was found; else empty."""
+        """Why this device can serve nothing, in one sentence with all faults; empty if it can
+        serve."""
         ordinal = ordinal_of(device)
         if ordinal < min(self.count, self.torch_count) and not self.fault:
             return ""
@@ -85,7 +86,8 @@ def ordinal_of(device: str) -> int:
 
 
 def brought_by(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What the device brings where nothing else is given, and what is given in vain.
+    """Defaults that the device sets where the settings give none, and notes on settings that have
+    no effect.
 
     >>> brought_by({"device": "cuda", "form": "bf16"})
     ({'backend': 'cuda'}, [])
@@ -98,7 +100,7 @@ def brought_by(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_device(config: ProcessConfig) -> None:
-    """What cannot be served there is refused by name."""
+    """Refuses, by name, each setting that the device cannot serve."""
     device = config.device
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device):
         raise BadInput(f"device is {device!r:.40}, must be cpu, cuda or cuda:N")

@@ -154,13 +154,13 @@ class Engine:
 
     @property
     def refusal(self) -> PoolFull | None:
-        """What the first request that must come in later is short of."""
+        """The shortage of the first request that must wait."""
         return self._admission.refusal
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits, lands, loads, compiles or is under way. Requests that the caller
-        preempted, and has not resumed, may be left."""
+        """No request runs, waits, lands or loads, no grammar compiles and no step is under way.
+        There may still be requests that the caller preempted and has not resumed."""
         is_told = not self._flights and not self._made and self._entry.is_empty
         waiting_count = self._roster.count("waiting", "landing", "loading")
         is_left = self._admission.running_count or waiting_count or self._admission.displaced()
@@ -214,7 +214,7 @@ class Engine:
 
     @torch.inference_mode()
     def stand_by(self, *, leaves: bool = False) -> None:
-        """Takes part in a step of the other ranks, without requests of its own."""
+        """Joins the exchanges of the other ranks' step, without requests of its own."""
         if self._ranks.rest_s < math.inf:
             self._flights.stand_by(StepNeeds(leaves=leaves))
             self._flights.stand_by_prompts()
@@ -231,8 +231,9 @@ class Engine:
         self._flights.rehearse(tell)
 
     def pump(self) -> None:
-        """Moves what can be moved of handoffs, as every step does; requests whose rows have come,
-        from other workers or from the disk, go on as preempted ones do."""
+        """Moves the rows of handoffs as far as they can move now, as every step does. Requests
+        whose rows have come, from other workers or from the disk, continue as preempted requests
+        do."""
         if self._loads.settle():
             self._admission.ask_again()
         for request, fault in self._handoffs.heard():
@@ -294,8 +295,8 @@ class Engine:
             self.moved_count += self.offload.rebalance()
 
     def _open(self, request: Request) -> None:
-        """Admits the request if the ledger has room: PoolFull says what it must wait for. One that
-        can never fit ends as refused and keeps the reason."""
+        """Admits the request if the ledger has room: PoolFull says what it must wait for. A request
+        that can never fit ends as refused and keeps the reason."""
         assert request.sequence is None, f"request {request.number} was opened twice"
         lands = request.lands
         try:
@@ -322,8 +323,9 @@ class Engine:
             self._arrive(request, None)
 
     def _begin_again(self, request: Request) -> None:
-        """Its prompt is prefilled here. It was opened with all rows that are cached, and what is
-        kept beside rows has not come: cached rows may be of no use without it."""
+        """The prompt is prefilled here after all. The request was opened with all cached rows, but
+        the state that it keeps beside its rows has not come, and cached rows may be useless without
+        it."""
         assert request.sequence is not None, f"request {request.number} has no rows"
         request.sequence.close()
         request.sequence = request.takes = None
@@ -332,7 +334,7 @@ class Engine:
         self._admission.ask_again()
 
     def _arrive(self, request: Request, windows: Tensor | None) -> None:
-        """The prompt is there."""
+        """All rows of the prompt are in the pools."""
         if request.gives is None:
             self._land(request, windows)
         else:
@@ -393,7 +395,8 @@ class Engine:
         self._admission.pause(self.step_count)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[tuple[Chance, ...], ...]:
-        """Runs the chunks as one pack; then the prompts that are there land, in order of rank."""
+        """Runs the chunks as one pack; then the prompts that are complete land, in order of
+        rank."""
         if not chunks:
             self._flights.stand_by_prompts()
             return ()

@@ -59,7 +59,7 @@ class Departures(Protocol):
 
 
 class Exchange(Protocol):
-    """A port, or what stands for it where several processes are one engine."""
+    """A port, or its counterpart in an engine of several processes."""
 
     @property
     def receiver(self) -> Arrivals: ...
@@ -78,11 +78,11 @@ class Exchange(Protocol):
 
 class Handoffs:
     """`_coming` are requests whose rows are awaited, `_claimed` those that give theirs, `_offered`
-    what the port knows of these, all by the number of the handoff; `_told` are requests of
-    which the engine has still to hear, each with the fault if its rows do not come. `ended` are the
-    last handoffs that are over, the newest last; one that has landed is over with its request's
-    first step, and waits for it in `_landed`, by the number of the request. `on_end` is called when
-    the port has told of an end: there may be room."""
+    what the port knows of these, all by the number of the handoff; `_told` are requests of which
+    the engine has still to hear, each with the fault if its rows do not come. `ended` are the last
+    handoffs that are over, the newest last; a handoff that has landed is over with the first step
+    of its request, and until then waits in `_landed`, by the number of the request. `on_end` is
+    called when the port has told of an end: there may be room."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Handoffs:
 
     @property
     def has_told(self) -> bool:
-        """A request goes on in the next step."""
+        """Whether some request continues in the next step."""
         return bool(self._told)
 
     def equip(self, request: Request) -> None:

@@ -204,8 +204,8 @@ def _choice(
 
 
 def picked(time_ns: Callable[[int], int], candidates: list[int], usual: int) -> tuple[int, float]:
-    """The winner of many owes some of its lead to chance, so it must win once more, alone against
-    the usual way; the gain is that of the second time."""
+    """The fastest of many ways is partly fastest by chance, so it must win once more, against the
+    usual way only; the gain is that of the second time."""
     way, gain = chosen(_timed(time_ns, candidates, ROUNDS), usual)
     if way == usual:
         return way, gain

@@ -82,7 +82,7 @@ class Attend(NamedTuple):
     adds: bool
 
     def in_two(self, attend: Callable[[Attend], None], merge: Merge) -> None:
-        """What `adds` asks for, of a backend that cannot go on from a partial."""
+        """Computes `adds` for a backend that cannot continue from a partial."""
         own = like(self.into)
         attend(self._replace(into=own, adds=False))
         merge(self.into, own, self.into)

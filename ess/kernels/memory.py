@@ -55,7 +55,7 @@ class MemoryFile:
 
 
 def memory_file(byte_count: int, *, name: str = "memory", touch_threads: int = 0) -> MemoryFile:
-    """Fresh memory in a file; `name` is for those who look into /proc."""
+    """Fresh memory in a file; `name` is shown in /proc."""
     _check_size(byte_count)
     if not hasattr(os, "memfd_create"):
         raise Unavailable("memory that processes share needs memory files, which Linux has")

@@ -81,7 +81,7 @@ def first_half(counts: Sequence[int]) -> int:
 def reasons_off(
     tbo: Tbo, *, counts: Sequence[int], vector: Vector, has_experts: bool
 ) -> tuple[str, ...]:
-    """The reasons, for people, why this step is not split; none when it is."""
+    """The reasons, as sentences, why this step is not split; none when it is."""
     if tbo == "off":
         return ("tbo is off",)
     floor = FLOOR_TOKENS if tbo == "auto" else 0 if isinstance(tbo, str) else tbo

@@ -6,7 +6,7 @@ account of their own.
 The door admits by these counts, planner and simulator predict with them, the server and the plan of
 a checkpoint explain with them. Index pages and host pages hold 64 tokens of all layers. Slots are
 counted per layer group: memory for them is cut into chunks, each group gets chunks in proportion to
-what a slot of it costs, and the group with the fewest slots is the one that limits.
+what a slot of it costs, and the group with the fewest slots limits the batch.
 """
 
 from __future__ import annotations

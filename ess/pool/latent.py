@@ -6,9 +6,9 @@ prefetch read this row, is an import a duplicate, how long is a sequence, and ma
 published for reuse (all 64 bits in every layer, MTP and index keys included). Freed rows are filled
 with 0xFF when `poison` is set: NaN in e4m3, bf16 and f32, so that a stale read shouts.
 
-Processes may share the rows and keys (`Common`). Each has marks of its own, which are alike because
-all make the same calls. One process writes; the others mark what it writes, and their `say` returns
-when it has written.
+Processes may share the rows and keys (`Common`). Each process has its own marks, which are equal
+because all processes make the same calls. One process writes; the others mark what it writes, and
+their `say` returns when it has written.
 """
 
 from __future__ import annotations

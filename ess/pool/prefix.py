@@ -21,11 +21,11 @@ HASH_BYTES = 16
 
 
 def root_hash(salt: bytes) -> bytes:
-    """The hash that stands for the parent of first pages. Different salts never share pages.
+    """The hash that first pages use as their parent's. Different salts never share pages.
 
     The hash of a salt is personalised. A page's hash is one of bytes as well: without that, a salt
-    that spells what is hashed for a page would stand for it, and the pages behind that page would
-    be found as first pages.
+    that equals the hashed bytes of some page would act as its hash, and pages behind that page
+    would match as first pages.
     """
     person = b"salt" if salt else b""
     return hashlib.blake2b(salt, digest_size=HASH_BYTES, person=person).digest()
@@ -52,7 +52,7 @@ def page_hashes(
 
 
 class PrefixListener(Protocol):
-    """Hears of every change of the index, in order."""
+    """Called for every change of the index, in order."""
 
     def published(self, content: bytes, *, parent: bytes, text: Sequence[int]) -> None: ...
 

@@ -279,7 +279,8 @@ class Lead:
         self._admission.ask_again()
 
     def _open(self, request: Request) -> None:
-        """Opens the prompt; PoolFull if it must wait. One that can never fit ends as refused."""
+        """Opens the prompt; PoolFull if it must wait. A prompt that can never fit ends as
+        refused."""
         assert request.gives is not None, f"request {request.number} gives no rows"
         if len(self._prompts) >= OPEN_MAX:
             sentence = f"all {OPEN_MAX} prompts are open; wait until a handoff has ended"

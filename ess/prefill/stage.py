@@ -352,14 +352,15 @@ class Stage:
         self._report_run(order.batch, began_s, leaving_s)
 
     def _leave(self, hidden: Tensor) -> None:
-        """To wait for the next stage is no work of this one."""
+        """Waiting for the next stage does not count as this stage's work."""
         if not self.runner.model.is_last:
             began_s = self._clock.now_s()
             self.leaves(hidden)
             self._leaving_s = self._clock.now_s() - began_s
 
     def _report_run(self, batch: int, began_s: float, leaving_s: float) -> None:
-        """Its time begins when the one before it has landed, if it was queued earlier."""
+        """The time of a micro-batch that was queued earlier begins when the micro-batch before it
+        has landed."""
         began_s, self._landed_s = max(began_s, self._landed_s), self._clock.now_s()
         self._ran.append(Ran(batch, max(0.0, self._landed_s - began_s - leaving_s)))
 

@@ -6,8 +6,8 @@ micro-batches, and never read or write a page that was freed in between; a seque
 has 16 KB of page numbers, against a hidden state of megabytes.
 
 Each member receives its slice of the hidden state from the same member of the stage before, and
-sends its slice on. While nothing runs member 0 says so from time to time (`rest`): a member that
-hears nothing for long takes the team for lost.
+sends its slice on. While nothing runs member 0 sends a sign of life from time to time (`rest`): a
+member that gets no message for long takes the team for lost.
 """
 
 from __future__ import annotations

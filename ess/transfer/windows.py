@@ -9,8 +9,9 @@ Warming needs only a position and its last window (`ess.pool.warmup`), so 32 sel
 positions shrink to the few thousand different ones: 16 MB for 61 groups at 128K shrink to 1.3 to
 1.8. Without windows there is only a head.
 
-The bytes may have been written by anyone. The reader knows the groups and the positions, so it
-allocates nothing by a size that the bytes name, and refuses a bit without its byte.
+The bytes are not trusted: any peer may have written them. The reader knows the groups and the
+positions, so it allocates nothing by a size that the bytes name, and refuses a bit without its
+byte.
 """
 
 from __future__ import annotations

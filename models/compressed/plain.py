@@ -1,10 +1,10 @@
 """One sequence over plain tensors: the specification of everything that serves such a model.
 
-`run` takes a prompt in any pieces, a token at a time, or drafts. What it is given is accepted as a
-whole by the next `run`, or in part by `keep`, which forgets the others. The rule of the state: at a
-length L each compressor has L // rate entries. An entry is stored when all its tokens are accepted,
-never before: those of windows that drafts have closed are attended to in the step that made them,
-and made again from the tokens' values and gates if the drafts stay.
+`run` takes a prompt in any pieces, a token at a time, or drafts. Its tokens are accepted as a whole
+by the next `run`, or in part by `keep`, which drops the others. The rule of the state: at a length
+L each compressor has L // rate entries. An entry is stored when all its tokens are accepted, never
+before: those of windows that drafts have closed are attended to in the step that made them, and
+made again from the tokens' values and gates if the drafts stay.
 """
 
 from __future__ import annotations

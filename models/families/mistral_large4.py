@@ -1,8 +1,8 @@
 """Mistral-Large-4, its text: queries of the layer's input, which grow with the logarithm of their
 position; every fourth layer turns nothing; one factor for each rotary frequency is learned.
 
-A checkpoint has Mistral's own names. Its pictures are not read, nor is its MTP module: nobody has
-published what that computes. A row of a layer that turns nothing has zeros in the place of its
+A checkpoint has Mistral's own names. Its pictures are not read, nor is its MTP module: its
+computation is not published. A row of a layer that turns nothing has zeros in the place of its
 rotary part, so that all layers have rows of one size.
 """
 

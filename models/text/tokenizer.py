@@ -89,7 +89,7 @@ class Tokenizer:
         return joined.decode("utf-8", "replace")
 
     def to_json(self) -> str:
-        """What another process needs to encode alike."""
+        """What another process needs to encode in the same way."""
         return str(self._library.to_str())
 
     @functools.cached_property

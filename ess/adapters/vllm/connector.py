@@ -103,7 +103,7 @@ class EssConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduling.sent(sorted(connector_output.finished_sending or ()))
 
     def has_pending_push_work(self) -> bool:
-        """While this is True vLLM keeps stepping, and hears from its workers what has been sent."""
+        """While this is True vLLM keeps stepping, and its workers report what has been sent."""
         return self._scheduling.is_pending
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:

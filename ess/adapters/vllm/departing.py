@@ -3,7 +3,7 @@
 vLLM's thread says what each step brings (`begin`), which layer is queued (`layer_made`) and that
 the step is queued (`step_made`). These calls only take notes: on a device the kernels of a layer
 have not run yet. A thread of ESS waits for them, copies pages into staging and sends them; it also
-hears the decode workers when vLLM is idle. One lock guards all of it.
+receives messages of decode workers while vLLM is idle. One lock guards all of it.
 
 Each request leaves from one rank, as all ranks have the same latents. The other ranks report at
 once that they have sent it.

@@ -102,7 +102,8 @@ class _Ranks:
 
     def _make_room(self, expert: int, free: Sequence[int]) -> int:
         """Moves an expert from a full rank without `expert` to a free place, and returns that rank.
-        Of all such moves, takes the one after which the busier of the two ranks has least work."""
+        Of all such moves, chooses the move after which the busier of the two ranks has least
+        work."""
         moves = [
             (
                 max(

@@ -13,10 +13,10 @@ affect it only by how the product is cut: it is as exact as a batch of another s
 
 Why ranks cannot fall out of step. All ranks begin every exchange in the same order: the exchanges
 of a step follow from what the ranks agreed on at its head (`engine.ranks.agreement`) and from the
-layers, never from a rank's own tokens; a rank without tokens sends none, but takes part. Should a
-rank fall out of step all the same, the counts reveal it: each carries its sender's step, the number
-of the exchange in the step, and the layer. A rank that receives another place ends the group
-instead of taking one layer's tokens for another's.
+layers, never from a rank's own tokens; a rank without tokens joins every exchange and sends no
+tokens. Should a rank fall out of step all the same, the counts reveal it: each carries its sender's
+step, the number of the exchange in the step, and the layer. A rank that receives another place ends
+the group instead of taking one layer's tokens for another's.
 
 Sizes are known before data is received: of lines by their counts, of outputs because the receiver
 has asked for them. Nothing waits for a count of outputs. On a device the host learns no count in a

@@ -61,8 +61,8 @@ class FixedExpertRanks(ExpertRanks):
         return super().own(layer)
 
     def cuts(self, count: int, part: Part) -> list[range]:
-        """Pieces that are larger than what is left of the tokens, or empty, are sent all the same.
-        What does not fit into a batch's room is padding of the step."""
+        """Pieces are sent even if fewer tokens are left than they hold, or none. Tokens beyond a
+        batch's room are pads of the step."""
         if part == "chunk":
             return cuts(self.rooms.chunk)
         return [range(self.rooms.batch if part == "batch" else self.rooms.half)]

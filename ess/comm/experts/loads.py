@@ -4,8 +4,8 @@ Every rank counts what its own tokens choose. At the end of a window all ranks a
 knows the choices of all; the last `WINDOWS` windows are kept. Ranks count the same steps and
 layers, as they go through the same exchanges.
 
-On a device the host may not wait for the counts of the step that runs. They are added up there,
-leave for the host when a window ends, and are told when the next one does.
+On a device the host may not wait for the counts of the step that runs. The device adds them up.
+They are copied to the host when a window ends, and count when the next window ends.
 """
 
 from __future__ import annotations

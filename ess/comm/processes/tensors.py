@@ -5,9 +5,10 @@ receive it, as gloo ends the process when more comes. And they must never leave 
 dead peer: NCCL waits for ever, gloo too if the peer is only stopped. `wake` ends such a wait.
 
     on CPU   gloo. A receive that times out breaks the connection of its pair and thereby ends every
-             other wait on it: this is how `wake` works; `abort` does nothing there. It does not
-             end a receive whose sender died in the middle of a tensor: gloo forgets that one, and
-             only its own timeout ends it. A thread of its own waits there; no one waits for it.
+             other wait on it: this is how `wake` works; `abort` does nothing there. It does not end
+             a receive whose sender died in the middle of a tensor: gloo no longer tracks that
+             receive, and only its own timeout ends it. A separate thread waits in it, and no other
+             thread waits for that thread.
     on CUDA  NCCL, on a stream of the waiting thread's own. The thread asks the device whether the
              receive has ended, and `is_over` whether it ever will.
 """

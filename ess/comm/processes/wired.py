@@ -55,7 +55,7 @@ class Terms:
 
 @dataclass(slots=True)
 class Heard:
-    """What the peer's heartbeats have said. Times are those of time.monotonic()."""
+    """What this rank knows from the peer's heartbeats. Times are those of time.monotonic()."""
 
     progress: int = 0
     heard_s: float = field(default_factory=time.monotonic)

@@ -43,7 +43,7 @@ class DeviceSide:
         self.step_count += 1
 
     def stats(self) -> Stats:
-        """Counts are those of the latest step that the host has heard of."""
+        """The counts of the latest step whose results the host has."""
         pools, counting = self.pools, self.pools.counting
         row_bytes = np.array([len(g) for g in pools.layout.groups]) * pools.layout.row_bytes
         groups = range(pools.layout.group_count)
@@ -67,7 +67,8 @@ class DeviceSide:
         )
 
     def all_resident(self, sequences: Many[Sequence]) -> bool:
-        """For sure; what is not known yet is asked for, and answered behind a step."""
+        """True only if that is certain. What the host does not know yet it asks the device, which
+        answers behind a step."""
         return self.knowledge.all_resident(sequences)
 
     def is_scarce(self) -> bool:
@@ -75,7 +76,8 @@ class DeviceSide:
         return False
 
     def refill(self, sequences: Many[Sequence]) -> int:
-        """How many rows are offered: the device knows which of them are absent, and takes those."""
+        """How many rows are offered; the device knows which of them are absent, and fetches only
+        those."""
         return self.keeper.go_on(sequences)
 
     def rebalance(self) -> int:

@@ -52,7 +52,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Lapsed:
-    """A departure that ended otherwise; `sentence` says why."""
+    """A departure that failed; `sentence` says why."""
 
     uid: int
     reason: Reason

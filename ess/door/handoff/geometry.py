@@ -179,8 +179,8 @@ def unit_runs(
     *,
     is_whole: bool = False,
 ) -> Runs:
-    """These pages in each of the layers, layer by layer, in a pool of so many pages: in that of a
-    worker with these layers, or in one that has the whole model."""
+    """These pages in each of the layers, layer by layer, in a pool of so many pages: the pool of a
+    worker with these layers, or the pool of the whole model."""
     if kind is PieceKind.ROWS:
         return _row_runs(layout, layers, pages, pool_pages, is_whole=is_whole)
     first = layout.first_key_layer if is_whole else 0

@@ -229,7 +229,7 @@ class Port:
 
     def _answer(self) -> None:
         """Tells each peer that has ended a handoff when none of our transfers may touch its pages
-        any more. The peer asks until it is told."""
+        any more. The peer repeats its question until it gets this answer."""
         for peer, uid in list(self._released):
             if not self.sender.is_underway(uid, peer=peer):
                 del self._released[peer, uid]

@@ -6,9 +6,9 @@ the heads of these layers, member 0 writes them, and the others have mapped them
 
 Every process makes the same calls of its offload in the same order. So each knows where a row lies
 and when it is written, and has marks of its own for that; only the bytes are common. A row is read
-behind its mark, and `LatentPool.say` stands between the two: in it member 0 sends a word and goes
-on, and the others wait for the word, which follows all that was written before. So no process
-reads a row too early.
+behind its mark, and `LatentPool.say` stands between the two: in it member 0 sends a word and
+continues, and the others wait for that word, which follows all that was written before. So no
+process reads a row too early.
 
 Nor does a process use what it reads too late, when the page has gone to another text. In a step
 each layer attends before the members exchange what they have attended, so a member that is behind

@@ -1,8 +1,8 @@
 """The memory of a worker's pools, as the processes of a team read and write it.
 
 One process owns the pools: it takes and frees pages, marks rows as stored and publishes them. The
-others map the memory that the pools lie in (`SharedPools` says where it is) and are told, for every
-call, which pages are meant. Nothing in here counts or remembers anything.
+others map the memory that the pools lie in (`SharedPools` says where it is); every call names its
+pages. Nothing here counts pages or keeps state between calls.
 """
 
 from __future__ import annotations

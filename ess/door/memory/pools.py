@@ -55,7 +55,8 @@ ADVICE: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSizes:
-    """What the caller asked for, in bytes and counts; `index_bytes` None means as the host."""
+    """Sizes from the caller, in bytes and counts. Without `index_bytes` there are as many active
+    pages as host pages."""
 
     slot_bytes: int
     host_bytes: int

@@ -1,4 +1,5 @@
-"""The disk behind the host pool: what is published there is stored, what was forgotten comes back.
+"""The disk behind the host pool: pages published there are stored, and read again when the host has
+dropped them.
 
 It follows the prefix cache. A published page is copied to the disk by the tier's thread, later, and
 nothing holds it until then: its text cannot change while it is published, so a copy is good if the

@@ -16,7 +16,8 @@ SHARE: Final = 64
 
 @dataclass(slots=True)
 class Budgets:
-    """What was seen when budgets were last looked at: curves are of what has happened since."""
+    """The counts when budgets were last rebalanced; curves are of the hits and misses since
+    then."""
 
     pools: Pools
     _step: int = field(init=False)
@@ -32,8 +33,7 @@ class Budgets:
     def rebalance(self, misses: Counts) -> int:
         """Moves a 64th of all chunks at most; returns how many. `misses` count since the start.
 
-        Between steps no row is read, so what the last step selected holds nothing back: an age
-        passes.
+        Between steps no row is read, so rows that the last step selected may move: one age passes.
         """
         sparse = self.pools.sparse
         if sparse.step == self._step:
@@ -93,7 +93,7 @@ class Budgets:
         return curves
 
     def floor(self, group: int) -> int:
-        """Chunks for the slots that running requests were promised, and for a step's new rows."""
+        """Chunks for the slots that running requests have reserved, and for a step's new rows."""
         name = WINDOW_SLOTS if self.pools.layout.window_of(group) else SLOTS
         slots = max(self.pools.ledger.promised(name), self.pools.sizes.query_max)
         assert slots > 0, f"group {group}: a floor of {slots} slots"

@@ -1,4 +1,5 @@
-"""What pressure, a preemption or a full arena has left out comes back when there is room again.
+"""Rows that were evicted under pressure, lost by preemption or never fitted come back when slots
+are free.
 
 Called behind every step, a refill walks through one sequence with absent rows and starts copies
 into free slots. It stays behind the steps: it looks at `LOOK_PAGES` pages in `GROUPS` groups and

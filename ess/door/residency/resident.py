@@ -50,7 +50,7 @@ class Resident:
         return [sequence for sequence in sequences if not answers[sequence.number].is_resident]
 
     def forget(self, sequence: Sequence) -> None:
-        """Forgets what is known of a sequence: its rows are looked up again."""
+        """The sequence is not known to be resident any more: its rows are looked up again."""
         self._answers.pop(sequence.number, None)
 
     def is_scarce(self) -> bool:

@@ -1,7 +1,7 @@
 """What a sequence holds of the pools: host pages and, while it is active, a line of active pages.
 
 A sequence that was never on the device keeps the host pages of its growth promised, so that it can
-always enter; one that has left the device promises itself nothing.
+always enter; a preempted sequence has no promises.
 
 Pages leave the device behind the copies that may still touch them (`InFlight.after`), so nothing in
 here waits, except to make room when a reservation falls short. A call that raises PoolFull has

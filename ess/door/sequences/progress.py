@@ -1,4 +1,4 @@
-"""What is known of a sequence: its text, how far its rows have come, the steps that it is in."""
+"""A sequence's tokens, how many of its rows exist, and the steps that it is in."""
 
 from __future__ import annotations
 

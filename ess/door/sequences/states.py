@@ -33,8 +33,8 @@ class States:
         return mine
 
     def enter(self, line: int, saved: Bytes | None) -> None:
-        """A sequence begins with zeros, in what every one has, or goes on with what was saved;
-        what the sequence before it has left behind them is NaN."""
+        """A sequence begins with zeros in the bytes that every sequence has, or continues with a
+        saved state. Bytes behind these, which the line's former sequence wrote, become NaN."""
         count = self._layout.state_bytes if saved is None else len(saved)
         self.lines[line, :count] = 0 if saved is None else saved
         self.lines[line, count:] = 0xFF

@@ -1,8 +1,8 @@
 """How native code goes from selections to rows, for layers that run in one call.
 
-A layer that runs so asks for the same as `Step.append` and `Step.locate_all`, or `Step.resolve`
-with `waits`, and in the same order. What it decides is the pools' own planner's; what it counts
-comes back in the records (`ess.kernels.cpu.layer`).
+A layer that runs in such a call does what `Step.append` and `Step.locate_all`, or `Step.resolve`
+with `waits`, would do, in the same order. What it decides is the pools' own planner's; what it
+counts comes back in the records (`ess.kernels.cpu.layer`).
 """
 
 from __future__ import annotations

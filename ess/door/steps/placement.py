@@ -50,7 +50,8 @@ class Fetch(Protocol):
     """A layer's copy under way."""
 
     def ask(self) -> None:
-        """The layer is here; what is left of the copy is time that it may have to wait."""
+        """The layer has reached the point where it needs the rows: from here on the copy may cost
+        waiting time."""
 
     def wait(self) -> None:
         """Returns when what follows may read the rows."""

@@ -31,7 +31,7 @@ class Fit:
     quadratic_error: float
 
     def time(self) -> PrefillTime:
-        """A linear term below 0 is noise: no chunk takes less for more tokens."""
+        """A linear term below 0 is noise: more tokens never take less time."""
         return PrefillTime(quadratic=self.quadratic, linear=max(self.linear, 0.0))
 
 
@@ -41,8 +41,8 @@ def fitted(samples: Sequence[Sample]) -> Fit | None:
 
 
 def fitted_robustly(samples: Sequence[Sample], expected: Sequence[float]) -> Fit | None:
-    """A fit by relative errors against what was `expected` of each sample, in any unit. Samples far
-    from the middle are left out; those that lie off the fit count less."""
+    """A fit by relative errors against the `expected` time of each sample, in any unit. Samples far
+    from the median are left out; samples far from the fit count less."""
     columns, seconds, scale = _columns(samples), _seconds(samples), np.array(expected)
     ratios = seconds / scale
     middle = np.median(ratios)
@@ -59,7 +59,7 @@ def fitted_robustly(samples: Sequence[Sample], expected: Sequence[float]) -> Fit
 
 
 def _bent(columns: Floats, seconds: Floats, scale: Floats, weights: Floats) -> Floats:
-    """Huber's weights: those of least squares near the fit, of least distances far from it."""
+    """Huber's weights: near the fit as for least squares, far from it as for least distances."""
     terms, _, _ = _least(columns, seconds, weights)
     off = np.abs(columns @ terms - seconds) / scale
     spread = SPREAD * float(np.median(off))

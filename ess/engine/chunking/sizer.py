@@ -11,8 +11,8 @@ one stage and an observation the slowest of all. A constant cancels out of the s
 What runs must not be disturbed by a few slow chunks, nor may sizes swing to and fro:
 
     kinds     observations are kept by kind, which is about how long a chunk was and how deep; of
-              a kind its middle one counts. So stalls are outvoted, and a workload of which most
-              chunks are alike does not push the others out.
+              a kind its middle one counts. So a stall is outvoted by other chunks of its kind, and
+              a workload of mostly one kind does not push the other kinds out.
     far ones  a kind more than 4 times as slow or fast as most are, against what was expected of
               each, is left out; the rest are weighted so that one kind cannot turn the fit.
     patience  another fit is taken only when it changes a size by an eighth of the first chunk, when
@@ -153,7 +153,7 @@ class ChunkSizer:
         return ordered[(len(ordered) - 1) // 2][:3]
 
     def _expected(self, done: int, count: int) -> float:
-        """In no particular unit: what one kind is expected to take beside another."""
+        """The expected time of a kind relative to other kinds, in no particular unit."""
         return float(count) if self.time is None else self.time.of(count, after=done)
 
     def _side(self, time: PrefillTime) -> int:

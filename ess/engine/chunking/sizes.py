@@ -96,7 +96,7 @@ def wanted_chunk(time: PrefillTime, chunking: Chunking, *, done: int) -> int:
 
 
 def chunks(time: PrefillTime, chunking: Chunking, *, prompt: int, done: int = 0) -> tuple[int, ...]:
-    """All chunks of a prompt behind its `done` tokens, in order; the last chunk is what is left."""
+    """All chunks of a prompt behind its `done` tokens, in order; the last chunk has the rest."""
     if not 0 < prompt <= chunking.context:
         raise BadInput(f"a prompt of {prompt} tokens, the context holds {chunking.context}")
     sizes: list[int] = []

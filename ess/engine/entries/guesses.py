@@ -1,10 +1,10 @@
-"""Drafts: what the MTP module takes to come, behind the tokens that a step has said.
+"""Drafts: the tokens that the MTP module predicts behind the tokens that a step has made.
 
-Its layer attends to the last tokens alone, and its rows lie in the same rings as those of other
-windows. So a draft is one more layer over tokens of the step: first over all of them, each with the
-token that follows it, then over one guess of each sequence after the other. Rows of rejected tokens
-and of guesses are written over by the next step: it begins behind the newest token that was kept,
-whose row is made of true tokens, and makes all rows from there on.
+Its layer attends to the last tokens only, and keeps its rows in rings as the other layers with
+windows do. So a draft is one more layer over tokens of the step: first over all of them, each with
+the token that follows it, then over one guess of each sequence after the other. Rows of rejected
+tokens and of guesses are written over by the next step: it begins behind the newest token that was
+kept, whose row is made of true tokens, and makes all rows from there on.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ lines of its ring, the token's own among them.
 
 A step may verify drafts. Their lines, and entries of 128 tokens that they close, are written like
 all others: each query reads those of tokens up to its own, by its position alone. When the step has
-said how many tokens stay, the state's length grows by these, and the next step begins there: it
-writes what it reads beyond.
+decided how many tokens stay, the state's length grows by as many. The next step begins there and
+overwrites all that lies beyond before it reads it.
 """
 
 from __future__ import annotations

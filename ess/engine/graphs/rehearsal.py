@@ -1,9 +1,9 @@
 """Steps of no request, before there are any: so that no request waits for a usual step's graph.
 
 For each way to draw and each vector of modes that a first step may run, with all drafts and with
-requests that have none yet, the largest bucket first: the others then work in its memory. One
-request stands for all of a bucket, behind it are pads. When all kinds are there each is captured
-once more, as a step that is timed. What is beyond the graphs' count or bytes is left out.
+requests that have none yet, the largest bucket first: the others then work in its memory. A
+rehearsed step has one request; the rest of its bucket is pads. When all kinds are there each is
+captured once more, as a step that is timed. What is beyond the graphs' count or bytes is left out.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def _capture(
     draft_count: int,
     ranks: Ranks,
 ) -> None:
-    """In the step behind those that load what it needs; with times behind the one without."""
+    """Captures the kind in the step behind the steps that load its kernels; the graph with times is
+    captured behind the graph without."""
     request = Request(number=0, prompt=[0], sampling=kind.sampling)
     opened = runner.offload.open(request.prompt, length_max=request.length_max)
     request.sequence = opened

@@ -87,9 +87,9 @@ class Captured:
 
 
 class Replays:
-    """The counts are for people and metrics: steps that were replayed or captured, eager steps by
-    their cause, and graphs that were dropped for others. `_untimed` are kinds whose next step is to
-    be captured with times."""
+    """The counts are for logs and metrics: steps that were replayed or captured, eager steps by
+    their cause, and graphs that were dropped to make room for others. `_untimed` are kinds whose
+    next step is to be captured with times."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Replays:
 
     @property
     def is_full(self) -> bool:
-        """The next graph takes the place of the one that was unused for longest."""
+        """Whether the next graph replaces the graph that was unused for longest."""
         return len(self._held) == self._graph_max
 
     def has_bytes(self, query_count: int) -> bool:
@@ -267,8 +267,8 @@ class Replays:
 
     @contextmanager
     def _capturing(self, graph: Any) -> Iterator[None]:
-        """On a stream of its own, for torch's default one cannot be captured. Nothing may be freed
-        on the way, and what listens between layers would ask for events."""
+        """On a stream of its own, for torch's default one cannot be captured. During the capture
+        nothing may be freed, and `on_layer` is not called, because it would query events."""
         device, between = self._runner.model.device, self._runner.on_layer
         collects, held_bytes = gc.isenabled(), Cuda.memory_reserved(device)
         gc.disable()

@@ -2,9 +2,9 @@
 
 A state belongs to one length. A step brings one token of each of its sequences, and it is never
 taken back: it is the newest that was said, and preemption, forks and copies kept for prompts wait
-until the steps under way are learned. So every layer writes its state in place, and the length in
-a line's header is written when all layers have: a step or a chunk that begins elsewhere, or behind
-one that did not come to its end, is a fault that is seen at once.
+until the steps under way are learned. So every layer writes its state in place, and the length in a
+line's header is written when all layers have: a step or chunk that begins at another length, or
+behind one that did not finish, is noticed at once as a fault.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 What `overlap`'s schedules `resident` and `none` order is ordered there again, for a whole batch
 (csrc/cpu/layer.cpp), over the same kernels and the same planner: tokens, slots and counts are the
-same bits. Whatever is not alike goes the way of the schedules: DA and DBA, halves, ranks that
-divide heads or experts, windows, groups of several layers, verified layers, slots that give way by
-score, attention with sinks, traces, and times of single stages by another clock.
+same bits. All other layers run by the schedules: DA and DBA, halves, ranks that divide heads or
+experts, windows, groups of several layers, verified layers, slots that give way by score, attention
+with sinks, traces, and times of single stages by another clock.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def select_scored(
     table: Tensor,
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """And a score of every position: that of its unit, and of the rows behind the last whole unit,
-    which are chosen always, the best one."""
+    """The selections, and a score for every position: the score of its unit. Rows behind the last
+    whole unit are always chosen and get the best score."""
     selected = [
         _scored(layout, queries[n : n + 1], weights[n : n + 1], pages, table[n], lengths[n : n + 1])
         for n in range(len(queries))

@@ -6,10 +6,9 @@ rows and rows in place its schedule used, must equal one pass over the host's ow
 finds a wrong copy even if no query selects it; the second finds a right copy that is read for the
 wrong row.
 
-On a device both are queued with the step, and the host does not wait: what they found is read when
-the host learns the step. There a row's weight is rounded to bf16, by 2^-9 of it at most, and two
-passes over the same rows, cut differently, round differently. `TOLERANCES` leaves each pass four
-times that.
+On a device both are queued with the step, and the host does not wait: it reads the findings when it
+learns the step. There a row's weight is rounded to bf16, by 2^-9 of it at most, and two passes over
+the same rows, cut differently, round differently. `TOLERANCES` leaves each pass four times that.
 """
 
 from __future__ import annotations

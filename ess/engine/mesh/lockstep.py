@@ -1,7 +1,7 @@
 """How the ranks of a mesh stay one engine: rank 0 says what happens, and the others do the same.
 
 Every rank runs the same engine: scheduler, requests, pages, reservations. What such an engine does
-follows from the calls that it hears, in their order, and from the tokens that it is told. Rank 0
+follows from the calls that it receives, in their order, and from the tokens of each step. Rank 0
 passes on both, and nothing else decides:
 
     clock        no rank paces: `mtp_auto` and `tpot_ms` are refused
@@ -10,7 +10,7 @@ passes on both, and nothing else decides:
     two halves   rank 0 says whether a step splits
     modes        each rank's own: they change when rows are copied, and no page and no token
 
-Ranks that have come apart are found out before they do harm. At the head of each step every rank
+Ranks that differ are noticed before they serve a wrong token. At the head of each step every rank
 compares with rank 0 what the step has, what is free in its pools and which pages were taken, and
 behind it what the tokens were made from. The first difference ends the group, in words.
 """
@@ -116,7 +116,8 @@ class Lockstep:
         return self.latest
 
     def tell(self, make: Callable[[], Told], *, is_last: bool, fed: int) -> Told:
-        """What the first member of the last stage makes goes to all ranks by way of rank 0."""
+        """The tokens that the first member of the last stage makes go to all ranks by way of rank
+        0."""
         word: Word | None = make() if is_last else None
         first = self.group.size - self.group.team.size
         if word is not None and self.group.rank == first and first:

@@ -1,8 +1,9 @@
 """How a step goes through the ranks of a mesh: from stage to stage, and its tokens to all.
 
-A stage makes the rows of its own layers and hands the hidden states on. The last one has the head
-and the MTP module: it chooses, drafts, and tells everybody. So every rank knows the step's tokens
-before it seals its own rows. A selection is not handed on: layers that share one are of one stage.
+A stage makes the rows of its own layers and hands the hidden states on. The last stage has the head
+and the MTP module: it chooses tokens, drafts, and sends both to all ranks. So every rank knows the
+step's tokens before it seals its own rows. A selection is not handed on: layers that share one are
+of one stage.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Relay:
     def _told(
         self, runner: Runner, batch: Batch, fed: HostFed, hidden: Tensor, draft_count: int
     ) -> Told:
-        """The first member's choice and drafts count for its team: another one's logits may be
-        rounded in another way."""
+        """The choice and drafts of the team's first member are used: another member's logits may
+        round otherwise."""
         forward = runner.ended(batch, hidden)
         chosen = fed.choose(forward.logits)
         mine = tuple(_said(choice) for choice in chosen.choices)

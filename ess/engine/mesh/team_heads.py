@@ -1,4 +1,5 @@
-"""A team's members attend for some heads each, and do the rest of a layer alike.
+"""Each member of a team attends for some of the heads; the rest of a layer all members compute in
+the same way.
 
 Values of all heads are gathered, and then every member has the whole output projection: a sum runs
 over the heads in the order of a rank alone. Sums of the members' own projections would be half as
@@ -17,8 +18,8 @@ from ess.pool.latent import LatentPool
 
 
 class AllMake(Whole):
-    """`Share` of a pack of prompts, of which each member makes all rows for itself. One of them
-    writes these where all read them."""
+    """`Share` of a pack of prompts: each member makes all rows for itself, and member 0 writes them
+    where all members read them."""
 
     def __init__(self, latent: LatentPool) -> None:
         self._latent = latent

@@ -64,7 +64,8 @@ class Removed:
 
 
 class KvEvents:
-    """Listens to the prefix index; `flush` sends what it has heard. For the engine's thread."""
+    """Listens to the prefix index; `flush` sends the events since the last flush. For the engine's
+    thread."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class KvEvents:
             self._heard.append(Removed(list(contents)))
 
     def emptied(self) -> None:
-        """Whatever was heard before has no meaning any more."""
+        """Drops the events that were not flushed: the index is empty."""
         self._heard = [None]
 
     # ---- what leaves

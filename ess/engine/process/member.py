@@ -55,7 +55,8 @@ def join(rank: Rank, secret: str) -> Group:
 
 @contextmanager
 def membership(group: Group) -> Iterator[None]:
-    """The whole group ends with an error of this rank, and is told why. Without one it is left."""
+    """An error of this rank ends the whole group, and the other ranks are sent the reason. Without
+    an error this rank leaves the group in order."""
     try:
         yield
     except LinkLost:

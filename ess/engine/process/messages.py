@@ -364,7 +364,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
     """Which process of a pipelined worker this one is, of `size`: `rank` is its stage times `team`
-    plus its place in the stage's team. Every process is told the same but for its rank.
+    plus its place in the stage's team. All processes get the same values, except for the rank.
 
     `layers` are the main layers of each stage: the first, and the one behind the last. Rank 0 is
     met at `init`, a "tcp://HOST:PORT". Processes of another `generation` are of another start of
@@ -386,9 +386,9 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an engine process is told at its start; the sizes are those of its pools. The
-    `secret` is that of all workers that hand over to one another; it seals what they say. `rank`
-    is there for a process of a pipelined worker."""
+    """All that an engine process needs at its start; the sizes are those of its pools. The `secret`
+    is that of all workers that hand over to one another; it seals what they say. `rank` is there
+    for a process of a pipelined worker."""
 
     model: str
     config: ProcessConfig

@@ -3,8 +3,8 @@
     python -m ess.engine.process.rank ENDPOINT...     (a Launch as one JSON line on stdin)
 
 It joins its group, loads its share of the experts, waits until all ranks have loaded and then runs
-as any engine process does. Fail-stop: where one rank is lost or wrong, all end, each telling its
-own server why; the servers start them again, and they meet as they did at first.
+as any engine process does. Fail-stop: when one rank is lost or wrong, all ranks end, and each tells
+its own server why. The servers start them again, and they meet as at first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GRACE_S: Final = 10.0
 """How long a rank whose group has ended may take to say so and to end."""
 ALIKE: Final = ("mtp", "tbo", "sbo", "form", "backend", "dp_size", "redundant_experts")
 """Settings that all ranks must have in common: the order of the exchanges follows from them, and
-the values that they carry. Each of the others is a rank's own affair."""
+the values that they carry. All other settings may differ from rank to rank."""
 ALIKE_ON_DEVICES: Final = ("max_running", "chunk_tokens")
 """There an exchange takes as much memory as the largest batch and chunk of any rank ask for."""
 
@@ -80,7 +80,8 @@ def expert_ranks_of(launch: Launch, group: Group) -> ExpertRanks:
 
 
 def loads_file(config: ProcessConfig) -> str:
-    """The file to place experts by. One that is also recorded need not be there the first time."""
+    """The file to place experts by. A file that is also recorded need not exist at the first
+    start."""
     path = config.expert_load
     is_yet_to_come = path == config.record_expert_load and not Path(path).exists()
     return "" if is_yet_to_come else path
@@ -99,8 +100,8 @@ def loaded(launch: Launch, group: Group, clock: Clock) -> Built:
 
 
 def recorder(config: ProcessConfig, expert_ranks: ExpertRanks) -> Callable[[], None]:
-    """Writes the loads, if this is rank 0 and was told where. A rank that cannot write goes on.
-    What fewer steps than a window have chosen replaces no file."""
+    """Makes the function that writes the loads, if this is rank 0 and has a path. A failed write is
+    reported and the rank continues. Loads of fewer steps than a window do not replace a file."""
     path = Path(config.record_expert_load)
 
     def record() -> None:
@@ -117,7 +118,8 @@ def recorder(config: ProcessConfig, expert_ranks: ExpertRanks) -> Callable[[], N
 
 
 def greet(group: Group, mine: dict[str, str]) -> None:
-    """Everybody tells rank 0, which compares, and lets all begin. BadInput names what differs."""
+    """Every rank sends its settings to rank 0, which compares them and lets all ranks begin.
+    BadInput names the setting that differs."""
     if group.rank:
         group.reports[0].send(msgspec.json.encode(mine))
         if group.reports[0].receive(LOAD_S) is None:

@@ -28,7 +28,7 @@ RAISE: Final = {
 
 
 def in_words(refusal: EssError) -> str:
-    """Why a request waits or was refused, for those who use a server and those who run it."""
+    """Why a request waits or was refused, as a sentence for clients and operators."""
     if not isinstance(refusal, PoolFull) or refusal.limiter not in RAISE:
         return str(refusal)
     return f"{refusal.shortage}; {RAISE[refusal.limiter]}"

@@ -154,8 +154,8 @@ class SocketWire:
         self.give(Cut(front))
 
     def _renew(self, front: int) -> None:
-        """A new socket, without what waited for the front that has ended; the next one in its place
-        is told first that we are ready."""
+        """A new socket, without the messages that waited for the front that has ended. The front
+        that replaces it first gets Ready."""
         assert 0 < front < self.front_count, f"front {front} of {self.front_count} is lost"
         self._poller.unregister(self._sockets[front])
         self._sockets[front].close(linger=0)

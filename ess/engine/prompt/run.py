@@ -93,7 +93,7 @@ NO_HOOKS: Final = Hooks()
 def run_chunks(
     runner: Computer, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None
 ) -> list[Prefilled]:
-    """Runs the spans as one pack. `on_layer` is told of each layer when its rows are stored."""
+    """Runs the spans as one pack. `on_layer` is called with each layer when its rows are stored."""
     return run_part(runner, spans, hooks=Hooks(on_layer=on_layer))[0]
 
 

@@ -5,7 +5,7 @@ rows, index keys, the output projection, the experts) is done by the rank that h
 only by it, so no two ranks write the same row. Rows and keys go to memory that all ranks see.
 
     ByTokens   the indexer and the attention too run for the rank's own tokens; weights are whole.
-               Per layer the ranks meet once: no one reads before all rows are there.
+               The ranks meet once per layer: no rank reads before all rows are there.
     ByHeads    the indexer runs for the rank's own tokens, the attention for its own heads and all
                tokens. Low-rank queries and selections are gathered, values change hands.
 

@@ -10,10 +10,10 @@ layers with experts, so all must know which of them there will be:
 
 and on a device also how large they are: as the largest batch, half and chunk of any rank.
 
-Each rank says what it needs, hears what all need, and derives the agreement by the same function
-of the same table: that is why they agree, with a single round. The step's halves are those of the
-rank with the most tokens, which the others wait for in any case; a rank that has fewer than two
-requests has an empty half. Drafts are as many as every rank that decodes can afford.
+Each rank sends what it needs and gets what all ranks need. All derive the agreement by the same
+function of the same table, so one round is enough. The step's halves are those of the rank with the
+most tokens, which the others wait for in any case; a rank that has fewer than two requests has an
+empty half. Drafts are as many as every rank that decodes can afford.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Alone:
 
 
 class Many:
-    """Every rank meets the others once a step, whether it has requests or not. `on_census` is
+    """Every rank meets the others once in each step, with requests or without. `on_census` is
     called when the ranks have told one another how often each expert was chosen."""
 
     def __init__(
@@ -185,7 +185,8 @@ class Many:
         self._expert_ranks.team.check()
 
     def _census(self) -> None:
-        """All ranks count steps alike, quiet ones not; what the last ones chose is told too."""
+        """All ranks count steps in the same way and leave out steps without requests. The choices
+        of the last steps, before all ranks leave, are shared too."""
         is_last = self.latest.all_leave and self._busy_count > 0
         if self._busy_count == WINDOW_STEPS or is_last:
             loads, team = self._expert_ranks.loads, self._expert_ranks.team

@@ -4,7 +4,7 @@ ranks; and that file, which rank 0 writes.
     {"form": "ess expert loads 1", "steps": 2048, "ranks": 4, "experts": 256,
      "layers": {"3": [812, 90, ...], ...}}     of each layer how often each expert was chosen
 
-Layers that the file does not name are placed as if all their experts were chosen alike.
+Layers that the file does not name are placed as if all their experts were chosen equally often.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """The shares of all layers without one of their own, and of those that have."""
+    """The shares of layers without a share of their own, and of layers with one."""
 
     usual: Shares
     own: dict[int, Shares] = {}
@@ -92,7 +92,7 @@ def _check_loads(path: Path, recorded: Recorded, config: ModelConfig) -> None:
 
 
 def write_loads(path: Path, expert_ranks: ExpertRanks) -> None:
-    """What was chosen of late; a reader has the former file until the new file is whole."""
+    """Writes the recent choices. A reader sees the former file until the new file is complete."""
     recorded = Recorded(
         form=FORM,
         steps=expert_ranks.loads.step_count,

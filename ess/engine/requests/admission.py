@@ -1,5 +1,5 @@
-"""Who may come in: preempted requests resume, then waiting ones are admitted, by rank. Followers
-are forked from a leader whose prompt is there.
+"""Which requests may run: preempted requests resume, then waiting requests are admitted, by rank.
+Followers are forked from a leader whose prompt is there.
 
 The ledger says when there is room; asking it costs a pass over the prompt. So after a refusal it is
 asked again only when a request has ended, was preempted, has landed, or has become the first that
@@ -53,7 +53,7 @@ class Admission:
         self._is_full = False
 
     def fell_short(self, refusal: PoolFull) -> None:
-        """A request that runs lacks room."""
+        """Notes that a running request lacks room."""
         self.refusal = refusal
 
     def pause(self, step_count: int) -> None:

@@ -82,8 +82,8 @@ class Request:
 
     `is_plain`: its `sampling` leaves logits as they are. `ends` are the ids that end it, `ended_by`
     is the id or the stop string that did. It has failed when its grammar could not be followed to
-    the end: `matcher.failure` says why. Or the model made no numbers of it, as `fault` says.
-    `refusal` says why it could never have been admitted, or what its grammar lacks.
+    the end, for the reason in `matcher.failure`, or when the model's logits were NaN, which `fault`
+    says. `refusal` says why it could never have been admitted, or what its grammar lacks.
 
     `output` is what the host has learned. `flight_count` steps that it has not learned may have
     made up to `ahead_count` tokens more; `draft_count` drafts wait on the device for the next one.

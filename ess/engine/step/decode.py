@@ -4,7 +4,7 @@ What the host decides and what it uploads comes first, then all that the device 
 step's beginning and its seal, which may be a graph.
 
 All that this reads of the step before lies on the device. On a CPU a launch runs at once, in the
-caller's thread; what it has said stays in the future map all the same until the host learns it.
+caller's thread; its results stay in the future map all the same until the host learns the step.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def launch(
     vector: Vector | None = None,
 ) -> Flight:
     """PoolFull if there are no pages for the positions that the turns may reach: then nothing has
-    changed. Then the `ranks` meet, and hear what this one has `brought` beside its turns. Without
-    `replays`, which have said how it `fit`s, a step runs eagerly. `vector` are its modes, if no
+    changed. Then the `ranks` meet, and get what this rank has `brought` beside its turns. Without
+    `replays` and the `fit` that they chose, a step runs eagerly. `vector` are its modes, if no
     policy decides them. `lap` has just begun."""
     assert turns, "a step without requests"
     assert len({turn.request for turn in turns}) == len(turns), "a request has two turns"

@@ -1,4 +1,4 @@
-"""What a step is fed with and what it has chosen: the same calls wherever its tokens are.
+"""A step's input tokens and its choices: the same calls on a host and on a device.
 
     future.feed(step, turns, counts) -> fed    the newest tokens and the drafts behind them
     fed.choose(logits) -> chosen               the targets up to the first wrong draft
@@ -28,7 +28,7 @@ Counts: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step has said for one feed: the targets up to the first wrong draft, new drafts."""
+    """A step's results for one feed: the targets up to the first wrong draft, and new drafts."""
 
     feed: Feed
     choice: Choice
@@ -59,7 +59,7 @@ class Said(Protocol):
         """How many of its new rows each sequence keeps; pads may follow."""
 
     def tell(self, fed: Any) -> None:
-        """Ends the launch of the step that was fed so."""
+        """Ends the launch of the step with this feed."""
 
 
 class Fed(Protocol):

@@ -85,9 +85,9 @@ class Runner:
         self._course: Course | None = None
 
     def course(self, step: Step, counts: tuple[int, ...], vector: Vector | None = None) -> Course:
-        """Asked once per step; without a `vector` the policy has one. A half that only locates its
-        rows does not hold them, and the other half may evict them; so a layer that would run
-        RESIDENT runs NONE, whose plan holds its rows."""
+        """Called once per step. Without a `vector` the policy chooses the modes. A half that only
+        locates its rows does not hold them, and the other half may evict them; so a layer that
+        would run RESIDENT runs NONE, whose plan holds its rows."""
         vector, layer_total = vector or self.tuning.vector(step), self.offload.layout.layer_total
         assert len(vector) == layer_total, f"{len(vector)} modes of {layer_total}"
         stopwatch = self.offload.stopwatch
@@ -116,7 +116,7 @@ class Runner:
         return course
 
     def batch(self, step: Step, course: Course | None = None) -> Batch:
-        """On a device it has all of its tensors before any stream asks for them."""
+        """On a device all tensors of the batch are made before any stream uses them."""
         rotate, is_here = self.model.rotation, self.model.device.type == "cpu"
         return Batch(
             offload=self.offload,
@@ -140,7 +140,7 @@ class Runner:
         return Forward(logits, finished)
 
     def through(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """What the main layers make of it."""
+        """The hidden state after all main layers."""
         counts = batch.course.counts
         if not batch.course.splits:
             return self.layers(batch, self.model.layers, hidden)
@@ -253,7 +253,7 @@ class Uncompiled(Ops):
 def made_runner(
     model: Model, offload: Offload, config: EngineConfig, heads: Heads | None = None
 ) -> Runner:
-    """As it is configured."""
+    """The runner that this configuration asks for."""
     computes = ops(config.backend)
     if not model.has_stages:
         computes = Uncompiled(computes.name, computes.backend)

@@ -94,8 +94,8 @@ class Tuning:
         sbo: Sbo = "off",
         asks_first: bool = False,
     ) -> None:
-        """`asks_first`: steps run on a device. The host hears too late that a row is absent, so a
-        layer runs RESIDENT only where all rows are known to be there: never the MTP module's."""
+        """`asks_first`: steps run on a device. The host learns too late that a row is absent, so a
+        layer runs RESIDENT only where all rows are known to be in slots: never the MTP module's."""
         self.sbo = sbo
         self._asks_first = asks_first
         self.split_count = 0
@@ -183,7 +183,8 @@ class Tuning:
         self.mode_counts[layers, mode] += 1
 
     def report(self) -> dict[str, Any]:
-        """For people and metrics: what each layer ran, how often, and its transfer so far."""
+        """For logs and metrics: the modes that each layer ran, how often, and its transfer so
+        far."""
         stats = self._offload.stats()
         return {
             "modes": [

@@ -1,9 +1,10 @@
-"""How warm requests run: the rows that they found resident, by the step after they landed.
+"""How warm requests run: the resident rows among the rows that they selected, by the number of
+steps since they landed.
 
-A query of a group asks for all rows but those of whole units that it does not choose. A resolution
-says how many of them could be attended at once; a row that is still on its way to its slot is no
-hit. A step whose rows were only located found all of them. Where a device counts, the counts come
-with the step's results.
+Each query of a group selects all rows except those of whole units that it does not choose. A
+resolution says how many of them could be attended at once; a row that is still on its way to its
+slot is no hit. In a step whose rows were only located, all of them were resident. Where a device
+counts, the counts come with the step's results.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Grammars:
         return room
 
     def _advance(self) -> None:
-        """Hears those that are being compiled, and begins with more."""
+        """Takes the results of compiling processes, and starts more of them."""
         for room in [room for room in self._rooms.values() if not room.is_compiled]:
             self._hear(room)
         for grammar in list(self._wanted):
@@ -318,7 +318,7 @@ class Matcher:
 
 
 def _asked(grammar: Grammar) -> dict[str, str]:
-    """What the process that compiles it is told."""
+    """What is sent to the process that compiles the grammar."""
     text = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
     whitespace = "" if _chooses_whitespace(text) else WHITESPACE
     return {"kind": grammar.kind, "text": text, "whitespace": whitespace}

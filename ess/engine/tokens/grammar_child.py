@@ -1,10 +1,10 @@
 """Compiles and follows grammars of strangers. Run by path; imports nothing of ESS.
 
-A grammar of a hundred bytes may ask for years of work, when it is compiled or at any later token,
-and the library's own limits do not count all of it. So every grammar has a process of its own,
-forked from this one, which has read the vocabulary: memory is shared until it is written. The
-system limits its memory, and counts its processor time: a signal ends it in the middle of whatever
-it does. Time that a busy machine spends elsewhere does not count.
+A grammar of a hundred bytes may take years to compile or to follow, and the library's own limits do
+not count all of that work. So every grammar has a process of its own, forked from this one, which
+has read the vocabulary: memory is shared until it is written. The system limits its memory, and
+counts its processor time: a signal ends it in the middle of whatever it does. Time that a busy
+machine spends elsewhere does not count.
 
 The processes end with this one, and this one when its parent closes the channel, in whatever way.
 
@@ -213,8 +213,8 @@ def _on_deep_stack(work: Any) -> Any:
 
 
 class Vocabulary:
-    """A tokenizer in the shape that the library asks for. Text that a grammar forces is encoded as
-    the model has learned it."""
+    """A tokenizer with the interface that the library expects. Text that a grammar forces is
+    encoded as the model has learned it."""
 
     def __init__(self, described: dict[str, Any]) -> None:
         self.eos_token_id = min(described["ends"])

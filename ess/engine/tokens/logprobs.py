@@ -45,7 +45,7 @@ def chance_block(logits: Tensor, tokens: Tensor, top_count: int) -> Tensor:
 
 
 def block_chances(block: Sequence[Sequence[float]]) -> tuple[Chance, ...]:
-    """What `chance_block` has said, on the host."""
+    """The values of `chance_block`, on the host."""
     chances = []
     for logprob, rank, *rest in block:
         count = len(rest) // 2

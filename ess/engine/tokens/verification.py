@@ -25,8 +25,8 @@ from ess.engine.tokens.logprobs import chances
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The step's tokens for a request; those behind a token that ends the request are surplus. The
-    chances are there only if the request asks for them. Where logits were no numbers the last token
-    stands for none, and the request must end."""
+    chances are there only if the request asks for them. Where logits were NaN the last token is a
+    placeholder, and the request must end."""
 
     tokens: tuple[int, ...]
     chances: tuple[Chance, ...] = ()

@@ -78,7 +78,7 @@ class Layers:
         return self._columns[name][which.start : which.stop]
 
     def tell(self, which: range, what: Any) -> None:
-        """What is written for these layers now; what was told of any of them no longer holds."""
+        """What is written for these layers now; their earlier records no longer hold."""
         others = self.told.items()
         self.told = {r: t for r, t in others if r.stop <= which.start or which.stop <= r.start}
         self.told[which] = what

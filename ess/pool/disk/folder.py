@@ -46,8 +46,8 @@ class DiskFolder:
     def _open_catalogue(
         self, path: Path, identity: bytes, record_max: int
     ) -> tuple[Catalogue, list[Entry]]:
-        """Forgets rows whose records the slab has lost, and cuts off what lies behind the last
-        record or belongs to no catalogue."""
+        """Drops entries whose records the slab has lost, and cuts off bytes behind the last record
+        or of no catalogue."""
         if (path / CATALOGUE).exists():
             try:
                 return self._read_catalogue(path, identity, record_max)

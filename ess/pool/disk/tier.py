@@ -59,8 +59,9 @@ class DiskTier:
         capacity_bytes: int,
         note: Note = unsaid,
     ) -> None:
-        """`identity` covers all that a page's bytes depend on besides its text. `note` is told, in
-        the thread that finds it, when pages are damaged and when the disk takes no more."""
+        """`identity` covers all that a page's bytes depend on besides its text. `note` is called,
+        in the tier's or the caller's thread, when pages are damaged and when the disk takes no
+        more."""
         stride = page_bytes + -page_bytes % 4096
         record_max = whole_count("prefix_cache_disk", capacity_bytes, stride)
         self.page_bytes = page_bytes

@@ -146,8 +146,8 @@ class ResolveShape:
 def fits_one_cluster(entry_count: int, slot_count: int) -> bool:
     """Whether one cluster does a call faster than five launches over the whole device.
 
-    A barrier of a cluster costs about half of a launch, but there are no more than its eight
-    multiprocessors to work with. At these sizes each has two parts of queries and one tile.
+    A barrier of a cluster costs about half of a launch, but only the cluster's eight
+    multiprocessors can work. At these sizes each has two parts of queries and one tile.
     """
     assert entry_count > 0, "no entry to resolve"
     assert slot_count > 0, "no slot to resolve into"

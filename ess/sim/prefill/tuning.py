@@ -1,8 +1,8 @@
 """The best chunks and layers of a pipeline, given the measured times of its layers.
 
-A setting is judged by the time to the first token of one prompt, on the virtual clock. Among those
-within a hundredth of the fastest, the one with the most tokens a second for successive prompts is
-the best.
+A setting is judged by the time to the first token of one prompt, on the virtual clock. Of the
+settings within a hundredth of the fastest, the best is the setting with the most tokens a second
+for successive prompts.
 """
 
 from __future__ import annotations

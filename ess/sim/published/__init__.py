@@ -20,7 +20,7 @@ FOLDER: Final = Path(__file__).resolve().parent
 NODE_GPUS: Final = 8
 OVERHEAD_READING_US: Final = 4.0
 DEVICE_BYTES: Final = 80 << 30
-"""The one memory budget in which every printed pair of batch and ratio fits."""
+"""The only memory budget in which every printed pair of batch and ratio fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

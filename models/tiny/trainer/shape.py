@@ -1,4 +1,4 @@
-"""The embedded model's dimensions, and the config.json that says them to everybody else."""
+"""The embedded model's dimensions, and the config.json with them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One promised tensor. `layer` None is the outside of the stack, `expert` a routed expert."""
+    """One tensor that the configuration implies. `layer` None is the outside of the stack, `expert`
+    a routed expert."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""/v1/responses/{response_id}: responses that are kept, for who has asked for them."""
+"""/v1/responses/{response_id}: kept responses, for the client whose key asked for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the device has counted, behind: one small copy per step brings it to the host.
+"""The device's counts, which reach the host a step late, in one small copy per step.
 
 Kinds of calls are counted apart: those that resolve selections, those that find slots for new rows,
 those that land rows ahead of selections, and what makes rows leave. Beside the counts lie the
@@ -108,7 +108,7 @@ class Counting:
         return int(numbers[line, 0]), int(numbers[line, 1])
 
     def counts(self, name: str, *kinds: Kind) -> Counts:
-        """By group, of these kinds, as of the latest step that the host has heard of."""
+        """By group, for these kinds, as of the latest step whose counts the host has."""
         at = STORED if name == "stored" else REPORT.index(name)
         chosen = [KINDS.index(kind) for kind in kinds or KINDS]
         newest = self._behind.newest()[: self.totals.numel()].reshape(self.totals.shape)
@@ -120,7 +120,7 @@ class Counting:
         return self.counts("claimed") - self.counts("evicted") - self.counts("left")
 
     def require_sound(self) -> None:
-        """BadState where kernels have met what the caller of a host's pool would be refused."""
+        """BadState where kernels have met arguments that a pool on the host would refuse."""
         for name, kinds, sentence in FAULTS:
             counts = self.counts(name, *kinds)
             if counts.any():

@@ -49,8 +49,8 @@ class Queries:
         return self.memory[ROW : ROW + 1]
 
     def begin(self, lines: list[int], query_counts: Many[int], room: int) -> DeviceArrays:
-        """Pads behind the queries, as far as there is `room`, have no position and no row; their
-        line is one that has pages."""
+        """Behind the queries are pads, up to `room`. They have no position and no row, and the line
+        of some sequence with pages."""
         self.tables.maps.flush()
         sequence_of, offset = places(query_counts)
         count, mine = len(offset), self.memory[:, :room]

@@ -45,7 +45,7 @@ class Behind:
     """The latest copy of some numbers of the device that has reached the host.
 
     `send` queues a copy; `newest` is what the last copy that has landed brought. Places take turns:
-    where all are under way the oldest is not overwritten, and the host keeps what it knows.
+    where all places are under way none is overwritten, and the host keeps the numbers that it has.
     """
 
     def __init__(self, device: Device, like: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 The comparison is queued on compute, behind all copies that are under way: then a slot whose row is
 not newer than its host must hold what the host holds. The host's rows come over the link in pieces,
-and what differs is listed where it is found. So a short list alone comes back, and the host does
-not wait for it before it is read.
+and the device lists the slots that differ. So only a short list comes back, and the host waits for
+it only when it is read.
 """
 
 from __future__ import annotations

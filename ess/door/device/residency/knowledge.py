@@ -1,4 +1,5 @@
-"""What the host knows for sure of a device's slots, from what it has heard and what it has queued.
+"""What the host knows for certain about a device's slots, from the counts that it has and the calls
+that it has queued.
 
 A look asks the device how many rows of a sequence have no slot; the answer comes behind a step. If
 it was none, the sequence stays resident until a row gives way: new rows enter slots first. Rows

@@ -3,8 +3,8 @@
 A landing is cut into pieces of a few thousand rows. A piece claims its slots on compute, in the
 order of the steps, and is copied on a stream of its own; a few pieces are under way at a time, and
 each has its own place for what it has claimed. What is still on its way is read in place, so a step
-waits for a piece only where its new rows might find no slot: one that a piece fills does not give
-way. The host sends further pieces where it looks at landings anyway, between steps.
+waits for a piece only where its new rows might find no slot: a slot that a piece fills does not
+give way. The host sends further pieces where it looks at landings anyway, between steps.
 """
 
 from __future__ import annotations

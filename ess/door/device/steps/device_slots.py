@@ -310,13 +310,13 @@ class DeviceSlots:
         self._waited = fetch.copy if fetch.is_last else max(self._waited, fetch.copy - 1)
 
     def locate(self, step: Step, layer: int, queries: Many[int], selection: Array) -> Tensor:
-        """Rows may be absent here, so what this call's report calls faults are none."""
+        """Rows may be absent here, so the faults in this call's report do not count."""
         residency = self._locates[self.pools.layout.group_of(layer)]
         return self._located(residency, step, layer, queries, selection, part=0)
 
     def locate_all(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor | None:
-        """The caller has been told that all rows are resident. Should a row be absent after all,
-        the host hears of a fault when it learns this step."""
+        """The host knew that all rows are resident. Should a row be absent after all, the step's
+        report has a fault, which the host reads when it learns this step."""
         residency, part = self._selects[self.pools.layout.group_of(layer)], self._located_part
         return self._located(residency, step, layer, queries, selection, part=part)
 

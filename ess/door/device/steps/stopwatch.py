@@ -2,10 +2,9 @@
 
 Every `TIMED_EVERY`-th step is timed; not the first ones, in which kernels load. The engine may pass
 a turn over, or time a step out of turn. A timed step's fetches, and its stages where the engine has
-any, leave notes: pairs of events, and what is to be told of them.
-The step's last event is recorded at its seal. Where a later step begins the host asks for that one;
-when it has passed all others have. No step is timed until then, so an event is never recorded again
-before it was read.
+any, leave notes: pairs of events, and what is to be told of them. The step's last event is recorded
+at its seal. When a later step begins the host asks whether that event has passed; then all others
+have too. No step is timed until then, so an event is never recorded again before it was read.
 
 What a captured graph records it records anew in every replay, so its events and notes are its own.
 They must be external ones: others only order what is captured and have no time. A graph of a step

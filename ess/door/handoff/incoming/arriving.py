@@ -13,8 +13,8 @@ from ess.pool.warmup import WindowSet
 
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """`slot` is where the room for its windows begins. `is_given_up` when its owner does not want
-    to hear of it any more."""
+    """`slot` is where the room for its windows begins. It `is_given_up` when its owner wants no
+    outcome any more."""
 
     uid: int
     sequence: Sequence

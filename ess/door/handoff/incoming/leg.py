@@ -1,4 +1,4 @@
-"""What one worker brings of a handoff that arrives, and when to speak of it again."""
+"""The part of an arriving handoff that one worker brings, and when to send its next message."""
 
 from __future__ import annotations
 
@@ -56,12 +56,13 @@ class Leg:
         self.moments.setdefault(name, now_s)
 
     def moved(self, now_s: float) -> None:
-        """Something has come of it: there is no reason to ask for a while."""
+        """A part has come: there is no reason to ask again for a while."""
         self.nag_gap_s = NAG_S
         self.nag_s = now_s + NAG_S
 
     def nagged(self, now_s: float) -> bool:
-        """It is spoken of now, and next after twice the pause; whether that can still grow."""
+        """A message about it leaves now, and the next one after twice the pause. Returns whether
+        the pause can still grow."""
         can_grow = self.nag_gap_s < NAG_S_MAX
         self.nag_gap_s = min(2 * self.nag_gap_s, NAG_S_MAX)
         self.nag_s = now_s + self.nag_gap_s

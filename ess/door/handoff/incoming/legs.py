@@ -1,4 +1,4 @@
-"""What single workers bring of handoffs: each leg is counted, asked for, and settled with its peer.
+"""The legs of handoffs, one for each worker that brings a part: counted, asked for, and settled.
 
     begin --> all has come --> whole
       `--> refused, silent, its peer lost, ended by us --> over
@@ -95,7 +95,7 @@ class Legs:
         return leg
 
     def end(self, leg: Leg, reason: Reason) -> None:
-        """It is not wanted any more: it is over now, or when the peer has answered."""
+        """The leg is not wanted any more: it is over now, or when the peer has answered."""
         self._arrivals.close(leg.uid, sender=leg.peer)
         self._transport.forbid(leg.room.ticket)
         if self._transport.guards:
@@ -116,8 +116,8 @@ class Legs:
     # ---- what the port tells
 
     def take(self, message: Message, *, peer: int) -> None:
-        """A message that this peer has sent. Nothing is kept of unknown handoffs but their counts,
-        of which the peer is told that they are unknown."""
+        """A message that this peer has sent. For unknown handoffs only a count is kept, and the
+        peer is answered that the handoff is unknown."""
         match message:
             case Piece():
                 self._take_piece(message, peer)
@@ -139,8 +139,8 @@ class Legs:
             self._remove(leg)
 
     def expire(self) -> None:
-        """Ends what was silent for too long, says again what was lost. What is complete is whole,
-        if nothing more can land on it."""
+        """Ends legs that were silent for too long and repeats messages that were lost. A complete
+        leg is whole if nothing more can land on its pages."""
         for arrival in self._arrivals.expired():
             leg = self._open[arrival.uid, arrival.sender]
             self._miss(leg, Reason.DEADLINE, f"nothing new for {self._wait_s:g} s")
@@ -294,7 +294,8 @@ class Legs:
     # ---- what is said
 
     def _nag(self, leg: Leg, now_s: float) -> None:
-        """Says again what has not been answered, or asks for what was sent and has not come."""
+        """Repeats messages that were not answered, or asks again for units that were sent and have
+        not come."""
         is_patient = leg.nagged(now_s)
         if leg.ending is not None:
             self._mail.post(Release(leg.uid, leg.ending), leg.peer)

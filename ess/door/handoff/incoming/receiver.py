@@ -150,8 +150,8 @@ class Receiver:
         return entry
 
     def give_up(self, uid: int, reason: Reason = Reason.ABORTED) -> None:
-        """The rows are not wanted any more; no outcome is told. The sequence is its owner's to
-        close. A handoff that has ended already is none."""
+        """The rows are not wanted any more, and the handoff will have no outcome. The owner closes
+        the sequence. A handoff that has ended already is none."""
         entry = self._entries.get(uid)
         self._outcomes = [outcome for outcome in self._outcomes if outcome.uid != uid]
         if entry is None:
@@ -182,7 +182,8 @@ class Receiver:
         self._join()
 
     def expire(self) -> None:
-        """Lands what is complete, ends what was silent for too long, says again what was lost."""
+        """Lands complete handoffs, ends handoffs that were silent for too long, and repeats
+        messages that were lost."""
         self._legs.expire()
         self._join()
 

@@ -1,4 +1,5 @@
-"""Reserved whose request has not come: the legs of a request take ways of their own."""
+"""Reserved messages whose request has not come yet: a request and its reservation travel
+separately."""
 
 from __future__ import annotations
 

@@ -116,9 +116,9 @@ class SequencePages:
 
 
 class StagePages(SequencePages):
-    """Pages of a stage's part of a prompt: all stages close their sequences at the word of the
-    lead, so the stage is told instead, by `on_close`. How it ended is among the sender's outcomes
-    by then.
+    """Pages of a stage's part of a prompt: all stages close their sequences when the lead orders
+    it, so the sender calls `on_close` instead of closing the sequence. How it ended is among the
+    sender's outcomes by then.
 
         offer --> made, made, ... --> finish --> released, lapsed, given up --> told
           `--> given up: the stage closes the sequence, and is not told

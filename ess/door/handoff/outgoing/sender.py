@@ -119,8 +119,8 @@ class Sender:
             self._aim(departure, target)
 
     def made(self, uid: int, layer: int, stop: int) -> None:
-        """Rows and keys of the tokens before `stop` are stored in this layer. Nothing happens
-        where the handoff is over: the engine need not know."""
+        """Rows and keys of the tokens before `stop` are stored in this layer. Does nothing if the
+        handoff is over, so that the engine need not know."""
         departure = self._open.get(uid)
         if departure is None or departure.ending is not None:
             return
@@ -210,7 +210,7 @@ class Sender:
         self._go_on(departure)
 
     def _go_on(self, departure: Departure) -> None:
-        """More may leave, if the receiver has said where to."""
+        """Further units may leave, if the receiver has sent its addresses."""
         if departure.target is not None:
             self._transfers.go_on(departure)
 
@@ -232,7 +232,8 @@ class Sender:
             self._end(departure, ending, sentence, tell=False)
 
     def _of_peer(self, uid: int, peer: int) -> Departure | None:
-        """None unless the handoff goes to this peer: others learn nothing and change nothing."""
+        """None unless the handoff goes to this peer: messages of other peers change nothing and get
+        no answer."""
         departure = self._open.get(uid)
         if departure is None or departure.target is None or departure.ending is not None:
             return None

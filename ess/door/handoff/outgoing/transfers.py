@@ -1,9 +1,9 @@
 """Parts of handoffs that are due leave as transfers, each with the sealed Piece that names it.
 
-A peer has at most `UNDERWAY_BYTES_MAX` under way, and one transfer more. What else is due waits,
-that of the oldest handoff the least. What has failed waits for a pause: why it failed may last.
-Windows and states leave from few places, of which a handoff has one at a time: a peer that takes
-nothing more keeps no other waiting.
+A peer has at most `UNDERWAY_BYTES_MAX` under way, and one transfer more. Other due parts wait;
+those of the oldest handoff leave first. A failed transfer is posted again after a pause, because
+its cause may last. Windows and states leave from few places, of which a handoff has one at a time:
+a peer that takes nothing more keeps no other waiting.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def trial(ordinal: int) -> DeviceTrial:
 
 
 def kernels(device: torch.device) -> list[str]:
-    """A line for people on each."""
+    """A line of text on each."""
     copies = native.available()
     lane = "native lists" if copies else f"not here ({native.why_missing()})"
     return [*choose(device).lines, f"ours: {ops('cuda').implementation()}", f"copy engine: {lane}"]

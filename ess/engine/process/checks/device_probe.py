@@ -1,4 +1,4 @@
-"""What there is of a CUDA device, as one JSON line.
+"""A CUDA device's name, memory and libraries, as one JSON line.
 
     python -m ess.engine.process.checks.device_probe ORDINAL
 

@@ -3,9 +3,10 @@
     python -m ess.engine.process.checks.exchange_check COUNT               prints one JSON line
     python -m ess.engine.process.checks.exchange_check COUNT RANK PORT     a rank, on device RANK
 
-Each rank has all experts of a layer of the model in the box, and beside them its share; so it knows
-what the exchange has to bring. What the exchange takes of its device is told beside the estimate
-that plans go by. A rank that fails, or says nothing in time, is named, and all are ended.
+Each rank has all experts of a layer of the model in the box, and beside them its share; so it can
+compute the expected sums. The memory that the exchange takes of the device is printed beside the
+estimate that memory plans use. A rank that fails, or says nothing in time, is named, and all are
+ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What must hold between requests, steps under way and the future map: seen from no one of them."""
+"""What must hold between requests, steps under way and the future map, which no single owner can
+check."""
 
 from __future__ import annotations
 

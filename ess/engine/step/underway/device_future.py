@@ -1,4 +1,4 @@
-"""`FutureMap` on a device: tokens that no one reads before the host learns their step.
+"""`FutureMap` on a device: tokens that the host does not read before it learns their step.
 
 A launch gathers its tokens by line, draws the targets, compares them with the drafts and writes
 what the next launch starts from, all of it queued and none of it looked at. Targets, counts and
@@ -39,7 +39,8 @@ GREEDY: Final = Sampling()
 @dataclass(frozen=True, slots=True)
 class _Told:
     """What a step has said. `block` has a line for each sequence: how many targets count, `width`
-    targets, then drafts. `chances` has those feeds, by number, that ask for them."""
+    targets, then drafts. `chances` has an entry, by number, for each feed whose request wants
+    chances."""
 
     step_number: int
     feeds: tuple[Feed, ...]
@@ -50,7 +51,7 @@ class _Told:
 
 
 class DeviceFuture:
-    """Behind the lines of sequences lies one that pads write to."""
+    """Behind the sequences' lines lies one more line, which pads write to."""
 
     def __init__(self, sizes: PoolSizes, *, token_max: int, device: torch.device) -> None:
         shape, query_max = (sizes.sequence_max + 1, token_max), sizes.query_max

@@ -60,7 +60,7 @@ class Flights:
         return len(self._flights)
 
     def enter(self, request: Request) -> None:
-        """Its next step goes on from its last token."""
+        """The request's next step begins at its last token."""
         assert request.sequence is not None, f"request {request.number} has no rows"
         self._future.stash(request.sequence.line, [request.tokens[-1]])
 
@@ -91,7 +91,7 @@ class Flights:
         return plan
 
     def stand_by(self, brought: StepNeeds) -> None:
-        """Meets the other ranks with no turns, and takes part in what they decode."""
+        """Meets the other ranks without turns, and joins the exchanges of what they decode."""
         assert not brought.token_count, "a rank with turns launches them"
         agreement = self._ranks.meet(brought)
         if not agreement.decodes:
@@ -142,8 +142,9 @@ class Flights:
         return outcomes
 
     def rehearse(self, tell: Callable[[str], None]) -> None:
-        """Captures the usual steps, as far as graphs have room; `tell` hears how it goes. Ranks
-        meet in each of them, and one that has no more stands by until no rank has."""
+        """Captures the usual steps, as far as graphs have room, and reports progress to `tell`.
+        Ranks meet in each of these steps; a rank that has captured all of its own stands by until
+        all ranks have."""
         assert not self._flights, "a step is under way"
         self._ranks.counts = False
         if self.replays is not None:

@@ -1,8 +1,8 @@
 """Small inputs of a step on their way to a device, for which the host does not wait.
 
-They lie in pinned memory until they are there: a turn of `TURNS` comes round only when the host has
-learned the step that used it last, for a step at depth 1 is launched when the one before the last
-has been learned.
+They lie in pinned memory until they have arrived. Each step uses the next of `TURNS` pieces of
+memory. A piece is used again only when the host has learned the step that used it last: a step at
+depth 1 is launched when the step two before it has been learned.
 """
 
 from __future__ import annotations
