@@ -44,7 +44,6 @@ from ess.engine.step.feeding import Outcome
 from ess.engine.step.runner import made_runner
 from ess.engine.step.underway.audit import check_waiting
 from ess.engine.step.underway.flights import Flights
-from ess.engine.step.underway.future import depth_reasons
 from ess.engine.step.warmth import Warmth
 from ess.engine.step.way import Way
 from ess.engine.tokens.chance import Chance
@@ -176,13 +175,12 @@ class Engine:
 
     def depth_reasons(self) -> tuple[str, ...]:
         """Why the next step runs at depth 0, whatever is configured; none if it need not."""
-        on_device = self.runner.model.device.type != "cpu"
-        return depth_reasons(self._roster.of("decoding"), on_device=on_device)
+        return self._flights.depth_reasons(self._roster)
 
     @property
     def depth(self) -> int:
         """Steps that may be under way when the next one is planned."""
-        return 0 if self.depth_reasons() else self._config.depth
+        return self._flights.depth(self._roster)
 
     def check(self) -> None:
         """Audits all that lasts from step to step; an AssertionError names the fault."""
@@ -273,8 +271,7 @@ class Engine:
         return ()
 
     def graph_line(self) -> GraphLine | None:
-        replays = self._flights.replays
-        return None if replays is None else replays.line()
+        return self._flights.graph_line()
 
     def expert_line(self) -> ExpertLine | None:
         return self._ranks.line()
@@ -284,8 +281,7 @@ class Engine:
         one stands by."""
         while not self._ranks.latest.all_leave:
             self.stand_by(leaves=True)
-        if self._flights.replays is not None:
-            self._flights.replays.close()
+        self._flights.close()
         self._entry.close()
 
     def _rebalance(self) -> None:

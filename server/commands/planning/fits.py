@@ -1,4 +1,4 @@
-"""What fits on GPUs for models without measured operators: memory, but no times."""
+"""For models without measured operators: how many requests GPUs hold, but no times."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fit(
     if room < asked.offloaded:
         raise BadInput(
             f"a {gpu} has {format_bytes(max(room, 0))} for requests beside"
-            f" {format_bytes(weights)} of weights of {model}; one of {context:,} tokens takes"
+            f" {format_bytes(weights)} of weights of {model}; a request of {context:,} tokens takes"
             f" {format_bytes(asked.offloaded)}"
         )
     by_device, by_host = room // asked.offloaded, host_bytes // gpus // asked.host
@@ -96,43 +96,40 @@ def _expert_ranks(config: ModelConfig, gpus: int) -> int:
 
 def _marks(config: ModelConfig) -> tuple[str, ...]:
     return (
-        f"every operator of {config.family}: no time is said, and not whether offload pays",
-        "misses: nobody has published which rows this model selects again",
+        f"every operator of {config.family}: so no times, and no answer whether offload pays",
+        "misses: no trace of this model's selections is published",
     )
 
 
-def show(found: Fit, *, json: bool) -> None:
+def show(fit: Fit, *, json: bool) -> None:
     if json:
-        console.print_json(found)
+        console.print_json(fit)
         return
-    print_sides(_lines(found))
-    marks = ["", *(f"not measured: {mark}" for mark in found.marks)]
+    print_sides(_lines(fit))
+    marks = ["", *(f"not measured: {mark}" for mark in fit.marks)]
     console.tables().print("\n".join(marks), highlight=False)
 
 
-def _lines(found: Fit) -> list[Line]:
-    weights, room = format_bytes(found.weight_bytes), format_bytes(found.room_bytes)
-    experts = f"all heads, experts shared by {found.expert_ranks}, as stored"
-    state = (
-        ""
-        if not found.request_state_bytes
-        else (f", {format_bytes(found.request_state_bytes)} of it its state")
-    )
+def _lines(fit: Fit) -> list[Line]:
+    weights, room = format_bytes(fit.weight_bytes), format_bytes(fit.room_bytes)
+    experts = f"all heads, experts shared by {fit.expert_ranks}, as stored"
+    has_state = fit.request_state_bytes > 0
+    state = f", {format_bytes(fit.request_state_bytes)} of it its state" if has_state else ""
     sides: list[tuple[str, Any, Any, str]] = [
-        (f"weights per {found.gpu}", weights, weights, experts),
+        (f"weights per {fit.gpu}", weights, weights, experts),
         ("left for requests", room, room, f"{format_bytes(RESERVED_BYTES)} reserved beside"),
         (
             "request on the device",
-            format_bytes(found.request_offloaded_bytes),
-            format_bytes(found.request_resident_bytes),
-            f"{found.context:,} tokens, at the slot floor{state}",
+            format_bytes(fit.request_offloaded_bytes),
+            format_bytes(fit.request_resident_bytes),
+            f"{fit.context:,} tokens, at the slot floor{state}",
         ),
         (
             "request on the host",
-            format_bytes(found.request_host_bytes),
+            format_bytes(fit.request_host_bytes),
             "0 B",
-            f"of {format_bytes(found.host_bytes)} for each GPU",
+            f"of {format_bytes(fit.host_bytes)} for each GPU",
         ),
-        ("batch per GPU", found.batch, found.batch_resident, f"limited by {found.limiter}"),
+        ("batch per GPU", fit.batch, fit.batch_resident, f"limited by {fit.limiter}"),
     ]
     return [(name, f"{ours}", f"{theirs}", remark) for name, ours, theirs, remark in sides]

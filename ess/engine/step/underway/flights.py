@@ -17,6 +17,7 @@ from ess.engine.graphs.buckets import bucket_sizes
 from ess.engine.graphs.rehearsal import rehearse
 from ess.engine.graphs.replays import Replays
 from ess.engine.plan import StepPlan, Turn
+from ess.engine.process.messages import GraphLine
 from ess.engine.ranks.agreement import Ranks, StepNeeds
 from ess.engine.requests.request import Request
 from ess.engine.requests.roster import Roster
@@ -26,7 +27,7 @@ from ess.engine.step.laps import laps_of
 from ess.engine.step.runner import Runner
 from ess.engine.step.underway.audit import check_flights
 from ess.engine.step.underway.device_future import DeviceFuture
-from ess.engine.step.underway.future import FutureMap
+from ess.engine.step.underway.future import FutureMap, depth_reasons
 from ess.engine.step.warmth import Warmth
 from ess.engine.step.way import Way
 from ess.engine.tpot_control import Seen, drafts_of
@@ -164,6 +165,20 @@ class Flights:
             if self._ranks.latest.is_quiet:
                 break
         self._ranks.counts = True
+
+    def depth_reasons(self, roster: Roster[Request]) -> tuple[str, ...]:
+        on_device = self._runner.model.device.type != "cpu"
+        return depth_reasons(roster.of("decoding"), on_device=on_device)
+
+    def depth(self, roster: Roster[Request]) -> int:
+        return 0 if self.depth_reasons(roster) else self._config.depth
+
+    def graph_line(self) -> GraphLine | None:
+        return None if self.replays is None else self.replays.line()
+
+    def close(self) -> None:
+        if self.replays is not None:
+            self.replays.close()
 
     def observe(self, seen: Seen) -> None:
         if self._config.is_paced:
