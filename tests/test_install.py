@@ -49,7 +49,7 @@ def project() -> dict:
 
 
 def torch_free_modules() -> list[str]:
-    """As the import contract lists them; a package stands for everything in it."""
+    """As the import contract lists them; a package includes all its modules."""
     contracts = project()["tool"]["importlinter"]["contracts"]
     listed = next(one for one in contracts if one.get("forbidden_modules") == ["torch"])
     found = []
@@ -61,7 +61,7 @@ def torch_free_modules() -> list[str]:
 
 
 def is_program(path: Path) -> bool:
-    """A package's own file stands for itself; a child process is a program, not a module."""
+    """A package's own file counts by itself; a child process is a program, not a module."""
     return path.stem == "__init__" or path.stem.endswith("_child")
 
 

@@ -379,7 +379,8 @@ def test_full_staging_makes_pages_wait() -> None:
 def test_a_preempted_prompt_is_given_up_before_its_blocks_are_written(
     node: Callable[..., Node], decode: Decode
 ) -> None:
-    """The receiver is told; computed anew, it leaves again when it is asked for again."""
+    """The receiver gets a refusal; computed anew, the prompt leaves again when a later request
+    needs it."""
     vllm, request = node(VERSIONS[-1]), asked({"transfer_id": "xfer-1"})
     peer = decode.meet(vllm.workers[0].get_handshake_metadata().reached.port)
     vllm.scheduler.update_state_after_alloc(request, None, 0)

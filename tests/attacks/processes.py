@@ -32,7 +32,7 @@ def resident_bytes(process: int) -> int:
 def birth(process: int) -> int:
     """Its start in ticks, which tells it from a later process of this number; 0 if it has ended.
 
-    A process that has ended and that nobody has waited for has ended.
+    A process that has ended counts as ended even if its parent has not waited for it.
     """
     found = fields(process)
     return int(found[19]) if found and found[0] not in "ZX" else 0

@@ -33,7 +33,7 @@ def place(device: str, *, team: int = 1) -> Place:
 
 
 def carried(mine: Place, *homes: str, machines: tuple[str, ...] = ("a", "a")) -> torch.device:
-    """Where tensors lie on their way, for rank 0, when the others have said these homes."""
+    """Where rank 0 keeps travelling tensors, when the other ranks report these homes."""
     said = dict(enumerate((mine.home, *homes)))
     addresses = {rank: f"{machine} 5{rank}" for rank, machine in enumerate(machines)}
     return Meeting(mine)._carried(said, addresses)

@@ -1,4 +1,4 @@
-"""A kept port is nobody else's, and the program's that it is kept for."""
+"""A kept port goes to the program that it is kept for, and to no other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_a_server_may_listen_on_it_again_and_again():
 
 
 def test_the_system_gives_it_to_nobody():
-    """Neither to a process that asks for any port nor to one that takes it by its number."""
+    """Neither a process that asks for any port gets it, nor a process that binds it by its
+    number."""
     with kept_port(HOST) as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((HOST, port))

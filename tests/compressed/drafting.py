@@ -1,7 +1,7 @@
 """Drafts that are right as often as a test wants, and what the engine made of them.
 
-Random weights guess wrong nearly always. So an engine is given drafts by a model that knows what
-each request will say, and who is wrong behind so many of them; the MTP module runs all the same.
+Random weights guess wrong nearly always. So these drafts come from a list of each request's true
+tokens, with a wrong token behind a chosen number of right ones; the MTP module runs all the same.
 """
 
 from __future__ import annotations

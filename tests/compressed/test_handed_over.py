@@ -247,7 +247,7 @@ def test_a_request_that_takes_may_be_cancelled_at_any_time(state: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", range(1, 12))
 def test_a_request_may_be_cancelled_at_every_leg_of_its_handoff(count: int) -> None:
-    """Behind so many units that have come; the last ones are those of its state."""
+    """Cancelled after so many units have come; the last units are those of its state."""
     pair = pair_of(chunk_tokens=300)
     _, taken = pair.add(LINE[:600], WISH)
     receiver = pair.decode.port.receiver

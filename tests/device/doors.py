@@ -105,7 +105,7 @@ def test_the_steps_of_the_first_requests_are_replays():
 
 
 def test_a_turn_to_be_timed_is_passed_over_where_there_is_no_room():
-    """The rehearsal's two kinds fill what may be held."""
+    """The rehearsal's two kinds take all graphs that may be kept."""
     eng = engines.engine("cuda", mode="none", graphs="few", graph_sizes="1,2")
     eng.rehearse(lambda said: None)
     for seed, count in ((0, 40), (1, 10)):
@@ -159,8 +159,7 @@ def test_two_halves_are_replayed_with_other_selections():
 
 
 def test_steady_steps_wait_for_nothing_that_runs(monkeypatch):
-    """Eager ones, the one that is captured, and replayed ones; neither torch nor the driver is
-    asked until something is over."""
+    """In eager, captured and replayed steps neither torch nor the driver is called to wait."""
     asked, wait = [], streams.CudaEvent.wait
     monkeypatch.setattr(
         streams.CudaEvent,

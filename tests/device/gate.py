@@ -1,4 +1,4 @@
-"""The gate of bf16 and fp8 on a device: the model in the box is told a real text, token by token.
+"""The gate of bf16 and fp8 on a device: the model in the box reads a real text, token by token.
 
 Run by `test_forward_steps`. The form that is served is held to the bounds that the host is held to.
 Weights that stay in blocks of fp8 are not within these: their products round values to e4m3 too;
@@ -53,7 +53,7 @@ def logits(context: int, form: Form, mode: str, device: str, weights: str) -> to
 @pytest.mark.parametrize("context", [min(SIZES), pytest.param(max(SIZES), marks=pytest.mark.long)])
 @pytest.mark.parametrize("weights", ["bf16", "stored"])
 def test_low_precision_is_near_float32_and_near_the_host(context: int, weights: str) -> None:
-    """Of a few tokens no share is asked: one of them would be too many."""
+    """With few tokens no share is allowed to differ: a single one would exceed it."""
     ours = logits(context, SERVED, "none", "cuda", weights)
     kl_max, flipped_max = FROM_FLOAT32[weights]
     for form, given in ((EXACT, "f32"), (SERVED, "bf16")):

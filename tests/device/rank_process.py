@@ -1,9 +1,10 @@
-"""A rank on the pretended device, told by words what it is and what to do.
+"""A rank on the pretended device; its arguments say which rank it is and which cases to run.
 
     python -m tests.device.rank_process RANK SIZE PORT CASES
 
-Each case is an engine of its own, in one group for all; what its requests have said, and how its
-steps ran, is a line of JSON. A case that names a rank which is `lost` ends there in the middle.
+Each case is an engine of its own, in one group for all; the tokens of its requests and how its
+steps ran are printed as a line of JSON. A case that names a rank which is `lost` ends there in the
+middle.
 """
 
 from __future__ import annotations

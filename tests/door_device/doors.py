@@ -1,7 +1,8 @@
 """The door of the host and the door of a device, driven with the same calls and compared.
 
-Only for a process that has a device or pretends to have one. After each call both sides have said
-the same, and `compare` looks at all that they keep: maps, ages, slots, rows and keys on the host.
+Only for a process with a real or pretended device. After each call both sides must have returned
+the same, and `compare` checks all state that they keep: maps, ages, slots, rows and keys on the
+host.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ def test_a_landing_on_its_way_is_waited_for_by_nobody(made, turns, monkeypatch):
 
 
 def test_what_was_resident_is_looked_at_again(made, turns):  # noqa: F811
-    """Rows may have left with their chunk: nobody is known to be resident until it was asked."""
+    """Rows may have left with their chunk: no sequence is known to be resident before it is looked
+    at again."""
     doors = made(chunks=24, seed=16)
     pairs = [doors.open(list(range(n, 2 * n))) for n in (70, 90)]
     for pair in pairs:

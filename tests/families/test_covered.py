@@ -27,7 +27,7 @@ BARRED = {
     if count != "1"
 }
 WAYS = pairwise(FACTORS, barred=BARRED)
-# Of each family one that misses rows.
+# For each family a case that misses rows.
 FIRST = {
     way["checkpoint"]: way
     for way in WAYS[::-1]

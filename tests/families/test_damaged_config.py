@@ -2,7 +2,7 @@
 
 Every key that a tiny configuration says, or that its family may read, is left out and given values
 of wrong types and absurd numbers. Each is refused by name, or the key is not read: then the
-configuration is what it was. What a key may well say is listed.
+configuration is what it was. Values that a key may have are listed.
 """
 
 from __future__ import annotations

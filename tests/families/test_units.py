@@ -74,7 +74,8 @@ def test_a_selection_is_that_of_the_obvious_loop_at_every_length() -> None:
 
 
 def of_rows(keys: torch.Tensor) -> torch.Tensor:
-    """Of each row a key: of the last of a unit the unit's, of others what nobody is to read."""
+    """A key for each row: the last row of a unit has the unit's key, the other keys must never be
+    read."""
     made = torch.full((len(keys), DIM), torch.nan)
     made[UNIT - 1 :: UNIT] = pooled(keys, UNIT)
     return made

@@ -32,7 +32,7 @@ PROMOTED_CHARACTERS_MAX = 16 << 10  # of one input; the whole corpus stays small
 
 class Finding(Exception):
     """`kind` and `place` tell findings apart: an exception and where, a status and its route.
-    `value` is the input to blame if it is not the one that was running."""
+    `value` is the input that caused it, if not the running one."""
 
     def __init__(self, kind: str, place: str, sentence: str, *, value: Value = None) -> None:
         super().__init__(f"{kind} at {place}: {sentence}")

@@ -1,7 +1,7 @@
 """Has grammars compiled and walks along them, under a limit of memory. Run by `KeptChild`.
 
-The grammars' own processes are not watched: the lines that count are those that deal with them.
-`walked` is the one place that knows how the package is asked.
+Lines in the grammars' own processes are not traced: only lines of the code that handles them count.
+Only `walked` knows how to call the package.
 """
 
 from __future__ import annotations

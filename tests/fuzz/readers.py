@@ -137,7 +137,8 @@ class Vocabularies:
 
 
 class Packs:
-    """A GGUF file, and what is asked of it. Each is a new file: the one before may be mapped."""
+    """A GGUF file, and the reads to try on it. Each is a new file, because the file before may
+    still be mapped."""
 
     name = "ggufs"
     watched = ("models/guest/head.py", "models/guest/packed.py")

@@ -313,7 +313,8 @@ class Rig(Served):
         return made, protocol
 
     async def drained(self) -> None:
-        """Once nobody is connected nothing may stay: no task, no call, nothing in the engine."""
+        """When no client is connected nothing may remain: no task, no call, nothing in the
+        engine."""
         deadline_s = time.monotonic() + LEFT_S
         while left := "; ".join(self._left()):
             if time.monotonic() > deadline_s:
@@ -334,7 +335,7 @@ class Rig(Served):
 
     def census(self) -> Counter[str]:
         """Live objects of the packages that hold requests, without the board's last minute: it
-        grows with time and not with what is asked."""
+        grows with time, not with requests."""
         gc.collect()
         recent = Counter(type(status) for _, status in self.service.board.recent)
         roots = ("ess", "uvicorn", "starlette", "fastapi", "httptools")

@@ -117,7 +117,8 @@ def test_the_corpus_is_small() -> None:
 
 
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a list in a list in an object of one field, which nothing makes in one go."""
+    """The fault needs a list in a list in an object of one field, which no single mutation
+    makes."""
     create_app = harness.create_app
     monkeypatch.setattr(harness, "create_app", lambda *a, **k: planted.Raising(create_app(*a, **k)))
     found, run_count = set(), 0

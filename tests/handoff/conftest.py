@@ -1,4 +1,4 @@
-"""Receivers with a peer that does as it is told, over transports that guard their pages or not."""
+"""Receivers with a peer that the test controls, over transports that guard their pages or not."""
 
 from __future__ import annotations
 

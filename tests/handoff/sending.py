@@ -146,7 +146,7 @@ class Receiver:
 
 
 class World:
-    """One of each, joined by a transport, in time that moves only when it is told to."""
+    """A sender and a receiver, joined by a transport, with a clock that only the test advances."""
 
     def __init__(self, kind: str, **settings) -> None:
         self.clock = ManualClock()

@@ -1,4 +1,4 @@
-"""Pages leave when they are made and awaited, whole, once, and to nobody else."""
+"""Pages leave when they are made and reserved for, whole, once, and only to their receiver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A stage is told once when nobody reads the pages of its part any more, and closes them itself."""
+"""A stage is called once when no handoff reads the pages of its part any more, and closes them
+itself."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def two(request: pytest.FixtureRequest) -> Iterator[Tier]:
 
 
 def told(made: Tier, stage: Stage, *, advance_s: float = 0.0) -> None:
-    """The stage has heard once, the sequence is as it was, and the outcome was there first."""
+    """The stage was called once, the sequence is unchanged, and the outcome existed before the
+    call."""
     made.turn(lambda: bool(stage.closed), advance_s=advance_s)
     made.settle()
     assert stage.closed == [UID]

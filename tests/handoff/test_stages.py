@@ -235,7 +235,7 @@ def test_a_restarted_group_is_another_one_and_serves(kind: str) -> None:
 
 
 def test_one_restarted_stage_makes_it_another_group(two: Tier) -> None:
-    """Under the same lead: nothing is expected of the former stage any more."""
+    """Under the same lead: the receiver expects nothing from the former stage any more."""
     two.stages[1].kill()
     two.turn(lambda: two.port.peers() == [])
     two.stages[1] = two._stage(1)

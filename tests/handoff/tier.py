@@ -79,8 +79,8 @@ def same_windows(given: tuple[list[WindowSet], int], windows: np.ndarray, length
 
 
 class Stage:
-    """A worker with a part of the layers. Of each prompt it says what it does when it is told to:
-    `left` is what came of them, `closed` of which it has heard that nobody reads them."""
+    """A worker with a part of the layers. The test decides when it acts on each prompt: `left` has
+    the outcomes, `closed` the prompts whose pages are no longer read."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Stage:
         self.finish(uid, windows_of(tokens, whole))
 
     def close(self, uid: int) -> None:
-        """As the lead orders when all stages have heard."""
+        """Closes as the lead does when all stages have reported."""
         self.opened.pop(uid).close()
 
     def pump(self) -> None:
@@ -233,7 +233,7 @@ class Tier:
         return content(sequence)
 
     def is_blank(self, sequence: Opened) -> bool:
-        """Nothing of it is marked, and nothing can be found by another prompt."""
+        """None of its rows are marked, and no other prompt matches its pages."""
         latent, pages = self.offload._pools.latent, sequence.holding.host_pages
         return not latent.stored[:, pages].any() and sequence.length == sequence.cached_count
 

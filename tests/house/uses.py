@@ -1,7 +1,7 @@
 """Names of the packages that no command, server, library door or document ever reaches.
 
-What is looked for is code that only tests use: it looks alive, for something calls it, and it
-costs every reader. So the search starts where users start, and follows names from there:
+It finds code that only tests use. Such code looks alive because tests call it, and costs every
+reader. The search starts from what users start, and follows names:
 
     roots    the names of `ess.__all__`, the two commands of pyproject.toml, modules that run by
              themselves (`if __name__ == "__main__"`), Python in docs/ and in README.md
@@ -14,9 +14,9 @@ costs every reader. So the search starts where users start, and follows names fr
 
 A folder's `__init__` only passes names on. A public method counts as reached when anything reached
 has an attribute of that name, or a text of it where the file calls `getattr`; so a common name
-hides a dead method, and no live one is found dead. Methods whose class has a base from outside of
-the tree may be called from there and are left out. A method of a class in `ess.__all__` is no
-exception: if neither our engine nor a document calls it, nobody can know that it is there.
+hides a dead method, but a live method is never reported. Methods whose class has a base from
+outside of the tree may be called from there and are left out. Methods of classes in `ess.__all__`
+are checked too: a method that neither our engine nor a document calls is unknown to users.
 """
 
 from __future__ import annotations

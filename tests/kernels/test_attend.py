@@ -282,7 +282,8 @@ def test_rows_are_added_to_a_partial_over_others(ops: Ops, codec: str, dtype: to
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", ["656", "2304"])
 def test_great_logits_do_not_overflow(ops: Ops, codec: str, dtype: torch.dtype) -> None:
-    """Up to logits that leave one weight only, or two equal ones where a key is named twice."""
+    """Up to logits where only one key has weight, or two equal weights where a key is named
+    twice."""
     for scale, bound in ((20.0, 0.03), (1e30, 1e-6)):
         case = make(CODECS[codec], keys=140, dtype=dtype)
         case.scale = scale

@@ -153,7 +153,8 @@ def lines_of(case, count):
 
 @pytest.mark.parametrize(("row_bytes", "gap"), [(656, 0), (656, 16), (528, 0), (584, 0), (264, 8)])
 def test_a_line_is_asked_for_once(row_bytes, gap, folder):
-    """By a warp, and by the eight lanes, or more with narrow units, that a line is wide."""
+    """A warp asks for it once, and so do the eight lanes (more with narrow units) that share a
+    line."""
     case = Case(row_bytes, 120, gap=gap)
     case.source_rows = 2 * case.random.permutation(60).astype(np.int32)
     case.target_rows, case.pair_count = case.target_rows[:60].copy(), 60

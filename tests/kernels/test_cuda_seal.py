@@ -237,7 +237,7 @@ def test_nothing_or_everything_is_kept(accepted, seal, folder):
 
 
 def test_a_row_without_a_slot_is_left_out(seal, folder):
-    """Nothing has promised it room: its report says so, and the slot that it lacks is nobody's."""
+    """No slot is free for it: the report says so, and no row uses the missing slot."""
     world = World(5, SHARED, [2, 4, 1])
     world.accepted[:] = world.query_counts
     lost = world.new_slots[2, 3].copy()

@@ -104,7 +104,8 @@ def test_all_to_one_none_at_all_and_one_each(ops: Ops, counts: list[int]) -> Non
 
 
 def test_a_token_does_not_depend_on_its_neighbours(ops: Ops) -> None:
-    """Its bits among others are those it gets alone, and no NaN of theirs reaches it."""
+    """Its bits beside other experts are those that it gets alone, and no NaN of theirs reaches
+    it."""
     case = make([4, 20, 3], torch.bfloat16, FP8, behind=0)
     whole = case.run(ops).clone()
     case.tokens[[0, 5, 25]] = math.nan

@@ -68,7 +68,7 @@ def test_gates_are_those_of_one_rank(
 def test_sums_are_in_order_and_of_lines_that_are_here(
     ops: Any, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> None:
-    """One after the other in float32: bit for bit. Lines that nobody names are NaN."""
+    """One after the other in float32: bit for bit. Lines that no place names are NaN."""
     there, made = home(ops), drawn(9, 1030, dtype=dtype)
     places = torch.tensor([[0, -1, 4], [-1, -1, -1], [8, 2, 1], [5, 5, -1]])
     made[[3, 6, 7]] = torch.nan

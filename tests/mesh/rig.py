@@ -1,4 +1,4 @@
-"""A mesh in threads: each rank has its part of a small model, and the first one is asked."""
+"""A mesh in threads: each rank has its part of a small model, and requests go to the first rank."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Skew:
 
 
 class OneWay:
-    """A team of two whose broadcasts nobody waits for but who hears them, as between processes."""
+    """A team of two whose broadcasts only the receiver waits for, as between processes."""
 
     def __init__(self, team: Team, stage: int, skew: Skew, heard: Queue[bytes]) -> None:
         self.rank, self.size = team.rank, team.size

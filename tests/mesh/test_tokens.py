@@ -29,7 +29,7 @@ def add(lead: Lead, length: int, count: int = COUNT, **wishes) -> Request:
 
 def busy(lead: Lead) -> list[list[int]]:
     """Requests that join, are cancelled, preempted and resumed while others run; prefixes that are
-    found again, and are forgotten."""
+    reused, and are dropped."""
     first, second = add(lead, 130), add(lead, 2)
     while len(first.output) < 2:
         lead.step()

@@ -103,7 +103,7 @@ class Heard:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_attention_fills_a_device_unless_it_is_asked_for_bits(model, deterministic):
-    """And the indexer is told how many queries every request has, once that is the same."""
+    """And the indexer gets the number of queries per request, if that is the same for all."""
     eng = engine(model, mtp=2, modes="none", deterministic=deterministic)
     eng.tuning.timeline.keeps_spans = True  # a trace goes by the ops one by one
     heard = eng.runner.ops = Heard(eng.runner.ops)

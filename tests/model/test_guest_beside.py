@@ -1,4 +1,5 @@
-"""A guest beside llama.cpp, for which a library stands that does what it is asked, or does not."""
+"""A guest beside llama.cpp, which a stand-in library replaces that works or fails as the test
+chooses."""
 
 from __future__ import annotations
 

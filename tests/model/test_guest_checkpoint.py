@@ -1,4 +1,4 @@
-"""A guest's checkpoint: from a GGUF file that may be anything, and from the one that is pinned."""
+"""A guest's checkpoint: from arbitrary GGUF files, and from the pinned file."""
 
 from __future__ import annotations
 

@@ -182,7 +182,8 @@ def test_equal_prefixes_in_one_step(mtp):
 
 
 def act(eng: Engine, rand: random.Random, made: list[Request]) -> None:
-    """Some requests join, or one that runs leaves or is put aside, or one comes back."""
+    """Some requests join, or a running request leaves or is preempted, or a preempted one
+    resumes."""
     lengths = (1, 2, 20, 63, 64, 65, 66, 100, 130, 190)
     ready = [request for request in made if request.state in ("prefilling", "decoding")]
     held = [request for request in made if request.is_held and request.state == "preempted"]

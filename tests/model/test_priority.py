@@ -1,4 +1,4 @@
-"""Who comes first: a lower priority enters before a higher one, which gives way before it."""
+"""The order of requests: a request of lower priority value enters first and is preempted last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer that another engine has begun goes on as if nobody had died."""
+"""An answer that another engine has begun continues as if that engine had not died."""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ def test_angles_that_are_kept_are_those_that_are_computed():
 
 @pytest.mark.parametrize("evict", ["lru", "sieve", "score"])
 def test_a_slot_that_was_left_is_found_again(evict):
-    """A search for free slots begins where the last one ended, or at a slot that was left since."""
+    """A search for free slots begins where the last search ended, or at a slot that became free
+    since."""
     twins = Twins((3, 2), evict)
     rng = np.random.default_rng(4)
     for _ in range(60):

@@ -1,4 +1,5 @@
-"""Requests of every sort, and what of their answers must not depend on who makes the prompt.
+"""Requests of every sort, and the parts of their answers that must not depend on which worker makes
+the prompt.
 
 Numbers are such as pass a router that reads floats in 32 bits.
 """

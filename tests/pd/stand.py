@@ -49,8 +49,8 @@ class Worker(Process):
 
     @property
     def handoffs(self) -> dict[str, int]:
-        """How many have landed, were missed, sent, or have lapsed. They are shown as soon as the
-        engine has said so for the first time."""
+        """How many have landed, were missed, sent, or have lapsed, once the engine has reported for
+        the first time."""
         until(lambda: bool(self._handoffs()), "the engine's first word of handoffs")
         return {how: int(float(count)) for how, count in self._handoffs()}
 

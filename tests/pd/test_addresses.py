@@ -131,7 +131,7 @@ def test_a_peer_that_is_not_up_is_503_and_others_are_400():
 
 @pytest.mark.slow
 def test_a_decode_process_opens_no_socket_for_a_request():
-    """As the kernel sees it: who the process and its children are connected with, all the time."""
+    """The connections of the process and its children, as the kernel lists them, all the time."""
     with (
         Listener() as listener,
         Half("prefill") as left,

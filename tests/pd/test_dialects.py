@@ -124,7 +124,8 @@ def test_a_chat_request_with_a_room_for_each_choice_keeps_the_first():
 
 
 def test_workers_of_a_pair_are_taken_for_those_of_sglang():
-    """Or smg sends no handoffs: it asks who owns a model to learn whose words a worker knows."""
+    """Otherwise smg sends no handoffs: it reads a model's `owned_by` to learn which dialect a
+    worker speaks."""
     with pair() as (left, right):
         for served in (left, right):
             [model] = ask(f"{served.url}/v1/models").document["data"]

@@ -1,4 +1,4 @@
-"""Handoffs that are cancelled, scored, invented or refused, and what is left of them: nothing."""
+"""Handoffs that are cancelled, scored, invented or refused leave nothing behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def walk(pair: Pair, request: Request, state: str) -> None:
 
 @pytest.mark.parametrize("state", ["waiting", "landing", "preempted", "decoding"])
 def test_a_request_that_takes_may_be_cancelled_at_any_time(state: str):
-    """The prefill worker learns of it at once where it has begun; else its lease ends it."""
+    """A prefill worker that has begun learns of it at once; otherwise the handoff ends with its
+    lease."""
     pair = Pair(pools={"lines": 1}, lease_s=2.0)
     pair.uid = 7
     blocker = None
@@ -78,7 +79,7 @@ def test_a_request_that_gives_may_be_cancelled_at_any_time(state: str):
 
 
 def test_a_time_line_goes_on_to_the_first_step():
-    """One that is cancelled before has no such moment, and is told of all the same."""
+    """A handoff that is cancelled before has no such moment, and is reported all the same."""
     pair = Pair(pools={"lines": 1})
     blocker = pair.decode.engine.add(TEXT[600:640], Sampling(tokens_max=300, ignore_eos=True))
     _, goes = pair.add(TEXT[:200], WISH)
@@ -110,7 +111,7 @@ def test_a_lease_ends_what_nobody_fetches():
 
 
 def test_a_prompt_waits_for_pages_of_prompts_that_nobody_has_fetched_yet():
-    """And begins when one of them is over, also while another request decodes."""
+    """The prompt begins when one of their handoffs is over, also while another request decodes."""
     pair = Pair(prefill_pools={"host_pages": 12, "lines": 4}, lease_s=3.0)
     other = pair.prefill.engine.add(TEXT[650:660], Sampling(tokens_max=200, ignore_eos=True))
     pair.uid = 1

@@ -110,7 +110,8 @@ def test_a_worker_is_listed_and_leaves(role: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_router_that_is_away_keeps_nobody_from_serving(tmp_path: Path):
-    """Neither before the start nor in the middle nor at the end; back again it is told again."""
+    """It serves while the router is away before, during and after; when the router is back the
+    worker registers again."""
     log = tmp_path / "log"
     with listing() as first:
         port = first.server_address[1]

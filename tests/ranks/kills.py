@@ -1,4 +1,4 @@
-"""How long after a rank is lost the others say so.
+"""How long the other ranks take to report a lost rank.
 
     python -m tests.ranks.kills [--count 3]
 

@@ -106,7 +106,8 @@ def test_ranks_give_the_tokens_of_one_process(tmp_path, size, mtp, tbo, sbo, red
     ),
 )
 def test_a_rank_that_is_lost_ends_the_others_in_words(tmp_path, number, victim):
-    """While it runs requests and while nobody has any; killed, and stopped where it stands."""
+    """While ranks run requests and while none has any; the rank is killed, or stopped by a
+    signal."""
     with ranks(tmp_path, 2) as made:
         for engine in made:
             engine.ready()

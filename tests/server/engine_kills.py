@@ -1,4 +1,4 @@
-"""Kills engines under load and looks at what clients get.
+"""Kills engines under load and checks what clients get.
 
     python -m tests.server.engine_kills --count 300 [--engine model] [--recover fail] [--seed N]
 

@@ -61,7 +61,7 @@ def until(true: Callable[[], bool], what: str = "it", *, within_s: float = DEADL
 
 
 class PacedEngine(fake_engine.PacedEngine):
-    """Notes what it is asked, can be held, and refuses everything if told to. It loads until
+    """Records requests, can be held, and refuses everything if the test says so. It loads until
     `says_ready` is set."""
 
     def __init__(

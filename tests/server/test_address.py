@@ -1,4 +1,5 @@
-"""Who asks: ids, sessions, traces and priorities, from a request to its answer and the engine."""
+"""The identity of requests: ids, sessions, traces and priorities, from a request to its answer and
+the engine."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_an_offer_of_http_2_is_passed_over_and_the_body_is_read(cut: int):
 
 
 def test_nobody_is_told_to_send_what_is_refused():
-    """Nor is a length beyond all numbers believed."""
+    """Nor is a length believed that no number can hold."""
     with Served(PacedEngine(counting(2))) as served:
         for length, codes in ((1 << 40, {413}), (10**30, {400}), (-1, {400})):
             with raw(served.port) as made:
@@ -291,7 +291,7 @@ def test_a_client_that_leaves_in_its_body_is_counted(caplog: pytest.LogCaptureFi
 
 
 def test_probes_are_answered_while_connections_are_hoarded():
-    """More than all places are held by clients that say nothing, and new ones keep coming."""
+    """Silent clients hold more than all places, and further clients keep coming."""
     with Served(PacedEngine(counting(2)), connections_max=3) as served:
         with contextlib.ExitStack() as held:
             for _ in range(3 + 2 * PROBE_CONNECTIONS):

@@ -43,7 +43,8 @@ def metrics(url: str) -> dict[tuple[str, str], float]:
 
 
 def asked(number: int) -> dict:
-    """A request that outlasts the test on any machine: pools only grow until it is aborted."""
+    """A request that runs longer than the test on any machine: its memory only grows until it is
+    aborted."""
     return {
         "prompt": [300 + (number + j * j) % 3000 for j in range(150)],
         "max_tokens": 30_000,

@@ -35,7 +35,7 @@ def asked_for(page: Browser) -> list[str]:
 
 
 def complaints(page: Browser) -> list[str]:
-    """But not that the document was asked for without a key, which is how the page learns of it."""
+    """All complaints, except the one about the first request for the document without a key."""
     return [error for error in page.errors() if " 401 " not in error]
 
 

@@ -1,4 +1,4 @@
-"""Requests outlive their engine: what the next one is told, and what a client gets only once."""
+"""Requests outlive their engine: what the next engine gets, and what a client gets only once."""
 
 from __future__ import annotations
 

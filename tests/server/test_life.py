@@ -173,7 +173,7 @@ def test_leaving_frees_everything(running: Process):
 
 @pytest.mark.slow
 def test_sigterm_lets_streams_finish_while_probes_see_503():
-    """For as long as was asked: the listener is closed no sooner."""
+    """The listener stays open for as long as the setting says."""
     with Process("--drain-grace-s", str(GRACE_S)).wait_ready() as process:
         stream = process.stream(max_tokens=100)
         next(stream)

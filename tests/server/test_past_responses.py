@@ -1,4 +1,5 @@
-"""Responses that are kept: a client names the one that its request follows, and looks them up."""
+"""Kept responses: a client names the response that its request follows, and reads responses by
+id."""
 
 from __future__ import annotations
 
@@ -191,7 +192,7 @@ def exchange(served: Served, body: bytes, **headers: str) -> tuple[int, Any]:
 
 
 def test_a_key_is_one_owner_however_it_is_sent():
-    """And what the check of the key does not read makes nobody an owner."""
+    """A header that the key check does not read makes no client an owner."""
     shelf, asked = KeptResponses(1 << 20), b'{"input": "Mine?", "request_id": "mine"}'
     follow = b'{"input": "And?", "previous_response_id": "resp_mine"}'
     with Served(PacedEngine(saying("x")), keys=("a", "b"), kept=shelf) as served:

@@ -208,7 +208,7 @@ def test_what_never_fits_is_refused_and_what_must_wait_is_counted():
 
 
 def test_a_shortage_is_told_in_a_server_s_settings():
-    """Whatever is short; a sentence of another kind is told as it is."""
+    """For every pool that can be short; any other sentence stays as it is."""
     for limiter in (SLOTS, WINDOW_SLOTS, INDEX_PAGES, HOST_PAGES, SEQUENCES):
         sentence, shortage = "needs 5; lower slot_floor, or close a sequence", "needs 5"
         full = PoolFull(limiter=limiter, needed=5, free=0, sentence=sentence, shortage=shortage)
@@ -426,7 +426,8 @@ def test_answers_survive_the_wire_and_noise_is_refused():
 
 
 def test_choices_of_one_answer_have_one_prefill():
-    """The second is told by its leader's number; one whose leader is gone comes alone."""
+    """The second choice is sent with its leader's number; a choice whose leader has ended comes
+    alone."""
     wire = Script(
         t1=[Add(1, prompt(100), Sampling(tokens_max=5))],
         t2=[Add(2, prompt(100), Sampling(tokens_max=5), leader=1)],

@@ -156,7 +156,8 @@ def test_prefixes_are_flushed_everywhere_and_aborts_reach_one(front: Front):
 
 
 def test_a_client_s_host_name_is_no_matter(front: Front):
-    """The keyless workers are asked under their own addresses, whatever the router is called."""
+    """Requests reach the keyless workers under their own addresses, whatever host name the router
+    has."""
     for path, body in (("/v1/models", None), ("/v1/completions", SHORT)):
         assert front.router.ask(path, body, Host="llm.example.com").status == 200
     page = {"Host": "llm.example.com", "Origin": "http://llm.example.com"}

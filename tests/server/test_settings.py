@@ -213,7 +213,7 @@ def test_a_value_of_theirs_is_read():
 
 
 def test_a_cluster_s_own_variables_are_no_settings():
-    """A service that is named ess, or vllm, is told to every container so."""
+    """Kubernetes sets such variables in every container for a service named ess or vllm."""
     environment = {
         "ESS_PORT": "tcp://10.0.0.1:8000",
         "ESS_PORT_8000_TCP_ADDR": "10.0.0.1",

@@ -82,7 +82,7 @@ def answered(process: Process, path: str, body: bytes | None = None) -> tuple[in
 
 
 def stopped_said(process: Process) -> str:
-    """What the server has logged when it was told to end."""
+    """The server's log when it was asked to end."""
     process.process.terminate()
     assert process.process.wait(60) == 0
     return process.process.communicate()[1]

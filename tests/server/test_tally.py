@@ -1,4 +1,4 @@
-"""What several processes count is told as one, whichever is asked."""
+"""Counts of several processes are added up, whichever process answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The engine's sockets to several server processes: who gets what, and who may hold up whom."""
+"""The engine's sockets to several server processes: which process gets which message, and which may
+block another."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_the_clock_and_the_simulator_agree():
 
 @pytest.mark.parametrize("prompt", [4096, 16384, 65536])
 def test_what_is_found_is_as_good_as_the_longer_search(prompt: int):
-    """Of `autotune`, whose steps are finer and which knows no longest chunk."""
+    """Compared with `autotune`, whose steps are finer and which has no longest chunk."""
     found = [best(known(), HALVES, prompt, chunk_max=8192) for best in (best_static, best_dynamic)]
     assert [each.is_dynamic for each in found] == [False, True]
     tuned = autotune(TIME, known().pipeline(HALVES), prompt=prompt, unit=64)

@@ -155,7 +155,7 @@ def test_cached_tokens_are_not_prefilled():
 
 
 def test_blocks_are_found_again_until_they_are_pushed_out():
-    """512 tokens a block; the page before the end of what is found is run again with MTP."""
+    """512 tokens a block; with MTP the last cached page is computed again."""
     blocks = [(1, 2, 3), (1, 2, 4), (1, 2, 3), (9,), (1, 2, 3)]
     arrivals = [
         Arrival(at_s=0.0, prompt_tokens=512 * len(names), output_tokens=1, prefix_blocks=names)

@@ -50,7 +50,7 @@ Way = dict[str, Any]
 
 @EACH
 def test_a_chunk_may_have_nothing_to_score(world: World) -> None:
-    """The chances behind its last token alone are asked for, or none are."""
+    """Only the chances behind its last token are wanted, or none."""
     for start in (20, 39, 40, 41):
         with world.engines(chunk_tokens=16) as engine:
             asked = Sampling(tokens_max=2, prompt_logprobs=1, prompt_start=start)

@@ -1,8 +1,8 @@
 """A headless Chromium over its DevTools protocol, with nothing but the standard library.
 
-It speaks through a pair of pipes, one JSON document per zero byte, so no websocket is needed. What
-has no answer yet and what nobody has asked for (exceptions, console, finished downloads) is kept
-until a test looks. One tab; every call waits for its answer.
+It speaks through a pair of pipes, one JSON document per zero byte, so no websocket is needed.
+Pending calls, and events that no call asked for (exceptions, console, finished downloads), are kept
+until a test reads them. One tab; every call waits for its answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Answers that come beside a test, each in a thread of its own, until the server or we end them.
+"""Answers that are received beside a test, each in its own thread, until the server or the test
+ends them.
 
 They are streams of /v1/completions, unless what is asked has another `path`, or `stream` false.
 """

@@ -46,8 +46,8 @@ def shape_of(query_max, top_k, block_max, *, is_together, threads=THREADS):
 
 
 def moment_of(ticket, landed):
-    """A step that began some copies before this one; what its stream has waited for since is told
-    by the record, what had landed by then by `now`. Without a ticket: between steps."""
+    """A step that began some copies before this one; the record says what its stream has waited for
+    since, `now` says what had landed by then. Without a ticket: between steps."""
     if ticket is None:
         return FIRST, {"ticket": landed[0], "landed": landed[0], "behind": landed[1]}
     copy = 1 + ticket // 2 % 3 if ticket > 6 else 1

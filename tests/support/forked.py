@@ -1,11 +1,10 @@
-"""Python processes of tests, started without the seconds that their imports take.
-
-A nursery is a process that has made the imports of one kind of process and is forked for each one
-that is asked for. `Forked` is a `subprocess.Popen` whose child comes from there: it has pipes, an
-environment, signals and an exit code of its own, and executes `__main__` anew. What differs from a
-real start: /proc shows the nursery's command line; children of a nursery have the same seed of
-hashes and share the pages that they do not write; their parent is the nursery, which tells how they
-end. So tests of a start, of memory or of a command line take `subprocess.Popen`.
+"""Python processes of tests, started without the seconds that their imports take. A nursery is a
+process that has made the imports of one kind of process; for each process that a test needs it
+forks. `Forked` is a `subprocess.Popen` whose child comes from there: it has pipes, an environment,
+signals and an exit code of its own, and executes `__main__` anew. What differs from a real start:
+/proc shows the nursery's command line; children of a nursery have the same seed of hashes and share
+the pages that they do not write; their parent is the nursery, which tells how they end. So tests of
+a start, of memory or of a command line take `subprocess.Popen`.
 
 A nursery ends with the process that asked for it, and then a child is killed that wants to die
 with its parent. It has a single thread: a fork would copy the locks of others, for ever held.
@@ -153,7 +152,8 @@ def forked_engines() -> dict[str, str]:
 
 
 class Forks:
-    """Of a nursery: where the end of each is told, and for which of them a process stands."""
+    """The forks of a nursery: where each end is reported, and the process that represents a fork,
+    if there is one."""
 
     def __init__(self) -> None:
         self._told: dict[int, int] = {}

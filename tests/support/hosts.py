@@ -20,7 +20,7 @@ NET = "10.77.0"
 TOOLS = ("ip", "unshare", "nsenter")
 HOLD = ("sh", "-c", "echo here; exec sleep infinity")
 AS_USER = () if os.geteuid() == 0 else ("--user", "--preserve-credentials")
-"""Who is not root makes a user namespace first, in which they are."""
+"""A user who is not root first makes a user namespace, which has root."""
 
 
 class Refused(Exception):

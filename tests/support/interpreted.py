@@ -78,8 +78,8 @@ tl.core.tuple.type.__set_name__(tl.core.tuple, "type")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Fewer of what is alike, unless all is asked for: a device takes no time for it. Of each
-    function's cases only every INTERPRET_EVERY-th is run, the first one always."""
+    """Fewer similar cases, unless all are wanted: a device takes no time for it. Of each function's
+    cases only every INTERPRET_EVERY-th is run, the first one always."""
     every, met = int(os.environ.get("INTERPRET_EVERY", "1")), Counter[str]()
     for item in [*items]:
         if hasattr(item.module, "CAST_ROWS") and "INTERPRET_ALL" not in os.environ:

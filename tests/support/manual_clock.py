@@ -6,7 +6,7 @@ from ess.clock import Clock
 
 
 class ManualClock(Clock):
-    """A clock that moves only when it is told to."""
+    """A clock that only the test advances."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

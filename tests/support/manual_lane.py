@@ -1,7 +1,7 @@
-"""The tests' lane: slow, late and spiteful, and the same again for the same seed.
+"""The tests' lane: it delays copies as long as it may, and repeats itself for the same seed.
 
 A job runs when its time has come, when a caller waits for it, or when told. Until then its target
-rows hold 0xFF, which is NaN in e4m3, bf16 and f32: who reads before waiting cannot miss it. Rows
+rows hold 0xFF, which is NaN in e4m3, bf16 and f32: a read before the wait is always noticed. Rows
 that a job in the queue has still to read are spared: they must hold their old bytes until then.
 Time is counted in ticks, and so are the events' times: each `done()` and each `advance()` is one.
 """

@@ -1,7 +1,7 @@
 """A GPU that is not there: `-p tests.support.pretended`, or `python -m` it with a module to run.
 
 For a module, which is a benchmark, kernels of Triton are not run. New memory is zero then, so that
-who looks at what they would have written, as an engine does, sees the same in every run.
+code that reads results of kernels, as an engine does, sees the same in every run.
 
 Torch's tensors of the device are tensors of the host with a mark, the driver is the emulated one,
 Triton's kernels are interpreted, and every line of Python runs as it would beside a device. What a

@@ -345,7 +345,7 @@ def positions_become_slots_when_all_is_resident():
 
 
 def what_is_in_flight_is_not_located():
-    """Of the rows of two copies those of the one that has been waited for."""
+    """Of two copies, only rows of the copy that was waited for are located."""
     step = Step(query_max=2, top_k=40, row_count=640, slot_count=128, is_together=True)
     rows = np.arange(160, dtype=np.int32).reshape(4, 40)[:, :30]
     rows = np.pad(rows, ((0, 0), (0, 10)), constant_values=-1)

@@ -1,4 +1,4 @@
-"""The stock routers as processes, and workers that tell what a router asked them.
+"""The stock routers as processes, and workers that record a router's requests.
 
 Each router is started as its own documentation says, with its own command line. Their packages both
 install a script called `smg`, so they are started as modules.
@@ -144,7 +144,7 @@ class Router:
         key: str = "",
         where: Sequence[str] = (),
     ) -> None:
-        """`where` says in the router's words who the workers are, if they are not all alike."""
+        """`where` names the workers in the router's own flags, if they differ."""
         if importlib.util.find_spec(kind.package) is None:
             pytest.skip(f"{kind.package} is not installed: extra `router`, Linux on x86-64 only")
         self._kept = contextlib.ExitStack()

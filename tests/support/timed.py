@@ -1,4 +1,5 @@
-"""A lane and ops whose time is simulated: every copy and every stage takes what it is told to."""
+"""A lane and ops whose time is simulated: every copy and every stage takes the time that the test
+sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer has said, from its raw lines: the same for a stream and for a whole document."""
+"""The content of an answer, from its raw lines: the same for a stream and for a whole document."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 UNLIKE = ("prompt_tokens_details",)
-"""Of the usage: how much of a prompt was cached follows from who came before."""
+"""Of the usage: how much of a prompt was cached depends on earlier requests."""
 
 
 @dataclass

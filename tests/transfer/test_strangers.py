@@ -1,4 +1,4 @@
-"""What may be sent to a listening port by anybody, and what it costs us: nothing."""
+"""What any client may send to a listening port, and what it costs us: nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What fits, asked of the door, the planner, the server and the weights: the same arithmetic."""
+"""The door, the planner, the server and the weights' plan compute with the same arithmetic how many
+requests fit."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ess.overlap.stages import finish
 
 
 class Told:
-    """A layer of four queries that writes down what is asked; answers name what made them."""
+    """A layer of four queries that records its calls; each result names the call that made it."""
 
     def __init__(self, *, sequences: int = 4, is_resident: bool = True) -> None:
         self.log: list[str] = []

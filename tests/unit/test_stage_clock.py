@@ -31,7 +31,8 @@ class Worker:
 
 @dataclass
 class Wire:
-    """Frames asked to be sent, the one that moves with the tick of its end, those in the air."""
+    """Frames that wait to be sent, the frame that is being sent with the tick of its end, and
+    frames under way."""
 
     queue: deque[int] = field(default_factory=deque)
     moving: tuple[int, int] | None = None

@@ -92,7 +92,7 @@ def test_settings_that_make_no_sense(setting):
 
 
 class Told:
-    """Answers nothing, remembers everything."""
+    """Returns nothing, records every call."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -201,7 +201,7 @@ def _changed(
 
 
 def _kept(scores: list[float], asked: Sampling) -> list[int]:
-    """Top-k, then top-p of what is left, then min-p of what is left."""
+    """Top-k, then top-p of the remaining tokens, then min-p of the remaining tokens."""
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     order = [token for token in order if scores[token] > -math.inf][: asked.top_k or None]
     chance = {token: math.exp(scores[token] - scores[order[0]]) for token in order}

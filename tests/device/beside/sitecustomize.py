@@ -1,4 +1,5 @@
-"""Found first by a Python with this folder in PYTHONPATH: an engine's process gets a device.
+"""Python imports this module at its start when the folder is in PYTHONPATH; then an engine's
+process gets a device.
 
 It is the pretended one, with ops at the speed of the host; its driver is kept in PRETENDED_DRIVER.
 A server refuses variables of ESS that it does not know, so ESS_EMULATED is the engine's alone.

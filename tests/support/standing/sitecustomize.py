@@ -1,8 +1,9 @@
-"""Found first by a Python with this folder in PYTHONPATH: an engine's process stands for a fork.
+"""Python imports this module at its start when the folder is in PYTHONPATH; then an engine's
+process only represents a forked engine.
 
-It asks the nursery at FORKED_ENGINES for one that has its pipes, its words and its environment, and
-ends as that ends. It has the parent, the command line and the signals of a real engine; memory,
-files, threads and children are the fork's.
+It asks the nursery at FORKED_ENGINES to fork an engine with its pipes, arguments and environment,
+and ends as that engine ends. It has the parent, the command line and the signals of a real engine;
+memory, files, threads and children are the fork's.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ def shares(logits: list[float], draw_count: int = 4000, **wishes) -> Tensor:
 
 
 def allowed_by_definition(scaled: Tensor, sampling: Sampling) -> set[int]:
-    """Top-k, then top-p of what is left, then min-p of what is left, one token at a time."""
+    """Top-k, then top-p of the remaining tokens, then min-p of the remaining tokens, one token at a
+    time."""
     values, chances = scaled.tolist(), scaled.double().softmax(-1).tolist()
     kept = sorted(range(len(values)), key=lambda i: (-values[i], i))[: sampling.top_k or None]
     mass, summed, nucleus = sum(chances[i] for i in kept), 0.0, []

@@ -77,7 +77,7 @@ def test_masks_say_what_may_follow_and_where_the_text_may_end():
     "drafts", [[], ["a"], ["a", "b"], ["a", "x"], ["x"], ["a", "b", None, "a"]]
 )
 def test_walking_along_drafts_changes_nothing(drafts):
-    """None stands for the end. Masks go up to the first draft that is forbidden or the end."""
+    """None means the end. Masks go up to the first draft that is forbidden or the end."""
     follower = matcher("regex", "(ab|ac)*")
     tokens = [END if text is None else ids(text)[0] for text in drafts]
     masks = follower.allowed([], tokens)
