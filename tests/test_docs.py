@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")
 SCRIPTS = {"ess": "ess.server.commands.cli", "ess-bench": "ess.bench.cli"}
 
 
@@ -115,6 +116,23 @@ def test_links_lead_somewhere(document: Path) -> None:
         if not (document.parent / link).exists()
     ]
     assert not broken, f"{broken} in {document.name}: no such file"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_anchors_name_a_heading(document: Path) -> None:
+    text = FENCE.sub("", document.read_text())
+    lost = [
+        f"{file}#{anchor}"
+        for file, anchor in ANCHOR.findall(text)
+        if anchor not in anchors(document.parent / file if file else document)
+    ]
+    assert not lost, f"{document.name} links to {lost}: no such heading"
+
+
+def anchors(document: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)", FENCE.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_console_blocks_are_marked_or_plain() -> None:
