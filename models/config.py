@@ -1,7 +1,7 @@
 """A Hugging Face config.json as a typed, validated value. Needs no torch.
 
 Field names are ours; `msgspec.field(name=...)` says what the file calls them. `ess.models.reading`
-makes the value from a file; this module checks what must fit.
+makes the value from a file, `ess.models.config_checks` refuses values that do not go together.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, field
 
-from ess.errors import BadInput
 from ess.layout import (
     EXPERTS_MAX,
-    SCALE_GROUP,
     IndexCodec,
     IndexForm,
     ModelLayout,
@@ -23,23 +21,16 @@ from ess.layout import (
     RowForm,
 )
 from ess.models.compressed.layout import layout_of
+from ess.models.config_checks import check_codecs, check_sizes
 from ess.models.linear import Pooled, Recurrent, Size, StateForm, state_form
 from ess.models.rope import LENGTH_MAX, Positive, Rope, Share, Theta
-from ess.units import PAGE_ROWS
 
 LAYERS_MAX: Final = 4096
 Layers = Annotated[int, Meta(ge=1, le=LAYERS_MAX)]
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]
 Groups = tuple[tuple[int, ...], ...]
 
-GROUPED_DIM: Final = 8  # 16 bytes of bfloat16, which grouped products step by
 INDEX_NORM_EPS: Final = 1e-6
-KEY_STEP: Final = 4  # an index key in fp8 is whole words
-
-
-def _require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise BadInput(sentence)
 
 
 class FileConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,18 +94,18 @@ class Compressed(msgspec.Struct, frozen=True, kw_only=True):
     """Attention to entries, each made of several tokens, beside the last tokens as they are."""
 
     kinds: tuple[Literal["window", "sparse", "heavy"], ...]
-    """Of each layer: the last tokens alone; and chosen entries; and all entries, of more tokens.
-    Behind them an MTP module's, which `hashed` has too."""
+    """For each layer: only the last tokens (window), also chosen entries (sparse), or also all
+    entries, which have more tokens (heavy). The last is the MTP module's; `hashed` has it too."""
     window: Size = field(name="sliding_window")
     sparse_rate: Size
     heavy_rate: Size
     window_rope: Rope
-    """What layers of the last tokens alone turn by."""
+    """The rotary embedding of layers that attend to the last tokens only."""
     output_groups: Size = field(name="o_groups")
     output_rank: Size = field(name="o_lora_rank")
     mixing_rounds: Size = field(name="hc_sinkhorn_iters")
     hashed: tuple[bool, ...]
-    """Of each layer: whether a token's experts stand in a table."""
+    """For each layer: whether a table by token id says the experts."""
     expert_dtype: Literal["fp4", "fp8", "bfloat16"] = "bfloat16"
     """As a checkpoint stores routed experts."""
 
@@ -125,177 +116,71 @@ class Compressed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(FileConfig, frozen=True, kw_only=True):
-    """And what a family adds: it reads such a key for itself, or says the field without one. In
-    files of other families these names mean nothing."""
+    """Also the fields of single families. Such a family reads the key itself, or sets the field
+    without a key. In files of other families these keys are ignored."""
 
     expert_limit: Annotated[float, Meta(ge=0.0, le=1e12)] = field(name="swiglu_limit", default=0.0)
-    """Of what routed experts multiply, 0: none."""
+    """The bound on the two factors that routed experts multiply; 0: no bound."""
     stream_count: Annotated[int, Meta(ge=1, le=16)] = field(name="hc_mult", default=1)
     """Residual streams side by side."""
     stream_magnitude: Positive = field(name="hc_magnitude", default=2.0)
     stream_eps: Positive = field(name="hc_eps", default=1e-6)
     norm_gate_rank: Count = field(name="gated_norm_rank", default=0)
-    """Of the gates behind the norms of inputs and of experts."""
+    """The rank of the gates behind the norms of inputs and of experts."""
     logit_cap: Share = field(name="final_logit_softcapping", default=0.0)
-    """Logits come no further from 0, by a hyperbolic tangent; 0: as far as they go."""
+    """A hyperbolic tangent keeps logits within +- this; 0: no bound."""
     shared_dim: Count = field(name="shared_experts_intermediate_size", default=0)
-    """Of each shared expert; 0: as the routed ones."""
+    """The inner width of each shared expert; 0: that of routed experts."""
     window: Window | None = None
     window_layers: tuple[int, ...] = ()
-    """Those that attend as `window` says; they have no indexer, and a layer group each."""
+    """The layers that attend as `window` says; each has a layer group and no indexer."""
     compressed: Compressed | None = None
-    """How it attends, where that is not to selected rows of tokens."""
+    """For models that attend to entries of several tokens, not to selected rows."""
     pooled: Pooled | None = None
-    """How its indexers choose, where that is not token by token; `top_k` counts the tokens behind
-    the last whole unit too."""
+    """For indexers that choose units of tokens; `top_k` then includes the tokens behind the last
+    whole unit."""
     recurrent: Recurrent | None = None
     recurrent_layers: tuple[int, ...] = ()
-    """Those without rows."""
+    """The layers of linear attention, which have no rows."""
     rope_keys_normed: bool = False
     still_layers: tuple[int, ...] = ()
-    """Layers that turn nothing: what others turn of a query, they multiply with the latent too."""
+    """Layers without rotary embedding: they multiply the whole query with the latent."""
     has_query_rank: bool = True
-    """If not, queries are made of the layer's input: `query_rank` is its width."""
+    """If false, queries are made of the layer's input, whose width is `query_rank`."""
     queries_grow: bool = False
-    """Queries are multiplied by the logarithm of their position times one number of their head,
-    plus another."""
+    """Queries are multiplied by a * log(position) + b, with a and b of each head."""
     frequencies_learned: bool = False
-    """A checkpoint says the logarithm of what each rotary frequency is multiplied by."""
+    """The checkpoint has, for each rotary frequency, the logarithm of a factor."""
     expert_scores: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "sigmoid"
-    """With a correction of the choice; of all experts together and without one; or as the layers of
-    `ess.models.compressed` do it."""
+    """sigmoid with a correction of the choice, softmax over all experts without one, sqrtsoftplus
+    as in `ess.models.compressed`."""
     latent_norm_eps: Positive | None = None
     index_norm_eps: Positive = INDEX_NORM_EPS
     key_head_count: Count = 0
     """Heads of keys and values that lie side by side in a row; 0: the row is one latent."""
     value_gates: Literal["none", "query", "input", "head"] = "none"
-    """What gates of values are made of: the query, together with it; or the layer's input, a gate
-    for each value or for each head."""
+    """What gates on values are computed from: the query, in the same product; or the layer's input,
+    with a gate for each value or for each head."""
     has_sinks: bool = False
     expert_groups_zeroed: bool = False
-    """Experts outside of the kept groups are chosen as if they had 0, where others are out."""
+    """Experts outside of the kept groups score 0; otherwise they cannot be chosen."""
     experts_stacked: bool = False
     """A checkpoint has each layer's experts in two tensors, gates and ups in one of them."""
     unread_prefixes: tuple[str, ...] = ()
-    """Of tensors of a checkpoint that are not read."""
+    """Prefixes of the checkpoint's tensors that are not read."""
     words: tuple[tuple[str, str], ...] = ()
-    """Of the names of a checkpoint's tensors, and what stands here instead of each, in order."""
+    """Replacements in the names of the checkpoint's tensors: theirs, ours; in order."""
     filled_rope_dim: Count = 0
-    """Of a layer's own configuration (`at_layer`): zeros behind its row, up to the width that all
-    layers of its group have."""
+    """In a layer's own configuration (`at_layer`): zeros behind its row, up to the width of the
+    group's rows."""
     query_factor: Positive = 1.0
-    """The same: what its queries need, where all scores are multiplied by the model's scale."""
+    """In a layer's own configuration: a factor on its queries, since all scores are multiplied by
+    the model's scale."""
     reorders: bool = False
     """Weights lie in another order in the checkpoint than here (`ess.models.families.order`)."""
 
     def __post_init__(self) -> None:
-        self._check_attention()
-        self._check_experts()
-        self._check_layers()
-        for end in (self.eos_ids,) if isinstance(self.eos_ids, int) else self.eos_ids:
-            _require(
-                0 <= end < self.vocab_size,
-                f"eos_token_id {end} is outside of vocab_size {self.vocab_size}",
-            )
-
-    def _check_attention(self) -> None:
-        _require(self.nope_dim > 0 or self.is_grouped, "qk_nope_head_dim is 0")
-        _require(self.rope_dim % 2 == 0, f"qk_rope_head_dim {self.rope_dim} is odd")
-        _require(
-            self.rope_dim <= self.index_dim,
-            f"qk_rope_head_dim {self.rope_dim} exceeds index_head_dim {self.index_dim}",
-        )
-        _require(
-            self.index_dim % KEY_STEP == 0,
-            f"index_head_dim {self.index_dim} is not a multiple of {KEY_STEP}",
-        )
-
-    def _check_experts(self) -> None:
-        experts, groups = self.expert_count, self.expert_group_count
-        kept = self.expert_groups_kept
-        _require(
-            experts % groups == 0,
-            f"n_routed_experts {experts} is not a multiple of n_group {groups}",
-        )
-        for name, dim in (
-            ("hidden_size", self.hidden_dim),
-            ("moe_intermediate_size", self.expert_dim),
-        ):
-            _require(dim % GROUPED_DIM == 0, f"{name} {dim} is not a multiple of {GROUPED_DIM}")
-        _require(kept <= groups, f"topk_group {kept} exceeds n_group {groups}")
-        _require(
-            groups == 1 or experts // groups >= 2,
-            f"n_group {groups} leaves {experts // groups} of {experts} experts to a group: need 2",
-        )
-        _require(
-            self.experts_per_token <= kept * (experts // groups),
-            f"num_experts_per_tok {self.experts_per_token} exceeds the "
-            f"{kept * (experts // groups)} experts of the kept groups",
-        )
-
-    def _check_layers(self) -> None:
-        if self.window is not None:
-            _require(
-                self.window.size <= self.top_k,
-                f"sliding_window {self.window.size} exceeds index_topk {self.top_k}",
-            )
-        if self.compressed is not None:
-            return self._check_compressed(self.compressed)
-        indexers = "indexer_types (or index_topk_pattern)"
-        for name, kinds in (
-            ("mlp_layer_types", self.mlp_kinds),
-            (indexers, self.indexer_kinds),
-        ):
-            _require(
-                len(kinds) in (0, self.layer_count),
-                f"{name} has {len(kinds)} entries for {self.layer_count} layers",
-            )
-        source = indexers if self.indexer_kinds else "index_topk_freq and index_skip_topk_offset"
-        if self.recurrent_layers:
-            return self._check_recurrent(source)
-        _require(self.has_indexer(0), f"layer 0 must have an indexer of its own: see {source}")
-
-    def _check_recurrent(self, source: str) -> None:
-        without = self.recurrent_layers
-        _require(len(without) < self.layer_count, "layer_types has no layer with an indexer")
-        for layer in range(self.layer_count):
-            _require(
-                self.starts_group(layer) or layer - 1 not in without,
-                f"layer {layer} must have an indexer of its own, behind one without: see {source}",
-            )
-
-    def _check_compressed(self, compressed: Compressed) -> None:
-        heads, groups = self.head_count, compressed.output_groups
-        _require(
-            heads * self.value_dim % groups == 0,
-            f"o_groups {groups} does not divide {heads} heads of {self.value_dim}",
-        )
-
-    def _check_codecs(self, row: RowForm, index: IndexForm) -> None:
-        """What the forms of rows and keys need, which other forms may not."""
-        ranks = {"kv_lora_rank": self.latent_dim}
-        if self.window is not None:
-            ranks["swa_kv_lora_rank"] = self.window.latent_dim
-        for name, latent in ranks.items():
-            self._require_fits(
-                row != "fp8" or latent % SCALE_GROUP == 0,
-                f"{name} {latent} is not a multiple of {SCALE_GROUP}, which fp8 rows need:"
-                " choose row bf16 or f32",
-            )
-            self._require_fits(
-                row != "bf16" or latent % 2 == 0,
-                f"{name} {latent} is odd, but bf16 rows need it even: choose row f32",
-            )
-        key, unit = self.index_dim, self.select_unit
-        self._require_fits(PAGE_ROWS % unit == 0, f"index_kpool {unit} does not divide {PAGE_ROWS}")
-        self._require_fits(
-            index != "fp8" or self.pooled is not None or key & (key - 1) == 0,
-            f"index_head_dim {key} is not a power of two, which fp8 index keys need:"
-            " they go through a Hadamard transform",
-        )
-
-    def _require_fits(self, is_met: bool, sentence: str) -> None:
-        _require(is_met, f"config.json of {self.family}: {sentence}")
+        check_sizes(self)
 
     def has_indexer(self, layer: int) -> bool:
         """The MTP layer has one if rows are of tokens; others as listed, or by frequency."""
@@ -468,7 +353,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
             keys = index or ("f32" if row == "f32" else "fp8")
             return layout_of(self, name=name, row=row, index=keys)
         index = index or "fp8"
-        self._check_codecs(row, index)
+        check_codecs(self, row, index)
         kept = self._with_rows()
         rows = tuple(kept._row(row, group[0]) for group in kept.groups)
         return ModelLayout(
