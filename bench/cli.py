@@ -113,6 +113,11 @@ BENCHMARKS: Final = (
         summary="The HTTP server alone: events per core, and from the engine to the socket.",
     ),
     Command(
+        name="load",
+        home="ess.bench.load.load:load_benchmark",
+        summary="A server under arriving requests: first token, tokens, goodput.",
+    ),
+    Command(
         name="handoff",
         home="ess.bench.handoff.handoff:handoff_benchmark",
         summary="Prefill in one worker, decode in another: what is hidden, missed and gained.",

@@ -122,9 +122,17 @@ def drop_stdout() -> None:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Refuses, before any work, a file whose folder does not exist."""
+    """Refuses, before any work, a file or folder to be made in a folder that does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise BadInput(f"{option} {path}: the folder {path.parent} does not exist; make it first")
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Refuses, before any work, a file that cannot be made: its folder does not exist, or it is a
+    folder itself."""
+    check_folder(option, path)
+    if path is not None and path.is_dir():
+        raise BadInput(f"{option} {path}: it is a folder; name a file")
 
 
 def tables() -> Console:

@@ -39,7 +39,11 @@ def parse_size(text: str | int, what: str = "") -> int:
     if match is None:
         name = f"{what}: " if what else ""
         raise BadInput(f"{name}{text!r:.80} is not a size; write 4096, 128k, 64MiB or 1.5GiB")
-    return int(Fraction(match[1]) * _SUFFIX[match[2].lower()])
+    count, suffix = Fraction(match[1]), match[2].lower()
+    if not suffix and count.denominator > 1:
+        name = f"{what} " if what else ""
+        raise BadInput(f"{name}{text} is not a whole number")
+    return int(count * _SUFFIX[suffix])
 
 
 def format_bytes(count: int) -> str:

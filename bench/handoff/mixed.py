@@ -11,24 +11,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import random
 import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ess.bench.engine.serve import started
 from ess.bench.harness.report import Row, compare
+from ess.bench.harness.streaming import Seen, streamed
 from ess.bench.harness.text import token_ids
-from ess.errors import BadState
 from ess.transfer.messages import new_uid
 
 THREADS: Final = ("--threads", "1")
-ANSWER_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +39,6 @@ class Load:
     longest: int
     output: int
     seed: int = 1
-
-
-@dataclass(slots=True)
-class Seen:
-    """One request: seconds to its first event, and between its events."""
-
-    first_s: float
-    gaps_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,36 +153,3 @@ async def _ask(
     room = {"bootstrap_room": new_uid()} if len(way) > 1 else {}
     legs = [streamed(url, {**asked, **fields, **room}) for url, fields in way]
     return (await asyncio.gather(*legs))[-1]
-
-
-async def streamed(url: str, asked: Mapping[str, Any]) -> Seen:
-    address, body = urlsplit(url), json.dumps(asked).encode()
-    begun_s = time.monotonic()
-    reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-    )
-    try:
-        return await asyncio.wait_for(_read(reader, begun_s), ANSWER_S)
-    finally:
-        writer.close()
-
-
-async def _read(reader: asyncio.StreamReader, begun_s: float) -> Seen:
-    head = await reader.readuntil(b"\r\n\r\n")
-    if b" 200 " not in head.split(b"\r\n", 1)[0]:
-        raise BadState(f"a server answered {head[:200]!r} {(await reader.read(2000))!r}")
-    seen, last_s = Seen(0.0), begun_s
-    while piece := await reader.readline():
-        if not piece.startswith(b"data: ") or b"[DONE]" in piece:
-            continue
-        now_s = time.monotonic()
-        if piece.startswith(b'data: {"error"'):
-            raise BadState(f"a stream broke off: {piece[:300]!r}")
-        if not seen.first_s:
-            seen.first_s = now_s - begun_s
-        else:
-            seen.gaps_s.append(now_s - last_s)
-        last_s = now_s
-    return seen

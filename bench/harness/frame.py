@@ -196,7 +196,7 @@ def _report(frame: Frame, benchmarks: Mapping[str, Rows]) -> int:
     from ess.bench.harness import machine, report
 
     for option, path in (("--json", frame.json), ("--out", frame.out)):
-        console.check_folder(option, path)
+        console.check_file(option, path)
     build, measured_on = machine.build(), machine.machine()
     shown = report.Shown(None if frame.json else frame.format, build, measured_on)
     suite, is_cut = Suite(frame, shown, len(benchmarks)), False

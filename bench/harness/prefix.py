@@ -38,13 +38,14 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
+from ess.free_memory import memory_free
 from ess.kernels.backend import ops
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout
 from ess.models.layers import Rotation, rotate, rotate_part
 from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
-from ess.units import PAGE_ROWS
+from ess.units import PAGE_ROWS, format_bytes
 
 SEGMENT: Final = 4096
 DISTINCT: Final = 16384
@@ -199,6 +200,7 @@ def embedded_prefix(
     seconds: float = math.inf,
 ) -> Prefix:
     """A prefix of the embedded model, or of another `model` with its weights, over `text`."""
+    check_memory(length, ModelLayout.embedded())
     ids, name = token_ids(text)
     if model is None:
         model, layout_name = load_model(), "ess-embedded"
@@ -216,6 +218,16 @@ def embedded_prefix(
         folder=folder,
         seconds=seconds,
     )
+
+
+def check_memory(length: int, layout: ModelLayout) -> None:
+    """Refuses a context of which no single request fits, before anything of it is computed."""
+    needed, there = length // PAGE_ROWS * layout.host_page_bytes, memory_free()
+    if needed > there:
+        raise BadInput(
+            f"a context of {length:,} tokens takes {format_bytes(needed)} for its rows alone, "
+            f"{format_bytes(there)} are free: take a smaller --ctx"
+        )
 
 
 def prefix_row(prefix: Prefix) -> Row:

@@ -32,6 +32,7 @@ from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS, format_bytes, parse_size
 
 MEMORY_SHARE: Final = 0.6
+REPETITIONS_MAX: Final = 1000
 SHOWN: Final = {"measured": 0.4, "predicted": 0.08}
 """The share of a step's timeline: three layers of seven, five of sixty-one."""
 
@@ -105,7 +106,7 @@ def headline_benchmark(
     plot
         Draw the plots into this folder.
     """
-    console.check_folder("--trace", trace)
+    console.check_file("--trace", trace)
     plots.check_folder(plot)
     if smoke:
         return run(SMOKE, None, text, trace=trace, plot=plot)
@@ -125,8 +126,10 @@ def headline_benchmark(
 
 def check(plan: Plan) -> None:
     """Refuses, before anything runs, what cannot run."""
-    if plan.repetitions < 1:
-        raise BadInput(f"--repetitions {plan.repetitions}: at least one is needed")
+    if not 1 <= plan.repetitions <= REPETITIONS_MAX:
+        raise BadInput(
+            f"--repetitions {plan.repetitions}: between 1 and {REPETITIONS_MAX} can be run"
+        )
     check_predicted(plan)
     layout = ModelLayout.embedded()
     pages = max(plan.contexts) // PAGE_ROWS * max(plan.batches)

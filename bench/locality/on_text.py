@@ -82,7 +82,7 @@ def locality_benchmark(
     plot
         Draw the plots into this folder.
     """
-    console.check_folder("--record", record)
+    console.check_file("--record", record)
     plots.check_folder(plot)
     if model:
         context = size("--ctx", ctx)

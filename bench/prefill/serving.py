@@ -13,8 +13,9 @@ from typing import Final
 
 from ess import console
 from ess.bench.engine.serve import started
-from ess.bench.handoff.mixed import Arm, Measure, p99, streamed
+from ess.bench.handoff.mixed import Arm, Measure, p99
 from ess.bench.harness.report import Row, compare
+from ess.bench.harness.streaming import streamed
 from ess.bench.harness.text import token_ids
 from ess.bench.prefill.rig import cores
 from ess.bench.prefill.routers import tier
@@ -95,7 +96,7 @@ async def _until_up(url: str) -> None:
         try:
             await streamed(url, _request_body("Every worker says a word.", 2))
             return
-        except (OSError, BadState, asyncio.IncompleteReadError):
+        except (OSError, BadState):
             if time.monotonic() > deadline_s:
                 raise
         await asyncio.sleep(0.5)

@@ -22,17 +22,19 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 SEEDS = range(16)
-MORE = range(16, 516)
+MORE = [range(first, first + 25) for first in range(16, 516, 25)]
+PARTS = [SEEDS, *(pytest.param(part, marks=pytest.mark.long) for part in MORE)]
+"""Parts take less than the limit of a test, on a busy machine too, and workers share them."""
 
 
-@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MORE, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("seeds", PARTS, ids=str)
 def test_every_answer_is_right_and_every_page_is_free(seeds: range) -> None:
     for seed in seeds:
         told = play(drawn(seed))
         assert told.ends, seed
 
 
-@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MORE, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("seeds", PARTS, ids=str)
 def test_so_it_is_where_a_state_is_handed_over_too(seeds: range) -> None:
     for seed in seeds:
         told = play(of_v4(drawn(seed)))

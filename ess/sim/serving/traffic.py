@@ -19,18 +19,22 @@ from ess.sim.serving.arrivals import Arrival
 ARRIVALS: Final = 5
 DRAFTS: Final = 6
 COUNT_MAX: Final = 1 << 20
+BURST_LEAST: Final = 0.01
+BURST_MOST: Final = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """Poisson arrivals, `rate` a second. Lengths are means; `spread` is the deviation of their
-    logarithm: 0 makes all equal, 1 is about that of public chat traces."""
+    """Arrivals, `rate` a second. Gaps follow a gamma distribution of shape `burst`: 1 is a Poisson
+    process, less comes in bursts, more comes evenly. Lengths are means; `spread` is the deviation
+    of their logarithm: 0 makes all equal, 1 is about that of public chat traces."""
 
     rate: float
     count: int
     prompt_tokens: int
     output_tokens: int
     spread: float = 0.0
+    burst: float = 1.0
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
@@ -43,12 +47,17 @@ class Mix:
             raise BadInput(
                 f"a spread of {self.spread} is outside 0..3, the deviation of log length"
             )
+        if not BURST_LEAST <= self.burst <= BURST_MOST:
+            raise BadInput(
+                f"a burst of {self.burst} is outside {BURST_LEAST:g}..{BURST_MOST:g}, "
+                "the shape of the gaps between arrivals"
+            )
 
 
 def draw(mix: Mix, *, seed: int) -> list[Arrival]:
     check_seed(seed)
     rng = np.random.default_rng([seed, ARRIVALS])
-    gaps = rng.exponential(1.0 / mix.rate, mix.count)
+    gaps = rng.standard_gamma(mix.burst, mix.count) * (1.0 / mix.rate) / mix.burst
     at = np.cumsum(gaps) - gaps[0]
     factors = np.exp(mix.spread * rng.standard_normal((mix.count, 2)) - mix.spread**2 / 2)
     return [

@@ -223,7 +223,7 @@ def plan(
         Print one JSON document.
     """
     decode, tiers, nodes = decode or DecodeFlags(), tiers or TierFlags(), nodes or NodeFlags()
-    console.check_folder("--html", html)
+    console.check_file("--html", html)
     if fits.is_unmeasured(decode.model):
         stages = {"--pp-size": pp_size, "--pp-layer-partition": pp_layer_partition, "--html": html}
         fits.show(_fit(decode, ways or WayFlags(), tiers, nodes, stages), json=json)

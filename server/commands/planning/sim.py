@@ -56,6 +56,8 @@ class RequestFlags:
     "Mean output of drawn requests, in tokens."
     spread: float = 0.0
     "Deviation of the logarithm of drawn lengths: 0 makes all alike, 1 is like chat."
+    burst: float = 1.0
+    "1 is a Poisson process; less comes in bursts, more comes evenly (shape of gamma gaps)."
     seed: Whole = 0
     "Seed of arrivals, lengths and accepted drafts. The same seed prints the same."
 
@@ -73,6 +75,7 @@ class RequestFlags:
             prompt_tokens=parse_size(self.ctx, "--ctx"),
             output_tokens=self.out,
             spread=self.spread,
+            burst=self.burst,
         )
         return draw(mix, seed=self.seed)
 
@@ -137,7 +140,7 @@ def sim(
     json
         Print one JSON document.
     """
-    console.check_folder("--html", html)
+    console.check_file("--html", html)
     requests, nodes = requests or RequestFlags(), nodes or NodeFlags()
     arrivals = requests.arrivals()
     longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)

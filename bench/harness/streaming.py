@@ -1,0 +1,157 @@
+"""A streamed completion as its client sees it: when its pieces came, and what the server counted.
+
+Any server with `/v1/completions` will do. An event is one piece of text; with drafts it may hold
+several tokens, so tokens are those that the server counts, and events are counted only where a
+server does not say. The event that only ends a stream is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
+
+from ess.errors import BadInput, BadState
+
+ANSWER_S: Final = 600.0
+LINE_MAX: Final = 1 << 20
+REFUSAL_MAX: Final = 2000
+
+
+@dataclass(slots=True)
+class Seen:
+    """One request. Times are seconds after it was sent; tokens are 0 until the server says them."""
+
+    events_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    counted_tokens: int = 0
+
+    @property
+    def first_s(self) -> float:
+        return self.events_s[0]
+
+    @property
+    def last_s(self) -> float:
+        return self.events_s[-1]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [
+            after - before for before, after in zip(self.events_s, self.events_s[1:], strict=False)
+        ]
+
+    @property
+    def output_tokens(self) -> int:
+        return self.counted_tokens or len(self.events_s)
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds for each token after the first; None if there is no second."""
+        further = self.output_tokens - 1
+        return (self.last_s - self.first_s) / further if further > 0 else None
+
+
+async def streamed(url: str, asked: Mapping[str, Any], *, key: str = "") -> Seen:
+    """Sends one request and reads its stream to the end; raises BadState if it is refused or breaks
+    off, OSError if there is no connection, TimeoutError after `ANSWER_S`."""
+    address, body = address_of(url), json.dumps(asked).encode()
+    allowed = f"authorization: Bearer {key}\r\n" if key else ""
+    head = (
+        f"POST {address.path.rstrip('/')}/v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
+        f"connection: close\r\ncontent-type: application/json\r\n{allowed}"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    begun_s = time.monotonic()
+    async with asyncio.timeout(ANSWER_S):
+        reader, writer = await asyncio.open_connection(
+            address.hostname, address.port, ssl=address.scheme == "https" or None, limit=LINE_MAX
+        )
+        try:
+            writer.write(head.encode() + body)
+            return await _read(reader, begun_s)
+        finally:
+            writer.close()
+
+
+def address_of(url: str) -> SplitResult:
+    try:
+        address = urlsplit(url if "://" in url else f"http://{url}")
+        is_one = address.scheme in ("http", "https") and address.hostname and address.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one:
+        raise BadInput(f"{url!r} is no address of a server: write http://HOST:PORT")
+    usual = 443 if address.scheme == "https" else 80
+    netloc = address.netloc if address.port else f"{address.netloc}:{usual}"
+    return address._replace(netloc=netloc)
+
+
+async def _read(reader: asyncio.StreamReader, begun_s: float) -> Seen:
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    except asyncio.IncompleteReadError:
+        raise BadState("the connection closed before an answer") from None
+    if b" 200 " not in head.split(b"\r\n", 1)[0] + b" ":
+        status = head.split(b" ", 2)[1].decode("latin-1", "replace")
+        raise BadState(f"answered {status}: {_reason(await reader.read(REFUSAL_MAX))}")
+    seen, is_ended = Seen(), False
+    chunked = b"transfer-encoding: chunked" in head
+    async for line in _lines(_chunks(reader) if chunked else _pieces(reader)):
+        if line.startswith(b"data: [DONE]"):
+            is_ended = True
+        elif line.startswith(b"data: "):
+            _take(seen, json.loads(line[len(b"data: ") :]), time.monotonic() - begun_s)
+    if not is_ended:
+        raise BadState(f"the stream broke off after {len(seen.events_s)} events")
+    if not seen.events_s:
+        raise BadState("the stream ended without a token")
+    return seen
+
+
+def _take(seen: Seen, event: Mapping[str, Any], at_s: float) -> None:
+    if "error" in event:
+        raise BadState(f"the stream ended with an error: {event['error']}"[:REFUSAL_MAX])
+    choices = event.get("choices") or ()
+    if any(choice.get("text") or not choice.get("finish_reason") for choice in choices):
+        seen.events_s.append(at_s)
+    if usage := event.get("usage"):
+        seen.prompt_tokens = usage.get("prompt_tokens") or 0
+        seen.counted_tokens = usage.get("completion_tokens") or 0
+        seen.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The body of a chunked answer; a connection that closes inside it ends it."""
+    try:
+        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+            yield (await reader.readexactly(size + 2))[:-2]
+    except (asyncio.IncompleteReadError, ValueError):
+        return
+
+
+async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while piece := await reader.read(LINE_MAX):
+        yield piece
+
+
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    rest = b""
+    async for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line.rstrip(b"\r")
+
+
+def _reason(body: bytes) -> str:
+    """The sentence of a refusal in the form of OpenAI, or its first bytes."""
+    at = body.find(b"{")
+    try:
+        error = json.JSONDecoder().raw_decode(body[max(at, 0) :].decode())[0]["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")

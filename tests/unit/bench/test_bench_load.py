@@ -1,0 +1,497 @@
+"""The load: what is asked and when, what a client sees of any server, and the figures of it.
+
+No test depends on how fast anything is: times are given by hand, or events are opened in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ess.bench import cli
+from ess.bench.harness.streaming import Seen, address_of, streamed
+from ess.bench.load import prompts
+from ess.bench.load.figures import is_good, load_rows
+from ess.bench.load.load import RequestFlags
+from ess.bench.load.offered import Offered, Target, offer
+from ess.bench.load.prompts import Asked, Prompts, asked_of, read_prompts
+from ess.errors import BadInput, BadState
+from ess.sim.serving.arrivals import Arrival
+from ess.sim.serving.goodput import Objective
+from ess.sim.serving.traffic import Mix, draw
+
+EASY = Objective(ttft_s=1e9, tpot_s=1e9)
+IDS = np.random.default_rng(0).integers(0, 4096, size=200_000).tolist()
+
+
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own reference takes a second to be made into ids."""
+    monkeypatch.setattr(prompts, "token_ids", lambda: (IDS, "ids"))
+
+
+# ---- what is asked, and when
+
+
+def mix(**more: Any) -> Mix:
+    return Mix(**{"rate": 4.0, "count": 4000, "prompt_tokens": 96, "output_tokens": 8, **more})
+
+
+@pytest.mark.parametrize("burst", [0.25, 1.0, 16.0])
+def test_gaps_have_the_rate_and_the_spread_that_was_asked_for(burst: float) -> None:
+    gaps = np.diff([arrival.at_s for arrival in draw(mix(burst=burst), seed=3)])
+    assert gaps.mean() == pytest.approx(1 / 4, rel=0.1)
+    assert gaps.std() / gaps.mean() == pytest.approx(burst**-0.5, rel=0.1)
+
+
+def test_a_burst_of_one_is_the_poisson_process_that_it_always_was() -> None:
+    rng = np.random.default_rng([3, 5])
+    gaps = rng.exponential(1 / 4.0, 4000)
+    assert [one.at_s for one in draw(mix(), seed=3)] == (np.cumsum(gaps) - gaps[0]).tolist()
+
+
+@pytest.mark.parametrize("burst", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_burst_that_is_no_shape_is_refused(burst: float) -> None:
+    with pytest.raises(BadInput, match="burst"):
+        mix(burst=burst)
+
+
+def arrivals(*lengths: int, blocks: tuple[int, ...] = ()) -> list[Arrival]:
+    return [
+        Arrival(at_s=float(at), prompt_tokens=length, output_tokens=3, prefix_blocks=blocks)
+        for at, length in enumerate(lengths)
+    ]
+
+
+def prompts_of(kind: Any, *lengths: int, **more: Any) -> list[list[int]]:
+    asked = asked_of(arrivals(*lengths), Prompts(kind=kind, **more))
+    assert [each.at_s for each in asked] == list(range(len(lengths)))
+    assert {each.output_tokens for each in asked} == {3}
+    return [list(each.prompt) for each in asked]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["text", "random", "shared"])
+def test_prompts_have_their_lengths_and_a_seed_makes_them_again(kind: str) -> None:
+    lengths = [1, 63, 64, 65, 700_001]
+    made = prompts_of(kind, *lengths, seed=2)
+    assert [len(prompt) for prompt in made] == lengths
+    assert made == prompts_of(kind, *lengths, seed=2)
+    assert made != prompts_of(kind, *lengths, seed=3)
+    assert min(map(min, made)) >= 0
+
+
+def test_prompts_of_a_text_do_not_begin_alike_and_shared_ones_do() -> None:
+    apart = prompts_of("text", *[256] * 60)
+    assert len({tuple(prompt[:64]) for prompt in apart}) == 60
+    shared = prompts_of("shared", *[256] * 60, share=0.75, groups=3)
+    assert len({tuple(prompt[:192]) for prompt in shared}) == 3
+    assert len({tuple(prompt) for prompt in shared}) == 60
+    assert prompts_of("shared", 256, 256, share=0.0) == prompts_of("text", 256, 256)
+    whole = prompts_of("shared", *[256] * 9, share=1.0, groups=1)
+    assert len({tuple(prompt) for prompt in whole}) == 1
+
+
+def test_a_trace_says_which_blocks_are_shared() -> None:
+    load = [*arrivals(1500, blocks=(7, 8, 9)), *arrivals(1300, blocks=(7, 8, 4))]
+    first, second = (each.prompt for each in asked_of(load, Prompts()))
+    assert (len(first), len(second)) == (1500, 1300)
+    assert first[:1024] == second[:1024]
+    assert first[1024:1300] != second[1024:]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"share": 1.5}, "--share 1.5"),
+        ({"share": float("nan")}, "--share nan"),
+        ({"groups": 0}, "--groups 0"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        Prompts(**given)
+
+
+def test_more_prompts_than_places_to_begin_at_are_refused() -> None:
+    with pytest.raises(BadInput, match="places to begin at"):
+        asked_of(arrivals(*[1] * (1 << 20)), Prompts())
+
+
+def test_conversations_and_lines_of_a_file(tmp_path: Path) -> None:
+    talk = [
+        {"id": 1, "conversations": [{"from": "human", "value": "Why?"}, {"value": "Because."}]},
+        {"conversations": [{"from": "human", "value": "no reply"}]},
+        {"conversations": [{"value": "How?"}, {"value": "word " * 500}, {"value": "more"}]},
+    ]
+    path = tmp_path / "talk.json"
+    path.write_text(json.dumps(talk))
+    made = read_prompts(path, output_max=20, count=9)
+    assert [(each.prompt, each.at_s) for each in made] == [("Why?", 0.0), ("How?", 0.0)]
+    assert 1 <= made[0].output_tokens < 20 == made[1].output_tokens
+    path.write_text('{"prompt": "a", "output_tokens": 7}\n\n{"prompt": "b"}\n{"prompt": " "}\n')
+    made = read_prompts(path, output_max=20, count=9)
+    assert made == [Asked(0.0, "a", 7), Asked(0.0, "b", 20)]
+    assert read_prompts(path, output_max=20, count=1) == made[:1]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no prompt"),
+        ("[]", "holds no prompt"),
+        ('[{"conversations": 3}]', "conversations"),
+        ('{"prompt": "a"}\n{"text": "b"}', "line 2"),
+        ('{"prompt": "a", "output_tokens": 0}', "line 1: an output of 0"),
+        ("[1", "--file"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_by_line(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=says):
+        read_prompts(path, output_max=20, count=9)
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_prompts(tmp_path, output_max=20, count=9)
+
+
+def test_flags_become_requests(tmp_path: Path) -> None:
+    at_once = RequestFlags(requests=5, prompt="70").asked()
+    assert [(each.at_s, len(each.prompt)) for each in at_once] == [(0.0, 70)] * 5
+    spaced = RequestFlags(requests=5, prompt="70", rate=2.0).asked()
+    assert sorted({each.at_s for each in spaced}) == [each.at_s for each in spaced]
+    assert [each.prompt for each in spaced] == [each.prompt for each in at_once]
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        "".join(
+            f'{{"timestamp": {1000 * at}, "input_length": 600, "output_length": 2, '
+            '"hash_ids": [1, 2]}\n'
+            for at in range(3)
+        )
+    )
+    traced = RequestFlags(requests=2, trace=path).asked()
+    assert [(each.at_s, each.output_tokens) for each in traced] == [(0.0, 2), (1.0, 2)]
+    faster = RequestFlags(requests=2, trace=path, rate=10.0).asked()
+    assert [each.at_s for each in faster] == pytest.approx([0.0, 0.1])
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    filed = RequestFlags(requests=9, file=path, rate=2.0, out=5).asked()
+    assert [(each.prompt, each.output_tokens) for each in filed] == [("a", 5), ("b", 5)]
+    assert filed[1].at_s > filed[0].at_s == 0.0
+
+
+# ---- what a client sees
+
+
+Answer = Callable[[asyncio.StreamWriter, dict[str, Any]], Coroutine[Any, Any, None]]
+
+
+def event(text: str, *, finish: str | None = None, usage: dict[str, Any] | None = None) -> bytes:
+    said: dict[str, Any] = {"choices": [{"text": text, "finish_reason": finish}]}
+    return b"data: " + json.dumps(said | ({"usage": usage} if usage else {})).encode() + b"\n\n"
+
+
+def chunked(*pieces: bytes, size: int = 0) -> bytes:
+    """The pieces as one body; with a size it is cut anywhere."""
+    whole = b"".join(pieces)
+    cut = [whole[at : at + size] for at in range(0, len(whole), size)] if size else pieces
+    body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in cut)
+    return b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n"
+
+
+USAGE = {
+    "prompt_tokens": 9,
+    "completion_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+STREAM = (
+    event("a b"),
+    event("c d"),
+    event("e"),
+    event("", finish="length"),
+    b'data: {"choices": [], "usage": %s}\n\n' % json.dumps(USAGE).encode(),
+    b": a comment\n\n",
+    b"data: [DONE]\n\n",
+)
+
+
+async def serving(answer: Answer) -> AsyncIterator[str]:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+        asked = json.loads(await reader.readexactly(size))
+        try:
+            await answer(writer, asked | {"head": head.decode()})
+            await writer.drain()
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def seen_of(sent: bytes, **more: Any) -> tuple[Seen, dict[str, Any]]:
+    """What the client makes of these bytes, and what it asked."""
+    got: list[dict[str, Any]] = []
+
+    async def answer(writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
+        got.append(asked)
+        writer.write(sent)
+
+    async def run() -> Seen:
+        async for url in serving(answer):
+            return await streamed(f"{url}/at/", {"prompt": [1]}, **more)
+        raise AssertionError
+
+    return asyncio.run(run()), got[0]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 1000])
+def test_tokens_are_what_the_server_counts_and_the_last_event_is_none(size: int) -> None:
+    seen, asked = seen_of(chunked(*STREAM, size=size), key="secret")
+    assert len(seen.events_s) == 3
+    assert (seen.prompt_tokens, seen.cached_tokens, seen.output_tokens) == (9, 4, 5)
+    assert seen.events_s == sorted(seen.events_s)
+    assert len(seen.gaps_s) == 2
+    assert "post /at/v1/completions " in asked["head"]
+    assert "authorization: bearer secret\r\n" in asked["head"]
+
+
+def test_a_body_without_chunks_and_a_server_that_counts_nothing() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    seen, asked = seen_of(head + event("a") + event("b") + b"data: [DONE]\r\n\r\n")
+    assert (len(seen.events_s), seen.output_tokens, seen.prompt_tokens) == (2, 2, 0)
+    assert "authorization" not in asked["head"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (b"", "closed before an answer"),
+        (
+            b'HTTP/1.1 503 Busy\r\ncontent-length: 9\r\n\r\n{"error": {"message": "no slots"}}',
+            "answered 503: no slots",
+        ),
+        (b"HTTP/1.1 404 Not Found\r\n\r\nnothing here", "answered 404: nothing here"),
+        (chunked(event("a"), event("b"))[:-12], "broke off after 1 events"),
+        (chunked(event("a")), "broke off after 1 events"),
+        (chunked(b"data: [DONE]\n\n"), "without a token"),
+        (chunked(event("a"), b'data: {"error": {"message": "lost"}}\n\n'), "lost"),
+    ],
+)
+def test_what_is_no_whole_answer_is_refused(sent: bytes, says: str) -> None:
+    with pytest.raises(BadState, match=says):
+        seen_of(sent)
+
+
+@pytest.mark.parametrize("url", ["", "http://", "ftp://x", "http://x:port", "http://x:0", "::"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(BadInput, match="write http://HOST:PORT"):
+        address_of(url)
+
+
+def test_addresses_as_people_write_them() -> None:
+    assert address_of("here:8000").netloc == "here:8000"
+    assert address_of("https://here/at").netloc == "here:443"
+
+
+def test_the_limit_of_requests_under_way_holds_and_all_are_sent() -> None:
+    under_way, peak, held = 0, 0, 3
+
+    async def run() -> Offered:
+        full = asyncio.Event()
+
+        async def answer(writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
+            nonlocal under_way, peak
+            under_way += 1
+            peak = max(peak, under_way)
+            if under_way == held:
+                full.set()
+            await full.wait()
+            under_way -= 1
+            writer.write(chunked(*STREAM))
+
+        async for url in serving(answer):
+            return await offer(Target(url, "m"), [Asked(0.0, [1], 5)] * 9, at_most=held)
+        raise AssertionError
+
+    offered = asyncio.run(run())
+    assert (len(offered.seen), peak, offered.failures) == (9, held, [])
+
+
+def test_failures_are_kept_and_only_a_server_without_answers_is_an_error() -> None:
+    async def run(refused: Callable[[int], bool]) -> Offered:
+        async def answer(writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
+            assert asked["model"] == "m"
+            assert asked["stream_options"] == {"include_usage": True}
+            is_refused = refused(asked["prompt"][0])
+            writer.write(b"HTTP/1.1 503 -\r\n\r\nfull" if is_refused else chunked(*STREAM))
+
+        async for url in serving(answer):
+            return await offer(Target(url, "m"), [Asked(0.0, [n], 5) for n in range(4)])
+        raise AssertionError
+
+    offered = asyncio.run(run(lambda number: number % 2 == 1))
+    assert (len(offered.seen), offered.failures) == (2, ["answered 503: full"] * 2)
+    assert len(offered.sent_s) == 2
+    assert len(offered.late_s) == 4
+    with pytest.raises(BadState, match="all 4 requests failed, first: answered 503: full"):
+        asyncio.run(run(lambda number: True))
+
+
+# ---- figures
+
+
+def load(*seen: Seen, took_s: float = 10.0, failures: int = 0) -> Offered:
+    return Offered(
+        seen=list(seen),
+        sent_s=[0.0] * len(seen),
+        late_s=[0.0] * (len(seen) + failures),
+        failures=["answered 503"] * failures,
+        took_s=took_s,
+    )
+
+
+def seen(*events_s: float, tokens: int = 0, prompt: int = 0, cached: int = 0) -> Seen:
+    return Seen(list(events_s), prompt_tokens=prompt, cached_tokens=cached, counted_tokens=tokens)
+
+
+def by_name(rows: Any) -> dict[str, Any]:
+    return {row.name: row for row in rows}
+
+
+def test_figures_by_hand() -> None:
+    """Two tokens an event: 8 tokens in 4 events take 0.3 s after the first, so 300/7 ms each."""
+    fast = seen(1.0, 1.1, 1.2, 1.3, tokens=8, prompt=100, cached=64)
+    slow = seen(3.0, 4.0, tokens=2, prompt=100)
+    rows = by_name(load_rows(load(fast, slow, failures=2), EASY, config={"seed": 0}))
+    assert (rows["answered"].value, rows["answered"].baseline_value) == (2, 4)
+    assert rows["answered"].config == {"seed": 0, "failed": {"answered 503": 2}}
+    assert rows["requests"].value == pytest.approx(0.2)
+    assert rows["output"].value == pytest.approx(1.0)
+    assert rows["prompts and output"].value == pytest.approx(21.0)
+    assert rows["first token, p50"].value == pytest.approx(2000)
+    assert rows["first token, p99"].value == pytest.approx(2980)
+    assert rows["per further token, p50"].samples == pytest.approx([300 / 7, 1000])
+    assert rows["between events, p50"].samples == pytest.approx([100, 100, 100, 1000])
+    assert rows["whole answer, p50"].config["max"] == pytest.approx(4000)
+    assert rows["in flight, mean"].value == pytest.approx((1.3 + 4.0) / 10)
+    assert rows["in flight, mean"].config["peak"] == 2
+    assert rows["prompt tokens that were cached"].value == pytest.approx(0.32)
+
+
+def test_goodput_counts_what_met_both_objectives_over_all_that_was_asked() -> None:
+    objective = Objective(ttft_s=1.0, tpot_s=0.1)
+    answers = {
+        (0.5, 0.6): True,
+        (1.0, 1.09): True,
+        (1.5, 1.6): False,
+        (0.5, 0.7): False,
+        (0.5,): True,
+    }
+    for events_s, good in answers.items():
+        assert is_good(seen(*events_s), objective) is good
+    served = [seen(*events_s) for events_s in answers]
+    row = by_name(load_rows(load(*served, failures=5), objective, config={}))["goodput"]
+    assert (row.value, row.baseline_value) == pytest.approx((0.3, 1.0))
+    assert row.ratio == pytest.approx(0.3)
+
+
+def test_a_load_of_single_tokens_has_no_time_between_them() -> None:
+    names = by_name(load_rows(load(seen(1.0), seen(2.0)), EASY, config={}))
+    assert not [name for name in names if name.startswith(("per further", "between"))]
+    assert "prompt tokens that were cached" not in names
+
+
+def test_another_server_stands_beside() -> None:
+    ours, theirs = load(seen(1.0, 1.1)), load(seen(2.0, 2.4), took_s=20.0)
+    rows = by_name(load_rows(ours, EASY, config={}, against=theirs))
+    assert rows["first token, p50"].ratio == pytest.approx(2)
+    assert rows["between events, p99"].ratio == pytest.approx(4)
+    assert rows["output"].ratio == pytest.approx(2)
+    assert rows["output"].baseline == "the other"
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--url", "ftp://x"), "write http://HOST:PORT"),
+        (("--requests", "0"), "0 requests"),
+        (("--rate", "0"), "a rate of 0"),
+        (("--rate", "nan"), "a rate of nan"),
+        (("--burst", "0"), "a burst of 0"),
+        (("--prompt", "none"), "--prompt"),
+        (("--prompt", "0"), "prompts of 0"),
+        (("--at-most", "0"), "--at-most 0"),
+        (("--ttft-ms", "-1"), "both above 0"),
+        (("--seed", "-1"), "a seed of -1"),
+        (("--kind", "poem"), "text"),
+        (("--file", "no/such.json"), "cannot be read"),
+        (("--file", "a", "--trace", "b"), "from one of them"),
+    ],
+)
+def test_wrong_input_is_refused_before_a_server_starts(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["load", *arguments]) == 2
+    said = capsys.readouterr()
+    assert says in " ".join(said.err.split())
+    assert said.out == ""
+
+
+def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["load", "--url", "127.0.0.1:1", "--smoke"]) == 1
+    assert "127.0.0.1:1/v1/models names no model" in capsys.readouterr().err
+
+
+@pytest.fixture
+def listening() -> Any:
+    """A server in a thread that lists a model and answers completions."""
+    urls: list[str] = []
+    ready = threading.Event()
+    stop: list[Callable[[], object]] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        if head.startswith(b"get"):
+            writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"data": [{"id": "m"}]}')
+        else:
+            size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(size)
+            writer.write(chunked(*STREAM))
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(over.set))
+        async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+            urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert ready.wait(60)
+    yield urls[0]
+    stop[0]()
+    thread.join(60)
+
+
+def test_a_load_against_two_servers(listening: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["load", "--url", listening, "--against", listening, "--smoke", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["answered"]["value"] == 6
+    assert rows["answered"]["config"]["model"] == "m"
+    assert rows["output"]["baseline"] == "the other"
+    assert rows["prompt tokens that were cached"]["value"] == pytest.approx(4 / 9)
