@@ -28,7 +28,7 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import run_chunks
 from ess.engine.tokens.sampling import Sampling
-from ess.errors import BadInput, BadState
+from ess.errors import BadState
 from ess.models.load import load_model
 from ess.models.model import Model
 from ess.units import PAGE_ROWS, div_ceil
@@ -70,8 +70,6 @@ class Waited:
 @compute_threads(1)
 def rows_of(load: Load) -> list[Row]:
     """First tokens against one prompt per step, and the gain of packing itself."""
-    if load.requests < 1:
-        raise BadInput(f"--arrivals {load.requests}: at least one request arrives")
     model = load_model()
     prompts = texts(load.requests, load.prompt)
     alone, packed = _prefilled(model, load, prompts)

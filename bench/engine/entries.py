@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ess.bench.harness.lists import shares, size
+from ess.bench.harness.prefix import check_memory
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
 from ess.door import Offload
@@ -149,6 +150,7 @@ def entries_benchmark(
     if smoke:
         context, count, asked, steps = 520, 2, [0.5], 2
     config = read_config(SMALL)
+    check_memory(context * count, config.layout(row=ROWS))
     model = build(config, drawn(config).__getitem__)
     noise = torch.Generator().manual_seed(2)
     prompts = torch.randint(config.vocab_size, (count, context), generator=noise).tolist()

@@ -22,12 +22,12 @@ import numpy as np
 
 from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.harness.folders import default_folder
-from ess.bench.harness.lists import size, sizes
-from ess.bench.harness.prefix import Prefix, embedded_prefix
+from ess.bench.harness.lists import amount, size, sizes
+from ess.bench.harness.prefix import Prefix, check_memory, embedded_prefix
 from ess.bench.harness.report import Row
 from ess.bench.harness.threads import compute_threads
 from ess.engine.layers.direct import DirectLayers
-from ess.errors import BadInput, Unavailable
+from ess.errors import Unavailable
 from ess.kernels.cpu import attend, index, layer, native, records, stage
 
 STEPS: Final = 24
@@ -136,11 +136,9 @@ def overhead_benchmark(
     """
     if smoke:
         return rows_of(512, [2], steps=4)
-    if steps < 1:
-        raise BadInput(f"--steps {steps}: at least one step is measured")
-    if mtp < 1:
-        raise BadInput(f"--mtp {mtp}: at least one token is verified")
-    return rows_of(size("--ctx", ctx), sizes("--batch", batch), mtp=mtp, steps=steps)
+    context, batches = size("--ctx", ctx), sizes("--batch", batch)
+    check_memory(context * max(batches))
+    return rows_of(context, batches, mtp=amount("--mtp", mtp), steps=amount("--steps", steps))
 
 
 @compute_threads(1)

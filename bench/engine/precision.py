@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ess import console
-from ess.bench.harness.lists import modes, sizes
+from ess.bench.harness.lists import amount, modes, sizes
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
 from ess.bench.harness.threads import compute_threads
@@ -99,8 +99,8 @@ def precision_benchmark(
         return rows_of(SMOKE, text=text)
     plan = Plan(
         contexts=sizes("--ctx", ctx),
-        excerpts=excerpts,
-        tokens=tokens,
+        excerpts=amount("--excerpts", excerpts),
+        tokens=amount("--tokens", tokens),
         modes=modes("--mode", mode),
     )
     return rows_of(plan, text=text)

@@ -26,8 +26,8 @@ from ess import console, cost
 from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.engine.arms.forced_misses import Forced
 from ess.bench.harness.folders import default_folder
-from ess.bench.harness.lists import size, sizes
-from ess.bench.harness.prefix import Prefix, embedded_prefix
+from ess.bench.harness.lists import amount, size, sizes
+from ess.bench.harness.prefix import Prefix, check_memory, embedded_prefix
 from ess.bench.harness.report import Row
 from ess.bench.harness.slow_lane import Job, TimedLane
 from ess.bench.harness.threads import compute_threads
@@ -35,6 +35,7 @@ from ess.cost import Hiding
 from ess.errors import BadInput
 from ess.models.load import load_model
 
+GBPS_MAX: Final = 1e4
 MODES: Final = ("none", "da", "dba")
 CROSSING: Final = 0.75
 """Without a given rate, T is this share of DA's window at the middle of the grid."""
@@ -83,16 +84,17 @@ def slow_link_benchmark(
     """
     if smoke:
         return rows_of(SMOKE, folder=None)
-    if gbps is not None and not gbps > 0:
-        raise BadInput(f"--gbps {gbps}: a link's rate is above 0")
+    if gbps is not None and not 0 < gbps <= GBPS_MAX:
+        raise BadInput(f"--gbps {gbps}: a link's rate is above 0, and at most {GBPS_MAX:g}")
     plan = Plan(
         context=size("--ctx", ctx),
-        batch=batch,
-        mtp=mtp,
+        batch=amount("--batch", batch),
+        mtp=amount("--mtp", mtp),
         misses=sizes("--misses", misses),
-        steps=steps,
+        steps=amount("--steps", steps),
         bytes_per_us=None if gbps is None else gbps * 1e3,
     )
+    check_memory(plan.context * plan.batch)
     return rows_of(plan, folder=default_folder())
 
 

@@ -21,8 +21,15 @@ from ess.bench.engine.arrivals import Load
 from ess.bench.engine.arrivals import rows_of as arrival_rows
 from ess.bench.engine.cpu_tables import stage_medians
 from ess.bench.harness.folders import default_folder
-from ess.bench.harness.lists import modes, policies, shares, sizes
-from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, embedded_prefix, prefix_row
+from ess.bench.harness.lists import amount, modes, policies, shares, sizes
+from ess.bench.harness.prefix import (
+    DISTINCT,
+    SEGMENT,
+    Prefix,
+    check_memory,
+    embedded_prefix,
+    prefix_row,
+)
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
 from ess.engine.devices import CPU, is_device, ordinal_of
@@ -117,13 +124,12 @@ def step_benchmark(
         Where steps run: cpu, cuda or cuda:N. On a device all ways stand beside RESIDENT.
     """
     if arrivals is not None:
-        return arrival_rows(Load(requests=min(arrivals, 8) if smoke else arrivals))
+        wanted = amount("--arrivals", arrivals)
+        return arrival_rows(Load(requests=min(wanted, 8) if smoke else wanted))
     if is_device(device) and (stages or arrivals is not None):
         raise BadInput(f"--device {device}: stages and arrivals are measured on the CPU only")
     if smoke:
         return rows_of(replace(SMOKE, device=device, **SMALLER[is_device(device)]), folder=None)
-    if steps < 1:
-        raise BadInput(f"--steps {steps}: at least one step is measured")
     plan = Plan(
         contexts=sizes("--ctx", ctx),
         batches=sizes("--batch", batch),
@@ -131,10 +137,11 @@ def step_benchmark(
         ratios=shares("--ratio", ratio),
         modes=modes("--mode", mode or MODES[is_device(device)]),
         policies=policies("--evict", evict),
-        steps=steps,
+        steps=amount("--steps", steps),
         stages=stages,
         device=device,
     )
+    check_memory(max(plan.contexts) * max(plan.batches))
     return rows_of(plan, folder=snapshots or default_folder(), text=text)
 
 

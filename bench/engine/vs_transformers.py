@@ -28,13 +28,13 @@ from ess import console
 from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.harness import machine
 from ess.bench.harness.folders import default_folder
-from ess.bench.harness.lists import size, sizes
-from ess.bench.harness.prefix import Prefix, embedded_prefix
+from ess.bench.harness.lists import amount, size, sizes
+from ess.bench.harness.prefix import Prefix, check_memory, embedded_prefix
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
 from ess.bench.harness.timing import Arm as Turn
 from ess.bench.harness.timing import Samples, measure
-from ess.errors import BadInput, BadState, Unavailable
+from ess.errors import BadState, Unavailable
 from ess.models.load import EMBEDDED, load_model
 from ess.models.plain import Plain
 from ess.models.weights.checkpoint import Checkpoint
@@ -90,9 +90,9 @@ def vs_transformers_benchmark(
     """
     if smoke:
         return rows_of(256, [2], repeats=1)
-    if repeats < 1:
-        raise BadInput(f"--repeats {repeats}: at least one step is measured")
-    return rows_of(size("--ctx", ctx), sizes("--batch", batch), repeats=repeats)
+    context, batches = size("--ctx", ctx), sizes("--batch", batch)
+    check_memory(context * max(batches))
+    return rows_of(context, batches, repeats=amount("--repeats", repeats))
 
 
 @compute_threads()

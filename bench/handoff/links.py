@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 from ess.bench.handoff.child import Child
+from ess.bench.harness.lists import amount
 from ess.bench.harness.report import Row, compare
 from ess.comm.delayed import Delayed
 from ess.comm.group import Group
@@ -40,6 +41,7 @@ def links_benchmark(*, batches: int = 32, repeats: int = 7, smoke: bool = False)
     repeats
         How often each arm runs; arms take turns.
     """
+    batches, repeats = amount("--batches", batches), amount("--repeats", repeats)
     batches, repeats = (2, 1) if smoke else (batches, repeats)
     with kept_port("127.0.0.1") as port, Child(RANK, str(port)):
         group = join_group(0, 2, init=f"tcp://127.0.0.1:{port}", timeout_s=60)

@@ -11,6 +11,8 @@ from ess.units import parse_size
 
 RANGE: Final = re.compile(r"^([^-]+)-([^-*+]+)(?:([*+])(\d+))?$")
 VALUES_MAX: Final = 64
+VALUE_MAX: Final = 1 << 40
+COUNT_MAX: Final = 1_000_000
 MODES: Final = ("layerwise", "none", "da", "dba", "resident")
 
 
@@ -22,6 +24,8 @@ def sizes(option: str, text: str) -> list[int]:
     values = [value for part in text.split(",") for value in _values(option, part.strip())]
     if not values or min(values) < 1:
         raise BadInput(f"{option} {text}: every value must be 1 or more")
+    if max(values) > VALUE_MAX:
+        raise BadInput(f"{option} {text}: no value above {VALUE_MAX:,}")
     if len(values) > VALUES_MAX:
         raise BadInput(f"{option} {text}: {len(values)} values, at most {VALUES_MAX}")
     return list(dict.fromkeys(values))
@@ -33,6 +37,13 @@ def size(option: str, text: str) -> int:
     if len(values) != 1:
         raise BadInput(f"{option} {text}: one value, not {len(values)}")
     return values[0]
+
+
+def amount(option: str, value: int) -> int:
+    """A number of things to do, which is not so many that they would never end."""
+    if not 1 <= value <= COUNT_MAX:
+        raise BadInput(f"{option} {value}: between 1 and {COUNT_MAX:,}")
+    return value
 
 
 def modes(option: str, text: str) -> list[str]:

@@ -200,7 +200,7 @@ def embedded_prefix(
     seconds: float = math.inf,
 ) -> Prefix:
     """A prefix of the embedded model, or of another `model` with its weights, over `text`."""
-    check_memory(length, ModelLayout.embedded())
+    check_memory(length)
     ids, name = token_ids(text)
     if model is None:
         model, layout_name = load_model(), "ess-embedded"
@@ -220,13 +220,15 @@ def embedded_prefix(
     )
 
 
-def check_memory(length: int, layout: ModelLayout) -> None:
-    """Refuses a context of which no single request fits, before anything of it is computed."""
-    needed, there = length // PAGE_ROWS * layout.host_page_bytes, memory_free()
+def check_memory(tokens: int, layout: ModelLayout | None = None) -> None:
+    """Refuses tokens of one way to decode that no memory holds, before anything is computed. The
+    layout is by default that of the embedded model."""
+    each = (layout or ModelLayout.embedded()).host_page_bytes
+    needed, there = tokens // PAGE_ROWS * each, memory_free()
     if needed > there:
         raise BadInput(
-            f"a context of {length:,} tokens takes {format_bytes(needed)} for its rows alone, "
-            f"{format_bytes(there)} are free: take a smaller --ctx"
+            f"{tokens:,} tokens take {format_bytes(needed)} for their rows alone, "
+            f"{format_bytes(there)} are free: take a smaller --ctx or --batch"
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ess import console
-from ess.bench.harness.lists import size, sizes
+from ess.bench.harness.lists import amount, size, sizes
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import text_of
 from ess.bench.harness.threads import compute_threads
@@ -24,7 +24,7 @@ from ess.bench.locality.guest_quality import random_model
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
-from ess.errors import BadInput, BadState, Unavailable
+from ess.errors import BadState, Unavailable
 from ess.models.guest.pins import SMOLLM2, guest_named
 from ess.models.guest.place import checkpoint_folder, gguf_file
 from ess.models.load import load_model
@@ -87,8 +87,7 @@ def vs_llama_benchmark(
         return _rows(random_model(), task, library, Path("smoke.gguf"), [1], repeats=1)
     guest, counts = guest_named(model, flag="--model"), sizes("--threads", threads)
     length, made = size("--prompt", prompt), size("--tokens", tokens)
-    if repeats < 1:
-        raise BadInput(f"--repeats {repeats}: at least one turn is measured")
+    amount("--repeats", repeats)
     file, folder = gguf_file(guest), checkpoint_folder(guest)
     task = Task(prompt=Tokenizer(folder).encode(text_of()[0])[:length], tokens=made)
     return _rows(load_model(folder), task, library, file, counts, repeats=repeats)

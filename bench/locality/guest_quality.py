@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ess import console
-from ess.bench.harness.lists import size, sizes
+from ess.bench.harness.lists import amount, size, sizes
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import text_of
 from ess.bench.harness.threads import compute_threads
@@ -103,9 +103,9 @@ def guest_benchmark(
     if smoke:
         ids = torch.randint(256, (96,), generator=torch.Generator().manual_seed(0)).tolist()
         return quality_rows(random_model(), [Excerpt(ids, 32)], [16])
-    folder = checkpoint_folder(guest_named(model, flag="--model"))
-    widths, length = sizes("--k", k), size("--ctx", ctx)
+    widths, length, excerpts = sizes("--k", k), size("--ctx", ctx), amount("--excerpts", excerpts)
     written, _ = text_of(text)
+    folder = checkpoint_folder(guest_named(model, flag="--model"))
     ids = Tokenizer(folder).encode(written)
     starts = np.linspace(0, len(ids) - length - 1, excerpts + 2)[1:-1].astype(int).tolist()
     if len(ids) <= length or max(widths) >= length:

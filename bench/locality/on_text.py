@@ -17,7 +17,7 @@ from ess import console
 from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.harness import plots
 from ess.bench.harness.folders import default_folder
-from ess.bench.harness.lists import shares, size
+from ess.bench.harness.lists import amount, shares, size
 from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, embedded_prefix, prefix_row
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
@@ -83,6 +83,8 @@ def locality_benchmark(
         Draw the plots into this folder.
     """
     console.check_file("--record", record)
+    for option, value in (("--queries", queries), ("--mtp", mtp), ("--top-k", top_k)):
+        amount(option, value)
     plots.check_folder(plot)
     if model:
         context = size("--ctx", ctx)

@@ -16,8 +16,8 @@ from typing import Final
 
 from ess.bench.harness.agreement import agreement
 from ess.bench.harness.folders import default_folder
-from ess.bench.harness.lists import shares, sizes
-from ess.bench.harness.prefix import SEGMENT, Prefix, embedded_prefix
+from ess.bench.harness.lists import amount, shares, sizes
+from ess.bench.harness.prefix import SEGMENT, Prefix, check_memory, embedded_prefix
 from ess.bench.harness.report import Row
 from ess.bench.harness.threads import compute_threads
 from ess.bench.prediction.grid import Cell, Grid
@@ -93,9 +93,11 @@ def own_grid_benchmark(
         timed_chunks=sizes("--timed-chunk", timed_chunk),
         timed_ratio=0.3,
         requests_timed=64,
-        steps=steps,
+        steps=amount("--steps", steps),
         chunk_steps=3,
     )
+    if not smoke:
+        check_memory(max(asked.contexts) * max(asked.batches))
     return rows_of(SMOKE if smoke else asked, with_folder=not smoke)
 
 

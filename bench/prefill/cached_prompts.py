@@ -23,7 +23,8 @@ from typing import Final
 
 import numpy as np
 
-from ess.bench.harness.lists import sizes
+from ess.bench.harness.lists import amount, sizes
+from ess.bench.harness.prefix import check_memory
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
 from ess.bench.harness.threads import compute_threads
@@ -58,7 +59,13 @@ def prefix_benchmark(
     """
     if smoke:
         return [*_rates(8, 1), *_turns(256, 1)]
-    turns = [row for length in sizes("--ctx", ctx) for row in _turns(length, rounds)]
+    lengths, pages, rounds = (
+        sizes("--ctx", ctx),
+        amount("--pages", pages),
+        amount("--rounds", rounds),
+    )
+    check_memory(max(lengths))
+    turns = [row for length in lengths for row in _turns(length, rounds)]
     return [*_rates(pages, rounds), *turns]
 
 

@@ -37,4 +37,4 @@ def test_the_command_prints_its_rows(capsys: pytest.CaptureFixture[str]):
 
 def test_no_arrivals_are_refused(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["step", "--arrivals", "0"]) != 0
-    assert "at least one request arrives" in capsys.readouterr().err
+    assert "--arrivals 0: between 1 and" in capsys.readouterr().err

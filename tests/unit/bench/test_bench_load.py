@@ -121,7 +121,7 @@ def test_prompts_that_cannot_be_are_refused(given: dict[str, Any], says: str) ->
 
 def test_more_prompts_than_places_to_begin_at_are_refused() -> None:
     with pytest.raises(BadInput, match="places to begin at"):
-        asked_of(arrivals(*[1] * (1 << 20)), Prompts())
+        asked_of(arrivals(*[1] * 200_000), Prompts())
 
 
 def test_conversations_and_lines_of_a_file(tmp_path: Path) -> None:
