@@ -88,6 +88,7 @@ class Sandbox:
     def __init__(self, vocabulary: Callable[[], bytes]) -> None:
         self._describing = threading.Thread(target=self._describe, args=(vocabulary,), daemon=True)
         self._vocabulary = b""
+        self._fault = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._link: Link | None = None
         self._has_started = False
@@ -98,7 +99,7 @@ class Sandbox:
 
     def spare(self) -> tuple[Link, int] | None:
         """A process for one grammar, and its number; None as long as there is none. Unavailable if
-        the first process has failed to start twice."""
+        the first process has failed to start twice, or the vocabulary cannot be described."""
         if not self._is_started():
             return None
         try:
@@ -142,6 +143,8 @@ class Sandbox:
 
     def _is_started(self) -> bool:
         if not self._vocabulary:
+            if self._fault:
+                raise Unavailable(f"no grammars for this vocabulary: {self._fault}")
             if not self._describing.ident:
                 self._describing.start()
             return False
@@ -165,7 +168,11 @@ class Sandbox:
         return self._has_started
 
     def _describe(self, vocabulary: Callable[[], bytes]) -> None:
-        self._vocabulary = vocabulary()
+        """In a thread of its own: an error that were raised here would be nobody's."""
+        try:
+            self._vocabulary = vocabulary()
+        except Exception as error:
+            self._fault = f"{type(error).__name__}: {error!s:.200}"
 
     def end(self, process: int) -> int:
         """Which signal had ended it; 0 if none had, or if it cannot be said any more."""

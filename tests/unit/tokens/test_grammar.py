@@ -404,3 +404,17 @@ def test_without_the_package_or_an_end_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(Unavailable, match="llguidance"):
         Grammars(tokenizer(), vocabulary=VOCABULARY, ends=frozenset({END}))
+
+
+def test_a_vocabulary_that_cannot_be_described_is_said_and_nobody_waits(fresh, monkeypatch):
+    def broken(token: int) -> bytes:
+        raise KeyError(f"no bytes of {token}")
+
+    monkeypatch.setattr(tokenizer(), "bytes_of", broken, raising=True)
+    for _ in range(2):
+        grammar = Grammar("regex", "a")
+        fresh.want(grammar)
+        with pytest.raises(Unavailable, match="no grammars for this vocabulary: KeyError: 'no byte"):
+            while fresh.matcher(grammar) is None:
+                fresh.wait()
+        fresh.check()
