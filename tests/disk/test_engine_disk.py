@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from ess.door import Offload
+from ess.engine.config import ProcessConfig
 from ess.engine.engine import Engine, EngineConfig
+from ess.engine.process import disk as engine_disk
+from ess.engine.process.messages import Launch
 from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
+from ess.kernels.cpu import native
 from ess.layout import ModelLayout
+from ess.models.load import EMBEDDED
 from ess.pool.disk.folder import SLAB
 from ess.pool.disk.tier import DiskTier
 from tests.model.grid import checkpoint, expected, slot_bytes, text
@@ -271,6 +277,36 @@ def test_a_disk_of_other_pages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"disk has pages of 1000 bytes, .* has \d+"):
         Offload.create(layout, slot_bytes="64MiB", host_bytes="64MiB", disk=disk)
     disk.close()
+
+
+def reopened(folder: Path, **settings: Any) -> tuple[str, int]:
+    """What an engine's start with these settings says, and how many pages it finds. It leaves one
+    more."""
+    config = ProcessConfig(prefix_cache_dir=str(folder), prefix_cache_disk="4MiB", **settings)
+    sizes = dict.fromkeys(("length_max", "slot_bytes", "host_bytes", "index_bytes"), 1)
+    launch = Launch(model=str(EMBEDDED), config=config, **sizes)
+    tier = engine_disk.disk_of(launch, layout_of("embedded", 2))
+    assert tier is not None
+    count = tier.uses.page_count
+    tier.store(b"page %d" % count, lambda page: True)
+    tier.flush()
+    tier.close()
+    return tier.opened, count
+
+
+def test_pages_that_another_arithmetic_has_made_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for settings in ({}, {"backend": "reference"}, {"form": "f32"}, {"deterministic": True}):
+        assert reopened(tmp_path, **settings)[1] == 0
+        assert reopened(tmp_path, **settings) == ("", 1), settings
+    monkeypatch.setattr(native, "kernels", lambda: "other instructions")
+    said, count = reopened(tmp_path, deterministic=True)
+    assert "another model, row form, layout or version" in said
+    assert count == 0
+    assert reopened(tmp_path)[1] == 0
+    monkeypatch.undo()
+    assert reopened(tmp_path) == ("", 1), "where the last bit is not promised it does not matter"
 
 
 @pytest.mark.slow

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import ess
 from ess import console
+from ess.engine.config import ProcessConfig
 from ess.engine.process.messages import DiskLine, Launch
+from ess.kernels.cpu import native
 from ess.layout import ModelLayout
 from ess.models.weights.files.fingerprint import fingerprint
 from ess.pool.disk.tier import DiskTier, DiskUse
@@ -22,7 +25,7 @@ def disk_of(
     chosen = launch.config
     if not chosen.prefix_cache_dir:
         return None
-    weights = f"{chosen.form} {chosen.deterministic} {fingerprint(launch.model).hex()}"
+    weights = f"{chosen.form} {_arithmetic(chosen)} {fingerprint(launch.model).hex()}"
     folder, part = Path(chosen.prefix_cache_dir), layout
     if layers is not None:
         first, stop = layers
@@ -39,6 +42,15 @@ def disk_of(
     if tier.opened:
         _note(tier.opened)
     return tier
+
+
+def _arithmetic(chosen: ProcessConfig) -> str:
+    """What rounds otherwise. Where answers are the same to the last bit, pages of another release
+    or other instructions are others too."""
+    if not chosen.deterministic:
+        return chosen.backend
+    kernels = f"{native.kernels()} {native.has_tiles()}" if native.available() else ""
+    return f"{chosen.backend} {ess.__version__} {kernels}"
 
 
 def _note(sentence: str) -> None:

@@ -414,7 +414,9 @@ def test_a_vocabulary_that_cannot_be_described_is_said_and_nobody_waits(fresh, m
     for _ in range(2):
         grammar = Grammar("regex", "a")
         fresh.want(grammar)
-        with pytest.raises(Unavailable, match="no grammars for this vocabulary: KeyError: 'no byte"):
+        with pytest.raises(
+            Unavailable, match="no grammars for this vocabulary: KeyError: 'no byte"
+        ):
             while fresh.matcher(grammar) is None:
                 fresh.wait()
         fresh.check()
