@@ -36,6 +36,8 @@ from ess.server.process.tally import Tally
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
+CHANCES_MAX: Final = 1000
+"""A document with more log probabilities takes the event loop milliseconds: a thread makes it."""
 STREAM_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -89,6 +91,10 @@ class Answer:
             if generation.is_stopped_early:
                 self.service.link.abort_one(self.call, piece.number)
         return index, delta
+
+    @property
+    def chance_count(self) -> int:
+        return sum(len(made.chances) + len(made.prompt_chances) for made in self.generations)
 
     async def collect(self) -> None:
         while not self.is_done:
@@ -269,7 +275,8 @@ async def respond(
         if writer is not None:
             return await _stream(grown, receive, writer)
         if await first_of(grown.collect(), gone(receive)):
-            return answer(_with_params(whole(), grown.call.params))
+            made = await asyncio.to_thread(whole) if grown.chance_count > CHANCES_MAX else whole()
+            return answer(_with_params(made, grown.call.params))
     except BaseException:
         grown.give_up()
         raise

@@ -205,6 +205,11 @@ class Served:
         self.service.link.lose("the test is over")
         self._server.should_exit = True
 
+    @property
+    def thread(self) -> threading.Thread:
+        """Where the server's event loop runs."""
+        return self._thread
+
     def call(self, act: Callable[[], object]) -> None:
         """In the server's thread."""
         self._loop.call_soon_threadsafe(act)

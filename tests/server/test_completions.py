@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from ess.engine.process.messages import Add, Piece, Progress, ToEngine
 from ess.engine.process.wire import SocketWire
 from ess.engine.tokens.chance import Chance
 from ess.server.dialects.logprobs import completion_logprobs, token_text
+from ess.server.dialects.routes import completions as routes
+from ess.server.dialects.streaming import CHANCES_MAX
 from tests.server.harness import EOS, TOKENIZER, PacedEngine, Served, counting, saying, until
 
 TEXT = "Names are bytes: naïve café, 漢字 and 🙂. Then more words follow."
@@ -228,6 +231,25 @@ def test_an_echo_with_logprobs_has_those_of_the_prompt(served: Served):
         assert [value for part in said for value in getattr(part, name)] == getattr(found, name), (
             name
         )
+
+
+@pytest.mark.parametrize(("count", "is_apart"), [(CHANCES_MAX, False), (CHANCES_MAX + 1, True)])
+def test_a_document_of_many_log_probabilities_is_made_in_a_thread(
+    count: int, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+):
+    threads = []
+
+    def noted(*given: object, **named: object) -> object:
+        threads.append(threading.current_thread())
+        return completion_logprobs(*given, **named)
+
+    monkeypatch.setattr(routes, "completion_logprobs", noted)
+    with Served(PacedEngine(counting(5000))) as made:
+        said = client(made).completions.create(
+            model="test-model", prompt="a", max_tokens=count, logprobs=2
+        )
+        assert len(said.choices[0].logprobs.tokens) == count
+        assert [thread is not made.thread for thread in threads] == [is_apart]
 
 
 def test_an_echo_alone_scores_a_prompt(served: Served):
