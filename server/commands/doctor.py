@@ -241,7 +241,7 @@ def _no_device(missing: str) -> Check:
     if shutil.which("nvidia-smi") is None:
         state = f"none ({why}); `ess serve` runs on the CPU"
         return Check(name="device", grade="ok", state=state)
-    hint = "pip install 'ess[serve,cuda]', a torch that is built for CUDA, a driver of CUDA 13 or later"
+    hint = "pip install 'ess[serve,cuda]', torch for CUDA, a driver of CUDA 13 or later"
     return Check(name="device", grade="warn", state=f"nvidia-smi is here, but {why}", hint=hint)
 
 
