@@ -16,6 +16,7 @@ from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.process.messages import Add, Handoff, Status
 from ess.engine.tokens.sampling import Sampling
+from ess.kernels.cuda import program
 from ess.models.load import load_model
 from ess.server.commands import cli, doctor
 from ess.server.commands.start.files.checkpoint import embedded_path
@@ -209,6 +210,19 @@ def test_the_doctor_lets_two_devices_exchange(
     assert check.grade == "ok", check
     took, estimated = re.findall(r"([\d.]+) MiB", check.state)
     assert float(estimated) / 4 < float(took) <= float(estimated)
+
+
+@pytest.mark.skipif(program.why_missing() is not None, reason=str(program.why_missing()))
+def test_a_driver_of_an_earlier_cuda_is_named_before_anything_is_loaded(
+    told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in {**told, "EMULATED_VERSION": "12080"}.items():
+        monkeypatch.setenv(name, value)
+    found = doctor.ask(0)
+    assert found.arch == "sm_90a"
+    assert f"the driver is of CUDA 12.8 and does not load what {program.compiler_version()} " in (
+        found.why_not("cuda")
+    )
 
 
 def test_a_machine_without_a_device_says_so_in_a_sentence(capsys: pytest.CaptureFixture[str]):
