@@ -48,11 +48,7 @@ ESS_EACH_PHASE(ess_each_count) {
 ESS_EACH_PHASE(ess_each_rank) {
     ESS_SHARED Desk desk;
     ESS_SHARED Resolve call;
-    const i32 tile = each.take(call);
-    if (call.report->absent == 0 || tile >= call.tile_count()) return;
-    const Totals totals = Totals::of(call, tile);
-    const i32 missing = call.report->missing;
-    rank(call, tile, totals, missing, look(call, tile), desk);
+    rank_tile(call, each.take(call), desk);
 }
 
 ESS_EACH_PHASE(ess_each_serve) {

@@ -18,11 +18,7 @@ ESS_PHASE(ess_count) {
 
 ESS_PHASE(ess_rank) {
     ESS_SHARED Desk desk;
-    const i32 tile = blockIdx.x, tiles = call.tile_count();
-    if (call.report->absent == 0 || tile >= tiles) return;
-    const Totals totals = Totals::of(call, tile);
-    const i32 missing = call.report->missing;
-    rank(call, tile, totals, missing, look(call, tile), desk);
+    rank_tile(call, blockIdx.x, desk);
 }
 
 ESS_PHASE(ess_assign) {

@@ -302,4 +302,13 @@ __device__ void rank(const Resolve& call, i32 tile, const Totals& totals, i32 mi
     __syncthreads();
 }
 
+// By a block that has one tile, or none.
+__device__ void rank_tile(const Resolve& call, i32 tile, Desk& desk) {
+    const i32 tiles = call.tile_count();
+    if (call.report->absent == 0 || tile >= tiles) return;
+    const Totals totals = Totals::of(call, tile);
+    const i32 missing = call.report->missing;
+    rank(call, tile, totals, missing, look(call, tile), desk);
+}
+
 }  // namespace
