@@ -411,10 +411,11 @@ def test_one_cluster_then_the_whole_device():
 
 def test_a_device_without_clusters_takes_a_launch_for_each_phase():
     arena = Arena.alone(row_count=640, slot_count=64)
-    for capability, count in (((9, 0), 1), ((8, 9), 5)):
+    for has_clusters, count in ((True, 1), (False, 5)):
         loaded = []
         device = types.SimpleNamespace(
-            capability=capability, kernel=lambda program, entry, seen=loaded: seen.append(entry)
+            has_clusters=has_clusters,
+            kernel=lambda program, entry, seen=loaded: seen.append(entry),
         )
         shape = ResolveShape.of(query_max=2, top_k=16, block_max=1)
         residency = Residency(device, arena, types.SimpleNamespace(shape=shape))
