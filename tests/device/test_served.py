@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -87,6 +89,15 @@ def test_a_completion_is_that_of_the_host(told: dict[str, str]):
         assert replayed_count > 0
         assert eager == {}
         assert told["PRETENDED_DRIVER"] in Path(f"/proc/{process.engine_pid}/maps").read_text()
+
+
+@pytest.mark.long
+def test_what_a_device_is_asked_of_a_server(told: dict[str, str]):
+    """Of the tests of make test-gpu the one with few graphs."""
+    name = "tests/gpu/test_served.py::test_its_text_is_that_of_a_server_of_the_host"
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "tests.support.there", name]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **told}, capture_output=True)
+    assert b"PASSED" in done.stdout, done.stdout[-4000:].decode()
 
 
 @pytest.mark.long

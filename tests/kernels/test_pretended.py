@@ -43,11 +43,21 @@ def test_benchmarks_of_a_device(name: str, emulated: Path, tmp_path: Path) -> No
     assert printed == [*table.heading(), *shown]
 
 
-def test_kernels_are_launched_once_for_all_benchmarks(emulated: Path) -> None:
-    """On a device, so that compilers run side by side before anything is timed."""
-    done = beside.run("tests.support.pretended", "tests.device.launched", built=emulated)
+LAUNCHED = ("layer", "attend", "experts", "shapes"), ("step", "slice")
+
+
+@pytest.mark.parametrize(
+    "names", [LAUNCHED[0], pytest.param(LAUNCHED[1], marks=pytest.mark.long)], ids=" ".join
+)
+def test_what_benchmarks_compile_ahead_is_launched(names: tuple[str, ...], emulated: Path) -> None:
+    done = beside.run("tests.support.pretended", "tests.device.launched", *names, built=emulated)
     said = [line for line in done.stdout.splitlines() if line.endswith("has launched its kernels")]
-    assert [line.partition(" ")[0] for line in said] == list(suite.KERNELS)
+    assert [line.partition(" ")[0] for line in said] == list(names)
+
+
+def test_all_that_is_compiled_ahead_is_launched_here() -> None:
+    """But for what NVRTC compiles, of which `tests/unit/bench/test_bench_gpu.py` has the names."""
+    assert {*LAUNCHED[0], *LAUNCHED[1], "resolve"} == set(suite.KERNELS)
 
 
 def test_libraries_that_are_missing_are_named(emulated: Path, tmp_path: Path) -> None:
@@ -110,6 +120,14 @@ with torch.cuda.graph(graph):
 one.fill_(4)
 graph.replay()
 assert two.cpu().tolist() == [10, 10, 10]
+other = torch.cuda.CUDAGraph()
+with torch.cuda.graph(other):
+    three = one - 1
+assert two.isnan().all(), "graphs share their memory"
+graph.replay()
+other.replay()
+assert two.isnan().all(), "graphs share their memory"
+assert three.cpu().tolist() == [3, 3, 3]
 """
 
 

@@ -168,6 +168,8 @@ class Pretence(Queues, TorchFunctionMode):
         at = memory.data_ptr()
         if at and at not in self.streams_of:
             self.streams_of[at] = set()
+            if self.captured is not None:
+                self.memories[at] = memory
             self.held_bytes += memory.nbytes()
             self.most_bytes = max(self.most_bytes, self.held_bytes)
             weakref.finalize(memory, self.let_go, at, memory.nbytes()).atexit = False

@@ -4,12 +4,16 @@ Torch's work is done at once, when all is done that is queued on the current str
 driver is done at once on the current stream, and on any other one some time. What is captured is
 kept as calls that take a stream: a replay gives the launching stream for the one that began the
 capture, and stand-ins for the others, which nothing but the graph orders.
+
+Graphs share their memory: what one has made is 0xFF, which is NaN in every float, as soon as
+another is captured or launched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import Counter
 
 import torch
@@ -32,7 +36,18 @@ class Queues:
     def __init__(self):
         super().__init__()
         self.races = Races()
+        self.memories, self.launched = {}, None
         self._stand_ins = {}
+
+    def take_over(self, graph):
+        """What the graph before has made is this one's memory from here on."""
+        before, self.launched = self.launched and self.launched(), weakref.ref(graph)
+        if before is None or before is graph:
+            return
+        self.races.finish(self.stream)
+        with torch._C.DisableTorchFunction():
+            for memory in before.memories.values():
+                torch.empty(0, dtype=torch.uint8).set_(memory).fill_(0xFF)
 
     def refuse(self, name):
         if self.captured is not None:
@@ -142,7 +157,9 @@ class Event(Device):
 class CUDAGraph(Device):
     def capture_begin(self, pool=None, capture_error_mode="global"):
         assert self.queues.captured is None, "one capture at a time"
+        self.queues.take_over(self)
         self.queues.captured = self.calls = []
+        self.queues.memories = self.memories = {}
         self._root = self.queues.stream
 
     def capture_end(self):
@@ -151,6 +168,7 @@ class CUDAGraph(Device):
     def replay(self):
         """Behind what the current stream has queued, which waits for all of it."""
         queues, home = self.queues, Stream(handle=self.queues.stream)
+        queues.take_over(self)
         others = {stream for stream, _ in self.calls} - {self._root}
         streams = {stream: Stream(handle=queues.stand_in(stream)) for stream in others}
         for other in streams.values():

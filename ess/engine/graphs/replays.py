@@ -8,7 +8,9 @@ A kind is all that decides what is queued: the bucket, the modes of all layers, 
 drafts. What differs from step to step lies in memory of the device that stays where it is: the
 step's arrays, maps and tickets at the door, spans and columns here. This owner alone launches
 graphs, in turn, on the stream that computes. So all graphs share their memory, and what a graph
-makes there is read before the next graph is launched.
+makes there is read before the next graph is launched. That holds for the scratch memory of cuBLAS
+too: torch keeps it by stream, all captures have one stream of their own, and where torch lets go of
+it with any graph of that stream (2.13 does) it comes back to what these graphs share.
 
 A rank without tokens of its own has its part in the exchanges of others as a graph too. The kind
 of such a graph is the agreed sizes and the number of drafts. It takes no other graph's place: where

@@ -7,11 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ess.bench.gpu import suite
-from ess.bench.gpu.rig import Row, row
+from ess.bench.gpu import resolve, suite
+from ess.bench.gpu.rig import GATE, Row, row
+from ess.bench.gpu.rows import ROW_BYTES
+from ess.pool import cuda_programs
 
 
 def test_what_was_measured_before_a_failure_is_kept(
@@ -47,6 +50,18 @@ def test_a_hang_ends_with_its_limit_and_with_all_it_has_started() -> None:
 def test_every_benchmark_has_a_limit_and_all_end_in_eight_minutes() -> None:
     assert set(suite.LIMIT_S) == set(suite.BENCHMARKS) > set(suite.KERNELS)
     assert suite.COMPILE_S + sum(suite.LIMIT_S.values()) <= 480
+
+
+def test_all_programs_of_kernels_and_benchmarks_are_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    monkeypatch.setattr(resolve, "Device", lambda: SimpleNamespace(arch="sm_90a"))
+    monkeypatch.setattr(resolve, "cubin", lambda each, arch: made.append((each, arch)))
+    resolve.resolve_kernels()
+    rivals = [cuda_programs.rival_form(ROW_BYTES, unit).program for unit in (16, 8)]
+    assert {each for each, _ in made} == {*cuda_programs.programs(), GATE, *rivals}
+    assert {arch for _, arch in made} == {"sm_90a"}
 
 
 def test_named_parts_run_in_their_order_and_their_rows_are_one_document(
