@@ -39,11 +39,13 @@ class Timeline:
     def add(self, lane: str, name: str, duration_us: float, after: Iterable[int] = ()) -> int:
         if not duration_us >= 0:
             raise BadInput(f"{name} on {lane} would take {duration_us} us")
-        ready_us = max((self.spans[task].end_us for task in after), default=0.0)
-        start_us = max(ready_us, self.free_us.get(lane, 0.0))
-        self.spans.append(Span(lane, name, start_us, start_us + duration_us))
-        self.free_us[lane] = start_us + duration_us
-        return len(self.spans) - 1
+        spans = self.spans
+        start_us = self.free_us.get(lane, 0.0)
+        for task in after:
+            start_us = max(start_us, spans[task].end_us)
+        self.free_us[lane] = end_us = start_us + duration_us
+        spans.append(Span(lane, name, start_us, end_us))
+        return len(spans) - 1
 
     @property
     def end_us(self) -> float:
