@@ -9,8 +9,9 @@ a start, of memory or of a command line take `subprocess.Popen`.
 A nursery ends with the process that asked for it, and then a child is killed that wants to die
 with its parent. It has a single thread: a fork would copy the locks of others, for ever held.
 
-The engines of a forked server are forks too. What the server starts is a small process that stands
-for its fork (`standing_for.py`), so that the server has a child to wait for and to kill.
+The engines of a forked server are forks too, and what reads texts for it. What the server starts is
+a small process that stands for its fork (`standing_for.py`), so that the server has a child to wait
+for and to kill.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tests.support.standing_for import NURSERY
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDING = f"{ROOT / 'tests' / 'support' / 'standing'}:{ROOT}"
-"""Where Python finds modules so that engines are forks."""
+"""Where Python finds modules so that what a server starts is a fork."""
 IMPORTS = {
     "engine": ("ess.engine.process.rank", "ess.prefill.worker", "ess.comm.processes.joined"),
     "disk": ("tests.disk.bytes_of",),
@@ -46,8 +47,9 @@ IMPORTS = {
 """By kind; only an engine's have torch."""
 STARTED = dict(os.environ)
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "MALLOC_", "TORCH", "ESS_ISA")
-SET_BY_IMPORTS = "TORCHINDUCTOR_CACHE_DIR"
-"""torch writes this one into the environment of a process that imports its compiler."""
+MAY_DIFFER = ("TORCHINDUCTOR_CACHE_DIR", "MALLOC_ARENA_MAX")
+"""torch writes the one into the environment of a process that imports its compiler; with the other
+a process that reads texts takes less memory."""
 ASKED_MAX = 1 << 17
 
 
@@ -68,7 +70,7 @@ def _starts_alike(told: Mapping[str, str]) -> bool:
         told.get(name) == STARTED.get(name)
         or (name == "PYTHONPATH" and told.get(name) in (str(ROOT), STANDING))
         for name in {*told, *STARTED}
-        if name.startswith(READ_AT_START) and name != SET_BY_IMPORTS
+        if name.startswith(READ_AT_START) and name not in MAY_DIFFER
     )
 
 
@@ -147,8 +149,9 @@ def nursery(kind: str) -> Nursery:
 
 
 def forked_engines() -> dict[str, str]:
-    """Variables for a server whose engines shall be forks."""
-    return {"PYTHONPATH": STANDING, NURSERY: nursery("engine").address}
+    """Variables for a server whose engines and processes for texts shall be forks."""
+    addresses = {NURSERY.format(kind): nursery(kind).address for kind in ("engine", "server")}
+    return {"PYTHONPATH": STANDING, **addresses}
 
 
 class Forks:
@@ -160,7 +163,7 @@ class Forks:
         self.standing: dict[socket.socket, int] = {}
 
     def begin(self, who: socket.socket, asked: Mapping[str, Any], files: list[int]) -> bool:
-        """True in the fork. A process that cannot have one is an engine itself."""
+        """True in the fork. A process that cannot have one does the work itself."""
         stands = who in self.standing
         pid = -1 if stands and not _starts_alike(asked["environment"]) else os.fork()
         if pid > 0:

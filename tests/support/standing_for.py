@@ -1,4 +1,5 @@
-"""The process that a server has started where a nursery's fork does an engine's work.
+"""The process that a server has started where a nursery's fork does the work of an engine, or of a
+process that reads texts.
 
 A signal that ends it ends the fork too: the nursery kills whose stand-in is gone. One that it can
 catch is handed on. One that stops it does not reach the fork, so tests that stop an engine or look
@@ -15,15 +16,16 @@ import sys
 
 from ess.engine.process.lifeline import die_with_parent
 
-NURSERY = "FORKED_ENGINES"
+NURSERY = "FORKED_BY_{}"
+"""The variable that has the address of a nursery, by its kind."""
 HANDED_ON = (signal.SIGINT, signal.SIGTERM)
 
 
-def stand() -> None:
-    """Returns only if the nursery has no such fork: then this process is an engine itself."""
+def stand(kind: str) -> None:
+    """Returns only if the nursery has no such fork: then this process does the work itself."""
     die_with_parent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nursery:
-        nursery.connect(f"\0{os.environ[NURSERY]}")
+        nursery.connect(f"\0{os.environ[NURSERY.format(kind)]}")
         asked = {"words": sys.orig_argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}
         socket.send_fds(nursery, [json.dumps(asked).encode()], [0, 1, 2])
         fork = int(nursery.recv(64))

@@ -1,8 +1,8 @@
-"""Python imports this module at its start when the folder is in PYTHONPATH; then an engine's
-process only represents a forked engine.
+"""Python imports this module at its start when the folder is in PYTHONPATH; then the process of an
+engine, and one that reads texts, only represents a forked one.
 
-It asks the nursery at FORKED_ENGINES to fork an engine with its pipes, arguments and environment,
-and ends as that engine ends. It has the parent, the command line and the signals of a real engine;
+It asks the nursery of its kind to fork a process with its pipes, arguments and environment, and
+ends as that process ends. It has the parent, the command line and the signals of a real one;
 memory, files, threads and children are the fork's.
 """
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 
 OF_AN_ENGINE = ("ess.engine.process.worker", "ess.engine.process.rank", "ess.prefill.worker")
+OF_TEXTS = ("ess.server.process.text_child",)
 
-if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in OF_AN_ENGINE:
+if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in (*OF_AN_ENGINE, *OF_TEXTS):
     from tests.support import standing_for
 
-    standing_for.stand()
+    standing_for.stand("engine" if sys.orig_argv[2] in OF_AN_ENGINE else "server")
