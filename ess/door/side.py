@@ -26,17 +26,17 @@ MakePlacement: TypeAlias = Callable[[Slots], Placement]
 class Differing(Protocol):
     """Slots that differ from their rows on the host, read when a caller asks."""
 
-    def read(self) -> Found: ...
+    def read(self) -> DifferingSlots: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DifferingSlots:
     """How many slots differ, and the (slot, row id) of those that are listed."""
 
     count: int
     listed: list[tuple[int, int]]
 
-    def read(self) -> Found:
+    def read(self) -> DifferingSlots:
         return self
 
 
@@ -118,10 +118,10 @@ class HostSide:
     def rebalance(self) -> int:
         return self.budgets.rebalance(self.counters.misses())
 
-    def compare(self, layer: int, *, most: int) -> Found:
+    def compare(self, layer: int, *, most: int) -> DifferingSlots:
         slots, rows = differing_slots(self.pools, layer)
         listed = zip(slots[:most].tolist(), rows[:most].tolist(), strict=True)
-        return Found(len(slots), list(listed))
+        return DifferingSlots(len(slots), list(listed))
 
     def drain(self) -> None:
         self.pools.inflight.drain()

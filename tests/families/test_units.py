@@ -11,7 +11,7 @@ import torch
 from ess.door import Offload
 from ess.engine.layers.beside import Beside, Carried
 from ess.engine.layers.units import put_keys, select, select_scored
-from ess.engine.step.warmth import watch
+from ess.engine.step.warmth import hit_counter
 from ess.errors import BadInput
 from ess.kernels.backend import ops
 from ess.kernels.cpu import native
@@ -190,7 +190,7 @@ def test_what_a_query_asks_for_is_what_is_selected() -> None:
     probe, keys = drawn(70, 70)
     lengths = np.arange(1, 71, dtype=np.int32)
     found = select_units(probe, keys, torch.from_numpy(lengths), WIDTH, UNIT)
-    seen = watch(lengths, layout())
+    seen = hit_counter(lengths, layout())
     seen.located(range(70))
     assert seen.seen().read()[1].tolist() == (found >= 0).sum(1).tolist()
 

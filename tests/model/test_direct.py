@@ -164,7 +164,7 @@ def test_an_id_that_is_not_there_is_an_assertion(monkeypatch):
         begin(room, *given)
         room.table.fill_(1 << 30)
 
-    monkeypatch.setattr("ess.engine.layers.direct.Room.begin", astray)
+    monkeypatch.setattr("ess.engine.layers.direct.CallMemory.begin", astray)
     with pytest.raises(AssertionError, match=r"layer 0: an id that is not there, in SELECT"):
         made.step()
 

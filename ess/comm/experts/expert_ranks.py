@@ -89,7 +89,7 @@ class Rooms:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class ExpertCall:
     """What an exchange begins with: `tokens` [n, width], for which there is `room`, go to `experts`
     [n, per_token], whose outputs count by `weights`. On a device some tokens may be pads of the
     step, whose `lengths` are 0. `place` is the step, the exchange's number in it, and the layer."""
@@ -158,17 +158,17 @@ class ExpertRanks:
         cut: range,
         lengths: Tensor | None = None,
     ) -> ExpertExchange:
-        """Begins an exchange of the tokens of this cut; `Departure` says what each argument is."""
+        """Begins an exchange of the tokens of this cut; `ExpertCall` says what each argument is."""
         assert len(tokens) == len(experts), f"{len(tokens)} tokens, {len(experts)} choices"
         place = self._step, self._number, layer
         self._number += 1
         self.traffic.exchange_count += 1
         self.traffic.token_count += len(tokens)
-        return self._begun(Departure(tokens, experts, weights, place, len(cut), lengths))
+        return self._begun(ExpertCall(tokens, experts, weights, place, len(cut), lengths))
 
-    def _begun(self, departure: Departure) -> ExpertExchange:
-        self.loads.count(departure.layer, departure.experts)
-        return CountedExchange(self, departure)
+    def _begun(self, call: ExpertCall) -> ExpertExchange:
+        self.loads.count(call.layer, call.experts)
+        return CountedExchange(self, call)
 
     def start(
         self, content: Tensor, given: Sequence[int], due: Sequence[int], *, sends: Sent
@@ -187,14 +187,14 @@ class ExpertRanks:
 class CountedExchange:
     """`ExpertExchange` on a CPU: counts go first."""
 
-    def __init__(self, expert_ranks: ExpertRanks, departure: Departure) -> None:
+    def __init__(self, expert_ranks: ExpertRanks, call: ExpertCall) -> None:
         self._expert_ranks = expert_ranks
-        self._tokens = tokens = departure.tokens
-        self._weights = departure.weights
-        self._place = departure.place
-        placement = expert_ranks.places.of(departure.layer)
+        self._tokens = tokens = call.tokens
+        self._weights = call.weights
+        self._place = call.place
+        placement = expert_ranks.places.of(call.layer)
         size, each = expert_ranks.team.size, placement.place_count
-        places = placement.at(departure.experts, first=expert_ranks.team.rank)
+        places = placement.at(call.experts, first=expert_ranks.team.rank)
         ranks, self._own_places = places // each, places % each
         goes = torch.zeros((size, len(tokens)), dtype=torch.bool)
         goes[ranks, torch.arange(len(tokens))[:, None]] = True

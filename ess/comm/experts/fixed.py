@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ess.comm.experts.expert_ranks import (
-    Departure,
+    ExpertCall,
     ExpertExchange,
     ExpertRanks,
     Part,
@@ -67,25 +67,25 @@ class FixedExpertRanks(ExpertRanks):
             return cuts(self.rooms.chunk)
         return [range(self.rooms.batch if part == "batch" else self.rooms.half)]
 
-    def _begun(self, departure: Departure) -> ExpertExchange:
-        placement = self.places.of(departure.layer)
-        places = placement.at(departure.experts, first=self.team.rank)
-        if departure.lengths is not None:
-            places = places.where(departure.lengths[:, None] > 0, NOWHERE)
-        self._counts.count(departure.layer, departure.experts, places >= 0)
-        return FixedExchange(self, departure, places, placement.place_count)
+    def _begun(self, call: ExpertCall) -> ExpertExchange:
+        placement = self.places.of(call.layer)
+        places = placement.at(call.experts, first=self.team.rank)
+        if call.lengths is not None:
+            places = places.where(call.lengths[:, None] > 0, NOWHERE)
+        self._counts.count(call.layer, call.experts, places >= 0)
+        return FixedExchange(self, call, places, placement.place_count)
 
 
 class FixedExchange:
     """`places` [n, per_token] are those of all ranks, rank by rank, `place_count` for each."""
 
     def __init__(
-        self, expert_ranks: ExpertRanks, departure: Departure, places: Tensor, place_count: int
+        self, expert_ranks: ExpertRanks, call: ExpertCall, places: Tensor, place_count: int
     ) -> None:
-        tokens, room = departure.tokens, departure.room
+        tokens, room = call.tokens, call.room
         assert room > 0, "an exchange without room"
         self._expert_ranks, self._team = expert_ranks, expert_ranks.team
-        self._tokens, self._places, self._weights = tokens, places, departure.weights
+        self._tokens, self._places, self._weights = tokens, places, call.weights
         self._place_count = place_count
         self._room = room
         width, per_token = tokens.shape[1], places.shape[1]

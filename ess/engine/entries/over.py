@@ -19,7 +19,7 @@ from ess.engine.prompt.run import Prefilled
 from ess.engine.step.feeding import Fed, Said
 from ess.engine.step.runner import Runner
 from ess.engine.step.stateful import Stateful
-from ess.engine.step.way import Here, Way
+from ess.engine.step.way import Way, WholeModel
 from ess.errors import BadInput
 from ess.models.compressed.model import CompressedModel
 from ess.models.model import Model
@@ -53,7 +53,7 @@ def way_of(model: Model, offload: Offload, config: EngineConfig, *, is_alone: bo
     """The way of an engine's steps; `is_alone`: it divides nothing among ranks."""
     check_settings(model.config, config)
     if not lacks(model.config):
-        return Here()
+        return WholeModel()
     if not is_alone:
         raise BadInput(f"{model.config.family}: its states and experts stay in one engine")
     return OverEntries(model, offload) if isinstance(model, CompressedModel) else Stateful()

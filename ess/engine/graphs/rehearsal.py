@@ -22,7 +22,7 @@ from ess.engine.step.decode import launch, learn
 from ess.engine.step.feeding import Future
 from ess.engine.step.laps import DeviceLap
 from ess.engine.step.runner import Runner
-from ess.engine.step.way import Here
+from ess.engine.step.way import WholeModel
 from ess.engine.tokens.sampling import Sampling
 from ess.overlap.policy import Vector
 from ess.units import counted, format_bytes
@@ -105,7 +105,7 @@ def _capture(
             (Turn(request, kind.count),),
             brought=StepNeeds(draft_count=draft_count),
             ranks=ranks,
-            way=Here(),
+            way=WholeModel(),
             lap=DeviceLap(),
             fit=Fit(kind.counts, kind.counts),
             vector=kind.vector,

@@ -47,7 +47,7 @@ from ess.engine.process.messages import GraphLine
 from ess.engine.ranks.agreement import StepAgreement
 from ess.engine.step.feeding import Said
 from ess.engine.step.runner import Runner
-from ess.engine.step.warmth import Watch
+from ess.engine.step.warmth import HitCounter
 from ess.engine.step_bytes import graph_bytes
 from ess.overlap.timeline import Stopwatch
 
@@ -66,7 +66,7 @@ class Made:
     """What a step has made, on its device."""
 
     said: Said
-    watch: Watch
+    hits: HitCounter
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ess.door import Offload, Step
 from ess.engine.layers import units
 from ess.engine.layers.beside import Carried
-from ess.engine.step.warmth import Watch
+from ess.engine.step.warmth import HitCounter
 from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
 from ess.layout import IndexCodec, ModelLayout
@@ -86,7 +86,7 @@ class Batch:
     rotate: Callable[[Tensor], Rotation]
     given: Places | None = None
     scale: float
-    warmth: Watch
+    warmth: HitCounter
     balanced: bool
     carried: Carried | None = None
     located: dict[int, Tensor | None] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class DirectLayers:
         self._model = model
         self._tuning = tuning
         self._is_whole = isinstance(heads, AllHeads) and tuning.sbo == "off"
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, CallMemory] = {}
         self._asked: tuple[Any, ...] = ()
         self._count = 0
 
@@ -105,7 +105,7 @@ class DirectLayers:
         direct.settle(batch.step, layers, layer)
         return True
 
-    def _note(self, batch: Batch, room: Room, which: range, resident: list[bool]) -> None:
+    def _note(self, batch: Batch, room: CallMemory, which: range, resident: list[bool]) -> None:
         batch.step.wrote_each(which)
         count, located_count = len(which), sum(resident)
         if located_count in (0, count):
@@ -125,9 +125,9 @@ class DirectLayers:
 
     def _room(
         self, batch: Batch, direct: Direct, layers: Sequence[DecoderLayer], hidden: Tensor
-    ) -> Room:
+    ) -> CallMemory:
         count, dim = hidden.shape
-        room = self._rooms.pop(count, None) or Room(batch, count, dim, tables=direct.tables)
+        room = self._rooms.pop(count, None) or CallMemory(batch, count, dim, tables=direct.tables)
         self._rooms[count] = room
         while len(self._rooms) > ROOM_MAX:
             self._rooms.pop(next(iter(self._rooms)))
@@ -149,7 +149,7 @@ def _is_alike(layout: ModelLayout, layer: DecoderLayer) -> bool:
     )
 
 
-class Room:
+class CallMemory:
     """Memory for batches of so many queries, and the records of layers over it. What one layer
     hands from part to part the next one writes over; `hidden` goes through all of them."""
 

@@ -28,7 +28,7 @@ class Asking(NamedTuple):
     weights: Tensor | None = None
 
 
-class Room(NamedTuple):
+class NewRowPlaces(NamedTuple):
     """Where new rows go, and index keys: one behind the other without `places` and `row_ids`."""
 
     rows: Tensor
@@ -45,7 +45,7 @@ def stored(batch: Batch, layer: DecoderLayer, hidden: Tensor, queries: range) ->
         step.append(number, fresh.rows, keys=fresh.keys, queries=queries)
         return Asking(fresh.query, fresh.queries, fresh.weights)
     memory, places = batch.offload.memory(number), step.places(number, queries=queries)
-    room = Room(memory.slots, memory.key_pages, places, batch.row_ids)
+    room = NewRowPlaces(memory.slots, memory.key_pages, places, batch.row_ids)
     asking = _finished(batch, layer, hidden, room)
     step.wrote(number, keys=layer.has_keys, queries=queries)
     return asking
@@ -57,7 +57,7 @@ def front(batch: Shared, layer: DecoderLayer, hidden: Tensor) -> Front:
     if batch.ops.has_stages():
         compiled = layer.compiled(layout)
         return compiled.front(hidden, batch.rotation, threads=compute_threads())
-    room = Room(_bytes(hidden, layout.row_of(layer.number).row_bytes), None)
+    room = NewRowPlaces(_bytes(hidden, layout.row_of(layer.number).row_bytes), None)
     if layer.has_keys:
         assert layout.index is not None, "an indexer without an index codec"
         room = room._replace(keys=_bytes(hidden, layout.index.key_bytes))
@@ -72,7 +72,7 @@ def turned(batch: Shared, queries: Tensor, rotation: Rotation) -> Tensor:
     return batch.ops.turn_queries(queries, rotation.angles, codec)
 
 
-def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: Room) -> Asking:
+def _finished(batch: Shared, layer: DecoderLayer, hidden: Tensor, room: NewRowPlaces) -> Asking:
     layout, ops, rotation = batch.layout, batch.ops, layer.turning(batch.rotation)
     entry = layer.enter(hidden)
     codec = layout.row_of(layer.number)
@@ -96,7 +96,7 @@ def _finish_rows(
     mla: Mla | Grouped,
     row: Tensor,
     rotation: Rotation,
-    room: Room,
+    room: NewRowPlaces,
     codec: RowCodec,
 ) -> None:
     ops, finish = batch.ops, mla.row_finish(rotation)

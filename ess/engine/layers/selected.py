@@ -24,7 +24,7 @@ from ess.overlap.timeline import Timeline, timed
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LocatedRows:
     """A part of the batch and where its rows are; `where` is None if they were only located."""
 
     part: range
@@ -98,10 +98,10 @@ class SelectedRows(ABC):
             return select_scored(batch, self.number, asked, weights, span)
         return select(batch, self.number, asked, weights, span), None
 
-    def resolve(self, part: range) -> Found:
+    def resolve(self, part: range) -> LocatedRows:
         selection = self.select(part)
         where = self.plan(part, selection)
-        return Found(part, where.slots, where)
+        return LocatedRows(part, where.slots, where)
 
     @timed
     def plan(self, part: range, selection: Tensor | None) -> Resolution:
@@ -115,7 +115,7 @@ class SelectedRows(ABC):
             batch.warmth.resolved(part, where)
         return where
 
-    def locate(self, part: range) -> Found | None:
+    def locate(self, part: range) -> LocatedRows | None:
         """Every selected row's slot without a plan; None when one of them has no slot."""
         batch, group = self._batch, self._group
         selection = self.select(part)
@@ -126,7 +126,7 @@ class SelectedRows(ABC):
                 batch.warmth.located(part)
         assert group in batch.located, f"layer {self.number} comes before its group's first layer"
         located = batch.located[group]
-        return None if located is None else Found(part, located)
+        return None if located is None else LocatedRows(part, located)
 
     def ran(self, mode: Mode) -> Mode:
         """The mode that the layer did run, when it was to run `mode`."""
@@ -135,18 +135,18 @@ class SelectedRows(ABC):
         return mode
 
     @timed
-    def wait(self, found: Found) -> None:
+    def wait(self, found: LocatedRows) -> None:
         if found.where is not None:
             found.where.wait()
 
     @timed
-    def attend_all(self, found: Found) -> Partial:
+    def attend_all(self, found: LocatedRows) -> Partial:
         """Rows that were located have slots; of those that were resolved some may be in place."""
         placed = found.where is not None
         return self.attend_codes(found.part, found.slots, whole=True, placed=placed)
 
     @timed
-    def attend_resident(self, found: Found) -> Partial:
+    def attend_resident(self, found: LocatedRows) -> Partial:
         """Hits, and rows in place: both can be read before the fetch has landed. A row that has no
         host page either is named by some negative number."""
         place = found.resolution.place
@@ -155,7 +155,7 @@ class SelectedRows(ABC):
         return self.attend_codes(found.part, codes, spares=True)
 
     @timed
-    def attend_fetched(self, found: Found, resident: Partial) -> Partial:
+    def attend_fetched(self, found: LocatedRows, resident: Partial) -> Partial:
         """Beside the fetch of a later part, if there is one."""
         spares = found.part.stop < self._half.queries.stop
         return self.attend_codes(

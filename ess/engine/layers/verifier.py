@@ -54,12 +54,12 @@ class Truth(Protocol):
     def attend_truth(self) -> Tensor: ...
 
 
-class Brought(Protocol):
+class Readable(Protocol):
     def read(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class OnHost:
     values: Tensor
 
     def read(self) -> Tensor:
@@ -75,7 +75,7 @@ class Check:
     layer: int
     first_query: int
     slots: Differing
-    attention: Brought
+    attention: Readable
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Verifier:
         layer, step, is_here = stages.number, batch.step.number, attended.device.type == "cpu"
         slots = batch.offload.compare(layer, most=LISTED_MAX)
         attention = _differences(attended, stages.attend_truth())
-        brought = Here(attention) if is_here else Download(attention)
+        brought = OnHost(attention) if is_here else Download(attention)
         self._under_way.append(Check(step, layer, stages.first_query, slots, brought))
         if is_here:
             self.learned(step)

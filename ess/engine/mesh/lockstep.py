@@ -27,7 +27,7 @@ from ess.comm.experts.expert_ranks import OutOfStep
 from ess.comm.group import Group
 from ess.comm.link import Link
 from ess.door import Offload
-from ess.engine.mesh.words import Aside, Call, Holds, Met, Told, Word, receive, send
+from ess.engine.mesh.words import Aside, Call, Holds, Met, StepTokens, Word, receive, send
 from ess.engine.ranks.agreement import StepAgreement, StepNeeds, agreed
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -115,7 +115,7 @@ class Lockstep:
         self.latest = agreed([replace(need, splits=theirs.splits, leaves=True)])
         return self.latest
 
-    def tell(self, make: Callable[[], Told], *, is_last: bool, fed: int) -> Told:
+    def tell(self, make: Callable[[], StepTokens], *, is_last: bool, fed: int) -> StepTokens:
         """The tokens that the first member of the last stage makes go to all ranks by way of rank
         0."""
         word: Word | None = make() if is_last else None
@@ -124,11 +124,11 @@ class Lockstep:
             send([self._to_lead], word)
         if self.is_lead:
             word = word or receive(self.group.reports[first])
-            choices = self._as(word, Told)
+            choices = self._as(word, StepTokens)
             send([self.group.reports[rank] for rank in range(1, first)], choices)
         elif not is_last:
             word = receive(self._to_lead)
-        choices = self._as(word, Told)
+        choices = self._as(word, StepTokens)
         if choices.fed != fed:
             raise self._apart(f"its tokens were made of {choices.fed:08x}, here of {fed:08x}")
         return choices

@@ -27,7 +27,7 @@ from ess.door.handoff.incoming.receiver import Receiver, awaited_count, awaited_
 from ess.door.handoff.port import Port
 from ess.engine.handoff import Arrivals
 from ess.engine.mesh.lockstep import Lockstep
-from ess.engine.mesh.words import Came, End, Full, Room
+from ess.engine.mesh.words import Came, End, Full, HandoffRoom
 from ess.errors import BadInput, PoolFull
 from ess.layout import ModelLayout
 from ess.pool.pages import PageIds
@@ -70,12 +70,12 @@ class LeadArrivals:
             self._receiver.expect(sequence, uid=uid, peer=peer)
         except PoolFull as full:
             numbers = Full(full.limiter, full.needed, full.free)
-            self._lockstep.pass_on(Room(uid, fault=str(full), full=numbers))
+            self._lockstep.pass_on(HandoffRoom(uid, fault=str(full), full=numbers))
             raise
         except BadInput as fault:
-            self._lockstep.pass_on(Room(uid, fault=str(fault)))
+            self._lockstep.pass_on(HandoffRoom(uid, fault=str(fault)))
             raise
-        self._lockstep.pass_on(Room(uid, _digest(awaited_pages(sequence))))
+        self._lockstep.pass_on(HandoffRoom(uid, _digest(awaited_pages(sequence))))
 
     def give_up(self, uid: int) -> None:
         self._receiver.give_up(uid)
@@ -129,7 +129,7 @@ class EchoArrivals:
         self._awaited: dict[int, Awaited] = {}
 
     def expect(self, sequence: Sequence, *, uid: int, peer: int) -> None:
-        room, pages = self._lockstep.passed(Room), awaited_pages(sequence)
+        room, pages = self._lockstep.passed(HandoffRoom), awaited_pages(sequence)
         if room.full is not None:
             raise PoolFull(
                 limiter=room.full.limiter,

@@ -19,7 +19,7 @@ from ess.engine.layers.batch import Batch
 from ess.engine.layers.heads import AllHeads, Heads
 from ess.engine.mesh.lockstep import Lockstep
 from ess.engine.mesh.team_heads import AllMake, TeamHeads
-from ess.engine.mesh.words import Said, Told, packed, unpacked
+from ess.engine.mesh.words import RequestTokens, StepTokens, packed, unpacked
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import Hooks, Prefilled, run_part
 from ess.engine.step.feeding import Fed
@@ -61,27 +61,27 @@ class Relay:
 
     def _told(
         self, runner: Runner, batch: Batch, fed: HostFed, hidden: Tensor, draft_count: int
-    ) -> Told:
+    ) -> StepTokens:
         """The choice and drafts of the team's first member are used: another member's logits may
         round otherwise."""
         forward = runner.ended(batch, hidden)
         chosen = fed.choose(forward.logits)
         mine = tuple(_said(choice) for choice in chosen.choices)
-        choices = self._of_first(Told(digest(fed), mine)).said
+        choices = self._of_first(StepTokens(digest(fed), mine)).said
         kept = [Choice(said.tokens, said.chances, said.is_broken) for said in choices]
         drafts = drafted(runner, batch, forward, HostChosen(fed, kept), draft_count)
         if drafts is None:
-            return Told(digest(fed), choices)
+            return StepTokens(digest(fed), choices)
         guesses: list[list[int]] = drafts.tolist()
         said = tuple(
             msgspec.structs.replace(said, drafts=tuple(guess))
             for said, guess in zip(choices, guesses, strict=True)
         )
-        return self._of_first(Told(digest(fed), said))
+        return self._of_first(StepTokens(digest(fed), said))
 
-    def _of_first(self, mine: Told) -> Told:
+    def _of_first(self, mine: StepTokens) -> StepTokens:
         choices = unpacked(self._group.team.broadcast(packed(mine)))
-        assert isinstance(choices, Told), f"{type(choices).__name__} in the place of choices"
+        assert isinstance(choices, StepTokens), f"{type(choices).__name__} in the place of choices"
         return choices
 
     # ---- prompts
@@ -119,5 +119,5 @@ def digest(fed: HostFed) -> int:
     return crc32(msgspec.msgpack.encode(numbers))
 
 
-def _said(choice: Choice) -> Said:
-    return Said(choice.tokens, choice.chances, choice.is_broken)
+def _said(choice: Choice) -> RequestTokens:
+    return RequestTokens(choice.tokens, choice.chances, choice.is_broken)

@@ -1,8 +1,8 @@
 """What the ranks of a mesh say to one another, beside the hidden states.
 
     rank 0 to all      calls: what was asked of its engine; Met: how a step begins
-    last stage to all  Told: what a step says, by way of rank 0
-    rank 0 to all      Room, Came: what becomes of a handoff that arrives (`mesh.port`)
+    last stage to all  StepTokens: what a step says, by way of rank 0
+    rank 0 to all      HandoffRoom, Came: what becomes of a handoff that arrives (`mesh.port`)
     all to all         Holds: once, what the pools hold, by way of rank 0
 
 A message of any size travels as frames of bounded size: the first byte of each says whether more
@@ -95,7 +95,7 @@ class Full(msgspec.Struct, frozen=True, array_like=True):
     free: int
 
 
-class Room(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class HandoffRoom(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A handoff is awaited, on pages with this digest; or it is refused, and why."""
 
     uid: int
@@ -121,7 +121,7 @@ class Came(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ends: tuple[End, ...]
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
+class RequestTokens(msgspec.Struct, frozen=True, array_like=True):
     """What `Choice` has of one request, and drafts."""
 
     tokens: tuple[int, ...]
@@ -130,14 +130,14 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     drafts: tuple[int, ...] = ()
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class StepTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`fed` is a digest of what the step was fed with."""
 
     fed: int
-    said: tuple[Said, ...]
+    said: tuple[RequestTokens, ...]
 
 
-Aside: TypeAlias = Holds | Met | Told | Room | Came
+Aside: TypeAlias = Holds | Met | StepTokens | HandoffRoom | Came
 Word: TypeAlias = Call | Aside
 
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=as_dict)

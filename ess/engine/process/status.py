@@ -46,7 +46,7 @@ class Live:
 
 
 @dataclass(slots=True)
-class Counts:
+class LoopCounts:
     """Since the start: requests in steps, tokens that were made, those of prompts, and those of
     them that were cached. `step_s` is the time of the latest step."""
 
@@ -60,7 +60,7 @@ class Counts:
 def status_of(
     engine: Driven,
     lives: Sequence[Live],
-    counts: Counts,
+    counts: LoopCounts,
     *,
     now_s: float,
     front_count: int,

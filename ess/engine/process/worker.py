@@ -47,7 +47,7 @@ from ess.engine.process.messages import (
     Tracing,
 )
 from ess.engine.process.peers import Peers
-from ess.engine.process.status import Counts, Live, in_words, status_of
+from ess.engine.process.status import Live, LoopCounts, in_words, status_of
 from ess.engine.process.wire import SocketWire, Wire
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.chance import Chance
@@ -82,7 +82,7 @@ class EngineLoop:
         self._wire = wire
         self._clock = clock
         self._live: dict[int, Live] = {}
-        self._counts = Counts()
+        self._counts = LoopCounts()
         self._told_at_s = clock.now_s() - STATUS_EVERY_S
         self._is_blocked = False
         self._recorder = Recorder(clock)

@@ -27,7 +27,7 @@ FORM: Final = "ess expert loads 1"
 FILE_BYTES_MAX: Final = 64 << 20
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedLoads(msgspec.Struct, frozen=True, kw_only=True):
     form: str
     steps: int
     ranks: int
@@ -35,7 +35,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     layers: dict[int, list[int]]
 
 
-class Told(msgspec.Struct, frozen=True):
+class AgreedPlaces(msgspec.Struct, frozen=True):
     """The shares of layers without a share of their own, and of layers with one."""
 
     usual: Shares
@@ -47,20 +47,20 @@ def agreed_places(team: Team, config: ModelConfig, *, redundant: int, path: str)
     encoded = b""
     if team.rank == 0:
         encoded = msgspec.json.encode(decided(config, team.size, redundant=redundant, path=path))
-    decoded = msgspec.json.decode(team.broadcast(encoded), type=Told)
+    decoded = msgspec.json.decode(team.broadcast(encoded), type=AgreedPlaces)
     own = {layer: Placement(shares) for layer, shares in decoded.own.items()}
     return Places(Placement(decoded.usual), own)
 
 
-def decided(config: ModelConfig, rank_count: int, *, redundant: int, path: str) -> Told:
+def decided(config: ModelConfig, rank_count: int, *, redundant: int, path: str) -> AgreedPlaces:
     """Without a file or copies experts are where checkpoints have them: in contiguous runs."""
     count = config.expert_count
     check_places(count, rank_count, redundant)
     if not path and not redundant:
-        return Told(even(count, rank_count).places)
+        return AgreedPlaces(even(count, rank_count).places)
     loads = {} if not path else read_loads(Path(path), config)
     own = {layer: balanced(chosen, rank_count, redundant) for layer, chosen in loads.items()}
-    return Told(balanced([1] * count, rank_count, redundant), own)
+    return AgreedPlaces(balanced([1] * count, rank_count, redundant), own)
 
 
 def read_loads(path: Path, config: ModelConfig) -> Mapping[int, list[int]]:
@@ -68,7 +68,7 @@ def read_loads(path: Path, config: ModelConfig) -> Mapping[int, list[int]]:
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
             raise BadInput(f"expert_load {path} has more than {FILE_BYTES_MAX:,} bytes")
-        recorded = msgspec.json.decode(path.read_bytes(), type=Recorded)
+        recorded = msgspec.json.decode(path.read_bytes(), type=RecordedLoads)
     except OSError as error:
         raise BadInput(f"expert_load {path} cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:
@@ -79,7 +79,7 @@ def read_loads(path: Path, config: ModelConfig) -> Mapping[int, list[int]]:
     return recorded.layers
 
 
-def _check_loads(path: Path, recorded: Recorded, config: ModelConfig) -> None:
+def _check_loads(path: Path, recorded: RecordedLoads, config: ModelConfig) -> None:
     count = config.expert_count
     for layer, loads in recorded.layers.items():
         if not 0 <= layer < config.layer_total or not config.has_experts(layer):
@@ -93,7 +93,7 @@ def _check_loads(path: Path, recorded: Recorded, config: ModelConfig) -> None:
 
 def write_loads(path: Path, expert_ranks: ExpertRanks) -> None:
     """Writes the recent choices. A reader sees the former file until the new file is complete."""
-    recorded = Recorded(
+    recorded = RecordedLoads(
         form=FORM,
         steps=expert_ranks.loads.step_count,
         ranks=expert_ranks.team.size,

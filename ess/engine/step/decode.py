@@ -88,7 +88,7 @@ def launch(
     step.seal(accepted=results.said.accepted[: len(turns)])
     lap.end()
     results.said.tell(fed)
-    return Flight(turns, step, draft_count, lap, results.watch.seen())
+    return Flight(turns, step, draft_count, lap, results.hits.seen())
 
 
 def learn(future: Future, flight: Flight, ranks: Ranks) -> tuple[Outcome, ...]:

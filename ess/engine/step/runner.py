@@ -26,7 +26,7 @@ from ess.engine.layers.verifier import Verifier
 from ess.engine.ranks.standby import Standby
 from ess.engine.step.half import Half, halves, whole
 from ess.engine.step.tuning import Tuning
-from ess.engine.step.warmth import watch
+from ess.engine.step.warmth import hit_counter
 from ess.engine.tokens.determinism import require_alike
 from ess.kernels.backend import ops
 from ess.kernels.merge import Partial
@@ -126,7 +126,7 @@ class Runner:
             rotate=rotate,
             given=None if is_here else Places.of(step, rotate),
             scale=self._scale,
-            warmth=watch(step.query_stop, self.offload.layout),
+            warmth=hit_counter(step.query_stop, self.offload.layout),
             balanced=self._balanced,
             carried=None if self.beside is None else Carried.of_step(self.beside, step),
         )

@@ -15,11 +15,11 @@ from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import Prefilled, run_chunks
 from ess.engine.step.feeding import Fed, Said
 from ess.engine.step.runner import Runner
-from ess.engine.step.way import Here
+from ess.engine.step.way import WholeModel
 from ess.pool.warmup import WINDOW_MAX
 
 
-class Stateful(Here):
+class Stateful(WholeModel):
     def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> Said:
         assert batch.carried is not None, "a model without states"
         batch.carried.begin()

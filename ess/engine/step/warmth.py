@@ -35,7 +35,7 @@ class SeenRows(Protocol):
     def read(self) -> tuple[Counts, Counts]: ...
 
 
-class Watch(Protocol):
+class HitCounter(Protocol):
     def resolved(self, part: range, where: Resolution) -> None: ...
     def located(self, part: range) -> None: ...
     def counted(self, hits: Counts, resolved_count: int, located_count: int) -> None:
@@ -45,15 +45,15 @@ class Watch(Protocol):
         """The step's layers are launched."""
 
 
-def watch(lengths: Any, layout: ModelLayout) -> Watch:
+def hit_counter(lengths: Any, layout: ModelLayout) -> HitCounter:
     """For a step whose queries may select from so many rows each."""
     unit, most = layout.select_unit, layout.units_max
     if isinstance(lengths, Tensor):
-        return DeviceWatch(lengths - (lengths // unit - most).clamp_min(0) * unit)
-    return StepWarmth(lengths, unit, most)
+        return DeviceHits(lengths - (lengths // unit - most).clamp_min(0) * unit)
+    return HostHits(lengths, unit, most)
 
 
-class StepWarmth:
+class HostHits:
     """How often each query of one step asked a group for its rows, how often all of them were
     there, and the hits of the other times."""
 
@@ -84,7 +84,7 @@ class StepWarmth:
         self._whole[0] += resolved_count + located_count
         self._whole[1] += located_count
 
-    def seen(self) -> StepWarmth:
+    def seen(self) -> HostHits:
         return self
 
     def read(self) -> tuple[Counts, Counts]:
@@ -107,8 +107,8 @@ def _sums(counts: Counts, firsts: Sequence[int]) -> list[int]:
     return sums
 
 
-class DeviceWatch:
-    """What `StepWarmth` counts, for a step on a device."""
+class DeviceHits:
+    """What `HostHits` counts, for a step on a device."""
 
     def __init__(self, each: Tensor) -> None:
         self._each = each.long()
@@ -126,11 +126,11 @@ class DeviceWatch:
     def counted(self, hits: Counts, resolved_count: int, located_count: int) -> None:
         raise AssertionError("a device resolves layer by layer")
 
-    def seen(self) -> DeviceSeen:
-        return DeviceSeen(Download(self._both))
+    def seen(self) -> DeviceSeenRows:
+        return DeviceSeenRows(Download(self._both))
 
 
-class DeviceSeen:
+class DeviceSeenRows:
     """Pads behind the queries have asked for nothing."""
 
     def __init__(self, both: Download) -> None:

@@ -29,7 +29,7 @@ class Way(Protocol):
         """`on_layer` is told of each layer when its rows are stored."""
 
 
-class Here:
+class WholeModel:
     def __init__(self) -> None:
         self.heads = AllHeads()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.memory.uploads import Download
-from ess.door.side import Found
+from ess.door.side import DifferingSlots
 from ess.kernels.streams import RowCopy
 from ess.units import PAGE_ROWS
 
@@ -30,11 +30,11 @@ class DeviceDiffering:
 
     numbers: Download
 
-    def read(self) -> Found:
+    def read(self) -> DifferingSlots:
         count, *listed = self.numbers.read().tolist()
         most = len(listed) // 2
         pairs = zip(listed[:most], listed[most:], strict=True)
-        return Found(count, [pair for pair in pairs if pair[1] != NO_ROW])
+        return DifferingSlots(count, [pair for pair in pairs if pair[1] != NO_ROW])
 
 
 def compare(pools: DevicePools, layer: int, *, most: int) -> DeviceDiffering:
