@@ -12,7 +12,7 @@ from ess.clock import Clock, RealClock
 from ess.door.checks import counts, in_list, in_range, token_ids
 from ess.door.memory.pools import PoolSizes, build_pools
 from ess.door.owner import Owner
-from ess.door.sequences.opening import count_on_disk, open_sequence
+from ess.door.sequences.opening import Opening, count_on_disk, open_sequence
 from ess.door.sequences.sequence import Sequence
 from ess.door.side import Differing, HostSide, MakePlacement, Side
 from ess.door.stats import Stats
@@ -227,9 +227,7 @@ class Offload:
                 f"{len(ids)} tokens with length_max {length_max}: must be "
                 f"1 <= tokens <= length_max <= {longest}"
             )
-        sequence = open_sequence(
-            self.owner,
-            ids,
+        how = Opening(
             length_max=length_max,
             salt=salt,
             promise=promise,
@@ -238,6 +236,7 @@ class Offload:
             from_disk=from_disk,
             load_max=load_max,
         )
+        sequence = open_sequence(self.owner, ids, how)
         if not publishes:
             sequence.progress.withhold()
         return sequence

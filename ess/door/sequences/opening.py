@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ess.door.memory.pools import Pools
 from ess.door.owner import Owner
+from ess.door.sequences.progress import Start
 from ess.door.sequences.sequence import Sequence
 from ess.errors import PoolFull
 from ess.layout import ModelLayout
@@ -16,41 +19,40 @@ from ess.pool.prefix import page_hashes, root_hash
 from ess.units import PAGE_ROWS
 
 
-def open_sequence(
-    owner: Owner,
-    tokens: list[int],
-    *,
-    length_max: int | None,
-    salt: bytes,
-    promise: Promise,
-    reuse_max: int | None,
-    on_device: bool,
-    from_disk: bool,
-    load_max: int | None,
-) -> Sequence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """How a sequence is to be opened, as `Offload.open` says."""
+
+    length_max: int | None
+    salt: bytes
+    promise: Promise
+    reuse_max: int | None
+    on_device: bool
+    from_disk: bool
+    load_max: int | None
+
+
+def open_sequence(owner: Owner, tokens: list[int], how: Opening) -> Sequence:
     """The last token is never cached: a step must compute from it what comes next."""
     owner.pools.inflight.settle()
     layout = owner.pools.layout
-    known = tokens[: len(tokens) - 1][:reuse_max]
-    hashes = page_hashes(known, salt=salt, page_tokens=layout.page_tokens)
+    known = tokens[: len(tokens) - 1][: how.reuse_max]
+    hashes = page_hashes(known, salt=how.salt, page_tokens=layout.page_tokens)
     prefix, claim = (
-        _cached_prefix(owner.pools, hashes, from_disk=from_disk, needs_state=on_device)
-        if load_max is None
-        else _part_prefix(owner.pools, hashes, load_max)
+        _cached_prefix(owner.pools, hashes, from_disk=how.from_disk, needs_state=how.on_device)
+        if how.load_max is None
+        else _part_prefix(owner.pools, hashes, how.load_max)
     )
-    sequence = Sequence(
-        owner,
-        tokens,
-        salt=salt,
-        text_hash=[root_hash(salt), *hashes][len(prefix)],
+    start = Start(
+        tokens=tokens,
         length=len(prefix) * PAGE_ROWS,
         text_length=len(prefix) * layout.page_tokens,
-        length_max=length_max,
-        promise=promise,
+        text_hash=[root_hash(how.salt), *hashes][len(prefix)],
         published_count=len(prefix),
     )
+    sequence = Sequence(owner, start, salt=how.salt, length_max=how.length_max, promise=how.promise)
     page_count = layout.pages_of(len(tokens))
-    if on_device and claim is None and load_max is None:
+    if how.on_device and claim is None and how.load_max is None:
         _begin_on_device(owner.pools, sequence, prefix, page_count, hashes)
     else:
         _begin_on_host(sequence, prefix, page_count, claim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +16,18 @@ from ess.pool.prefix import page_hash
 from ess.units import PAGE_ROWS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a sequence has at first: `length` rows, of `text_length` of its `tokens`, on
+    `published_count` full pages. `text_hash` is the hash of the last of these, or the salt's."""
+
+    tokens: list[int]
+    length: int
+    text_length: int
+    text_hash: bytes
+    published_count: int
+
+
 class Progress:
     """The door tells it what happens; `Sequence` shows the caller what it knows."""
 
@@ -22,25 +35,20 @@ class Progress:
         self,
         pools: Pools,
         holding: Holding,
-        *,
+        start: Start,
         number: int,
-        tokens: list[int],
-        length: int,
-        text_length: int,
-        text_hash: bytes,
-        published_count: int,
     ) -> None:
         self.number = number
-        self.tokens = tokens
-        self.length = length
-        self.cached_count = length // PAGE_ROWS * PAGE_ROWS
+        self.tokens = start.tokens
+        self.length = start.length
+        self.cached_count = start.length // PAGE_ROWS * PAGE_ROWS
         self.step_numbers: tuple[int, ...] = ()
         self.ahead_count = 0
         self.arrival_count = 0
-        self.text_hash = text_hash
-        self.published_count = published_count
+        self.text_hash = start.text_hash
+        self.published_count = start.published_count
         self._layout = pools.layout
-        self._text_length = text_length
+        self._text_length = start.text_length
         self.is_withheld = False
         self._pools = pools
         self._holding = holding

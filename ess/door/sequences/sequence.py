@@ -23,7 +23,7 @@ from ess.door.memory.shelf import Load, Shelf
 from ess.door.owner import Owner
 from ess.door.sequences.holding import Holding
 from ess.door.sequences.kept import kept_ends
-from ess.door.sequences.progress import Progress
+from ess.door.sequences.progress import Progress, Start
 from ess.door.sequences.shelved import Shelved, put_away
 from ess.errors import BadInput, BadState, Unavailable
 from ess.flashtrans.rows import scatter_rows
@@ -49,15 +49,11 @@ class Sequence:
     def __init__(
         self,
         owner: Owner,
-        tokens: list[int],
+        start: Start,
         *,
         salt: bytes,
-        text_hash: bytes,
-        length: int,
-        text_length: int,
         length_max: int | None,
         promise: Promise,
-        published_count: int,
     ) -> None:
         self.owner = owner
         self.number = owner.next_number()
@@ -66,16 +62,7 @@ class Sequence:
         self.promise = promise
         self.state: State = "active"
         self.holding = Holding(owner.pools, length_max=length_max, promise=promise)
-        self.progress = Progress(
-            owner.pools,
-            self.holding,
-            number=self.number,
-            tokens=tokens,
-            length=length,
-            text_length=text_length,
-            text_hash=text_hash,
-            published_count=published_count,
-        )
+        self.progress = Progress(owner.pools, self.holding, start, self.number)
         self._load: Load | None = None
         self._shelved: Shelved | None = None
 
@@ -412,16 +399,15 @@ class Sequence:
         self._require("active")
         self.owner.pools.inflight.drain()
         self.progress.refresh()
-        child = Sequence(
-            self.owner,
-            self.tokens[: self.text_length],
-            salt=self.salt,
-            text_hash=self.progress.text_hash,
+        start = Start(
+            tokens=self.tokens[: self.text_length],
             length=self.length,
             text_length=self.text_length,
-            length_max=self.length_max,
-            promise=self.promise,
+            text_hash=self.progress.text_hash,
             published_count=self.progress.published_count,
+        )
+        child = Sequence(
+            self.owner, start, salt=self.salt, length_max=self.length_max, promise=self.promise
         )
         shared = self.holding.host_pages[: self.length // PAGE_ROWS]
         page_count = max(1, div_ceil(self.length, PAGE_ROWS))
