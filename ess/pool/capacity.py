@@ -149,11 +149,11 @@ def slots_min(layout: ModelLayout, slots_of: Callable[[int], int]) -> dict[str, 
     return {name: min(counts, default=0) for name, counts in kinds.items()}
 
 
-def even_chunks(layout: ModelLayout, chunk_count: int, slots_each: int | None = None) -> list[int]:
+def even_chunks(layout: ModelLayout, chunk_count: int) -> list[int]:
     """Chunks of each group such that all groups hold slots for equally many requests. All rows must
     have one size.
     """
-    return _even_counts(layout, range(layout.group_count), chunk_count, slots_each)
+    return _even_counts(layout, range(layout.group_count), chunk_count, None)
 
 
 def even_slabs(layout: ModelLayout, byte_count: int, slots_each: int | None = None) -> list[Slab]:

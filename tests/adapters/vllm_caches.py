@@ -52,10 +52,10 @@ def name_of(place: Place, layout: ModelLayout = LAYOUT) -> str:
     return f"model.layers.{layout.groups[place.layer][0]}.self_attn.indexer.k_cache"
 
 
-def shuffled(token_count: int, block_rows: int, *, spare: int = 3) -> Blocks:
+def shuffled(token_count: int, block_rows: int) -> Blocks:
     """Blocks in any order, with others between them."""
     count = -(-token_count // block_rows)
-    order = np.random.default_rng(block_rows).permutation(count + spare)[:count]
+    order = np.random.default_rng(block_rows).permutation(count + 3)[:count]
     return Blocks(order.astype(np.int64), block_rows)
 
 

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.usefixtures("alone")
 EVERY = 3
 
 
-def joined(eng, *, made: int = 24):
+def joined(eng):
     """One request that decodes."""
     prompt = tokens(90, engines.VOCABULARY, seed=2)
-    request = eng.add(prompt, Sampling(tokens_max=made, ignore_eos=True))
+    request = eng.add(prompt, Sampling(tokens_max=24, ignore_eos=True))
     while request.state != "decoding":
         eng.step()
     eng.step()

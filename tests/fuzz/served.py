@@ -139,12 +139,12 @@ class ServedTarget:
             "leak", kind, f"{grown} more are alive than before", value={**values[0], "repeat": kind}
         )
 
-    def _grows(self, values: Sequence[Value], kind: str, *, times: int = REPEATS) -> bool:
+    def _grows(self, values: Sequence[Value], kind: str) -> bool:
         before = self._count()[kind]
-        for _ in range(times):
+        for _ in range(REPEATS):
             for value in values:
                 self._run_once(value)
-        return self._count()[kind] >= before + times
+        return self._count()[kind] >= before + REPEATS
 
     def _run_repeated(self, value: Value) -> None:
         once = {name: item for name, item in value.items() if name != "repeat"}

@@ -254,9 +254,9 @@ class World:
     def done(self, uid: int = UID) -> None:
         self.receiver.say(Release(uid, Reason.DONE))
 
-    def same_rows(self, host_pages: np.ndarray, uid: int = UID) -> None:
+    def same_rows(self, host_pages: np.ndarray) -> None:
         """The receiver has the sender's rows, keys and windows, each in its place."""
-        room = self.receiver.rooms[uid]
+        room = self.receiver.rooms[UID]
         rows = self.latent.rows.reshape(LAYERS, -1, LAYOUT.page_bytes)
         mine = host_pages[room.first_page : room.first_page + len(room.pages)]
         there = list(room.pages)

@@ -73,10 +73,10 @@ def agree(make, by_specification, by_kernels):
     return claims[0]
 
 
-def warmed(operations, make, rows, ages, *, step=1000, ticket=9):
+def warmed(operations, make, rows, ages, *, step=1000):
     """As `both`, for a landing."""
     calls = [
-        lambda arena, one=one: one.warm(arena, rows, ages, step=step, ticket=ticket)
+        lambda arena, one=one: one.warm(arena, rows, ages, step=step, ticket=9)
         for one in (specification, operations)
     ]
     return agree(make, *calls)

@@ -44,8 +44,8 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def angles(dim: int, *, seed: int = 5) -> Angles:
-    turned = drawn(COUNT, dim // 2, seed=seed) * 3
+def angles(dim: int) -> Angles:
+    turned = drawn(COUNT, dim // 2, seed=5) * 3
     return Angles(turned.cos(), turned.sin())
 
 

@@ -40,9 +40,9 @@ class Asked:
         return len(prompt) if isinstance(prompt, list) else 1
 
 
-def mixed(count: int, seed: int = 7) -> list[Asked]:
+def mixed(count: int) -> list[Asked]:
     """Short and long prompts, some with a beginning in common."""
-    rng = random.Random(seed)
+    rng = random.Random(7)
     return [_asked(rng, number) for number in range(count)]
 
 
@@ -102,9 +102,7 @@ def _text(choice: Mapping[str, Any]) -> str:
     return choice.get("delta", choice.get("message", {})).get("content") or ""
 
 
-def results(
-    url: str, asked: Sequence[Asked], at_once: int = AT_ONCE, *, waits: bool = False
-) -> list[Result]:
+def results(url: str, asked: Sequence[Asked], *, waits: bool = False) -> list[Result]:
     """`waits` asks again behind a 503: a router that a loaded machine has kept from its
     workers for seconds calls them unhealthy, and takes them back."""
 
@@ -116,6 +114,6 @@ def results(
                 return answer
             time.sleep(0.5)
 
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(answered, asked))
     return [result_of(each, answer) for each, answer in zip(asked, answers, strict=True)]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ess.clock import Clock
 from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.engine.engine import Engine, EngineConfig
@@ -150,12 +149,10 @@ class Pair:
         raise AssertionError(f"not so after {STEPS_MAX} steps")
 
 
-def alone(
-    asked, *, mtp: int = 1, clock: Clock | None = None, model: Model | None = None
-) -> list[list[int]]:
+def alone(asked, *, mtp: int = 1, model: Model | None = None) -> list[list[int]]:
     """What an engine says that prefills and decodes itself."""
     offload, config = offload_of(mtp=mtp, model=model), EngineConfig(mtp=mtp, chunk_tokens=64)
-    eng = Engine(model or small(), offload, config, clock=clock)
+    eng = Engine(model or small(), offload, config)
     requests = [eng.add(prompt, sampling) for prompt, sampling in asked]
     for _ in eng.run():
         pass

@@ -33,6 +33,7 @@ from tests.support.kin import kin, told
 from tests.support.process import Process
 
 RUNNING = 4
+SAMPLE_S = 1.0
 CLIENTS = 2 * RUNNING
 TOKENS = 48
 PROMPTS = 16
@@ -244,7 +245,6 @@ def soak(
     seed: int = 1,
     kill_every_s: float = 0.0,
     recover: str = "resume",
-    sample_s: float = 1.0,
 ) -> Told:
     seen, over = Seen(), threading.Event()
     flags = ("--max-running", str(RUNNING), "--deterministic", "--engine-restarts", "1000")
@@ -257,7 +257,7 @@ def soak(
             client.start()
         samples, kills = [sampled(server, began_s)], 0
         while (passed_s := time.monotonic() - began_s) < seconds:
-            over.wait(min(sample_s, seconds - passed_s))
+            over.wait(min(SAMPLE_S, seconds - passed_s))
             samples.append(sampled(server, began_s))
             if kill_every_s and passed_s > (kills + 1) * kill_every_s:
                 with contextlib.suppress(ValueError, ProcessLookupError):

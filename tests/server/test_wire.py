@@ -107,14 +107,17 @@ def test_an_answer_goes_to_the_front_that_asked(tmp_path: Path, answer: FromEngi
         ]
 
 
-def filled(wire: SocketWire, front: int, most: int = 20_000) -> None:
+FRAMES_MAX = 20_000
+
+
+def filled(wire: SocketWire, front: int) -> None:
     """Until the front, which reads nothing, has been cut off."""
     noise = Progress((Piece(front, tuple(range(2000))),))
-    for _ in range(most):
+    for _ in range(FRAMES_MAX):
         wire.give(noise)
         if wire._is_cut[front]:
             return
-    raise AssertionError(f"front {front} takes {most} messages without reading any")
+    raise AssertionError(f"front {front} takes {FRAMES_MAX} messages without reading any")
 
 
 def test_a_front_that_reads_nothing_is_cut_off_and_the_others_go_on(tmp_path: Path):

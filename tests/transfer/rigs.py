@@ -42,8 +42,8 @@ def require(kind: str) -> None:
             pytest.skip(str(missing))
 
 
-def identity(epoch: int | None = None, *, layout: bytes = LAYOUT, seal: Seal = SEAL) -> Identity:
-    return Identity(epoch=epoch or new_epoch(), seal=seal, layout=layout)
+def identity(*, layout: bytes = LAYOUT, seal: Seal = SEAL) -> Identity:
+    return Identity(epoch=new_epoch(), seal=seal, layout=layout)
 
 
 def region(kind: str, size: int, *, number: int = 1, fill: int = POISON) -> Region:
@@ -124,13 +124,13 @@ def pump(
     return seen
 
 
-def heard(end_number: int, form: type, count: int = 1) -> Callable[[list[list[Event]]], bool]:
-    """Until that end has seen so many events of a form."""
-    return lambda seen: sum(isinstance(event, form) for event in seen[end_number]) >= count
+def heard(end_number: int, form: type) -> Callable[[list[list[Event]]], bool]:
+    """Until that end has seen an event of this form."""
+    return lambda seen: any(isinstance(event, form) for event in seen[end_number])
 
 
-def pages(numbers: Sequence[int] | NDArray[np.int64], size: int, *, begin: int = 0):
-    return page_runs(1, np.asarray(numbers, np.int64), page_bytes=size, begin=begin)
+def pages(numbers: Sequence[int] | NDArray[np.int64], size: int):
+    return page_runs(1, np.asarray(numbers, np.int64), page_bytes=size)
 
 
 def write(

@@ -108,10 +108,10 @@ def allowed(machine: Machine, verified_max: int) -> int:
     )
 
 
-def admitting(machine: Machine, verified_max: int, batches: int = 40) -> list[Pace]:
+def admitting(machine: Machine, verified_max: int) -> list[Pace]:
     """A queue that never ends: 30 steps of as many as are let in, again and again."""
     states = [fresh(target_ms=60, verified_max=verified_max, batch_max=1000)]
-    for seed in range(batches):
+    for seed in range(40):
         states.append(machine.run(states[-1], states[-1].batch_limit, 30, seed=seed))
     return states
 

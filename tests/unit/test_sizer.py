@@ -40,19 +40,19 @@ def profile(made: ChunkSizer, seconds: Took) -> None:
     made.profiled((size, more * seconds(0, size)) for size, more in zip(sizes, warm, strict=True))
 
 
-def cut(made: ChunkSizer, prompt: int, *, done: int = 0) -> list[int]:
-    sizes = []
+def cut(made: ChunkSizer, prompt: int) -> list[int]:
+    sizes, done = list[int](), 0
     while done < prompt:
         sizes.append(made.next(done, prompt - done))
         done += sizes[-1]
     return sizes
 
 
-def run_prompts(made: ChunkSizer, seconds: Took, count: int, *, longest: int = CONTEXT) -> int:
+def run_prompts(made: ChunkSizer, seconds: Took, count: int) -> int:
     """Runs prompts of many lengths; how many fits were taken on the way."""
     rand, taken_count = random.Random(7), 0
     for _ in range(count):
-        done, prompt = 0, rand.randrange(1, longest)
+        done, prompt = 0, rand.randrange(1, CONTEXT)
         while done < prompt:
             size, before = made.next(done, prompt - done), made.time
             made.observe(done, size, seconds(done, size))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -96,20 +96,18 @@ def fewest(point: Point, group_gpus: int, *, work: Work, wanted: Wanted, through
     )
 
 
-def smallest_tier(
-    wanted: Wanted, through: Through, *, first_step_s: float, stages: Iterable[int] = STAGES
-) -> PrefillTier:
+def smallest_tier(wanted: Wanted, through: Through, *, first_step_s: float) -> PrefillTier:
     """The prefill tier with the fewest GPUs, and among equals the earliest first token."""
     tiers = [
         tier
-        for count in stages
+        for count in STAGES
         if (tier := _tier(wanted, count, *through(count), first_step_s)) is not None
     ]
     if not tiers:
-        soonest = min(through(count)[1] for count in stages) + first_step_s
+        soonest = min(through(count)[1] for count in STAGES) + first_step_s
         raise BadInput(
             f"a first token within {wanted.ttft_s:g} s is out of reach: an idle pipeline of up to "
-            f"{max(stages)} GPUs takes {soonest:.1f} s"
+            f"{max(STAGES)} GPUs takes {soonest:.1f} s"
         )
     return min(tiers, key=lambda tier: (tier.gpu_count, tier.first_token_s))
 

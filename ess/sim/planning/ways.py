@@ -37,10 +37,10 @@ def ways(gpu_count: int) -> Iterator[Parallel]:
                 yield Parallel(attention_tp=tp, expert_tp=tp, pp=pp)
 
 
-def best_way(planner: Planner, candidates: Iterable[Parallel] | None = None) -> Planner:
+def best_way(planner: Planner) -> Planner:
     """The planner with the best way, and with the resident side's best way as its baseline. If
     nothing fits in any way, the planner unchanged, which then says why."""
-    tried = [_with_way(planner, way) for way in candidates or ways(planner.ask.gpu_count)]
+    tried = [_with_way(planner, way) for way in ways(planner.ask.gpu_count)]
     chosen = _best(tried, lambda each: each.quick(each.least_slots)) or planner
     baseline = _best(tried, lambda each: each.quick(each.ask.context))
     return replace(chosen, baseline=baseline)

@@ -63,12 +63,10 @@ class Model:
         """Seconds of all layers."""
         return self.time.of(count, after=done) + self.overhead_s
 
-    def stage_s(
-        self, layers: Sequence[tuple[int, int]], sizes: Sequence[int], *, after: int = 0
-    ) -> list[list[float]]:
+    def stage_s(self, layers: Sequence[tuple[int, int]], sizes: Sequence[int]) -> list[list[float]]:
         """Seconds by chunk and stage, the form that `clocked` takes."""
         shares = self.stage_shares(layers)
-        starts = itertools.accumulate(sizes, initial=after)
+        starts = itertools.accumulate(sizes, initial=0)
         totals = [self.seconds(done, size) for done, size in zip(starts, sizes, strict=False)]
         return [[total * share for share in shares] for total in totals]
 

@@ -16,9 +16,9 @@ def ids(*values):
     return np.array(values, np.int32)
 
 
-def arena_with(*, slot_count=64, row_count=256, used=(), step=0):
+def arena_with(*, slot_count=64, used=(), step=0):
     """`used`: (row, slot, last use)."""
-    arena = Arena.alone(row_count=row_count, slot_count=slot_count)
+    arena = Arena.alone(row_count=256, slot_count=slot_count)
     for row, slot, last_use in used:
         arena.slot_of[row], arena.row_of[slot], arena.last_use[slot] = slot, row, last_use
     specification.check(arena, step=step)
