@@ -86,6 +86,7 @@ def draw_curves(curves: Curves, folder: Path) -> None:
         axes.axvline(curves.floor_batch, color=LOUD, linestyle=":", label="slot floor")
         axes.set_xlabel("requests per GPU")
         axes.set_ylabel("tokens/s per GPU")
+        axes.set_ylim(bottom=0)
 
     def pareto(axes: Any) -> None:
         for name, points, color in ways:
@@ -146,6 +147,7 @@ def _figure(path: Path, title: str, draw: Callable[[Any], None]) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
     count = len(axes.get_legend_handles_labels()[0])
     if count > 4:
         figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)

@@ -36,7 +36,7 @@ REPETITIONS_MAX: Final = 1000
 SHOWN: Final = {"measured": 0.4, "predicted": 0.08}
 """The share of a step's timeline: three layers of seven, five of sixty-one."""
 
-SMOKE: Final = Plan(contexts=(320,), repetitions=2)
+SMOKE: Final = Plan(contexts=(320,), predicted=(131_072,), repetitions=2)
 
 
 @cyclopts.Parameter(name="*")
@@ -150,7 +150,7 @@ def run(
     started = time.monotonic()
     measure(outcome, plan, folder, text, with_spans=bool(trace or plot))
     console.note(f"measured in {time.monotonic() - started:.0f} s; predicting ...")
-    for context in plan.contexts:
+    for context in plan.predicted or plan.contexts:
         for mtp in plan.mtps:
             predict(outcome, plan, context, mtp)
     draw(outcome, trace=trace, plot=plot)

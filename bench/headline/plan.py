@@ -13,7 +13,10 @@ from ess.sim.timeline import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
+    """`predicted` are the contexts of the predicted half, by default those of the measured one."""
+
     contexts: Sequence[int]
+    predicted: Sequence[int] = ()
     mtps: Sequence[int] = (2,)
     batches: Sequence[int] = (1,)
     ratios: Sequence[float] = (0.2,)

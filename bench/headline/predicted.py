@@ -14,6 +14,7 @@ import numpy as np
 from ess.bench.harness.report import Row, compare
 from ess.bench.headline.plan import Curves, Outcome, Plan
 from ess.errors import BadInput
+from ess.pool.capacity import HOST_PAGES
 from ess.sim.decode_step import Scenario, simulate
 from ess.sim.planning.answers import Answer, Question, answered
 from ess.sim.planning.ask import Ask
@@ -52,9 +53,11 @@ def predict(outcome: Outcome, plan: Plan, context: int, mtp: int) -> None:
             best_row(planner, f"{title}, most tokens", answer),
             whole_row(planner, f"{title}, most tokens, prefill's GPUs counted", answer),
             *(pareto_row(planner, title, curves, rate) for rate in USER_RATES),
-            unlimited_row(plan, f"{title}, host memory without limit", context, mtp),
         ]
     )
+    if answer.plan.limiter == HOST_PAGES:
+        name = f"{title}, host memory without limit"
+        outcome.rows.append(unlimited_row(plan, name, context, mtp))
     outcome.curves.append(curves)
     outcome.timelines.append(predicted_timeline(planner, plan, answer.plan.chosen))
 

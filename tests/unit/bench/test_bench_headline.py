@@ -121,7 +121,7 @@ def test_the_predicted_half_says_what_ess_plan_says(
 def test_a_resident_side_that_is_missing_is_named() -> None:
     outcome = Outcome()
     predict(outcome, Plan(contexts=(1 << 20,), gpus=8), 1 << 20, 2)
-    best, whole, *pareto, _ = outcome.rows
+    best, whole, *pareto = outcome.rows
     assert (best.baseline, best.config["resident"]) == (None, "not one request fits")
     assert whole.ratio is None
     assert {row.config.get("resident") for row in pareto if row.value} <= {"not one request fits"}
