@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -137,6 +138,20 @@ def test_nobody_is_overtaken_by_a_fork():
         order += [one for one in (large, follower) if one.state == "decoding" and one not in order]
     run(eng)
     assert order == [large, follower]
+
+
+def test_a_choice_that_asks_for_chances_of_its_prompt_gets_them():
+    eng = engine("v32", modes="none", chunks=6)
+    first, *_ = choices(eng)
+    asked = dataclasses.replace(wish(3), prompt_logprobs=0, prompt_start=100)
+    scored = eng.add(prompt(LENGTH), asked, leader=first)
+    chances = []
+    for result in eng.run():
+        listed = zip(result.chunks, result.scored, strict=True)
+        chances += [each for chunk, of in listed if chunk.request is scored for each in of]
+    run(eng)
+    assert len(chances) == LENGTH - 1 - 100
+    assert scored.output == alone("v32", 3)
 
 
 def test_what_differs_does_not_follow():

@@ -2,7 +2,8 @@
 
 A follower waits on no roster until the prompt of its leader is there; then it is forked: full pages
 are shared, the partial one is copied. If the leader ends before that, its first follower leads the
-others. A follower that is not forked, because there is no room or because the leader's prompt was
+others. A prompt whose chances are asked for is computed for its own request, so that one follows
+nobody. A follower that is not forked, because there is no room or because the leader's prompt was
 already there, enters as any other request does, and finds the leader's full pages as a cached
 prefix.
 """
@@ -26,6 +27,8 @@ class Followers:
         if (request.prompt, request.length_max) != (leader.prompt, leader.length_max):
             return False
         if request.salt != leader.salt or request.said or leader.said:
+            return False
+        if request.sampling.prompt_logprobs is not None:
             return False
         assert request is not leader, f"request {request.number} follows itself"
         assert request not in self._of, f"request {request.number} leads others, and cannot follow"

@@ -272,7 +272,7 @@ class World:
                 raise Wrong(f"{told.ask}: {len(told.chances)} chances")
             for at, chance in enumerate(told.chances if not of_text else (), said):
                 self._close(told, chance, scores[length - 1 + at], request.output[at])
-        if request.sampling.prompt_logprobs is not None and request.leader is None:
+        if request.sampling.prompt_logprobs is not None:
             start = request.sampling.prompt_start
             if len(told.scored) != max(0, length - 1 - start):
                 raise Wrong(f"{told.ask}: {len(told.scored)} chances of the prompt")
