@@ -97,7 +97,8 @@ async def tell(service: Service) -> None:
     assert service.shelf is not None, "a process of several has a shelf"
     await service.link.until_ready()
     while True:
-        service.shelf.put(service.tally)
+        with contextlib.suppress(OSError):  # a full disk may have room again
+            service.shelf.put(service.tally)
         await asyncio.sleep(TELL_EVERY_S)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from msgspec.msgpack import encode
 
+from ess.server.process import lifecycle
 from ess.server.process.tally import Shelf, Tally, Waits, together
 
 
@@ -58,6 +63,31 @@ def test_half_a_file_and_a_foreign_one_are_no_counts(tmp_path: Path):
         assert shelf.others() == []
     other.put(counted(2))
     assert [*map(encode, shelf.others())] == [encode(counted(2))]
+
+
+def test_a_disk_that_is_full_for_a_while_does_not_end_the_telling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lifecycle, "TELL_EVERY_S", 0.001)
+    (tmp_path / "full").mkdir()
+    shelf, other = Shelf(tmp_path / "full", count=2), Shelf(tmp_path / "full", count=2, front=1)
+
+    async def ready() -> None:
+        pass
+
+    async def disk_with_room_again() -> None:
+        told = SimpleNamespace(shelf=shelf, tally=counted(1))
+        told.link = SimpleNamespace(until_ready=ready)
+        shutil.rmtree(tmp_path / "full")
+        telling = asyncio.ensure_future(lifecycle.tell(told))
+        await asyncio.sleep(0.01)
+        (tmp_path / "full").mkdir()
+        while not other.others():
+            assert not telling.done(), "nobody tells any more"
+            await asyncio.sleep(0)
+        telling.cancel()
+
+    asyncio.run(asyncio.wait_for(disk_with_room_again(), 30.0))
 
 
 def test_an_empty_tally_is_the_neutral_one():
