@@ -94,7 +94,7 @@ class Fronts:
 
     async def _keep(self, start: Start) -> None:
         wait_s = AGAIN_S
-        await self._stand_in.take(start.listener)
+        await self._stand_in_at(start.listener)
         while True:
             began_s = asyncio.get_running_loop().time()
             how = await self._run_front(start)
@@ -102,21 +102,31 @@ class Fronts:
                 return
             console.note(f"ess: server process {start.front} is gone: {how}; another starts")
             self._link.front_lost(start.front)
-            await self._stand_in.take(start.listener)
+            await self._stand_in_at(start.listener)
             is_calm = asyncio.get_running_loop().time() - began_s > CALM_S
             wait_s = AGAIN_S if is_calm else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
             start = msgspec.structs.replace(start, life=start.life + 1)
 
+    async def _stand_in_at(self, listener: int) -> None:
+        """Unless there are too many open files: then connections wait for the next process."""
+        with contextlib.suppress(OSError):
+            await self._stand_in.take(listener)
+
     async def _run_front(self, start: Start) -> str:
-        """Runs a front from start to end, and says how it ended."""
-        said, up = os.pipe()
+        """Runs a front from start to end, and says how it ended, or why it could not be started."""
+        try:
+            said, up = os.pipe()
+        except OSError as error:
+            return _no_start(error)
         loop = asyncio.get_running_loop()
         try:
             child = await self._started(msgspec.structs.replace(start, up=up))
             loop.add_reader(said, self._hear, start.listener, said)
             return (await child.ended()).how
+        except OSError as error:
+            return _no_start(error)
         finally:
             loop.remove_reader(said)
             os.close(said)
@@ -145,3 +155,7 @@ class Fronts:
         for child in self._children.values():
             with contextlib.suppress(OSError):
                 child.tell(line)
+
+
+def _no_start(error: OSError) -> str:
+    return f"it cannot be started: {error.strerror or error}"

@@ -248,7 +248,10 @@ class Running:
         self._link.lose(sentence)
 
     async def _keep_engine(self) -> None:
-        sentence = await self._engines.run()
+        try:
+            sentence = await self._engines.run()
+        except Exception as error:  # no other engine would come, and nobody would be told
+            sentence = f"the engine is gone, and no other starts: {type(error).__name__}: {error}"
         if not self._service.draining:
             await self._give_up(sentence)
         elif self._link.state != "lost":

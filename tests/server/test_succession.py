@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.client
 import json
 import operator
 import os
 import re
+import resource
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from ess.pool.disk.folder import SLAB
-from ess.server.process.child import End
+from ess.server.process.child import Child, End
 from ess.server.process.engines.group import EngineGroup, Loss, Member
 from ess.server.process.engines.restarts import OVER_S, Restarts
+from ess.server.process.engines.succession import EngineStart, Succession
+from ess.server.process.fronts import Fronts, Start, endpoint_of
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
 from tests.server.test_fronts import (
@@ -303,6 +309,94 @@ def test_the_process_that_was_killed_is_the_cause_of_what_others_say(
         return await group.cause(Loss("no more of stage 1", is_said=True))
 
     assert asyncio.run(act()).how == cause
+
+
+class Unable:
+    """Starts nothing. As a link it hears of each loss."""
+
+    def __init__(self) -> None:
+        self.tried: list[int] = []
+        self.heard: list[str] = []
+        self.place = SimpleNamespace(front=0)
+        self.has_answered = True
+
+    async def start(self, number: int) -> EngineGroup:
+        self.tried.append(number)
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    def interrupt(self, sentence: str) -> None:
+        self.heard.append(sentence)
+
+    def renew(self, endpoint: str) -> None:
+        self.heard.append(endpoint)
+
+
+def test_an_engine_that_cannot_be_started_is_lost():
+    """The system has no more processes for us, say."""
+    unable, clock = Unable(), ManualClock()
+    start = EngineStart(
+        folder="here",
+        start=unable.start,
+        watchdog_s=1.0,
+        stopped_s=1.0,
+        restarts=Restarts(2, clock),
+    )
+    fronts = Fronts("none", [], unable, None)  # type: ignore[arg-type]
+    engines = Succession(start, unable, fronts, clock)  # type: ignore[arg-type]
+    said = asyncio.run(engines.run())
+    why = f"the engine is gone: it cannot be started: {os.strerror(errno.EAGAIN)}"
+    assert said.startswith(f"{why}; it was started again 2 times")
+    assert unable.tried == [0, 1, 2]
+    assert unable.heard == [why, endpoint_of("here", 0, 1), why, endpoint_of("here", 0, 2), said]
+
+
+def test_a_front_that_cannot_be_started_is_tried_again(monkeypatch):
+    tried = []
+
+    class Startable:
+        async def ended(self) -> End:
+            await asyncio.sleep(3600)
+
+        async def stop(self, *, within_s: float) -> None:
+            pass
+
+        def tell(self, line: str) -> None:
+            pass
+
+    async def start(program: str, told: Start, *, descriptors: list[int]) -> Startable:
+        tried.append(told.life)
+        if len(tried) < 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return Startable()
+
+    async def full(listener: int) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def act() -> None:
+        link = SimpleNamespace(front_lost=lambda front: None)
+        first = Start(told=msgspec.Raw(b"{}"), folder="here", listener=0, front=1, count=2)
+        fronts = Fronts("none", [first], link, SimpleNamespace(take=full))  # type: ignore[arg-type]
+        fronts.start()
+        while len(tried) < 3:
+            await asyncio.sleep(0)
+        await fronts.stop(within_s=1.0)
+
+    monkeypatch.setattr("ess.server.process.fronts.AGAIN_S", 0.0)
+    monkeypatch.setattr(Child, "start", start)
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(asyncio.wait_for(act(), 30.0))
+    assert tried == [0, 1, 2]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.slow
+def test_a_server_that_can_open_nothing_more_ends():
+    with Process(*PACED).wait_ready() as process:
+        resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE, (8, 8))
+        kill(process)
+        assert process.ended(60) == 1
+        said = process.process.communicate()[1].strip().splitlines()
+        assert any(line.startswith("ess: the engine is gone") for line in said)
 
 
 def test_restarts_are_counted_over_a_time():

@@ -1,7 +1,7 @@
 """The server's engine: started, watched, and started again when it is lost.
 
-An engine is lost when one of its processes ends, when it reports a Fault, when a message of it
-cannot be read, and when it is silent: for `watchdog_s` once loaded; while it loads, if it has been
+An engine is lost when one of its processes ends or cannot be started, when it reports a Fault, when
+a message of it cannot be read, and when it is silent: for `watchdog_s` once loaded; while it loads, if it has been
 stopped for as long. Then, in this order, in each of the server's processes:
 
     all open requests end with a sentence, or wait to go on, and new ones are refused with it
@@ -102,17 +102,21 @@ class Succession:
     async def _end_lost(self, loss: Loss, sentence: str) -> None:
         """Ends what is left of the lost engine. An engine that reported its end first has a moment
         to log the reason."""
-        assert self._group is not None, "it has been started"
         self._link.interrupt(sentence)
-        await self._group.stop(within_s=LAST_WORDS_S if loss.is_said else 0.0)
+        if self._group is not None:
+            await self._group.stop(within_s=LAST_WORDS_S if loss.is_said else 0.0)
 
     async def _run_one(self) -> Loss:
         """Runs one engine until it is lost; its processes may still be there."""
         self._lost = asyncio.get_running_loop().create_future()
         self._link.on_fault = lambda sentence: self._lose(Loss(sentence, is_said=True))
+        self._group = None
         if self._ends.is_set():
             return Loss("the server ends")
-        self._group = group = await self._given.start(self._number)
+        try:
+            self._group = group = await self._given.start(self._number)
+        except OSError as error:  # too many processes or files, too little memory: for now
+            return Loss(f"it cannot be started: {error.strerror or error}")
         tasks = [
             asyncio.ensure_future(task)
             for task in (self._hear(), self._watch(group), self._watch_silence(), self._greet())
