@@ -1,8 +1,8 @@
 """The server's engine: started, watched, and started again when it is lost.
 
-An engine is lost when one of its processes ends or cannot be started, when it reports a Fault, when
-a message of it cannot be read, and when it is silent: for `watchdog_s` once loaded; while it loads, if it has been
-stopped for as long. Then, in this order, in each of the server's processes:
+An engine is lost when one of its processes ends or cannot be started, when it reports a Fault,
+when a message of it cannot be read, and when it is silent: for `watchdog_s` once loaded; while it
+loads, if it has been stopped for as long. Then, in this order, in each of the server's processes:
 
     all open requests end with a sentence, or wait to go on, and new ones are refused with it
     all processes of the engine are killed, and have ended
