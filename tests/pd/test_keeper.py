@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -50,6 +51,20 @@ def test_what_never_was_ready_is_started_once(capsys: pytest.CaptureFixture[str]
 
     run(work)
     assert capsys.readouterr().err.count("worker-1: line 0\n") == 1
+
+
+def test_a_program_that_cannot_be_started_is_given_up_with_the_reason(monkeypatch):
+    async def start(*words: object, **named: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async def work() -> None:
+        kept = made("listens")
+        await kept.start()
+        why = f"worker-1 is gone: it cannot be started: {os.strerror(errno.EAGAIN)}"
+        assert kept.why_lost == why
+
+    monkeypatch.setattr(keepers.Child, "start", start)
+    run(work)
 
 
 def test_a_killed_program_is_back_at_its_port(capsys: pytest.CaptureFixture[str]):

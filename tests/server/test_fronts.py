@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,14 +10,18 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
+from ess.server.commands.start.front import Front
+from ess.server.process.link import Place
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
 from tests.support.crowd import Crowd
 from tests.support.few import few
 from tests.support.kin import children, commands, is_running
+from tests.support.manual_clock import ManualClock
 from tests.support.process import Process
 
 PACED = ("--engine", "paced", "--max-running", "64", "--max-waiting", "64")
@@ -186,3 +191,34 @@ def test_two_servers_do_not_share_a_port_unawares():
         for count in ("1", "2"):
             with pytest.raises(AssertionError, match="Address already in use"):
                 Process(*PACED, "--port", port, "--server-processes", count)
+
+
+def test_a_process_that_cannot_obey_ends():
+    """It cannot open the socket of the next engine, say. Another takes its place."""
+
+    class Link:
+        place = Place(front=1, count=2)
+        lost = ""
+
+        def interrupt(self, sentence: str) -> None:
+            pass
+
+        def renew(self, endpoint: str) -> None:
+            raise OSError("too many open files")
+
+        def lose(self, sentence: str) -> None:
+            self.lost = sentence
+
+    async def act() -> tuple[str, bool]:
+        link = Link()
+        server = SimpleNamespace(should_exit=False, server_state=SimpleNamespace(tasks=set()))
+        front = Front(SimpleNamespace(link=link), server, ManualClock(), folder="here")
+        front._hearing = asyncio.ensure_future(asyncio.sleep(0))
+        orders = asyncio.StreamReader()
+        orders.feed_data(b"succeed 1 it is gone\n")
+        await front._obey(orders)
+        return link.lost, server.should_exit
+
+    lost, ends = asyncio.run(act())
+    assert lost == "this process of the server ends: OSError: too many open files"
+    assert ends

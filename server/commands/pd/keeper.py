@@ -112,9 +112,12 @@ class Keeper:
         self._last_lines.clear()
         self.listens.clear()
         program = Program(home=self._order.home, words=self._words(), parent=os.getpid())
-        child = self._child = await Child.start(
-            LEASHED, program, environment=self._environment, is_heard=True
-        )
+        try:
+            child = self._child = await Child.start(
+                LEASHED, program, environment=self._environment, is_heard=True
+            )
+        except OSError as error:
+            return f"it cannot be started: {error.strerror or error}"
         self.pid = child.pid
         hearing = [
             asyncio.ensure_future(heard)

@@ -20,6 +20,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from ess import console
 from ess.clock import Clock, RealClock
 from ess.engine.process.lifeline import die_with_parent
 from ess.errors import EssError
@@ -83,18 +84,27 @@ class Front:
             await self._end(str(error))
 
     async def _obey(self, orders: asyncio.StreamReader) -> None:
-        while line := (await orders.readline()).decode().strip():
-            order, _, sentence = line.partition(" ")
-            if order == "drain":
-                self._service.draining = True
-            elif order == "refresh":
-                await refresh_files(self._server)
-            elif order == "succeed":
-                engine, _, why = sentence.partition(" ")
-                await self._succeed(int(engine), why)
-            else:
-                await self._end(sentence)
-        await self._end("the server has ended")
+        """One that cannot obey ends, and another takes its place: it would hear of no further
+        engine, nor of the server's end."""
+        sentence = "the server has ended"
+        try:
+            while line := (await orders.readline()).decode().strip():
+                await self._act(*line.split(" ", 1))
+        except Exception as error:
+            sentence = f"this process of the server ends: {type(error).__name__}: {error}"
+            console.note(f"ess: {sentence}")
+        await self._end(sentence)
+
+    async def _act(self, order: str, sentence: str = "") -> None:
+        if order == "drain":
+            self._service.draining = True
+        elif order == "refresh":
+            await refresh_files(self._server)
+        elif order == "succeed":
+            engine, _, why = sentence.partition(" ")
+            await self._succeed(int(engine), why)
+        else:
+            await self._end(sentence)
 
     async def _succeed(self, engine: int, why: str) -> None:
         link = self._service.link
