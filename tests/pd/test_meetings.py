@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -10,19 +11,25 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ess.engine.process.fake_engine import identity_of
+from ess.engine.process.messages import Met
 from ess.errors import BadInput
 from ess.ports import kept_port
 from ess.server.commands.start.settings import resolve
 from ess.server.process.bounds import METADATA_BYTES_MAX
+from ess.server.process.pair import peers
+from ess.server.process.pair.addresses import read_peers
+from ess.server.process.pair.peers import Peers
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Heartbeat, Seal, new_epoch
 from tests.pd.pairs import SECRET, Half, until
 from tests.pd.test_dialects import PROMPT, decode, pair, post, prefill, rooms_at
 from tests.server.harness import Served, raw
+from tests.support.manual_clock import ManualClock
 from tests.support.routers import ask
 
 
@@ -50,6 +57,36 @@ def test_only_who_has_the_secret_is_met():
         assert meet(left, bytes(METADATA_BYTES_MAX)) == 403
         assert meet(left, bytes(METADATA_BYTES_MAX + 1)) == 413
         assert meet(left, good, b"sec-fetch-site: cross-site") == 200
+
+
+def test_whatever_goes_wrong_a_meeting_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    """A host's name is looked up in a thread, and the system may have none left."""
+    failures: list[Exception] = [RuntimeError("can't start new thread"), OSError("gone")]
+
+    async def post(*asked: object) -> bytes:
+        if failures:
+            raise failures.pop(0)
+        return b"theirs"
+
+    class Link:
+        async def until_ready(self) -> object:
+            return SimpleNamespace(metadata=b"ours")
+
+        async def meet(self, address: str, metadata: bytes) -> Met:
+            return Met(address, 7, b"ours")
+
+    async def act() -> None:
+        named = read_peers("127.0.0.1:9")
+        met = Peers(named, Link(), ManualClock())  # type: ignore[arg-type]
+        running = asyncio.ensure_future(met.run())
+        while met.missing:
+            assert not running.done(), "no peer is met any more"
+            await asyncio.sleep(0)
+        running.cancel()
+
+    monkeypatch.setattr(peers, "post", post)
+    monkeypatch.setattr(peers, "MEET_EVERY_S", 0.0)
+    asyncio.run(asyncio.wait_for(act(), 30.0))
 
 
 def test_a_decode_worker_that_has_no_peers_is_healthy():

@@ -93,7 +93,8 @@ class Peers:
             await asyncio.sleep(MEET_EVERY_S)
 
     async def _meet(self, peer: Peer, metadata: bytes) -> None:
-        """Meets a peer; it is down after MISSES_MAX late answers, or once it refuses or is gone."""
+        """Meets a peer; it is down after MISSES_MAX late answers, or once it refuses or is gone.
+        Whatever goes wrong, it is tried again: nobody else connects this worker."""
         try:
             async with asyncio.timeout(MEET_S):
                 theirs = await post(peer.named.at, "/peers", metadata)
@@ -104,8 +105,8 @@ class Peers:
             peer.misses += 1
             if peer.misses >= MISSES_MAX or not peer.is_up:
                 peer.missed(f"it has not answered within {MEET_S:g} s", self._clock.now_s())
-        except (OSError, Unavailable) as error:
-            peer.missed(str(error), self._clock.now_s())
+        except Exception as error:
+            peer.missed(str(error) or type(error).__name__, self._clock.now_s())
         else:
             peer.met(met.epoch, self._clock.now_s())
 
