@@ -22,7 +22,7 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ess.errors import EssError
+from ess.errors import BadInput, EssError
 from ess.server.http.openapi import pages
 from ess.server.http.origins import check_page, is_allowed, permitted, shared_with
 from ess.server.http.request_ids import address, given_key, headers_of
@@ -123,6 +123,8 @@ class Gate:
         bodies = self._sealed if is_sealed else self._bodies
         bodies.check_length(headers.get(b"content-length", b"0"))
         has_body = b"transfer-encoding" in headers or b"content-length" in headers
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise BadInput("the body has a content-encoding, and none is read here: send it plain")
         return await bodies.take(receive) if has_body and not is_open else b""
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:

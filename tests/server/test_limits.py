@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gzip
+import http.client
 import json
 import socket
 import time
@@ -129,6 +131,21 @@ def test_a_long_body_is_refused_with_and_without_its_length():
                 made.sendall(b"300\r\n" + b" " * 0x300 + b"\r\n")
             assert made.recv(4096).startswith(b"HTTP/1.1 413")
         assert json.loads(ask(served, "/v1/completions", completion())[1])["choices"]
+
+
+@pytest.mark.parametrize(("coding", "code"), [("gzip", 400), ("br, gzip", 400), ("Identity", 200)])
+def test_a_packed_body_is_refused_in_words(coding: str, code: int):
+    """Read as it is, it would be no JSON, and the sentence would not say why."""
+    plain = b'{"prompt": "a", "max_tokens": 1}'
+    with Served(PacedEngine(counting(2))) as served:
+        asking = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+        body = plain if code == 200 else gzip.compress(plain)
+        asking.request("POST", "/v1/completions", body, {"content-encoding": coding})
+        answer = asking.getresponse()
+        said = answer.read()
+        assert answer.status == code
+        assert (b"has a content-encoding" in said) == (code == 400)
+        asking.close()
 
 
 def test_a_long_head_is_refused():
