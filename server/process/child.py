@@ -105,6 +105,10 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
+    def hang_up(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGHUP)
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()

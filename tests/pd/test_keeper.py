@@ -15,6 +15,7 @@ import pytest
 from ess.clock import RealClock
 from ess.server.commands.pd import keeper as keepers
 from ess.server.commands.pd.keeper import STARTS_MAX, Keeper, Order
+from ess.server.commands.pd.kept import Kept
 from ess.server.process.child import LINE_BYTES_MAX, lines_of
 from tests.server.harness import until
 from tests.support.kin import is_running, told
@@ -104,6 +105,38 @@ def test_the_last_start_says_why(
 
     run(work)
     assert capsys.readouterr().err.count("starts again") == STARTS_MAX
+
+
+def test_a_hangup_reaches_servers_that_are_ready_and_no_router(monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    monkeypatch.setattr(Keeper, "refresh", lambda keeper: told.append(keeper.name))
+    monkeypatch.setattr(os, "isatty", lambda number: False)
+
+    async def never(url: str) -> bool:
+        return False
+
+    async def work() -> None:
+        kept = Kept(["decode", "router"], environment=ENVIRONMENT, clock=RealClock())
+        kept.heed_signals()
+        made = [
+            kept.keep(role, Order(name=name, home="tests.pd.programs:listens", words=()), is_ready)
+            for role, name, is_ready in (
+                ("decode", "decode-1", at_once),
+                ("decode", "decode-2", never),
+                ("router", "router", at_once),
+            )
+        ]
+        for keeper in (made[0], made[2]):
+            await keeper.ready.wait()
+        os.kill(os.getpid(), signal.SIGHUP)
+        while not told:
+            await asyncio.sleep(0.01)
+        assert told == ["decode-1"]
+        for role in ("decode", "router"):
+            await kept.end(role, within_s=5.0)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+
+    run(work)
 
 
 def test_who_does_not_end_is_killed():

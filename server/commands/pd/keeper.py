@@ -84,6 +84,11 @@ class Keeper:
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
 
+    def refresh(self) -> None:
+        """Has a server read files that may have changed."""
+        if self._child is not None:
+            self._child.hang_up()
+
     def kill(self) -> None:
         self._is_ending = True
         if self._child is not None:

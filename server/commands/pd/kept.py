@@ -33,10 +33,18 @@ class Kept:
         self._stop = asyncio.Event()
 
     def heed_signals(self) -> None:
-        """The first signal ends all processes in order, the second kills them at once."""
+        """The first signal ends all processes in order, the second kills them at once. SIGHUP is
+        passed on to servers that are ready, which read files again; routers read none."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if not os.isatty(0) and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._refresh)
+
+    def _refresh(self) -> None:
+        for role, keeper in self.all():
+            if role != "router" and keeper.ready.is_set():
+                keeper.refresh()
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

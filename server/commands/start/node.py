@@ -11,6 +11,7 @@ worker. Restarts are not counted here: the server of rank 0 decides when to give
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -36,6 +37,10 @@ class Node:
         loop = asyncio.get_running_loop()
         for told in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(told, self.end)
+        if not os.isatty(0) and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(
+                signal.SIGHUP, lambda: None
+            )  # a node has no files to read again
         number, wait_s = 0, AGAIN_S
         while not self._end.is_set():
             began_s = loop.time()
