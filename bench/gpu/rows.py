@@ -35,7 +35,9 @@ from ess.pool.cuda_programs import rival_form
 
 ROW_BYTES: Final = 656
 IN_STREAM_ORDER: Final = 1
-POOL_BYTES: Final = 24 << 30
+POOL_BYTES: Final = 64 << 30
+BRIEF_POOL_BYTES: Final = 24 << 30
+"""Three layers of the largest pools: a larger one takes longer to lock than all rows to measure."""
 PREDICTED: Final = {
     "gather 512 rows, flat": 22.2,
     "gather 4096 rows, flat": 28.8,
@@ -201,9 +203,13 @@ class BatchCopies:
             raise BadState(f"cuMemcpyBatchAsync answers {status}")
 
 
-def rows_benchmark(*, smoke: bool) -> Iterator[Row]:
+def brief_rows_benchmark(*, smoke: bool) -> Iterator[Row]:
+    yield from rows_benchmark(smoke=smoke, wanted_bytes=BRIEF_POOL_BYTES)
+
+
+def rows_benchmark(*, smoke: bool, wanted_bytes: int = POOL_BYTES) -> Iterator[Row]:
     rig = GpuRig(repeats=3 if smoke else 15)
-    pool_rows = ((8 << 20) if smoke else pool_bytes()) // ROW_BYTES
+    pool_rows = ((8 << 20) if smoke else pool_bytes(wanted_bytes)) // ROW_BYTES
     pool = pinned_memory(rig.device, pool_rows * ROW_BYTES, row_bytes=ROW_BYTES, touch_threads=16)
     raw, pool = pool, pool.reshape(-1, ROW_BYTES)
     loop = memcpy_loop()
@@ -220,11 +226,10 @@ def rows_benchmark(*, smoke: bool) -> Iterator[Row]:
     yield from predictions()
 
 
-def pool_bytes() -> int:
-    """Three layers of the largest pools, where the host has as much again to spare by half; else an
-    eighth of what it has. More would take longer to lock than all rows take to measure."""
+def pool_bytes(wanted: int) -> int:
+    """What is wanted, where the host has half as much again to spare; else an eighth of spare memory."""
     spare = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return POOL_BYTES if 2 * spare >= 3 * POOL_BYTES else max(1 << 30, spare // 8)
+    return wanted if 2 * spare >= 3 * wanted else max(1 << 30, spare // 8)
 
 
 def predictions() -> Iterator[Row]:
@@ -297,7 +302,7 @@ def orders(rig: GpuRig, pool: Bytes, row_counts: Sequence[int]) -> Iterator[Row]
 def reaches(rig: GpuRig, pool: Bytes, row_count: int) -> Iterator[Row]:
     """The same moves within ever more of the pool: how far does the translation of addresses
     reach?"""
-    for gib in (1, 2, 4, 8, 16):
+    for gib in (1, 2, 4, 8, 16, 32, 64):
         part = pool[: (gib << 30) // ROW_BYTES]
         if len(part) == len(pool) and gib > 1:
             return
@@ -312,7 +317,7 @@ def steps(rig: GpuRig, pool: Bytes, *, smoke: bool) -> Iterator[Row]:
     """What a step fetches: some rows of each request, whose pages lie side by side. At a time few
     requests are on the wire, however large the pool is."""
     each = 8 if smoke else MISSES
-    for gib in (0,) if smoke else (1, 8, 16):
+    for gib in (0,) if smoke else (1, 8, 16, 32, 64):
         part = pool if smoke else pool[: (gib << 30) // ROW_BYTES]
         if len(part) == len(pool) and gib > 1:
             return

@@ -59,6 +59,8 @@ BENCHMARKS: Final = {
     "shapes": "ess.bench.gpu.shapes:shapes_benchmark",
 }
 """In this order: what is worth most to know, and has not been measured, comes first."""
+BRIEF: Final = {"rows": "ess.bench.gpu.rows:brief_rows_benchmark"}
+"""Within a time limit, in the place of the benchmark: its pool is smaller."""
 KERNELS: Final = {
     "resolve": "ess.bench.gpu.resolve:resolve_kernels",
     "slice": "ess.bench.worker.one_gpu:slice_kernels",
@@ -87,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ess.bench.gpu.suite", description=__doc__)
     parser.add_argument("--only", choices=list(BENCHMARKS), nargs="+")
     parser.add_argument("--smoke", action="store_true", help="small sizes: shows that it runs")
+    parser.add_argument("--brief", action="store_true", help="a single one within its time limit")
     says = (
         "launch all kernels once, those of all benchmarks at once, for so long at most: what that"
     )
@@ -110,20 +113,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if compile_kernels(names, limit_s=given.compile) else 1
     out = given.json or given.out
     if out != STDOUT:
-        return 0 if measure(given.only, smoke=given.smoke, out=out) else 1
+        return 0 if measure(given.only, smoke=given.smoke, brief=given.brief, out=out) else 1
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "rows.json"
         with contextlib.redirect_stdout(sys.stderr):
-            done = measure(given.only, smoke=given.smoke, out=kept)
+            done = measure(given.only, smoke=given.smoke, brief=given.brief, out=kept)
         print(kept.read_text() if kept.exists() else "", end="")
     return 0 if done else 1
 
 
-def measure(only: Sequence[str] | None, *, smoke: bool, out: Path | None) -> bool:
-    """A single benchmark has no time limit of its own; the caller may end this process."""
+def measure(only: Sequence[str] | None, *, smoke: bool, brief: bool, out: Path | None) -> bool:
+    """A single benchmark has no time limit of its own; a caller that has one says `brief`."""
     names = list(BENCHMARKS) if only is None else only
     if len(names) == 1:
-        return measure_one(names[0], smoke=smoke, out=out)
+        return measure_one(names[0], smoke=smoke, brief=brief, out=out)
     return measure_all(names, smoke=smoke, out=out)
 
 
@@ -152,10 +155,10 @@ def load(place: str) -> Callable[..., Any]:
     return function
 
 
-def measure_one(name: str, *, smoke: bool, out: Path | None) -> bool:
+def measure_one(name: str, *, smoke: bool, brief: bool, out: Path | None) -> bool:
     """Written after every row: what is measured is kept, whatever comes then."""
     try:
-        benchmark = load(BENCHMARKS[name])
+        benchmark = load((BENCHMARKS | BRIEF if brief else BENCHMARKS)[name])
     except ImportError as error:
         print(f"{name}: not measured, {error}", file=sys.stderr)
         return True
@@ -183,7 +186,7 @@ def measure_all(names: Sequence[str], *, smoke: bool, out: Path | None) -> bool:
     for name in names:
         part = None if out is None else out.with_suffix(f".{name}.json")
         kept = [] if part is None else ["--out", str(part)]
-        command = [sys.executable, "-m", "ess.bench.gpu.suite", "--only", name, *kept]
+        command = [sys.executable, "-m", "ess.bench.gpu.suite", "--only", name, "--brief", *kept]
         finished.append(finishes(command + ["--smoke"] * smoke, limit_s=LIMIT_S[name]))
         if out is not None and part is not None and part.exists():
             written = json.loads(part.read_text())

@@ -77,7 +77,7 @@ def phases(kept: Path) -> Iterator[list[Part]]:
     ]
     for name in BENCHMARKS:
         rows = "--out", str(kept / f"{name}.json")
-        only = python, "-m", "ess.bench.gpu.suite", "--only", name
+        only = python, "-m", "ess.bench.gpu.suite", "--brief", "--only", name
         yield [Part(name, (*only, *rows), LIMIT_S[name])]
 
 
