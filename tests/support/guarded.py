@@ -93,8 +93,7 @@ class Guard:
     def pytest_runtest_logreport(self, report):
         if report.when != "call" and report.passed:
             return
-        why = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
-        self.tell(report.outcome, report.nodeid, why.replace("\n", " "))
+        self.tell(report.outcome, report.nodeid, why_skipped(report))
         say(f"{time.strftime('%X')} {report.outcome:7} {report.duration:6.1f} s {report.nodeid}")
         if report.failed:
             say(report.longreprtext)
@@ -106,9 +105,17 @@ class Guard:
         if report.failed:
             self.tell("failed", report.nodeid, "cannot be collected")
             say(f"cannot be collected: {report.nodeid}\n{report.longreprtext}")
+        if report.skipped:
+            self.tell("skipped", report.nodeid or report.longrepr[0], why_skipped(report))
 
     def pytest_sessionfinish(self):
         self.tell("end")
+
+
+def why_skipped(report):
+    """Of a test, or of a whole file that says so when it is imported."""
+    is_told = report.skipped and isinstance(report.longrepr, tuple)
+    return report.longrepr[2].replace("\n", " ") if is_told else ""
 
 
 def why_alone(failure):

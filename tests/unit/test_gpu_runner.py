@@ -42,10 +42,15 @@ def test_one_test_takes_nothing_from_the_others(tmp_path: Path) -> None:
     bad.write_text(HEAD + BAD)
     good.write_text(HEAD + "def test_alone(): pass\n")
     broken.write_text("import nothing_of_this_name\n")
-    status, printed = run("--seconds-each", 6, "--processes", 2, "--files", bad, good, broken)
+    needy = tmp_path / "test_needy.py"
+    needy.write_text('import pytest\npytest.importorskip("nothing_at_all", reason="it needs it")\n')
+    status, printed = run(
+        "--seconds-each", 6, "--processes", 2, "--files", bad, good, broken, needy
+    )
     assert status == 1
-    assert "3 passed, 1 skipped, 7 failed" in printed, printed
+    assert "3 passed, 2 skipped, 7 failed" in printed, printed
     assert "skipped 1: Skipped: for a reason" in printed
+    assert "skipped 1: Skipped: it needs it" in printed
     assert printed.count("its process died in it, or it took too long") == 4
     for cause in ("exit 86", "SIGABRT", "SIGSEGV", "SIGKILL (of the system, perhaps: no memory)"):
         assert f"test_bad.py: its process ended by {cause}, another goes on" in printed, printed
