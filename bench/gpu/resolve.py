@@ -29,8 +29,8 @@ from ess.pool.lru.arena import Arena, Split
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_new_rows import NewRows
 from ess.pool.lru.cuda_shape import NOW, ResolveShape
-from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
-from ess.units import div_ceil
+from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of, workspace_sizes
+from ess.units import align_up, div_ceil
 
 TOP_K: Final = 2048
 MISSES: Final = 100
@@ -67,8 +67,8 @@ class Cycle:
         self.step = 300
 
     def residency(self, shape: ResolveShape) -> Residency:
-        device = self.rig.device
-        ints = lambda n: DeviceArray(device, np.zeros(n, np.int32))  # noqa: E731
+        device, sizes = self.rig.device, workspace_sizes(shape, ring=1).values()
+        ints = Ints(device, sum(align_up(size, Ints.UNIT) for size in sizes))
         return Residency(device, self.arena, ResidencyWorkspaces(device, shape, ints, ring=1))
 
     def queue(self, residency: Residency, turn: int) -> None:
@@ -130,6 +130,21 @@ class Cycle:
         claimed = residency.report()["claimed"]
         assert claimed == row_count, f"{claimed} rows claimed, {row_count} expected"
         return taken
+
+
+class Ints:
+    """Arrays in one memory: each of its own would take a millisecond of the driver, and there are a
+    dozen for each turn."""
+
+    UNIT: Final = 64
+
+    def __init__(self, device: Device, count: int) -> None:
+        self._all, self._taken = DeviceArray(device, np.zeros(count, np.int32)), 0
+
+    def __call__(self, count: int) -> DeviceArray:
+        begin, self._taken = self._taken, self._taken + align_up(count, self.UNIT)
+        assert self._taken <= self._all.shape[0], f"{self._taken} of {self._all.shape[0]} numbers"
+        return self._all[begin : begin + count]
 
 
 class Claims:
