@@ -21,19 +21,23 @@ define INSTALL
 	$(BIN)/pip install -q $(2) 'setuptools>=77' wheel
 	$(BIN)/python $(BUILD) & native=$$!; \
 	{ $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $(2) torch==2.13.0; } && \
-	CC=false CXX=false $(BIN)/pip install -q $(2) --no-build-isolation -e '.[$(1)]' && wait $$native
+	CC=false CXX=false $(BIN)/pip install -q $(2) --no-build-isolation -e '.[$(1)]' && \
+	{ $(3); wait $$native; }
 	touch $(SERVES)
 endef
 
 # The tests import a tenth of what is installed: only that is compiled, when it is first imported.
+# They are collected once while the native library is compiled, or each of their workers would
+# compile the same.
 COMMA := ,
+COLLECT = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only >/dev/null 2>&1
 $(STAMP): pyproject.toml $(NATIVE)
-	$(call INSTALL,dev$(COMMA)oracle$(COMMA)router,--no-compile)
+	$(call INSTALL,dev$(COMMA)oracle$(COMMA)router,--no-compile,$(COLLECT))
 	touch $@
 
 # To serve needs a third of what the checks need.
 $(SERVES): pyproject.toml $(NATIVE)
-	$(call INSTALL,serve$(COMMA)guest)
+	$(call INSTALL,serve$(COMMA)guest,,:)
 
 # Of what comes with ESS, or of MODEL=smollm2, or of MODEL=folder.
 serve: $(SERVES)
