@@ -85,7 +85,7 @@ class Lockstep:
 
     def say(self, call: Call) -> None:
         """Rank 0: what its engine is about to do."""
-        assert self.is_lead, f"rank {self.group.rank} is told what happens"
+        assert self.is_lead, f"rank {self.group.rank} says what happens, only rank 0 may"
         send(self._others, call)
 
     def heard(self) -> Call:
@@ -142,7 +142,7 @@ class Lockstep:
 
     def pass_on(self, word: Aside) -> None:
         """Rank 0, at a place where all others are `passed` it."""
-        assert self.is_lead, f"rank {self.group.rank} is told what happens"
+        assert self.is_lead, f"rank {self.group.rank} says what happens, only rank 0 may"
         send(self._others, word)
 
     def passed(self, kind: type[W]) -> W:

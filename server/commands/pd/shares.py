@@ -36,7 +36,7 @@ WHY_NOT: Final[Mapping[str, str]] = {
     "allowed_hosts": "a router lets every host name in; set a key, or let a proxy check names",
     "keep_responses": "each worker would find its own responses alone",
     "transfer_port": "each worker takes a free one",
-    "register": "the router is told of all workers when it starts",
+    "register": "the router gets all workers when it starts",
     **dict.fromkeys(
         ("role", "peers", "bootstrap_port", "peer_secret", "peer_secret_file"),
         "each worker is told its own",

@@ -134,7 +134,7 @@ class StagePages(SequencePages):
         self._is_told = False
 
     def close(self) -> None:
-        assert self.is_kept, f"{self._sequence!r}: the stage is told too late"
-        assert not self._is_told, f"{self._sequence!r}: the stage is told twice"
+        assert self.is_kept, f"{self._sequence!r}: on_close before the prompt was kept"
+        assert not self._is_told, f"{self._sequence!r}: on_close is called twice"
         self._is_told = True
         self._on_close()
