@@ -50,12 +50,13 @@ class Checks:
         tensor: Any,
         shape: Sequence[int | None],
         dtypes: Sequence[torch.dtype],
+        *,
         in_place: bool = False,
     ) -> None:
         require(name, tensor, shape, dtypes)
-        self.place(name, tensor, in_place)
+        self.place(name, tensor, in_place=in_place)
 
-    def place(self, name: str, tensor: Tensor, in_place: bool = False) -> None:
+    def place(self, name: str, tensor: Tensor, *, in_place: bool = False) -> None:
         if not self.backend.reaches(tensor, in_place=in_place):
             raise BadInput(f"{name} is on {tensor.device}: the {self.name} ops do not reach it")
 
@@ -65,9 +66,9 @@ class Checks:
                 self.place(name, tensor)
 
     def bytes_of(
-        self, name: str, matrix: Any, count: int | None, width: int, in_place: bool = False
+        self, name: str, matrix: Any, count: int | None, width: int, *, in_place: bool = False
     ) -> None:
-        self.tensor(name, matrix, (count, width), BYTES, in_place)
+        self.tensor(name, matrix, (count, width), BYTES, in_place=in_place)
         require_adjacent(name, matrix)
         apart, start = matrix.stride()[0], matrix.data_ptr()
         if (apart | start) % 4:
