@@ -15,7 +15,7 @@ import torch
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
-from ess.engine.step.underway import flights
+from ess.engine.step.decode import Launcher
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import PoolFull
 from ess.kernels import backend
@@ -171,22 +171,23 @@ def alone():
     from tests.device.kernels import Kernels
     from tests.support.pretended import PRETENCE, without_waits
 
-    real, cuda = flights.launch, backend._cuda
+    real, cuda = Launcher.launch, backend._cuda
 
-    def launch(*args, **kwargs):
+    def launch(launcher, turns, *, vector=None, **given):
+        if vector is not None:  # a rehearsal
+            return real(launcher, turns, vector=vector, **given)
         PRETENCE.moment += 1
-        turns = args[3]
         changes = any(turn.request.sampling.changes_logits for turn in turns)
-        is_there = args[0].model.device.type != "cpu"
+        is_there = launcher.runner.model.device.type != "cpu"
         guard = without_waits() if is_there and not changes else contextlib.nullcontext()
         with guard:
-            return real(*args, **kwargs)
+            return real(launcher, turns, **given)
 
     torch.set_num_threads(1)
-    flights.launch, backend._cuda = launch, Kernels
+    Launcher.launch, backend._cuda = launch, Kernels
     backend._ops.cache_clear()
     try:
         yield
     finally:
-        flights.launch, backend._cuda = real, cuda
+        Launcher.launch, backend._cuda = real, cuda
         backend._ops.cache_clear()

@@ -9,17 +9,16 @@ captured once more, as a step that is timed. What is beyond the graphs' count or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
 from ess.clock import Clock
 from ess.engine.graphs.replays import EAGER_STEPS, Fit, Replays
 from ess.engine.plan import Turn
-from ess.engine.ranks.agreement import Ranks, StepNeeds
+from ess.engine.ranks.agreement import StepNeeds
 from ess.engine.requests.request import Request
-from ess.engine.step.decode import launch, learn
-from ess.engine.step.feeding import Future
+from ess.engine.step.decode import Launcher
 from ess.engine.step.laps import DeviceLap
 from ess.engine.step.runner import Runner
 from ess.engine.step.way import WholeModel
@@ -43,22 +42,22 @@ class Kind:
 
 
 def rehearse(
-    runner: Runner,
-    future: Future,
+    launcher: Launcher,
     replays: Replays,
     *,
     width: int,
     draft_count: int,
-    ranks: Ranks,
     clock: Clock,
     tell: Callable[[str], None],
 ) -> None:
-    started_s = clock.now_s()
+    """The rehearsed steps run through the whole model here, whatever way the engine's steps go."""
+    started_s, runner = clock.now_s(), launcher.runner
+    rehearsing = replace(launcher, way=WholeModel())
     tell(f"graphs of steps: up to {counted(max(replays.sizes, default=0), 'request')} a step")
     with runner.tuning.uncounted(), runner.verifier.off():
         for kind in kinds(runner, replays, width):
             if not replays.is_full and replays.has_bytes(sum(kind.counts)):
-                _capture(runner, future, replays, kind, draft_count, ranks)
+                _capture(rehearsing, kind, draft_count)
     replays.rehearsed()
     runner.offload.drain()
     made, size = replays.captured_count, format_bytes(replays.byte_count)
@@ -66,50 +65,37 @@ def rehearse(
 
 
 def kinds(runner: Runner, replays: Replays, width: int) -> Iterator[Kind]:
-    for is_timed, temperature in product((False, True), TEMPERATURES):
-        sampling = Sampling(temperature=temperature, tokens_max=(1 + EAGER_STEPS) * width)
-        for vector in runner.tuning.first_vectors():
-            for count in dict.fromkeys((width, 1)):
-                for size in reversed(replays.sizes):
-                    counts = replays.bucket((1,) * size, width)
-                    if counts and max(counts) >= count:
-                        yield Kind(
-                            counts=counts,
-                            count=count,
-                            vector=vector,
-                            sampling=sampling,
-                            is_timed=is_timed,
-                        )
+    vectors, widths = runner.tuning.first_vectors(), dict.fromkeys((width, 1))
+    for is_timed, temperature, vector, count, size in product(
+        (False, True), TEMPERATURES, vectors, widths, reversed(replays.sizes)
+    ):
+        counts = replays.bucket((1,) * size, width)
+        if counts and max(counts) >= count:
+            yield Kind(
+                counts=counts,
+                count=count,
+                vector=vector,
+                sampling=Sampling(temperature=temperature, tokens_max=(1 + EAGER_STEPS) * width),
+                is_timed=is_timed,
+            )
 
 
-def _capture(
-    runner: Runner,
-    future: Future,
-    replays: Replays,
-    kind: Kind,
-    draft_count: int,
-    ranks: Ranks,
-) -> None:
+def _capture(launcher: Launcher, kind: Kind, draft_count: int) -> None:
     """Captures the kind in the step behind the steps that load its kernels; the graph with times is
     captured behind the graph without."""
     request = Request(number=0, prompt=[0], sampling=kind.sampling)
-    opened = runner.offload.open(request.prompt, length_max=request.length_max)
+    opened = launcher.runner.offload.open(request.prompt, length_max=request.length_max)
     request.sequence = opened
     line = opened.line
-    future.stash(line, [0] * kind.count)
+    launcher.future.stash(line, [0] * kind.count)
     for _ in range(1 if kind.is_timed else 1 + EAGER_STEPS):
-        flight = launch(
-            runner,
-            future,
-            replays,
+        flight = launcher.launch(
             (Turn(request, kind.count),),
             brought=StepNeeds(draft_count=draft_count),
-            ranks=ranks,
-            way=WholeModel(),
             lap=DeviceLap(),
             fit=Fit(kind.counts, kind.counts),
             vector=kind.vector,
         )
-        learn(future, flight, ranks)
-    future.forget(line)
+        launcher.learn(flight)
+    launcher.future.forget(line)
     opened.close()

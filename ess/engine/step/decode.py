@@ -48,56 +48,63 @@ class Flight:
         )
 
 
-def launch(
-    runner: Runner,
-    future: Future,
-    replays: Replays | None,
-    turns: tuple[Turn, ...],
-    *,
-    brought: StepNeeds,
-    ranks: Ranks,
-    way: Way,
-    lap: Lap,
-    fit: Fit | None = None,
-    vector: Vector | None = None,
-) -> Flight:
-    """PoolFull if there are no pages for the positions that the turns may reach: then nothing has
-    changed. Then the `ranks` meet, and get what this rank has `brought` beside its turns. Without
-    `replays` and the `fit` that they chose, a step runs eagerly. `vector` are its modes, if no
-    policy decides them. `lap` has just begun."""
-    assert turns, "a step without requests"
-    assert len({turn.request for turn in turns}) == len(turns), "a request has two turns"
-    sequences = [turn.sequence for turn in turns]
-    query_counts = tuple(turn.count for turn in turns)
-    counts = query_counts if fit is None else fit.counts
-    room = None if counts == query_counts else sum(counts)
-    step = runner.offload.begin(sequences, query_counts=query_counts, room=room)
-    fed = future.feed(step, turns, counts)
-    course = runner.course(step, counts, vector)
-    shape = counts if fit is None else fit.shape
-    own = replace(
-        brought, token_count=sum(shape), half_count=half_tokens(shape), splits=course.splits
-    )
-    agreement = ranks.meet(own)
-    course, draft_count = runner.settled(course, splits=agreement.splits), agreement.draft_count
-    compute = _computing(runner, way, step, course, fed, draft_count)
-    if replays is None or fit is None:
-        results = compute()
-    else:
-        results = replays.run(step, fit, course, (draft_count, agreement.sizes, fed.form), compute)
-    step.seal(accepted=results.said.accepted[: len(turns)])
-    lap.end()
-    results.said.tell(fed)
-    return Flight(turns, step, draft_count, lap, results.hits.seen())
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """What all launches of an engine use. Without `replays` every step runs eagerly."""
 
+    runner: Runner
+    future: Future
+    replays: Replays | None
+    ranks: Ranks
+    way: Way
 
-def learn(future: Future, flight: Flight, ranks: Ranks) -> tuple[Outcome, ...]:
-    """What the oldest step has made; LinkLost if another rank's part of it may be missing."""
-    outcomes = future.learn(flight.step.number)
-    ranks.check()
-    kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
-    flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
-    return outcomes
+    def launch(
+        self,
+        turns: tuple[Turn, ...],
+        *,
+        brought: StepNeeds,
+        lap: Lap,
+        fit: Fit | None = None,
+        vector: Vector | None = None,
+    ) -> Flight:
+        """PoolFull if there are no pages for the positions that the turns may reach: then nothing
+        has changed. Then the ranks meet, and get what this rank has `brought` beside its turns.
+        Without a `fit` into a graph's bucket the step runs eagerly. `vector` are its modes, if no
+        policy decides them. `lap` has just begun."""
+        assert turns, "a step without requests"
+        assert len({turn.request for turn in turns}) == len(turns), "a request has two turns"
+        runner = self.runner
+        sequences = [turn.sequence for turn in turns]
+        query_counts = tuple(turn.count for turn in turns)
+        counts = query_counts if fit is None else fit.counts
+        room = None if counts == query_counts else sum(counts)
+        step = runner.offload.begin(sequences, query_counts=query_counts, room=room)
+        fed = self.future.feed(step, turns, counts)
+        course = runner.course(step, counts, vector)
+        shape = counts if fit is None else fit.shape
+        own = replace(
+            brought, token_count=sum(shape), half_count=half_tokens(shape), splits=course.splits
+        )
+        agreement = self.ranks.meet(own)
+        course, draft_count = runner.settled(course, splits=agreement.splits), agreement.draft_count
+        compute = _computing(runner, self.way, step, course, fed, draft_count)
+        if self.replays is None or fit is None:
+            results = compute()
+        else:
+            kind = draft_count, agreement.sizes, fed.form
+            results = self.replays.run(step, fit, course, kind, compute)
+        step.seal(accepted=results.said.accepted[: len(turns)])
+        lap.end()
+        results.said.tell(fed)
+        return Flight(turns, step, draft_count, lap, results.hits.seen())
+
+    def learn(self, flight: Flight) -> tuple[Outcome, ...]:
+        """What the oldest step has made; LinkLost if another rank's part of it may be missing."""
+        outcomes = self.future.learn(flight.step.number)
+        self.ranks.check()
+        kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
+        flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
+        return outcomes
 
 
 def _computing(

@@ -21,7 +21,7 @@ from ess.engine.process.messages import GraphLine
 from ess.engine.ranks.agreement import Ranks, StepNeeds
 from ess.engine.requests.request import Request
 from ess.engine.requests.roster import Roster
-from ess.engine.step.decode import Flight, launch, learn
+from ess.engine.step.decode import Flight, Launcher
 from ess.engine.step.feeding import Future, Outcome
 from ess.engine.step.laps import laps_of
 from ess.engine.step.runner import Runner
@@ -51,10 +51,10 @@ class Flights:
         self._config = config
         self._clock = clock
         self._ranks = ranks
-        self._way = way
         self._laps = laps_of(runner.model.device, clock)
         self._future = future_of(runner, verified_max=config.mtp)
         self.replays = replays_of(runner, config)
+        self._launcher = Launcher(runner, self._future, self.replays, ranks, way)
         self._flights: deque[Flight] = deque()
 
     def __len__(self) -> int:
@@ -111,14 +111,9 @@ class Flights:
     def _launch(self, turns: tuple[Turn, ...], chunk_tokens: int) -> None:
         assert len(self._flights) <= self._config.depth, "a step is launched too early"
         draft_count = drafts_of(self.pace.verified_count, self._config.mtp)
-        flight = launch(
-            self._runner,
-            self._future,
-            self.replays,
+        flight = self._launcher.launch(
             turns,
             brought=StepNeeds(draft_count=draft_count, chunk_tokens=chunk_tokens),
-            ranks=self._ranks,
-            way=self._way,
             lap=self._laps(),
             fit=None if self.replays is None else self.replays.fit(turns, self.pace.verified_count),
         )
@@ -131,7 +126,7 @@ class Flights:
     def learn(self) -> tuple[Outcome, ...]:
         """What the oldest step has made. What it took goes into the pace."""
         flight = self._flights.popleft()
-        outcomes = learn(self._future, flight, self._ranks)
+        outcomes = self._launcher.learn(flight)
         self._runner.verifier.learned(flight.step.number)
         self.warmth.stepped(flight.turns, flight.step.firsts, flight.rows)
         for outcome in outcomes:
@@ -151,12 +146,10 @@ class Flights:
         if self.replays is not None:
             verified = self.pace.verified_count
             rehearse(
-                self._runner,
-                self._future,
+                self._launcher,
                 self.replays,
                 width=verified,
                 draft_count=drafts_of(verified, self._config.mtp),
-                ranks=self._ranks,
                 clock=self._clock,
                 tell=tell,
             )
