@@ -23,6 +23,7 @@ from tests.support import tiled
 
 IS_TILED = bool(os.environ.get(tiled.VARIABLE))
 HALF = ("fp8 under fp8", "fp8 under bf16")
+FILES = ("tiles", "index", "screen")
 plays = pytest.mark.skipif(
     not native.available() or native.kernels() != "avx512_bf16" or not shutil.which("g++"),
     reason="tiles are played by a CPU with AVX-512 in bf16, and a compiler",
@@ -35,9 +36,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiled.build(tmp_path_factory.mktemp("tiled"))
 
 
-def pytest_with(library: Path, *arguments: str, **environment: str) -> str:
-    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("index", "screen")]
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.tiled", __file__, *files]
+def pytest_with(
+    library: Path, *arguments: str, files: tuple[str, ...] = FILES, **environment: str
+) -> str:
+    named = [str(Path(__file__).with_name(f"test_{name}.py")) for name in files]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.tiled", *named]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", "-m", "not slow and not gpu", *arguments],
         cwd=tiled.ROOT,
@@ -62,8 +65,9 @@ def test_logits_and_shapes_with_tiles(library: Path) -> None:
 @pytest.mark.long
 @plays
 @pytest.mark.skipif(IS_TILED, reason="starts the process that has played tiles")
-def test_what_holds_for_every_set_holds_with_tiles(library: Path) -> None:
-    said = pytest_with(library)
+@pytest.mark.parametrize("name", FILES)
+def test_what_holds_for_every_set_holds_with_tiles(library: Path, name: str) -> None:
+    said = pytest_with(library, files=(name,))
     assert " passed" in said
 
 
