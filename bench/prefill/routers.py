@@ -67,7 +67,7 @@ class Tier:
 @contextlib.contextmanager
 def tier(stages: int, decodes: int, *flags: str, router: str = "") -> Iterator[Tier]:
     """Starts a tier and waits until every worker is ready."""
-    package, words, meets_at_port = _chosen(router)
+    package, words, meets_at_port = chosen(router)
     secret = {"ESS_PEER_SECRET": secrets.token_hex(16)}
     with contextlib.ExitStack() as stack:
         staged = ("--pp-size", str(stages), *flags)
@@ -85,7 +85,8 @@ def tier(stages: int, decodes: int, *flags: str, router: str = "") -> Iterator[T
         yield Tier(routed, package, tuple(urls))
 
 
-def _chosen(name: str) -> tuple[str, tuple[str, ...], bool]:
+def chosen(name: str) -> tuple[str, tuple[str, ...], bool]:
+    """The router of this name, or the first that is installed; Unavailable if there is none."""
     known = [each for each in ROUTERS if name in ("", each[0])]
     for each in known:
         if importlib.util.find_spec(each[0]) is not None:

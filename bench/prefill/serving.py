@@ -18,7 +18,7 @@ from ess.bench.harness.report import Row, compare
 from ess.bench.harness.streaming import streamed
 from ess.bench.harness.text import token_ids
 from ess.bench.prefill.rig import cores
-from ess.bench.prefill.routers import tier
+from ess.bench.prefill.routers import chosen, tier
 from ess.errors import BadState
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
@@ -57,6 +57,7 @@ MEASURES: Final[tuple[tuple[str, str, Measure], ...]] = (
 
 
 def serving_rows(talk: Talk, *, router: str = "") -> list[Row]:
+    chosen(router)
     console.note(f"  one ess serve, {talk.requests} prompts of {talk.length:,} tokens ...")
     with started("serve", *THREADS) as (_, url):
         asyncio.run(_until_up(url))

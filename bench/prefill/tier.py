@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from ess.bench.harness.lists import sizes
+from ess.bench.harness.lists import amount, size, sizes
+from ess.bench.harness.prefix import check_memory
 from ess.bench.harness.report import Row
 from ess.bench.prefill.chunked import chunk_rows
 from ess.bench.prefill.peaks import peak_rows
@@ -60,10 +61,12 @@ def prefill_benchmark(
     router
         For --serving: smg, vllm_router or sglang_router; else the first that is installed.
     """
+    chunk, each = amount("--chunk", chunk), size("--length", length)
+    context, stages = size("--ctx", ctx), sizes("--pp", pp)
+    run, measured = sizes("--real", real), sizes("--memory", memory)
+    check_memory(max(each, context, *run, *measured))
     if turns or serving:
-        return _other_benchmarks(
-            turns, serving, sizes("--length", length)[0], router, chunk, smoke=smoke
-        )
+        return _other_benchmarks(turns, serving, each, router, chunk, smoke=smoke)
     if smoke:
         arms = arms_of([1, 2], 640, 128, rounds=1)
         return [
@@ -72,14 +75,13 @@ def prefill_benchmark(
             *chunk_rows([640, FAR[0]], [640], rounds=1),
             *peak_rows([640], 128),
         ]
-    context = sizes("--ctx", ctx)[0]
-    arms = arms_of(sizes("--pp", pp), context, chunk, rounds=COMPARED)
+    arms = arms_of(stages, context, chunk, rounds=COMPARED)
     sent = functools.partial(send_rows, context=context, chunk=chunk, rounds=ROUNDS)
     return [
         *stage_rows(arms, context, chunk),
         *(row for arm in arms if arm.stages == SENDING for row in sent(arm.rans[-1])),
-        *chunk_rows(FAR, sizes("--real", real), rounds=ROUNDS),
-        *peak_rows(sizes("--memory", memory), chunk),
+        *chunk_rows(FAR, run, rounds=ROUNDS),
+        *peak_rows(measured, chunk),
     ]
 
 
