@@ -123,9 +123,11 @@ class Gate:
         bodies = self._sealed if is_sealed else self._bodies
         bodies.check_length(headers.get(b"content-length", b"0"))
         has_body = b"transfer-encoding" in headers or b"content-length" in headers
+        if is_open or not has_body:
+            return b""
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise BadInput("the body has a content-encoding, and none is read here: send it plain")
-        return await bodies.take(receive) if has_body and not is_open else b""
+        return await bodies.take(receive)
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         given = given_key(headers)

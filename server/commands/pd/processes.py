@@ -61,8 +61,6 @@ def serve_pd(
     resolved = resolve(flags, config=config, environment=os.environ)
     share = share_of(resolved, shape, stages)
     chosen = routers.choose(router, has_keys=bool(resolved.settings.keys))
-    for sentence in resolved.notes:
-        console.note(f"ess: {sentence}")
     settings = resolved.settings
     is_json = settings.log_format == "json"
     with (
@@ -70,6 +68,8 @@ def serve_pd(
         own_folder() as folder,
         unblocked_stderr(is_json=is_json),
     ):
+        for sentence in resolved.notes:
+            console.note(f"ess: {sentence}")
         processes = PdProcesses(shape, share, chosen, place, settings, Path(folder), RealClock())
         return asyncio.run(processes.run(json=json))
 

@@ -67,13 +67,13 @@ def check_alike(resolved: Resolved) -> None:
 def serve_ranks(resolved: Resolved, *, json: bool) -> int:
     """Serves until told to end; returns the exit code."""
     division = divided(resolved)
-    for sentence in division.notes:
-        console.note(f"ess: {sentence}")
     with (
         own_folder() as folder,
         kept_places(division.settings) as (ports, address),
         unblocked_stderr(is_json=resolved.settings.log_format == "json"),
     ):
+        for sentence in division.notes:
+            console.note(f"ess: {sentence}")
         processes = RankProcesses(division, ports, address, Path(folder))
         return asyncio.run(processes.run(json=json))
 

@@ -172,14 +172,13 @@ def run_node(told: Told) -> int:
     launch = launch_of(settings, told.checkpoint, told.plan)
     ranks = ranks_here(settings)
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    console.note(f"ess: {shown} of {settings.world_size} here, met at {settings.dist_init_addr}")
-
     node = Node(starter(settings, launch, told.layers, lambda number: []))
-    is_json = settings.log_format == "json"
     with (
-        unblocked_stderr(is_json=is_json),
+        unblocked_stderr(is_json=settings.log_format == "json"),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        where = f"met at {settings.dist_init_addr}"
+        console.note(f"ess: {shown} of {settings.world_size} here, {where}")
         return runner.run(node.run())
 
 

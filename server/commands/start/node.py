@@ -37,10 +37,8 @@ class Node:
         loop = asyncio.get_running_loop()
         for told in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(told, self.end)
-        if not os.isatty(0) and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            loop.add_signal_handler(
-                signal.SIGHUP, lambda: None
-            )  # a node has no files to read again
+        if not os.isatty(0):  # SIGHUP asks to read files again, and a node has none
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         number, wait_s = 0, AGAIN_S
         while not self._end.is_set():
             began_s = loop.time()
