@@ -43,6 +43,7 @@ class Process:
         self,
         *flags: str,
         stderr: int = subprocess.PIPE,
+        stdin: int = subprocess.DEVNULL,
         tree: Path = ROOT,
         command: str = "serve",
         before: Sequence[str] = (),
@@ -57,7 +58,7 @@ class Process:
         paths = os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))
         found = {"PYTHONPATH": paths} if is_real or has_real_engine else forked_engines()
         given = {"env": {**os.environ, **found, **environment}, "stderr": stderr}
-        given |= {"stdout": subprocess.PIPE, "text": True}
+        given |= {"stdout": subprocess.PIPE, "text": True, "stdin": stdin}
         if is_real:
             command_line = [*before, sys.executable, *words]
             self.process = subprocess.Popen(command_line, cwd=tree, **given)

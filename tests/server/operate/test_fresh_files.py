@@ -89,3 +89,16 @@ def test_sighup_has_every_process_read_the_keys_and_ends_none(tmp_path: Path):
         assert fronts(process) == pids
         process.process.send_signal(signal.SIGTERM)
         assert process.ended(60) == 0
+
+
+@pytest.mark.slow
+def test_sighup_on_a_terminal_ends_the_server_as_ctrl_c_does():
+    """A closed terminal must leave no server behind."""
+    ours, theirs = os.openpty()
+    with Process("--engine", "paced", "--drain-s", "1", stdin=theirs).wait_ready() as process:
+        stream = process.stream()
+        next(stream)
+        process.process.send_signal(signal.SIGHUP)
+        assert process.ended(60) == 0
+    os.close(ours)
+    os.close(theirs)
