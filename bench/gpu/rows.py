@@ -227,7 +227,7 @@ def rows_benchmark(*, smoke: bool, wanted_bytes: int = POOL_BYTES) -> Iterator[R
 
 
 def pool_bytes(wanted: int) -> int:
-    """What is wanted where the host has half as much again to spare, else an eighth of the spare."""
+    """What is wanted where the host has half as much again free, else an eighth of it."""
     spare = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return wanted if 2 * spare >= 3 * wanted else max(1 << 30, spare // 8)
 
