@@ -42,6 +42,7 @@ from ess.kernels.backend import ops
 from ess.layout import ModelLayout
 from ess.models.load import load_model
 from ess.models.model import Model
+from ess.models.weights.ahead import build_ahead
 from ess.prefill.follower import Follower
 from ess.prefill.lead import Lead
 from ess.prefill.reports import Hello
@@ -106,6 +107,7 @@ def load(launch: Launch, rank: Rank, team: Team, clock: Clock) -> Loaded:
     runner = made_runner(model, offload, chosen)
     ranks = TeamLead(runner, team, rank.team_kind, clock) if team.size > 1 else None
     stage = Stage(runner, port=port, clock=clock, ranks=ranks)
+    build_ahead(model, count_max=chosen.chunk_tokens, clock=clock, tell=console.note)
     return Loaded(stage, stage.hello(layout_digest(launch, whole)), port, whole)
 
 

@@ -26,10 +26,13 @@ from ess.kernels.cuda.adapters import choice, deep_gemm_experts, deep_gemm_linea
 from ess.kernels.cuda.adapters.joined import joined
 from ess.kernels.ops import Ops
 from ess.models.load import load_model
+from ess.models.weights.ahead import build_ahead
 from tests.device.kernels import Kernels, without_ids
 from tests.kernels.test_adapters import FlashMlaStandIn
 from tests.kernels.test_adapters_joined import DeepGemmWhole
 from tests.support.checkpoints import tokens
+from tests.support.deep_gemm_layouts import VERSIONS
+from tests.support.manual_clock import ManualClock
 from tests.support.pretended import PRETENCE
 from tests.unit.weights.conftest import SMALL, write_checkpoint
 
@@ -137,6 +140,50 @@ def test_logits_are_near_those_of_our_own_kernels(mode, folder, request):
     asked = {name for names in ASKED.values() for name in names}
     assert calls.keys() == asked - ({"flash_mla_with_kvcache"} if mode == "da" else set())
     assert 0 < apart(ours, theirs).mean < KL_MAX
+
+
+def products(monkeypatch) -> list[tuple[int, int, int]]:
+    """Tokens, width and depth of each dense product from now on."""
+    module, asked = sys.modules["deep_gemm"], []
+    run = module.fp8_gemm_nt
+
+    def noted(values, weights, out):
+        asked.append((len(out), *weights[0].shape))
+        return run(values, weights, out)
+
+    monkeypatch.setattr(module, "fp8_gemm_nt", noted)
+    return asked
+
+
+def test_all_layouts_are_met_before_the_first_request(folder, libraries, monkeypatch):
+    eng = engine(folder, mtp=2, modes="none", depth=1, graphs=0, chunk_tokens=80)
+    asked, told = products(monkeypatch), []
+    build_ahead(eng.runner.model, count_max=80, clock=ManualClock(), tell=told.append)
+    shapes = {each[1:] for each in asked}
+    counts = (15, 16, 31, 32, 63, 64, 80)
+    assert sorted(asked) == sorted((count, *shape) for count in counts for shape in shapes)
+    assert len(told) == len(shapes) > 4
+    assert told[-1].endswith(f"by up to 80 tokens, shape {len(shapes)} of {len(shapes)}, 0.0 s")
+
+    met = [{choose(*each) + each[1:] for each in asked} for choose in VERSIONS]
+    asked.clear()
+    for count in (3, 17, 70, 90, 180):
+        eng.add(tokens(count, VOCABULARY, seed=count), Sampling(tokens_max=8, ignore_eos=True))
+    while not eng.is_idle:
+        eng.step()
+    eng.offload.close()
+    assert {each[1:] for each in asked} == shapes
+    assert max(asked)[0] == 80
+    for choose, built in zip(VERSIONS, met, strict=True):
+        assert {choose(*each) + each[1:] for each in asked} <= built
+
+
+def test_our_own_products_are_not_made_ahead(folder):
+    told = []
+    eng = engine(folder)
+    build_ahead(eng.runner.model, count_max=80, clock=ManualClock(), tell=told.append)
+    eng.offload.close()
+    assert told == []
 
 
 def test_a_graph_asks_them_again(folder, libraries):

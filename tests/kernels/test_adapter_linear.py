@@ -12,7 +12,9 @@ import torch
 
 from ess.errors import BadInput, Unavailable
 from ess.kernels.cuda.adapters import choice, deep_gemm_linear
+from ess.units import div_ceil
 from tests.kernels.sets import reference
+from tests.support.deep_gemm_layouts import VERSIONS, Choose
 
 CPU = torch.device("cpu")
 
@@ -85,3 +87,24 @@ def test_other_sizes_are_refused(install: Any) -> None:
     adapter = deep_gemm_linear.load(CPU)
     with pytest.raises(BadInput, match="weights of 100 x 256: DeepGEMM takes multiples of 64"):
         adapter.linear_fp8(*given(2, width=100))
+
+
+SHAPES = ((24576, 1536), (2112, 7168), (7168, 16384), (4096, 7168), (7168, 2048), (64, 128))
+"""Of DeepSeek-V3.2, and the smallest."""
+
+
+@pytest.mark.parametrize("choose", VERSIONS)
+@pytest.mark.parametrize("count_max", [1, 15, 16, 17, 64, 65, 511, 700, 2048])
+def test_the_counts_to_build_meet_every_layout(choose: Choose, count_max: int) -> None:
+    counts = deep_gemm_linear.counts_to_build(count_max)
+    assert counts[-1] == count_max
+    assert len(counts) <= 8 + div_ceil(count_max, 64)
+    for width, depth in SHAPES:
+        asked = {choose(count, width, depth) for count in range(1, count_max + 1)}
+        assert {choose(count, width, depth) for count in counts} == asked
+
+
+def test_layouts_follow_from_the_number_of_tokens() -> None:
+    """Else the test above could not fail."""
+    for choose in VERSIONS:
+        assert len({choose(count, 2112, 7168) for count in (1, 64, 128, 512, 2048)}) > 2

@@ -21,6 +21,7 @@ from ess.engine.process.peers import Peers, open_port
 from ess.engine.ranks.agreement import Ranks
 from ess.models.load import load_model
 from ess.models.text.tokenizer import Tokenizer
+from ess.models.weights.ahead import build_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ def build(
     port = open_port(launch, offload, clock)
     tokenizer = Tokenizer(launch.model)
     engine = Engine(model, offload, chosen, tokenizer=tokenizer, port=port, ranks=ranks)
+    tokens_max = max(chosen.chunk_tokens, chosen.query_max)
+    build_ahead(model, count_max=tokens_max, clock=clock, tell=console.note)
     before_steps()
     engine.rehearse(console.note)
     return Built(engine, port, config.vocab_size)

@@ -14,6 +14,7 @@ from ess.kernels.cpu import native
 from ess.kernels.reference import finish as finishing
 from ess.kernels.reference.formats import Array
 from ess.kernels.reference.ops import (
+    counts_to_build,
     cut,
     expert_products,
     finish_keys,
@@ -36,6 +37,7 @@ __all__ = [
     "add_received",
     "attend",
     "checked_before",
+    "counts_to_build",
     "cut",
     "decode_rows",
     "encode_keys",

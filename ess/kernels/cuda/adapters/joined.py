@@ -15,7 +15,8 @@ from torch import Tensor
 from ess.kernels.calls import Attend, Backend, IndexQueries, Linear, Products
 from ess.kernels.cuda.adapters.choice import Choice
 from ess.kernels.cuda.adapters.deep_gemm import CODEC
-from ess.kernels.cuda.adapters.deep_gemm_experts import coded
+from ess.kernels.cuda.adapters.deep_gemm_experts import coded, wrong_size
+from ess.kernels.cuda.adapters.deep_gemm_linear import counts_to_build
 from ess.kernels.ops import Ops
 
 
@@ -81,3 +82,8 @@ class Joined:
             return self._ours.linear_fp8(call)
         theirs.linear_fp8(call.values, call.weights, call.scales, out=call.out)
         return None
+
+    def counts_to_build(self, weights: Tensor, count_max: int) -> list[int]:
+        if self._choice.dense is None or wrong_size(weights):
+            return self._ours.counts_to_build(weights, count_max)
+        return counts_to_build(count_max)

@@ -29,13 +29,14 @@ from ess.kernels.cuda.triton.launch import interpreted, place, require_device
 from ess.kernels.cuda.triton.received import add_received, gate_received, take_received
 from ess.kernels.cuda.triton.rows import decode_rows, encode_rows, store_keys, store_rows
 from ess.kernels.reference.keys import encode_keys as keep_keys
-from ess.kernels.reference.ops import has_stages
+from ess.kernels.reference.ops import counts_to_build, has_stages
 from ess.layout import IndexCodec
 
 __all__ = [
     "add_received",
     "attend",
     "checked_before",
+    "counts_to_build",
     "cut",
     "decode_rows",
     "encode_keys",
