@@ -90,10 +90,9 @@ def attention_rows(point: Point, timed: Timed, *, device: str) -> Iterator[Row]:
     out = torch.empty(*shape, codec.latent_dim, device=device)
     into = Partial(out, torch.empty(shape, device=device))
     taken: dict[str, list[float]] = {}
-    generation = place(queries).generation
-    for candidate in candidates(
-        form=point.form, heads=point.heads, is_half=True, generation=generation
-    ):
+    where = place(queries)
+    at: dict[str, Any] = {"generation": where.generation, "has_little": where.has_little}
+    for candidate in candidates(form=point.form, heads=point.heads, is_half=True, **at):
         for way, balanced in (("even shares", True), ("whole lists", False)):
             more: dict[str, Any] = {"shape": candidate, "balanced": balanced, "scale": SCALE}
             work = partial(attend_lists, queries, slab, lists, codec, into=into, **more)

@@ -32,6 +32,7 @@ from tests.support.compiled import (
     finishes,
     linear_of,
     logits_of,
+    place_of,
     products_of,
     report,
     top_k_of,
@@ -138,6 +139,34 @@ def test_index_logits_compile(form: Any, kind: str, dtype: torch.dtype, each: in
     assert found.loop_spills <= (3 if each == 4 else 0)
     assert found.shared <= SHARED_MAX
     assert fills_a_multiprocessor(found, warps=8) or not is_half
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [89, 120])
+def test_all_programs_fit_where_a_block_has_99_KiB(capability: int) -> None:
+    where = place_of(capability)
+    assert where.has_little
+    for title, make, _ in report(capability):
+        assert make().metadata.shared <= where.shared_bytes, title
+
+
+@pytest.mark.slow
+def test_the_largest_programs_fit_where_a_block_has_99_KiB() -> None:
+    """Of attention, index logits, experts and dense products."""
+    from ess.kernels.cuda.triton import grouped, linear
+    from ess.kernels.cuda.triton.shapes import NARROW
+
+    where = place_of(89)
+    for binary in (
+        attention_of(NARROW, "bf16", capability=89),
+        logits_of("*i16", torch.bfloat16, IndexCodec(), each=4, capability=89),
+        products_of(grouped.MANY, torch.bfloat16, capability=89),
+        linear_of(linear.MANY, capability=89),
+    ):
+        assert 48 << 10 < binary.metadata.shared <= where.shared_bytes
+    whole = place_of(90)
+    assert (where.stages(4), where.stages(1), whole.stages(4)) == (2, 1, 4)
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ def test_every_count_of_heads_has_a_shape(form: Any) -> None:
             found = candidates(form=form, heads=heads, is_half=True, generation=generation)
             assert found[0].heads >= min(heads, most)
             assert len({shape.name for shape in found}) == len(found) > 1
+        [little] = candidates(form=form, heads=heads, is_half=True, generation=8, has_little=True)
+        assert little.heads == (16 if heads <= 16 else 32)
     [exact] = candidates(form=form, heads=128, is_half=False, generation=9)
     assert exact.name == "exact"
 

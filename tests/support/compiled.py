@@ -34,6 +34,7 @@ from ess.kernels.cuda.triton.device import grouped as experts
 from ess.kernels.cuda.triton.device import index as keys
 from ess.kernels.cuda.triton.device import linear as dense
 from ess.kernels.cuda.triton.device import topk
+from ess.kernels.cuda.triton.launch import SHARED_BYTES, Place
 from ess.kernels.cuda.triton.shapes import CANDIDATES, Shape, candidates
 from ess.layout import IndexCodec, RowCodec, RowForm
 from tests.support import machine_code
@@ -117,6 +118,18 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def place_of(capability: int) -> Place:
+    """A device of so much shared memory for a block as NVIDIA's tables have."""
+    shared = 99 << 10 if capability in (89, 120, 121) else SHARED_BYTES
+    return Place(132, False, capability // 10, shared)
+
+
+def options_of(shape: Any, capability: int) -> dict[str, Any]:
+    """What Triton makes of a shape on such a device."""
+    stages = place_of(capability).stages(shape.stages)
+    return {"num_warps": shape.warps, "num_stages": stages, "capability": capability}
+
+
 class Figures(NamedTuple):
     registers: int
     spilled: int
@@ -182,9 +195,7 @@ def _loop(code: list[tuple[int, str, str]]) -> list[str]:
 def attention_of(shape: Shape, form: RowForm, *, adds: bool = False, capability: int = 90) -> Any:
     given = attend.constants(RowCodec(form=form), query_dtype=torch.bfloat16, interpreted=False)
     given |= {"HEADS": shape.heads, "KEYS": shape.keys, "ADDS": adds}
-    options: dict[str, Any] = {"num_warps": shape.warps, "num_stages": shape.stages}
-    options["capability"] = capability
-    return compiled(attention.attend, ATTEND, given, **options)
+    return compiled(attention.attend, ATTEND, given, **options_of(shape, capability))
 
 
 def logits_of(
@@ -200,8 +211,7 @@ def logits_of(
     if shape.each == 1:
         del names["each"]
         given["each"] = 1
-    options = {"num_warps": shape.warps, "num_stages": shape.stages}
-    return compiled(keys.logits, names, given, capability=capability, **options)
+    return compiled(keys.logits, names, given, **options_of(shape, capability))
 
 
 def products_of(
@@ -216,17 +226,15 @@ def products_of(
     given = grouped.constants(weights, token, token, interpreted=False) | grouped.tile(shape)
     given["HAS_BEGIN"] = False
     pointers = {"tokens": POINTERS[token], "weights": POINTERS[weight], "out": POINTERS[token]}
-    options = {"num_warps": shape.warps, "num_stages": shape.stages}
     names = PRODUCTS | pointers
-    return compiled(experts.products, names, given, capability=capability, **options)
+    return compiled(experts.products, names, given, **options_of(shape, capability))
 
 
 def linear_of(shape: linear.Shape, *, capability: int = 90) -> Any:
     """The query projection of DeepSeek-V3.2."""
     given = linear.constants(24576, 1536, torch.bfloat16, interpreted=False)
     given |= {"TOKENS": shape.tokens, "COLUMNS": shape.columns, "TURNED": shape.turned}
-    options = {"num_warps": shape.warps, "num_stages": shape.stages}
-    return compiled(dense.linear, LINEAR, given, capability=capability, **options)
+    return compiled(dense.linear, LINEAR, given, **options_of(shape, capability))
 
 
 def finishes(kind: str, *, capability: int = 90) -> Iterator[Any]:
@@ -267,7 +275,9 @@ def report(capability: int) -> Iterator[Title]:
     """The shapes in use."""
     given: dict[str, Any] = {"capability": capability}
     for form, heads in CANDIDATES:
-        shape, *_ = candidates(form=form, heads=heads, is_half=True, generation=capability // 10)
+        where = place_of(capability)
+        at = {"generation": where.generation, "has_little": where.has_little}
+        shape, *_ = candidates(form=form, heads=heads, is_half=True, **at)
         for adds in (False, True):
             name = f"attend {form} to {heads} heads: {shape.name}{', adds' * adds}"
             yield Title(name, partial(attention_of, shape, form, adds=adds, **given), shape.keys)

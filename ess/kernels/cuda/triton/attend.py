@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources
 from ess.errors import Unavailable
 from ess.kernels.cuda.triton.device import attend as device
 from ess.kernels.cuda.triton.device import partials, shares
-from ess.kernels.cuda.triton.launch import UNFUSED, bits, on, place
+from ess.kernels.cuda.triton.launch import UNFUSED, Place, bits, on, place
 from ess.kernels.cuda.triton.shapes import Shape, candidates
 from ess.kernels.merge import Partial
 from ess.layout import RowCodec
@@ -84,9 +84,13 @@ def attend_lists(
         into.lse.fill_(float("-inf"))
         return into
     shapes: Sequence[Shape] = (shape,) if shape is not None else ()
-    is_half, generation = in_half(queries.dtype, codec), place(queries).generation
+    is_half, where = in_half(queries.dtype, codec), place(queries)
     for chosen in shapes or candidates(
-        form=codec.form, heads=heads, is_half=is_half, generation=generation
+        form=codec.form,
+        heads=heads,
+        is_half=is_half,
+        generation=where.generation,
+        has_little=where.has_little,
     ):
         work = _Work(queries, rows, lists, codec, scale, placed, into, chosen, adds)
         if work.runs(spare_sms, balanced=balanced):
@@ -117,7 +121,7 @@ class _Work(NamedTuple):
         with on(self.queries):
             self._lay_out(programs, cuts, pieces, is_cut=is_cut)
             try:
-                self._attend(programs, parts, (cuts, pieces), interpreted=where.interpreted)
+                self._attend(programs, parts, (cuts, pieces), where)
             except OutOfResources:
                 return False
             if is_cut:
@@ -160,8 +164,7 @@ class _Work(NamedTuple):
         programs: int,
         parts: Partial,
         room: tuple[Tensor, Tensor],
-        *,
-        interpreted: bool,
+        where: Place,
     ) -> None:
         queries, rows, codec, shape = self.queries, self.rows, self.codec, self.shape
         elsewhere = rows if self.placed is None else self.placed
@@ -171,12 +174,12 @@ class _Work(NamedTuple):
             *(_apart(part, mine) for part, mine in zip(parts, self.into, strict=True)),
             *(rows.stride(0), elsewhere.stride(0), *queries.stride()[:2]),
             *(queries.shape[1], self.lists.named.shape[1]),
-            **constants(codec, query_dtype=queries.dtype, interpreted=interpreted),
+            **constants(codec, query_dtype=queries.dtype, interpreted=where.interpreted),
             HEADS=shape.heads,
             KEYS=shape.keys,
             ADDS=self.adds,
             num_warps=shape.warps,
-            num_stages=shape.stages,
+            num_stages=where.stages(shape.stages),
         )
 
     def _join(self, programs: int, parts: Partial, cuts: Tensor) -> None:

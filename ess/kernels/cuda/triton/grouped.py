@@ -82,7 +82,7 @@ def products_into(
             **constants(weights, tokens.dtype, out.dtype, interpreted=where.interpreted),
             **tile(chosen),
             num_warps=chosen.warps,
-            num_stages=chosen.stages,
+            num_stages=where.stages(chosen.stages),
         )
     return out
 

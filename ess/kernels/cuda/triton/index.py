@@ -82,7 +82,7 @@ def logits_into(
             GROUP=triton.next_power_of_2(shape.each),
             KEYS=shape.keys,
             num_warps=shape.warps,
-            num_stages=shape.stages,
+            num_stages=where.stages(shape.stages),
         )
     return out
 

@@ -19,15 +19,29 @@ UNFUSED: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 """Each product is rounded, as torch does."""
 INTERPRETED_SMS: Final = 3
 INTERPRETED_AS: Final = 9
+SHARED_BYTES: Final = 227 << 10
+"""Of a block on Hopper and on Blackwell of data centres: shapes are made for it."""
+STAGES_OF_LITTLE: Final = 2
 
 
 class Place(NamedTuple):
     """A device as launches see it; the interpreter counts as a device of few multiprocessors.
-    `generation` is the first number of its compute capability."""
+    `generation` is the first number of its compute capability, `shared_bytes` what a block may have
+    of shared memory."""
 
     sm_count: int
     interpreted: bool
     generation: int
+    shared_bytes: int
+
+    @property
+    def has_little(self) -> bool:
+        """Whether it has less than shapes are made for: sm_89 and sm_120 have 99 KiB."""
+        return self.shared_bytes < SHARED_BYTES
+
+    def stages(self, wanted: int) -> int:
+        """Blocks of a loop that shared memory holds at once."""
+        return min(wanted, STAGES_OF_LITTLE) if self.has_little else wanted
 
     def programs(self, task_count: int, *, spare_sms: int = 0) -> int:
         """A grid for tasks that programs share out, leaving `spare_sms` multiprocessors free.
@@ -63,9 +77,9 @@ def require_device() -> None:
 
 def place(tensor: Tensor) -> Place:
     if interpreted():
-        return Place(INTERPRETED_SMS, True, INTERPRETED_AS)
+        return Place(INTERPRETED_SMS, True, INTERPRETED_AS, SHARED_BYTES)
     number = tensor.device.index or 0
-    return Place(_sm_count(number), False, _generation(number))
+    return Place(_sm_count(number), False, _generation(number), _shared_bytes(number))
 
 
 @functools.cache
@@ -76,6 +90,13 @@ def _sm_count(device: int) -> int:
 @functools.cache
 def _generation(device: int) -> int:
     return int(torch.cuda.get_device_capability(device)[0])
+
+
+@functools.cache
+def _shared_bytes(device: int) -> int:
+    """As Triton judges a program by it."""
+    found = triton.runtime.driver.active.utils.get_device_properties(device)
+    return int(found["max_shared_mem"])
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:

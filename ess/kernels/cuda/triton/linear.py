@@ -44,15 +44,16 @@ def linear_into(values: Tensor, weights: Tensor, scales: Tensor, out: Tensor) ->
     spare = -depth % SCALE_GROUP
     codes, sizes = quantise(F.pad(values, (0, spare)) if spare else values)
     shape = next((shape for shape in SHAPES if count <= shape.tokens), MANY)
+    where = place(values)
     with on(values):
         device.linear[(div_ceil(width, shape.columns), div_ceil(count, shape.tokens))](
             *(codes, sizes, bits(weights), scales, bits(out), count, out.stride(0)),
-            **constants(width, depth, out.dtype, interpreted=place(values).interpreted),
+            **constants(width, depth, out.dtype, interpreted=where.interpreted),
             TOKENS=shape.tokens,
             COLUMNS=shape.columns,
             TURNED=shape.turned,
             num_warps=shape.warps,
-            num_stages=shape.stages,
+            num_stages=where.stages(shape.stages),
         )
     return out
 

@@ -49,11 +49,16 @@ SINCE_BLACKWELL: Final[dict[tuple[RowForm, int], tuple[Shape, ...]]] = {
 BLACKWELL: Final = 10
 
 
-def candidates(*, form: RowForm, heads: int, is_half: bool, generation: int) -> tuple[Shape, ...]:
+def candidates(
+    *, form: RowForm, heads: int, is_half: bool, generation: int, has_little: bool = False
+) -> tuple[Shape, ...]:
     """The shape in use first, on a device of this generation: the first number of its compute
-    capability. Heads beyond the most that a shape takes go to further programs."""
+    capability. Heads beyond the most that a shape takes go to further programs. A device that has
+    little shared memory, see `Place`, has room for one of these shapes."""
     if not is_half:
         return (EXACT,)
+    if has_little:
+        return (NARROW if heads <= NARROW.heads else SMALL,)
     limits = sorted(limit for of_form, limit in CANDIDATES if of_form == form)
     fitting = next((limit for limit in limits if heads <= limit), limits[-1])
     of_all = CANDIDATES[form, fitting]
