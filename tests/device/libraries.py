@@ -19,7 +19,10 @@ from torch.utils._pytree import tree_map
 
 from ess.bench.engine.precision import apart, forced_logits
 from ess.door import Offload
+from ess.engine.config import ProcessConfig
 from ess.engine.engine import Engine, EngineConfig
+from ess.engine.process import build as building
+from ess.engine.process.messages import Launch
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels import backend
 from ess.kernels.cuda.adapters import choice, deep_gemm_experts, deep_gemm_linear
@@ -176,6 +179,26 @@ def test_all_layouts_are_met_before_the_first_request(folder, libraries, monkeyp
     assert max(asked)[0] == 80
     for choose, built in zip(VERSIONS, met, strict=True):
         assert {choose(*each) + each[1:] for each in asked} <= built
+
+
+def test_an_engine_s_process_meets_them_before_it_begins(folder, libraries, monkeypatch):
+    asked, told = products(monkeypatch), []
+    monkeypatch.setattr(building, "Tokenizer", lambda _: None)
+    monkeypatch.setattr(building.console, "note", told.append)
+    chosen = {"device": "cuda", "backend": "cuda", "form": "stored", "threads": 1}
+    launch = Launch(
+        model=str(folder),
+        config=ProcessConfig(**chosen, chunk_tokens=100, max_running=2, mtp=1),
+        length_max=256,
+        slot_bytes=8 << 20,
+        host_bytes=8 << 20,
+        index_bytes=4 << 20,
+    )
+    met = []
+    made = building.build(launch, ManualClock(), before_steps=lambda: met.extend(asked))
+    made.engine.offload.close()
+    assert {count for count, *_ in met} == {15, 16, 31, 32, 63, 64, 100}
+    assert sum(line.startswith("products in fp8: ") for line in told) == len({e[1:] for e in met})
 
 
 def test_our_own_products_are_not_made_ahead(folder):

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,9 @@ class Day:
         """Those that have not ended yet, side by side."""
         due = [part for part in parts if not self.has_ended(part)]
         with ThreadPoolExecutor(max(1, len(due))) as pool:
-            for part, told in zip(due, pool.map(self.play, due), strict=True):
+            playing = {pool.submit(self.play, part): part for part in due}
+            for played in as_completed(playing):
+                part, told = playing[played], played.result()
                 self.report["parts"][part.name] = told
                 self.learn(part)
                 print(f"{part.name}: {told['end']} after {told['seconds']:.0f} s", flush=True)

@@ -63,6 +63,19 @@ def test_each_end_is_kept_and_the_next_part_begins(
     assert "doctor: ok: device: a GPU" in shown
 
 
+def test_an_end_is_written_while_parts_beside_it_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "kept" / REPORT
+    read = f"json.loads(pathlib.Path({str(report)!r}).read_text())"
+    slow = f"import json, pathlib\nwhile 'quick' not in {read}['parts']: pass"
+    beside = [part("slow", slow, 20.0), part("quick", "pass")]
+    monkeypatch.setattr(first_day, "phases", lambda _: [beside])
+    monkeypatch.setattr(first_day, "machine", lambda: {"devices": "one"})
+    assert first_day.main(["--kept", str(tmp_path / "kept")]) == 0
+    assert list(json.loads(report.read_text())["parts"]) == ["quick", "slow"]
+
+
 def test_a_second_run_does_what_the_first_has_not(parts: dict[str, Part], tmp_path: Path) -> None:
     run(tmp_path)
     for name in ("native", "doctor", "slice"):
