@@ -37,6 +37,18 @@ def emulated(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
+@pytest.fixture
+def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers and other workers that a benchmark starts are forks of processes with their imports.
+    Its rows are there as with real ones; their figures are of no use."""
+    from ess.bench.engine import serve
+    from ess.bench.handoff import child
+    from tests.support.forked import forking
+
+    monkeypatch.setattr(serve, "subprocess", forking("server"))
+    monkeypatch.setattr(child, "subprocess", forking("engine"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Small ops on busy cores wait longer for a second thread than it saves. A test that wants more

@@ -184,7 +184,8 @@ def test_a_wheel_made_through_the_sdist_has_one_import_name(tmp_path: Path) -> N
     assert not [name for name in names if "/trainer/" in name], "the trainer is not in the wheel"
     assert "ess/sim/published/throughput.csv" in names
     python(
-        ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), wheel]
+        ["-m", "pip", "install", "-q", "--no-compile", "--no-deps", "--no-index"]
+        + ["--target", str(target), wheel]
     )
     code = (
         "import sys, ess.server.commands.cli, ess._native\n"

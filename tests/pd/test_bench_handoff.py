@@ -8,6 +8,7 @@ from ess.bench.handoff.handoff import handoff_benchmark
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_servers")
 def test_every_arm_has_its_rows() -> None:
     rows = {row.name: row for row in handoff_benchmark(smoke=True)}
     assert rows["pages by tcp"].baseline == "plain socket"

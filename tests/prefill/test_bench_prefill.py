@@ -8,7 +8,7 @@ import pytest
 
 from ess.bench.prefill.tier import prefill_benchmark
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_trials")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_trials", "forked_servers")]
 
 
 def test_every_arm_has_its_rows():

@@ -32,6 +32,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.standing_for import NURSERY
@@ -63,6 +64,17 @@ def started(
     if not _starts_alike(told):
         return subprocess.Popen(command, cwd=ROOT, env=told, **given)
     return Forked(command, kind=kind, cwd=ROOT, env=told, **given)
+
+
+def forking(kind: str) -> SimpleNamespace:
+    """In place of `subprocess` in a module: what it starts is forked, as are a server's engines."""
+
+    def forked(command: Sequence[str], *, env: Any = None, **given: Any) -> subprocess.Popen[Any]:
+        told = dict(os.environ if env is None else env)
+        told |= forked_engines() if kind == "server" else {}
+        return started(kind, command[1:], env=told, **given)
+
+    return SimpleNamespace(**{**vars(subprocess), "Popen": forked})
 
 
 def _starts_alike(told: Mapping[str, str]) -> bool:
