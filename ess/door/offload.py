@@ -170,8 +170,8 @@ class Offload:
         return self._side.compare(layer, most=most).read().listed
 
     def compare(self, layer: int, *, most: int) -> Differing:
-        """The same, of the slots as they are when what is queued now is done; `read` waits for
-        that. All slots that differ are counted, the first ones are listed, at most so many."""
+        """As `verify`, for the slots after all work that is queued now; `read` waits for that.
+        Counts all slots that differ and lists the first `most`."""
         self.layout.check_layer(layer)
         return self._side.compare(layer, most=in_range("most", most, 1, 1 << 31))
 

@@ -114,8 +114,8 @@ class IndexQueries(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Of each line of scores. Without a top-k it is the vocabulary or more, without a top-p inf,
-    without a min-p 0. top-k in int64, the others in float32."""
+    """The limits for each line of scores. A missing top-k is the vocabulary or more, a missing
+    top-p inf, a missing min-p 0. top-k in int64, the others in float32."""
 
     top_k: Tensor
     top_p: Tensor

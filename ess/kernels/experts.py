@@ -58,7 +58,8 @@ def collected(outer: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def summed(made: Tensor, weights: Tensor) -> Tensor:
-    """Of what each token's experts have made for it, float32 [n, per_token, width]."""
+    """The weighted sum over each token's experts, whose outputs are float32 [n, per_token,
+    width]."""
     return (made * weights[..., None]).sum(1)
 
 

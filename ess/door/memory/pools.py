@@ -268,7 +268,7 @@ def _together(latent: LatentPool, run: range) -> Bytes:
 
 
 def _memory(sizes: PoolSizes, name: str, byte_count: int) -> tuple[Bytes, int | None]:
-    """And the memory file that it lies in, where other processes map it."""
+    """The pool's memory, and its memory file if other processes map it."""
     if not sizes.shared:
         return host_memory(byte_count), None
     file = memory_file(byte_count, name=name)

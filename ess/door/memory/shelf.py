@@ -78,8 +78,8 @@ class Shelf:
     # ---- pages that come back
 
     def claim(self, contents: Many[bytes], *, known_count: int) -> Claim:
-        """What the disk has behind the `known_count` texts that the host has; all of them are used
-        now."""
+        """Claims the pages that the disk has behind the `known_count` texts of the host, and counts
+        all of these texts as used now."""
         claim = self._tier.claim(contents[known_count:])
         self._tier.use(reversed(contents[:known_count]))
         return claim
@@ -93,7 +93,8 @@ class Shelf:
         self._tier.use(content for content in reversed(contents) if content is not None)
 
     def bring(self, claim: Claim, pages: PageIds, on_arrival: Arrived) -> Load:
-        """The claimed texts into these pages, which their sequence has taken and nothing uses."""
+        """Reads the claimed texts into these pages, which their sequence has taken and nothing else
+        uses."""
         assert len(claim.contents) == len(pages) > 0, f"{len(pages)} pages are to come"
         loading = self._tier.begin_load(
             claim.contents, lambda place: self._latent.parts(int(pages[place]))

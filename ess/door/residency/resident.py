@@ -44,8 +44,8 @@ class Resident:
     _answers: dict[int, _Answer] = field(default_factory=dict)
 
     def lacking(self, sequences: Many[Sequence]) -> list[Sequence]:
-        """Those with a row of the main model's layers that has not landed. Remembers the latest
-        batch only."""
+        """The sequences with a row, in a main layer, that has not landed. Keeps the answers of the
+        latest batch only."""
         answers = self._answers = {each.number: self._answer(each) for each in sequences}
         return [sequence for sequence in sequences if not answers[sequence.number].is_resident]
 

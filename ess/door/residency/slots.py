@@ -263,7 +263,7 @@ class Slots:
         self._last_event = None
 
     def check(self) -> None:
-        """What the open step has claimed holds its new rows, newer than the host, a slot each."""
+        """Audit: each new row of the open step has its own claimed slot, which is dirty."""
         assert self._claimed or self._last_event is None, "a fetch of no step is waited for"
         for group, slots in self._claimed.items():
             assert len(np.unique(slots)) == len(slots), f"group {group}: a slot for two new rows"

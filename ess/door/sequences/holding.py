@@ -84,7 +84,7 @@ class Holding:
             raise
 
     def open_on_host(self, shared: PageIds, page_count: int) -> None:
-        """As `open`, but it takes nothing of the device until it resumes."""
+        """As `open`, but without slots or index pages until the sequence resumes."""
         assert not self.page_count, "a holding is opened once"
         pools, fresh_count = self._pools, page_count - len(shared)
         assert fresh_count >= 0, f"{len(shared)} shared pages of {page_count}"
@@ -246,7 +246,7 @@ class Holding:
     # ---- growth
 
     def short(self, count: int) -> dict[str, int]:
-        """What `count` more pages need beyond what was promised."""
+        """The needs of `count` more pages beyond what is promised."""
         assert self._reservation is not None, "what grows is active"
         promised = self._reservation.promised
         return {name: max(0, count - promised[name]) for name in (HOST_PAGES, INDEX_PAGES)}

@@ -57,7 +57,7 @@ class Shelved:
 def put_away(
     pools: Pools, holding: Holding, contents: list[bytes], *, page_max: int
 ) -> Shelved | None:
-    """As many of these texts, at most `page_max`, as are on the disk within a second."""
+    """Puts away as many of these texts, at most `page_max`, as are on the disk within a second."""
     if pools.shelf is None or not contents:
         return None
     pools.shelf.drain(STORE_S)

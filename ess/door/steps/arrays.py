@@ -135,7 +135,7 @@ class HostArrays:
         self.row_ids: Ints = tables.rows_at(row_lines, positions)
 
     def _take(self, query_counts: Many[int]) -> None:
-        """The same by native code, where each query brings a row."""
+        """Takes the arrays from native code, for steps in which each query brings a row."""
         tables = self._tables
         arrays = step.places(tables.lines, tables.lengths, self._lines, query_counts)
         assert arrays is not None, f"no length or no page for one of lines {self._lines}"

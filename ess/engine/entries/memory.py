@@ -98,7 +98,7 @@ class Tokens:
 
     @classmethod
     def of(cls, memory: Memory, step: Step) -> Tokens:
-        """Those of a step: of each sequence the tokens behind its state."""
+        """The tokens of a step: for each sequence the tokens behind its state."""
         positions, line = torch.as_tensor(step.positions), torch.as_tensor(step.query_line)
         tokens = cls(memory, positions.long(), line.long())
         firsts = list(step.firsts)
@@ -161,7 +161,7 @@ class Tokens:
         return compressor.made(windows, numbers, positions)
 
     def store(self, layer: int, rate: int, entries: Tensor) -> None:
-        """Those that all tokens attend to."""
+        """Stores the entries that all tokens attend to."""
         which, numbers = (closing := self.closing(rate)).which, closing.numbers
         rows = self._first[which] + self.memory.entries(layer, 0, numbers)
         self.memory.put_entries(rows, entries)

@@ -208,7 +208,7 @@ class Pieces:
     def _made(
         self, piece: Piece, layer: Layer, name: Name, compressor: Compressor, hidden: Tensor
     ) -> Tensor:
-        """Entries that these tokens close."""
+        """The entries that these tokens complete."""
         ring, first = piece.state.ring(name, layer.number), piece.start // compressor.rate
         tokens = compressor.tokens(hidden)
         before = ring.read(compressor.first_token(first))

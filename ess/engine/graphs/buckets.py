@@ -41,7 +41,7 @@ def parse_sizes(text: str, largest: int) -> tuple[int, ...]:
 
 
 def bucket_sizes(given: str, *, largest: int, splits: bool) -> tuple[int, ...]:
-    """Those of `given`, if there are any; `splits` is for steps in two halves.
+    """The sizes in `given`, or the default sizes; `splits` is for steps in two halves.
 
     >>> bucket_sizes("", largest=10, splits=False), bucket_sizes("3,5", largest=10, splits=True)
     ((1, 2, 4, 8, 10), (3, 5))

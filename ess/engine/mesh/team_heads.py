@@ -29,7 +29,7 @@ class AllMake(Whole):
 
 
 class TeamHeads(AllMake):
-    """And `Heads` of a decode step."""
+    """Also the `Heads` of a decode step."""
 
     def __init__(self, team: Team, latent: LatentPool) -> None:
         super().__init__(latent)

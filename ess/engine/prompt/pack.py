@@ -93,7 +93,7 @@ class PackRows(Protocol):
         """The new rows of each span have been made."""
 
     def put_keys(self, layer: int, keys: Sequence[Tensor]) -> None:
-        """And their index keys."""
+        """Stores their index keys."""
 
     def tell(self, then: Callable[[], None]) -> None:
         """`then` is called when the host has all that was put, at the latest when all lands."""

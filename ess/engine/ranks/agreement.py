@@ -197,7 +197,7 @@ class Many:
         self._busy_count += not self.latest.is_quiet
 
     def line(self) -> ExpertLine | None:
-        """As of the last census."""
+        """The line of the last census."""
         return self._line
 
 

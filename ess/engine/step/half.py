@@ -48,7 +48,7 @@ def whole(batch: Batch) -> Half:
 
 
 def half_tokens(counts: Sequence[int]) -> int:
-    """Of the larger half of a batch of so many queries each.
+    """The tokens of the larger half of a batch of so many queries each.
 
     >>> half_tokens((2, 2, 2)), half_tokens((4,))
     (4, 4)

@@ -56,11 +56,11 @@ class CodedWeight:
         return torch.bfloat16
 
     def plain(self) -> Tensor:
-        """In bfloat16."""
+        """The matrix in bfloat16."""
         return self.exact().bfloat16()
 
     def exact(self) -> Tensor:
-        """In float32."""
+        """The matrix in float32."""
         scale, offset = self.steps.float().unsqueeze(-2).unbind(-1)
         grouped = self.numbers().float().view(*scale.shape[:2], GROUP_INPUTS)
         return (grouped * scale + offset).view(self.shape)
