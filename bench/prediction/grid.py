@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ess.bench.engine.arms.decode_arm import STAGGER
+from ess.errors import BadInput
 from ess.units import div_ceil
 
 ROWS_MAX: Final = 1 << 18
@@ -49,6 +50,19 @@ class Grid:
     requests_timed: int
     steps: int
     chunk_steps: int
+
+    def check(self) -> None:
+        """Refuses a grid in which a batch has no tables, or a context no batch beside a chunk."""
+        bounds = (
+            f"at least {STAGGER} tokens for each request and {STAGGER} more, "
+            f"at most {ROWS_MAX:,} of all"
+        )
+        for batch in self.batches:
+            if sum(_fits(context, batch) for context in self.timed_contexts) < 2:
+                raise BadInput(f"--batch {batch}: two of --timed-ctx must fit it, {bounds}")
+        for context in self.contexts:
+            if not any(_fits(context, batch + 1) for batch in self.batches):
+                raise BadInput(f"--ctx {context}: no --batch and one more fits it, {bounds}")
 
     def steps_each(self, batch: int) -> int:
         """Timed steps of a visit."""

@@ -97,6 +97,7 @@ def own_grid_benchmark(
         chunk_steps=3,
     )
     if not smoke:
+        asked.check()
         check_memory(max(asked.contexts) * max(asked.batches))
     return rows_of(SMOKE if smoke else asked, with_folder=not smoke)
 
