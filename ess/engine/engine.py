@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Unpack
 
 import torch
-from torch import Tensor
 
 from ess.clock import Clock, RealClock
 from ess.door import Offload
@@ -38,8 +37,9 @@ from ess.engine.requests.admission import Admission
 from ess.engine.requests.entry import Entry
 from ess.engine.requests.intake import Intake, Wishes
 from ess.engine.requests.loads import Loads
-from ess.engine.requests.request import FinishReason, Request, State
+from ess.engine.requests.request import Request
 from ess.engine.requests.roster import Roster
+from ess.engine.requests.transitions import Transitions
 from ess.engine.step.feeding import Outcome
 from ess.engine.step.runner import made_runner
 from ess.engine.step.underway.audit import check_waiting
@@ -49,10 +49,9 @@ from ess.engine.step.way import Way
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import Pace, Seen
-from ess.errors import BadInput, BadState, EssError, PoolFull, Unavailable
+from ess.errors import BadInput, BadState, PoolFull, Unavailable
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
-from ess.pool.warmup import WindowSet
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -80,7 +79,6 @@ class Engine:
             raise BadInput(f"mtp is {config.mtp}, but the model or the layout has no MTP layer")
         self.offload = offload
         self.step_count = 0
-        self.preempted_count = 0
         self.moved_count = 0
         self._clock = clock or RealClock()
         self._config = config
@@ -93,8 +91,8 @@ class Engine:
         self._loads = Loads(self._roster, offload)
         self._admission = Admission(
             self._roster,
-            opens=self._loads.with_room(self._open),
-            resumes=self._loads.with_room(self._resume),
+            opens=self._loads.with_room(lambda request: self._transitions.open(request)),
+            resumes=self._loads.with_room(lambda request: self._transitions.resume(request)),
             tpot_ms=config.tpot_ms,
         )
         self._handoffs = Handoffs(port, self.runner, config, on_end=self._admission.ask_again)
@@ -102,6 +100,16 @@ class Engine:
         self._ranks = ranks or Alone()
         self._flights = Flights(
             self.runner, config, clock=self._clock, ranks=self._ranks, way=self._way
+        )
+        self._transitions = Transitions(
+            offload=offload,
+            config=config,
+            roster=self._roster,
+            entry=self._entry,
+            intake=self._intake,
+            admission=self._admission,
+            handoffs=self._handoffs,
+            flights=self._flights,
         )
         self._made: list[Made] = []
 
@@ -121,7 +129,7 @@ class Engine:
     def _enter(self, request: Request) -> None:
         self._intake.enter(request)
         if request.refusal is not None:
-            self._finish(request, "refused")
+            self._transitions.finish(request, "refused")
 
     def cancel(self, request: Request) -> None:
         """May be called at any moment; the tokens of steps under way are dropped."""
@@ -129,7 +137,7 @@ class Engine:
         if self._entry.give_up(request):
             self._roster.add(request)
         if request.reason is None:
-            self._finish(request, "cancelled")
+            self._transitions.finish(request, "cancelled")
 
     def preempt(self, request: Request) -> None:
         """Free the request's slots and index pages until `resume`, which needs no recompute.
@@ -141,7 +149,7 @@ class Engine:
             raise BadState(f"request {request.number} is {request.state}, not running")
         self._learn(0)
         if request.reason is None:
-            self._preempt(request)
+            self._transitions.preempt(request)
             request.is_held = True
 
     def resume(self, request: Request) -> None:
@@ -149,7 +157,12 @@ class Engine:
         self._intake.require_own(request)
         if request.state != "preempted":
             raise BadState(f"request {request.number} is {request.state}, not preempted")
-        self._loads.with_room(self._resume)(request)
+        self._loads.with_room(self._transitions.resume)(request)
+
+    @property
+    def preempted_count(self) -> int:
+        """Preemptions since the start."""
+        return self._transitions.preempted_count
 
     @property
     def refusal(self) -> PoolFull | None:
@@ -236,9 +249,9 @@ class Engine:
             self._admission.ask_again()
         for request, fault in self._handoffs.heard():
             if fault and self._config.handoff_failure == "refuse":
-                self._refuse(request, Unavailable(fault))
+                self._transitions.refuse(request, Unavailable(fault))
             elif fault and self.offload.layout.has_states:
-                self._begin_again(request)
+                self._transitions.begin_again(request)
             else:
                 self._roster.move(request, "preempted")
                 request.has_landed = not fault
@@ -290,80 +303,6 @@ class Engine:
             self._learn(0)
             self.moved_count += self.offload.rebalance()
 
-    def _open(self, request: Request) -> None:
-        """Admits the request if the ledger has room: PoolFull says what it must wait for. A request
-        that can never fit ends as refused and keeps the reason."""
-        assert request.sequence is None, f"request {request.number} was opened twice"
-        lands = request.lands
-        try:
-            opened = self.offload.open(
-                request.tokens,
-                length_max=request.length_max,
-                promise=self._config.promise,
-                salt=request.salt,
-                reuse_max=request.reuse_max,
-                on_device=not lands,
-                from_disk=not lands,
-            )
-            self._handoffs.begin(request, opened)
-        except (PoolFull, BadInput) as refusal:
-            if isinstance(refusal, PoolFull) and refusal.retry_after_s is not None:
-                raise
-            return self._refuse(request, refusal)
-        request.sequence = opened
-        request.cached_count = request.prefilled_count = opened.cached_count
-        is_here = not lands and not opened.is_loading
-        late: State = "landing" if lands else "loading"
-        self._roster.move(request, "prefilling" if is_here else late)
-        if request.is_prefilled and is_here:
-            self._arrive(request, None)
-
-    def _begin_again(self, request: Request) -> None:
-        """The prompt is prefilled here after all. The request was opened with all cached rows, but
-        the state that it keeps beside its rows has not come, and cached rows may be useless without
-        it."""
-        assert request.sequence is not None, f"request {request.number} has no rows"
-        request.sequence.close()
-        request.sequence = request.takes = None
-        request.cached_count = request.prefilled_count = 0
-        self._roster.move(request, "waiting")
-        self._admission.ask_again()
-
-    def _arrive(self, request: Request, windows: Tensor | None) -> None:
-        """All rows of the prompt are in the pools."""
-        if request.gives is None:
-            self._land(request, windows)
-        else:
-            self._send(request, windows)
-
-    def _send(self, request: Request, windows: Tensor | None) -> None:
-        """The request has ended, and so have its followers to the same place."""
-        self._handoffs.send(request, windows)
-        followers = self._intake.followers.release(request)
-        for follower in followers:
-            self._roster.add(follower)
-        for ended in (request, *followers):
-            if ended.gives == request.gives:
-                self._finish(ended, "sent")
-
-    def _land(self, request: Request, windows: Tensor | tuple[list[WindowSet], int] | None) -> None:
-        """The request and its followers start to decode."""
-        assert request.is_prefilled, f"request {request.number} has not all of its prompt"
-        followers = self._intake.followers.release(request)
-        forked = self._admission.fork(request, followers, limit=self.pace.batch_limit)
-        for landed in (request, *forked):
-            assert landed.sequence is not None, f"request {landed.number} has no rows"
-            assert len(landed.output) == len(landed.said), f"request {landed.number} lands twice"
-            if windows is not None and self._config.warm:
-                if isinstance(windows, Tensor):
-                    landed.sequence.warm(windows)
-                else:
-                    landed.sequence.warm_from(*windows)
-                landed.sequence.fill()
-                self._handoffs.mark(landed, "warmed")
-            self._roster.move(landed, "decoding")
-            self._flights.enter(landed)
-
     def _launch(self) -> StepPlan:
         """Where a request needs a page and none is free, makes room and tries again."""
         while True:
@@ -387,7 +326,7 @@ class Engine:
             return
         running = self._roster.by_rank("decoding", "prefilling")
         assert running, "no request runs, and pages are short"
-        self._preempt(running[-1])
+        self._transitions.preempt(running[-1])
         self._admission.pause(self.step_count)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[tuple[Chance, ...], ...]:
@@ -408,7 +347,7 @@ class Engine:
         for chunk, made in zip(chunks, prefilled, strict=True):
             chunk.request.prefilled_count = chunk.stop
             if chunk.is_last:
-                self._arrive(chunk.request, made.windows)
+                self._transitions.arrive(chunk.request, made.windows)
         return scored
 
     # ---- what the host learns, and what follows from it
@@ -422,7 +361,7 @@ class Engine:
     def _take(self, outcome: Outcome) -> None:
         request = outcome.feed.request
         if request.state == "finished":
-            self._close(request)
+            self._transitions.close(request)
             return
         assert request.state == "decoding", f"request {request.number} is {request.state}"
         choice = outcome.choice
@@ -434,64 +373,4 @@ class Engine:
         self._handoffs.mark(request, "first step")
         self._handoffs.close(request)
         if request.reason is not None:
-            self._finish(request, request.reason)
-
-    def _preempt(self, request: Request) -> None:
-        assert request.sequence is not None, f"request {request.number} has no rows"
-        assert not request.is_held, f"request {request.number} was preempted before"
-        self._flights.leave(request)
-        request.sequence.preempt()
-        request.draft_count = 0
-        self._roster.move(request, "preempted")
-        self.preempted_count += 1
-        self._admission.ask_again()
-
-    def _resume(self, request: Request) -> None:
-        assert request.sequence is not None, f"request {request.number} has no rows"
-        assert request.draft_count == 0, f"request {request.number} has drafts without a line"
-        try:
-            request.sequence.resume()
-            if request.has_loaded:
-                self._handoffs.offer(request)
-        except (Unavailable, BadInput) as fault:
-            return self._refuse(request, fault)
-        request.is_held = False
-        if request.has_landed:
-            windows, request.windows = request.windows, None
-            request.has_landed, request.prefilled_count = False, request.prefill_count
-            self._roster.move(request, "prefilling")
-            self._admission.ask_again()
-            self._land(request, windows)
-            return
-        if request.has_loaded:
-            request.has_loaded = False
-            self._roster.move(request, "prefilling")
-            if request.is_prefilled:
-                self._arrive(request, None)
-            return
-        self._roster.move(request, "decoding" if request.is_prefilled else "prefilling")
-        if request.is_prefilled:
-            self._flights.enter(request)
-
-    def _refuse(self, request: Request, refusal: EssError) -> None:
-        request.refusal = refusal
-        self._finish(request, "refused")
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        assert request.reason in (None, reason), f"request {request.number} ended before"
-        request.reason = reason
-        self._roster.move(request, "finished")
-        self._entry.release(request)
-        self._handoffs.give_up(request)
-        self._close(request)
-        self._intake.ended(request)
-
-    def _close(self, request: Request) -> None:
-        """Frees the rows of an ended request once the host has learned its last step."""
-        assert request.state == "finished", f"request {request.number} is {request.state}"
-        self._admission.ask_again()
-        if request.sequence is None or request.flight_count:
-            return
-        self._flights.leave(request)
-        request.sequence.close()
-        request.sequence = None
+            self._transitions.finish(request, request.reason)

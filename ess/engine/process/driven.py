@@ -21,10 +21,12 @@ from ess.errors import PoolFull
 class Driven(Protocol):
     offload: Offload
     step_count: int
-    preempted_count: int
-    """How often a request was set aside since the start."""
     tuning: Tuning
     verifier: Verifier
+
+    @property
+    def preempted_count(self) -> int:
+        """How often a request was set aside since the start."""
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
