@@ -6,15 +6,18 @@ import importlib.util
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.pd import routers
+from ess.server.commands.pd.kept import Kept
 from ess.server.commands.pd.processes import serve_pd
 from ess.server.commands.pd.routers import ROUTERS, Place
 from ess.server.commands.pd.shares import Share, clean, shape_of, share_of, stages_of
+from ess.server.commands.ranks.servers import RankProcesses
 from ess.server.commands.start import sizing
 from ess.server.commands.start.settings import resolve
 from tests.support.process import ROOT, RUN
@@ -96,6 +99,22 @@ def test_workers_get_all_settings_and_no_place_to_listen():
     told = each.settings
     assert (told["mtp"], told["api_key"], told["pace_ms"], told["row"]) == (4, "a,b", 3.0, "f32")
     assert not {"host", "port", "role"} & {*told}
+
+
+def test_ranks_read_the_keys_again_and_workers_behind_a_router_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The router of --pd keeps the key that it was started with, so its workers must know it."""
+    keys, secret = tmp_path / "keys", tmp_path / "secret"
+    keys.write_text("a\nb\n")
+    secret.write_text("sixteen bytes are enough")
+    resolved = resolve({"api_key_file": str(keys), "dp_size": 2}, environment={})
+    monkeypatch.setattr(Kept, "keep", lambda *given: None)
+    RankProcesses(resolved, [9, 10], "127.0.0.1:11", tmp_path)._start(0, 9, secret)
+    settings = resolve({}, config=tmp_path / "rank-0.json", environment={}).settings
+    assert (settings.api_key_file, settings.keys) == (str(keys), ("a", "b"))
+    told = share("1p1d", api_key_file=str(keys)).settings
+    assert (told["api_key"], told.get("api_key_file")) == ("a,b", None)
 
 
 def test_workers_do_not_read_the_environment_again():

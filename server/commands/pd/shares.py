@@ -43,7 +43,6 @@ WHY_NOT: Final[Mapping[str, str]] = {
     ),
 }
 OF_ROUTER: Final = frozenset({"host", "port"})
-OF_KEYS: Final = frozenset({"api_key_file"})
 NODES: Final = frozenset({"nnodes", "node_rank", "dist_init_addr"})
 
 
@@ -165,12 +164,17 @@ def _plan(
     )
 
 
-def told_settings(resolved: Resolved, *, but: Set[str]) -> dict[str, Any]:
-    """All settings that are not defaults, for a worker's file; it has the keys, not their file."""
+def told_settings(
+    resolved: Resolved, *, but: Set[str], rereads_keys: bool = False
+) -> dict[str, Any]:
+    """All settings that are not defaults, for a worker's file. It has the keys, or, if the worker
+    `rereads_keys`, the file that has them."""
+    has_file = rereads_keys and resolved.origins["api_key_file"] != "default"
+    unsaid = "api_key" if has_file else "api_key_file"
     return {
         name: getattr(resolved.settings, name)
         for name, origin in resolved.origins.items()
-        if origin != "default" and name not in but | OF_KEYS
+        if origin != "default" and name not in but | {unsaid}
     }
 
 
