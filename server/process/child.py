@@ -13,7 +13,8 @@ from typing import Final
 
 import msgspec
 
-LINE_BYTES_MAX: Final = 4096
+LINE_BYTES_MAX: Final = 64 << 10
+"""A record of a log, such as a traceback, must come whole."""
 
 
 @dataclass(frozen=True, slots=True)

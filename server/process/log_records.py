@@ -45,6 +45,8 @@ class Records:
         return self._of_line(self._rest) + self._of_fault()
 
     def _of_line(self, line: bytes) -> bytes:
+        if made := _passed(line):  # also of another process, in the middle of a traceback
+            return made
         if self._fault:
             self._fault.append(line)
             is_within = line[:1] in (b" ", b"") and len(self._fault) < FAULT_LINES_MAX
@@ -52,16 +54,21 @@ class Records:
         if line == FAULT:
             self._fault = [line]
             return b""
-        if _is_record(line):
-            return line + b"\n"
-        name, _, rest = line.partition(b": ")
-        if NAME.fullmatch(name) and _is_record(rest):
-            return b'{"process":"%b",%b\n' % (name, rest[1:])
         return _written("info", line.removeprefix(b"ess: ")) if line.strip() else b""
 
     def _of_fault(self) -> bytes:
         lines, self._fault = self._fault, []
         return _written("error", b"\n".join(lines)) if lines else b""
+
+
+def _passed(line: bytes) -> bytes:
+    """A line that is a record, with the name of the process that it is from; else nothing."""
+    if _is_record(line):
+        return line + b"\n"
+    name, _, rest = line.partition(b": ")
+    if NAME.fullmatch(name) and _is_record(rest):
+        return b'{"process":"%b",%b\n' % (name, rest[1:])
+    return b""
 
 
 def _is_record(line: bytes) -> bool:

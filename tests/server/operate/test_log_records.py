@@ -57,6 +57,18 @@ def test_pieces_of_any_length_make_the_same_records(seed: int):
     assert [line.get("process") for line in found] == [None] * 4 + ["decode-3", None, None]
 
 
+@pytest.mark.parametrize("name", ["", "rank-1: "])
+def test_a_record_in_the_middle_of_a_traceback_is_kept(name: str):
+    """Several processes write at once."""
+    records, other = Records(), f"{name}{record('info', 'request').decode()}\n"
+    first, *behind = FAULT.splitlines(keepends=True)
+    made = records.feed((first + behind[0] + other + "".join(behind[1:])).encode())
+    assert [(line["level"], line["message"]) for line in read(made)] == [
+        ("info", "request"),
+        ("error", FAULT.rstrip()),
+    ]
+
+
 @pytest.mark.parametrize("noise", [b"\xff\xfe\x00\x1b[1m", b'"}\\', b"\xed\xa0\x80"])
 def test_any_bytes_become_a_line_of_json(noise: bytes):
     records = Records()
