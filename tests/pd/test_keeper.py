@@ -17,6 +17,7 @@ from ess.server.commands.pd import keeper as keepers
 from ess.server.commands.pd.keeper import STARTS_MAX, Keeper, Order
 from ess.server.commands.pd.kept import Kept
 from ess.server.process.child import LINE_BYTES_MAX, lines_of
+from ess.server.process.log_records import record
 from tests.server.harness import until
 from tests.support.kin import is_running, told
 from tests.support.process import ROOT
@@ -111,6 +112,7 @@ def test_a_hangup_reaches_servers_that_are_ready_and_no_router(monkeypatch: pyte
     told: list[str] = []
     monkeypatch.setattr(Keeper, "refresh", lambda keeper: told.append(keeper.name))
     monkeypatch.setattr(os, "isatty", lambda number: False)
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)  # also under nohup
 
     async def never(url: str) -> bool:
         return False
@@ -134,6 +136,20 @@ def test_a_hangup_reaches_servers_that_are_ready_and_no_router(monkeypatch: pyte
         assert told == ["decode-1"]
         for role in ("decode", "router"):
             await kept.end(role, within_s=5.0)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+
+    run(work)
+
+
+def test_a_terminal_that_is_closed_ends_all_in_order(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "isatty", lambda number: True)
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
+
+    async def work() -> None:
+        kept = Kept(["rank"], environment=ENVIRONMENT, clock=RealClock())
+        kept.heed_signals()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not await kept.unless_stopped(asyncio.sleep(3600))
         asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
 
     run(work)
@@ -197,6 +213,19 @@ def test_who_lists_processes_sees_no_words_and_nothing_outlives_us():
         finally:
             parent.kill()
     until(lambda: not is_running(pid), "its end")
+
+
+def test_a_long_record_of_a_log_comes_whole():
+    """A traceback has thousands of characters, and a piece of a record is none."""
+
+    async def work() -> None:
+        stream = asyncio.StreamReader(limit=1 << 20)
+        long = record("error", "x" * 30_000).decode()
+        stream.feed_data(long.encode() + b"\n")
+        stream.feed_eof()
+        assert [line async for line in lines_of(stream)] == [long]
+
+    run(work)
 
 
 def test_a_line_without_an_end_comes_in_pieces():

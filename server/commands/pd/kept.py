@@ -33,13 +33,15 @@ class Kept:
         self._stop = asyncio.Event()
 
     def heed_signals(self) -> None:
-        """The first signal ends all processes in order, the second kills them at once. SIGHUP is
-        passed on to servers that are ready, which read files again; routers read none."""
+        """The first signal ends all processes in order, the second kills them at once. On a
+        terminal, which could be closed, SIGHUP does the same. Elsewhere it is passed on to servers
+        that are ready, which read files again; routers read none."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        if not os.isatty(0) and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            loop.add_signal_handler(signal.SIGHUP, self._refresh)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            act = self._on_signal if os.isatty(0) else self._refresh
+            loop.add_signal_handler(signal.SIGHUP, act)
 
     def _refresh(self) -> None:
         for role, keeper in self.all():
