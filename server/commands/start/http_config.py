@@ -92,16 +92,17 @@ class Watched:
         except (BadInput, OSError) as error:
             console.note(f"ess: {self._what} has changed and is not used: {error}")
 
-    def _stamps(self) -> list[tuple[int, int] | None]:
-        """When each file was written, and which one it is; None for a missing file."""
-        stamps: list[tuple[int, int] | None] = []
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        """When each file was written, its size, and which file it is; None for a missing one. The
+        size tells two writes apart that share a tick of the file system's clock."""
+        stamps: list[tuple[int, int, int] | None] = []
         for path in map(Path, self._paths):
             try:
                 found = path.stat()
             except OSError:
                 stamps.append(None)
             else:
-                stamps.append((found.st_mtime_ns, found.st_ino))
+                stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
         return stamps
 
 

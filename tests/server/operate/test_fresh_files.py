@@ -7,6 +7,7 @@ import os
 import signal
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ from ess.server.http.auth_limits import Keys
 from tests.server.harness import PacedEngine, Served, saying, until
 from tests.server.test_fronts import fronts
 from tests.support.process import Process
+
+
+@pytest.fixture(autouse=True)
+def hangups_count() -> Iterator[None]:
+    """Also where these tests run under nohup, which children would inherit."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def status(url: str, key: str) -> int:
@@ -63,6 +72,10 @@ def test_keys_that_change_are_used_and_wrong_ones_are_not(
     said = capsys.readouterr().err
     assert said.endswith("ess: api_key_file has changed: 2 keys are valid\n")
     assert "three" not in said
+    stamp = path.stat()
+    path.write_text("one\ntwo\nthree\n")
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert known() == [True, True, True, False], "within a tick of the file system's clock"
     written(path, "one")
     with Served(PacedEngine(saying("one"))) as served:
         late = uvicorn_config(settings, served.service).app.state.keys
