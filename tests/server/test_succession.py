@@ -15,6 +15,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -309,6 +310,35 @@ def test_the_process_that_was_killed_is_the_cause_of_what_others_say(
         return await group.cause(Loss("no more of stage 1", is_said=True))
 
     assert asyncio.run(act()).how == cause
+
+
+def test_an_engine_that_cannot_be_started_whole_has_ended(monkeypatch):
+    """Its ports and files are free for the next one."""
+    seen: list[str] = []
+
+    class Started:
+        def __init__(self) -> None:
+            self._killed = asyncio.Event()
+
+        def kill(self) -> None:
+            self._killed.set()
+
+        async def ended(self) -> End:
+            await self._killed.wait()
+            seen.append("ended")
+            return End("SIGKILL", is_by_code=False)
+
+    async def start(*words: object, **named: object) -> Started:
+        seen.append("started")
+        if len(seen) == 3:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return Started()
+
+    monkeypatch.setattr(Child, "start", start)
+    launches: Any = [SimpleNamespace(rank=None)] * 4
+    with pytest.raises(OSError, match=os.strerror(errno.EAGAIN)):
+        asyncio.run(EngineGroup.start(launches, ["there"], is_paced=True))
+    assert seen == ["started"] * 3 + ["ended"] * 2
 
 
 class Unable:

@@ -60,7 +60,8 @@ class EngineGroup:
         environment: Mapping[str, str] | None = None,
     ) -> EngineGroup:
         """Starts a process per launch. Rank 0, or the engine's only process, connects to the server
-        at the endpoints."""
+        at the endpoints. If one cannot be started, the others have ended when this raises: another
+        engine may start at once, and needs their ports and files."""
         members: list[Member] = []
         try:
             for launch in launches:
@@ -72,6 +73,7 @@ class EngineGroup:
         except BaseException:
             for member in members:
                 member.child.kill()
+            await asyncio.gather(*(member.child.ended() for member in members))
             raise
         return cls(members)
 
