@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
+import msgspec
+
+from ess.decoding import UNDECODABLE
 from ess.errors import BadInput, BadState
 
 ANSWER_S: Final = 600.0
@@ -96,16 +99,19 @@ async def _read(reader: asyncio.StreamReader, begun_s: float) -> Seen:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
     except asyncio.IncompleteReadError:
         raise BadState("the connection closed before an answer") from None
-    if b" 200 " not in head.split(b"\r\n", 1)[0] + b" ":
-        status = head.split(b" ", 2)[1].decode("latin-1", "replace")
-        raise BadState(f"answered {status}: {_reason(await reader.read(REFUSAL_MAX))}")
+    except asyncio.LimitOverrunError:
+        raise BadState(f"the head of the answer is longer than {LINE_MAX:,} bytes") from None
+    status = b" ".join(head.split(b"\r\n", 1)[0].split(b" ")[1:2]).decode("latin-1")
+    if status != "200":
+        reason = _reason(await reader.read(REFUSAL_MAX))
+        raise BadState(f"answered {status or 'without a status'}: {reason}")
     seen, is_ended = Seen(), False
     chunked = b"transfer-encoding: chunked" in head
     async for line in _lines(_chunks(reader) if chunked else _pieces(reader)):
         if line.startswith(b"data: [DONE]"):
             is_ended = True
         elif line.startswith(b"data: "):
-            _take(seen, json.loads(line[len(b"data: ") :]), time.monotonic() - begun_s)
+            _take(seen, _event_of(line[len(b"data: ") :]), time.monotonic() - begun_s)
     if not is_ended:
         raise BadState(f"the stream broke off after {len(seen.events_s)} events")
     if not seen.events_s:
@@ -113,16 +119,44 @@ async def _read(reader: asyncio.StreamReader, begun_s: float) -> Seen:
     return seen
 
 
-def _take(seen: Seen, event: Mapping[str, Any], at_s: float) -> None:
-    if "error" in event:
-        raise BadState(f"the stream ended with an error: {event['error']}"[:REFUSAL_MAX])
-    choices = event.get("choices") or ()
-    if any(choice.get("text") or not choice.get("finish_reason") for choice in choices):
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+def _event_of(said: bytes) -> _Event:
+    try:
+        return msgspec.json.decode(said, type=_Event)
+    except UNDECODABLE as error:
+        raise BadState(f"an event is not one of /v1/completions: {error}") from None
+
+
+def _take(seen: Seen, event: _Event, at_s: float) -> None:
+    if event.error is not None:
+        raise BadState(f"the stream ended with an error: {event.error}"[:REFUSAL_MAX])
+    if any(choice.text or not choice.finish_reason for choice in event.choices or ()):
         seen.events_s.append(at_s)
-    if usage := event.get("usage"):
-        seen.prompt_tokens = usage.get("prompt_tokens") or 0
-        seen.counted_tokens = usage.get("completion_tokens") or 0
-        seen.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    if event.usage is not None:
+        details = event.usage.prompt_tokens_details or _Details()
+        seen.prompt_tokens = event.usage.prompt_tokens or 0
+        seen.counted_tokens = event.usage.completion_tokens or 0
+        seen.cached_tokens = details.cached_tokens or 0
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
@@ -130,7 +164,7 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     try:
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]
-    except (asyncio.IncompleteReadError, ValueError):
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
         return
 
 

@@ -118,7 +118,7 @@ def load_benchmark(
     url
         The server; its key is read from ESS_API_KEY. Without it an `ess serve` is started.
     against
-        Another server, which gets the same load afterwards: rows are beside it.
+        Another server, which gets the same load and the same key: rows are beside it.
     model
         The model to ask for; by default the first that the server lists.
     at_most

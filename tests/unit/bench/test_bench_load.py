@@ -282,6 +282,9 @@ def test_a_body_without_chunks_and_a_server_that_counts_nothing() -> None:
         (chunked(event("a"), event("b"))[:-12], "broke off after 1 events"),
         (chunked(event("a")), "broke off after 1 events"),
         (chunked(b"data: [DONE]\n\n"), "without a token"),
+        (b"nonsense\r\n\r\nand more", "answered without a status: and more"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x" * (3 << 20), "the head of the answer is longer"),
+        (chunked(b"data: [5]\n\n"), "an event is not one of"),
         (chunked(event("a"), b'data: {"error": {"message": "lost"}}\n\n'), "lost"),
     ],
 )
