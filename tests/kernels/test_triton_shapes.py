@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from ess.kernels.merge import Partial
 from ess.kernels.ops import Ops
+from ess.layout import IndexCodec, RowCodec
 from tests.kernels.sets import SETS, op_set
 from tests.kernels.test_triton_ops import device
 
@@ -32,6 +35,43 @@ def test_every_count_of_heads_has_a_shape(form: Any) -> None:
         assert little.heads == (16 if heads <= 16 else 32)
     [exact] = candidates(form=form, heads=128, is_half=False, generation=9)
     assert exact.name == "exact"
+
+
+class Launched:
+    """In the place of a kernel: the stages that launches ask for."""
+
+    def __init__(self) -> None:
+        self.stages: list[int] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *given, num_stages=1, **more: self.stages.append(num_stages)
+
+
+@pytest.mark.parametrize(("shared_bytes", "most"), [(227 << 10, 6), (99 << 10, 2)])
+def test_launches_ask_for_the_stages_that_fit(
+    shared_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ess.kernels.cuda.triton import attend, grouped, index, linear
+    from ess.kernels.cuda.triton.launch import Place
+
+    kernels = {"logits": index, "products": grouped, "linear": linear, "attend": attend}
+    launched = Launched()
+    for name, module in kernels.items():
+        monkeypatch.setattr(module, "place", lambda _: Place(132, False, 9, shared_bytes))
+        monkeypatch.setattr(module.device, name, launched)
+    monkeypatch.setattr(attend.shares, "lay_out", Launched())
+    monkeypatch.setattr(linear, "quantise", lambda values: (values, values))
+    half, codes = torch.zeros(1, 64, 128, dtype=torch.bfloat16), torch.zeros(1, 128, 128).char()
+    ends, rows = torch.ones(1, dtype=torch.int32), torch.zeros(64, 656, dtype=torch.uint8)
+    scales, weight = torch.ones(1, 1), codes[0].view(torch.float8_e4m3fn)
+    pages = torch.zeros(1, IndexCodec().page_bytes, dtype=torch.uint8)
+    index.logits_into(half, half, pages, ends[None], ends, IndexCodec(), out=torch.empty(1, 64))
+    grouped.products_into(half[0], ends, half.new_zeros(1, 128, 128), out=half.new_empty(64, 128))
+    linear.linear_into(half[0, :1], weight, scales, torch.empty(1, 128))
+    into = Partial(torch.empty(1, 16, 512), torch.empty(1, 16))
+    asked, lists = half.new_zeros(1, 16, 576), attend.Lists(ends[None], ends)
+    attend.attend_lists(asked, rows, lists, RowCodec(), scale=1.0, into=into)
+    assert launched.stages == [min(most, stages) for stages in (3, 4, 6, 3)]
 
 
 def timed(work: Callable[[], Any]) -> list[float]:

@@ -338,7 +338,9 @@ def begin():
     triton.knobs.runtime.interpret = False
     InterpretedFunction.run = interpret
     queue_at_once()
-    properties = SimpleNamespace(multi_processor_count=132, name="pretended")
+    properties = SimpleNamespace(
+        multi_processor_count=132, name="pretended", shared_memory_per_block_optin=227 << 10
+    )
     count = int(os.environ.get("EMULATED_DEVICES", "1"))
     for name, thing in {
         "Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph, "graph": graph,

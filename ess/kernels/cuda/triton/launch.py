@@ -94,9 +94,7 @@ def _generation(device: int) -> int:
 
 @functools.cache
 def _shared_bytes(device: int) -> int:
-    """As Triton judges a program by it."""
-    found = triton.runtime.driver.active.utils.get_device_properties(device)
-    return int(found["max_shared_mem"])
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
