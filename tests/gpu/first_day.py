@@ -134,12 +134,14 @@ class Day:
         if part.name == "tests" and text:
             lines = text.splitlines()
             failed = self.report["failed"] = [line for line in lines if line[:7] == "FAILED "]
-            self.report["counts"] = lines[-1]
+            counted = [line for line in lines if " passed, " in line]
+            self.report["counts"] = (counted or lines)[-1]
             if any(line.endswith(UNFINISHED) for line in failed):
                 self.report["parts"]["tests"]["ended"] = False
         if part.name == "doctor":
             with contextlib.suppress(ValueError):
-                self.report["doctor"] = json.loads(text[text.index("{\n") :])
+                found, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
+                self.report["doctor"] = found
         with contextlib.suppress(OSError, ValueError):
             rows = json.loads((self.kept / f"{part.name}.json").read_text())["rows"]
             others = [row for row in self.report["rows"] if row.get("part") != part.name]

@@ -27,8 +27,11 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Part]:
     rows = f"open({str(kept / 'slice.json')!r}, 'w').write({json.dumps(ROWS)!r})"
     made = {
         "native": part("native", "print('built')", stays=True),
-        "tests": part("tests", f"print('FAILED a {UNFINISHED}'); print('1 passed, 1 failed')"),
-        "doctor": part("doctor", f"print('first a line'); print({DOCTOR!r})"),
+        "tests": part(
+            "tests",
+            f"print('FAILED a {UNFINISHED}'); print('1 passed, 1 failed'); print('a last word')",
+        ),
+        "doctor": part("doctor", f"print('first a line'); print({DOCTOR!r}); print('a warning')"),
         "hangs": part("hangs", "import time; print('hangs', flush=True); time.sleep(60)", 1.0),
         "slice": part("slice", f"{rows}; raise SystemExit(3)"),
     }

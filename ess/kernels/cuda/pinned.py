@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -36,6 +37,7 @@ CHUNK_BYTES: Final = 64 << 30
 HALVED_BYTES_MIN: Final = 256 << 20
 REFUSALS: Final = (1, 2)
 """An invalid value, no memory: as drivers answer where a part of it may be had."""
+TOUCH_THREADS_MAX: Final = 16
 PORTABLE: Final = 1
 MAPPED: Final = 2
 
@@ -45,14 +47,17 @@ def pinned_memory(
     byte_count: int,
     *,
     row_bytes: int = 1,
-    touch_threads: int = 4,
+    touch_threads: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress | None = None,
 ) -> Bytes:
-    """Zeroed, on huge pages where the system has them. The last view that goes frees it."""
+    """Zeroed, on huge pages where the system has them. The last view that goes frees it. A thread
+    of each core touches it, at most 16, unless `touch_threads` says how many: the first touch of a
+    large pool takes as long as all else at a start."""
     memory = host_memory(align_up(byte_count, mmap.PAGESIZE))
     prefer_node(memory, device.host_node)
-    touch(memory, touch_threads)
+    cores = min(len(os.sched_getaffinity(0)), TOUCH_THREADS_MAX)
+    touch(memory, cores if touch_threads is None else touch_threads)
     register(device, memory, row_bytes=row_bytes, chunk_bytes=chunk_bytes, progress=progress)
     return memory[:byte_count]
 
