@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import kept_objects
+
 ROOT = Path(__file__).resolve().parent.parent
 
 REFUSE = """
@@ -168,7 +170,12 @@ def test_a_wheel_made_through_the_sdist_has_one_import_name(tmp_path: Path) -> N
     copy_tree(source)
     described = source / "pyproject.toml"  # what is compiled matters here, and not how well
     described.write_text(described.read_text().replace('"-O3"', '"-O0"'))
-    python(["-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(source)])
+    compiler = f"{sys.executable} {kept_objects.__file__}"
+    python(
+        ["-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(source)],
+        CC=compiler,
+        CXX=compiler,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
@@ -184,8 +191,10 @@ def test_a_wheel_made_through_the_sdist_has_one_import_name(tmp_path: Path) -> N
     assert not [name for name in names if "/trainer/" in name], "the trainer is not in the wheel"
     assert "ess/sim/published/throughput.csv" in names
     python(
-        ["-m", "pip", "install", "-q", "--no-compile", "--no-deps", "--no-index"]
-        + ["--target", str(target), wheel]
+        [
+            *("-m", "pip", "install", "-q", "--no-compile", "--no-deps", "--no-index"),
+            *("--target", str(target), wheel),
+        ]
     )
     code = (
         "import sys, ess.server.commands.cli, ess._native\n"

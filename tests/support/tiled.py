@@ -13,7 +13,8 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.kept_objects import ROOT, kept_object
+
 HEADER = Path(__file__).resolve().parent / "emulated_tiles.h"
 VARIABLE = "TILED_LIBRARY"
 OWN_FLAGS = ("-O1", "-fPIC", f'-DESS_EMULATED_TILES="{HEADER}"')
@@ -29,13 +30,11 @@ def build(folder: Path) -> Path:
     ]
     flags = [flag for flag in extension["extra-compile-args"] if flag != "-O3"]
     include = f"-I{sys.base_prefix}/include/python{sys.version_info[0]}.{sys.version_info[1]}"
-    sources = [*ROOT.glob("csrc/*/*"), ROOT / "pyproject.toml"]
-    newest_s = max(path.stat().st_mtime for path in sources)
 
     def compiled(source: str) -> str:
-        for kept in ROOT.glob(f"build/temp.*/{Path(source).with_suffix('.o')}"):
-            if kept.stem not in OTHER and kept.stat().st_mtime > newest_s:
-                return str(kept)
+        kept = kept_object(source)
+        if kept is not None and kept.stem not in OTHER:
+            return str(kept)
         target = folder / f"{Path(source).stem}.o"
         run("g++", *flags, *OWN_FLAGS, include, "-c", str(ROOT / source), "-o", str(target))
         return str(target)
