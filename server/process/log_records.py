@@ -16,7 +16,12 @@ import msgspec
 from ess.decoding import UNDECODABLE
 
 OURS: Final = b'{"time":'
-FAULT: Final = b"Traceback (most recent call last):"
+FAULTS: Final = (
+    b"Traceback (most recent call last):",
+    b"  + Exception Group Traceback (most recent call last):",
+)
+GROUP_END: Final = b"+------------------------------------"
+"""The last line of a group's traceback; that of another is its first without an indent."""
 NAME: Final = re.compile(rb"[a-z]+(?:-[0-9]+)?")
 LINE_BYTES_MAX: Final = 64 << 10
 FAULT_LINES_MAX: Final = 1000
@@ -49,9 +54,10 @@ class Records:
             return made
         if self._fault:
             self._fault.append(line)
-            is_within = line[:1] in (b" ", b"") and len(self._fault) < FAULT_LINES_MAX
-            return b"" if is_within else self._of_fault()
-        if line == FAULT:
+            is_within = line[:1] in (b" ", b"") and line.strip() != GROUP_END
+            goes_on = is_within and len(self._fault) < FAULT_LINES_MAX
+            return b"" if goes_on else self._of_fault()
+        if line in FAULTS:
             self._fault = [line]
             return b""
         return _written("info", line.removeprefix(b"ess: ")) if line.strip() else b""

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import traceback
 
 import pytest
 
@@ -55,6 +56,17 @@ def test_pieces_of_any_length_make_the_same_records(seed: int):
     ]
     assert found[3]["status"] == 200
     assert [line.get("process") for line in found] == [None] * 4 + ["decode-3", None, None]
+
+
+def test_a_traceback_of_a_group_is_one_record():
+    group = ExceptionGroup("two", [ValueError("a"), ExceptionGroup("deep", [OSError("b\n c")])])
+    try:
+        raise group
+    except ExceptionGroup:
+        fault = traceback.format_exc()
+    made = read(Records().feed(f"one\n{fault}two\n".encode()))
+    levels = [(line["level"], line["message"]) for line in made]
+    assert levels == [("info", "one"), ("error", fault.rstrip()), ("info", "two")]
 
 
 @pytest.mark.parametrize("name", ["", "rank-1: "])
