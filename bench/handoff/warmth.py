@@ -21,6 +21,9 @@ from ess.models.load import load_model
 
 STEPS: Final = 32
 SLOT_SHARE: Final = 0.2
+CHUNK_TOKENS: Final = 64
+"""Both workers have one thread between chunks: a chunk of seconds on a busy machine outlasts the
+time in which a message must be read, and then the decode worker computes the rows itself."""
 
 
 def warmth_rows(length: int) -> list[Row]:
@@ -47,7 +50,7 @@ def _row(what: str, carried: float, cold: float, config: dict[str, object]) -> R
 def _misses(length: int, *, warm: bool) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """For each step after landing, the share of requested rows that were not in a slot."""
     model, ids = load_model(), token_ids()[0]
-    shape = Shape(context=length, output=STEPS * 2 + 2)
+    shape = Shape(context=length, output=STEPS * 2 + 2, chunk_tokens=CHUNK_TOKENS)
     prefill = Worker(shape, model=model)
     decode = Worker(_few_slots(shape), model=model, warm=warm)
     try:

@@ -57,6 +57,8 @@ async def offer(target: Target, asked: Sequence[Asked], *, at_most: int | None =
             offered.late_s.append(sent_s - due_s)
             try:
                 seen = await streamed(target.url, body_of(target, ask), key=target.key)
+                if not seen.events_s:
+                    raise BadState("the stream ended without a token")
             except (BadState, OSError, ValueError) as error:
                 offered.failures.append(_named(error))
                 return

@@ -15,8 +15,11 @@ from ess.bench.prefill.sends import send_rows
 from ess.bench.prefill.serving import Talk, serving_rows
 from ess.bench.prefill.stages import arms_of, stage_rows
 from ess.bench.prefill.turns import turn_rows
+from ess.errors import BadInput
+from ess.units import PAGE_ROWS
 
 ROUNDS: Final = 3
+LENGTH_MIN: Final = 2 * PAGE_ROWS
 COMPARED: Final = 6
 """Rounds of pipelines: some are fitted, those between are predicted."""
 REQUESTS: Final = 8
@@ -64,6 +67,9 @@ def prefill_benchmark(
     chunk, each = amount("--chunk", chunk), size("--length", length)
     context, stages = size("--ctx", ctx), sizes("--pp", pp)
     run, measured = sizes("--real", real), sizes("--memory", memory)
+    shortest = min(each, context, *run, *measured)
+    if shortest < LENGTH_MIN:
+        raise BadInput(f"a prompt of {shortest} tokens: at least {LENGTH_MIN} are two pages")
     check_memory(max(each, context, *run, *measured))
     if turns or serving:
         return _other_benchmarks(turns, serving, each, router, chunk, smoke=smoke)

@@ -62,6 +62,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("guest --text no/such.txt", "cannot be read"),
         ("prefill --chunk 0", "--chunk 0: between"),
         ("prefill --real none", "--real"),
+        ("prefill --memory 3", "a prompt of 3 tokens"),
         ("prefill --memory -1", "--memory"),
         ("prefill --ctx 1000g", "are free"),
         ("prefill --serving --router haproxy --smoke", "haproxy"),
