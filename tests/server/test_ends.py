@@ -36,10 +36,11 @@ def ended(process: Process, engine: int) -> int:
 @pytest.mark.parametrize("log", few(BROKEN[1:], all_of=BROKEN))
 def test_sigterm_ends_a_server_whose_log_is_broken(log):
     with log() as stderr, Process(*PACED, stderr=stderr).wait_ready() as process:
-        next(process.stream())
         engine = process.engine_pid
-        process.process.send_signal(signal.SIGTERM)
-        assert ended(process, engine) == 0
+        with process.stream() as events:
+            next(events)
+            process.process.send_signal(signal.SIGTERM)
+            assert ended(process, engine) == 0
 
 
 @pytest.mark.slow
