@@ -94,7 +94,8 @@ def _generation(device: int) -> int:
 
 @functools.cache
 def _shared_bytes(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    found: Any = torch.cuda.get_device_properties(device)
+    return int(found.shared_memory_per_block_optin)
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
