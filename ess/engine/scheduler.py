@@ -8,19 +8,28 @@ simulator plans its steps with the same two functions.
 
 from __future__ import annotations
 
+import math
+
 from ess.engine.plan import Chunk, StepPlan, Turn
 from ess.engine.requests.request import Request
 from ess.engine.requests.roster import AnyRequest, Roster
-from ess.units import PAGE_ROWS
+from ess.units import PAGE_ROWS, align_up
 
 
 def plan(
-    roster: Roster[Request], *, batch_max: int, query_max: int, verified_max: int, chunk_tokens: int
+    roster: Roster[Request],
+    *,
+    batch_max: int,
+    query_max: int,
+    verified_max: int,
+    chunk_tokens: int,
+    positions_max: float = math.inf,
 ) -> StepPlan:
     batch = plan_batch(roster, batch_max=batch_max, query_max=query_max, verified_max=verified_max)
+    chunks = plan_chunks(roster, chunk_tokens, positions_max)
     return StepPlan(
         turns=tuple(Turn(request, count) for request, count in batch),
-        chunks=tuple(Chunk(*chunk) for chunk in plan_chunks(roster, chunk_tokens)),
+        chunks=tuple(Chunk(*chunk) for chunk in chunks),
     )
 
 
@@ -52,20 +61,28 @@ def plan_batch(
     return batch
 
 
-def plan_chunks(roster: Roster[AnyRequest], chunk_tokens: int) -> list[tuple[AnyRequest, int, int]]:
+def plan_chunks(
+    roster: Roster[AnyRequest], chunk_tokens: int, positions_max: float = math.inf
+) -> list[tuple[AnyRequest, int, int]]:
     """The requests to prefill, each with its chunk's first prompt position and the one behind it.
 
     A prompt is cut only if it does not fit into what the step has left, and then no other one comes
     behind it. So among requests of one priority, each younger than the one before, at most one
     prompt is there in part, and its rest goes first in the next step.
+
+    Several prompts have at most `positions_max` positions together, in whole pages, up to the ends
+    of their chunks: few new tokens may stand behind long cached prefixes, whose rows are needed.
     """
     assert chunk_tokens > 0, f"chunks of {chunk_tokens} tokens"
     chunks: list[tuple[AnyRequest, int, int]] = []
-    left = chunk_tokens
+    left, positions = chunk_tokens, 0
     for request in roster.by_rank("prefilling"):
         start, end = request.prefilled_count, request.prefill_count
         assert start < end, f"request {request.number} is prefilled and not decoding"
         stop = end if end - start <= left else _cut(start, left, is_alone=not chunks)
+        positions += align_up(stop, PAGE_ROWS)
+        if chunks and positions > positions_max:
+            break
         if stop > start:
             chunks.append((request, start, stop))
             left -= stop - start

@@ -6,6 +6,7 @@ attention's queries and partials, the experts' lines. Nothing has been measured 
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from ess.comm.experts.sizes import CUT_TOKENS
@@ -39,6 +40,12 @@ def decode_bytes(
     return query_max * each + exchange_bytes(config, query_max, rank_count)
 
 
+def positions_max(length_max: int, *, on_device: bool) -> float:
+    """Of the prompts that one pack runs, cached positions included. A device has memory for a
+    layer's rows of the longest prompt, and a pack needs those of all its prompts at once."""
+    return align_up(length_max, PAGE_ROWS) if on_device else math.inf
+
+
 def prompt_bytes(
     config: ModelConfig,
     layout: ModelLayout,
@@ -49,8 +56,9 @@ def prompt_bytes(
     pack_count: int = 1,
 ) -> int:
     """Of so many packs whose rows are there, one of which is run."""
-    rows = pack_count * SIDES * align_up(length_max, PAGE_ROWS) * layout.row_bytes
-    tokens = min(chunk_tokens, length_max)
+    positions = align_up(length_max, PAGE_ROWS)
+    rows = pack_count * SIDES * positions * layout.row_bytes
+    tokens = min(chunk_tokens, positions)
     exchanged = exchange_bytes(config, min(tokens, CUT_TOKENS), rank_count)
     return rows + tokens * _token_bytes(config, length_max) + exchanged
 
@@ -69,7 +77,7 @@ def staged_bytes(
 ) -> int:
     """Memory of the host with pages locked: all that chunks make, or as much as may be on its way
     when a layer's rows come on top."""
-    tokens = pack_count * min(chunk_tokens, length_max)
+    tokens = pack_count * min(chunk_tokens, align_up(length_max, PAGE_ROWS))
     all_bytes = div_ceil(tokens * layout.host_page_bytes, PAGE_ROWS)
     return min(all_bytes, STAGED_BYTES + tokens * layout.row_bytes)
 

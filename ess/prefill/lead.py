@@ -33,6 +33,7 @@ from ess.engine.requests.intake import Intake, Wishes
 from ess.engine.requests.request import FinishReason, Request, State
 from ess.engine.requests.roster import Roster
 from ess.engine.step.warmth import Warmth
+from ess.engine.step_bytes import positions_max
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState, PoolFull
 from ess.prefill import orders
@@ -241,7 +242,9 @@ class Lead:
         first = self._prompts.first()
         done = 0 if first is None else first.prefilled_count
         longest = self.offload.sizes.length_max
-        return self._prompts.parts(self._sizer.next(done, longest - done))
+        on_device = self._stage.runner.model.device.type != "cpu"
+        most = positions_max(longest, on_device=on_device)
+        return self._prompts.parts(self._sizer.next(done, longest - done), most)
 
     def _chunk(self, part: Part) -> Chunk:
         prompt = self._prompts.get(part.number)

@@ -119,14 +119,15 @@ class Prompts:
         """The first in rank of the prompts with chunks left."""
         return min(self._left.of("prefilling"), key=lambda prompt: prompt.rank, default=None)
 
-    def parts(self, chunk_tokens: int) -> tuple[Part, ...]:
-        """Takes the parts of the next micro-batch, `chunk_tokens` tokens together. It includes
-        prompts that were cached whole, which run through no layer."""
+    def parts(self, chunk_tokens: int, positions_max: float) -> tuple[Part, ...]:
+        """Takes the parts of the next micro-batch, `chunk_tokens` tokens together, of prompts with
+        so many positions. It includes prompts that were cached whole, which run through no
+        layer."""
         empty, self._empty = self._empty, []
         cached = [Part(p.number, p.prefill_count, p.prefill_count, True) for p in empty]
         if not self._left.count("prefilling"):
             return tuple(cached)
-        chunks = scheduler.plan_chunks(self._left, chunk_tokens)
+        chunks = scheduler.plan_chunks(self._left, chunk_tokens, positions_max)
         return (*cached, *(self._advance(prompt, start, stop) for prompt, start, stop in chunks))
 
     def _advance(self, prompt: Prompt, start: int, stop: int) -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ess.door import Offload
 from ess.engine import step_bytes
+from ess.engine.engine import Engine
 from ess.engine.prompt import downloads, plain_rows
 from ess.engine.prompt.downloads import Downloads
 from ess.engine.step_bytes import decode_bytes, prompt_bytes, staged_bytes
@@ -161,3 +163,28 @@ def test_steps_take_no_more_than_their_estimate():
                 eng.step()
             assert 0 < peak.most <= decode_bytes(config, query_max=4, **longest)
         eng.offload.close()
+
+
+def test_prompts_behind_cached_prefixes_take_no_more_than_their_estimate():
+    """A pack needs the rows of all its prompts, cached ones included. The tokens of five prompts
+    fit into one step here; there is memory for the rows of the longest prompt."""
+    with engines.alone():
+        model, offload, config = engines.parts("cuda", mode="da", mtp="2", arena="ample")
+        eng = Engine(model, offload, replace(config, chunk_tokens=5 * PAGE_ROWS))
+        begun = [tokens(130, engines.VOCABULARY, seed=seed) for seed in range(5)]
+        once = Sampling(tokens_max=1, ignore_eos=True)
+        for prompt in begun:
+            eng.add(prompt, once)
+        while not eng.is_idle:
+            eng.step()
+        packs = []
+        with Peak() as peak:
+            for prompt in begun:
+                eng.add(prompt[:129], once)
+            while not eng.is_idle:
+                packs.append([(chunk.start, chunk.stop) for chunk in eng.step().chunks])
+        sizes = {"chunk_tokens": 5 * PAGE_ROWS, "length_max": engines.LENGTH_MAX}
+        assert 0 < peak.most <= prompt_bytes(model.config, offload.layout, **sizes)
+        assert [chunk for pack in packs for chunk in pack] == [(64, 128)] * 5
+        assert max(map(len, packs)) == engines.LENGTH_MAX // (2 * PAGE_ROWS)
+        offload.close()

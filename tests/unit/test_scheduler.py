@@ -128,6 +128,19 @@ def test_prompts_share_the_tokens_of_a_step_and_the_last_is_cut_at_a_page(
     assert [(chunk.request.number, chunk.start, chunk.stop) for chunk in chunks] == expected
 
 
+@pytest.mark.parametrize(
+    ("most", "numbers"),
+    [(64, [0]), (960, [0]), (1983, [0]), (1984, [0, 1]), (2111, [0, 1]), (2112, [0, 1, 2])],
+)
+def test_long_cached_prefixes_are_not_read_together_beyond_a_limit(most, numbers):
+    """Whole pages count, up to a chunk's end: 960, 1,024 and 128 positions, for ten tokens each."""
+    ends = [(951, 942), (1020, 1010), (127, 117)]
+    prompts = [{"length": end, "prefilled_count": start} for end, start in ends]
+    roster = crowd(*(("prefilling", given) for given in prompts))
+    chunks = planned(roster, positions_max=most).chunks
+    assert [chunk.request.number for chunk in chunks] == numbers
+
+
 def test_the_rest_of_a_cut_prompt_goes_first_and_a_better_rank_before_it():
     cut = ("prefilling", {"length": 1000, "prefilled_count": 448})
     others = [("prefilling", {"length": 50}), ("prefilling", {"length": 50, "priority": -1})]

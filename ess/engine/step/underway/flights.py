@@ -30,6 +30,7 @@ from ess.engine.step.underway.device_future import DeviceFuture
 from ess.engine.step.underway.future import FutureMap, depth_reasons
 from ess.engine.step.warmth import Warmth
 from ess.engine.step.way import Way
+from ess.engine.step_bytes import positions_max
 from ess.engine.tpot_control import Seen, drafts_of
 
 
@@ -56,6 +57,9 @@ class Flights:
         self.replays = replays_of(runner, config)
         self._launcher = Launcher(runner, self._future, self.replays, ranks, way)
         self._flights: deque[Flight] = deque()
+        self._positions_max = positions_max(
+            runner.offload.sizes.length_max, on_device=runner.model.device.type != "cpu"
+        )
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -83,6 +87,7 @@ class Flights:
             query_max=self._config.query_max,
             verified_max=self.pace.verified_count,
             chunk_tokens=self.pace.chunk_limit,
+            positions_max=self._positions_max,
         )
         chunk_tokens = sum(chunk.count for chunk in plan.chunks)
         if plan.turns:
