@@ -47,7 +47,7 @@ from ess.transfer.messages import (
     text_digest,
 )
 from ess.transfer.runs import Region, views
-from ess.transfer.transport import Notification, Transfer
+from ess.transfer.transport import Notification, PeerLost, Transfer
 from ess.transfer.transports.tcp import TcpTransport
 from ess.transfer.windows import unpacked_windows
 from ess.units import PAGE_ROWS
@@ -184,6 +184,7 @@ class Decode:
         self.transport.register(regions)
         self.arrivals = Arrivals(clock=RealClock())
         self.heard: list[Message] = []
+        self.lost: set[int] = set()
         self.pages = np.empty(0, np.int64)
         self.room: Reserved | None = None
 
@@ -215,6 +216,8 @@ class Decode:
 
     def poll(self) -> None:
         for event in self.transport.poll():
+            if isinstance(event, PeerLost):
+                self.lost.add(event.peer)
             if isinstance(event, Notification):
                 message = self.seal.opened(event.content).message
                 self.heard.append(message)
@@ -401,6 +404,48 @@ def test_a_preempted_prompt_is_given_up_before_its_blocks_are_written(
     vllm.step(output())
     until(lambda: decode.has_all(uid, peer))
     decode.check(vllm, 0)
+
+
+def test_an_error_that_nobody_expects_is_said_and_ends_all_that_leaves(
+    node: Callable[..., Node],
+    decode: Decode,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As where a device that vLLM has filled has no memory for copies. One prompt is complete, one
+    is being made: its blocks are vLLM's, which hears of it when it has finished it, and once."""
+    vllm = node(VERSIONS[-1])
+    worker, params = vllm.workers[0], prefill(vllm, asked())
+    vllm.step(output())
+    vllm.scheduler.update_state_after_alloc(made := named("b"), None, 0)
+    vllm.step(output([fresh(made, [1, 3])], counts={"b": 100}), range(100))
+    peer = decode.meet(params["remote_port"])
+
+    def no_memory(*_: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("no memory for a page")
+
+    monkeypatch.setattr(BlockReader, "read", no_memory)
+    decode.reserve(int(params["ess_rooms"][0], 16), peer)
+    until(lambda: decode.poll() or peer in decode.lost)
+    worker._departing._thread.join(GUARD_S)
+    assert "rank 0 sends no more rows" in caplog.text
+    assert "no memory for a page" in caplog.text
+    assert worker.get_finished(set())[0] == {"a"}
+    assert vllm.scheduler.request_finished(named("b", "FINISHED_ABORTED"), [1, 3]) == (False, None)
+    vllm.step(output())
+    assert worker.get_finished(set())[0] is None
+    with pytest.raises(ConnectionRefusedError):
+        decode.meet(params["remote_port"])
+    prefill(vllm, asked())
+    assert "request a does not leave: its rank has failed: OutOfMemoryError" in caplog.text
+    vllm.step(output())
+    assert vllm.counts == [1]
+
+
+def named(name: str, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
+    request = asked()
+    request.request_id, request.status = name, SimpleNamespace(name=status)
+    return request
 
 
 def test_another_text_or_secret_or_model_gets_nothing(

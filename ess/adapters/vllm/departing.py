@@ -10,11 +10,16 @@ once that they have sent it.
 
 Blocks are read under the lock, and never after `begin` has said that they are given up, which is
 before vLLM writes into them again. Rows already sent stay right: they are of the same prompt.
+
+An error that the thread does not expect, such as no memory on a device that vLLM has filled, ends
+what it does: it is logged, all handoffs of this rank end, peers lose this rank, and vLLM gets its
+blocks back. vLLM goes on; of each later request a warning says that its rows do not leave.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -31,6 +36,8 @@ from ess.adapters.vllm.requests import Order, Reached, StepOrders
 from ess.adapters.vllm.settings import Ranks, Settings
 from ess.errors import BadState
 from ess.layout import ModelLayout
+
+LOG: Final = logging.getLogger(__name__)
 
 BUSY_S: Final = 0.001
 IDLE_S: Final = 0.02
@@ -69,6 +76,7 @@ class Departing:
         self._stops: tuple[tuple[Leaving, int], ...] = ()
         self._notes: deque[_Note] = deque()
         self._sent: set[str] = set()
+        self._fault = ""
 
     # ---- vLLM's thread
 
@@ -99,6 +107,9 @@ class Departing:
         """Before a step: notes that earlier steps are queued, and stops reading blocks given up."""
         self._note(range(self._layout.layer_total))
         with self._lock:
+            if self._fault:
+                self._refuse(step)
+                return
             for name in (*step.given_up, *step.preempted):
                 self._open.give_up(name)
             mine = [(self._open.order(order), order.stop) for order in self._own_orders(step)]
@@ -108,6 +119,13 @@ class Departing:
                     self._notes.append(_Note(finished=name))
                 else:
                     self._sent.add(name)
+
+    def _refuse(self, step: StepOrders) -> None:
+        """Nothing leaves any more: vLLM need not keep blocks."""
+        self._sent.update(step.finished)
+        for order in self._own_orders(step):
+            if order.prompt:
+                LOG.warning("request %s does not leave: %s", order.name, self._fault)
 
     def layer_made(self, name: str) -> None:
         layer = place_of(name, self._layout).layer
@@ -156,6 +174,23 @@ class Departing:
             return self._open.met(metadata)
 
     def _run(self) -> None:
+        try:
+            self._send_on()
+        except Exception as fault:
+            self._fail(fault)
+
+    def _fail(self, fault: Exception) -> None:
+        LOG.error("rank %d sends no more rows until vLLM starts again", self._rank, exc_info=fault)
+        with self._lock:
+            self._fault = f"its rank has failed: {type(fault).__name__}: {fault}"
+            finished = {note.finished for note in self._notes if note.finished}
+            self._sent |= finished | self._open.abandon()
+            self._stops = ()
+            self._notes.clear()
+        assert self._meeting is not None, "peers can be met before the thread starts"
+        self._meeting.close()
+
+    def _send_on(self) -> None:
         """Runs copies on a stream of their own, after the event of what they copy."""
         with contextlib.ExitStack() as stack:
             if self._device is not None:
@@ -169,10 +204,11 @@ class Departing:
         """Sends the rows whose events have passed; acts on what peers say."""
         with self._lock:
             while self._notes and self._notes[0].is_there:
-                note = self._notes.popleft()
+                note = self._notes[0]
                 for leaving, stop in note.stops:
                     self._open.made(leaving, note.layers, stop)
                 if note.finished:
                     self._open.finish(note.finished)
+                self._notes.popleft()
             self._open.pump()
             self._sent |= self._open.gone()

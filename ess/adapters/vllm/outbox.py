@@ -6,6 +6,7 @@ vLLM's blocks into staging when they are to leave, and stay there until their tr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import Final
@@ -173,6 +174,19 @@ class Outbox:
         self._sender.expire()
         for outcome in self._sender.outcomes():
             LOG.debug("%s", outcome)
+
+    def abandon(self) -> set[str]:
+        """Ends all handoffs and the transport: nothing leaves any more. Peers are told, as far as
+        what has failed lets us, and see that the connection ends. Returns the requests that vLLM
+        has finished and whose blocks it keeps for us: no others, for their blocks are in use."""
+        kept = {name for name, leaving in self._leaving.items() if leaving.pages.is_kept}
+        with contextlib.suppress(Exception):
+            for name in list(self._leaving):
+                self.give_up(name)
+            self._transport.poll()
+        self._leaving.clear()
+        self._transport.close()
+        return kept
 
     def close(self) -> None:
         self._transport.close()
