@@ -198,5 +198,6 @@ def packed(runner: Computer, spans: Sequence[Span]) -> Pack:
 
 
 def window_of(span: Span, chosen: Tensor) -> Tensor:
-    """The selections of the last queries, oldest first; of a part those that lie in it."""
-    return chosen[max(len(span.tokens) + span.behind_count - WINDOW_MAX, 0) :]
+    """The selections of the last queries, oldest first; of a part those that lie in it. A copy: a
+    view would keep the selections of all queries, in every group until the pack has run."""
+    return chosen[max(len(span.tokens) + span.behind_count - WINDOW_MAX, 0) :].clone()
