@@ -42,7 +42,8 @@ SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """What there is on this machine, as far as it could be asked: `fault` is what the driver, or
     what compiles for it, has answered. `torch_cuda` is what torch was built for, `torch_count` how
-    many devices it sees."""
+    many devices it sees. `has_rooms`: a library is installed whose products of experts take room of
+    their own."""
 
     torch: str
     torch_cuda: str = ""
@@ -53,6 +54,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     arch: str = ""
     free_bytes: int = 0
     total_bytes: int = 0
+    has_rooms: bool = False
 
     def why_not(self, device: str) -> str:
         """Why this device can serve nothing, in one sentence with all faults; empty if it can

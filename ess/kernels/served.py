@@ -1,7 +1,11 @@
-"""The names of the sets of ops. Needs no torch."""
+"""The names of the sets of ops, and what those of libraries take. Needs no torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 BackendName = Literal["reference", "cpu", "cuda"]
+
+ROOM_UNIT: Final = 256
+ROOM_BYTES_MAX: Final = 1 << 30
+"""Of codes that DeepGEMM's products of experts multiply, and of what they make: as much each."""

@@ -16,7 +16,16 @@ from ess.engine import step_bytes
 from ess.engine.engine import Engine
 from ess.engine.prompt import downloads, plain_rows
 from ess.engine.prompt.downloads import Downloads
-from ess.engine.step_bytes import decode_bytes, prompt_bytes, staged_bytes
+from ess.engine.step_bytes import (
+    CANDIDATES,
+    DRAWN,
+    F32,
+    LOGITS,
+    decode_bytes,
+    prompt_bytes,
+    staged_bytes,
+)
+from ess.engine.tokens.device_draw import Drawing, draw_all
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import driver
 from ess.pool.device_bytes import PoolShape, pool_bytes
@@ -157,7 +166,8 @@ def test_steps_take_no_more_than_their_estimate():
             while any(request.state != "decoding" for request in requests):
                 eng.step()
             longest = {"length_max": engines.LENGTH_MAX}
-            assert 0 < peak.most <= prompt_bytes(config, layout, chunk_tokens=96, **longest)
+            planned = prompt_bytes(config, layout, chunk_tokens=96, prompt_max=2, **longest)
+            assert 0 < peak.most <= planned
             peak.begin()
             while not eng.is_idle:
                 eng.step()
@@ -183,8 +193,26 @@ def test_prompts_behind_cached_prefixes_take_no_more_than_their_estimate():
                 eng.add(prompt[:129], once)
             while not eng.is_idle:
                 packs.append([(chunk.start, chunk.stop) for chunk in eng.step().chunks])
-        sizes = {"chunk_tokens": 5 * PAGE_ROWS, "length_max": engines.LENGTH_MAX}
+        sizes = {"chunk_tokens": 5 * PAGE_ROWS, "length_max": engines.LENGTH_MAX, "prompt_max": 5}
         assert 0 < peak.most <= prompt_bytes(model.config, offload.layout, **sizes)
         assert [chunk for pack in packs for chunk in pack] == [(64, 128)] * 5
         assert max(map(len, packs)) == engines.LENGTH_MAX // (2 * PAGE_ROWS)
         offload.close()
+
+
+def test_a_draw_has_as_many_logits_at_a_time_as_are_counted():
+    """Beside those that the model made and those that are kept for chances of tokens."""
+    count, vocabulary, device = 64, 30_000, torch.device("cuda:0")
+    samplings = [
+        Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.1, seed=seed)
+        for seed in range(count)
+    ]
+    with engines.alone():
+        made = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(1)).to(device)
+        by = Drawing(count, device).columns(samplings)
+        positions = torch.arange(count).to(device)
+        with Peak() as peak:
+            drawn = draw_all(made.clone(), by, positions)
+        assert drawn.shape == (count,)
+    more = 2 * CANDIDATES * F32 * count
+    assert LOGITS * made.nbytes < peak.most <= (DRAWN - 2) * made.nbytes + more

@@ -278,7 +278,7 @@ def test_two_chunks_take_no_more_than_their_estimate():
         pipe.add(text(700))
         pipe.run()
         layout = pipe.stages[0].offload.layout
-    sizes = {"chunk_tokens": CHUNK, "length_max": 1024}
+    sizes = {"chunk_tokens": CHUNK, "length_max": 1024, "prompt_max": 1}
     planned = prompt_bytes(model_of().config, layout, **sizes, pack_count=2)
     assert 4 * 640 * layout.row_bytes < peak.most - before <= planned
     closed(pipe)

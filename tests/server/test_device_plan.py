@@ -12,12 +12,12 @@ import pytest
 
 from ess.engine.devices import DEFAULTS, SERVED, Found
 from ess.engine.process.messages import Launch
-from ess.engine.step_bytes import graph_bytes, staged_bytes
+from ess.engine.step_bytes import graph_bytes, room_bytes, staged_bytes
 from ess.errors import BadInput
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from ess.server.commands.start import banner
-from ess.server.commands.start.devices.device_sizing import Needed, plan_on_device
+from ess.server.commands.start.devices.device_sizing import RESERVED, Needed, plan_on_device
 from ess.server.commands.start.devices.device_stages import COMING, LEAVING, plan_stages
 from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
 from ess.server.commands.start.launch import launch_of, layout_of
@@ -128,7 +128,8 @@ def test_what_was_found_is_said(changed: dict[str, Any], says: str):
 
 
 def test_slots_take_what_the_rest_leaves_but_no_more_than_there_are_rows():
-    plan = planned(msgspec.structs.replace(FOUND, free_bytes=4 << 30), host_bytes="6GiB")
+    found = msgspec.structs.replace(FOUND, free_bytes=(4 << 30) + RESERVED)
+    plan = planned(found, host_bytes="6GiB")
     assert plan.device is not None
     chunk = read_checkpoint("").config.layout().chunk_bytes
     assert plan.device.room == 4 << 30
@@ -136,8 +137,39 @@ def test_slots_take_what_the_rest_leaves_but_no_more_than_there_are_rows():
     ample = planned(host_bytes="64MiB", max_running=2)
     assert ample.device is not None
     assert 64 << 20 > ample.slot_bytes > 48 << 20
-    assert ample.device.room == 70 << 30
+    assert ample.device.room == (70 << 30) - RESERVED
     assert ample.rooms[-1].count > 0
+
+
+def test_a_device_that_others_use_is_not_planned_to_the_last_byte():
+    """Libraries take memory that no line has, and the usual share of a device would leave it."""
+    most, full = int((80 << 30) * 0.9), msgspec.structs.replace(FOUND, free_bytes=80 << 30)
+    for found, room in ((full, most), (FOUND, (70 << 30) - RESERVED)):
+        plan = planned(found, host_bytes="96MiB")
+        assert plan.device is not None
+        assert plan.device.room == room
+    little = msgspec.structs.replace(FOUND, free_bytes=RESERVED // 2)
+    with pytest.raises(BadInput, match=r"may take 0.*512\.00 MiB are free, of which 1\.00 GiB"):
+        planned(little, host_bytes="96MiB")
+
+
+def test_a_library_for_experts_has_its_room_in_steps_prompts_and_graphs():
+    """Weights that are not in fp8 are not multiplied by it."""
+    there = msgspec.structs.replace(FOUND, has_rooms=True)
+    plain, roomy, other = (
+        planned(found, host_bytes="96MiB", form=form)
+        for found, form in ((FOUND, "stored"), (there, "stored"), (there, "bf16"))
+    )
+    assert plain.device is not None
+    assert roomy.device is not None
+    assert other.device is not None
+    before, after = (
+        {line.name: line.bytes for line in device.lines} for device in (plain.device, roomy.device)
+    )
+    config = read_checkpoint("").config
+    for name, tokens in (("decoding", 16), ("prompts", 512), ("graphs", 16)):
+        assert after[name] - before[name] == room_bytes(config, tokens, 1) > 0
+    assert [line.bytes for line in other.device.lines] == [*before.values()]
 
 
 def test_the_sizes_that_are_told_the_engine_are_those_of_the_plan():
@@ -164,7 +196,7 @@ def test_the_sizes_that_are_told_the_engine_are_those_of_the_plan():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"slot_bytes": "75GiB"}, r"slots 75.00 GiB.*may take 70.00 GiB.*slot_bytes decides, now"),
+        ({"slot_bytes": "75GiB"}, r"slots 75.00 GiB.*may take 69.00 GiB.*slot_bytes decides, now"),
         ({"device_bytes": "2GiB"}, r"weights 3.00 GiB.*may take 2.00 GiB: device_bytes is 2GiB of"),
         ({"slot_bytes": "64KiB"}, r"slot_bytes is 64KiB, the least that works is"),
         ({"index_bytes": "1KiB"}, r"index_bytes is 1KiB, the least that works is"),
@@ -223,7 +255,8 @@ def test_each_stage_has_a_plan_and_all_together_are_one_engine():
 
 def test_stages_that_share_a_device_share_its_room():
     plan = of_stages({"cuda:1": FOUND}, pp_devices="1,1", **SIZES)
-    assert [stage.room for stage in plan.stages] == [35 << 30] * 2
+    reserved = 2 * 2 * RESERVED
+    assert [stage.room for stage in plan.stages] == [((70 << 30) - reserved) // 2] * 2
     assert all(" on cuda:1, " in stage.name for stage in plan.stages)
 
 
@@ -304,6 +337,6 @@ def test_the_plan_is_printed_with_its_sums(capsys: pytest.CaptureFixture[str]):
     said = capsys.readouterr().out
     for name in ("weights", "slots", "index keys", "residency", "decoding", "prompts", "graphs"):
         assert name in said
-    assert "of 70.00 GiB that may be taken of a GPU" in said
+    assert "of 69.00 GiB that may be taken of a GPU" in said
     assert "70.00 GiB of 80.00 GiB are free" in said
     assert f"{parse_size('96MiB') >> 20}.00 MiB" in said

@@ -10,12 +10,15 @@ from torch import Tensor
 from ess.engine.layers import units
 from ess.engine.layers.batch import compute_threads
 from ess.engine.prompt.pack import Pack, Span
+from ess.engine.step_bytes import SCORED
 from ess.kernels.merge import Partial
+from ess.units import div_ceil
 
 QUERIES: Final = 64
 
 
 def top_k(pack: Pack, at: int, span: Span, layer: int, queries: Tensor, weights: Tensor) -> Tensor:
+    """Some queries at a time, since each is scored over the whole context."""
     codec, count = pack.layout.index, len(span.tokens)
     assert codec is not None, "an indexer without an index codec"
     assert len(queries) == count, f"{len(queries)} queries"
@@ -23,16 +26,23 @@ def top_k(pack: Pack, at: int, span: Span, layer: int, queries: Tensor, weights:
         pages, table = pack.runner.offload.memory(layer).key_pages, pack.tables[at]
         lengths = torch.arange(span.start, span.stop, device=pack.device) + 1
         return units.select_one(pack.layout, queries, weights, pages, table, lengths)
-    return pack.ops.index_top_k(
-        queries,
-        weights,
-        pack.runner.offload.memory(layer).key_pages,
-        pack.tables[at].expand(count, -1),
-        torch.arange(span.start, span.stop, dtype=torch.int32, device=pack.device) + 1,
-        codec,
-        k=pack.layout.top_k,
-        threads=compute_threads(),
-    )
+    lengths = torch.arange(span.start, span.stop, dtype=torch.int32, device=pack.device) + 1
+    pages = pack.runner.offload.memory(layer).key_pages
+    step = div_ceil(count, div_ceil(count, SCORED))
+    parts = [
+        pack.ops.index_top_k(
+            some,
+            weights[first : first + step],
+            pages,
+            pack.tables[at].expand(len(some), -1),
+            lengths[first : first + step],
+            codec,
+            k=pack.layout.top_k,
+            threads=compute_threads(),
+        )
+        for first, some in zip(range(0, count, step), torch.split(queries, step), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def attend_chosen(pack: Pack, layer: int, at: int, queries: Tensor, chosen: Tensor) -> Partial:

@@ -10,6 +10,7 @@ taken, since the engine will take the same.
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 import msgspec
 import torch
@@ -17,6 +18,7 @@ import torch
 from ess.engine.devices import Found
 from ess.errors import EssError
 from ess.kernels.cuda import driver
+from ess.kernels.cuda.adapters.deep_gemm import MODULES
 
 
 def probe(ordinal: int) -> Found:
@@ -38,6 +40,7 @@ def probe(ordinal: int) -> Found:
         arch=device.arch,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
+        has_rooms=any(map(find_spec, MODULES)),
         torch_count=torch.cuda.device_count() if torch.cuda.is_available() else 0,
     )
 

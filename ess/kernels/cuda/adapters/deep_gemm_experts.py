@@ -22,13 +22,12 @@ from ess.kernels.cuda.adapters.deep_gemm import CODEC, MODULES
 from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.kernels.ops import Ops
 from ess.kernels.own import own_ops
+from ess.kernels.served import ROOM_BYTES_MAX, ROOM_UNIT
 from ess.layout import SCALE_GROUP, IndexCodec
 from ess.units import align_up, div_ceil
 
 FUNCTIONS: Final = ("m_grouped_fp8_gemm_nt_masked",)
-ROOM_UNIT: Final = 256
 WIDTH_UNIT: Final = 64
-ROOM_BYTES_MAX: Final = 1 << 30
 BOUND: Final = 2**-7
 SERVES: Final = (
     f"for weights in e4m3 of {WIDTH_UNIT} x {SCALE_GROUP} and multiples, up to "

@@ -36,6 +36,11 @@ from ess.server.commands.start.sizing import (
 from ess.units import PAGE_ROWS, counted, div_ceil, format_bytes
 
 HOST_SHARE: Final = 2  # of free memory, at most, unless host_bytes says how much
+RESERVED: Final = 1 << 30
+"""Of what is free, for each process: programs as they are loaded, workspaces of libraries, what the
+allocator rounds up; of further processes on one device also what opening it takes. Processes that
+meet take as much again for buffers of NCCL. An estimate: the usual share of `device_bytes` leaves
+more."""
 NOTES: Final[Mapping[str, str]] = {
     "slots": "the working set of rows",
     "index keys": "of running requests, and the map from their rows to slots",
@@ -63,10 +68,10 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
     graphs = _graphs(needed, settings, length_max, found)
     rest = [
         weight_line(needed.weight_bytes, settings),
-        *_steps(needed, settings, length_max),
+        *_steps(needed, settings, length_max, has_rooms=has_rooms_of(found, settings)),
         graphs,
     ]
-    room = min(found.free_bytes, size_of(settings.device_bytes, of=found.total_bytes))
+    room = room_of(found, settings)
     if settings.slot_bytes == AUTO:
         shape = _filled(shape, room - sum(line.bytes for line in rest), token_capacity)
     lines = (*rest[:1], *pool_lines(shape), *rest[1:])
@@ -93,6 +98,19 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
         device=device,
     )
     return with_rooms(plan, settings, layout)
+
+
+def room_of(found: Found, settings: Settings, *, process_count: int = 1) -> int:
+    """What may be planned of a device, of all its processes together."""
+    meets = settings.dp_size > 1 or settings.is_staged
+    reserved = process_count * RESERVED * (1 + meets)
+    most = size_of(settings.device_bytes, of=found.total_bytes)
+    return max(0, min(found.free_bytes - reserved, most))
+
+
+def has_rooms_of(found: Found, settings: Settings) -> bool:
+    """Whether DeepGEMM multiplies the experts' lines: weights in fp8 alone."""
+    return found.has_rooms and settings.form == "stored"
 
 
 def host_bytes_of(settings: Settings, layout: ModelLayout, longest: int, free: int) -> int:
@@ -177,13 +195,14 @@ def pool_lines(shape: PoolShape) -> list[Line]:
     ]
 
 
-def _steps(needed: Needed, settings: Settings, length_max: int) -> list[Line]:
+def _steps(needed: Needed, settings: Settings, length_max: int, *, has_rooms: bool) -> list[Line]:
     config, layout = needed.config, needed.layout
     queries = settings.max_running * settings.mtp
     more = {"length_max": length_max, "rank_count": settings.dp_size}
-    decode = decode_bytes(config, query_max=queries, **more)
+    decode = decode_bytes(config, query_max=queries, has_rooms=has_rooms, **more)
     tokens = settings.chunk_tokens
-    prompt = prompt_bytes(config, layout, chunk_tokens=tokens, **more)
+    more |= {"chunk_tokens": tokens, "prompt_max": settings.max_running}
+    prompt = prompt_bytes(config, layout, has_rooms=has_rooms, **more)
     return [
         Line(
             name="decoding",
@@ -211,6 +230,7 @@ def _graphs(needed: Needed, settings: Settings, length_max: int, found: Found) -
         graph_count=settings.graphs,
         length_max=length_max,
         rank_count=settings.dp_size,
+        has_rooms=has_rooms_of(found, settings),
     )
     is_given = settings.graph_bytes != AUTO
     if is_given and settings.graphs:
@@ -233,7 +253,8 @@ def check_fit(device: DevicePlan, settings: Settings) -> None:
     raise BadInput(
         f"the plan takes {format_bytes(device.taken)} of {device.name} ({listed}), and may take"
         f" {format_bytes(device.room)}: device_bytes is {settings.device_bytes} of"
-        f" {format_bytes(device.total)}, and {format_bytes(device.free)} are free; the largest"
+        f" {format_bytes(device.total)}, and {format_bytes(device.free)} are free, of which"
+        f" {format_bytes(RESERVED)} or more stay so for libraries; the largest"
         f" part is {largest.name}, which {largest.setting} decides, now"
         f" {getattr(settings, largest.setting)}"
     )

@@ -24,9 +24,11 @@ from ess.models.weights.files.header import Entry
 from ess.pool.device_bytes import locked_bytes, stage_shape
 from ess.server.commands.start.devices.device_sizing import (
     check_fit,
+    has_rooms_of,
     host_bytes_of,
     index_pages_of,
     pool_lines,
+    room_of,
     weight_line,
 )
 from ess.server.commands.start.files.checkpoint import Checkpoint
@@ -38,7 +40,6 @@ from ess.server.commands.start.sizing import (
     asked_length,
     check_host,
     promised_slots,
-    size_of,
     with_rooms,
 )
 from ess.server.commands.start.topology import first_here, layers_of
@@ -124,12 +125,12 @@ def _stages(
     for stage, device in enumerate(devices, first):
         found, count = founds[device], sharing[device]
         name = f"{stage_name(stage, layers[stage])} on {device}, {found.name}"
-        lines, locked = _lines(share, layout.part(*layers[stage]), range(*layers[stage]))
-        limit = size_of(share.settings.device_bytes, of=found.total_bytes)
+        part, has_rooms = layout.part(*layers[stage]), has_rooms_of(found, share.settings)
+        lines, locked = _lines(share, part, range(*layers[stage]), has_rooms=has_rooms)
         plan = DevicePlan(
             name=name,
             lines=lines,
-            room=min(found.free_bytes, limit) // count,
+            room=room_of(found, share.settings, process_count=count) // count,
             free=found.free_bytes,
             total=found.total_bytes,
             locked=locked,
@@ -140,7 +141,9 @@ def _stages(
     return tuple(plans)
 
 
-def _lines(share: Share, part: ModelLayout, layers: range) -> tuple[tuple[Line, ...], int]:
+def _lines(
+    share: Share, part: ModelLayout, layers: range, *, has_rooms: bool
+) -> tuple[tuple[Line, ...], int]:
     """What a stage takes of its device, and of the host with locked pages."""
     settings, config, length_max = share.settings, share.config, share.length_max
     shape = stage_shape(
@@ -159,7 +162,14 @@ def _lines(share: Share, part: ModelLayout, layers: range) -> tuple[tuple[Line, 
         *pool_lines(shape),
         Line(
             name="prompts",
-            bytes=prompt_bytes(config, part, **sizes, pack_count=PACKS),
+            bytes=prompt_bytes(
+                config,
+                part,
+                **sizes,
+                prompt_max=settings.max_running,
+                pack_count=PACKS,
+                has_rooms=has_rooms,
+            ),
             note=f"estimated, {tokens:,} tokens a chunk",
             setting="chunk_tokens",
         ),
