@@ -59,8 +59,8 @@ def consume(context) -> Iterator[Callable[..., Consumer]]:
     """Makes consumers and closes them."""
     made: list[Consumer] = []
 
-    def consumer_at(*addresses: str) -> Consumer:
-        made.append(Consumer(context, *addresses))
+    def consumer_at(*addresses: str, form: str = "sglang") -> Consumer:
+        made.append(Consumer(context, *addresses, form=form))
         return made[-1]
 
     yield consumer_at

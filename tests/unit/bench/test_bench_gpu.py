@@ -30,7 +30,7 @@ def test_what_was_measured_before_a_failure_is_kept(
 
     monkeypatch.setattr(suite, "load", lambda place: fails)
     monkeypatch.setattr(suite, "heading", lambda: {"schema": suite.SCHEMA})
-    assert not suite.measure_one("rows", smoke=True, out=out)
+    assert not suite.measure_one("rows", smoke=True, brief=False, out=out)
     assert seen == [0, 1]
     assert [one["name"] for one in json.loads(out.read_text())["rows"]] == ["turn 0", "turn 1"]
     printed = capsys.readouterr()
