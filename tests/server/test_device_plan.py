@@ -153,11 +153,14 @@ def test_a_device_that_others_use_is_not_planned_to_the_last_byte():
         planned(little, host_bytes="96MiB")
 
 
-def test_a_library_for_experts_has_its_room_in_steps_prompts_and_graphs():
+@pytest.mark.parametrize(("chunk_tokens", "larger"), [(512, "prompts"), (16, "decoding")])
+def test_a_library_for_experts_has_its_room_beside_tokens_and_in_graphs(
+    chunk_tokens: int, larger: str
+):
     """Weights that are not in fp8 are not multiplied by it."""
     there = msgspec.structs.replace(FOUND, has_rooms=True)
     plain, roomy, other = (
-        planned(found, host_bytes="96MiB", form=form)
+        planned(found, host_bytes="96MiB", form=form, chunk_tokens=chunk_tokens)
         for found, form in ((FOUND, "stored"), (there, "stored"), (there, "bf16"))
     )
     assert plain.device is not None
@@ -167,8 +170,10 @@ def test_a_library_for_experts_has_its_room_in_steps_prompts_and_graphs():
         {line.name: line.bytes for line in device.lines} for device in (plain.device, roomy.device)
     )
     config = read_checkpoint("").config
-    for name, tokens in (("decoding", 16), ("prompts", 512), ("graphs", 16)):
-        assert after[name] - before[name] == room_bytes(config, tokens, 1) > 0
+    rooms = {larger: room_bytes(config, chunk_tokens, 1), "graphs": room_bytes(config, 16, 1)}
+    assert min(rooms.values()) > 0
+    assert {name: after[name] - before[name] for name in rooms} == rooms
+    assert sum(after.values()) == sum(before.values()) + sum(rooms.values())
     assert [line.bytes for line in other.device.lines] == [*before.values()]
 
 

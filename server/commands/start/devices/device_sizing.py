@@ -196,13 +196,15 @@ def pool_lines(shape: PoolShape) -> list[Line]:
 
 
 def _steps(needed: Needed, settings: Settings, length_max: int, *, has_rooms: bool) -> list[Line]:
+    """They take turns, and a library's room is taken of the same memory: it is counted once."""
     config, layout = needed.config, needed.layout
-    queries = settings.max_running * settings.mtp
+    queries, tokens = settings.max_running * settings.mtp, settings.chunk_tokens
+    rooms_of_prompts = has_rooms and tokens > queries
+    rooms_of_steps = has_rooms and not rooms_of_prompts
     more = {"length_max": length_max, "rank_count": settings.dp_size}
-    decode = decode_bytes(config, query_max=queries, has_rooms=has_rooms, **more)
-    tokens = settings.chunk_tokens
+    decode = decode_bytes(config, query_max=queries, has_rooms=rooms_of_steps, **more)
     more |= {"chunk_tokens": tokens, "prompt_max": settings.max_running}
-    prompt = prompt_bytes(config, layout, has_rooms=has_rooms, **more)
+    prompt = prompt_bytes(config, layout, has_rooms=rooms_of_prompts, **more)
     return [
         Line(
             name="decoding",
