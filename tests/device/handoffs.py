@@ -8,6 +8,7 @@ import time
 from typing import Final
 
 import pytest
+import torch
 
 from ess.clock import RealClock
 from ess.door.handoff.port import Port
@@ -194,4 +195,36 @@ def test_a_layer_leaves_while_the_next_one_is_made(monkeypatch):
     between = [(what, at) for at in range(1, last + 1) for what in ("queued", "made")]
     between = [(what, at - (what == "made")) for what, at in between]
     assert told == [("queued", 0), *between, ("made", last)]
+    pair.close()
+
+
+def test_packs_of_prompts_share_a_stream(monkeypatch):
+    """Torch has 32 and lends them in turn: a pack's own would be another owner's too."""
+    pair = Pair("cuda-cpu")
+    pair.add(TEXT[:66], {})
+    pair.run()
+
+    def refused(*_):
+        raise AssertionError("another stream")
+
+    monkeypatch.setattr(torch.cuda, "Stream", refused)
+    pair.add(MISSED, {})
+    pair.run()
+    pair.close()
+
+
+def test_an_event_is_of_the_device_that_it_tells_of(monkeypatch):
+    """Of the current one, which may be another, it would have passed before the copy."""
+    pair, given, record = Pair("cuda-cpu"), [], torch.cuda.Event.record
+
+    def recorded(event, stream=None):
+        given.append(stream)
+        record(event, stream)
+
+    monkeypatch.setattr(torch.cuda.Event, "record", recorded)
+    pair.add(TEXT[:66], {})
+    pair.run()
+    pair.giver.offload.verify(0)
+    assert given
+    assert None not in given
     pair.close()

@@ -32,7 +32,8 @@ class Batch:
 
 
 class Downloads:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._open: Coming = []
         self._batches: deque[Batch] = deque()
         self._byte_count = 0
@@ -65,7 +66,7 @@ class Downloads:
 
     def _close(self, then: Callable[[], None]) -> None:
         landed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        landed.record()
+        landed.record(torch.cuda.current_stream(self._device))
         self._batches.append(Batch(landed, self._open, then))
         self._open = []
 

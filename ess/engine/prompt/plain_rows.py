@@ -43,11 +43,11 @@ class PlainRows:
             for _ in range(SIDES)
         ]
         self._pages, self._places = (sent(pages, device) for pages in self._before())
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _stream(device)
         for each in (*self._sides, self._pages, self._places):
             each.record_stream(self._stream)  # a prompt may end midway, while a copy is under way
         self._landed: dict[int, Any] = {}
-        self._downloads = Downloads()
+        self._downloads = Downloads(device)
         self._numbers = [layer.number for layer in computer.model.layers]
         if layout.mtp_layer_count and computer.model.mtp is not None:
             self._numbers.append(computer.model.mtp.layer.number)
@@ -123,6 +123,13 @@ class PlainRows:
 
     def _side(self, layer: int) -> Tensor:
         return self._sides[self._numbers.index(layer) % SIDES]
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    """One for all packs of a device: torch has 32 streams and lends them in turn, so a pack's own
+    would be another owner's too, every 32nd time, and pages would wait for what that one awaits."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @functools.cache

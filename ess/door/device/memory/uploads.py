@@ -88,13 +88,14 @@ class Behind:
 
 
 class Download:
-    """The values of a tensor of a device, once the device has made them."""
+    """The values of a tensor of a device, once that device has made them: it need not be the
+    current one of the caller's thread."""
 
     def __init__(self, there: Tensor) -> None:
         self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
         self._here.copy_(there, non_blocking=True)
         self._landed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._landed.record()
+        self._landed.record(torch.cuda.current_stream(there.device))
 
     @property
     def shape(self) -> torch.Size:
