@@ -14,3 +14,7 @@ pytestmark = [pytest.mark.slow, *beside.NEEDS]
 @pytest.mark.parametrize("marks", ["not long", pytest.param("long", marks=pytest.mark.long)])
 def test_races_beside_the_pretended_device(marks: str, built: Path) -> None:
     beside.run_tests("tests/device/races.py", "-m", marks, built=built)
+
+
+def test_what_the_host_does_to_page_locked_memory(built: Path) -> None:
+    beside.run_tests("tests/device/page_locked.py", built=built)

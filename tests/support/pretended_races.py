@@ -3,7 +3,8 @@
 The emulated kernels, copies and events tell of themselves. Calls of torch are told here: they read
 the tensors that they are given and write their results; by numbers of the device they read or write
 what the numbers name. Views touch nothing. Of the host's memory only page-locked one is told, for
-no other is the device's too. What NumPy does to page-locked memory is not seen.
+no other is the device's too. What NumPy does to page-locked memory is not seen, but where a test
+says it (tests/device/page_locked.py).
 """
 
 from __future__ import annotations
