@@ -9,13 +9,14 @@ import http.server
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ess.errors import BadInput
 from ess.server.commands.start.settings import resolve
+from ess.server.process.pair import registration
 from ess.server.process.pair.registration import Entry, Registration, Router, seen_from
 from tests.pd.stand import PACED, SECRET
 from tests.server.harness import until
@@ -190,3 +191,37 @@ def test_nothing_that_was_begun_lists_us_after_we_left():
         asyncio.run(work())
         assert router.workers == {}
         assert router.asked[-1][0] in ("GET", "DELETE")
+
+
+def test_whatever_goes_wrong_the_router_is_told_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The system may have no thread left, at first and when the worker leaves."""
+    failures: list[Exception] = [RuntimeError("can't start new thread"), ValueError()]
+
+    async def to_thread(work: Callable[[], object]) -> object:
+        if failures:
+            raise failures.pop(0)
+        return work()
+
+    monkeypatch.setattr(registration, "SEE_EVERY_S", 0.0)
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    with listing() as router:
+        entry = Entry(url="http://127.0.0.1:8", worker_type="decode")
+        made = Registration(Router(router.url, ""), entry)
+
+        async def work() -> None:
+            running = asyncio.ensure_future(made.run())
+            while not router.workers:
+                assert not running.done(), "the router is not asked any more"
+                await asyncio.sleep(0)
+            failures.append(RuntimeError("can't start new thread"))
+            running.cancel()
+            await asyncio.wait([running])
+            await made.leave()
+
+        asyncio.run(asyncio.wait_for(work(), 30.0))
+    said = capsys.readouterr().err
+    assert "is not told of this worker: can't start new thread" in said
+    assert "is not told of this worker: ValueError" in said
+    assert "cannot be told that this worker leaves: can't start new thread" in said

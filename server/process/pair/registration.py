@@ -4,7 +4,8 @@
     POST /workers               if we are not listed: {url, worker_type, bootstrap_port}
     DELETE /workers/{id}        when we drain
 
-Whatever the router does, we serve: a thread asks it, with a time limit, and tries again.
+Whatever the router does, we serve: a thread asks it, with a time limit. Whatever goes wrong, it is
+asked again: nobody else registers this worker.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class Registration:
             try:
                 known = await asyncio.to_thread(self._see)
                 self._say(f"knows this worker as {known}")
-            except Unavailable as error:
-                self._say(f"is not told of this worker: {error}")
+            except Exception as error:  # also of the system, which may have no thread left
+                self._say(f"is not told of this worker: {_why(error)}")
             await asyncio.sleep(SEE_EVERY_S)
 
     async def leave(self) -> None:
@@ -102,8 +103,8 @@ class Registration:
             return
         try:
             await asyncio.to_thread(self._withdraw)
-        except Unavailable as error:
-            self._say(f"cannot be told that this worker leaves: {error}")
+        except Exception as error:
+            self._say(f"cannot be told that this worker leaves: {_why(error)}")
 
     def _see(self) -> str:
         with self._asks:
@@ -134,6 +135,10 @@ class Registration:
         if what != self._said:
             console.note(f"ess: the router {self._router.url} {what}")
         self._said = what
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def seen_from(router: Router, url: str) -> str:
