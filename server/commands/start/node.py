@@ -5,7 +5,8 @@ torchrun: the ranks of this process, without HTTP.
 
 The ranks wait for the others at the address. When one of them ends, or has been stopped for
 STOPPED_S, the worker has ended: the others here are killed too, and all are started for the next
-worker. Restarts are not counted here: the server of rank 0 decides when to give up.
+worker; so they are if a process could not be started. Restarts are not counted here: the server of
+rank 0 decides when to give up.
 """
 
 from __future__ import annotations
@@ -39,18 +40,29 @@ class Node:
             loop.add_signal_handler(told, self.end)
         if not os.isatty(0):  # SIGHUP asks to read files again, and a node has none
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is closed
+            loop.add_signal_handler(signal.SIGHUP, self.end)
         number, wait_s = 0, AGAIN_S
         while not self._end.is_set():
             began_s = loop.time()
-            group = await self._start(number)
+            loss = await self._run_one(number)
             number += 1
-            loss = await self._unless_ended(group.lost(stopped_s=STOPPED_S))
-            await group.stop(within_s=STOP_S if loss is None else 0.0)
             if loss is not None:
                 console.note(f"ess: {loss.how}; the processes of this node start again")
                 wait_s = AGAIN_S if loop.time() - began_s > AGAIN_MAX_S else 2 * wait_s
                 await self._unless_ended(asyncio.sleep(min(wait_s, AGAIN_MAX_S)))
         return 0
+
+    async def _run_one(self, number: int) -> Loss | None:
+        """Runs a group of processes until it is lost, or until this process is told to end. Then
+        none of them is left."""
+        try:
+            group = await self._start(number)
+        except OSError as error:  # too many processes or files, too little memory: for now
+            return Loss(f"a process cannot be started: {error.strerror or error}")
+        loss = await self._unless_ended(group.lost(stopped_s=STOPPED_S))
+        await group.stop(within_s=STOP_S if loss is None else 0.0)
+        return loss
 
     async def _unless_ended(self, work: Awaitable[Loss | None]) -> Loss | None:
         """The result of the work, or None if this process is told to end first."""
