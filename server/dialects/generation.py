@@ -11,7 +11,7 @@ import msgspec
 from ess.engine.process.messages import Piece
 from ess.engine.requests.request import FinishReason
 from ess.engine.tokens.chance import Chance
-from ess.engine.tokens.stops import StopText
+from ess.engine.tokens.stops import Released, StopText
 from ess.models.text.detokenizer import Detokenizer
 from ess.models.text.tokenizer import Tokenizer
 
@@ -79,7 +79,9 @@ class Generation:
 
     @property
     def text(self) -> str:
-        return "".join(self._texts)
+        """It is joined once: a reader may ask for it after each piece."""
+        self._texts = ["".join(self._texts)]
+        return self._texts[0]
 
     def count_up_to(self, said: str) -> int:
         """How many tokens the answer had when it had said this. Special tokens count even where
@@ -132,7 +134,17 @@ class Generation:
     def _end(self, piece: Piece, text: str) -> Delta:
         if piece.reason is None:
             return Delta(text, piece.tokens, piece.chances)
-        text += self._stops.feed(self._text.finish()).text + self._stops.flush()
+        rest = self._rest(piece)
+        text += rest.text
+        if rest.stopped is not None:
+            return Delta(text, piece.tokens, piece.chances, "stop", rest.stopped)
         last = piece.tokens[-1] if piece.reason == "stop" and piece.tokens else None
         named = last if last in self.ending.stop_ids else None
         return Delta(text, piece.tokens, piece.chances, FINISH_OF[piece.reason], named)
+
+    def _rest(self, piece: Piece) -> Released:
+        """The end of the text. U+FFFD for a character that is unfinished there may complete a stop
+        string; the text of an answer that was broken off is only given out."""
+        made_count = self.made_count + len(piece.tokens)
+        may_stop = piece.reason in ("length", "stop") and made_count > self.ending.tokens_min
+        return self._stops.end(self._text.finish(), may_stop=may_stop)

@@ -202,8 +202,7 @@ class Request:
             self.output.append(token)
             self.reason = self._reason_after(token)
             if self.reason is not None:
-                if self.reader is not None:
-                    self.reader.finish()
+                self._end_text()
                 return made[:count]
         return made
 
@@ -212,8 +211,20 @@ class Request:
         if self.reason is None:
             self.reason = "failed"
             self.fault = f"the logits behind {len(self.tokens):,} tokens are no numbers"
-            if self.reader is not None:
-                self.reader.finish()
+            self._end_text()
+
+    @property
+    def _may_stop(self) -> bool:
+        return len(self.output) > self.sampling.tokens_min
+
+    def _end_text(self) -> None:
+        """The end of the text may complete a stop string, of which a request has then ended."""
+        if self.reader is None:
+            return
+        has_answered = self.reason in ("length", "stop")
+        stop = self.reader.finish(may_stop=has_answered and self._may_stop)
+        if stop is not None:
+            self.reason, self.ended_by = "stop", stop
 
     def _reason_after(self, token: int) -> FinishReason | None:
         if self.matcher is not None and self.matcher.failure:
@@ -221,8 +232,7 @@ class Request:
         if token in self.ends:
             self.ended_by = token
         elif self.reader is not None:
-            may_stop = len(self.output) > self.sampling.tokens_min
-            self.ended_by = self.reader.read(token, may_stop=may_stop)
+            self.ended_by = self.reader.read(token, may_stop=self._may_stop)
         if self.ended_by is not None:
             return "stop"
         return "length" if self.left_count == 0 else None

@@ -57,10 +57,15 @@ class StopText:
         self._held = text[end:]
         return Released(text[:end])
 
-    def flush(self) -> str:
-        """The text has ended: what was held back was no stop."""
+    def end(self, text: str = "", *, may_stop: bool) -> Released:
+        """The text ends with `text`, which completes no stop unless it `may_stop`, and what is held
+        then is none."""
+        if may_stop:
+            released = self.feed(text)
+        else:
+            released, self._held = Released(""), self._held + text
         held, self._held = self._held, ""
-        return held
+        return Released(released.text + held, released.stopped)
 
     def check(self) -> None:
         assert self._stopped is None or not self._held, "text is held back behind the stop"
@@ -86,9 +91,12 @@ class Reader:
         self.text += released.text
         return released.stopped
 
-    def finish(self) -> None:
-        """The last token has been made; what was held back belongs to the text."""
-        self.text += self._stops.feed(self._detokenizer.finish()).text + self._stops.flush()
+    def finish(self, *, may_stop: bool) -> str | None:
+        """The last token has been made; what was held back belongs to the text. So does U+FFFD for
+        a character that is unfinished: the stop string that it completes, if the text may stop."""
+        released = self._stops.end(self._detokenizer.finish(), may_stop=may_stop)
+        self.text += released.text
+        return released.stopped
 
     def check(self) -> None:
         self._stops.check()

@@ -7,9 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ess.models
+from ess.engine.process.messages import Piece
+from ess.engine.requests.request import FinishReason, Request
+from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.stops import Reader, Released, StopText
 from ess.errors import BadInput
 from ess.models.text.tokenizer import Tokenizer
+from ess.server.dialects.generation import Ending, Generation
 
 CHECKPOINT = Path(ess.models.__file__).parent / "tiny" / "checkpoint"
 TEXTS = st.text(alphabet="abé", max_size=12)
@@ -41,7 +45,7 @@ def test_pieces_stop_where_the_whole_text_stops(pieces, stops, keep):
         if stopped is None:
             held = "".join(pieces[:count])[len(released) :]
             assert not held or any(stop.startswith(held) for stop in stops), "held for nothing"
-    released += text.flush()
+    released += text.end(may_stop=True).text
     assert (released, stopped) == (expected, stop)
 
 
@@ -50,7 +54,7 @@ def test_after_a_stop_nothing_comes():
     assert text.feed("one EN") == Released("one ")
     assert text.feed("D two") == Released("END", "END")
     assert text.feed(" END") == Released("", "END")
-    assert text.flush() == ""
+    assert text.end(may_stop=True) == Released("", "END")
 
 
 @pytest.mark.parametrize("stops", [["ok", ""], ["x" * 257], ["a"] * 17])
@@ -65,7 +69,7 @@ def test_a_reader_joins_tokens_and_gives_back_what_was_held():
     for token in tokenizer.encode("so naïve EN"):
         assert reader.read(token, may_stop=True) is None
     assert reader.text == "so "
-    reader.finish()
+    assert reader.finish(may_stop=True) is None
     assert reader.text == "so naïve EN"
     reader = Reader(tokenizer, ["END"])
     ids = tokenizer.encode("END of END, END")
@@ -73,5 +77,53 @@ def test_a_reader_joins_tokens_and_gives_back_what_was_held():
     first = next(at for at, hit in enumerate(hits) if hit)
     assert hits[first] == "END"
     assert reader.text == "END of "
-    reader.finish()
+    assert reader.finish(may_stop=True) == "END"
     assert reader.text == "END of "
+
+
+def ended(
+    request: Request, *, keep_stop: bool, reason: FinishReason | None = None
+) -> tuple[str, str, str | int | None]:
+    """What the server makes of the request's tokens: its text, how it ended, and by what."""
+    sampling = request.sampling
+    ending = Ending(stops=sampling.stop, tokens_min=sampling.tokens_min, keep_stop=keep_stop)
+    made = Generation(Tokenizer(CHECKPOINT), ending)
+    *before, last = request.output
+    for token in before:
+        assert made.feed(Piece(1, (token,))).finish is None
+    made.feed(Piece(1, (last,), reason or ("stop" if last in request.ends else "length")))
+    return made.text, str(made.finish), made.stopped_by
+
+
+@pytest.mark.parametrize("end", [False, True], ids=["at its length", "at its end token"])
+@pytest.mark.parametrize(
+    ("stops", "is_early", "text", "stopped"),
+    [
+        (("a\ufffd",), False, "", "a\ufffd"),
+        (("\ufffd", "x"), False, "a", "\ufffd"),
+        (("a\ufffdb",), False, "a\ufffd", None),
+        (("\ufffd",), True, "a\ufffd", None),
+    ],
+)
+def test_an_unfinished_character_at_the_end_completes_a_stop(
+    stops: tuple[str, ...], is_early: bool, text: str, stopped: str | None, end: bool
+):
+    """In the engine and in the server, whose answer has then ended by the stop and not by its
+    length; but not among the first tokens, which are no stop, and not where it was broken off."""
+    tokenizer = Tokenizer(CHECKPOINT)
+    begun = next(at for at in range(len(tokenizer)) if tokenizer.bytes_of(at) == b"\xc3")
+    tokens = [*tokenizer.encode("a"), begun, *([1] if end else [])]
+    sampling = Sampling(
+        tokens_max=9 if end else len(tokens), tokens_min=len(tokens) * is_early, stop=stops
+    )
+    request = Request(number=1, prompt=[5], sampling=sampling)
+    request.ends, request.reader = frozenset({1}), Reader(tokenizer, stops)
+    assert request.take(tokens) == tokens
+    assert request.reader.text == text
+    by = stopped or (1 if end else None)
+    assert (request.reason, request.ended_by) == ("stop" if by else "length", by)
+    kept = text + (stopped or "")
+    for keep_stop, shown in ((False, text), (True, kept)):
+        assert ended(request, keep_stop=keep_stop) == (shown, request.reason, stopped)
+        broken = ended(request, keep_stop=keep_stop, reason="cancelled")
+        assert broken == ("a\ufffd", "abort", None)
