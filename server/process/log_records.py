@@ -21,7 +21,8 @@ FAULTS: Final = (
     b"  + Exception Group Traceback (most recent call last):",
 )
 GROUP_END: Final = b"+------------------------------------"
-"""The last line of a group's traceback; that of another is its first without an indent."""
+GROUP_SIZE: Final = re.compile(rb".*\(([0-9]{1,9}) sub-exceptions?\)")
+GROUP_CHILD: Final = re.compile(rb"( *(?:\+-)?)\+-+ ([0-9]+|\.\.\.) -+")
 NAME: Final = re.compile(rb"[a-z]+(?:-[0-9]+)?")
 LINE_BYTES_MAX: Final = 64 << 10
 FAULT_LINES_MAX: Final = 1000
@@ -38,6 +39,7 @@ class Records:
     def __init__(self) -> None:
         self._rest = b""
         self._fault: list[bytes] = []
+        self._groups = Groups()
 
     def feed(self, piece: bytes) -> bytes:
         *lines, self._rest = (self._rest + piece).split(b"\n")
@@ -54,17 +56,55 @@ class Records:
             return made
         if self._fault:
             self._fault.append(line)
-            is_within = line[:1] in (b" ", b"") and line.strip() != GROUP_END
+            is_within = line[:1] in (b" ", b"") and not self._groups.end_with(line)
             goes_on = is_within and len(self._fault) < FAULT_LINES_MAX
             return b"" if goes_on else self._of_fault()
         if line in FAULTS:
-            self._fault = [line]
+            self._fault, self._groups = [line], Groups()
             return b""
         return _written("info", line.removeprefix(b"ess: ")) if line.strip() else b""
 
     def _of_fault(self) -> bytes:
         lines, self._fault = self._fault, []
         return _written("error", b"\n".join(lines)) if lines else b""
+
+
+class Groups:
+    """Where in the traceback of a group of exceptions we are. Its last line is also that of a group
+    inside it, and where both end together the line comes once. So such a line is the last one if no
+    group has an exception to come.
+
+        + Exception Group Traceback (most recent call last):
+        | ExceptionGroup: outer (2 sub-exceptions)
+        +-+---------------- 1 ----------------
+          | ExceptionGroup: inner (1 sub-exception)
+          +-+---------------- 1 ----------------
+            | ValueError
+            +------------------------------------       of the inner group
+          +---------------- 2 ----------------
+          | KeyError
+          +------------------------------------         the last line
+
+    Any other traceback ends with its first line without an indent.
+    """
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._more: dict[int, int] = {}  # by indent: the exceptions of a group that are to come
+
+    def end_with(self, line: bytes) -> bool:
+        """Takes the next line; whether it is the last one."""
+        if line.strip() == GROUP_END:
+            return not any(self._more.values())
+        if size := GROUP_SIZE.fullmatch(line):
+            self._size = int(size[1])
+        elif child := GROUP_CHILD.fullmatch(line):
+            indent, number = len(child[1]), child[2]
+            around = {at: more for at, more in self._more.items() if at < indent}
+            before = self._size if number == b"1" else self._more.get(indent, 0)
+            more = 0 if number == b"..." else max(0, before - 1)  # the rest has no numbers
+            self._more = {**around, indent: more}
+        return False
 
 
 def _passed(line: bytes) -> bytes:

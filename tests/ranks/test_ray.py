@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ess.errors import BadInput
 from ess.models.load import load_model
+from ess.server.commands.ranks import on_ray
 from ess.server.commands.start.settings import resolve
 from tests.house.tree import ROOT
 from tests.ranks.test_serve import COUNT, PROMPT, tokens
@@ -25,7 +29,7 @@ RAY = importlib.util.find_spec("ray")
 FLAGS = ("--dp-size", "2", "--executor", "ray", "--dtype", "f32", "--row", "f32", "--mtp", "2")
 
 
-def on_ray(log: int, *flags: str) -> Process:
+def served_on_ray(log: int, *flags: str) -> Process:
     assert RAY is not None
     assert RAY.origin is not None
     path = os.pathsep.join([str(ROOT), str(Path(RAY.origin).parents[1])])
@@ -36,7 +40,7 @@ def on_ray(log: int, *flags: str) -> Process:
 @pytest.mark.skipif(RAY is None, reason="ray is not installed: ess[ray]")
 def test_ray_starts_the_ranks_and_one_that_is_killed_again(tmp_path):
     expected = greedy(load_model(form="f32"), PROMPT, COUNT)
-    with (tmp_path / "log").open("w") as log, on_ray(log.fileno()) as process:
+    with (tmp_path / "log").open("w") as log, served_on_ray(log.fileno()) as process:
         lines = process.greeting["processes"]
         urls = [line["url"] for line in lines]
         for url in urls:
@@ -55,7 +59,7 @@ def test_ray_starts_the_ranks_and_one_that_is_killed_again(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(RAY is None, reason="ray is not installed: ess[ray]")
 def test_an_actor_that_is_killed_comes_back_with_its_server(tmp_path):
-    with (tmp_path / "log").open("w") as log, on_ray(log.fileno()) as process:
+    with (tmp_path / "log").open("w") as log, served_on_ray(log.fileno()) as process:
         line = process.greeting["processes"][0]
         below = kin(process.process.pid)
         [actor] = [pid for pid in below if line["pid"] in children(pid)]
@@ -71,8 +75,24 @@ def test_an_actor_that_is_killed_comes_back_with_its_server(tmp_path):
 @pytest.mark.skipif(RAY is None, reason="ray is not installed: ess[ray]")
 def test_a_rank_that_cannot_start_is_not_started_again():
     with pytest.raises(AssertionError, match="its server ended with code 2") as caught:
-        on_ray(subprocess.PIPE, "--model", "/never/there")
+        served_on_ray(subprocess.PIPE, "--model", "/never/there")
     assert "'/never/there' is not a folder" in str(caught.value)
+
+
+def test_the_log_of_the_driver_is_records_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def run(crew: on_ray.RayCrew, *, json: bool) -> int:
+        os.write(2, b"ess: all ranks are ready\n")
+        return 0
+
+    stub = SimpleNamespace(init=lambda **told: None, shutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", stub)
+    monkeypatch.setattr(on_ray.RayCrew, "run", run)
+    given = {"dp_size": 2, "executor": "ray", "host_bytes": "1GiB", "log_format": "json"}
+    assert on_ray.serve_on_ray(resolve(given, environment={}), json=False) == 0
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "ranks" in line]
+    assert json.loads(line)["message"] == "all ranks are ready"
 
 
 def test_what_ray_decides_is_not_told_to_it():

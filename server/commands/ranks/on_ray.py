@@ -40,6 +40,7 @@ from ess.server.commands.ranks.servers import ESS, OF_RANK, new_secret, show
 from ess.server.commands.start.settings import Resolved, Settings
 from ess.server.commands.start.written_addresses import is_loopback
 from ess.server.process.lifecycle import HANG_S
+from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
 
 ROOM_S: Final = 60.0
@@ -127,18 +128,19 @@ def _is_second_life() -> bool:
 
 def serve_on_ray(resolved: Resolved, *, json: bool) -> int:
     """Serves until told to end; returns the exit code."""
-    for sentence in resolved.notes:
-        console.note(f"ess: {sentence}")
     try:
         import ray
     except ModuleNotFoundError:
         raise Unavailable("ray is missing: install ess[ray]") from None
     own = {} if "RAY_ADDRESS" in os.environ else {"object_store_memory": OBJECT_BYTES}
-    ray.init(logging_level="warning", **own)
-    try:
-        return RayCrew(ray, resolved).run(json=json)
-    finally:
-        ray.shutdown()
+    with unblocked_stderr(is_json=resolved.settings.log_format == "json"):
+        for sentence in resolved.notes:
+            console.note(f"ess: {sentence}")
+        ray.init(logging_level="warning", **own)
+        try:
+            return RayCrew(ray, resolved).run(json=json)
+        finally:
+            ray.shutdown()
 
 
 class RayCrew:

@@ -58,8 +58,27 @@ def test_pieces_of_any_length_make_the_same_records(seed: int):
     assert [line.get("process") for line in found] == [None] * 4 + ["decode-3", None, None]
 
 
-def test_a_traceback_of_a_group_is_one_record():
-    group = ExceptionGroup("two", [ValueError("a"), ExceptionGroup("deep", [OSError("b\n c")])])
+def deep(count: int) -> Exception:
+    return ExceptionGroup("deep", [LEAF, deep(count - 1)]) if count else LEAF
+
+
+LEAF = ValueError("a")
+PAIR = ExceptionGroup("pair", [LEAF, OSError("b\n c")])
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        ExceptionGroup("last", [LEAF, PAIR]),
+        ExceptionGroup("first", [PAIR, LEAF]),
+        ExceptionGroup("alone", [PAIR]),
+        ExceptionGroup("middle", [LEAF, ExceptionGroup("deep", [PAIR, PAIR]), PAIR, LEAF]),
+        ExceptionGroup("more than are shown", [PAIR] * 17),
+        ExceptionGroup("deeper than is shown", [deep(12), LEAF]),
+    ],
+    ids=lambda group: group.message,
+)
+def test_a_traceback_of_a_group_is_one_record(group: ExceptionGroup):
     try:
         raise group
     except ExceptionGroup:
