@@ -102,6 +102,19 @@ def test_prompts_share_a_step_by_hand():
     assert times(found) == [(106, 106), (106, 106), (115, 115)]
 
 
+def test_long_cached_prefixes_are_not_read_together_by_hand():
+    """Two prompts of 33, of which 30 are cached, and a limit that only the first page is within.
+
+    0-2 the first's 2; 2-13 it decodes, and the second's 2; 13-22 the second decodes.
+    """
+    told = {"drafting": Drafting(chance=0.0), "cached": [30, 30]}
+    both = [(0, 33, 1)] * 2
+    found = replay(asks(*both), rank(positions_max=64.0), **told)
+    assert times(found) == [(13, 13), (22, 22)]
+    found = replay(asks(*both), rank(positions_max=128.0), **told)
+    assert times(found) == [(14, 14), (14, 14)]
+
+
 def test_steps_hold_what_the_engine_s_steps_hold():
     """The same arrivals, step by step: chunks with their ends, and how many requests decode."""
     eng = engine("v32", mtp=1, modes="none", chunks=40, chunk_tokens=256)

@@ -14,6 +14,7 @@ warm.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,8 @@ Missed = Callable[[int, float], float]
 class Rank:
     """What a replay does not change. Without `slot_floor` every row has a slot: no offload.
 
-    `chunk_time` is the prefill that runs beside decode; None if a tier does it.
+    `chunk_time` is the prefill that runs beside decode; None if a tier does it. The prompts of a
+    step have at most `positions_max` positions together.
     """
 
     make_ledger: Callable[[], Ledger]
@@ -56,6 +58,7 @@ class Rank:
     batch_max: int = 512
     chunk_max: int = 512
     chunk_time: PrefillTime | None = None
+    positions_max: float = math.inf
 
     def needs(self, arrival: Arrival) -> Needs:
         length = arrival.prompt_tokens + arrival.output_tokens
@@ -172,7 +175,7 @@ class Running:
             verified_max=depth,
         )
         decode_s, exposed_s = self._decode_s([life.length for life, _ in turns], depth)
-        chunks = scheduler.plan_chunks(self.roster, self.pace.chunk_limit)
+        chunks = scheduler.plan_chunks(self.roster, self.pace.chunk_limit, self.rank.positions_max)
         if not turns and not chunks:
             return None
         flight = Flight(turns, depth, decode_s, exposed_s, chunks, self._chunk_s(chunks))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from ess.engine.chunking.sizes import PrefillTime
+from ess.engine.step_bytes import positions_max
 from ess.pool.capacity import SLOTS
 from ess.sim.locality.misses import PUBLISHED_QUERIES
 from ess.sim.planning.deployment import Prefilling
@@ -192,6 +193,7 @@ class Worker:
             batch_max=serving.batch_max,
             chunk_max=serving.chunk_tokens,
             chunk_time=self.prefilling.time if serving.tier is None else None,
+            positions_max=positions_max(max(lengths), on_device=True),
         )
 
     def missed(self, length: int, slots: float) -> float:
