@@ -141,22 +141,43 @@ def test_no_batch_near_the_limit_is_skipped(
     assert more.chosen.token_us > limit_us
 
 
+def point_at(batch: int, *, rate: float) -> Point:
+    return Point(
+        batch=batch, slots_each=1, ratio=1.0, tbo=False, step_us=1.0, exposed_us=0.0,
+        token_us=float(batch), tokens_per_s=rate, modes={}, host_bytes=0,
+        band=EXACT, token_band=EXACT, rate_band=EXACT, exposed_ends_us=(0.0, 0.0), marks=(),
+    )  # fmt: skip
+
+
 def test_every_batch_beside_the_best_is_tried():
     """Rates that a grid of 24 cannot see: the best at 77, and 3 in 4 batches too slow."""
 
     def point_of(batch: int) -> Point:
-        rate = 1e6 - 1e3 * abs(batch - 77)
-        return Point(
-            batch=batch, slots_each=1, ratio=1.0, tbo=False, step_us=1.0, exposed_us=0.0,
-            token_us=float(batch), tokens_per_s=rate, modes={}, host_bytes=0,
-            band=EXACT, token_band=EXACT, rate_band=EXACT, exposed_ends_us=(0.0, 0.0), marks=(),
-        )  # fmt: skip
+        return point_at(batch, rate=1e6 - 1e3 * abs(batch - 77))
 
     points = tried(500, point_of, lambda point: point.token_us <= 110)
     assert best(points).batch == 77
     assert {110, 111} <= {point.batch for point in points}
     assert len(points) < 120
     assert [point.batch for point in points] == sorted({point.batch for point in points})
+
+
+@pytest.mark.parametrize("most", [1, 4097, 50_000, 1_000_003])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.77, 1.0])
+def test_few_of_many_batches_are_tried_and_the_best_is_found(most: int, share: float):
+    """Rates with steps of 64, as kernels have them, and a peak at a share of all."""
+    peak, slow = 1 + int(share * (most - 1)), 1 + int(0.9 * (most - 1))
+
+    def point_of(batch: int) -> Point:
+        return point_at(batch, rate=1e9 - abs(batch - peak) - 0.1 * (-batch % 64))
+
+    points = tried(most, point_of, lambda point: point.batch <= slow)
+    kept = range(1, slow + 1)
+    near = range(max(1, peak - 200), min(slow, peak + 200) + 1) or kept[-200:]
+    found = best(point for point in points if point.batch <= slow)
+    assert found.batch == best(map(point_of, near)).batch
+    assert {slow, min(slow + 1, most)} <= {point.batch for point in points}
+    assert len(points) <= 600
 
 
 def test_a_batch_held_back_by_time_moves_with_it(operators: PaperOperators):

@@ -1,4 +1,5 @@
-"""The batches to try: an even grid over all that fit, then every batch around the best."""
+"""The batches to try: an even grid over all that fit, finer ones around the best, then every batch
+there."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.sim.planning.bands import Band
+from ess.units import div_ceil
 
 CANDIDATES_MAX: Final = 16
+FILLED_MAX: Final = 64
+"""A wider gap is searched by a grid first: plans for short contexts have gaps of thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +46,8 @@ class Point:
 def tried(
     most: int, point_of: Callable[[int], Point], is_kept: Callable[[Point], bool]
 ) -> list[Point]:
-    """Points of batches from 1 to `most`, in order: those of the grid, and all between the grid
-    neighbours of the best and of the largest kept one."""
+    """Points of batches from 1 to `most`, in order: those of the grids, and all between the last
+    grid's neighbours of the best and of the largest kept one."""
     points = {batch: point_of(batch) for batch in spread(most)}
     while True:
         kept = [point for point in points.values() if is_kept(point)]
@@ -60,14 +64,19 @@ def best(points: Iterable[Point]) -> Point:
 
 
 def _untried_around(known: Iterable[int], edges: set[int]) -> list[int]:
-    """Untried batches between an edge and the tried ones on either side of it."""
+    """Untried batches between an edge and the tried ones on either side of it: all, or a grid."""
     pairs = list(itertools.pairwise(sorted(known)))
     return [
         batch
         for low, high in pairs
         if low in edges or high in edges
-        for batch in range(low + 1, high)
+        for batch in _between(low, high)
     ]
+
+
+def _between(low: int, high: int) -> range:
+    step = 1 if high - low <= FILLED_MAX else div_ceil(high - low, CANDIDATES_MAX)
+    return range(low + step, high, step)
 
 
 def spread(most: int) -> list[int]:
