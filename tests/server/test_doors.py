@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import ess
 from ess.engine.process.messages import GraphLine, PoolUse, RequestLine, Status
+from ess.server.dialects.routes.generate import GrowingList
 from ess.server.process.board import RECENT_S, SUBSCRIBERS_MAX, Board
 from ess.server.process.service import Limits
 from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, saying, until
@@ -93,6 +94,45 @@ def test_generate_streams_everything_so_far(served: Served):
     assert TEXT.startswith(events[-1]["text"])
     assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
     assert [one["meta_info"]["finish_reason"] for one in events[:-1]] == [None, None]
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_every_event_of_generate_is_what_a_document_of_so_many_tokens_is(
+    served: Served, choices: int
+):
+    """Chances of prompt and answer included: each event goes on from the JSON of the one before."""
+
+    def asked(count: int, **more: object) -> dict:
+        sampling = {"max_new_tokens": count, "n": choices, "temperature": 0.5}
+        wanted = {"return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 2}
+        shown = {"return_text_in_logprobs": True}
+        ids = {"input_ids": [5, 6, 7]}
+        return {**ids, "sampling_params": sampling, **wanted, **shown, **more}
+
+    def told(answer: dict) -> dict:
+        unlike = ("id", "finish_reason", "cached_tokens")
+        return {**answer, "meta_info": {**answer["meta_info"], **dict.fromkeys(unlike)}}
+
+    events = stream(served, "/generate", asked(4, stream=True))
+    assert len(events) >= 2 * choices
+    for event in events:
+        whole = ask(served, "/generate", asked(len(event["output_ids"])))
+        one = whole[event["index"]] if choices > 1 else whole
+        assert told(event) == told(one)
+
+
+def test_what_an_event_before_had_is_not_encoded_again():
+    asked: list[int] = []
+
+    def shown(at: int) -> list[int]:
+        asked.append(at)
+        return [at, -at]
+
+    grown = GrowingList()
+    for count in (0, 2, 2, 5):
+        made = msgspec.json.decode(grown.up_to(count, shown))
+        assert made == [[at, -at] for at in range(count)]
+    assert asked == [0, 1, 2, 3, 4]
 
 
 def test_generate_in_batches_and_with_logprobs(served: Served):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -97,6 +99,21 @@ def _wanted(
     )
 
 
+class GrowingList:
+    """JSON of a list that only grows: what has been encoded is copied, and not made again."""
+
+    def __init__(self) -> None:
+        self._json = bytearray(b"[")
+        self._count = 0
+
+    def up_to(self, count: int, shown: Callable[[int], Any]) -> msgspec.Raw:
+        """The list of `count` items, of which `shown` gives those that are new."""
+        for at in range(self._count, count):
+            self._json += b"," * (at > 0) + msgspec.json.encode(shown(at))
+        self._count = count
+        return msgspec.Raw(self._json + b"]")
+
+
 class GenerateShape:
     def __init__(
         self,
@@ -110,13 +127,14 @@ class GenerateShape:
         self.grown = grown
         self.prompts = prompts
         self.is_many = is_many
+        self._lists: defaultdict[tuple[int, str], GrowingList] = defaultdict(GrowingList)
 
     def whole(self) -> Any:
         answers = [self.answer(index) for index in range(len(self.grown.generations))]
         return answers if self.is_many else answers[0]
 
     def answer(self, index: int) -> dict[str, Any]:
-        """SGLang's form: the whole text so far, in every chunk."""
+        """SGLang's form: everything so far, in every chunk."""
         grown = self.grown.generations[index]
         choices = len(self.grown.generations) // len(self.prompts)
         meant: dict[str, Any] = {
@@ -126,23 +144,48 @@ class GenerateShape:
             "completion_tokens": grown.made_count,
             "cached_tokens": grown.cached_count,
         }
-        start = scored_from(self.ask)
-        if start is not None:
+        if scored_from(self.ask) is not None:
             scored = self.grown.generations[index // choices * choices].prompt_chances
-            tokens = self.prompts[index // choices][start:]
-            values = [None, *(chance.logprob for chance in scored)]
-            meant["input_token_logprobs"] = [
-                self._scored(logprob, token) for logprob, token in zip(values, tokens, strict=False)
-            ]
-            meant["input_top_logprobs"] = [None, *map(self._top, scored)]
+            meant |= self._input_logprobs(index, self.prompts[index // choices], scored)
         if has_logprobs(self.ask):
-            meant["output_token_logprobs"] = [
-                self._scored(chance.logprob, token)
-                for token, chance in zip(grown.tokens, grown.chances, strict=True)
-            ]
-            meant["output_top_logprobs"] = [*map(self._top, grown.chances)]
-        document = {"text": grown.text, "output_ids": grown.tokens, "meta_info": meant}
+            meant |= self._output_logprobs(index, grown)
+        ids = self._list(index, "output_ids", grown.made_count, grown.tokens.__getitem__)
+        document = {"text": grown.text, "output_ids": ids, "meta_info": meant}
         return {**document, "index": index} if self.is_many else document
+
+    def _input_logprobs(
+        self, index: int, prompt: Sequence[int], chances: Sequence[Chance]
+    ) -> dict[str, msgspec.Raw]:
+        """The first position has no chance. An aborted prompt has fewer chances than tokens."""
+        start = scored_from(self.ask) or 0
+        count = min(1 + len(chances), len(prompt) - start)
+
+        def scored(at: int) -> list[Any]:
+            return self._scored(chances[at - 1].logprob if at else None, prompt[start + at])
+
+        def top(at: int) -> list[list[Any]] | None:
+            return self._top(chances[at - 1]) if at else None
+
+        return {
+            "input_token_logprobs": self._list(index, "input", count, scored),
+            "input_top_logprobs": self._list(index, "input_top", 1 + len(chances), top),
+        }
+
+    def _output_logprobs(self, index: int, grown: Generation) -> dict[str, msgspec.Raw]:
+        tokens, chances = grown.tokens, grown.chances
+
+        def scored(at: int) -> list[Any]:
+            return self._scored(chances[at].logprob, tokens[at])
+
+        return {
+            "output_token_logprobs": self._list(index, "output", len(tokens), scored),
+            "output_top_logprobs": self._list(
+                index, "output_top", len(chances), lambda at: self._top(chances[at])
+            ),
+        }
+
+    def _list(self, index: int, name: str, count: int, shown: Callable[[int], Any]) -> msgspec.Raw:
+        return self._lists[index, name].up_to(count, shown)
 
     def _top(self, chance: Chance) -> list[list[Any]]:
         return [self._scored(logprob, token) for token, logprob in chance.top]
