@@ -38,6 +38,17 @@ def emulated(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes in one thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers and other workers that a benchmark starts are forks of processes with their imports.
     Its rows are there as with real ones; their figures are of no use."""

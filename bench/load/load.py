@@ -122,7 +122,7 @@ def load_benchmark(
     model
         The model to ask for; by default the first that the server lists.
     at_most
-        The most requests under way: one that is due waits in the client.
+        The most requests under way; a further request that is due waits in the client.
     ttft_ms
         Objective: milliseconds to the first token.
     tpot_ms
@@ -152,7 +152,7 @@ def _server(url: str | None) -> Iterator[str]:
     if url is not None:
         yield url
         return
-    console.note("  an ess serve starts; --url names one that runs ...")
+    console.note("  starting ess serve; --url names a server that already runs ...")
     with started("serve") as (_, own):
         yield own
 

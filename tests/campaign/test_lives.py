@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
-import torch
 
 from ess.door.sequences import progress
 from ess.engine.tokens import verification
@@ -25,18 +24,10 @@ from tests.campaign.lives.plan import (
 from tests.campaign.lives.shrink import shrunk
 from tests.campaign.lives.world import Wrong, live
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SEEDS = range(4)
 MORE = range(4, 250)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

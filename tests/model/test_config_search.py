@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.model import config_search
 from tests.support import checkpoints
@@ -14,19 +13,12 @@ from tests.support import checkpoints
 pytest.importorskip("transformers", reason="extra `oracle` (transformers==5.23.0) is not installed")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:Initializing zero-element"),  # torch: n_shared_experts 0
 ]
 FAMILIES = [*config_search.FAMILIES]
 SEEDS = range(len(FAMILIES))
 MORE = range(SEEDS.stop, 200)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

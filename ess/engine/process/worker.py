@@ -158,8 +158,8 @@ class EngineLoop:
         self._settle()
 
     def _abort(self, names: frozenset[str] | None) -> int:
-        """Unlike Abort this comes from another front than the one that waits for the answer, so the
-        waiting front gets the ends."""
+        """Unlike Abort this does not come from the front that waits for the answer, so the waiting
+        front gets the ends."""
         met = [live for live in self._live.values() if names is None or live.name in names]
         self._cancel([live.number for live in met])
         if met:

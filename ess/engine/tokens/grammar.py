@@ -43,8 +43,8 @@ GRAMMAR_BYTES_MAX: Final = 64 << 10
 ROOMS_MAX: Final = 32
 COMPILING_MAX: Final = 2
 COMPILING_S: Final = 120.0
-"""Nobody waits meanwhile. Far more than the processor time that ends a compiler: a busy machine may
-give it a fiftieth of a core."""
+"""No request is held up meanwhile. Far more than the processor time that ends a compiler: a busy
+machine may give it a fiftieth of a core."""
 REFUSED_MAX: Final = 256
 LOST_MAX: Final = 1
 WAIT_S: Final = 0.25
