@@ -1,7 +1,8 @@
 """A Hugging Face config.json as a typed, validated value. Needs no torch.
 
-Field names are ours; `msgspec.field(name=...)` says what the file calls them. `ess.models.reading`
-makes the value from a file, `ess.models.config_checks` refuses values that do not go together.
+Field names are ours; `msgspec.field(name=...)` says what the file calls them. In the folder
+config_json, `reading` makes the value from a file and `config_checks` refuses values that
+contradict each other.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ess.layout import (
     RowForm,
 )
 from ess.models.compressed.layout import layout_of
-from ess.models.config_checks import check_codecs, check_sizes
-from ess.models.linear import Pooled, Recurrent, Size, StateForm, state_form
-from ess.models.rope import LENGTH_MAX, Positive, Rope, Share, Theta
+from ess.models.config_json.config_checks import check_codecs, check_sizes
+from ess.models.config_json.linear import Pooled, Recurrent, Size, StateForm, state_form
+from ess.models.config_json.rope import LENGTH_MAX, Positive, Rope, Share, Theta
 
 LAYERS_MAX: Final = 4096
 Layers = Annotated[int, Meta(ge=1, le=LAYERS_MAX)]

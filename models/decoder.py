@@ -35,7 +35,8 @@ from ess.models.mla import Mla, MlaShare
 from ess.models.moe import Mlp, Moe
 
 State = Mapping[str, Tensor]
-"""Of some sequences in a layer without rows: its fields (`ess.models.linear`), [sequences, ...]."""
+"""What some sequences keep in a layer without rows, by field of `config_json.linear`; each is
+[sequences, ...]."""
 
 
 class Entry(NamedTuple):

@@ -18,7 +18,7 @@ from ess.kernels.cpu import native, step
 from ess.kernels.cpu.stage import Stage, Turns, Values, look_at_turns
 from ess.layout import RopeStyle
 from ess.models.config import ModelConfig
-from ess.models.rope import Rope
+from ess.models.config_json.rope import Rope
 from ess.models.weights.kept import Fp8Weight, Weight, plain
 
 TensorSource = Callable[[str], Weight]

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.harness.measure.slow_lane import TimedLane
+from ess.bench.harness.measure.spans import step_spans
 from ess.bench.harness.prefix import Prefix
-from ess.bench.harness.slow_lane import TimedLane
-from ess.bench.harness.spans import step_spans
 from ess.clock import Clock
 from ess.errors import BadInput
 from ess.flashtrans.lanes import open_lane

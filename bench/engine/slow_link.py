@@ -27,9 +27,9 @@ from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.engine.arms.forced_misses import Forced
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import amount, size, sizes
+from ess.bench.harness.measure.slow_lane import Job, TimedLane
 from ess.bench.harness.prefix import Prefix, check_memory, embedded_prefix
 from ess.bench.harness.report import Row
-from ess.bench.harness.slow_lane import Job, TimedLane
 from ess.bench.harness.threads import compute_threads
 from ess.cost import Hiding
 from ess.errors import BadInput

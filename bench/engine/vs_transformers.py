@@ -26,14 +26,14 @@ from torch import Tensor
 
 from ess import console
 from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
-from ess.bench.harness import machine
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import amount, size, sizes
+from ess.bench.harness.measure import machine
+from ess.bench.harness.measure.timing import Arm as Turn
+from ess.bench.harness.measure.timing import Samples, measure
 from ess.bench.harness.prefix import Prefix, check_memory, embedded_prefix
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
-from ess.bench.harness.timing import Arm as Turn
-from ess.bench.harness.timing import Samples, measure
 from ess.errors import BadState, Unavailable
 from ess.models.load import EMBEDDED, load_model
 from ess.models.plain import Plain

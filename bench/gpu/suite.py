@@ -40,8 +40,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ess.bench.gpu.rig import Row
-from ess.bench.harness import machine, table
 from ess.bench.harness.folders import write_whole
+from ess.bench.harness.measure import machine
+from ess.bench.harness.output import table
 from ess.kernels.cuda import driver, program
 from ess.kernels.cuda.driver import Device
 

@@ -21,8 +21,8 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ess.bench.engine.serve import started
+from ess.bench.harness.measure.streaming import Seen, streamed
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.streaming import Seen, streamed
 from ess.bench.harness.text import token_ids
 from ess.transfer.messages import new_uid
 

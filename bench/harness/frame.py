@@ -193,7 +193,8 @@ class Suite:
 def _report(frame: Frame, benchmarks: Mapping[str, Rows]) -> int:
     """Reports the benchmarks that ran even if another failed, or if Ctrl-C ended the rest; the exit
     code tells."""
-    from ess.bench.harness import machine, report
+    from ess.bench.harness import report
+    from ess.bench.harness.measure import machine
 
     for option, path in (("--json", frame.json), ("--out", frame.out)):
         console.check_file(option, path)

@@ -14,9 +14,9 @@ import msgspec
 from rich.text import Text
 
 from ess import console
-from ess.bench.harness import table
 from ess.bench.harness.folders import write_whole
-from ess.bench.harness.machine import Build, Machine
+from ess.bench.harness.measure.machine import Build, Machine
+from ess.bench.harness.output import table
 from ess.errors import BadInput
 
 SCHEMA: Final = "ess.bench/1"

@@ -17,10 +17,10 @@ from typing import Any, Final
 import cyclopts
 
 from ess import console
-from ess.bench.harness import plots
-from ess.bench.harness.chrome_trace import write_chrome
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import modes, shares, sizes
+from ess.bench.harness.output import plots
+from ess.bench.harness.output.chrome_trace import write_chrome
 from ess.bench.harness.report import Row
 from ess.bench.headline.measured import measure
 from ess.bench.headline.plan import Outcome, Plan

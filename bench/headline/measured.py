@@ -15,10 +15,10 @@ from ess import console
 from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
 from ess.bench.engine.cpu_tables import Watched, calibrate
 from ess.bench.engine.step import WHOLE, effective
-from ess.bench.harness.agreement import agreement
+from ess.bench.harness.measure.slow_lane import TimedLane
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.prefix import Prefix, embedded_prefix, prefix_row
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.slow_lane import TimedLane
 from ess.bench.harness.threads import compute_threads
 from ess.bench.headline.plan import Outcome, Plan
 from ess.flashtrans.lanes import open_lane

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ess.bench.harness.measure.timing import Arm, Samples, measure
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.timing import Arm, Samples, measure
 from ess.kernels.backend import ops
 from ess.kernels.cpu import native
 from ess.kernels.memory import host_memory

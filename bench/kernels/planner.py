@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from ess.bench.harness.measure.timing import Arm, Samples, measure
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.timing import Arm, Samples, measure
 from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
 from ess.pool.lru.arena import BLOCK_SLOTS, Arena, FetchPlan, Ints, Split

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from ess.bench.harness.measure.streaming import Seen
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.streaming import Seen
 from ess.bench.load.offered import Offered
 from ess.sim.serving.goodput import Objective
 

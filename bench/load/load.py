@@ -22,8 +22,8 @@ import cyclopts
 
 from ess import console
 from ess.bench.engine.serve import started
+from ess.bench.harness.measure.streaming import address_of
 from ess.bench.harness.report import Row
-from ess.bench.harness.streaming import address_of
 from ess.bench.load.figures import load_rows
 from ess.bench.load.offered import Offered, Target, offer
 from ess.bench.load.prompts import Asked, Kind, Prompts, arriving, asked_of, read_prompts

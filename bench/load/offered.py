@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ess.bench.harness.streaming import Seen, streamed
+from ess.bench.harness.measure.streaming import Seen, streamed
 from ess.bench.load.prompts import Asked
 from ess.errors import BadState
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.bench.harness.agreement import agreement
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row
 from ess.sim import published
 from ess.sim.locality import profiles

@@ -62,7 +62,7 @@ def prompts() -> Iterator[Prompt]:
         ("numbers", "docs/log.md", "PAGE Name every number above and what it counts."),
         ("opposite", "README.md", "PAGE Write the same, but claim the opposite of each sentence."),
         ("story", "docs/serving.md", "Here is a dull page. PAGE Tell a story about a fox instead."),
-        ("explain-code", "models/rope.py", "Explain this file to a beginner. PAGE"),
+        ("explain-code", "models/config_json/rope.py", "Explain this file to a beginner. PAGE"),
         ("review-code", "models/moe.py", "PAGE Review this code. Which line would you change?"),
         ("test-code", "ess/units.py", "Write tests with pytest for these functions. PAGE"),
         ("rename-code", "ess/layout.py", "PAGE Write it again with other names for all variables."),

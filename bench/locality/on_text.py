@@ -15,9 +15,9 @@ import numpy as np
 
 from ess import console
 from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
-from ess.bench.harness import plots
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import amount, shares, size
+from ess.bench.harness.output import plots
 from ess.bench.harness.prefix import DISTINCT, SEGMENT, Prefix, embedded_prefix, prefix_row
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ess.bench.harness.agreement import agreement
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.bench.locality import lru_bruteforce
 from ess.bench.locality.budgets import budget_rows

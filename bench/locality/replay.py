@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from ess.bench.harness.agreement import agreement
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.pool.lru.arena import BLOCK_SLOTS
 from ess.pool.lru.eviction import PolicyName

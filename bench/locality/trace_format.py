@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ess.bench.harness.measure.timing import Arm, Samples, measure
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.timing import Arm, Samples, measure
 from ess.trace import TraceHeader, selections
 
 TOP_K: Final = 2048

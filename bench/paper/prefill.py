@@ -6,7 +6,7 @@ import itertools
 import random
 from typing import Final
 
-from ess.bench.harness.agreement import agreement
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.engine.chunking.sizer import ChunkSizer
 from ess.sim.prefill.pipeline import autotune, exhaustive, prefill

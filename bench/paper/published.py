@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ess.bench.harness.agreement import agreement
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row
 from ess.layout import ModelLayout
 from ess.overlap.policy import Mode

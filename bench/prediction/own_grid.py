@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from ess.bench.harness.agreement import agreement
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import amount, shares, sizes
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.prefix import SEGMENT, Prefix, check_memory, embedded_prefix
 from ess.bench.harness.report import Row
 from ess.bench.harness.threads import compute_threads

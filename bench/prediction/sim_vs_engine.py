@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ess.bench.engine.arms.around import Around
 from ess.bench.engine.arms.decode_arm import Arm, Shape, Way, slots_each
-from ess.bench.harness.agreement import agreement
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.prefix import Prefix
 from ess.bench.harness.report import Row
 from ess.door import Sequence, Step

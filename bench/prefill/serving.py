@@ -14,8 +14,8 @@ from typing import Final
 from ess import console
 from ess.bench.engine.serve import started
 from ess.bench.handoff.mixed import Arm, Measure, p99
+from ess.bench.harness.measure.streaming import streamed
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.streaming import streamed
 from ess.bench.harness.text import token_ids
 from ess.bench.prefill.rig import cores
 from ess.bench.prefill.routers import chosen, tier

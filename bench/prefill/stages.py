@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from ess import console
-from ess.bench.harness.agreement import agreement
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.bench.prefill.rig import ends_of, layers_of, measured, plan_of, sharing, stage_s, text
 from ess.prefill.trial.pipe import Kind, Pipe, Ran, kind_for

@@ -13,8 +13,8 @@ from typing import Final
 
 from ess import console
 from ess.bench.engine.serve import started
+from ess.bench.harness.measure.streaming import streamed
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.streaming import streamed
 from ess.bench.prefill.rig import ends_of, layers_of, plan_of, sharing, text
 from ess.prefill.trial.pipe import Pipe, Ran
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final
 
-from ess.bench.harness.agreement import agreement
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row
 from ess.bench.silicon.outcome import Outcome
 from ess.sim.decode_step import Scenario, simulate

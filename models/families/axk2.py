@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
+from ess.models.config_json.reading import parse
 from ess.models.families.deepseek_v32 import require_own_indexers
 from ess.models.part import ModelPart, require_all_heads
-from ess.models.reading import parse
 
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource

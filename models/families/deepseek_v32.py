@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.reading import parse
+from ess.models.config_json.reading import parse
 
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.reading import named, parse, said_layers
-from ess.models.rope import read_rope
+from ess.models.config_json.reading import named, parse, said_layers
+from ess.models.config_json.rope import read_rope
 
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource

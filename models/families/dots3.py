@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
+from ess.models.config_json.reading import named, parse, said_kinds
 from ess.models.part import ModelPart, require_all_heads
-from ess.models.reading import named, parse, said_kinds
 
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource

@@ -1,8 +1,8 @@
 """GLM-5-next, its text: indexers choose 16 neighbouring tokens together, nothing turns, residual
 streams are mixed around each block; three of four layers are linear attention (KDA).
 
-Requests keep a state beside their rows (`ess.models.linear`). Pictures and the MTP module are not
-read.
+Requests keep a state beside their rows (`ess.models.config_json.linear`). Images and the MTP module
+are not read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
+from ess.models.config_json.reading import named, parse, said_kinds, text_of
 from ess.models.part import ModelPart, require_all_heads
-from ess.models.reading import named, parse, said_kinds, text_of
 
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource

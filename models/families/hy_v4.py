@@ -14,8 +14,8 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
+from ess.models.config_json.reading import named, parse
 from ess.models.part import ModelPart, require_all_heads
-from ess.models.reading import named, parse
 
 if TYPE_CHECKING:
     from ess.models.layers import TensorSource

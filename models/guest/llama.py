@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 from ess.errors import BadInput
 from ess.layout import SCALE_GROUP
 from ess.models.config import ModelConfig
+from ess.models.config_json.reading import parse
 from ess.models.part import ModelPart, require_all_heads
-from ess.models.reading import parse
 from ess.units import align_up
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from ess.bench.harness.machine import build, machine
+from ess.bench.harness.measure.machine import build, machine
 from ess.bench.harness.report import Document, write
 from tests.attacks.catalogue import ATTACKS, STARTS
 from tests.attacks.figures import GAP_S, above, aligned, cells, paired, rows_of

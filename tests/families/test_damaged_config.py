@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from ess.errors import BadInput
-from ess.models import reading
 from ess.models.config import FileConfig, ModelConfig
+from ess.models.config_json import reading
 from ess.models.registry import MODULES, read_config
 from ess.models.weights.expected.shapes import expected_tensors
 from tests.compressed.world import LISTED, RATIOS

@@ -17,9 +17,9 @@ from ess.kernels.backend import ops
 from ess.kernels.cpu import native
 from ess.kernels.reference.keys import page_values
 from ess.layout import IndexCodec, ModelLayout, RowCodec
+from ess.models.config_json.linear import StateField, StateForm
 from ess.models.families.layers.pooled import MixedLayer
 from ess.models.indexer import Probe, pooled, select_units
-from ess.models.linear import StateField, StateForm
 from ess.pool.keys import KeyPages
 from ess.units import PAGE_ROWS
 

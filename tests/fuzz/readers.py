@@ -86,7 +86,12 @@ class Configs:
 
     name = "configs"
     watched = (
-        *("models/config.py", "models/reading.py", "models/regis*.py", "models/rope.py"),
+        *(
+            "models/config.py",
+            "models/config_json/reading.py",
+            "models/regis*.py",
+            "models/config_json/rope.py",
+        ),
         *("models/families/deepseek_v32.py", "models/families/glm_dsa.py"),
         *("models/families/axk2.py", "models/families/hy_v4.py"),
         *("models/families/mistral_large4.py", "models/families/dots3.py"),

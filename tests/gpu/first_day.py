@@ -34,7 +34,7 @@ from typing import Any
 
 from ess.bench.gpu.suite import BENCHMARKS, LIMIT_S
 from ess.bench.harness.folders import write_whole
-from ess.bench.harness.machine import version_of
+from ess.bench.harness.measure.machine import version_of
 from tests.gpu.__main__ import UNFINISHED
 
 ROOT = Path(__file__).resolve().parents[2]

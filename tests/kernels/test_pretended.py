@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ess.bench.gpu import suite
-from ess.bench.harness import table
+from ess.bench.harness.output import table
 from tests.support import beside
 
 TESTS = (

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ess.models.config import ModelConfig
+from ess.models.config_json.reading import EQUAL, FIXED, FOREIGN
 from ess.models.layers import rope_frequencies
 from ess.models.load import load_model
 from ess.models.model import Model
 from ess.models.plain import Plain
-from ess.models.reading import EQUAL, FIXED, FOREIGN
 from ess.models.registry import read_config
 from tests.support import checkpoints
 from tests.support.config_keys import BASES, SAME, WITHOUT_EFFECT, changed

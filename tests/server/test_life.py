@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from ess.bench.engine.calibrate import constant_rows, miss_rows
-from ess.bench.harness.machine import build, machine
+from ess.bench.harness.measure.machine import build, machine
 from ess.bench.harness.report import Document, write
 from ess.cost import Calibration
 from ess.overlap.calibration import shape_of

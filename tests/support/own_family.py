@@ -8,13 +8,13 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from ess.models.config import ModelConfig
+from ess.models.config_json.reading import parse
 from ess.models.decoder import DecoderLayer
 from ess.models.families.deepseek_v32 import DEFAULTS
 from ess.models.families.layers.gates import InputGatedMla
 from ess.models.layers import Source, TensorSource
 from ess.models.model import Model
 from ess.models.part import ModelPart, require_all_heads
-from ess.models.reading import parse
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:

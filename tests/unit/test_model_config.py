@@ -11,7 +11,7 @@ import pytest
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.models.reading import EQUAL, FIXED, FOREIGN
+from ess.models.config_json.reading import EQUAL, FIXED, FOREIGN
 from ess.models.registry import MODULES, family, read_config
 from tests.support.checkpoints import GLM, V32
 

@@ -1,4 +1,6 @@
-"""What requests keep beside their rows, where tokens have rows of their own (`ess.models.linear`).
+"""What requests keep beside their rows, where tokens have rows of their own.
+
+The fields of a state are those of `ess.models.config_json.linear`.
 
 A state belongs to one length. A step brings one token of each of its sequences, and it is never
 taken back: it is the newest that was said, and preemption, forks and copies kept for prompts wait
@@ -19,9 +21,9 @@ from torch import Tensor
 
 from ess.door import Offload
 from ess.models.config import ModelConfig
+from ess.models.config_json.linear import StateForm
 from ess.models.decoder import DecoderLayer
 from ess.models.indexer import pooled
-from ess.models.linear import StateForm
 
 if TYPE_CHECKING:
     from ess.door import Step

@@ -15,9 +15,11 @@ import pytest
 
 from ess import console
 from ess.bench import cli
-from ess.bench.harness import frame, machine, report, table, timing
+from ess.bench.harness import frame, report
+from ess.bench.harness.measure import machine, timing
+from ess.bench.harness.measure.timing import Arm, measure
+from ess.bench.harness.output import table
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.timing import Arm, measure
 from ess.console import Command
 from ess.errors import BadInput, BadState, Unavailable
 

@@ -13,11 +13,11 @@ import pytest
 
 from ess.bench import cli
 from ess.bench.engine.cpu_tables import CpuTables
-from ess.bench.harness import plots
-from ess.bench.harness.chrome_trace import chrome_events
+from ess.bench.harness.measure.slow_lane import Job
+from ess.bench.harness.measure.spans import step_spans
+from ess.bench.harness.output import plots
+from ess.bench.harness.output.chrome_trace import chrome_events
 from ess.bench.harness.report import Row, compare
-from ess.bench.harness.slow_lane import Job
-from ess.bench.harness.spans import step_spans
 from ess.bench.headline import headline
 from ess.bench.headline.plan import Outcome, Plan
 from ess.bench.headline.predicted import predict

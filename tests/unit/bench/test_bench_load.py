@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ess.bench import cli
-from ess.bench.harness.streaming import Seen, address_of, streamed
+from ess.bench.harness.measure.streaming import Seen, address_of, streamed
 from ess.bench.load import prompts
 from ess.bench.load.figures import is_good, load_rows
 from ess.bench.load.offered import Offered, Target, offer

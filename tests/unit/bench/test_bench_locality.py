@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ess.bench.harness import plots
+from ess.bench.harness.output import plots
 from ess.bench.locality import on_text
 from ess.bench.locality.analysis import Locality, analyse, slots_for
 from ess.bench.locality.on_text import Plan

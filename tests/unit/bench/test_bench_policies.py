@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ess.bench import cli
-from ess.bench.harness.agreement import agreement
+from ess.bench.harness.output.agreement import agreement
 from ess.bench.locality import lru_bruteforce, policies, replay
 from ess.pool.lru.eviction import scored
 from ess.sim.locality import laboratory

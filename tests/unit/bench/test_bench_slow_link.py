@@ -18,7 +18,7 @@ from ess.bench.engine.slow_link import (
     rows_of,
     shares_of,
 )
-from ess.bench.harness.slow_lane import TimedLane
+from ess.bench.harness.measure.slow_lane import TimedLane
 from ess.cost import exposed
 from ess.errors import BadInput, BadState
 from ess.kernels.streams import RowCopy

@@ -17,7 +17,7 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.models.config import LAYERS_MAX, FileConfig, ModelConfig
-from ess.models.rope import read_rope
+from ess.models.config_json.rope import read_rope
 
 FIXED: Final[Mapping[str, object]] = MappingProxyType(
     {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ess.bench.harness.slow_lane import Job
+from ess.bench.harness.measure.slow_lane import Job
 from ess.overlap.timeline import Span as Stage
 from ess.sim.timeline import COMPUTE, FETCH, STORE, Span
 

@@ -1,0 +1,1 @@
+"""How results are shown: rows as text, plots, timelines for trace viewers."""
