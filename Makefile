@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SERVES := $(VENV)/.serves
-NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/residency/*.cpp csrc/residency/*.h)
+NATIVE := $(shell find csrc/cpu csrc/residency -name '*.cpp' -o -name '*.h')
 
 # Where two targets are asked for, the second runs even if the first has failed.
 MAKEFLAGS += --keep-going

@@ -68,7 +68,11 @@ def prompts() -> Iterator[Prompt]:
         ("rename-code", "ess/layout.py", "PAGE Write it again with other names for all variables."),
         ("to-c-code", "models/indexer.py", "Write this in C. PAGE Begin with the includes."),
         ("doc-code", "models/plain.py", "PAGE Write the documentation of each function above."),
-        ("kernel-code", "csrc/cpu/stage.h", "What does this C++ compute? PAGE Go line by line."),
+        (
+            "kernel-code",
+            "csrc/cpu/ops/stage.h",
+            "What does this C++ compute? PAGE Go line by line.",
+        ),
         ("table", "docs/planning.md", "PAGE Make a table of the terms used and what they mean."),
         ("plan", "docs/pd.md", "PAGE Make a plan for a week in which somebody learns all this."),
         ("translate", "docs/vllm.md", "Translate into French, sentence by sentence. PAGE"),

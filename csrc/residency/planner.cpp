@@ -19,7 +19,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../cpu/rows.h"
+#include "../cpu/moves/rows.h"
 #include "planner.h"
 #include "values.h"
 

@@ -27,7 +27,7 @@ class _NativeSide(ctypes.Structure):
 
 
 class NativeCopy(ctypes.Structure):
-    """RowCopy of csrc/cpu/rows.h."""
+    """RowCopy of csrc/cpu/moves/rows.h."""
 
     _fields_ = (
         ("source", _NativeSide),
@@ -38,7 +38,7 @@ class NativeCopy(ctypes.Structure):
 
 
 class NativeFault(ctypes.Structure):
-    """Fault of csrc/cpu/rows.h."""
+    """Fault of csrc/cpu/moves/rows.h."""
 
     _fields_ = (
         ("copy", ctypes.c_int64),
@@ -83,7 +83,7 @@ def _numbers(side: Side) -> tuple[int, ...]:
 
 @functools.cache
 def copier() -> Callable[..., int]:
-    """The function ess_rows_copy of csrc/cpu/rows.cpp."""
+    """The function ess_rows_copy of csrc/cpu/moves/rows.cpp."""
     numbers = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int32]
     arguments = [ctypes.c_void_p, *numbers, ctypes.c_void_p]
     return native.function("ess_rows_copy", arguments, ctypes.c_int32)

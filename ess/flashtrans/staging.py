@@ -6,8 +6,8 @@ its targets within microseconds, at the speed of device memory. Places take turn
 into some while others are sent. Two events per place keep the order: after `gathered` the chunk may
 be sent, after `spread` the host may gather into the place again.
 
-Native code queues all chunks of a fetch (csrc/cpu/copy_engine.cpp): a call from Python would cost
-as much as a megabyte on the wire. Chunks begin small, as nothing is sent while the first is
+Native code (csrc/cpu/moves/copy_engine.cpp) queues all chunks of a fetch: a call from Python would
+cost as much as a megabyte on the wire. Chunks begin small, as nothing is sent while the first is
 gathered, and double until they fill a place.
 """
 
@@ -48,7 +48,7 @@ CALLS: Final = (
 
 
 class HostJob(ctypes.Structure):
-    """RowJob of csrc/cpu/rows.h."""
+    """RowJob of csrc/cpu/moves/rows.h."""
 
     _fields_ = (
         ("copy", NativeCopy),
@@ -58,7 +58,7 @@ class HostJob(ctypes.Structure):
 
 
 class StagedFetch(ctypes.Structure):
-    """StagedFetch of csrc/cpu/copy_engine.cpp."""
+    """StagedFetch of csrc/cpu/moves/copy_engine.cpp."""
 
     _fields_ = (
         ("driver", ctypes.c_void_p * len(CALLS)),

@@ -1,8 +1,8 @@
 """How gathers copy rows on this machine: timed once, kept by CPU model.
 
-Caches and prefetchers differ too much for one way to be best everywhere (csrc/cpu/ways.h lists the
-ways, docs/log.md has figures). The first copy or lane of a process reads the choices that an
-earlier process has kept; if they are missing or damaged, the ways are timed in turn, in about a
+Caches and prefetchers differ too much for one way to be best everywhere (csrc/cpu/moves/ways.h
+lists the ways, docs/log.md has figures). The first copy or lane of a process reads the choices that
+an earlier process has kept; if they are missing or damaged, the ways are timed in turn, in about a
 quarter of a second. A way other than the unmeasured one is taken only if it wins clearly, twice.
 All ways copy the same bytes, so a wrong choice costs time and nothing else.
 

@@ -30,13 +30,16 @@ NATIVE = {
     f"cpu/{file}": {f"ess::{name}": getattr(records, name) for name in names}
     for file, names in ON_CPU.items()
 } | {
-    "cpu/rows.h": {
+    "cpu/moves/rows.h": {
         "ess::RowSide": native_rows._NativeSide,
         "ess::RowCopy": native_rows.NativeCopy,
         "ess::Fault": native_rows.NativeFault,
         "ess::RowJob": staging.HostJob,
     },
-    "cpu/copy_engine.cpp": {"ess::StagedFetch": staging.StagedFetch, "ess::Move": rows.MoveRecord},
+    "cpu/moves/copy_engine.cpp": {
+        "ess::StagedFetch": staging.StagedFetch,
+        "ess::Move": rows.MoveRecord,
+    },
     "residency/planner.h": {
         "ess::Arena": planner._ArenaRecord,
         "ess::Split": planner._SplitRecord,
@@ -106,7 +109,7 @@ class Swapped(ctypes.Structure):
 
 
 def test_a_field_that_lies_elsewhere_is_named() -> None:
-    said = refusals("cpu/rows.h", {"ess::Fault": Swapped}, f"-I{ROOT / 'csrc'}")
+    said = refusals("cpu/moves/rows.h", {"ess::Fault": Swapped}, f"-I{ROOT / 'csrc'}")
     assert "ess::Fault::side" in said
     assert "ess::Fault::copy" not in said
 

@@ -1,6 +1,6 @@
-// The tile registers that csrc/cpu/tiles.h uses, in plain C++, one set for each thread. What the
-// machine does not allow ends the process: a tile without a shape, shapes that do not fit together,
-// rows of another length.
+// The tile registers that csrc/cpu/sets/tiles.h uses, in plain C++, one set for each thread. What
+// the machine does not allow ends the process: a tile without a shape, shapes that do not fit
+// together, rows of another length.
 #pragma once
 
 #include <immintrin.h>

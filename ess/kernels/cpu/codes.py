@@ -1,6 +1,6 @@
 """Weights that stay as integers of 4 or 8 bits: 32 inputs of an output share a scale and an offset.
 
-A weight is code * scale + offset. Its products (csrc/cpu/codes.h) read a quarter or half of the
+A weight is code * scale + offset. Its products (csrc/cpu/ops/codes.h) read a quarter or half of the
 bytes of bfloat16, and no weight is rounded.
 """
 

@@ -1,8 +1,8 @@
 """Stages, compiled: the ops between two calls of attention, for a few tokens in one native call.
 
-A stage is described once, op by op, over float32 registers (csrc/cpu/stage.h says what an op does),
-and called every step. What a token gets depends on no other token and not on their number, so
-results are the same bits in every batch.
+A stage is described once, op by op, over float32 registers, and called every step;
+csrc/cpu/ops/stage.h says what an op does. What a token gets depends on no other token and not on
+their number, so results are the same bits in every batch.
 
 Weights are packed: a second copy, in the order in which the products read them. bfloat16 weights
 are multiplied as such where the machine can, else widened; float32 weights stay float32, and codes

@@ -178,7 +178,7 @@ ESS_LANE void index_vectors(const IndexWork& work, const uint32_t* keys, int64_t
 }
 
 #if ESS_TILES
-#include "tiles.h"
+#include "../sets/tiles.h"
 
 // One or two vectors of heads with all keys of a page.
 template <int vectors>

@@ -1,7 +1,7 @@
 // What the row movers are measured against: the loop that first comes to mind.
 #include <cstring>
 
-#include "native.h"
+#include "../native.h"
 #include "rows.h"
 
 // Indices are trusted; pairs with -1 are skipped.

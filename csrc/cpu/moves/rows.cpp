@@ -24,8 +24,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "crew.h"
-#include "native.h"
+#include "../crew.h"
+#include "../native.h"
 #include "ways.h"
 
 #if defined(__x86_64__)

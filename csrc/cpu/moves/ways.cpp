@@ -6,7 +6,7 @@
 
 #include <atomic>
 
-#include "native.h"
+#include "../native.h"
 
 namespace ess {
 namespace {

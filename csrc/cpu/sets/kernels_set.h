@@ -5,9 +5,9 @@
 
 #include <initializer_list>
 
-#include "codec.h"
-#include "encoding.h"
-#include "kernels.h"
+#include "../codec.h"
+#include "../encoding.h"
+#include "../kernels.h"
 
 #ifndef ESS_TILES
 #define ESS_TILES 0
@@ -34,16 +34,16 @@ namespace ESS_SET {
 
 #include "powers.h"
 
-#include "attend.h"
-#include "index.h"
-#include "merge.h"
-#include "product.h"
-#include "codes.h"
-#include "stage.h"
-#include "topk.h"
+#include "../ops/attend.h"
+#include "../ops/index.h"
+#include "../ops/merge.h"
+#include "../ops/product.h"
+#include "../ops/codes.h"
+#include "../ops/stage.h"
+#include "../ops/topk.h"
 
 #if ESS_HALF
-#include "screen.h"
+#include "../ops/screen.h"
 constexpr auto kSelect = &select;
 #else
 constexpr decltype(Kernels::select) kSelect = nullptr;

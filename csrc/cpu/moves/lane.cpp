@@ -22,8 +22,8 @@
 #include <thread>
 #include <vector>
 
-#include "crew.h"
-#include "native.h"
+#include "../crew.h"
+#include "../native.h"
 #include "rows.h"
 
 namespace ess {

@@ -6,7 +6,7 @@
 // event behind the gathering lets the chunk be sent, another behind the spreading frees the place.
 #include <algorithm>
 
-#include "native.h"
+#include "../native.h"
 #include "rows.h"
 
 namespace ess {
