@@ -19,9 +19,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, cast
+from typing import Final, Literal
 
-import zmq
 import zmq.asyncio
 
 from ess.clock import Clock
@@ -39,7 +38,6 @@ from ess.engine.process.messages import (
     Lost,
     Meet,
     Met,
-    Packer,
     Piece,
     Progress,
     Ready,
@@ -50,11 +48,11 @@ from ess.engine.process.messages import (
     Traced,
     Tracing,
 )
-from ess.engine.process.wire import UNREAD_MAX
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadState, Unavailable
 from ess.server.http.responses import Interrupted
 from ess.server.process.board import Board
+from ess.server.process.engines.engine_socket import EngineSocket
 from ess.server.process.requests.call import Call
 from ess.server.process.requests.journal import NO_RECOVERY, Journal, Recovery
 from ess.server.process.requests.questions import Answered, Question, Questions
@@ -98,14 +96,12 @@ class EngineLink:
         self.place = place
         self.on_cut: Callable[[int], None] = lambda front: None
         self.on_fault: Callable[[str], None] = lambda sentence: None
-        self._packer = Packer()
+        self._socket = EngineSocket(context, endpoint)
         self._recovery = recovery
-        self._journal = Journal(recovery.bytes_max, self._packer)
+        self._journal = Journal(recovery.bytes_max, self._socket.packer)
         self._waiting: asyncio.TimerHandle | None = None
         self._board = board
         self._clock = clock
-        self._context = context
-        self._socket = self._bound(endpoint)
         self._calls: dict[int, Call] = {}
         self._next_number = place.first_number
         self._questions = Questions()
@@ -167,7 +163,7 @@ class EngineLink:
                 leader = None if first == number else first
                 handoff = next(left, None) if leader is None else None
                 add = Add(number, prompt, sampling, priority, leader, request_id, salt, handoff)
-                self._journal.open(add, self._send(add))
+                self._journal.open(add, self._socket.send(add))
                 self._calls[number] = call
         except Unavailable:
             self.abort(call)
@@ -184,7 +180,7 @@ class EngineLink:
         if self._calls.pop(number, None) is not None:
             self._journal.close(number)
             with contextlib.suppress(Unavailable):
-                self._send(Abort(number))
+                self._socket.send(Abort(number))
             call.put(Piece(number, reason="cancelled"))
             call.nudge()
 
@@ -246,7 +242,7 @@ class EngineLink:
         return await self._ask("trace", Trace(is_on, self.place.front))
 
     async def _ask(self, question: Question, message: ToEngine) -> Answered:
-        self._send(message)
+        self._socket.send(message)
         return await self._questions.ask(question)
 
     # ---- for the server
@@ -254,16 +250,16 @@ class EngineLink:
     def front_lost(self, front: int) -> None:
         """Tells the engine that another front has ended: it gives up its requests."""
         with contextlib.suppress(Unavailable):
-            self._send(Lost(front))
+            self._socket.send(Lost(front))
 
     async def run(self) -> None:
         """Receives messages. After each the other tasks get a turn: a message that has arrived is
         received without waiting, so an engine faster than the readers would keep them from
         running."""
         while True:
-            raw = await self._socket.recv()
+            message = await self._socket.receive()
             self.heard_at_s = self._clock.now_s()
-            self._hear(self._packer.for_server(raw))
+            self._hear(message)
             await asyncio.sleep(0)
 
     async def until_ready(self) -> Ready | None:
@@ -285,8 +281,7 @@ class EngineLink:
     def renew(self, endpoint: str) -> None:
         """Listens to another engine from now on. `run` must not be running."""
         assert self.state == "restarting", f"the engine is {self.state}, another comes"
-        self._socket.close(linger=0)
-        self._socket = self._bound(endpoint)
+        self._socket.renew(endpoint)
         self.heard_at_s = self._clock.now_s()
         self.has_answered = False
         self.restart_count += 1
@@ -320,27 +315,19 @@ class EngineLink:
 
     def stop(self) -> None:
         with contextlib.suppress(Unavailable):
-            self._send(Stop())
+            self._socket.send(Stop())
 
     def close(self) -> None:
         self._socket.close()
 
-    def _bound(self, endpoint: str) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, UNREAD_MAX)
-        socket.bind(endpoint)
-        return socket
-
-    def _send(self, message: ToEngine) -> bytes:
-        """Sends a message, and returns its bytes. The queue is unbounded, so this never waits;
-        without a peer there is no queue."""
-        packed = self._packer.pack(message)
-        sent = cast("asyncio.Future[None]", self._socket.send(packed, zmq.NOBLOCK))
-        if sent.done() and sent.exception() is not None:
-            raise Interrupted("the engine does not listen")
-        return packed
+    def check(self) -> None:
+        for number, call in self._calls.items():
+            assert number in call.pending, f"request {number} has ended and is listed"
+            assert number % self.place.count == self.place.front, f"{number}: another front's"
+            assert number < self._next_number, f"{number}: the next is {self._next_number}"
+        assert (self.ready is not None) == (self.state == "ready"), f"{self.state}: {self.ready}"
+        assert not (self._calls and self.state == "lost"), f"{len(self._calls)} calls, no engine"
+        self._journal.check()
 
     def _resend_records(self) -> None:
         """Sends all records to the new engine. If it is lost meanwhile, the next one gets them."""
@@ -348,7 +335,7 @@ class EngineLink:
         self.going_on_count = 0
         with contextlib.suppress(Unavailable):
             for add in self._journal.again():
-                self._send(add)
+                self._socket.send(add)
                 self.going_on_count += 1
         self.resumed_count += self.going_on_count
 

@@ -16,6 +16,7 @@ from ess.door.handoff.endings import Sent
 from ess.door.handoff.outgoing.sender import Sender
 from ess.errors import BadInput
 from ess.flashtrans.lanes import InlineLane
+from ess.transfer.mail import Mail
 from ess.transfer.messages import (
     Again,
     Message,
@@ -148,7 +149,7 @@ class Receiver:
 class World:
     """A sender and a receiver, joined by a transport, with a clock that only the test advances."""
 
-    def __init__(self, kind: str, **settings) -> None:
+    def __init__(self, kind: str, *, wait_s: float = 30.0, **settings) -> None:
         self.clock = ManualClock()
         self.rig = Rig(kind, self.clock)
         self.offload = Offload.create(
@@ -162,8 +163,9 @@ class World:
         )
         self.latent = self.offload._pools.latent
         self.end, other = self.rig.end(), self.rig.end()
+        mail = Mail(transport=self.end, seal=SEAL, clock=self.clock, wait_s=wait_s)
         self.end.register(geometry.pool_regions(self.latent))
-        self.sender = Sender(self.offload, self.end, SEAL, clock=self.clock, **settings)
+        self.sender = Sender(self.offload, mail, **settings)
         self.receiver = Receiver(other, self.end.epoch)
         join(self.end, other)
         self.checks = True

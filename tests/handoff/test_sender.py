@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -306,11 +307,18 @@ def test_a_reserved_that_does_not_fit_is_refused(change, reason: Reason, is_earl
         made.sender.give_up(UID)
 
 
+def said_to(made, listener) -> SimpleNamespace:
+    """Mail that nothing is sent by: the listener gets each message."""
+    return SimpleNamespace(
+        now_s=made.clock.now_s, post=lambda message, peer: listener(message), wait_s=30.0
+    )
+
+
 def test_a_hundred_thousand_reserved_without_a_request() -> None:
     with world(wait_s=30.0) as made:
         made.checks = False
         reasons: Counter[Reason] = Counter()
-        made.sender._mail.post = lambda message, peer: reasons.update([message.reason])
+        made.sender._mail = said_to(made, lambda message: reasons.update([message.reason]))
         room = Reserved(0, 0, 64, bytes(16), 0, POOL, 0, tuple(range(7)))
         pages = room.pages
         tracemalloc.start()
@@ -336,7 +344,7 @@ POOL = 4000
 
 def test_the_pages_of_waiting_reserved_are_bounded() -> None:
     with world() as made:
-        made.sender._mail.post = lambda message, peer: None
+        made.sender._mail = said_to(made, lambda message: None)
         room = Reserved(0, 0, 64, bytes(16), 0, 1 << 20, 0, tuple(range(1 << 15)))
         for uid in range(200):
             made.sender.take(replace(room, uid=uid), peer=9)

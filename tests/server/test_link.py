@@ -48,6 +48,7 @@ def linked(folder: Path, act: Callable[[EngineLink, Peer], Awaitable[None]]) -> 
         try:
             async with asyncio.timeout(60):
                 await act(link, peer)
+            link.check()
         finally:
             peer.close(linger=0)
             link.close()

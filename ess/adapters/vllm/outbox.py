@@ -23,6 +23,7 @@ from ess.door.handoff.outgoing.units import Part
 from ess.errors import BadInput, PoolFull
 from ess.layout import ModelLayout
 from ess.transfer.endpoint import Identity
+from ess.transfer.mail import Mail
 from ess.transfer.messages import layout_hash, new_epoch
 from ess.transfer.runs import Runs
 from ess.transfer.transport import Completed, Event, Failed, Notification, PeerLost
@@ -112,11 +113,13 @@ class Outbox:
         self._transport.register([self._staging.region()])
         self._sender = Sender(
             NoPools(reader.layout, Lengths(length_max=1)),
-            self._transport,
-            self._seal,
-            clock=RealClock(),
+            Mail(
+                transport=self._transport,
+                seal=self._seal,
+                clock=RealClock(),
+                wait_s=settings.wait_s,
+            ),
             lease_s=settings.lease_s,
-            wait_s=settings.wait_s,
         )
         self._leaving: dict[str, Leaving] = {}
 

@@ -79,21 +79,12 @@ class Port:
         ground: Ground | None = None,
         defers: bool = False,
     ) -> None:
+        self._mail = mail = Mail(transport=transport, seal=seal, clock=clock, wait_s=wait_s)
         self.receiver = Receiver(
-            *(offload, transport, seal),
-            clock=clock,
-            wait_s=wait_s,
-            arrivals_max=arrivals_max,
-            ground=ground,
-            defers=defers,
+            offload, mail, arrivals_max=arrivals_max, ground=ground, defers=defers
         )
-        self.sender = Sender(
-            *(offload, transport, seal), clock=clock, lease_s=lease_s, wait_s=wait_s
-        )
+        self.sender = Sender(offload, mail, lease_s=lease_s)
         self._transport = transport
-        self._seal = seal
-        self._mail = Mail(transport, seal)
-        self._clock = clock
         self._heard_s: dict[int, float] = {}
         self._released: dict[tuple[int, int], None] = {}
         self._strange_count = 0
@@ -102,7 +93,7 @@ class Port:
     @property
     def now_s(self) -> float:
         """The time of the clock by which handoffs begin and end."""
-        return self._clock.now_s()
+        return self._mail.now_s()
 
     @property
     def epoch(self) -> int:
@@ -112,19 +103,19 @@ class Port:
         """What another worker needs to `meet` this worker: sealed, to be sent by any way. With
         `stages` it meets a group, whose lead this worker is: of each stage its metadata, and its
         layers of the whole model, MTP layers included; the stage of this worker first."""
-        return joined(self._seal, stages) if stages else self._transport.metadata()
+        return joined(self._mail.seal, stages) if stages else self._transport.metadata()
 
     def meet(self, metadata: bytes) -> int:
         """The epoch of the peer, or of the lead of several. Both sides meet each other; to meet
         again does nothing but to take up connections that were lost. BadInput where the metadata is
         not of peers of ours, or they do not have each layer once."""
-        members = members_of(self._seal, metadata)
+        members = members_of(self._mail.seal, metadata)
         origins = self.receiver.origins.of(members)
         fresh = [each for each in members if each.epoch not in self._heard_s]
         if len(self._heard_s) + len(fresh) > PEERS_MAX:
             raise BadInput(f"{len(self._heard_s)} peers are met, at most {PEERS_MAX}")
         self._connect(members)
-        now_s = self._clock.now_s()
+        now_s = self._mail.now_s()
         self._heard_s |= {member.epoch: now_s for member in members}
         self.receiver.origins.met(origins)
         return members[0].epoch
@@ -153,7 +144,7 @@ class Port:
         return len(self.receiver) + len(self.sender) > 0
 
     def peers(self) -> list[PeerLine]:
-        now_s = self._clock.now_s()
+        now_s = self._mail.now_s()
         return [
             PeerLine(lead, now_s - min(self._heard_s[origin.peer] for origin in group))
             for lead, group in self.receiver.origins.leads().items()
@@ -203,7 +194,7 @@ class Port:
     def _read(self, peer: int, content: bytes) -> None:
         """A message counts when it is sealed, and its peer sent it, to this boot of this worker."""
         try:
-            envelope = self._seal.opened(content)
+            envelope = self._mail.seal.opened(content)
         except BadInput:
             self._strange_count += 1
             return
@@ -211,7 +202,7 @@ class Port:
             self._strange_count += 1
             return
         if peer in self._heard_s:
-            self._heard_s[peer] = self._clock.now_s()
+            self._heard_s[peer] = self._mail.now_s()
         self._pass_on(envelope.message, peer)
 
     def _pass_on(self, message: Message, peer: int) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ess.clock import Clock
 from ess.door.handoff.incoming.leg import NAG_S, NAG_S_MAX, Leg
 from ess.door.handoff.incoming.origins import Origin
 from ess.errors import BadInput, BadState
@@ -34,9 +33,7 @@ from ess.transfer.messages import (
     Refused,
     Release,
     Reserved,
-    Seal,
 )
-from ess.transfer.transport import Transport
 
 AGAINS_MAX: Final = 64
 STRAYS_MAX: Final = 256
@@ -48,11 +45,8 @@ class Legs:
 
     def __init__(
         self,
-        transport: Transport,
-        seal: Seal,
+        mail: Mail,
         *,
-        clock: Clock,
-        wait_s: float,
         legs_max: int,
         read: Callable[[Leg, Piece], list[memoryview]],
         accept: Callable[[Leg], None],
@@ -60,14 +54,12 @@ class Legs:
     ) -> None:
         self.received_bytes = 0
         self.again_count = 0
-        self._transport = transport
-        self._mail = Mail(transport, seal)
-        self._clock = clock
-        self._wait_s = wait_s
+        self._mail = mail
+        self._transport = mail.transport
         self._read = read
         self._accept = accept
         self._knows = knows
-        self._arrivals = Arrivals(clock=clock, handoffs_max=legs_max)
+        self._arrivals = Arrivals(clock=mail.clock, handoffs_max=legs_max)
         self._open: dict[tuple[int, int], Leg] = {}
         self._over: list[Leg] = []
         self._strays: dict[tuple[int, int], None] = {}
@@ -84,11 +76,13 @@ class Legs:
     def begin(self, origin: Origin, room: Reserved, shares: Sequence[Share]) -> Leg:
         """Tells the peer of the room for what it brings."""
         uid, peer = room.uid, origin.peer
-        fault = self._arrivals.expect(uid=uid, sender=peer, shares=shares, within_s=self._wait_s)
+        fault = self._arrivals.expect(
+            uid=uid, sender=peer, shares=shares, within_s=self._mail.wait_s
+        )
         arrival = self._arrivals.find(uid, sender=peer)
         assert fault is None, f"handoff {uid} was checked: {fault}"
         assert arrival is not None, f"handoff {uid} is not expected"
-        leg = Leg(origin, room, arrival, nag_s=self._clock.now_s() + NAG_S)
+        leg = Leg(origin, room, arrival, nag_s=self._mail.now_s() + NAG_S)
         self._open[uid, peer] = leg
         self._transport.allow(room.ticket)
         self._mail.post(room, peer)
@@ -102,7 +96,7 @@ class Legs:
             self._remove(leg, told=reason)
             return
         leg.ending = reason
-        leg.moved(self._clock.now_s())
+        leg.moved(self._mail.now_s())
         self._mail.post(Release(leg.uid, reason), leg.peer)
 
     def over(self) -> list[Leg]:
@@ -143,8 +137,8 @@ class Legs:
         leg is whole if nothing more can land on its pages."""
         for arrival in self._arrivals.expired():
             leg = self._open[arrival.uid, arrival.sender]
-            self._miss(leg, Reason.DEADLINE, f"nothing new for {self._wait_s:g} s")
-        now_s = self._clock.now_s()
+            self._miss(leg, Reason.DEADLINE, f"nothing new for {self._mail.wait_s:g} s")
+        now_s = self._mail.now_s()
         for leg in list(self._open.values()):
             if leg.ending is None and leg.arrival.is_complete:
                 self._complete(leg, now_s)
@@ -194,7 +188,7 @@ class Legs:
             self._miss(leg, Reason.ABORTED, f"{named}, which another worker has,")
 
     def _taken(self, leg: Leg, piece: Piece) -> None:
-        now_s = self._clock.now_s()
+        now_s = self._mail.now_s()
         self.received_bytes += piece.byte_count
         leg.is_answered = True
         leg.mark("first piece", now_s)
@@ -210,7 +204,7 @@ class Legs:
         leg.posted_count = count.arrived
         if not leg.is_answered:
             leg.is_answered = True
-            now_s = self._clock.now_s()
+            now_s = self._mail.now_s()
             leg.mark("answered", now_s)
             leg.moved(now_s)
 
@@ -219,7 +213,7 @@ class Legs:
         if leg is None or leg.ending is not None:
             return
         if refused.reason is Reason.FULL:
-            leg.nag_s = self._clock.now_s() + min(refused.retry_ms / 1000, NAG_S_MAX)
+            leg.nag_s = self._mail.now_s() + min(refused.retry_ms / 1000, NAG_S_MAX)
             leg.is_to_repeat = True
             return
         leg.sentence = f"peer {peer:016x} refuses it: {_words(refused.reason)}"

@@ -18,7 +18,6 @@ from typing import Final
 
 import numpy as np
 
-from ess.clock import Clock
 from ess.door.checks import in_range
 from ess.door.handoff import geometry
 from ess.door.handoff.endings import Landed, Missed
@@ -32,6 +31,7 @@ from ess.door.sequences.states import Bytes
 from ess.errors import BadInput, PoolFull
 from ess.pool.latent import LatentPool
 from ess.pool.pages import PageIds
+from ess.transfer.mail import Mail
 from ess.transfer.messages import (
     PAGES_MAX,
     UID_MAX,
@@ -40,11 +40,9 @@ from ess.transfer.messages import (
     PieceKind,
     Reason,
     Reserved,
-    Seal,
     text_digest,
 )
 from ess.transfer.runs import views
-from ess.transfer.transport import Transport
 from ess.transfer.windows import unpacked_windows
 
 HANDOFFS: Final = "handoffs"
@@ -65,17 +63,12 @@ class Receiver:
     def __init__(
         self,
         offload: Offload,
-        transport: Transport,
-        seal: Seal,
+        mail: Mail,
         *,
-        clock: Clock,
-        wait_s: float,
         arrivals_max: int,
         ground: geometry.Ground | None = None,
         defers: bool = False,
     ) -> None:
-        if not 0 < wait_s < float("inf"):
-            raise BadInput(f"wait_s is {wait_s}, must be a number of seconds above 0")
         in_range("arrivals_max", arrivals_max, 1, 4096)
         self.landed_count = 0
         self.missed_count = 0
@@ -86,12 +79,10 @@ class Receiver:
         if self._layout.has_states:
             arrivals_max = min(arrivals_max, self._pools.sizes.sequence_max)
         self._defers = defers
-        self._clock = clock
+        self._mail = mail
         self.origins = Origins(self._layout)
         self._legs = Legs(
-            *(transport, seal),
-            clock=clock,
-            wait_s=wait_s,
+            mail,
             legs_max=arrivals_max * self._layout.group_count,
             read=self._read,
             accept=self._accept,
@@ -109,7 +100,7 @@ class Receiver:
         slots = geometry.fresh_region(geometry.SLOTS, size, lies_in)
         listed = [*geometry.pool_regions(lies_in), slots]
         self._regions = {region.number: region for region in listed}
-        transport.register(listed)
+        mail.transport.register(listed)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -142,7 +133,7 @@ class Receiver:
             pages=np.array(rooms[0].pages, np.int32),
             slot=self._free_slots.pop(),
             row_count=awaited_count(sequence),
-            began_s=self._clock.now_s(),
+            began_s=self._mail.now_s(),
         )
         self._pools.latent.hold(entry.pages)
         self._entries[uid] = entry
@@ -339,7 +330,7 @@ class Receiver:
             entry.sequence.holding.lend(self._state(entry), partial(self._returned, entry.slot))
         land(self._pools.latent, entry.sequence, entry.pages, entry.row_count)
         self.landed_count += 1
-        timeline = entry.timeline(self._clock.now_s())
+        timeline = entry.timeline(self._mail.now_s())
         self._outcomes.append(Landed(entry.uid, entry.windows(), timeline))
 
     def _state(self, entry: Arriving) -> Bytes:

@@ -27,7 +27,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ess.clock import Clock
 from ess.door.handoff import geometry
 from ess.door.handoff.endings import Lapsed, SenderStats, Sent
 from ess.door.handoff.outgoing.departure import Departure, Target
@@ -46,9 +45,7 @@ from ess.transfer.messages import (
     Refused,
     Release,
     Reserved,
-    Seal,
 )
-from ess.transfer.transport import Transport
 from ess.transfer.windows import packed_windows
 
 LOOK_S: Final = 0.05
@@ -59,30 +56,24 @@ class Sender:
     def __init__(
         self,
         offload: Worker,
-        transport: Transport,
-        seal: Seal,
+        mail: Mail,
         *,
-        clock: Clock,
         lease_s: float = 30.0,
-        wait_s: float = 30.0,
         departures_max: int = 4096,
     ) -> None:
         self._layout = offload.layout
-        self._mail = Mail(transport, seal, within_s=wait_s)
-        self._clock = clock
+        self._mail = mail
         self._lease_s = lease_s
         self._departures_max = departures_max
         self._open: dict[int, Departure] = {}
         self._ended: set[Departure] = set()
-        self._orphans = Orphans(wait_s=wait_s)
+        self._orphans = Orphans(wait_s=mail.wait_s)
         self._looked_s = float("-inf")
         self._counts: Counter[str] = Counter()
         self._outcomes: list[Sent | Lapsed] = []
         longest, layout = offload.sizes.length_max, offload.layout
         self._transfers = Transfers(
-            *(transport, self._mail),
-            clock=clock,
-            within_s=wait_s,
+            mail,
             place_bytes=max(
                 geometry.window_bytes(layout, layout.group_count, longest),
                 min(layout.request_state_bytes(longest), PART_BYTES_MAX),
@@ -111,7 +102,7 @@ class Sender:
                 free=0,
                 sentence=f"all {self._departures_max} handoffs are open; wait until one has ended",
             )
-        now_s = self._clock.now_s()
+        now_s = self._mail.now_s()
         departure = Departure.of(uid, pages, prompt=prompt, salt=salt, now_s=now_s)
         self._open[uid] = departure
         target = self._orphans.adopt(uid)
@@ -135,7 +126,7 @@ class Sender:
         state = departure.pages.keep()
         if windows is None:
             windows = np.empty((self._layout.group_count, 0, 0), np.int32)
-        now_s = self._clock.now_s()
+        now_s = self._mail.now_s()
         packed = packed_windows(windows, self._layout.rows_of(departure.token_count))
         departure.make_all(packed, state, now_s=now_s)
         self._extend(departure)
@@ -186,7 +177,7 @@ class Sender:
                 self._released(message, peer)
 
     def _reserved(self, message: Reserved, peer: int) -> None:
-        target = Target.of(message, peer=peer, now_s=self._clock.now_s())
+        target = Target.of(message, peer=peer, now_s=self._mail.now_s())
         departure = self._open.get(message.uid)
         if departure is None or departure.ending is not None:
             fault = self._orphans.keep(message.uid, target)
@@ -278,11 +269,11 @@ class Sender:
     def _extend(self, departure: Departure) -> None:
         """The lease begins when the prompt is made; before that its engine answers for it."""
         if departure.is_made:
-            departure.deadline_s = self._clock.now_s() + self._lease_s
+            departure.deadline_s = self._mail.now_s() + self._lease_s
 
     def expire(self) -> None:
         """Leases, Reserved without a request, signs of life, pauses that are over."""
-        now_s = self._clock.now_s()
+        now_s = self._mail.now_s()
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
@@ -307,7 +298,7 @@ class Sender:
     # ---- words to a peer
 
     def _tell_count(self, departure: Departure) -> None:
-        departure.told_s = self._clock.now_s()
+        departure.told_s = self._mail.now_s()
         count = Count(departure.uid, departure.posted_count, departure.wanted_count)
         self._mail.post(count, departure.peer)
 
@@ -322,7 +313,7 @@ class Sender:
         if departure.ending is not None:
             return
         departure.ending = reason
-        timeline = departure.timeline(self._clock.now_s())
+        timeline = departure.timeline(self._mail.now_s())
         if reason is Reason.DONE:
             self._outcomes.append(Sent(departure.uid, timeline))
         else:

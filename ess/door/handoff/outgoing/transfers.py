@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ess.clock import Clock
 from ess.door.handoff import geometry
 from ess.door.handoff.outgoing.departure import Departure
 from ess.door.handoff.outgoing.packed import Packed
@@ -21,7 +20,7 @@ from ess.door.handoff.outgoing.units import Part
 from ess.transfer.mail import Mail
 from ess.transfer.messages import Piece, checksum
 from ess.transfer.runs import Region, Runs, byte_count, merged, views
-from ess.transfer.transport import Transfer, Transport
+from ess.transfer.transport import Transfer
 
 UNDERWAY_BYTES_MAX: Final = 64 << 20
 RETRY_S: Final = 0.25
@@ -44,20 +43,16 @@ class Transfers:
     """`sent_bytes` and `failed_count` are since the beginning. `place_bytes` is room for the
     windows of any prompt, and for a part of its state."""
 
-    def __init__(
-        self, transport: Transport, mail: Mail, *, clock: Clock, within_s: float, place_bytes: int
-    ) -> None:
+    def __init__(self, mail: Mail, *, place_bytes: int) -> None:
         self.sent_bytes = 0
         self.failed_count = 0
-        self._transport = transport
         self._mail = mail
-        self._clock = clock
-        self._within_s = within_s
+        self._transport = mail.transport
         self._due: dict[int, dict[int, Departure]] = {}
         self._jobs: dict[int, Job] = {}
         self._underway_bytes: Counter[int] = Counter()
         self._packed = Packed(place_bytes)
-        transport.register([self._packed.region])
+        mail.transport.register([self._packed.region])
 
     # ---- what may leave
 
@@ -81,7 +76,7 @@ class Transfers:
 
     def push(self, peer: int) -> None:
         """Posts what may leave to this peer, as far as its share of bytes under way goes."""
-        due, now_s = self._due.get(peer, {}), self._clock.now_s()
+        due, now_s = self._due.get(peer, {}), self._mail.now_s()
         for departure in list(due.values()):
             if departure.paused_until_s > now_s:
                 continue
@@ -114,7 +109,7 @@ class Transfers:
                 there=departure.there(part),
                 notification=self._mail.sealed(piece, peer),
                 ticket=departure.ticket,
-                within_s=self._within_s,
+                within_s=self._mail.wait_s,
             )
         )
         job = self._jobs[handle] = Job(departure, part, here)
@@ -166,7 +161,7 @@ class Transfers:
         departure = job.departure
         departure.units[job.part.kind].failed(job.part)
         departure.fault = reason
-        departure.paused_until_s = self._clock.now_s() + RETRY_S
+        departure.paused_until_s = self._mail.now_s() + RETRY_S
         self.failed_count += 1
         return departure
 
