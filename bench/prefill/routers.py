@@ -91,7 +91,7 @@ def chosen(name: str) -> tuple[str, tuple[str, ...], bool]:
     for each in known:
         if importlib.util.find_spec(each[0]) is not None:
             return each
-    names = ", ".join(each[0] for each in known) or f"{name}, which is none of ours"
+    names = ", ".join(each[0] for each in known) or f"{name}, which is unknown here"
     raise Unavailable(f"no router is installed ({names}): pip install 'ess[router]'")
 
 

@@ -24,7 +24,9 @@ class Delayed:
         self, link: Link, latency_s: float, bytes_per_s: float, *, is_async: bool = True
     ) -> None:
         if latency_s < 0 or bytes_per_s <= 0:
-            raise BadInput(f"latency_s is {latency_s}, bytes_per_s {bytes_per_s}: not a line")
+            raise BadInput(
+                f"latency_s is {latency_s}, must be 0 or more; bytes_per_s is {bytes_per_s}, must be above 0"
+            )
         self.peer = link.peer
         self._link = link
         self._latency_s = latency_s

@@ -71,7 +71,9 @@ class Team(Protocol):
 def check_parts(team: Team, content: Tensor, given: Sequence[int], due: Sequence[int]) -> None:
     """BadInput before anything is sent."""
     if len(given) != team.size or len(due) != team.size or min(*given, *due) < 0:
-        raise BadInput(f"given is {[*given]}, due {[*due]}: a size for each of {team.size} members")
+        raise BadInput(
+            f"given {[*given]} and due {[*due]} must have a size for each of {team.size} members"
+        )
     if content.dim() != 1 or content.element_size() != 1 or len(content) != sum(given):
         raise BadInput(
             f"content has the shape {tuple(content.shape)}, {sum(given)} bytes are given"

@@ -104,7 +104,7 @@ def part_of(queries: range | None, count: int) -> range:
     if queries is None:
         return range(count)
     if not isinstance(queries, range) or queries.step != 1:
-        raise BadInput(f"queries is {queries!r}, must be a range of neighbours")
+        raise BadInput(f"queries is {queries!r}, must be a range with step 1")
     if not 0 <= queries.start < queries.stop <= count:
         raise BadInput(f"queries is {queries!r}, must lie within 0..{count - 1}")
     return queries

@@ -38,7 +38,9 @@ def host_memory(byte_count: int, *, touch_threads: int = 0) -> npt.NDArray[np.ui
             -1, align_up(byte_count, _HUGE_PAGE) + _HUGE_PAGE, flags=mmap.MAP_PRIVATE
         )
     except OSError as error:
-        raise Unavailable(f"no {format_bytes(byte_count)} of host memory: {error}") from error
+        raise Unavailable(
+            f"{format_bytes(byte_count)} of host memory cannot be allocated: {error}"
+        ) from error
     whole = _on_huge_pages(region)
     start = -whole.__array_interface__["data"][0] % _HUGE_PAGE
     memory = whole[start : start + byte_count]
@@ -58,7 +60,9 @@ def memory_file(byte_count: int, *, name: str = "memory", touch_threads: int = 0
     """Fresh memory in a file; `name` is shown in /proc."""
     _check_size(byte_count)
     if not hasattr(os, "memfd_create"):
-        raise Unavailable("memory that processes share needs memory files, which Linux has")
+        raise Unavailable(
+            "sharing memory between processes needs memory files, which only Linux has"
+        )
     fd = os.memfd_create(f"ess-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, byte_count)
@@ -66,7 +70,9 @@ def memory_file(byte_count: int, *, name: str = "memory", touch_threads: int = 0
         region = mmap.mmap(fd, byte_count)
     except OSError as error:
         os.close(fd)
-        raise Unavailable(f"no {format_bytes(byte_count)} of shared memory: {error}") from error
+        raise Unavailable(
+            f"{format_bytes(byte_count)} of shared memory cannot be allocated: {error}"
+        ) from error
     weakref.finalize(region, os.close, fd)
     memory = _on_huge_pages(region)
     touch(memory, touch_threads)

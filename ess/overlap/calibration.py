@@ -143,7 +143,7 @@ def load(path: str | Path, layout: ModelLayout) -> Calibrated:
 def _check_shape(path: str | Path, measured: Any, layout: ModelLayout) -> None:
     ours = shape_of(layout)
     if not isinstance(measured, dict):
-        raise BadInput(f"calibration {path} does not say of which {LAYOUT} it was measured")
+        raise BadInput(f"calibration {path} does not say with which {LAYOUT} it was measured")
     if measured != ours:
         other = [
             f"{name} {measured.get(name)}, not {ours[name]}"
@@ -151,7 +151,7 @@ def _check_shape(path: str | Path, measured: Any, layout: ModelLayout) -> None:
             if measured.get(name) != ours[name]
         ]
         raise BadInput(
-            f"calibration {path} was measured of another model: {'; '.join(other)}."
+            f"calibration {path} was measured with another model: {'; '.join(other)}."
             " Measure this one with `ess-bench calibrate`"
         )
 

@@ -451,7 +451,7 @@ class Lead:
 
 def _check_wishes(request: Request) -> None:
     if request.gives is None or request.takes is not None:
-        raise BadInput("this worker only makes prompts for others: a request must give its rows")
+        raise BadInput("this worker only computes prompts for others: a request must give its rows")
     if not 0 <= request.gives <= UID_MAX:
         raise BadInput(f"handoff {request.gives}: its number must be 0 to {UID_MAX}")
     if len(request.salt) > SALT_BYTES_MAX:

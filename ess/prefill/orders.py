@@ -71,7 +71,9 @@ class Part:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop or (self.start == self.stop and not self.is_last):
-            raise BadInput(f"chunk {self.start}..{self.stop} of prompt {self.number} is none")
+            raise BadInput(
+                f"chunk {self.start}..{self.stop} of prompt {self.number} is not a range"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def records(content: bytes) -> Iterator[tuple[int, bytes]]:
     """The kind and the body of each record."""
     if content[: len(MAGIC)] != MAGIC or len(content) > HEAD_BYTES_MAX:
         raise BadInput(
-            f"a head of {len(content)} bytes that begins {content[:8]!r} is none of ours"
+            f"a head of {len(content)} bytes that begins {content[:8]!r} is not of a stage"
         )
     at = len(MAGIC)
     while at < len(content):

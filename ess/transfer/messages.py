@@ -297,7 +297,7 @@ def _check_range(piece: Piece | Again) -> None:
         ("pages", piece.page_begin, piece.page_end),
     ):
         if not 0 <= begin < end:
-            raise BadInput(f"{what} {begin}..{end} of request {piece.uid} are none")
+            raise BadInput(f"{what} {begin}..{end} of request {piece.uid} are not a range")
 
 
 def _body(message: Message, struct: Struct) -> bytes:
@@ -342,7 +342,7 @@ def _check_members(members: Members) -> None:
         raise BadInput(f"of {len(rows)} workers that hand over together two have the same epoch")
     for epoch, begin, end in rows:
         if not epoch or not 0 <= begin < end:
-            raise BadInput(f"peer {epoch:016x} has layers {begin}..{end}: they are none")
+            raise BadInput(f"peer {epoch:016x} has layers {begin}..{end}, which are not a range")
 
 
 def _message(number: int, body: bytes) -> Message:

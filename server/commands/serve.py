@@ -102,7 +102,7 @@ def serve(
     if pd is not None:
         return _serve_pd(pd, router, given, foreign, config=config, json=json)
     if router is not None:
-        raise BadInput("router is for --pd: an `ess serve` without it has none")
+        raise BadInput("router is for --pd: without --pd no router is started")
     return _serve(given, foreign, config=config, json=json)
 
 

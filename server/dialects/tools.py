@@ -29,7 +29,7 @@ def offered_tools(tools: Sequence[Tool] | None, choice: ToolChoice) -> list[Tool
             raise BadInput(f"tool_choice has the name {name!r:.60}, which none of the tools has")
         return named
     if choice not in (None, "none", "auto", "required"):
-        raise BadInput(f"tool_choice is {choice!r:.40}; none, auto, required or a function")
+        raise BadInput(f"tool_choice is {choice!r:.40}, must be none, auto, required or a function")
     if choice == "required" and not tools:
         raise BadInput("tool_choice is required, but there are no tools")
     return [] if choice == "none" else list(tools or ())

@@ -39,14 +39,16 @@ def check_page(
     for host in hosts:
         if ANY not in names and not _is_ours(_split(host)[0], names):
             raise Foreign(
-                f"this server is not known as {host!r:.100}; --allowed-hosts gives it names, and "
-                "with an API key it answers under all"
+                f"{host!r:.100} is not a name of this server: add it to --allowed-hosts; "
+                "with an API key every name is accepted"
             )
     if allowed:
         return
     for name, value in headers:
         if name == b"sec-fetch-site" and value not in (b"same-origin", b"none"):
-            raise Foreign("a page of another site asks; without an API key it gets no answer")
+            raise Foreign(
+                "a page of another site sent this; a server without an API key refuses that"
+            )
         if name == b"origin":
             _check_origin(value.decode("latin-1"), hosts, names)
 
@@ -90,7 +92,9 @@ def _check_origin(origin: str, hosts: Sequence[str], names: Collection[str]) -> 
     name, port = _split(authority, PORTS.get(scheme, ""))
     asked = [_split(host, PORTS.get(scheme, "")) for host in hosts]
     if not (name and ((name, port) in asked or name in names)):
-        raise Foreign(f"a page of {origin!r:.100} asks; without an API key it gets no answer")
+        raise Foreign(
+            f"a page of {origin!r:.100} sent this; a server without an API key refuses that"
+        )
 
 
 def _split(authority: str, port: str = "") -> tuple[str, str]:

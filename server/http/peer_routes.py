@@ -50,7 +50,7 @@ async def route(request: Request) -> Response:
     for name in RANKS:
         count = service.stage_count if name in STAGE_RANKS else 1
         if request.query_params.get(name, "-1") not in ("-1", *map(str, range(count))):
-            raise Absent(f"{name} is none of 0 to {count - 1}: there are no other ranks")
+            raise Absent(f"{name} must be 0 to {count - 1}: there are no other ranks")
     return answer(_topology(service))
 
 

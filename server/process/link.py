@@ -217,7 +217,7 @@ class EngineLink:
     async def meet(self, address: str, metadata: bytes) -> Met:
         """Passes another worker's metadata to the engine; returns the engine's own for it."""
         if self.state != "ready":
-            raise Unavailable(f"the engine is {self.state}: it connects to no worker")
+            raise Unavailable(f"the engine is {self.state}: it cannot connect to other workers")
         answer = await self._ask("meet", Meet(address, metadata, self.place.front))
         assert isinstance(answer, Met), f"{answer} answers a Meet"
         return answer

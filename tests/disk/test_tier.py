@@ -282,7 +282,7 @@ def test_what_is_no_folder_or_no_file_is_refused(name: str, tmp_path: Path) -> N
     folder = tmp_path / "made" if name else tmp_path / "file"
     (tmp_path / "file").write_text("")
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(Unavailable, match="takes no pages"):
+    with pytest.raises(Unavailable, match="cannot keep pages"):
         tier(folder)
     assert os.listdir("/proc/self/fd") == before
 

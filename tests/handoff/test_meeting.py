@@ -90,7 +90,7 @@ def test_a_stage_is_no_worker_by_itself() -> None:
     """Its epoch is known, and nothing is expected of it alone."""
     with tier("inprocess") as made:
         sequence = made.offload.open([1, 2, 3], on_device=False)
-        with pytest.raises(BadInput, match="is not met: 1 peers are"):
+        with pytest.raises(BadInput, match="is not connected; 1 peers are"):
             made.port.receiver.expect(sequence, uid=1, peer=made.stages[1].epoch)
 
 

@@ -90,7 +90,7 @@ def test_a_peer_lost_in_the_middle_ends_it(pair: Pair) -> None:
     assert pair.port.peers() == []
     sequence.close()
     assert pair.free_count == before
-    with pytest.raises(BadInput, match="is not met"):
+    with pytest.raises(BadInput, match="is not connected"):
         pair.receiver.expect(pair.open(TOKENS), uid=5, peer=pair.peer.transport.epoch)
     pair.check()
 
@@ -271,7 +271,7 @@ def test_only_a_fresh_sequence_on_the_host_may_land(guarded: Pair) -> None:
     for uid in (-1, 1 << 63):
         with pytest.raises(BadInput, match=f"uid is {uid}"):
             guarded.receiver.expect(fresh, uid=uid, peer=epoch)
-    with pytest.raises(BadInput, match="peer 0000000000000005 is not met"):
+    with pytest.raises(BadInput, match="peer 0000000000000005 is not connected"):
         guarded.receiver.expect(fresh, uid=UID, peer=5)
     assert len(guarded.receiver) == 0
     guarded.check()

@@ -207,7 +207,7 @@ def test_a_stage_killed_in_the_middle_ends_the_handoff(two: Tier, victim: int) -
     sequence.close()
     assert two.free_count == free
     assert two.port.peers() == []
-    with pytest.raises(BadInput, match="is not met"):
+    with pytest.raises(BadInput, match="is not connected"):
         two.want()
     two.check()
 
@@ -229,7 +229,7 @@ def test_a_restarted_group_is_another_one_and_serves(kind: str) -> None:
         landed(made)
         assert content(first) == made.expected()
         fresh = made.offload.open([7, 8, 9], on_device=False)
-        with pytest.raises(BadInput, match=f"peer {old:016x} is not met"):
+        with pytest.raises(BadInput, match=f"peer {old:016x} is not connected"):
             made.port.receiver.expect(fresh, uid=6, peer=old)
         made.check()
 

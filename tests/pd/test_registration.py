@@ -161,7 +161,10 @@ def test_an_address_that_is_none(url: str):
 def test_who_has_no_role_and_who_gives_a_key_by_a_flag():
     with pytest.raises(BadInput, match="register is for a prefill or a decode worker"):
         resolve({"register": "http://a:1"}, environment={})
-    with pytest.raises(BadInput, match="register_key from flag: ESS_REGISTER_KEY says it"):
+    with pytest.raises(
+        BadInput,
+        match="register_key from flag: set ESS_REGISTER_KEY instead",
+    ):
         resolve({"register_key": "k"}, environment={})
 
 

@@ -178,4 +178,4 @@ def test_a_router_without_a_split():
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "ess: router is for --pd: an `ess serve` without it has none\n"
+    assert ended.stderr == "ess: router is for --pd: without --pd no router is started\n"

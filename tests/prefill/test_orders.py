@@ -90,7 +90,7 @@ def test_bytes_that_are_changed_or_cut_are_refused_or_mean_something_else(unpack
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "none of ours"),
+        (b"", "not of a stage"),
         (records.MAGIC + b"\x01", "ends inside a record"),
         (records.MAGIC + b"\x04\xff\xff\xff\x7f", "a record of 2147483647 bytes"),
         (records.head([records.record(99, b"")]), "kind 99"),

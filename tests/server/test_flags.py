@@ -57,7 +57,7 @@ from ess.server.commands.start.settings import read_file
         (["--allowed-origins", "chat.example"], "allowed_origins has 'chat.example', must be as"),
         (["--allow-credentials"], "--allow-credentials is not served: a page of another origin"),
         (["--generation-config", "vllm"], "--generation-config must be auto: --default-sampling"),
-        (["--override-generation-config", "{"], "default_sampling is no JSON object of numbers"),
+        (["--override-generation-config", "{"], "default_sampling is not a JSON object of numbers"),
         (["--max-logprobs", "50"], "--max-logprobs must be 20"),
         (["--max-logprobs", "20", "--ssl-ca-certs", "x"], "tls_ca is given without tls_cert"),
         (["--load-format", "auto", "--port", "-1"], "port is -1"),

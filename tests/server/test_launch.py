@@ -180,7 +180,9 @@ def test_certificates_are_checked_first(tmp_path: Path, capsys: pytest.CaptureFi
     gone = refused(EMBEDDED, capsys, tls_cert="/no/file", tls_key=str(junk))
     assert gone == "tls_cert /no/file cannot be read: No such file or directory"
     wrong = refused(EMBEDDED, capsys, tls_cert=str(junk), tls_key=str(junk))
-    assert wrong.startswith(f"tls_cert {junk} and tls_key {junk} are no certificate and key in PEM")
+    assert wrong.startswith(
+        f"tls_cert {junk} and tls_key {junk} are not a certificate and a key in PEM"
+    )
     made = [certificate(tmp_path, name) for name in ("a", "b")]
     mixed = refused(EMBEDDED, capsys, tls_cert=f"{made[0]}.crt", tls_key=f"{made[1]}.key")
     assert mixed == "tls_key is not the key of tls_cert"

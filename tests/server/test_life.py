@@ -127,7 +127,7 @@ def test_a_calibration_decides_how_a_launched_engine_starts(tmp_path: Path):
 def test_a_calibration_of_other_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["serve", "--calibration", calibration(tmp_path, row="bf16")]) == 2
     said = capsys.readouterr().err
-    assert "calibration.json was measured of another model: row_bytes" in said
+    assert "calibration.json was measured with another model: row_bytes" in said
 
 
 def test_a_seed_gives_the_same_again_and_another_gives_another(running: Process):

@@ -278,7 +278,7 @@ def test_what_an_engine_refuses_while_it_loads_is_a_sentence(tmp_path: Path) -> 
         assert process.process.wait(60) == 1
         said = process.process.communicate()[1]
     assert "Traceback" not in said
-    assert f"gone: {tmp_path} takes no pages: Is a directory; it is not" in said
+    assert f"gone: {tmp_path} cannot keep pages: Is a directory; it is not" in said
 
 
 class Ending:

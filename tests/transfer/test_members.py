@@ -141,8 +141,8 @@ def test_only_its_lead_speaks_for_a_group() -> None:
     ("rows", "says"),
     [
         (((1, 0, 2), (1, 2, 4)), "two have the same epoch"),
-        (((1, 2, 2),), "layers 2..2: they are none"),
-        (((1, 3, 2),), "layers 3..2: they are none"),
+        (((1, 2, 2),), "layers 2..2, which are not a range"),
+        (((1, 3, 2),), "layers 3..2, which are not a range"),
         (((0, 0, 2),), "peer 0000000000000000"),
     ],
 )

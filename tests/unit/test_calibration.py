@@ -69,7 +69,7 @@ def test_without_a_document_nothing_is_expected():
         (lambda listed: listed[0].update(value="fast"), "Expected `float`"),
         (lambda listed: listed[0].update(value=-1.0), "-1.0, must be at least 0"),
         (lambda listed: listed[9].update(value=0.0), "0.0, must be above 0"),
-        (lambda listed: listed[9].pop("config"), "does not say of which layout"),
+        (lambda listed: listed[9].pop("config"), "does not say with which layout"),
         (
             lambda listed: listed[9]["config"].update(layout={**SHAPE, "top_k": 2048}),
             "another model: top_k 2048, not 24",

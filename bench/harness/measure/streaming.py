@@ -89,7 +89,7 @@ def address_of(url: str) -> SplitResult:
     except ValueError:
         is_one = False
     if not is_one:
-        raise BadInput(f"{url!r} is no address of a server: write http://HOST:PORT")
+        raise BadInput(f"{url!r} is not an address of a server: write http://HOST:PORT")
     usual = 443 if address.scheme == "https" else 80
     netloc = address.netloc if address.port else f"{address.netloc}:{usual}"
     return address._replace(netloc=netloc)

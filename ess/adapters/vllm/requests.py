@@ -190,9 +190,7 @@ def only_group(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The blocks of the only group. vLLM groups layers whose blocks differ; sparse attention has
     its rows and keys in one."""
     if len(groups) != 1:
-        raise BadInput(
-            f"vLLM keeps this model's rows in {len(groups)} groups of layers, 1 is known"
-        )
+        raise BadInput(f"vLLM keeps this model's rows in {len(groups)} groups of layers, must be 1")
     return tuple(groups[0])
 
 

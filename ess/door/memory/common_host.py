@@ -136,7 +136,7 @@ class CommonHost:
     def _heard(self, rank: int) -> bytes:
         frame = self._group.reports[rank].receive(TOLD_S)
         if frame is None:
-            raise Unavailable(f"rank {rank} has said of no host pool within {TOLD_S:g} s")
+            raise Unavailable(f"rank {rank} has not named its host pool within {TOLD_S:g} s")
         return frame.head
 
     def _mapped(self, pid: int, fd: int, begin: int, byte_count: int) -> Bytes:

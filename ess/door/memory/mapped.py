@@ -63,7 +63,9 @@ class SharedPools:
     @classmethod
     def unpack(cls, content: bytes) -> SharedPools:
         if len(content) != _SHARED.size:
-            raise BadInput(f"shared pools are said in {_SHARED.size} bytes, not {len(content)}")
+            raise BadInput(
+                f"shared pools are described in {_SHARED.size} bytes, not {len(content)}"
+            )
         return cls(*_SHARED.unpack(content))
 
 

@@ -158,7 +158,7 @@ class HostPools(Pools):
         self, lines: list[int], query_counts: Many[int], room: int, brought: Brought | None
     ) -> StepArrays:
         if room != sum(query_counts):
-            raise BadInput(f"room is {room}, but steps on the host have no pads")
+            raise BadInput(f"room is {room}, but steps on the host are not padded")
         return HostArrays(self.tables, lines, query_counts, brought)
 
     def at_once_max(self, *, waits: bool) -> int:
@@ -187,7 +187,9 @@ class Counts:
         )
         for name, count in (("host_bytes", host_pages), ("index_bytes", index_pages)):
             if count > PAGES_MAX:
-                raise BadInput(f"{name} holds {count:,} pages; 31 bits name rows of {PAGES_MAX:,}")
+                raise BadInput(
+                    f"{name} holds {count:,} pages, at most {PAGES_MAX:,}: row numbers have 31 bits"
+                )
         return cls(host_pages=host_pages, index_pages=index_pages, chunks=chunks)
 
 

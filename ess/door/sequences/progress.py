@@ -126,7 +126,7 @@ class Progress:
         self.refresh()
         end = self.length + self.ahead_count
         if start is not None and not self.length <= start <= end:
-            raise BadInput(f"sequence {self.number} goes on at {end}, not at {start}")
+            raise BadInput(f"sequence {self.number} continues at position {end}, not at {start}")
         if start is not None or self._begun_count == self.arrival_count:
             return
         known_count = self._layout.rows_of(len(self.tokens) - 1)

@@ -123,7 +123,7 @@ def greet(group: Group, mine: dict[str, str]) -> None:
     if group.rank:
         group.reports[0].send(msgspec.json.encode(mine))
         if group.reports[0].receive(LOAD_S) is None:
-            raise Unavailable(f"rank 0 has not let us begin within {LOAD_S:g} s")
+            raise Unavailable(f"rank 0 has not started the group within {LOAD_S:g} s")
         return
     for rank, link in group.reports.items():
         frame = link.receive(LOAD_S)

@@ -219,5 +219,5 @@ def _nvrtc() -> Any:
     try:
         nvrtc.nvrtcVersion()
     except Exception as error:
-        raise Unavailable(f"the NVRTC library is not there: {error}") from None
+        raise Unavailable(f"the NVRTC library cannot be loaded: {error}") from None
     return nvrtc

@@ -27,13 +27,13 @@ class DiskFolder:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _locked(path)
         except OSError as error:
-            raise Unavailable(f"{path} takes no pages: {error.strerror}") from error
+            raise Unavailable(f"{path} cannot keep pages: {error.strerror}") from error
         try:
             self._open(path, identity, page_bytes, record_max)
         except (OSError, Unreadable, Unusable) as error:
             os.close(self._lock)
             why = (error.strerror if isinstance(error, OSError) else None) or error
-            raise Unavailable(f"{path} takes no pages: {why}") from error
+            raise Unavailable(f"{path} cannot keep pages: {why}") from error
 
     def _open(self, path: Path, identity: bytes, page_bytes: int, record_max: int) -> None:
         self.slab = Slab(path / SLAB, record_bytes=page_bytes)

@@ -26,7 +26,7 @@ class Outcome:
 
     def mean(self, *, skip: int = 0) -> float:
         if not 0 <= skip < len(self.misses):
-            raise BadInput(f"skip {skip} of {len(self.misses)} steps: none is left to count")
+            raise BadInput(f"skip {skip} of {len(self.misses)} steps leaves none to count")
         return float(np.mean(self.misses[skip:]))
 
 

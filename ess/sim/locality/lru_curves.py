@@ -57,7 +57,7 @@ class Drawing:
         if not (self.contexts and len(self.ratios) > 1 and self.layers and self.queries_each > 0):
             raise BadInput(f"{self}: a context, two ratios, a layer and a query are the least")
         if not 0 <= self.skip < self.steps:
-            raise BadInput(f"skip {self.skip} of {self.steps} steps: none is left to count")
+            raise BadInput(f"skip {self.skip} of {self.steps} steps leaves none to count")
 
 
 def lru_curves(shape_of: MissCurves, drawing: Drawing) -> MissCurves:

@@ -79,7 +79,7 @@ class MissCurves:
         """Misses per request in each layer and step, at most as many as are selected."""
         if context < 1 or slots < 0 or queries_each < 1:
             sizes = f"context {context}, slots {slots}, queries {queries_each}"
-            raise BadInput(f"{sizes}: no such request")
+            raise BadInput(f"{sizes}: such a request cannot exist")
         mean = self.mean(context=context, slots=slots) * queries_each / PUBLISHED_QUERIES
         return self.spread(mean, context=context, queries_each=queries_each)
 

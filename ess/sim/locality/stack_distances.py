@@ -54,7 +54,7 @@ def miss_curve(workload: Workload, *, skip: int = 0, filled: Ints | None = None)
     An arena of C slots starts with the first C of `filled`; without them all arenas start empty.
     """
     if not 0 <= skip < workload.step_count:
-        raise BadInput(f"skip {skip} of {workload.step_count} steps: none is left to count")
+        raise BadInput(f"skip {skip} of {workload.step_count} steps leaves none to count")
     recency = _Recency(workload, np.empty(0, np.int32) if filled is None else filled)
     bins = np.zeros((3, workload.row_count + 2), np.int64)
     slots_min = 0

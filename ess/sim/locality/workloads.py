@@ -90,7 +90,9 @@ def recorded(reader: TraceReader, *, group: int = 0, lead_steps: int = 0) -> Wor
     The first `lead_steps` are not replayed: their last 32 queries stand in for prefill's windows.
     """
     if not 0 <= lead_steps < len(reader):
-        raise BadInput(f"lead_steps {lead_steps} of a trace with {len(reader)} steps: none is left")
+        raise BadInput(
+            f"lead_steps {lead_steps} of a trace with {len(reader)} steps leave none to count"
+        )
     requests = [step.requests for step in reader]
     context = reader.header.context
     last_step = {entry.request: number for number, step in enumerate(requests) for entry in step}

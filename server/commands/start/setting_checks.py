@@ -49,7 +49,7 @@ def check_events(settings: Settings) -> None:
     if given["kv_events_replay"] and not given["kv_events"]:
         raise BadInput("kv_events_replay is given without kv_events: there is nothing to replay")
     if given["kv_events"] and settings.engine == "paced":
-        raise BadInput("kv_events is given, but the paced engine keeps no pages to tell of")
+        raise BadInput("kv_events is given, but the paced engine has no pages to report")
     for name, address in given.items():
         if address and not is_near(name, address) and not settings.kv_events_public:
             raise BadInput(

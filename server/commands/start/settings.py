@@ -293,7 +293,7 @@ def resolve(
     if origins["api_key"] != "default" and not values["api_key"]:
         raise BadInput(f"api_key from {origins['api_key']} is empty: give a key or do not set it")
     if origins["register_key"] not in ("default", "environment"):
-        raise BadInput(f"register_key from {origins['register_key']}: ESS_REGISTER_KEY says it")
+        raise BadInput(f"register_key from {origins['register_key']}: set ESS_REGISTER_KEY instead")
     _read_hidden(values, origins)
     brought, unused = brought_by(values)
     values |= brought

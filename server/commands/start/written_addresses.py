@@ -29,7 +29,7 @@ def read_origins(text: str) -> tuple[str, ...]:
     try:
         given = msgspec.json.decode(text, type=list[str]) if text.startswith("[") else listed(text)
     except UNDECODABLE:
-        raise BadInput(f"allowed_origins is {text!r:.80}, which is no list of texts") from None
+        raise BadInput(f"allowed_origins is {text!r:.80}, must be a list of texts") from None
     return tuple(_origin(origin.lower()) for origin in given)
 
 
@@ -39,7 +39,7 @@ def _origin(given: str) -> str:
         return given
     if parts is None:
         raise BadInput(
-            f"allowed_origins has {given!r:.80}, must be as https://chat.example:8443, or *"
+            f"allowed_origins has {given!r:.80}, must look like https://chat.example:8443, or be *"
         )
     scheme, port = parts.groups()
     return given.removesuffix(port) if port == f":{PORTS.get(scheme)}" else given

@@ -43,7 +43,9 @@ def of_responses(text: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Gramma
     if kind == "json_schema":
         raise BadInput("text.format.schema must be an object")
     if kind not in ("text", "json_object"):
-        raise BadInput(f"text.format.type is {kind!r:.40}; text, json_object and json_schema are")
+        raise BadInput(
+            f"text.format.type is {kind!r:.40}; text, json_object and json_schema are served"
+        )
     return _only_one([*_of_format({"type": kind}, tokenizer)])
 
 
@@ -197,5 +199,5 @@ def _object(where: str, asked: str | Mapping[str, Any]) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, Mapping):
-        raise BadInput(f"{where} must be an object, or the text of one")
+        raise BadInput(f"{where} must be an object, or a text that holds one as JSON")
     return parsed

@@ -30,7 +30,7 @@ async def input_items(request: Request) -> Response:
     asked = request.query_params
     order, limit = asked.get("order", "desc"), asked.get("limit")
     if order not in ("asc", "desc"):
-        raise BadInput(f"order is {order!r:.40}; asc or desc")
+        raise BadInput(f"order is {order!r:.40}, must be asc or desc")
     if limit is not None and re.fullmatch("[1-9][0-9]{0,8}", limit) is None:
         raise BadInput(f"limit is {limit!r:.40}, must be a number from 1")
     if "after" in asked:

@@ -153,7 +153,7 @@ def seen_from(router: Router, url: str) -> str:
             probe.connect((router.host, router.port))
             own = probe.getsockname()[0]
     except OSError as error:
-        raise Unavailable(f"no way to the router {router.url}: {error.strerror}") from None
+        raise Unavailable(f"the router {router.url} cannot be reached: {error.strerror}") from None
     shown = f"[{own}]" if ":" in own else own
     return f"{parts.scheme}://{shown}:{parts.port}{parts.path}"
 

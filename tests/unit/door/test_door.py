@@ -327,7 +327,7 @@ def test_sizes_that_no_memory_has_are_refused(name: str, size: object):
 
 def test_pages_beyond_what_rows_can_be_named_are_refused():
     pages = (1 << 25) * LAYOUT.host_page_bytes
-    with pytest.raises(BadInput, match="host_bytes holds 33,554,432 pages; 31 bits"):
+    with pytest.raises(BadInput, match="host_bytes holds 33,554,432 pages, at most"):
         make(host_bytes=pages)
 
 

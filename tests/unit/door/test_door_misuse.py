@@ -156,7 +156,7 @@ def test_rows_that_came_in_part_are_no_start(offload):
     refused(
         offload,
         BadInput,
-        "goes on at 4, not at 10",
+        "continues at position 4, not at 10",
         lambda: offload.begin([sequence], query_counts=[1], starts=[10]),
     )
     step = offload.begin([sequence], query_counts=[1], starts=[4])
@@ -228,7 +228,7 @@ def test_a_selection_ascends(offload, bad, match):
 
 def test_queries_are_a_range_of_the_step(offload):
     step = begun(offload)
-    for queries, match in (([0], "range of neighbours"), (range(2), r"within 0\.\.0")):
+    for queries, match in (([0], "range with step 1"), (range(2), r"within 0\.\.0")):
         refused(
             offload,
             BadInput,

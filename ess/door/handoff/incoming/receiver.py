@@ -213,7 +213,7 @@ class Receiver:
             raise BadInput(f"{sequence!r} has rows that were not cached: nothing may land on them")
         origins = self.origins.find(peer)
         if origins is None:
-            raise BadInput(f"peer {peer:016x} is not met: {len(self.origins)} peers are")
+            raise BadInput(f"peer {peer:016x} is not connected; {len(self.origins)} peers are")
         if uid in self._entries:
             raise BadInput(f"handoff {uid} is under way already")
         if not self._free_slots:

@@ -142,7 +142,7 @@ def default_sampling(text: str, recommended: SamplingDefaults) -> SamplingDefaul
         made = msgspec.convert({**asdict(recommended), **given}, SamplingDefaults)
         Sampling(**{**asdict(made), "top_k": max(0, made.top_k)})
     except UNDECODABLE as error:
-        raise BadInput(f"default_sampling is no JSON object of numbers: {error}") from None
+        raise BadInput(f"default_sampling is not a JSON object of numbers: {error}") from None
     except BadInput as error:
         raise BadInput(f"default_sampling: {error}") from None
     return made

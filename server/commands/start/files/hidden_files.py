@@ -57,7 +57,7 @@ def check_tls(cert: str, key: str, authorities: str = "") -> None:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise BadInput("tls_key is not the key of tls_cert") from None
         raise BadInput(
-            f"tls_cert {cert} and tls_key {key} are no certificate and"
+            f"tls_cert {cert} and tls_key {key} are not a certificate and a"
             f" key in PEM form, the key without a password: {error.reason or error}"
         ) from None
     try:
