@@ -25,7 +25,8 @@ class Delayed:
     ) -> None:
         if latency_s < 0 or bytes_per_s <= 0:
             raise BadInput(
-                f"latency_s is {latency_s}, must be 0 or more; bytes_per_s is {bytes_per_s}, must be above 0"
+                f"latency_s is {latency_s}, must be 0 or more; bytes_per_s is {bytes_per_s}, must"
+                " be above 0"
             )
         self.peer = link.peer
         self._link = link
