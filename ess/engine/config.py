@@ -1,4 +1,4 @@
-"""How an engine is to run: each of its settings, said once (`ess.config`). Needs no torch."""
+"""The settings of an engine, each defined once (`ess.config`). Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which settings a CUDA device serves, which it does not serve yet, and what it has by default.
+"""Which settings a CUDA device serves, which it does not serve yet, and what is its default.
 
-Said from settings alone, before anything looks for a device. Needs no torch.
+Decided from settings alone, before anything looks for a device. Needs no torch.
 """
 
 from __future__ import annotations

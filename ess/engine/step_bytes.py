@@ -1,8 +1,8 @@
 """What a step takes of a device beside weights and pools: estimated from a model's dimensions.
 
-Counted are the largest arrays that live at a time: logits, index scores over the whole context, the
-attention's queries and partials, the experts' lines, selections. Nothing has been measured on a
-device yet.
+This counts the largest arrays that live at the same time: logits, index scores over the whole
+context, the attention's queries and partials, the experts' lines, selections. Nothing has been
+measured on a device yet.
 """
 
 from __future__ import annotations

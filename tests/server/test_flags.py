@@ -54,7 +54,10 @@ from ess.server.commands.start.settings import read_file
         (["--load-format", "dummy"], "--load-format must be auto"),
         (["--disable-log-stats", "--port", "-1"], "--disable-log-stats has no effect: statistics"),
         (["--enable-log-requests", "--port", "-1"], "port is -1"),
-        (["--allowed-origins", "chat.example"], "allowed_origins has 'chat.example', must be as"),
+        (
+            ["--allowed-origins", "chat.example"],
+            "allowed_origins has 'chat.example', must look like",
+        ),
         (["--allow-credentials"], "--allow-credentials is not served: a page of another origin"),
         (["--generation-config", "vllm"], "--generation-config must be auto: --default-sampling"),
         (["--override-generation-config", "{"], "default_sampling is not a JSON object of numbers"),

@@ -13,7 +13,7 @@ Without that, a sequence that a small group can never hold would be looked throu
 
 Only what the host has learned is copied: rows below `length` are on the host, or in slots until
 they are. So steps that are sealed and not learned need not be waited for. (The MTP module's row may
-lack on the host; then it stays absent.)
+be missing on the host; then it stays absent.)
 """
 
 from __future__ import annotations

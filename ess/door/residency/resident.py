@@ -3,12 +3,12 @@
 A sequence that was looked up row by row and found resident stays so until some row leaves the pool
 under pressure or with its page: new rows enter slots first, and a rejected draft was never part of
 the length. So one number, the pool's `departed_count`, tells whether an earlier answer still holds.
-(Not so in the MTP module, whose row may lag or lack: its group is not looked at.)
-Where layers attend to a window, rows behind it are none of these, and leave as new ones come: a
-count of their own says so, and then the windows are looked up again.
-A sequence with absent rows is not looked up again for `PATIENCE` steps: under pressure the answer
-stays no, and asking costs a pass over all its rows. Rows in flight are another matter: they will be
-there soon, so the next step asks again.
+(The MTP module's group is not looked at: its newest row may be missing.) Where layers attend to a
+window, rows outside the window do not count; they leave as new rows come. Rows that leave there
+have a count of their own, and when it changes the windows are looked up again. A sequence with
+absent rows is not looked up again for `PATIENCE` steps: under pressure the answer stays no, and
+asking costs a pass over all its rows. Rows in flight are another matter: they will be there soon,
+so the next step asks again.
 """
 
 from __future__ import annotations

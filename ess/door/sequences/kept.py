@@ -1,12 +1,12 @@
-"""States that were kept for prompts to come: what requests had beside their rows.
+"""States kept for later prompts: what requests have beside their rows.
 
 Rows of a cached prefix are not enough where a request keeps something beside them: it begins where
 a state was kept too. One is kept at the end of a page: of the last page before a prompt's last
-token, and of every `KEPT_TOKENS` tokens. It is known by its page's text, as that page is, and goes
-with it, or when others need its room: the oldest first. It is new again when a prompt ends in its
-page again, and when a request begins with it, but for the first that does. For a conversation goes
-on from its last state once, and leaves a later one behind: if both counted as new, half as many
-conversations would find theirs.
+token, and of every `KEPT_TOKENS` tokens. Like its page it is known by the page's text. It goes when
+the page goes, or when others need its room: the longest unused first. It counts as used when a
+prompt ends in its page again, and when a request begins with it, except for the first such request:
+a conversation continues from its last state once, and leaves a later state. If that first use
+counted too, half as many conversations would find their state.
 """
 
 from __future__ import annotations

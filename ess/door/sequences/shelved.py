@@ -1,7 +1,8 @@
 """Leading pages of a preempted sequence that it holds on the disk only, and how they come back.
 
-What is put away must be on the disk and stay there (`Claim`); then the host pages are dropped. They
-may idle on the host for a while, published, and then nothing is read to bring them back.
+Pages that are put away must be on the disk and stay there (`Claim`); then the host pages are
+dropped. These may stay in the host's prefix cache for a while; as long as they do, nothing need be
+read from the disk to bring them back.
 """
 
 from __future__ import annotations

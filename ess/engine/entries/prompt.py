@@ -1,4 +1,4 @@
-"""Prompt chunks: what is done token by token is done for all of them, attention one span by one.
+"""Prompt chunks: work per token is done for all of them at once, attention span by span.
 
 Entries that an indexer chooses from go to the host and are read there, as rows of other models. A
 span is run in pieces that end where a state is to be kept for other prompts.

@@ -1,4 +1,4 @@
-"""The sizes that decode steps are padded to, so that few graphs do for all of them.
+"""The sizes that decode steps are padded to, so that a few graphs serve all of them.
 
 A bucket has some number of sequences that bring equally many queries each. A step goes into the
 smallest one that holds it; its pads bring no rows, select none and are accepted for no request.

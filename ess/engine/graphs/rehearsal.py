@@ -1,9 +1,9 @@
-"""Steps of no request, before there are any: so that no request waits for a usual step's graph.
+"""Runs steps before there are requests, so that no request waits for the graph of a usual step.
 
-For each way to draw and each vector of modes that a first step may run, with all drafts and with
-requests that have none yet, the largest bucket first: the others then work in its memory. A
-rehearsed step has one request; the rest of its bucket is pads. When all kinds are there each is
-captured once more, as a step that is timed. What is beyond the graphs' count or bytes is left out.
+There is a step for each way to draw and each vector of modes that a first step may run, with all
+drafts and with none. The largest bucket comes first: the other graphs then work in its memory. A
+rehearsed step has one request; the rest of its bucket is pads. When all kinds are captured, each is
+captured once more as a timed step. Kinds beyond the allowed number or bytes of graphs are left out.
 """
 
 from __future__ import annotations

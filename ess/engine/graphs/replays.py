@@ -12,14 +12,14 @@ makes there is read before the next graph is launched. That holds for the scratc
 too: torch keeps it by stream, all captures have one stream of their own, and where torch lets go of
 it with any graph of that stream (2.13 does) it comes back to what these graphs share.
 
-A rank without tokens of its own has its part in the exchanges of others as a graph too. The kind
-of such a graph is the agreed sizes and the number of drafts. It takes no other graph's place: where
-all places are taken, the rank stands by eagerly.
+A rank without tokens of its own also replays its part of the exchanges as a graph. The kind of such
+a graph is the agreed sizes and the number of drafts. It takes no other graph's place: if all places
+are taken, the rank runs its part eagerly.
 
-A step that is timed has events between its stages, and so a second graph of its kind. That is
-captured in the rehearsal or, of a kind that comes later, in the step behind the first graph's;
-where there is no room, not at all. No step is captured because its turn to be timed has come: where
-there is no graph for that the turn is passed over.
+A timed step has events between its stages, so it needs a second graph of its kind. That graph is
+captured in the rehearsal, or, for a kind that comes later, in the step after the first graph's
+capture; if there is no room, it is not captured. No step is captured because its turn to be timed
+has come: without a graph for it, the turn is skipped.
 
 A graph holds addresses: pools, workspaces and weights are made once and stay.
 """

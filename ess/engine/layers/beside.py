@@ -2,8 +2,8 @@
 
 The fields of a state are those of `ess.models.config_json.linear`.
 
-A state belongs to one length. A step brings one token of each of its sequences, and it is never
-taken back: it is the newest that was said, and preemption, forks and copies kept for prompts wait
+A state belongs to one length. A step brings one token of each of its sequences, which is never
+taken back: it is the request's newest token. Preemption, forks and copies kept for prompts wait
 until the steps under way are learned. So every layer writes its state in place, and the length in a
 line's header is written when all layers have: a step or chunk that begins at another length, or
 behind one that did not finish, is noticed at once as a fault.

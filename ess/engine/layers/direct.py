@@ -1,10 +1,10 @@
 """Layers of a decode step that run in one native call, where nothing between them needs Python.
 
-What `overlap`'s schedules `resident` and `none` order is ordered there again, for a whole batch
-(csrc/cpu/layer.cpp), over the same kernels and the same planner: tokens, slots and counts are the
-same bits. All other layers run by the schedules: DA and DBA, halves, ranks that divide heads or
-experts, windows, groups of several layers, verified layers, slots that give way by score, attention
-with sinks, traces, and times of single stages by another clock.
+That call (csrc/cpu/layer.cpp) repeats the order of `overlap`'s schedules `resident` and `none` for
+a whole batch, over the same kernels and the same planner: tokens, slots and counts are the same
+bits. These run by the schedules in Python: DA and DBA, halves, ranks that divide heads or experts,
+windows, groups of several layers, verified layers, slots that give way by score, attention with
+sinks, traces, and times of single stages by another clock.
 """
 
 from __future__ import annotations

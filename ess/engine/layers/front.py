@@ -1,7 +1,7 @@
-"""A layer's input as the pools and the attention need it: what asks, and new rows and keys.
+"""From a layer's input to what attention and the pools need: queries, new rows and index keys.
 
-Where stages are compiled, rows and keys come out of them as bytes. Elsewhere an op takes what a
-projection gives, norms, rotates and codes it, and stores it where it stays.
+Where stages are compiled, rows and keys come out of them as bytes. Elsewhere an op norms, rotates
+and encodes what a projection gives, and stores it in its place.
 """
 
 from __future__ import annotations

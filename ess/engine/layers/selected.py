@@ -1,4 +1,4 @@
-"""What all layers do whose queries select rows: where these are, and attention over them.
+"""The common part of all layers whose queries select rows: where the rows are, and attention.
 
 This is where the door and the kernels meet. It holds what one stage hands to a later one and
 nothing that outlives the step.

@@ -1,7 +1,7 @@
 """Selections of units: neighbouring rows that are chosen together, by a key mixed of theirs.
 
-The pools keep a key of each unit, which the last of its tokens brings. What the tokens of an open
-unit give to the mixture lies beside the rows (`Carried.unit_keys`). Plain torch.
+The pools keep a key of each unit, which the last of its tokens brings. The sums over the tokens of
+an open unit lie beside the rows (`Carried.unit_keys`). Plain torch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ passes on both, and nothing else decides:
 
 Ranks that differ are noticed before they serve a wrong token. At the head of each step every rank
 compares with rank 0 what the step has, what is free in its pools and which pages were taken, and
-behind it what the tokens were made from. The first difference ends the group, in words.
+behind it what the tokens were made from. The first difference ends the group, with an error that
+names it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Handoffs to an engine of several processes: rows go to rank 0, and all processes land them.
 
 Rank 0 has the only transport. It has mapped the host pool of all stages, so a prefill worker sees
-one decode worker with all layers, whose pool lies in one piece: nothing on the wire is new. What
-follows from a handoff is said to the others, at places that follow from the calls alone:
+one decode worker with all layers, whose pool lies in one piece: nothing on the wire is new. Rank 0
+tells the others what follows from a handoff, at points that the calls alone determine:
 
     expect     whether rank 0 has room for it and knows the peer; then all hold the same pages
     outcomes   which handoffs have ended, and how; all mark the rows as there, and drop the pages
 
-Bytes may come at any time, into pages that are marked nowhere; they have come before rank 0 says
-so. An end that rank 0 sees between two layers waits for the next `outcomes` (`Receiver.conclude`).
-While nothing is awaited nothing is said.
+Bytes may come at any time, into pages that no rank has marked; rank 0 speaks of them only when they
+have come. An end that rank 0 sees between two layers waits for the next `outcomes`
+(`Receiver.conclude`). While no handoff is awaited, nothing is sent.
 """
 
 from __future__ import annotations

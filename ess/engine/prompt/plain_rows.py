@@ -1,9 +1,9 @@
 """On a device, a pack's sequences position by position, for two layers at a time.
 
-Of a layer the rows before the pack come from the host, page by page, one layer ahead on a stream of
+A layer's rows from before the pack come from the host, page by page, one layer ahead on a stream of
 their own; the pack's rows are written behind them as they are made. So a query reads no row over
-the link: every page crosses it once, whatever selects it. Two sides take turns. A side is filled
-when all that has read it is queued: the layer after next comes no earlier than that.
+the link: every page crosses it once, whatever selects it. Two sides take turns: a side is filled
+for the layer after next when everything that reads it has been queued.
 
 The last page before a pack may be there in part. It is copied whole, and the pack's rows are
 written over its rest, behind the copy.

@@ -2,8 +2,8 @@
 
 A follower waits on no roster until the prompt of its leader is there; then it is forked: full pages
 are shared, the partial one is copied. If the leader ends before that, its first follower leads the
-others. A prompt whose chances are asked for is computed for its own request, so that one follows
-nobody. A follower that is not forked, because there is no room or because the leader's prompt was
+others. A request that asks for the chances of its prompt computes the prompt itself and follows no
+leader. A follower that is not forked, because there is no room or because the leader's prompt was
 already there, enters as any other request does, and finds the leader's full pages as a cached
 prefix.
 """

@@ -2,8 +2,9 @@
 
 waiting --> loading --> preempted: it has loaded, and waits for the device as one that has landed
 
-What could not be read is prefilled like any other prompt. The other way goes what preempted
-requests hold, where host pages are short and the disk has them too; it comes back when they resume.
+What could not be read is prefilled like any other prompt. Pages also go the other way: when host
+pages are short, a preempted request gives up those that the disk has too, and gets them back when
+it resumes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a decode step takes, for the pace: on the host its launch, on a device the work itself.
+"""How long a decode step takes, for `tpot_control`: on the host its launch, on a device the work.
 
 A device's lap lies between two events. The host reads it when it learns the step: the step's tokens
 have come by then, and they were queued behind the second event, so the host does not wait. Where

@@ -1,8 +1,8 @@
-"""`draw` where the host may not look at a number: every row takes every way, and keeps one of them.
+"""`draw` on a device, where the host reads no number: rows are drawn in all ways and keep one.
 
-What a query is drawn by lies in columns of fixed address, which are filled again when the batch
-changes. The ways that no query takes are left out, by what the host knows of the requests. Rows
-are cut by a kernel: `draw` sorts as far as it must and looks whether that was enough.
+The sampling parameters of a query lie in columns at fixed addresses, which are filled again when
+the batch changes. Ways that no request of the batch needs are left out. A kernel cuts rows to what
+top-k, top-p and min-p leave; `draw` sorts as far as it must and checks whether that was enough.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Host memory near a device: on the node of the machine that the device hangs on.
+"""Host memory near a device: on the NUMA node that the device is attached to.
 
 Reads over the link between two sockets are slower, and many at once are much slower. A container
-may not let its processes choose, and a node may be too small for a pool: so this is a wish, which
-the system grants as far as it can, and never a reason not to start.
+may not let its processes choose, and a node may be too small for a pool. So the system is asked for
+near memory and may give other memory; that is never a reason not to start.
 """
 
 from __future__ import annotations

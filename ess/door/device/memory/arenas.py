@@ -1,8 +1,8 @@
 """The slots of a device: what the host knows of them, and the arrays that only kernels change.
 
-The host owns which chunk belongs to which group, the number of the step and the tickets. Which row
-is where, since when and for how long is the device's alone: the host has bounds and, behind,
-counters.
+The host owns the number of the step, the tickets, and which chunk belongs to which group. Only the
+device knows which row is in which slot, and since when; the host has bounds for that, and counters
+that reach it a step late.
 """
 
 from __future__ import annotations

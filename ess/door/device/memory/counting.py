@@ -1,8 +1,9 @@
 """The device's counts, which reach the host a step late, in one small copy per step.
 
-Kinds of calls are counted apart: those that resolve selections, those that find slots for new rows,
-those that land rows ahead of selections, and what makes rows leave. Beside the counts lie the
-answers to looks: how many rows of a sequence had no slot, and how many rows had given way by then.
+Four kinds of calls are counted separately: calls that resolve selections, that find slots for new
+rows, that land rows ahead of selections, and that make rows leave. The copy also has the answers to
+looks (`knowledge`): how many rows of a sequence had no slot, and how many rows had given way by
+then.
 """
 
 from __future__ import annotations

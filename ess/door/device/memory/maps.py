@@ -1,9 +1,10 @@
 """The maps of the host that kernels read too: page tables, lengths, the host pages of active pages.
 
-The host owns them and decides by them; what it changes reaches the device at the next `flush`, in
-one upload, behind everything that was queued before. So kernels of earlier steps read what was true
-for them. Lengths are the device's own from there on: steps add what they accept where the host has
-not read it yet, and a line's length is written by the host only while no step is under way with it.
+The host owns these maps and decides by them. Its changes reach the device at the next `flush`, in
+one upload that is queued behind all earlier work, so kernels of earlier steps still read the old
+values. Lengths differ: once uploaded they belong to the device, where each step adds the tokens
+that it accepts before the host has read them. The host writes the length of a line only while no
+step under way has that line.
 """
 
 from __future__ import annotations

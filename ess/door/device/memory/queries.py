@@ -1,8 +1,8 @@
 """What a step knows of each of its queries, on a device.
 
-The host knows everything but where each sequence starts, which the device counts itself. So a step
-begins with one upload, of lines and places, and a few small kernels; the arrays are the first
-entries of memory that stays where it is, so that a graph over them can be replayed.
+The host knows all of it but the length of each sequence, which the device counts itself. So a step
+begins with one upload, of lines and places, and a few small kernels. The arrays are the first
+entries of memory at fixed addresses, so that a graph over them can be replayed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Numbers of the host on their way to a device, and back; no thread waits for them.
+"""Small arrays copied to a device and back; no thread waits for them.
 
-What leaves the host lies in page-locked memory, which torch lends and takes back when the device
-has read it. So an upload costs the host a copy into that memory and the queueing of another.
+To upload an array, the host copies it into page-locked memory and queues a copy from there. Torch
+lends that memory, and takes it back only when the device has read it.
 """
 
 from __future__ import annotations

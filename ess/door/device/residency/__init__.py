@@ -1,1 +1,1 @@
-"""Which rows are in slots beside the steps: what lands, leaves, comes back, and what is sure."""
+"""Rows that move between steps: what lands, leaves, comes back, and what the host knows of it."""

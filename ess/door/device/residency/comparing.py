@@ -1,9 +1,9 @@
 """The slots of a layer beside the host's rows that they are copies of, compared on the device.
 
 The comparison is queued on compute, behind all copies that are under way: then a slot whose row is
-not newer than its host must hold what the host holds. The host's rows come over the link in pieces,
-and the device lists the slots that differ. So only a short list comes back, and the host waits for
-it only when it is read.
+not newer than the host's must hold what the host holds. The host's rows come over the link in
+pieces, and the device lists the slots that differ. So only a short list comes back, and the host
+waits for it only when it is read.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@ that it has queued.
 
 A look asks the device how many rows of a sequence have no slot; the answer comes behind a step. If
 it was none, the sequence stays resident until a row gives way: new rows enter slots first. Rows
-give way only where a call finds no free slot, so the host goes through what it has queued since it
-heard last, in order: a step over sequences that were all resident before it claims slots for its
-new rows alone, any other call as many as it may. While free slots suffice for all of it, nothing
-has given way, and a sequence that was resident still is.
+give way only where a call finds no free slot. So the host adds up what the calls queued since its
+last counts may have claimed: a step whose sequences were all resident claims slots for its new rows
+alone; any other call counts as the most that it could claim. While the free slots suffice for that
+sum, no row has given way, and a sequence that was resident still is.
 
 A sequence with absent rows is not looked at again for `PATIENCE` steps, as on the host.
 """

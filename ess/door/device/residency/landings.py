@@ -1,10 +1,11 @@
-"""Rows into slots ahead of selections: windows of a prompt, and fills of what room is left.
+"""Copies rows into slots before they are selected: a prompt's windows, then what else fits.
 
 A landing is cut into pieces of a few thousand rows. A piece claims its slots on compute, in the
 order of the steps, and is copied on a stream of its own; a few pieces are under way at a time, and
-each has its own place for what it has claimed. What is still on its way is read in place, so a step
-waits for a piece only where its new rows might find no slot: a slot that a piece fills does not
-give way. The host sends further pieces where it looks at landings anyway, between steps.
+each has its own place for what it has claimed. Rows on their way are read in place, so a step need
+not wait for them. There is one exception: a slot that a piece is filling cannot give way, so a step
+whose new rows might find no slot waits for the piece. The host starts further pieces between steps,
+when it looks at landings anyway.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Rows that leave the device: with their pages, out of every group, before the pages' ids mean
-others; and with the blocks of a group that gives them to another."""
+"""Rows that leave the device: with their pages, from every group, before the page ids are used
+again; and with blocks that one group gives to another."""
 
 from __future__ import annotations
 

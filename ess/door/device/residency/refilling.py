@@ -1,8 +1,8 @@
-"""What pressure has left out comes back when there is room again, for slots on a device.
+"""Rows without a slot come back when slots are free again: `ess.door.residency.refill` on a device.
 
-As `ess.door.residency.refill`, but which rows are absent the device knows: a walk offers stretches
-of a sequence's rows, and its kernels take those that are absent. A stretch is offered only where
-all of it fits above the last tenth of the free slots, and only while no landing is under way.
+Only the device knows which rows are absent, so a walk offers stretches of a sequence's rows, and
+kernels take the absent ones. A stretch is offered only if all of it fits and a tenth of the slots
+stays free, and only while no landing is under way.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The placement of a device: slots of the sparse pool there, absent rows fetched behind.
 
-The order of a step's calls is the host's alone, so it may be captured: which rows are hits, which
-are fetched into which slots and which are read in place is decided by kernels, and the host knows
-bounds. Compute waits for a fetch where a `Resolution` is waited for, at the latest where its place
-in the ring of claims is needed again or the step is sealed; the host never waits.
+The host fixes the order of a step's calls, so the step can be captured. Kernels decide which rows
+are hits, which are fetched into which slots and which are read in place; the host has only bounds.
+Compute waits for a fetch when its `Resolution` is waited for, at the latest when its place in the
+ring of claims is needed again or the step is sealed. The host never waits.
 
 The first call of a step that needs them claims slots for its new rows in all groups of the main
 model, as on the host.

@@ -1,12 +1,12 @@
-"""The end of a step on a device: rejected rows are gone, kept ones leave for the host behind it.
+"""The end of a step on a device: rejected rows leave their slots, kept rows are stored behind it.
 
     seal     one kernel on compute: what is rejected leaves its slot, lengths grow, keys are
              gathered, reports are counted; then, on the lane, the kept rows and keys go home
     settle   on compute, where the next step begins: the slots are as old as their host again
     learned  the host knows how many were kept; when the store has landed too, it marks the rows
 
-How many rows are kept only the device knows, so lists are as long as the step, and a pair that is
-left out is -1. What the lane still reads lies in places that take turns.
+Only the device knows how many rows are kept, so lists are as long as the step, and -1 stands for a
+pair that is left out. Memory that the lane may still read is used in turn with other such memory.
 """
 
 from __future__ import annotations

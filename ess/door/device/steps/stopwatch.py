@@ -1,14 +1,15 @@
 """Times of some steps on a device: events in pairs, read when they have passed, never waited for.
 
-Every `TIMED_EVERY`-th step is timed; not the first ones, in which kernels load. The engine may pass
-a turn over, or time a step out of turn. A timed step's fetches, and its stages where the engine has
-any, leave notes: pairs of events, and what is to be told of them. The step's last event is recorded
-at its seal. When a later step begins the host asks whether that event has passed; then all others
-have too. No step is timed until then, so an event is never recorded again before it was read.
+Every `TIMED_EVERY`-th step is timed; not the first ones, in which kernels load. The engine may skip
+a turn, or time a step out of turn. A timed step's fetches, and its stages where the engine has any,
+leave notes: pairs of events, and what their times are reported as. The step's last event is
+recorded at its seal. When a later step begins the host asks whether that event has passed; then all
+others have too. No step is timed until then, so an event is never recorded again before it was
+read.
 
-What a captured graph records it records anew in every replay, so its events and notes are its own.
-They must be external ones: others only order what is captured and have no time. A graph of a step
-that is not timed has none of them; the engine keeps both (`Course.is_timed`).
+A captured graph records its events again in every replay, so each graph has events and notes of its
+own. They must be external events: others only order captured work and have no time. The graph of a
+step that is not timed has no events; the engine keeps both graphs (`Course.is_timed`).
 """
 
 from __future__ import annotations

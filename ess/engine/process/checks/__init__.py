@@ -1,1 +1,1 @@
-"""What an engine's process finds out about its machine and its device before it serves."""
+"""What an engine's process checks about its machine and its device before it serves."""
