@@ -69,7 +69,7 @@ def setting(
 
 
 def settings_of(kind: type[Any]) -> Mapping[str, Setting]:
-    """By name, those of base classes first; fields that are no settings are left out."""
+    """The settings by name, those of base classes first; other fields are left out."""
     types = get_type_hints(kind)
     return {
         field.name: Setting(

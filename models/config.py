@@ -35,7 +35,7 @@ INDEX_NORM_EPS: Final = 1e-6
 
 
 class FileConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What files of every family may say."""
+    """The keys that the files of every family may have."""
 
     family: str = field(name="model_type")
     vocab_size: Size
@@ -222,7 +222,8 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         return self
 
     def row_rope_dim(self, layer: int) -> int:
-        """Of the rows that its group keeps: of layers that share a selection rows are alike."""
+        """The rope dimensions of the rows that its group keeps: layers that share a selection have
+        equal rows."""
         [group] = (group for group in self.groups if layer in group)
         return 0 if set(group) <= set(self.still_layers) else self.rope_dim
 

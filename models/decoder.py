@@ -125,7 +125,7 @@ class DecoderLayer:
         return Indexer(config, source)
 
     def turning(self, rotation: Rotation) -> Rotation:
-        """What this layer turns by, where `rotation` is the model's."""
+        """The rotation of this layer, given the model's."""
         return rotation
 
     def _norm(self, config: ModelConfig, source: Source) -> Norm:
@@ -145,7 +145,7 @@ class DecoderLayer:
         return self.indexer is not None
 
     def first_state(self) -> State:
-        """Of one sequence, before any token: [1, ...] each."""
+        """The state of one sequence before any token: [1, ...] each."""
         raise AssertionError(f"layer {self.number} has rows")
 
     def carry(self, hidden: Tensor, state: State) -> tuple[Tensor, State]:
@@ -175,7 +175,8 @@ class DecoderLayer:
         return self._mlp_norm(hidden)
 
     def mlp(self, hidden: Tensor, part: Part = "batch") -> Tensor:
-        """Of tokens that are this part of a step, if ranks divide the experts."""
+        """The MLP of these tokens; `part` says which part of a step they are, if ranks divide the
+        experts."""
         given = self.mlp_input(hidden)
         if self.experts is not None:
             return self.add_mlp(hidden, self.experts(given, part))

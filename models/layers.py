@@ -149,8 +149,8 @@ class RotaryPositions:
         self.kept = self._frequencies.new_empty(0, 2, len(self._frequencies))
 
     def at(self, positions: Tensor) -> Rotation:
-        """Of positions on the device that this was made for. On a CPU they are computed once and
-        looked up from then on."""
+        """The rotation at these positions, which lie on the device that this was made for. On a CPU
+        they are computed once and looked up from then on."""
         if positions.is_cpu and positions.dtype == torch.int32 and native.available():
             kept = step.turns(self.kept, positions)
             if kept is None and (longest := int(positions.max())) < KEPT_MAX:

@@ -37,11 +37,12 @@ def load_model(
 ) -> Model:
     """Every tensor is checked on the way; the files are closed when this returns.
 
-    Without a path it is the small model in the box. Of a part, which consists of these main layers,
-    only its own tensors are read; with `heads`, a split by heads, those of one rank's heads; with
-    `expert_ranks`, this rank's share of the experts. On a `device` the tensors go there one by one,
-    so the host never has all of them; there weights may also stay as they are "stored", in blocks
-    of fp8. Nothing in the weights depends on `top_k`: it may be another than the checkpoint's.
+    Without a path it is the small model in the box. For a part of the model, which consists of
+    these main layers, only its own tensors are read; with `heads`, a split by heads, only those of
+    one rank's heads; with `expert_ranks`, only this rank's share of the experts. On a `device` the
+    tensors go there one by one, so the host never has all of them; there weights may also stay as
+    they are "stored", in blocks of fp8. Nothing in the weights depends on `top_k`: it may be
+    another than the checkpoint's.
     """
     place = torch.device(device)
     if expert_ranks is not None and heads is not None:

@@ -93,7 +93,7 @@ class Model:
         return all(layer.has_stages for layer in self.layers)
 
     def _factors(self, source: Source) -> Tensor | None:
-        """Of the rotary frequencies."""
+        """The factors of the rotary frequencies."""
         if not self.config.frequencies_learned:
             return None
         return source.vector(FREQUENCY_FACTORS, self.config.rope_dim // 2).exp()

@@ -128,7 +128,8 @@ class Moe:
         return Routing(experts, weights * c.expert_scale)
 
     def _limit_groups(self, choice: Tensor) -> Tensor:
-        """Groups rank by the sum of their two best experts; the others' experts are out, or 0."""
+        """Groups are ranked by the sum of their two best experts; the scores of experts in other
+        groups become 0 or -inf."""
         count = self._config.expert_group_count
         groups = choice.view(len(choice), count, choice.shape[1] // count)
         strength = groups.topk(GROUP_BEST, -1).values.sum(-1)
@@ -170,7 +171,7 @@ class Moe:
 
     @property
     def own_count(self) -> int:
-        """Of the experts on this rank."""
+        """The number of experts on this rank."""
         return len(self._own)
 
     @property
@@ -251,7 +252,7 @@ class Moe:
 
 
 def _products(tokens: Tensor, ends: Tensor, weights: Tensor, *, scales: Tensor | None) -> Tensor:
-    """By torch on a CPU; on a device by the op, which does not wait for `ends`."""
+    """Multiplies by torch on a CPU, on a device by the op, which does not wait for `ends`."""
     if tokens.is_cpu and scales is None:
         return F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
     if tokens.is_cpu:

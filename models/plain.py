@@ -139,7 +139,8 @@ def alone(layer: DecoderLayer, config: ModelConfig) -> PlainLayer | PlainCarried
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of the tokens just run: logits, finished hidden states, one selection per layer group."""
+    """What the tokens just run gave: logits, finished hidden states, one selection per layer
+    group."""
 
     logits: Tensor
     hidden: Tensor

@@ -82,7 +82,7 @@ class Cycle:
         )
 
     def renumber(self, residencies: list[Residency]) -> None:
-        """Of each turn a step of its own, and reports that are clear."""
+        """Gives each turn a step number of its own, and clears the reports."""
         for turn, residency in enumerate(residencies):
             residency.workspaces.now.write(self.now(self.step + turn))
             residency.workspaces.begin(stream=self.rig.stream.handle)
@@ -94,7 +94,7 @@ class Cycle:
         return now_of(step=step, query_count=count, ticket=2 * step, landed=2 * step)
 
     def us(self, *, is_together: bool) -> list[float]:
-        """Of one plan; the arena is as the way measured before has left it."""
+        """Microseconds of one plan; the arena is as the previous measurement left it."""
         shape = replace(self.shape, is_together=is_together)
         turns = [self.residency(shape) for _ in range(self.turns)]
         graph = CudaGraph(self.rig.device)
@@ -110,7 +110,7 @@ class Cycle:
         return [us / self.turns for us in taken]
 
     def landing_us(self, row_count: int) -> list[float]:
-        """Of rows that have just left: they warm among the rows of the batch."""
+        """Microseconds to land rows that have just left: they warm among the rows of the batch."""
         device, stream = self.rig.device, self.rig.stream.handle
         shape = replace(self.shape, is_together=False)
         residency = self.residency(shape)

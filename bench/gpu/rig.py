@@ -59,7 +59,8 @@ class GpuRig:
         self.gate = Gate(self.device)
 
     def graph_us(self, queue: Callable[[int], None], turns: int) -> list[float]:
-        """Of one of `turns` calls in one graph; each gets its number and takes other inputs."""
+        """Microseconds of one of `turns` calls in one graph; each call gets its number and other
+        inputs."""
         graph = CudaGraph(self.device)
         with graph.capture(self.stream.handle):
             for turn in range(turns):

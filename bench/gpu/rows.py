@@ -129,7 +129,7 @@ class Moves:
         )
 
     def lane_us(self, threads: int) -> tuple[list[float], list[float]]:
-        """Of the job on the device, and of the host while it submits."""
+        """Microseconds of the job on the device, and of the host while it submits."""
         turns = iter(range(1 << 30))
         submitted: list[float] = []
 
@@ -342,7 +342,8 @@ def steps(rig: GpuRig, pool: Bytes, *, smoke: bool) -> Iterator[Row]:
 def in_turn(
     random: np.random.Generator, row_total: int, row_count: int, requests: int
 ) -> npt.NDArray[np.int32]:
-    """As many rows of each request, ascending; contexts lie at places of their own."""
+    """Equally many rows of each request, ascending; each request's context lies at its own
+    place."""
     context = min(CONTEXT_ROWS, row_total // requests)
     places = random.permutation(row_total // context)[:requests]
     each = [np.sort(random.permutation(context)[: row_count // requests]) for _ in places]

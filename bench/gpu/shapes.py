@@ -60,7 +60,7 @@ def on_device(work: Callable[[], Any]) -> list[float]:
 
 
 def once(work: Callable[[], Any]) -> list[float]:
-    """In the place of a time, where work is done for what it compiles."""
+    """Stands in for a timing when work runs only to compile kernels."""
     work()
     return [1.0]
 

@@ -15,7 +15,8 @@ from ess.errors import BadState
 
 
 def next_line(asked: FileIO, meanwhile: Callable[[], None]) -> bytes:
-    """In the other process. A line that was read ahead would not show here, so none is."""
+    """Runs in the other process. It reads no further than the line: lines read ahead would be
+    lost."""
     while not select([asked], [], [], 0.0005)[0]:
         meanwhile()
     return asked.readline()

@@ -187,7 +187,7 @@ def _point_config(planner: Planner, point: Point) -> dict[str, Any]:
 
 
 def _misses(planner: Planner, point: Point) -> tuple[float, ...]:
-    """By layer; none where every row has a slot."""
+    """The misses of each layer; empty where every row has a slot."""
     ask, curves = planner.ask, planner.curves
     if point.slots_each >= ask.context:
         return (0.0,)

@@ -121,7 +121,7 @@ def _time_rows(name: str, times: Times, load: Offered, against: Offered | None) 
 
 
 def _goodput(load: Offered, objective: Objective) -> Row:
-    """Requests that failed are none of them."""
+    """Requests that failed do not count."""
     good = sum(is_good(seen, objective) for seen in load.seen)
     return Row(
         name="goodput",

@@ -77,7 +77,7 @@ def paper_benchmark(*, smoke: bool) -> list[Row]:
 
 
 def _distinct(table: Sequence[Reproduced]) -> list[Reproduced]:
-    """Of blocks that differ only in accepted tokens, keeps the last: their steps are equal."""
+    """Keeps the last of blocks that differ only in accepted tokens: their steps are equal."""
     steps = {
         (ours.row.queries_each, ours.row.context, ours.row.tbo, ours.row.batch): ours
         for ours in table

@@ -105,7 +105,7 @@ def slice_benchmark(*, smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def slice_kernels() -> None:
-    """Of both ways: batches decide how some kernels are cut."""
+    """Launches the kernels of both ways: the batch decides how some kernels are cut."""
     for _ in rows_of(replace(true_plan(), settle=1, steps=3)):
         pass
 

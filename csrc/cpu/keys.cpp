@@ -136,7 +136,7 @@ void send_home(const Seal& in, const Sealed& group, int64_t number, int32_t row,
 
 }  // namespace
 
-// 1; or 0 with nothing copied: a row or a layer that is not there.
+// Returns 1; or 0 with nothing copied if a row or a layer does not exist.
 ESS_EXPORT int32_t ess_keys_copy(const KeyCopy* in) {
     if (!all_below(in->source_rows, in->count, in->source.page_count * 64) ||
         !all_below(in->target_rows, in->count, in->target.page_count * 64) ||
@@ -148,7 +148,8 @@ ESS_EXPORT int32_t ess_keys_copy(const KeyCopy* in) {
     return 1;
 }
 
-// 1; or 0 with nothing written: a slot or a row id that is not there. Without keys, rows alone.
+// Returns 1; or 0 with nothing written if a slot or a row id does not exist. Without keys, rows
+// alone.
 ESS_EXPORT int32_t ess_append(const ess::Append* in) {
     if (!all_below(in->slots, in->count, in->slot_count)) return 0;
     if (in->keys && !all_below(in->row_ids, in->count, in->page_count * 64)) return 0;
@@ -174,8 +175,8 @@ ESS_EXPORT int32_t ess_mark(uint64_t* masks, const int32_t* layers, const int32_
     return 1;
 }
 
-// 1; or 0 with nothing changed: a slot that does not hold its new row. keys.layers: of each group.
-// `counts` are the rows that each sequence has brought, then those that it keeps of them.
+// Returns 1; or 0 with nothing changed if a slot does not hold its new row. `keys.layers` is of
+// each group. `counts` are the rows that each sequence has brought, then the rows that it keeps.
 ESS_EXPORT int32_t ess_seal(const Seal* in, const int32_t* counts, int64_t sequence_count) {
     std::vector<uint8_t> kept;
     for (int64_t s = 0; s < sequence_count; ++s)

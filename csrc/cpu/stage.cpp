@@ -25,7 +25,7 @@ ESS_EXPORT void ess_pack(const uint8_t* from, int64_t form, int64_t out_dim, int
     ess::kernels().pack_panels(from, form, out_dim, in_dim, half != 0, to);
 }
 
-// The same of codes; `in_dim` is a multiple of 32.
+// The same for codes; `in_dim` is a multiple of 32.
 ESS_EXPORT int64_t ess_code_words(int64_t out_dim, int64_t in_dim, int64_t bits) {
     const int64_t lanes = ess::kernels().lanes;
     return (out_dim + lanes - 1) / lanes * lanes * (in_dim / 32) * (bits + 1);

@@ -6,8 +6,8 @@
 
 namespace ess {
 
-// What the layers of a step read of its queries, and where it goes: of each query its line of the
-// page tables, and its angles from a table of two halves [turn_count, 2, turn_width].
+// What the layers of a step read about its queries, and where that is written: for each query its
+// line of the page tables, and its angles from a table of two halves [turn_count, 2, turn_width].
 struct Opening {
     const int32_t* tables;
     int64_t line_count;
@@ -58,10 +58,10 @@ int64_t best(const float* values, int64_t count) {
 
 }  // namespace
 
-// Of each query its line, its place among its sequence's queries, where the sequence starts, its
+// For each query its line, its number among its sequence's queries, where the sequence starts, its
 // position, the length that it may select from and its row id: six lists of `query_count` in `out`.
-// Behind the `lines` of the sequences lie the counts of their queries.
-// 1; or 0 with `out` unfinished: a line or a page that is not there.
+// The counts of the sequences' queries follow their `lines`. Returns 1; or 0 with `out` unfinished
+// if a line or a page does not exist.
 ESS_EXPORT int32_t ess_places(const int32_t* tables, const int32_t* lengths, const int32_t* lines,
                               int32_t* out, int64_t line_count, int64_t page_max,
                               int64_t sequence_count, int64_t query_count) {
@@ -81,8 +81,8 @@ ESS_EXPORT int32_t ess_places(const int32_t* tables, const int32_t* lengths, con
     return q == query_count;
 }
 
-// Rows of a table of two halves [length, 2, width], the halves apart: [2, count, width]. 1; or 0
-// with `out` unfinished: a position that the table does not have.
+// Rows of a table of two halves [length, 2, width], the halves apart: [2, count, width]. Returns 1;
+// or 0 with `out` unfinished if the table lacks a position.
 ESS_EXPORT int32_t ess_turns(const float* table, const int32_t* positions, float* out,
                              int64_t length, int64_t width, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
@@ -111,8 +111,8 @@ ESS_EXPORT int32_t ess_open(const ess::Opening* opening) {
     return 2;
 }
 
-// Rows of a table [row_count, width] of bf16 or, `is_wide`, float32, as float32. 1; or 0 with `out`
-// unfinished: a row that is not there.
+// Rows of a table [row_count, width] of bf16 or, `is_wide`, float32, as float32. Returns 1; or 0
+// with `out` unfinished if a row does not exist.
 ESS_EXPORT int32_t ess_embed(const uint8_t* table, const int64_t* ids, float* out, int64_t is_wide,
                              int64_t row_count, int64_t width, int64_t count) {
     for (int64_t i = 0; i < count; i++) {

@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_relaxed(i32* to, i32 word) {
     asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" :: "l"(to), "r"(word) : "memory");
 }
 
-// Until the host has written the word, or so much time is over.
+// Waits until the host has written the word, or the time is over.
 __device__ __forceinline__ void wait_for_host(const i32* word, i64 limit_ns) {
     i64 begun, now;
     i32 seen;

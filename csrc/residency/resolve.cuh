@@ -168,9 +168,9 @@ __device__ __forceinline__ void for_each(Do one) {
 
 __device__ __forceinline__ u32 lanes_below() { return (1u << (threadIdx.x % 32)) - 1; }
 
-// Of a word that each warp has given: the sum of those before this warp's, and of all. Each lane
-// looks at one, and the warp adds them up in one instruction: to look at all of them in turn took
-// more of a call's time than its memory did.
+// Each warp has given a word. The sum of the words of lower warps, and of all. Each lane looks at
+// one, and the warp adds them up in one instruction: to look at all of them in turn took more of a
+// call's time than its memory did.
 struct WarpSum {
     u32 before, total;
 };
@@ -182,8 +182,8 @@ __device__ __forceinline__ WarpSum sum_warps(const u32* of_warp) {
             __reduce_add_sync(kAllLanes, given)};
 }
 
-// Of m votes a thread and column: those of lower columns and, in its own, of lower threads; and
-// all.
+// Each thread votes in m columns. The votes in lower columns and, in its own column, of lower
+// threads; and all votes.
 template <i32 n, i32 m>
 struct Ranks {
     i32 before[n][m];
@@ -230,7 +230,7 @@ __device__ __forceinline__ Ranks<n, m> rank_votes(const bool (&vote)[n][m], u32*
     return ranks;
 }
 
-// Of a number that each thread gives: the sum of those of lower threads, and of all.
+// Each thread gives a number. The sum of the numbers of lower threads, and of all.
 struct ThreadSum {
     i32 before, total;
 };

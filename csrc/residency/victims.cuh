@@ -45,7 +45,7 @@ struct Resolve {
         return list_count != nullptr && *list_count < list_max ? *list_count : list_max;
     }
 
-    // Of a step's queries those from query_first on, as many as the call has lines for.
+    // The step's queries from query_first on are meant, as many as the call has lines for.
     __device__ i32 query_count() const {
         if (purpose == kWarms) return i32((list_size() + selection.width - 1) / selection.width);
         const i64 left = *queries - query_first;

@@ -248,7 +248,7 @@ class Offload:
 
     def load(self) -> None:
         """Takes notice of pages that have come from the disk: sequences that still wait for some
-        are `is_loading`. Of a page that could not be read the prompt is to be computed."""
+        are `is_loading`. A prompt is computed from the first page on that could not be read."""
         self.owner.require()
         if self._pools.shelf is not None:
             self._pools.shelf.settle()
@@ -315,7 +315,8 @@ class Offload:
         return step
 
     def refill(self, sequences: Many[Sequence]) -> int:
-        """Behind a step: some absent rows of one of these into free slots; returns how many."""
+        """Called after a step: copies some absent rows of one of these into free slots; returns how
+        many."""
         self.owner.require_between_steps()
         return self._side.refill(self.owner.own(sequences))
 

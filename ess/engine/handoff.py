@@ -133,9 +133,9 @@ class Handoffs:
             request.salt = leader.salt if leader else secrets.token_bytes(SALT_BYTES)
 
     def begin(self, request: Request, opened: Opened) -> None:
-        """The request is admitted, and its number is no other's until it ends. Where that number is
-        taken, or the offer of its rows raises, `opened` is closed again. What loads is offered
-        later."""
+        """The request is admitted, and no other request may use its number until it ends. Where
+        that number is taken, or the offer of its rows raises, `opened` is closed again. What loads
+        is offered later."""
         try:
             if request.gives is not None:
                 if self._claimed.setdefault(request.gives, request) is not request:

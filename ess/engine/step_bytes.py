@@ -63,8 +63,8 @@ def decode_bytes(
 
 
 def positions_max(length_max: int, *, on_device: bool) -> float:
-    """Of the prompts that one pack runs, cached positions included. A device has memory for a
-    layer's rows of the longest prompt, and a pack needs those of all its prompts at once."""
+    """The most positions of the prompts of one pack, cached ones included. A device has memory for
+    a layer's rows of the longest prompt, and a pack needs those of all its prompts at once."""
     return align_up(length_max, PAGE_ROWS) if on_device else math.inf
 
 
@@ -79,7 +79,8 @@ def prompt_bytes(
     pack_count: int = 1,
     has_rooms: bool = False,
 ) -> int:
-    """Of so many packs, of so many prompts each, whose rows and windows are there; one is run."""
+    """Bytes of `pack_count` packs of up to `prompt_max` prompts: all have their rows and windows in
+    memory, one runs."""
     positions = align_up(length_max, PAGE_ROWS)
     rows = pack_count * SIDES * positions * layout.row_bytes
     tokens = min(chunk_tokens, positions)
@@ -92,8 +93,8 @@ def prompt_bytes(
 
 
 def exchange_bytes(config: ModelConfig, token_count: int, rank_count: int) -> int:
-    """Of ranks that divide the experts: tokens of all ranks, a line for each of their experts,
-    whether it is here or not, and the sums that go back."""
+    """Bytes of the exchanges of ranks that divide the experts: tokens of all ranks, a line for each
+    of their experts, whether it is here or not, and the sums that go back."""
     if rank_count == 1:
         return 0
     sums = config.hidden_dim * (EXCHANGED * BF16 + SUMS * F32)
@@ -103,8 +104,8 @@ def exchange_bytes(config: ModelConfig, token_count: int, rank_count: int) -> in
 
 
 def room_bytes(config: ModelConfig, token_count: int, rank_count: int) -> int:
-    """Of a library that gives each expert here room for all lines: codes with their scales, twice,
-    and products. Where that is too much for it, our own kernels multiply."""
+    """Bytes for a library that gives each expert here room for all lines: codes with their scales,
+    twice, and products. Where that is too much for it, our own kernels multiply."""
     lines = rank_count * token_count * config.experts_per_token
     experts = div_ceil(config.expert_count, rank_count)
     inner, outer = config.expert_dim, config.hidden_dim
@@ -153,7 +154,7 @@ def graph_bytes(
 
 
 def _score_bytes(length_max: int) -> int:
-    """Of a query: scores of all keys, the best of them, and its pages."""
+    """Bytes of a query: scores of all keys, the best of them, and its pages."""
     pages = div_ceil(length_max, PAGE_ROWS)
     scores = pages * PAGE_ROWS
     best = 2 * CANDIDATES if scores > CANDIDATES else 0
@@ -161,7 +162,7 @@ def _score_bytes(length_max: int) -> int:
 
 
 def _token_bytes(config: ModelConfig) -> int:
-    """In the layer that takes the most, beside scores."""
+    """Bytes of a token, without scores, in the layer that takes the most."""
     queries = config.head_count * (config.nope_dim + config.rope_dim) * F32
     absorbed = 2 * config.head_count * config.row_dim * BF16
     partials = PARTIALS * config.head_count * config.latent_dim * F32
@@ -171,8 +172,8 @@ def _token_bytes(config: ModelConfig) -> int:
 
 
 def _expert_bytes(config: ModelConfig) -> int:
-    """Of a token, a line for each of its experts: either what goes in and its gates, in float32; or
-    what went in, what has come out, that in order, and weighed."""
+    """Bytes of a token, with a line for each of its experts: either the input and its gates, in
+    float32; or the input and the output, the output in order, and weighed."""
     outer, inner = config.hidden_dim, config.expert_dim
     gates = outer * BF16 + inner * (3 * BF16 + 6 * F32)
     sums = outer * 2 * (BF16 + F32) + inner * 3 * BF16

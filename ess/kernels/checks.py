@@ -139,7 +139,8 @@ def check_linear(values: Tensor, weights: Tensor, scales: Tensor, out: Tensor | 
 
 
 def check_angles(angles: Angles, count: int, *, low: int, high: int) -> None:
-    """Of `count` tokens, and of `low` to `high` numbers of each."""
+    """Checks that there are angles for `count` tokens, and that they turn `low` to `high`
+    numbers."""
     for name, part in zip(("angles.cos", "angles.sin"), angles, strict=True):
         require(name, part, (count, angles.cos.shape[1]), SINGLE)
         require_dense(name, part)

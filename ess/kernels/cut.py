@@ -18,7 +18,7 @@ from ess.kernels.calls import Cuts
 def cut(scores: Tensor, cuts: Cuts) -> Tensor:
     """Scores float32 [n, vocabulary], and -inf for what is dropped; the best token is always left.
 
-    Of a line whose greatest score is no finite number, the first one that is as great is left.
+    If the greatest score of a line is not finite, the first token with that score is left.
     """
     assert scores.dtype == torch.float32, f"scores in {scores.dtype}"
     assert all(len(part) == len(scores) for part in cuts), f"{len(scores)} lines of scores"

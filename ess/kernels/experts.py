@@ -46,7 +46,7 @@ def swiglu(gate_up: Tensor, limit: float = 0.0) -> Tensor:
 
 
 def product_type(weights: Tensor) -> torch.dtype:
-    """What tokens are multiplied in: that of the weights, and bfloat16 for codes."""
+    """The type in which tokens are multiplied: that of the weights, or bfloat16 for codes."""
     return torch.bfloat16 if weights.dtype == torch.float8_e4m3fn else weights.dtype
 
 

@@ -31,7 +31,7 @@ def gated(both: Tensor, ends: Tensor, limit: float) -> Tensor:
 
 def added(made: Tensor, places: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Each token's weighted sum [tokens, width] of its lines of `made`, in order, in float32 before
-    it is rounded: `places` [tokens, n] says which, int64; -1 is none."""
+    it is rounded: `places` [tokens, n], int64, says which lines; -1 stands for no line."""
     assert places.shape == weights.shape, f"{tuple(places.shape)} places, {weights.shape} weights"
     out = made.new_empty(len(places), made.shape[1], dtype=dtype)
     _backend(made).add_received(made.contiguous(), places.contiguous(), weights.contiguous(), out)

@@ -9,7 +9,7 @@ from ess.kernels.merge import Partial
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:
-    """Of two matrices: whether one starts within the memory that the other spans."""
+    """Whether one of two matrices starts within the memory that the other spans."""
     low, ahead = first, second.data_ptr() - first.data_ptr()
     if ahead < 0:
         low, ahead = second, -ahead

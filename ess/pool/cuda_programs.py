@@ -28,8 +28,8 @@ def programs() -> Iterator[Program]:
 
 
 def moved_bytes() -> list[int]:
-    """Of all that is moved as a row: rows and pages of them; of index keys values, scales, both
-    side by side, and pages."""
+    """The sizes of all that is moved as a row: rows and pages of rows; values and scales of index
+    keys, both side by side, and pages of keys."""
     sizes = {each for row_bytes in ROW_BYTES for each in (row_bytes, PAGE_ROWS * row_bytes)}
     for keys in KEYS:
         sizes |= {keys.value_bytes, keys.scale_bytes, keys.key_bytes, keys.page_bytes}

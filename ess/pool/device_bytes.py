@@ -62,9 +62,9 @@ class PoolShape:
 def stage_shape(
     part: ModelLayout, *, index_pages: int, sequence_max: int, length_max: int
 ) -> PoolShape:
-    """Of a pipeline's stage that has this part of the layout. Chunks of prompts read their rows on
-    the host, or in a copy that lasts as long as the chunk: a stage keeps no working set and runs no
-    steps. It has a slot for each sequence and no more."""
+    """The pools of a pipeline's stage that has this part of the layout. Chunks of prompts read
+    their rows on the host, or in a copy that lasts as long as the chunk: a stage keeps no working
+    set and runs no steps. It has a slot for each sequence and no more."""
     return PoolShape(
         layout=part,
         chunks=div_ceil(sequence_max, PAGE_ROWS) * part.group_count,

@@ -144,7 +144,7 @@ class SparsePool:
 
     @property
     def now(self) -> int:
-        """The step as slots name it, in 32 bits: behind `NOW_MAX` its names begin anew."""
+        """The number of the step in the slots' 32 bits: after `NOW_MAX` the numbers begin again."""
         return self.step - self._passed
 
     def begin_step(self) -> int:

@@ -132,7 +132,7 @@ class Stages:
 
     def order(self, order: Order, hidden: Tensor | None = None, *, is_obeyed: bool = True) -> None:
         """This stage has just obeyed the order, or will have when `obeyed` is called; the others
-        get it with the next `flush`. Behind a Text nothing is known: its prompt is open here."""
+        get it with the next `flush`. After a Text nothing is known: its prompt is open here."""
         if self.count > 1:
             is_known = is_obeyed and not isinstance(order, Text)
             self._newest = _Behind(self._free() if is_known else None)

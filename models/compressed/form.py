@@ -58,7 +58,7 @@ class StateForm:
 
     @property
     def byte_count(self) -> int:
-        """In float32, with the header."""
+        """The bytes of a state in float32, with its header."""
         return VALUE_BYTES * (self.unit + self.values)
 
     def bytes_of(self, *, value_bytes: int, row_bytes: int) -> int:
@@ -94,7 +94,7 @@ class EntryPages:
         return len(self.layers) * self.per_page
 
     def unit(self, layer: int, entries: Any) -> Any:
-        """Behind the state; `entries` is a number, or whatever has many of them."""
+        """The places of entries in the units after the state; `entries` is a number or an array."""
         before = entries // self.per_page * len(self.layers) + self.layers.index(layer)
         return before * self.per_page + entries % self.per_page
 

@@ -101,8 +101,8 @@ class PlainLayer:
     def attend_chosen(
         self, queries: Tensor, last: Seen, entries: Tensor, selection: Tensor
     ) -> Tensor:
-        """To the last tokens and the selected entries; -1 in a selection is a pad. Others read the
-        entries from elsewhere by overriding this."""
+        """Attends to the last tokens and the selected entries; -1 in a selection is a pad.
+        Subclasses override this to read the entries from elsewhere."""
         places = selection.long().where(selection >= 0, len(entries))
         chosen = torch.zeros(len(queries), len(entries) + 1, dtype=torch.bool)
         chosen.scatter_(1, places, True)
@@ -123,7 +123,7 @@ class PlainLayer:
         return Seen(rows, (ages >= 0) & (ages < self._window))
 
     def _select(self, hidden: Tensor, query: Tensor, rotation: Rotation) -> Tensor:
-        """Of the entries whose tokens end with a token or before it, the indexer's choice."""
+        """The indexer's choice among the entries that are complete at each token."""
         indexer = self._layer.indexer
         assert indexer is not None, "a layer that selects nothing"
         assert self.keys is not None, "an indexer without keys"

@@ -20,7 +20,8 @@ class State:
     """
 
     def __init__(self, form: StateForm, memory: Tensor | None = None) -> None:
-        """In `memory`, uint8 [form.byte_count] or more: zeros, or what another state has left."""
+        """The state lies in `memory`, uint8 [form.byte_count] or more: zeros, or what another state
+        has left."""
         self.form = form
         if memory is None:
             memory = torch.full((form.byte_count,), 0xFF, dtype=torch.uint8)
@@ -91,8 +92,8 @@ class Ring:
         self._state, self._field, self._at = state, field, at
 
     def read(self, start: int, stop: int | None = None) -> Tensor:
-        """Of the tokens from `start` to the state's length, or to `stop`: of a field that comes
-        behind the others."""
+        """What the field has of the tokens from `start` to the state's length, or to `stop`, which
+        a field that is written after the others needs."""
         state, lines = self._state, self._field.lines
         written = state.written if stop is None else stop
         assert start >= written - lines, f"token {start} is gone: {written} written"
@@ -100,8 +101,8 @@ class Ring:
         return state.lines(self._field, self._at)[places]
 
     def write(self, values: Tensor, first: int | None = None) -> None:
-        """Of the tokens behind the state's length, or from `first` on; the last ones, if lines are
-        fewer."""
+        """Writes the values of the tokens after the state's length, or from `first` on; if there
+        are fewer lines, of the last tokens."""
         lines = self._field.lines
         first = self._state.length if first is None else first
         last = values[-lines:]

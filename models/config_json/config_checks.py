@@ -108,7 +108,7 @@ def _check_compressed(config: ModelConfig, compressed: Compressed) -> None:
 
 
 def check_codecs(config: ModelConfig, row: RowForm, index: IndexForm) -> None:
-    """What the forms of rows and keys need, which other forms may not."""
+    """Checks what these forms of rows and keys need and other forms do not."""
     ranks = {"kv_lora_rank": config.latent_dim}
     if config.window is not None:
         ranks["swa_kv_lora_rank"] = config.window.latent_dim

@@ -47,14 +47,16 @@ class Recurrent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def channel_shape(self) -> tuple[int, ...]:
-        """Of the tokens before, as many as the next one is made of with them."""
+        """The shape of what is kept of earlier tokens: as many as the next token is computed
+        from."""
         return self.kernel - 1, 3 * self.head_count * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateField:
-    """Of one layer, by its place in the whole model: a matrix and channels where attention is
-    linear; where an indexer chooses units, what the last tokens give to the key of their unit."""
+    """The state of one layer, by its number in the whole model: a matrix and channels where
+    attention is linear; where an indexer chooses units, the last tokens' contribution to their
+    unit's key."""
 
     name: Name
     layer: int

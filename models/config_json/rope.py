@@ -117,7 +117,7 @@ def _complete_yarn(
 
 
 def _ratio(longest: Any, trained: Any) -> float | None:
-    """None where a length is none: that is refused by its own name."""
+    """None where a length is not valid: that is refused by its own name."""
     for length in (longest, trained):
         if not (isinstance(length, int) and 0 < length <= LENGTH_MAX):
             return None

@@ -124,7 +124,7 @@ def _rate_name(said: Mapping[str, Any], name: str, kind: str) -> str:
 
 
 def _rope_dim(said: Mapping[str, Any]) -> int:
-    """Of the last dimensions of a head, said as their count or as their share."""
+    """How many of a head's last dimensions are rotated, given as a count or as a share."""
     head, count = said["head_dim"], said.get("qk_rope_head_dim")
     share = said.get("partial_rotary_factor")
     if not _is_count(head):
@@ -145,7 +145,8 @@ def _rope_dim(said: Mapping[str, Any]) -> int:
 
 
 def _ropes(said: Mapping[str, Any], rope_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of layers with entries, and of the others. One object is yarn's, for the first alone."""
+    """The rope of layers with entries, and of the others. A single object is yarn's, for the first
+    kind alone."""
     name = "rope_scaling" if said.get("rope_scaling") else "rope_parameters"
     given = said.get(name, {})
     if not isinstance(given, Mapping):

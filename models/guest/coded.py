@@ -13,7 +13,7 @@ from ess.models.guest.codes import FILE
 
 
 class CodedFile:
-    """By the names of the checkpoint's tensors. Nothing is there where there is no file."""
+    """Coded weights by the names of the checkpoint's tensors; empty if there is no file."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE

@@ -28,7 +28,8 @@ STYLE: Final[RopeStyle] = "half"
 
 
 class Grouped:
-    """In the shape of `Mla`. The low-rank query of a latent model is the query before its turn."""
+    """Grouped attention with the interface of `Mla`. In place of a latent model's low-rank query it
+    has the query before rotation."""
 
     sinks: Tensor | None = None
 
@@ -101,7 +102,8 @@ class Grouped:
         return keys, values
 
     def as_attended(self, values: Tensor) -> Tensor:
-        """Of each head [tokens, heads, dim], in the places where attended rows hold them."""
+        """The values of each head [tokens, heads, dim], at the places where attended rows hold
+        them."""
         rows = values.new_zeros(len(values), self._groups, self._each, 2 * self._half)
         for group, heads in enumerate(values.view(*rows.shape[:3], -1).unbind(1)):
             first = self._half + group * self._dim

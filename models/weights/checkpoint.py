@@ -138,9 +138,8 @@ class Checkpoint:
 
 
 def _head_as_stored(config: ModelConfig, specs: Mapping[str, Spec]) -> ModelConfig:
-    """A head that is stored is used, even if tie_word_embeddings says that it is the embedding.
-
-    So does transformers where the two differ; where they are equal, it is the same.
+    """A stored head is used, even if tie_word_embeddings says that the head is the embedding.
+    Transformers does the same where the two differ; where they are equal, it makes no difference.
     """
     if config.tie_head and HEAD in specs:
         return msgspec.structs.replace(config, tie_head=False)

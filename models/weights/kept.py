@@ -39,12 +39,12 @@ class Fp8Weight:
         return Fp8Weight(self.values.to(device), self.scales.to(device))
 
     def times(self, x: Tensor) -> Tensor:
-        """In float32."""
+        """The product in float32."""
         computes = ops("cpu" if self.values.is_cpu else "cuda")
         return computes.linear_fp8(x, self.values, self.scales)
 
     def plain(self) -> Tensor:
-        """In bfloat16."""
+        """The weight in bfloat16."""
         return dequantise(self.values, self.scales, dtype=torch.bfloat16)
 
 

@@ -28,7 +28,7 @@ SERVED: Final = {
 
 
 def messages_of(given: Sequence[Mapping[str, Any]], system: object) -> list[Item]:
-    """The conversation as chat messages. What the system says after the beginning is a turn of the
+    """The conversation as chat messages. A system message after the beginning becomes a turn of the
     user: few models were trained on a system's turn there, and chat formats have no place for it.
     """
     if not given:

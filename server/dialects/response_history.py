@@ -126,8 +126,8 @@ def _inside(given: msgspec.Raw) -> bytes:
 
 
 def _followed(raw: bytes, asked: bytes) -> bytes:
-    """The body, which names the response before it, with other items. Of keys that are twice in an
-    object the last counts, so they are added, and the rest need not be read."""
+    """The body, which names the response before it, with other items. Where an object has a key
+    twice, the last one counts; so the items are appended, and the rest need not be read."""
     return b'%b,"previous_response_id":null,"input":[%b]}' % (raw.rstrip()[:-1], asked)
 
 

@@ -36,8 +36,8 @@ PREFLIGHT: Final = b"access-control-request-method"
 
 
 class Keys:
-    """The keys of which a request needs one; none is needed if there are none. They may be replaced
-    while the server runs."""
+    """The API keys, of which a request needs one; without keys no request needs one. They may be
+    replaced while the server runs."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.replace(keys)

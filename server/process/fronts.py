@@ -42,7 +42,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def endpoint_of(folder: str, front: int, engine: int = 0) -> str:
-    """Where a front connects to engine number `engine` of the server, counted from 0."""
+    """The endpoint at which a front connects to engine number `engine` of the server, counted from
+    0."""
     return f"ipc://{folder}/engine-{front}-{engine}"
 
 

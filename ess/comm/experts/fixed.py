@@ -106,7 +106,7 @@ class FixedExchange:
         self._coming = self._expert_ranks.spread(content, sends="out_bytes")
 
     def _told(self, content: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        """Of what so many ranks have sent: the choices, and the weights, [ranks, room, per_token]
+        """The choices and the weights in what `ranks` ranks have sent, [ranks, room, per_token]
         each, in place."""
         width = self._tokens.shape[1] * self._tokens.element_size()
         first = self._room * width

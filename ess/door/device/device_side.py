@@ -67,8 +67,8 @@ class DeviceSide:
         )
 
     def all_resident(self, sequences: Many[Sequence]) -> bool:
-        """True only if that is certain. What the host does not know yet it asks the device, which
-        answers behind a step."""
+        """True only if that is certain. If the host does not know, it asks the device, which
+        answers after a step."""
         return self.knowledge.all_resident(sequences)
 
     def is_scarce(self) -> bool:

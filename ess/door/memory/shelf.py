@@ -67,8 +67,8 @@ class Shelf:
         self.forgotten([*self._mark_of])
 
     def _copy(self, content: bytes, page: int, mark: object, out: Bytes) -> bool:
-        """In the tier's thread. The last look comes behind the last byte: before the page can be
-        taken for other rows, its text is forgotten."""
+        """Runs in the tier's thread. It checks the page's mark after the last byte: a page's text
+        is forgotten before the page can be taken for other rows."""
         at = 0
         for part in self._latent.parts(page):
             out[at : at + len(part)] = part

@@ -54,8 +54,8 @@ class Resident:
         self._answers.pop(sequence.number, None)
 
     def is_scarce(self) -> bool:
-        """Less than a tenth of some group's slots is free: from here on, ages matter. Not where
-        layers attend to a window: there the first to come is the first to be behind it."""
+        """Less than a tenth of some group's slots is free: from here on, ages matter. This is False
+        where layers attend to a window: there rows leave in the order in which they came."""
         groups = range(self.pools.layout.group_count)
         rooms = self.rooms()
         return any(rooms[g] < 0 for g in groups if not self.pools.layout.window_of(g))

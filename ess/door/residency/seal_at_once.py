@@ -33,8 +33,8 @@ class Sealing:
         self._left: Words = np.empty(0, np.int64)
 
     def at_once(self, step: Step, groups: list[int], accepted: list[int], lines: Rows) -> bool:
-        """Whether that was done, for new rows in the slots that `lines` names by group. Not where
-        the kept rows are many, or none."""
+        """Whether that was done, for new rows in the slots that `lines` names by group. False where
+        many rows are kept, or none."""
         pools, count = self._pools, sum(accepted)
         if not pools.at_once_bytes or not groups:
             return False

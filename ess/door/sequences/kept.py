@@ -24,7 +24,7 @@ KEPT_TOKENS: Final = 8192
 
 
 class KeptStates:
-    """In at most `byte_max` bytes of the host. Listens to the prefix cache."""
+    """The states take at most `byte_max` bytes of the host. Listens to the prefix cache."""
 
     def __init__(self, byte_max: int) -> None:
         self.byte_max = byte_max

@@ -378,8 +378,8 @@ class Sequence:
             self._shelved = None
 
     def resume(self) -> None:
-        """Takes index pages again and reloads keys: nothing is computed anew. PoolFull if there is
-        no room: then it stays preempted. Unavailable where pages that it had on disk are lost."""
+        """Takes index pages again and reloads keys: nothing is recomputed. PoolFull if there is no
+        room: then it stays preempted. Unavailable where pages that it had on disk are lost."""
         self.wait()
         require_state(self, "preempted")
         self._bring_back()

@@ -30,7 +30,7 @@ class Direct(Protocol):
         """Writes what stays, once."""
 
     def enter(self, step: Step, layers: Layers, which: range, *, resident: list[bool]) -> None:
-        """Before the call: new rows have slots. Of layers that are not `resident` rows are
+        """Prepares the call: new rows get slots. In layers that are not `resident`, rows will be
         fetched."""
 
     def resolve(self, layers: Layers, layer: int) -> None:
@@ -41,5 +41,5 @@ class Direct(Protocol):
         read in place."""
 
     def leave(self, step: Step, layers: Layers, which: range, *, claimed_count: int) -> None:
-        """Behind the call: counts what has happened, of which so many rows were claimed and copied
-        by native code."""
+        """Called after the call: counts what has happened; native code claimed and copied
+        `claimed_count` rows."""

@@ -41,7 +41,7 @@ def lacks(model: ModelConfig) -> Mapping[str, str]:
 
 
 def check_settings(model: ModelConfig, config: EngineConfig) -> None:
-    """In one sentence, for each of a server's settings too."""
+    """Raises one sentence, which serves for a server's settings too."""
     if missing := lacks(model):
         _check_mtp(model, config.mtp)
     usual = {field.name: (field.default,) for field in fields(config)} | ALLOWED

@@ -46,7 +46,7 @@ class Beside:
 
 
 def _values(held: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """In place: [lines, *shape] of float32."""
+    """A view of `held` as float32 [lines, *shape]."""
     return held.view(torch.float32).view(len(held), *shape)
 
 

@@ -196,7 +196,7 @@ class CallMemory:
             self._rotation.sin.copy_(batch.rotation.sin)
 
     def bind(self, batch: Batch, layer: DecoderLayer) -> None:
-        """Writes what stays, but for what a placement knows."""
+        """Writes what stays the same, except what a placement knows."""
         compiled, layout = layer.compiled(batch.layout), batch.layout
         record: Any = self.layers.records[layer.number]
         front, ask, back = compiled.stages()

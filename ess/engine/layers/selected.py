@@ -156,7 +156,7 @@ class SelectedRows(ABC):
 
     @timed
     def attend_fetched(self, found: LocatedRows, resident: Partial) -> Partial:
-        """Beside the fetch of a later part, if there is one."""
+        """Runs beside the fetch of a later part, if there is one."""
         spares = found.part.stop < self._half.queries.stop
         return self.attend_codes(
             found.part, found.resolution.miss, placed=False, spares=spares, onto=resident

@@ -65,8 +65,8 @@ class MeshEngine(Engine):
 
 
 class Lead(MeshEngine):
-    """Rank 0's. Whatever is asked of it, it says before it does it; a call that is refused here is
-    refused there."""
+    """The engine of rank 0. It passes each call on before it makes it; a call that is refused here
+    is refused on every rank."""
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
@@ -118,7 +118,7 @@ class Lead(MeshEngine):
             self._is_in_step = False
 
     def pump(self) -> None:
-        """By itself it is a call, where the others may hear of something."""
+        """`pump` counts as a call of its own where the other ranks may be told something."""
         if not self._is_in_step and self._arrivals is not None and self._arrivals.awaits:
             self.lockstep.say(Pumped())
         super().pump()

@@ -70,8 +70,8 @@ Call: TypeAlias = Added | Cancelled | Preempted | Resumed | Forgot | Stepped | P
 
 
 class Met(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What a rank's engine is about to do, and what is free in its pools. Only whether the step
-    `splits` may follow from more than the calls: that is rank 0's to say."""
+    """What a rank's engine is about to do, and what is free in its pools. Whether the step `splits`
+    may depend on more than the calls, so rank 0 decides it."""
 
     step: int
     token_count: int

@@ -125,7 +125,8 @@ class KvEvents:
 def _batches(
     heard: Sequence[Stored | Removed | None],
 ) -> Iterator[list[Stored | Removed | None]]:
-    """In order, none with more than BATCH_PAGES_MAX pages unless it is a single event."""
+    """The batches in order, none with more than BATCH_PAGES_MAX pages unless it is a single
+    event."""
     part: list[Stored | Removed | None] = []
     count = 0
     for event in heard:
@@ -149,7 +150,7 @@ def _written(event: Stored | Removed | None, form: Form) -> object:
 
 
 def _fields(event: Stored | Removed | None) -> tuple[str, dict[str, Any]]:
-    """In the order of the array form."""
+    """The fields in the order of the array form."""
     if event is None:
         return "AllBlocksCleared", {}
     names = [block_name(content) for content in event.contents]
@@ -252,7 +253,7 @@ class Post:
                 self._replays.popitem(last=False)
 
     def _replay(self) -> None:
-        """To each that asked a few batches, then to the next: none can keep the others waiting."""
+        """Sends a few batches to each subscriber in turn, so that none keeps the others waiting."""
         for who, number in list(self._replays.items()):
             try:
                 self._send_some(who, number)

@@ -110,7 +110,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PoolUse(msgspec.Struct, frozen=True, array_like=True):
-    """Counted in units of `unit_bytes`."""
+    """The use of a pool, in units of `unit_bytes`."""
 
     name: str
     used: int
@@ -184,8 +184,9 @@ class HandoffLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandoffStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Counts since the engine started, but for the first two: what is under way. `again_count` are
-    the pieces asked for a second time. `recent` are the last handoffs that ended, newest first."""
+    """The first two say what is under way; the others count since the engine started. `again_count`
+    are the pieces asked for a second time. `recent` are the last handoffs that ended, newest
+    first."""
 
     open_arrival_count: int = 0
     open_departure_count: int = 0
@@ -214,8 +215,8 @@ class StageLine(msgspec.Struct, frozen=True, array_like=True):
 
 class DiskLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The prefix cache on disk: pages there are and may be, pages that wait to be stored, and since
-    the start pages and seconds of stores and loads. Of `dropped_count` pages nothing was stored,
-    `damaged_count` were found broken and forgotten. `fault` says why no page is stored any more."""
+    the start pages and seconds of stores and loads. `dropped_count` pages were not stored,
+    `damaged_count` were damaged and forgotten. `fault` says why no page is stored any more."""
 
     page_count: int = 0
     page_max: int = 0

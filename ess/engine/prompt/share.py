@@ -114,7 +114,8 @@ class ByTokens:
         return attended
 
     def windows(self, work: Work) -> list[Tensor]:
-        """In rank order the windows of all slices are in the order of the spans."""
+        """Gathers the windows of all slices; in the order of ranks they are in the order of the
+        spans."""
         layout = work.mine.layout
         shape = 0, layout.group_count, layout.top_k
         none = torch.empty(shape, dtype=torch.int32)

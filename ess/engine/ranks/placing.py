@@ -64,7 +64,7 @@ def decided(config: ModelConfig, rank_count: int, *, redundant: int, path: str) 
 
 
 def read_loads(path: Path, config: ModelConfig) -> Mapping[int, list[int]]:
-    """By layer; BadInput names the file and what is wrong with it."""
+    """The loads by layer; BadInput names the file and what is wrong with it."""
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
             raise BadInput(f"expert_load {path} has more than {FILE_BYTES_MAX:,} bytes")

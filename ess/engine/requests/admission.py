@@ -45,7 +45,7 @@ class Admission:
         return self._roster.count("decoding") + self._roster.count("prefilling")
 
     def displaced(self) -> list[Request]:
-        """By rank, the requests that wait for the device, but not those that the caller has
+        """The requests that wait for the device, by rank, without those that the caller has
         preempted."""
         return [request for request in self._roster.by_rank("preempted") if not request.is_held]
 

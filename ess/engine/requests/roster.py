@@ -78,7 +78,7 @@ class Roster(Generic[AnyRequest]):
         return self._by_state[state].values()
 
     def by_rank(self, *states: State) -> tuple[AnyRequest, ...]:
-        """Sorted anew only when a request has come, moved or left."""
+        """Sorted again only when a request has come, moved or left."""
         found = self._sorted.get(states)
         if found is None:
             assert len(set(states)) == len(states), f"a state is named twice: {states}"

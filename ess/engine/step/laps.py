@@ -23,7 +23,7 @@ class Lap(Protocol):
 
     @property
     def seconds(self) -> float:
-        """To be read when the step's tokens have come."""
+        """The seconds of the lap; read it only when the step's tokens have come."""
 
 
 class HostLap:

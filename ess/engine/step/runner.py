@@ -282,7 +282,8 @@ def made_runner(
 
 
 def queries_per_request(step: Step) -> int:
-    """As many as each sequence of the step has, pads behind them too; else 1."""
+    """The number of queries, if all sequences of the step and its pads have equally many; else
+    1."""
     first, *others = step.query_counts
     is_even = all(count == first for count in others) and step.query_count % first == 0
     return first if is_even else 1

@@ -30,8 +30,8 @@ class Stateful(WholeModel):
     def prefilled(
         self, runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None
     ) -> list[Prefilled]:
-        """In pieces that end where states are kept: of all spans the first pieces together, and
-        so on."""
+        """Runs the spans in pieces that end where states are kept: first the first piece of each
+        span, then the second of each, and so on."""
         parts_of: list[list[Prefilled]] = [[] for _ in spans]
         rounds = list(itertools.zip_longest(*(_cut(runner, span) for span in spans)))
         for round_ in rounds:
@@ -49,7 +49,7 @@ def _opened(span: Span) -> Opened:
 
 
 def _cut(runner: Runner, span: Span) -> list[Span]:
-    """Each piece with the state that it goes on from."""
+    """Each piece with the state that it continues from."""
     sequence, beside = _opened(span), runner.beside
     assert beside is not None, "a model without states"
     ends = sorted({*sequence.kept_ends(span.start, span.stop), span.stop})

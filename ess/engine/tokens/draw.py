@@ -105,7 +105,7 @@ def _some(queries: list[int], logits: Tensor) -> Iterator[list[int]]:
 
 
 def draw_whole(rows: Rows) -> Tensor:
-    """Every token is a candidate, but for those below min-p of the best."""
+    """Every token is a candidate, except those below min-p of the best."""
     noisy = gumbel(rows.keys, torch.arange(rows.scores.shape[1], device=rows.scores.device))
     noisy += rows.scores
     if rows.has_floor:

@@ -263,9 +263,10 @@ def end_with_parent() -> None:
 
 
 def end(process: int) -> dict[str, Any]:
-    """By which signal it has ended. One that was ending already keeps its own: its channel closes
-    a moment before it can be reaped. Only we reap our children, so the number cannot have become
-    another's; a child of the process that was here before us has ended with that."""
+    """Ends the process and says by which signal it has ended. A process that was ending already
+    keeps its own signal: its channel closes a moment before it can be reaped. Only we reap our
+    children, so the number cannot have become another's; a child of the process that was here
+    before us has ended with that."""
     try:
         ended, status = os.waitpid(process, os.WNOHANG)
     except ChildProcessError:

@@ -168,7 +168,7 @@ class Sandbox:
         return self._has_started
 
     def _describe(self, vocabulary: Callable[[], bytes]) -> None:
-        """In a thread of its own: no caller would see an error that is raised here."""
+        """Runs in a thread of its own: no caller would see an error that is raised here."""
         try:
             self._vocabulary = vocabulary()
         except Exception as error:

@@ -31,9 +31,9 @@ class Opened(IntEnum):
 def places(
     tables: Ints, lengths: Ints, lines: Sequence[int], counts: Sequence[int]
 ) -> tuple[Ints, ...] | None:
-    """Of `counts` new tokens behind the length of each line, query by query: its line, its place
-    among its sequence's, the length before, position, length with it, and row id. None where a line
-    or a page is not there."""
+    """For `counts` new tokens after the length of each line, query by query: its line, its number
+    within its sequence, the length before, position, length with it, and row id. None where a line
+    or a page is missing."""
     size, total = len(lines), sum(counts)
     columns = np.empty((6, total), np.int32)
     given = struct.pack(f"{2 * size}i", *lines, *counts)
@@ -72,7 +72,7 @@ def opened(opening: records.Opening) -> int:
 
 
 def best(logits: Tensor) -> Tensor:
-    """Of each line of float32 logits the first place of the greatest; -1 if one is no number."""
+    """The first place of the greatest logit in each float32 line; -1 if the line has a NaN."""
     assert logits.dtype == torch.float32, f"logits of {logits.dtype}"
     assert logits.stride(1) == 1, f"logits with strides {logits.stride()}"
     count, width = logits.shape

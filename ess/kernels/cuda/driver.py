@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
 
 
 class Device:
-    """A GPU. Unavailable where there is none, with the reason."""
+    """A GPU. Without one, creating it raises Unavailable with the reason."""
 
     def __init__(self, ordinal: int = 0, *, folder: Path | None = None) -> None:
         call("cuInit", 0)

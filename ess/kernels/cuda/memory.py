@@ -28,7 +28,8 @@ def copy_to_device(
 
 
 def copy_to_host(device: Device, *, target: int, source: int, byte_count: int, stream: int) -> None:
-    """To registered memory of the host. Queued; one copy for each registration that it meets."""
+    """Queues a copy to registered memory of the host, in one piece for each registration that it
+    crosses."""
     device.make_current()
     for at, size in device.pinned.pieces(target, byte_count):
         call("cuMemcpyDtoHAsync", target + at, source + at, size, stream)

@@ -85,7 +85,7 @@ class MoveForm:
 
     @property
     def block_rows(self) -> int:
-        """As many rows as a block has on the wire at once."""
+        """The number of rows that a block has on the wire at once."""
         if self.way != "flat":
             return self.threads if self.way == "ring" else self.threads // 32
         return max(1, self.threads * self.in_flight * self.unit_bytes // self.span_bytes)
@@ -109,7 +109,8 @@ def flat_form(row_bytes: int, *numbers: int) -> MoveForm:
 
 
 def ring_form(row_bytes: int, *numbers: int) -> MoveForm:
-    """As many rows for a thread as shared memory holds; fewer threads where two do not fit."""
+    """Gives a thread as many rows as shared memory holds, and takes fewer threads where two do not
+    fit."""
     if widest_unit(row_bytes, *numbers) != 16:
         raise BadInput(
             f"rows of {row_bytes} bytes, their strides and addresses must be multiples of 16"

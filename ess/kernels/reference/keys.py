@@ -76,7 +76,7 @@ def _page_parts(pages: Tensor, codec: IndexCodec) -> tuple[Tensor, Tensor]:
 
 
 def hadamard(values: Tensor) -> Tensor:
-    """By its steps: sums and differences at distances 1, 2, 4, ..."""
+    """The transform step by step: sums and differences at distances 1, 2, 4, ..."""
     size, stride, shape = values.shape[-1], 1, values.shape
     values = values.float()
     while stride < size:

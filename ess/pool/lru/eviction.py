@@ -80,8 +80,8 @@ class Evictions:
         self._came, self._spared = np.zeros(count, np.int64), np.zeros(count, np.int32)
 
     def begin_anew(self, last_use: npt.NDArray[np.int32], *, by: int, least: int) -> None:
-        """Names of steps shrink by `by`, to `least` at least. `last_use` still has the old ones.
-        Of each slot it stays known whether its row was selected since the hand passed it."""
+        """Step numbers shrink by `by`, to `least` at the lowest; `last_use` still has the old
+        numbers. Whether a slot's row was selected since the hand passed it does not change."""
         if self.name != "sieve":
             return
         visited = last_use > self._spared

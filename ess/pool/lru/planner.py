@@ -393,8 +393,8 @@ def _packed(arenas: Sequence[Arena]) -> bytes:
 
 
 def clear_block(arena: Arena, block: int, *, step: int) -> bool:
-    """Empties a block, unless a row of it is held: then native code is to look for free
-    slots anew."""
+    """Empties a block, unless one of its rows is held. Native code then looks for free slots
+    again."""
     cleared = specification.clear_block(arena, block, step=step)
     arena.native = None
     return cleared

@@ -41,7 +41,7 @@ class TimedStage(Stage):
         self.between, self.leaves = between, leaving
 
     def _mark(self) -> None:
-        """What the send of a state takes is no layer's time."""
+        """The time of sending a state belongs to no layer."""
         wall_s, core_s = _now()
         self._marks.append((wall_s - self._away[0], core_s - self._away[1]))
 

@@ -31,7 +31,8 @@ COLD: Final = 130.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissCurves:
-    """By context: the logarithm of the mean over the ratio, and each layer relative to the mean."""
+    """Miss curves by context: the logarithm of the mean over the ratio, and each layer relative to
+    the mean."""
 
     means: Mapping[int, Curve]
     shapes: Mapping[int, tuple[float, ...]]

@@ -17,7 +17,8 @@ from ess.sim.operators.parallel import Parallel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What is not measured: nominal rates, in bytes or FLOP per microsecond, and memory."""
+    """The properties of a GPU that are not measured: nominal rates, in bytes or FLOP per
+    microsecond, and memory."""
 
     memory_bytes: int = 151_397_597_184
     hbm_rate: float = 0.8 * 4.8e6

@@ -75,7 +75,7 @@ class Node:
         return min(gpus, self.gpu_count)
 
     def fetch_limits(self, machine: Machine, *, gpus: int) -> dict[str, float]:
-        """By limiter: bytes per microsecond that one GPU can fetch."""
+        """The bytes per microsecond that one GPU can fetch, by limiter."""
         sharing = self.neighbours(gpus)
         limits = {
             "host link": machine.link_rate if self.link_rate is None else self.link_rate,

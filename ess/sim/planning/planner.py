@@ -370,7 +370,7 @@ class Planner:
         )
 
     def _limiter(self, chosen: Point, points: list[Point]) -> str:
-        """What stops the next larger batch."""
+        """The limit that the next larger batch would exceed."""
         larger = [point for point in points if point.batch > chosen.batch]
         if larger and not self._in_time(larger[0]):
             return TIME

@@ -153,9 +153,9 @@ class Worker:
         if there is none.
 
         The same requests arrive closer together or further apart, and a tier that is not given is
-        sized for every rate. `RATE_MAX` means that there are so few that all can run at once. The
-        search begins near a rate, and assumes that a rank which sustains a rate sustains every
-        lower rate too.
+        sized for every rate. `RATE_MAX` means that there are so few requests that all can run at
+        once. The search begins near a rate, and assumes that a rank which sustains a rate sustains
+        every lower rate too.
         """
         low, high = Sustained(0.0, self.decoding), math.inf
         rate = min(max(near, RATE_MIN), RATE_MAX)

@@ -163,7 +163,8 @@ def call_parameters(
 
 
 def lines_of_calls(rules: Rules, calls: Calls, invoke: Callable[..., str], *, closing: str) -> str:
-    """Behind the mark that opens calls: a call in each line, by `invoke`, and the closing mark."""
+    """What follows the mark that opens calls: a call in each line, by `invoke`, and the closing
+    mark."""
     call = any_of(
         invoke(rules, f"tool_{place}", tool, bound=calls.must or is_strict(tool))
         for place, tool in enumerate(calls.tools)

@@ -59,7 +59,7 @@ def mistral(tokenizer: Tokenizer, calls: Calls) -> str:
 
 
 def _written(rules: Rules, calls: Calls, mark: str, body: str, *, think: str, between: str) -> str:
-    """Behind the mark of each call a body."""
+    """A body after the mark of each call."""
     if calls.must:
         call = rules.add("call", f"{rules.mark(mark)} {body}")
         more = f"({between} {call})*" if calls.several else ""

@@ -65,7 +65,7 @@ class TaggedParser(StreamParser, ABC):
 
     @abstractmethod
     def _after_calls(self) -> bool:
-        """Behind the end of a block."""
+        """Reads on after the end of a block."""
 
     def _quiet_states(self) -> tuple[State, ...]:
         return (self._ignored, self._after_calls)

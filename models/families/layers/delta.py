@@ -39,8 +39,8 @@ BLOCK: Final = 8
 
 
 class State(NamedTuple):
-    """Of some sequences: float32 [sequences, heads, keys, values]; and of the tokens before,
-    channels [sequences, kernel - 1, 3 * dim]."""
+    """The states of some sequences, float32 [sequences, heads, keys, values], and the channels of
+    the tokens before, [sequences, kernel - 1, 3 * dim]."""
 
     matrix: Tensor
     channels: Tensor
@@ -81,7 +81,7 @@ class Delta(Mla):
         return State(*(torch.zeros(1, *shape, device=self.device) for shape in shapes))
 
     def given(self, normed: Tensor) -> Tensor:
-        """Of the layer's normed input [tokens, hidden]: channels, how each fades, and shares,
+        """From the layer's normed input [tokens, hidden]: channels, how each fades, and shares,
         [tokens, 4 * dim + heads]."""
         faded = linear(linear(normed, self._fade[0]), self._fade[1]) + self._fade_base
         share = linear(normed, self._share).sigmoid()

@@ -72,7 +72,8 @@ class Mixtures(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Of one sequence in one layer: normed input; queries, keys and values before their turn."""
+    """What one sequence has in one layer: normed input; queries, keys and values before
+    rotation."""
 
     hidden: Tensor
     queries: Tensor

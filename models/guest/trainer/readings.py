@@ -19,7 +19,7 @@ MODULES_LEFT_OUT: Final = ("test", "idlelib", "pydoc_data", "lib2to3", "site-pac
 
 
 def texts(seed: int) -> list[str]:
-    """In an order that the seed decides."""
+    """The texts, in an order that the seed decides."""
     listed = list(_library())
     random.Random(seed).shuffle(listed)
     return listed

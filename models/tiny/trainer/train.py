@@ -134,7 +134,8 @@ class Run:
         self.recent: deque[float] = deque(maxlen=50)
 
     def _begin(self, start: Path | None) -> Place:
-        """Where an interrupted run was; else the beginning, perhaps with another run's weights."""
+        """The point where an interrupted run stopped; else the beginning, perhaps with another
+        run's weights."""
         if self.state.exists():
             return load_state(self.state, self.common)
         if start is None:

@@ -44,9 +44,9 @@ def kept_bytes(
     rank_count: int = 1,
     redundant: int = 0,
 ) -> int:
-    """`form` is what weights are computed in: bf16, f32, or as they are stored. With `layers` those
-    of a part of the model, which consists of these main layers. Of so many ranks each has its share
-    of the places of experts, `redundant` more than there are experts."""
+    """`form` is what weights are computed in: bf16, f32, or as they are stored. With `layers` only
+    a part of the model is counted, which consists of these main layers. Each rank has its share of
+    the experts' places, of which there are `redundant` more than experts."""
     part = range(config.layer_count) if layers is None else layers
     entries = renamed(entries, config.words)
     specs = expected_tensors(config, mtp=config.mtp_layer_count > 0)
@@ -94,7 +94,8 @@ def _kept(spec: Spec, entries: Mapping[str, Entry], config: ModelConfig, form: s
 
 
 def _own_head(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> int:
-    """Of several streams the head is float32: a copy, where it is the embedding in another type."""
+    """Bytes of a separate head: with several streams it is float32, so a copy if the embedding has
+    another type."""
     if HEAD in entries or config.stream_count == 1:
         return 0
     size = COMPUTED.get(form) or DTYPE_BYTES[entries[EMBEDDING].dtype]
@@ -102,7 +103,8 @@ def _own_head(config: ModelConfig, entries: Mapping[str, Entry], form: str) -> i
 
 
 def _padding(config: ModelConfig, entries: Mapping[str, Entry], form: str, part: range) -> int:
-    """Of grouped heads: what fills keys and values up to a row's halves, and the unused rest."""
+    """Bytes of padding for grouped heads: it fills keys and values up to a row's halves, and the
+    rest."""
     if not config.is_grouped:
         return 0
     kept = config.key_head_count * config.value_dim

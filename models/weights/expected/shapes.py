@@ -127,7 +127,8 @@ def _streams(config: ModelConfig, prefix: str, count: int, layer: int | None) ->
 
 
 def _mixings(config: ModelConfig, prefix: str, layer: int) -> Iterator[Spec]:
-    """What is taken of each stream, what is given to each, and what goes from each to each."""
+    """The weights that mix streams: what is taken of each stream, what is given to each, and what
+    goes from each to each."""
     shares = (2 + config.stream_count) * config.stream_count
     for name, shape in (
         ("fn", (shares, config.residual_dim)),

@@ -69,7 +69,8 @@ class Entry:
 
 
 def renamed(entries: Mapping[str, Entry], words: Sequence[tuple[str, str]]) -> dict[str, Entry]:
-    """By other names: each of `words` is whole parts of a name, and what stands for them."""
+    """The entries under other names: `words` has pairs of whole parts of a name and their
+    replacement."""
     by_name: dict[str, Entry] = {}
     for name, entry in entries.items():
         own = _renamed(name, words)

@@ -85,7 +85,7 @@ def ranks_of(settings: Settings) -> range:
 
 
 def device_of(settings: Settings, rank: int) -> dict[str, str]:
-    """Of the devices of this machine each rank takes one, in order."""
+    """The device of a rank: the ranks of this machine take its devices in order."""
     if not is_device(settings.device):
         return {}
     return {"device": f"{settings.device}:{rank - ranks_of(settings).start}"}

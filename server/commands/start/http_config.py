@@ -74,7 +74,8 @@ def uvicorn_config(
 
 class Watched:
     """Files that are read again when they have changed. `use` reads them and returns what is true
-    from then on. What it refuses is not used, as when only one of two files has changed yet."""
+    from then on. Files that it refuses are not used, for example when only one of two files has
+    changed so far."""
 
     def __init__(self, what: str, paths: Sequence[str], use: Callable[[], str]) -> None:
         self._what = what

@@ -117,7 +117,7 @@ class MessageShape:
         return {"stop_reason": REASON_OF.get(finish or "", finish), "stop_sequence": None}
 
     def usage(self) -> Item:
-        """In this dialect `input_tokens` are those that were not read from the cache."""
+        """The usage; in this dialect `input_tokens` are those that were not read from the cache."""
         cached_count = self.generation.cached_count
         return {
             "input_tokens": self._prompt_count - cached_count,

@@ -94,7 +94,7 @@ class Peers:
 
     async def _meet(self, peer: Peer, metadata: bytes) -> None:
         """Meets a peer; it is down after MISSES_MAX late answers, or once it refuses or is gone.
-        Whatever goes wrong, it is tried again: nobody else connects this worker."""
+        Whatever goes wrong, it is tried again: there is no other way to connect this worker."""
         try:
             async with asyncio.timeout(MEET_S):
                 theirs = await post(peer.named.at, "/peers", metadata)

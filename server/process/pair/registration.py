@@ -5,7 +5,7 @@
     DELETE /workers/{id}        when we drain
 
 Whatever the router does, we serve: a thread asks it, with a time limit. Whatever goes wrong, it is
-asked again: nobody else registers this worker.
+asked again: there is no other way to register this worker.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class KeptResponses:
         self.held_bytes -= size
 
     def put(self, owner: bytes, identity: str, kept: Kept) -> bool:
-        """Whether it is kept: not if it alone is too large, and then no other makes room."""
+        """Whether it is kept. A response that is too large by itself is not kept, and no other
+        response is dropped for it."""
         self.drop(owner, identity)
         if kept.size > self._bytes_max:
             return False

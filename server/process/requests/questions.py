@@ -21,7 +21,8 @@ QUESTION_OF: Final[dict[type[Answered], Question]] = {
 
 
 class Questions:
-    """A client may leave before its answer: its question stays, and no other gets that answer."""
+    """A client may leave before its answer comes: its question stays, so no other client gets that
+    answer."""
 
     def __init__(self) -> None:
         self._asked: defaultdict[Question, deque[asyncio.Future[Answered]]] = defaultdict(deque)

@@ -124,7 +124,7 @@ class DeviceArenas:
 
     @property
     def now(self) -> int:
-        """The step as slots name it, in 32 bits: behind `NOW_MAX` its names begin anew."""
+        """The number of the step in the slots' 32 bits: after `NOW_MAX` the numbers begin again."""
         return self.step - self._passed
 
     def _begin_anew(self) -> None:

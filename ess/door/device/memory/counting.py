@@ -35,8 +35,8 @@ FAULTS: Final[tuple[tuple[str, tuple[Kind, ...], str], ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What is queued before a sending: at most so many claims in each group. Where all rows of
-    these sequences are in slots, their step claims slots for its new rows alone."""
+    """The most that work queued before a sending may claim in each group. Where all rows of these
+    sequences are in slots, their step claims slots only for its new rows."""
 
     sending: int
     at_most: Counts
@@ -91,7 +91,7 @@ class Counting:
     def claims(
         self, at_most: Counts, sequences: Many[int] = (), *, new_rows: int | None = None
     ) -> None:
-        """What was queued may claim so many slots in each group."""
+        """How many slots of each group the queued work may claim at most."""
         self._since.append(Claims(self.next_sending, at_most, frozenset(sequences), new_rows))
 
     def unheard(self) -> list[Claims]:
@@ -109,7 +109,7 @@ class Counting:
         return int(numbers[line, 0]), int(numbers[line, 1])
 
     def counts(self, name: str, *kinds: Kind) -> Counts:
-        """By group, for these kinds, as of the latest step whose counts the host has."""
+        """The counts of these kinds by group, as of the latest step whose counts the host has."""
         at = STORED if name == "stored" else REPORT.index(name)
         chosen = [KINDS.index(kind) for kind in kinds or KINDS]
         newest = self._behind.newest()[: self.totals.numel()].reshape(self.totals.shape)

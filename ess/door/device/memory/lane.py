@@ -72,9 +72,9 @@ class DeviceLane:
     def mark(self) -> CudaEvent:
         """Passed when compute and the lane of steps have done what is queued now.
 
-        Not so landings: on either stream all that follows would wait for them. Pages may go while
-        a landing still reads them on the host, for it fills slots that these rows have left or
-        will leave, and `Leaving` keeps such slots until it has ended."""
+        This leaves out landings, for which all that follows on either stream would wait. Pages may
+        go while a landing still reads them on the host, for it fills slots that these rows have
+        left or will leave, and `Leaving` keeps such slots until it has ended."""
         self.follow(self.steps)
         return self.steps.record()
 

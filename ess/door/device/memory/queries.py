@@ -49,8 +49,8 @@ class Queries:
         return self.memory[ROW : ROW + 1]
 
     def begin(self, lines: list[int], query_counts: Many[int], room: int) -> DeviceArrays:
-        """Behind the queries are pads, up to `room`. They have no position and no row, and the line
-        of some sequence with pages."""
+        """Pads follow the queries, up to `room`. A pad has no position and no row, and the line of
+        some sequence with pages."""
         self.tables.maps.flush()
         sequence_of, offset = places(query_counts)
         count, mine = len(offset), self.memory[:, :room]

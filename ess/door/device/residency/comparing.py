@@ -73,7 +73,7 @@ def _copies(pools: DevicePools, slots: Tensor) -> Tensor:
 
 
 def _differs(pools: DevicePools, layer: int, slots: Tensor, rows: Tensor) -> Tensor:
-    """Of which of these slots the bytes are not those of its row; a slot without one is none."""
+    """Which of these slots hold other bytes than their row; slots without a row do not count."""
     _, member = pools.layout.place_of(layer)
     held = pools.sparse.member_slab(member).index_select(0, slots)
     truth = torch.empty_like(held)

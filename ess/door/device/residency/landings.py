@@ -156,7 +156,7 @@ class Landings:
         return all(count + new_rows <= slot_count(group) for group, count in filling.items())
 
     def go_on(self) -> None:
-        """As many pieces as there are free places."""
+        """Starts as many pieces as there are free places."""
         self.behind()
         while self._waiting and self._free:
             piece = self._waiting.popleft()

@@ -46,7 +46,8 @@ class Leaving:
         pools.counting.add("leave", self._works.reports.view(1, pools.layout.group_count, -1))
 
     def clear(self, group: int, blocks: Ints) -> bool:
-        """Behind a step that has ended, when all copies have landed: whatever ticket a slot has."""
+        """Clears slots whatever their ticket: called after a step has ended and all copies have
+        landed."""
         pools, stream, works = self._pools, self._pools.lane.compute, self._works
         now = now_of(
             step=pools.sparse.now,

@@ -85,7 +85,7 @@ class DeviceRefill:
             self._knowledge.forget(sequence)
 
     def forget_all(self) -> None:
-        """Groups have other slots: walks that rest begin anew."""
+        """Groups have other slots now: walks that rest start again."""
         self._walks.clear()
 
     def check(self) -> None:

@@ -239,8 +239,8 @@ class DeviceSlots:
         return tuple(Resolution(*views, fetch=fetch) for fetch in fetches)
 
     def _next_moment(self, *, part: int, first: int) -> Moment:
-        """Of the next copy. Its claims overwrite those of the copy `RING` before it, which compute
-        waits for first."""
+        """The moment of the next copy. Its claims overwrite those of the copy `RING` before it,
+        which compute waits for first."""
         copy = self._copy_count + 1
         if copy - RING > self._waited:
             self.hold(self._last_fetch(copy - RING))
@@ -423,8 +423,8 @@ class DeviceSlots:
         self._written.clear()
 
     def _count(self, step: Step) -> None:
-        """What the step's calls claim at most; what they have claimed, the seal adds up. Calls that
-        may meet absent rows are not counted."""
+        """Counts what the step's calls may claim at most; the seal adds up what they did claim.
+        Calls that may meet absent rows are not counted."""
         shape = (-1, self.pools.layout.group_count, len(REPORT))
         self._stopwatch.seal(self._works.reports.view(shape)[:, :, CLAIMED])
         at_most = self._resolved + step.query_count

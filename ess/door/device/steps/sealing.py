@@ -270,7 +270,7 @@ def _arrays(pools: DevicePools) -> dict[str, Any]:
 
 
 def _layers_each(pools: DevicePools) -> int:
-    """Of how many layers the rows on the host can be named together."""
+    """For how many layers one list can name the rows on the host."""
     each: int = INT32_ROWS_MAX // pools.latent.rows.shape[1]
     return min(pools.layout.layer_total, each)
 

@@ -142,7 +142,7 @@ class Receiver:
 
     def give_up(self, uid: int, reason: Reason = Reason.ABORTED) -> None:
         """The rows are not wanted any more, and the handoff will have no outcome. The owner closes
-        the sequence. A handoff that has ended already is none."""
+        the sequence. Does nothing if the handoff has ended."""
         entry = self._entries.get(uid)
         self._outcomes = [outcome for outcome in self._outcomes if outcome.uid != uid]
         if entry is None:

@@ -51,7 +51,7 @@ class _Told:
 
 
 class DeviceFuture:
-    """Behind the sequences' lines lies one more line, which pads write to."""
+    """One more line follows the sequences' lines; pads write to it."""
 
     def __init__(self, sizes: PoolSizes, *, token_max: int, device: torch.device) -> None:
         shape, query_max = (sizes.sequence_max + 1, token_max), sizes.query_max

@@ -143,8 +143,9 @@ class DeepGemm:
     ) -> None:
         """Keys j and queries i with one number each: logit = heads * (i + 1) * scale of key j.
 
-        Of several requests, as a step asks: keys of more than one of its splits, of a page and one
-        more, and few; then a pad. No two have a page in common, and none has its pages in order.
+        Several requests are tried, as in a step: with keys of more than one of its splits, of a
+        page and one key more, and of a few keys; then a pad. No two share a page, and no request
+        has its pages in order.
         """
         page_counts = [div_ceil(count, PAGE_ROWS) for count in PROBED]
         pages = torch.zeros(1 + sum(page_counts), CODEC.page_bytes, dtype=torch.uint8)

@@ -66,7 +66,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chunk_tokens(self) -> int:
-        """Of the largest chunk: dynamic ones are timed before with a little more."""
+        """The tokens of the largest chunk; the profile of dynamic chunks runs slightly larger
+        ones."""
         more, of = PROFILE_MARGIN if self.settings.dynamic_chunking else (1, 1)
         return min(self.settings.chunk_tokens * more // of, self.length_max)
 

@@ -113,7 +113,7 @@ def _starts(rows, slot, placed_from, row_stride, placed_stride):
 
 @triton.jit
 def _logits(asked, values, asked_rope, rope, first, end, PRECISION: tl.constexpr):
-    """Of a block that is there: both conditions hold, which the compiler cannot know.
+    """The logits of a block that exists: both conditions hold, which the compiler cannot know.
 
     A result that leaves a branch counts as unchained, so the warps share a product out by columns
     too. The branch that is never taken holds a product as well: were it cheap, Triton would move

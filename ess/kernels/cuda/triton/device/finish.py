@@ -14,7 +14,8 @@ from ess.kernels.cuda.triton.device.rows import coded, placed
 
 @triton.jit
 def _partner(at, DIM: tl.constexpr, IS_HALF: tl.constexpr):
-    """Of column `at` of DIM: the pair's other column, the pair, and whether it is the first."""
+    """For column `at` of DIM: the other column of its pair, the pair, and whether `at` is the
+    first."""
     if IS_HALF:
         is_first = at < DIM // 2
         other = tl.where(is_first, at + DIM // 2, at - DIM // 2)

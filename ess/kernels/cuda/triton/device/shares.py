@@ -42,7 +42,7 @@ def _total(counts, query_count, KEYS: tl.constexpr):
 
 @triton.jit
 def _share(program, total, live):
-    """Where the share of a program begins, of so many that have any."""
+    """Where the share of a program begins, given how many programs have a share."""
     even = total // live
     odd = total - even * live
     program = tl.minimum(program, live)
@@ -53,8 +53,8 @@ def _share(program, total, live):
 def _list_at(
     counts, place, query_count, head_blocks, more, KEYS: tl.constexpr, IS_CUT: tl.constexpr
 ):
-    """Where a share begins: the list, by query and then head block, and the block of it. Behind
-    all lists is one that there is not."""
+    """Where a share begins: the list, by query and then head block, and the block of it. A list
+    number after the last stands for no list."""
     query = tl.zeros((), tl.int32)
     start = tl.zeros((), tl.int32)
     blocks = tl.zeros((), tl.int32)
