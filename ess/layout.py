@@ -8,6 +8,7 @@ The MTP module is one more layer, the last, in a group of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Final, Literal
 
 from ess.errors import BadInput
@@ -29,6 +30,11 @@ EXPERTS_MAX: Final = 512  # of one layer: the most that a compiled stage routes 
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
         raise BadInput(sentence)
+
+
+def _is_whole(number: object) -> bool:
+    """NumPy's whole numbers are; True is a number in Python, and an index of another kind."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,6 +395,8 @@ class ModelLayout:
         return self._places[layer]
 
     def check_layer(self, layer: int) -> None:
+        if type(layer) is not int and not _is_whole(layer):
+            raise BadInput(f"layer is {layer!r}, must be a whole number")
         if not 0 <= layer < len(self._places):
             raise BadInput(f"layer {layer} is outside 0..{self.layer_total - 1} of {self.name!r}")
 

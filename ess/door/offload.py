@@ -338,7 +338,9 @@ class Offload:
 
     def close(self) -> None:
         """Ends the lane, behind what is under way, and the disk, behind what is to be stored in a
-        few seconds. A second call does nothing."""
+        few seconds. A second call does nothing. In a forked child it leaves its parent's alone."""
+        if self.owner.is_forked:
+            self.owner.is_open = False
         if self.owner.is_open:
             self.owner.require_thread()
             self.owner.is_open = False

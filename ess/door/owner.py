@@ -3,10 +3,15 @@
 An Offload belongs to one thread. That is the thread of its first call after `create`, so that an
 engine may be built in one thread and run in another; when that thread has ended, the next thread
 that calls takes over. Copies run on a lane of their own, which asks nothing of this.
+
+It belongs to one process too. A forked child has no threads that copy rows or write pages, and
+shares the disk's files and shared pools with its parent: there every call but `close` is refused,
+and `close` touches nothing.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -33,15 +38,25 @@ class Owner:
         self._opened_count = 0
         self._thread: threading.Thread | None = None
         self._thread_id = -1
+        self._process_id = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that it was created in."""
+        return os.getpid() != self._process_id
 
     def require(self) -> None:
         """The offload is open and the call comes from its thread."""
         if not self.is_open:
             raise BadState("this offload is closed")
-        if threading.get_ident() != self._thread_id:
-            self._take_over()
+        self.require_thread()
 
     def require_thread(self) -> None:
+        if self.is_forked:
+            raise BadState(
+                f"this offload belongs to process {self._process_id}, and process {os.getpid()} is"
+                " a fork of it: create another one here"
+            )
         if threading.get_ident() != self._thread_id:
             self._take_over()
 

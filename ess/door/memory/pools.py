@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -117,6 +117,8 @@ class Pools(ABC):
     shelf: Shelf | None
     states: States | None = None
     """The states of a layout whose requests keep something beside their rows."""
+    has_pads: ClassVar[bool] = False
+    """Whether a step may have room for more queries than it brings."""
 
     @abstractmethod
     def step_arrays(
@@ -157,8 +159,7 @@ class HostPools(Pools):
     def step_arrays(
         self, lines: list[int], query_counts: Many[int], room: int, brought: Brought | None
     ) -> StepArrays:
-        if room != sum(query_counts):
-            raise BadInput(f"room is {room}, but steps on the host are not padded")
+        assert room == sum(query_counts), f"room is {room}, and steps on the host have no pads"
         return HostArrays(self.tables, lines, query_counts, brought)
 
     def at_once_max(self, *, waits: bool) -> int:

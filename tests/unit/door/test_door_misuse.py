@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from ess.door import Sequence, Step
 from ess.errors import BadInput, BadState
 from ess.flashtrans import InlineLane
+from ess.pool.disk.tier import DiskTier
 from tests.unit.door.test_door import LAYOUT, make, opened, refused, rows, selection
 
 
@@ -44,18 +46,11 @@ def test_a_sequence_of_another_offload_is_refused(offload):
 
 
 def in_a_thread(call) -> BaseException | None:
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="arrivals")
+    raised: list[BaseException | None] = []
+    thread = threading.Thread(target=lambda: raised.append(raised_by(call)), name="arrivals")
     thread.start()
     thread.join()
-    return raised[0] if raised else None
+    return raised[0]
 
 
 def test_two_threads_are_told_of_each_other(offload):
@@ -83,6 +78,43 @@ def test_an_offload_belongs_to_the_thread_that_uses_it_first_while_that_lives():
     offload.begin(made, query_counts=[1]).abandon()
     assert isinstance(in_a_thread(lambda: offload.open([1])), BadState)
     offload.close()
+
+
+def test_a_forked_child_is_refused_and_leaves_the_parent_s_disk_alone(tmp_path):
+    """Its `forget_prefixes` would empty the parent's files, and its `close` wait for a thread."""
+    pages = {"page_bytes": LAYOUT.host_page_bytes, "capacity_bytes": 1 << 24}
+    with make(disk=DiskTier(tmp_path, identity=b"t", **pages)) as offload:
+        whole_pages(offload, list(range(250)), count=200).close()
+        sequence = opened(offload)
+        calls = (
+            lambda: offload.open([1, 2]),
+            lambda: sequence.import_rows(0, 10, rows(1)),
+            lambda: offload.begin([sequence], query_counts=[1]),
+            offload.forget_prefixes,
+            offload.drain,
+            sequence.close,
+        )
+        child = os.fork()
+        if child == 0:
+            try:
+                said = [raised_by(call) for call in calls]
+                offload.close()
+                match = f"this offload belongs to process {os.getppid()}"
+                os._exit(sum(isinstance(each, BadState) and match in str(each) for each in said))
+            finally:
+                os._exit(99)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
+        sequence.close()
+        offload.check()
+        assert offload.stats().disk.page_count == 3
+
+
+def raised_by(call) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
 
 
 # ---- what is brought
@@ -137,6 +169,34 @@ def test_rows_of_another_type_are_named(offload):
             "start is",
             lambda start=start: sequence.import_rows(0, start, rows(1)),
         )
+
+
+@pytest.mark.parametrize("layer", [True, 1.0, "1", None, [1], np.array([1])])
+def test_a_layer_is_a_whole_number(offload, layer):
+    sequence, step = offload.open(list(range(5))), begun(offload)
+    for call in (
+        lambda: offload.memory(layer),
+        lambda: sequence.import_rows(layer, 0, rows(4)),
+        lambda: step.append(layer, rows(1)),
+        lambda: step.resolve(layer, selection(0)),
+    ):
+        refused(offload, BadInput, "layer is .*, must be a whole number", call)
+    step.append(np.int64(0), rows(1))
+
+
+def test_room_for_pads_is_refused_before_pages_are_taken(offload):
+    """On the host no step has pads; the step's number is the next one's."""
+    sequence = opened(offload, 64)
+    step_count, page_count = offload._pools.sparse.step, sequence.page_count
+    for room in (2, 9):
+        refused(
+            offload,
+            BadInput,
+            f"room is {room}",
+            lambda room=room: offload.begin([sequence], query_counts=[1], room=room),
+        )
+    assert (offload._pools.sparse.step, sequence.page_count) == (step_count, page_count)
+    offload.begin([sequence], query_counts=[1], room=1).abandon()
 
 
 def test_no_rows_do_nothing(offload):

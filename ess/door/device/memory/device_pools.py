@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ class DevicePools(Pools):
     lane: DeviceLane
     queries: Queries
     counting: Counting
+    has_pads: ClassVar[bool] = True
 
     def step_arrays(
         self, lines: list[int], query_counts: Many[int], room: int, brought: Brought | None
