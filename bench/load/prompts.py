@@ -152,7 +152,7 @@ def _conversations(path: Path, text: str, output_max: int) -> Iterable[tuple[str
 
 def _lines(path: Path, text: str, output_max: int) -> Iterable[tuple[str, int]]:
     decoder = msgspec.json.Decoder(_Line)
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -159,7 +159,7 @@ class HostPools(Pools):
     def step_arrays(
         self, lines: list[int], query_counts: Many[int], room: int, brought: Brought | None
     ) -> StepArrays:
-        assert room == sum(query_counts), f"room is {room}, and steps on the host have no pads"
+        assert room == sum(query_counts), f"room is {room}, and steps on the host are not padded"
         return HostArrays(self.tables, lines, query_counts, brought)
 
     def at_once_max(self, *, waits: bool) -> int:

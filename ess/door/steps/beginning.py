@@ -30,7 +30,7 @@ def begin(
     if room is not None:
         in_range("room", room, total, pools.sizes.query_max)
         if room > total and not pools.has_pads:
-            raise BadInput(f"room is {room}, but steps on the host have no pads")
+            raise BadInput(f"room is {room}, but steps on the host are not padded")
     if row_total > owner.placement.new_rows_max:
         raise BadInput(
             f"{row_total} new rows do not fit a group of {owner.placement.new_rows_max} slots"

@@ -129,6 +129,10 @@ def test_conversations_and_lines_of_a_file(tmp_path: Path) -> None:
     made = read_prompts(path, output_max=20, count=9)
     assert made == [Asked(0.0, "a", 7), Asked(0.0, "b", 20)]
     assert read_prompts(path, output_max=20, count=1) == made[:1]
+    separated = "one\u2028two\x85three"
+    path.write_text(f'{{"prompt": "{separated}"}}\r\n{{"prompt": "b"}}\r\n')
+    made = read_prompts(path, output_max=20, count=9)
+    assert [each.prompt for each in made] == [separated, "b"]
 
 
 @pytest.mark.parametrize(

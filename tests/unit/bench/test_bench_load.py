@@ -6,8 +6,11 @@ No test depends on how fast anything is: times are given by hand, or events are 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import selectors
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 
 from ess.bench import cli
 from ess.bench.harness.measure.streaming import Seen, address_of, streamed
-from ess.bench.load import prompts
+from ess.bench.load import offered, prompts
 from ess.bench.load.figures import is_good, load_rows
 from ess.bench.load.offered import Offered, Target, offer
 from ess.bench.load.prompts import Asked
@@ -118,6 +121,35 @@ def test_a_body_without_chunks_and_a_server_that_counts_nothing() -> None:
     assert "authorization" not in asked["head"]
 
 
+def test_the_last_token_may_come_with_the_end_and_counts_may_be_left_out() -> None:
+    """An event without text is a token whose character is not whole yet; times begin with the
+    request, whatever the clock says then."""
+    begun_s = time.monotonic()
+    usage = b'data: {"choices": null, "usage": {"prompt_tokens_details": null}}\n\n'
+    pieces = (event("a"), event(""), event("z", finish="length"), usage, b"data: [DONE]\n\n")
+    seen, _ = seen_of(chunked(*pieces))
+    assert len(seen.events_s) == 3
+    assert (seen.prompt_tokens, seen.counted_tokens, seen.cached_tokens) == (0, 0, 0)
+    assert 0 <= seen.first_s <= seen.last_s <= time.monotonic() - begun_s
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_https_is_spoken_where_the_address_says_so(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: dict[str, Any] = {}
+
+    async def open_connection(host: str, port: int, **more: Any) -> Any:
+        opened.update(more, host=host, port=port)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    with pytest.raises(ConnectionRefusedError):
+        asyncio.run(streamed(f"{scheme}://here:8000", {}))
+    assert (opened["host"], opened["port"]) == ("here", 8000)
+    assert bool(opened["ssl"]) == (scheme == "https")
+
+
 @pytest.mark.parametrize(
     ("sent", "says"),
     [
@@ -149,6 +181,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def test_addresses_as_people_write_them() -> None:
     assert address_of("here:8000").netloc == "here:8000"
     assert address_of("https://here/at").netloc == "here:443"
+    assert address_of("http://here").netloc == "here:80"
 
 
 def test_the_limit_of_requests_under_way_holds_and_all_are_sent() -> None:
@@ -171,14 +204,51 @@ def test_the_limit_of_requests_under_way_holds_and_all_are_sent() -> None:
             return await offer(Target(url, "m"), [Asked(0.0, [1], 5)] * 9, at_most=held)
         raise AssertionError
 
-    offered = asyncio.run(run())
-    assert (len(offered.seen), peak, offered.failures) == (9, held, [])
+    done = asyncio.run(run())
+    assert (len(done.seen), peak, done.failures) == (9, held, [])
+
+
+class Jumping(selectors.DefaultSelector):
+    """Instead of waiting it says that the time has passed."""
+
+    now_s = 1000.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.now_s += timeout or 0.0
+        return super().select(0)
+
+
+@pytest.mark.parametrize(
+    ("at_most", "sent_s", "late_s", "took_s"),
+    [(None, [0.0, 1.0, 2.5], [0.0, 0.0, 0.0], 4.5), (1, [0.0, 2.0, 4.0], [0.0, 1.0, 1.5], 6.0)],
+)
+def test_requests_are_sent_when_they_are_due(
+    at_most: int | None,
+    sent_s: list[float],
+    late_s: list[float],
+    took_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes two seconds; one that waits for room in the client is late."""
+
+    async def two_seconds(*_: Any, **__: Any) -> Seen:
+        await asyncio.sleep(2.0)
+        return Seen([2.0])
+
+    clock = Jumping()
+    loop = asyncio.SelectorEventLoop(clock)
+    monkeypatch.setattr(loop, "time", lambda: clock.now_s)
+    monkeypatch.setattr(offered, "streamed", two_seconds)
+    asked = [Asked(at_s, [1], 5) for at_s in (0.0, 1.0, 2.5)]
+    with contextlib.closing(loop):
+        done = loop.run_until_complete(offer(Target("", "m"), asked, at_most=at_most))
+    assert (done.sent_s, done.late_s, done.took_s) == (sent_s, late_s, took_s)
 
 
 def test_failures_are_kept_and_only_a_server_without_answers_is_an_error() -> None:
     async def run(refused: Callable[[int], bool]) -> Offered:
         async def answer(writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
-            assert asked["model"] == "m"
+            assert (asked["model"], asked["temperature"], asked["ignore_eos"]) == ("m", 0, True)
             assert asked["stream_options"] == {"include_usage": True}
             is_refused = refused(asked["prompt"][0])
             full = b"HTTP/1.1 503 -\r\n\r\nfull"
@@ -190,11 +260,11 @@ def test_failures_are_kept_and_only_a_server_without_answers_is_an_error() -> No
             return await offer(Target(url, "m"), [Asked(0.0, [n], 5) for n in range(4)])
         raise AssertionError
 
-    offered = asyncio.run(run(lambda number: number % 2 == 1))
+    done = asyncio.run(run(lambda number: number % 2 == 1))
     empty = "the stream ended without a token"
-    assert (len(offered.seen), sorted(offered.failures)) == (2, ["answered 503: full", empty])
-    assert len(offered.sent_s) == 2
-    assert len(offered.late_s) == 4
+    assert (len(done.seen), sorted(done.failures)) == (2, ["answered 503: full", empty])
+    assert len(done.sent_s) == 2
+    assert len(done.late_s) == 4
     with pytest.raises(BadState, match="all 4 requests failed, first: "):
         asyncio.run(run(lambda number: True))
 
