@@ -39,7 +39,7 @@ PACKS: Final = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ArrivingPrompts:
     """The arriving prompts, and the prompt tokens that a step may run."""
 
     requests: int
@@ -68,7 +68,7 @@ class Waited:
 
 
 @compute_threads(1)
-def rows_of(load: Load) -> list[Row]:
+def rows_of(load: ArrivingPrompts) -> list[Row]:
     """First tokens against one prompt per step, and the gain of packing itself."""
     model = load_model()
     prompts = texts(load.requests, load.prompt)
@@ -115,7 +115,7 @@ def _running(many: Waited, one: Waited) -> dict[str, Any]:
     }
 
 
-def _engine(model: Model, load: Load, chunk_tokens: int) -> Engine:
+def _engine(model: Model, load: ArrivingPrompts, chunk_tokens: int) -> Engine:
     """Every row has a slot, so that only the order of entry is measured."""
     config = model.config
     if load.mtp == 1:
@@ -145,7 +145,7 @@ def _engine(model: Model, load: Load, chunk_tokens: int) -> Engine:
 
 @torch.inference_mode()
 def _prefilled(
-    model: Model, load: Load, prompts: Sequence[Sequence[int]]
+    model: Model, load: ArrivingPrompts, prompts: Sequence[Sequence[int]]
 ) -> tuple[list[float], list[float]]:
     """Seconds for one pack of prompts, one by one and together, in turn, after a warm-up."""
     eng = _engine(model, load, load.chunk_tokens)
@@ -173,7 +173,7 @@ def _span(sequence: Opened, prompt: Sequence[int]) -> Span:
 
 
 def _waited(
-    model: Model, load: Load, prompts: Sequence[Sequence[int]], chunk_tokens: int
+    model: Model, load: ArrivingPrompts, prompts: Sequence[Sequence[int]], chunk_tokens: int
 ) -> Waited:
     eng, waited = _engine(model, load, chunk_tokens), Waited()
     eng.add(prompts[0][:2], Sampling(tokens_max=4))

@@ -44,7 +44,7 @@ UNDISTURBED: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class CalibrationRun:
     """Times at one context and several batches, misses at several contexts and the second batch."""
 
     context: int
@@ -53,8 +53,8 @@ class Plan:
     steps: int
 
 
-FULL: Final = Plan(context=1024, batches=(1, 2, 4), contexts=(1024, 4096), steps=24)
-SMOKE: Final = Plan(context=320, batches=(1, 2), contexts=(320,), steps=3)
+FULL: Final = CalibrationRun(context=1024, batches=(1, 2, 4), contexts=(1024, 4096), steps=24)
+SMOKE: Final = CalibrationRun(context=320, batches=(1, 2), contexts=(320,), steps=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def calibrate_benchmark(*, smoke: bool = False) -> list[Row]:
     ]
 
 
-def _constant_rows(model: Model, plan: Plan) -> list[Row]:
+def _constant_rows(model: Model, plan: CalibrationRun) -> list[Row]:
     seen = {
         mode: [_times(model, mode, batch, plan) for batch in plan.batches]
         for mode in ("none", "da", "dba")
@@ -131,7 +131,7 @@ def line(counts: Sequence[float], times_us: Sequence[float]) -> tuple[float, flo
     return float(fixed), float(each)
 
 
-def _times(model: Model, mode: str, batch: int, plan: Plan) -> Times:
+def _times(model: Model, mode: str, batch: int, plan: CalibrationRun) -> Times:
     made = settled_engine(model, context=plan.context, batch=batch, steps=plan.steps, modes=mode)
     steps = []
     for before, after in _steps(made, plan.steps):
@@ -161,7 +161,7 @@ def _times(model: Model, mode: str, batch: int, plan: Plan) -> Times:
     )
 
 
-def _measured_misses(model: Model, context: int, plan: Plan) -> list[Row]:
+def _measured_misses(model: Model, context: int, plan: CalibrationRun) -> list[Row]:
     batch = plan.batches[1]
     made = settled_engine(
         model, context=context, batch=batch, steps=plan.steps, mtp=2, modes="none"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork
 from ess.bench.harness.measure.slow_lane import TimedLane
 from ess.bench.harness.measure.spans import step_spans
 from ess.bench.harness.prefix import Prefix
@@ -42,10 +42,10 @@ class Watched:
     out jobs of the copy lane, whose times are the wall clock's."""
 
     def __init__(
-        self, prefix: Prefix, shape: Shape, way: Way, *, clock: Clock | None = None
+        self, prefix: Prefix, shape: DecodeWork, way: DecodeWay, *, clock: Clock | None = None
     ) -> None:
         self._lane = TimedLane(below=open_lane())
-        self.arm = Arm(prefix, shape, way, lane=self._lane)
+        self.arm = DecodeArm(prefix, shape, way, lane=self._lane)
         self._timeline = self.arm.engine.tuning.timeline
         self._timeline.keeps_spans = True
         self._is_wall = clock is None
@@ -69,7 +69,7 @@ def calibrate(
     contexts: Sequence[int],
     batches: Sequence[int],
     mtp: int,
-    way: Way,
+    way: DecodeWay,
     steps: int = STEPS,
 ) -> CpuTables:
     if len(set(contexts)) < 2 or len(set(batches)) < 2:
@@ -81,13 +81,15 @@ def calibrate(
     )
     for context in sorted(contexts):
         for batch in sorted(batches):
-            shape = Shape(context=context, batch=batch, mtp=mtp, steps=steps + 1)
+            shape = DecodeWork(context=context, batch=batch, mtp=mtp, steps=steps + 1)
             for stage, us in stage_medians(prefix, shape, way, steps).items():
                 points_of[stage][context].append((float(batch * mtp), us))
     return CpuTables(stages={stage: _surface(points) for stage, points in points_of.items()})
 
 
-def stage_medians(prefix: Prefix, shape: Shape, way: Way, steps: int) -> dict[str, float]:
+def stage_medians(
+    prefix: Prefix, shape: DecodeWork, way: DecodeWay, steps: int
+) -> dict[str, float]:
     """The median microseconds of each stage per step; the first step does not count."""
     watched = Watched(prefix, shape, way)
     try:

@@ -59,7 +59,7 @@ ROWS: Final = "f32"
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class EntriesWay:
     """A way with slots for `share` of all entries."""
 
     name: str
@@ -67,11 +67,11 @@ class Way:
     mode: str
 
 
-class Arm:
+class EntriesArm:
     """An engine that decodes a batch in one way, its steps timed."""
 
     def __init__(
-        self, model: Model, way: Way, prompts: Sequence[Sequence[int]], steps: int, mtp: int
+        self, model: Model, way: EntriesWay, prompts: Sequence[Sequence[int]], steps: int, mtp: int
     ) -> None:
         kept = msgspec.structs.replace(model.config, mtp_layer_count=int(mtp > 1))
         layout = kept.layout(row=ROWS)
@@ -154,10 +154,12 @@ def entries_benchmark(
     model = build(config, drawn(config).__getitem__)
     noise = torch.Generator().manual_seed(2)
     prompts = torch.randint(config.vocab_size, (count, context), generator=noise).tolist()
-    ways = [Way("resident", 1.0, "resident")]
-    ways += [Way(f"{mode} {share:g}", share, mode) for share in asked for mode in ("none", "da")]
-    arms = [Arm(model, way, prompts, steps, verified) for way in ways]
-    alone = [Arm(model, ways[0], prompts, steps, 1)] if verified > 1 else []
+    ways = [EntriesWay("resident", 1.0, "resident")]
+    ways += [
+        EntriesWay(f"{mode} {share:g}", share, mode) for share in asked for mode in ("none", "da")
+    ]
+    arms = [EntriesArm(model, way, prompts, steps, verified) for way in ways]
+    alone = [EntriesArm(model, ways[0], prompts, steps, 1)] if verified > 1 else []
     for _ in range(steps):
         for arm in (*arms, *alone):
             arm.step()
@@ -175,7 +177,7 @@ def entries_benchmark(
     return rows
 
 
-def _drafts(whole: Arm, alone: Arm, named: Mapping[str, Any]) -> list[Row]:
+def _drafts(whole: EntriesArm, alone: EntriesArm, named: Mapping[str, Any]) -> list[Row]:
     kept, config = whole.kept_drafts(), dict(named)
     step = compare(
         name="step with drafts, all resident",
@@ -187,7 +189,7 @@ def _drafts(whole: Arm, alone: Arm, named: Mapping[str, Any]) -> list[Row]:
     return [step, Row(name="drafts kept in a step", value=kept, unit="tokens", config=config)]
 
 
-def _step(arm: Arm, whole: Arm, named: Mapping[str, Any]) -> Row:
+def _step(arm: EntriesArm, whole: EntriesArm, named: Mapping[str, Any]) -> Row:
     return compare(
         name=f"step: {arm.way.name} of the entries in slots",
         unit="ms",
@@ -197,7 +199,7 @@ def _step(arm: Arm, whole: Arm, named: Mapping[str, Any]) -> Row:
     )
 
 
-def _missed(arm: Arm, named: Mapping[str, Any]) -> Row:
+def _missed(arm: EntriesArm, named: Mapping[str, Any]) -> Row:
     share, config = arm.missed_share(), {**named, "mode": arm.way.mode}
     return Row(name=f"missing: {arm.way.name}", value=100 * share, unit="%", config=config)
 

@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 
-from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import amount, size, sizes
 from ess.bench.harness.prefix import Prefix, check_memory, embedded_prefix
@@ -150,13 +150,15 @@ def rows_of(context: int, batches: Sequence[int], *, mtp: int = 1, steps: int) -
         row
         for batch in batches
         for mode in MODES
-        for row in _rows(prefix, Shape(context=context, batch=batch, mtp=mtp, steps=steps), mode)
+        for row in _rows(
+            prefix, DecodeWork(context=context, batch=batch, mtp=mtp, steps=steps), mode
+        )
     ]
 
 
-def _rows(prefix: Prefix, shape: Shape, mode: str) -> list[Row]:
+def _rows(prefix: Prefix, shape: DecodeWork, mode: str) -> list[Row]:
     run = replace(shape, steps=shape.steps + WARM_UP_STEPS + INSIDE_STEPS)
-    arm = Arm(prefix, run, Way(name=mode, mode=mode, ratio=1.0))
+    arm = DecodeArm(prefix, run, DecodeWay(name=mode, mode=mode, ratio=1.0))
     for _ in range(WARM_UP_STEPS):
         arm.step()
     taken = _measured(arm, shape.steps)
@@ -178,7 +180,7 @@ def _rows(prefix: Prefix, shape: Shape, mode: str) -> list[Row]:
     ]
 
 
-def _measured(arm: Arm, count: int) -> list[Mapping[str, float]]:
+def _measured(arm: DecodeArm, count: int) -> list[Mapping[str, float]]:
     """Thread time of each step: of everything, and of each kind of native call."""
     taken: list[Mapping[str, float]] = []
     meter = Meter()
@@ -192,7 +194,7 @@ def _measured(arm: Arm, count: int) -> list[Mapping[str, float]]:
     return taken
 
 
-def _inside(arm: Arm) -> float:
+def _inside(arm: DecodeArm) -> float:
     """The share of the stages' time that goes into products."""
     meter = Meter()
     with meter.reading(twice=True):

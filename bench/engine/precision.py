@@ -61,14 +61,14 @@ SERVED: Final = Form(name="bf16, fp8 rows and keys", weights="bf16", row="fp8", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PrecisionRun:
     contexts: Sequence[int] = (2048, 8192)
     excerpts: int = 4
     tokens: int = 256
     modes: Sequence[str] = ("da", "dba")
 
 
-SMOKE: Final = Plan(contexts=(512,), excerpts=1, tokens=8, modes=("da",))
+SMOKE: Final = PrecisionRun(contexts=(512,), excerpts=1, tokens=8, modes=("da",))
 
 
 def precision_benchmark(
@@ -97,7 +97,7 @@ def precision_benchmark(
     """
     if smoke:
         return rows_of(SMOKE, text=text)
-    plan = Plan(
+    plan = PrecisionRun(
         contexts=sizes("--ctx", ctx),
         excerpts=amount("--excerpts", excerpts),
         tokens=amount("--tokens", tokens),
@@ -107,7 +107,7 @@ def precision_benchmark(
 
 
 @compute_threads()
-def rows_of(plan: Plan, *, text: Path | None = None) -> list[Row]:
+def rows_of(plan: PrecisionRun, *, text: Path | None = None) -> list[Row]:
     ids, name = token_ids(text)
     models: Models = {"f32": load_model(form="f32"), "bf16": load_model(form="bf16")}
     both = ("none", *plan.modes)
@@ -242,7 +242,7 @@ def apart(exact: Tensor, other: Tensor) -> Apart:
     return Apart(kl, tuple(sorted(leads, reverse=True)))
 
 
-def context_rows(logits: Logits, plan: Plan, context: int, text: str) -> list[Row]:
+def context_rows(logits: Logits, plan: PrecisionRun, context: int, text: str) -> list[Row]:
     config = {"ctx": context, "text": text}
     rows: list[Row] = []
     before: tuple[str, float] | None = None

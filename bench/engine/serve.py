@@ -38,7 +38,7 @@ BUCKET: Final = re.compile(r'^ess_token_to_socket_seconds_bucket\{le="([^"]+)"\}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
+class ServeArm:
     """`pace_ms` 0 is as fast as the engine can; any other value is the pace of a decode worker."""
 
     name: str
@@ -48,9 +48,11 @@ class Arm:
 
 
 ARMS: Final = (
-    Arm(name="as fast as it goes", stream_count=64, pace_ms=0.0),
-    Arm(name="256 streams at 40 tokens/s", stream_count=256, pace_ms=25.0),
-    Arm(name="the same, two server processes", stream_count=256, pace_ms=25.0, process_count=2),
+    ServeArm(name="as fast as it goes", stream_count=64, pace_ms=0.0),
+    ServeArm(name="256 streams at 40 tokens/s", stream_count=256, pace_ms=25.0),
+    ServeArm(
+        name="the same, two server processes", stream_count=256, pace_ms=25.0, process_count=2
+    ),
 )
 
 
@@ -59,7 +61,7 @@ def serve_benchmark(*, smoke: bool) -> list[Row]:
     return [row for arm in ARMS for row in _measure(arm, seconds)]
 
 
-def _measure(arm: Arm, seconds: float) -> list[Row]:
+def _measure(arm: ServeArm, seconds: float) -> list[Row]:
     with served(arm) as (url, pids):
         began_s, began_cpu_s, began_queued_s = time.monotonic(), cpu_s(pids), queued_s(pids)
         event_count, before = asyncio.run(_read(url, arm, seconds))
@@ -81,7 +83,7 @@ def _measure(arm: Arm, seconds: float) -> list[Row]:
     return [_row(arm, slowest_s * 1e3, SOCKET_MS_TARGET, unit="ms p99 to socket", config=config)]
 
 
-def _row(arm: Arm, value: float, target: float, *, unit: str, config: dict[str, Any]) -> Row:
+def _row(arm: ServeArm, value: float, target: float, *, unit: str, config: dict[str, Any]) -> Row:
     """A row; more events are better, fewer milliseconds are better."""
     ratio = target / value if unit.startswith("ms") else value / target
     return Row(
@@ -98,7 +100,7 @@ def _row(arm: Arm, value: float, target: float, *, unit: str, config: dict[str, 
 
 
 @contextlib.contextmanager
-def served(arm: Arm) -> Iterator[tuple[str, list[int]]]:
+def served(arm: ServeArm) -> Iterator[tuple[str, list[int]]]:
     """`ess serve` with the paced engine on a free port; yields the URL and its processes' pids."""
     flags = ["--engine", "paced", "--pace-ms", str(arm.pace_ms)]
     flags += ["--max-running", str(arm.stream_count)]
@@ -171,7 +173,7 @@ def queued_s(pids: Sequence[int]) -> float:
     return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
 
 
-async def _read(url: str, arm: Arm, seconds: float) -> tuple[int, Counts]:
+async def _read(url: str, arm: ServeArm, seconds: float) -> tuple[int, Counts]:
     """Events of all streams, and the times to the socket when the last of them had begun."""
     begun, over = [asyncio.Event() for _ in range(arm.stream_count)], asyncio.Event()
     streams = [asyncio.ensure_future(_stream(url, event, over)) for event in begun]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ess import console, cost
-from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork
 from ess.bench.engine.arms.forced_misses import Forced
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import amount, size, sizes
@@ -42,7 +42,7 @@ CROSSING: Final = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SlowLinkRun:
     context: int
     batch: int
     mtp: int = 2
@@ -52,7 +52,7 @@ class Plan:
     bytes_per_us: float | None = None
 
 
-SMOKE: Final = Plan(context=320, batch=2, misses=(16, 32), steps=2, top_k=128)
+SMOKE: Final = SlowLinkRun(context=320, batch=2, misses=(16, 32), steps=2, top_k=128)
 
 
 def slow_link_benchmark(
@@ -86,7 +86,7 @@ def slow_link_benchmark(
         return rows_of(SMOKE, folder=None)
     if gbps is not None and not 0 < gbps <= GBPS_MAX:
         raise BadInput(f"--gbps {gbps}: a link's rate is above 0, and at most {GBPS_MAX:g}")
-    plan = Plan(
+    plan = SlowLinkRun(
         context=size("--ctx", ctx),
         batch=amount("--batch", batch),
         mtp=amount("--mtp", mtp),
@@ -110,7 +110,7 @@ class Cell:
 
 
 @compute_threads()
-def rows_of(plan: Plan, *, folder: Path | None) -> list[Row]:
+def rows_of(plan: SlowLinkRun, *, folder: Path | None) -> list[Row]:
     prefix = embedded_prefix(plan.context, folder=folder, model=load_model(top_k=plan.top_k))
     runs = [_Run(prefix, plan, mode) for mode in MODES]
     try:
@@ -135,15 +135,15 @@ class Step(NamedTuple):
 class _Run:
     """One mode's engine, whose misses and link can be set between steps."""
 
-    def __init__(self, prefix: Prefix, plan: Plan, mode: str) -> None:
+    def __init__(self, prefix: Prefix, plan: SlowLinkRun, mode: str) -> None:
         cells = 2 * (len(plan.misses) + 1) * (plan.steps + 1)
-        shape = Shape(context=plan.context, batch=plan.batch, mtp=plan.mtp, steps=cells)
+        shape = DecodeWork(context=plan.context, batch=plan.batch, mtp=plan.mtp, steps=cells)
         self.mode = mode
         self.layers = prefix.layout.layer_total
         self.lane = TimedLane()
-        way = Way(name=mode, mode=mode, ratio=1.0)
+        way = DecodeWay(name=mode, mode=mode, ratio=1.0)
         self.forced = Forced()
-        self.arm = Arm(prefix, shape, way, lane=self.lane, placement=self.forced.over)
+        self.arm = DecodeArm(prefix, shape, way, lane=self.lane, placement=self.forced.over)
         self.offload = self.arm.offload
 
     def step(self) -> Step:
@@ -155,7 +155,7 @@ class _Run:
 
 
 def measured(
-    runs: Sequence[_Run], plan: Plan, miss: int, rate: float | None
+    runs: Sequence[_Run], plan: SlowLinkRun, miss: int, rate: float | None
 ) -> tuple[dict[str, Cell], dict[str, Cell]]:
     """Runs every mode at full speed and slowed, step by step in turn, so that other work on the
     machine affects all alike; drops the first round."""
@@ -197,7 +197,7 @@ def _cell(steps: list[Step], layers: int, batch: int, *, parts: int) -> Cell:
     )
 
 
-def _crossing_rate(runs: Sequence[_Run], plan: Plan, row_bytes: int) -> float:
+def _crossing_rate(runs: Sequence[_Run], plan: SlowLinkRun, row_bytes: int) -> float:
     middle = sorted(plan.misses)[len(plan.misses) // 2]
     fast, _ = measured(runs, plan, middle, None)
     return crossing_rate(fast["da"], plan.batch * row_bytes)

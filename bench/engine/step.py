@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from ess import console
-from ess.bench.engine.arms.decode_arm import Arm, Shape, Way, slots_each
-from ess.bench.engine.arrivals import Load
+from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork, slots_each
+from ess.bench.engine.arrivals import ArrivingPrompts
 from ess.bench.engine.arrivals import rows_of as arrival_rows
 from ess.bench.engine.cpu_tables import stage_medians
 from ess.bench.harness.folders import default_folder
@@ -41,15 +41,15 @@ from ess.overlap.policy import Mode
 from ess.pool.lru.eviction import PolicyName
 from ess.units import PAGE_ROWS, div_ceil
 
-WHOLE: Final = Way(name="no offload", mode="resident", ratio=None)
-RESIDENT: Final = Way(name="RESIDENT", mode="resident", ratio=1.0)
+WHOLE: Final = DecodeWay(name="no offload", mode="resident", ratio=None)
+RESIDENT: Final = DecodeWay(name="RESIDENT", mode="resident", ratio=1.0)
 TARGET_RESIDENT: Final = 0.99
 TARGET_OFFLOAD: Final = 0.95
 WARM_UP_STEPS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class StepRuns:
     """What one run of the command measures."""
 
     contexts: Sequence[int]
@@ -66,7 +66,7 @@ class Plan:
     device: str = CPU
 
 
-SMOKE: Final = Plan(
+SMOKE: Final = StepRuns(
     contexts=(512,), batches=(2,), steps=6, segment=512, distinct=512, targets=False
 )
 
@@ -125,12 +125,12 @@ def step_benchmark(
     """
     if arrivals is not None:
         wanted = amount("--arrivals", arrivals)
-        return arrival_rows(Load(requests=min(wanted, 8) if smoke else wanted))
+        return arrival_rows(ArrivingPrompts(requests=min(wanted, 8) if smoke else wanted))
     if is_device(device) and (stages or arrivals is not None):
         raise BadInput(f"--device {device}: stages and arrivals are measured on the CPU only")
     if smoke:
         return rows_of(replace(SMOKE, device=device, **SMALLER[is_device(device)]), folder=None)
-    plan = Plan(
+    plan = StepRuns(
         contexts=sizes("--ctx", ctx),
         batches=sizes("--batch", batch),
         mtps=sizes("--mtp", mtp),
@@ -146,7 +146,7 @@ def step_benchmark(
 
 
 @compute_threads()
-def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> list[Row]:
+def rows_of(plan: StepRuns, *, folder: Path | None, text: Path | None = None) -> list[Row]:
     model = None if plan.device == CPU else model_on(plan.device)
     if model is None:
         console.note(
@@ -160,7 +160,7 @@ def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> lis
         rows.append(prefix_row(prefix))
         for mtp in plan.mtps:
             for batch in plan.batches:
-                shape = Shape(
+                shape = DecodeWork(
                     context=context, batch=batch, mtp=mtp, steps=plan.steps + WARM_UP_STEPS
                 )
                 console.note(f"context {context:,}, batch {batch}, mtp {mtp} ...")
@@ -170,9 +170,9 @@ def rows_of(plan: Plan, *, folder: Path | None, text: Path | None = None) -> lis
     return rows
 
 
-def ways(plan: Plan) -> list[Way]:
+def ways(plan: StepRuns) -> list[DecodeWay]:
     offloaded = [
-        Way(name=named(mode, ratio, evict), mode=mode, ratio=ratio, evict=evict)
+        DecodeWay(name=named(mode, ratio, evict), mode=mode, ratio=ratio, evict=evict)
         for ratio in plan.ratios
         for mode in plan.modes
         for evict in plan.policies
@@ -192,8 +192,10 @@ def model_on(device: str) -> Model:
     return load_model(form="stored", device=f"cuda:{ordinal_of(device)}")
 
 
-def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan, model: Model | None) -> list[Row]:
-    arms = [Arm(prefix, shape, way, model=model) for way in ways(plan)]
+def _shape_rows(
+    prefix: Prefix, shape: DecodeWork, plan: StepRuns, model: Model | None
+) -> list[Row]:
+    arms = [DecodeArm(prefix, shape, way, model=model) for way in ways(plan)]
     try:
         take_turns(arms, shape.steps)
         first = arms[:1] if model is not None else []
@@ -204,7 +206,7 @@ def _shape_rows(prefix: Prefix, shape: Shape, plan: Plan, model: Model | None) -
             arm.close()
 
 
-def stage_row(prefix: Prefix, shape: Shape, way: Way) -> Row:
+def stage_row(prefix: Prefix, shape: DecodeWork, way: DecodeWay) -> Row:
     """The time of each stage. The sum of medians is close to a step, not equal; ways run alone."""
     medians = stage_medians(prefix, shape, way, shape.steps - 1)
     return Row(
@@ -220,7 +222,7 @@ def stage_row(prefix: Prefix, shape: Shape, way: Way) -> Row:
     )
 
 
-def take_turns(arms: Sequence[Arm], steps: int) -> None:
+def take_turns(arms: Sequence[DecodeArm], steps: int) -> None:
     """Steps all arms in turn, every round in another order: an arm that always followed the same
     other arm would always meet that arm's stores. The first rounds do not count."""
     order = np.random.default_rng(0)
@@ -232,7 +234,7 @@ def take_turns(arms: Sequence[Arm], steps: int) -> None:
             arms[place].step()
 
 
-def arm_rows(arm: Arm, whole: Arm, *, targets: bool) -> list[Row]:
+def arm_rows(arm: DecodeArm, whole: DecodeArm, *, targets: bool) -> list[Row]:
     target = TARGET_RESIDENT if arm.way.mode == "resident" else TARGET_OFFLOAD
     config = effective(arm)
     same = sum(a == b for a, b in zip(arm.outputs, whole.outputs, strict=True))
@@ -249,7 +251,7 @@ def arm_rows(arm: Arm, whole: Arm, *, targets: bool) -> list[Row]:
     return rows if arm.way.mode == "resident" else [*rows, *miss_rows(arm, config)]
 
 
-def device_row(arm: Arm) -> Row:
+def device_row(arm: DecodeArm) -> Row:
     """The baseline of the ways on a device."""
     samples = [1e3 * seconds for seconds in arm.taken.seconds]
     name = f"a step, {arm.way.name}"
@@ -262,13 +264,13 @@ def device_row(arm: Arm) -> Row:
     )
 
 
-def _rates(arm: Arm) -> list[float]:
+def _rates(arm: DecodeArm) -> list[float]:
     """Tokens of a mean step over the time of each step, so that only the clock adds noise."""
     each = float(np.mean(arm.taken.tokens))
     return [each / seconds for seconds in arm.taken.seconds]
 
 
-def effective(arm: Arm) -> dict[str, Any]:
+def effective(arm: DecodeArm) -> dict[str, Any]:
     """The given shape, and the slots that the pools gave each request."""
     shape, way = arm.shape, arm.way
     config: dict[str, Any] = {"ctx": shape.context, "batch": shape.batch, "mtp": shape.mtp}
@@ -280,7 +282,7 @@ def effective(arm: Arm) -> dict[str, Any]:
     return config | (_device_config(arm) if arm.engine.runner.model.device.type != CPU else {})
 
 
-def _device_config(arm: Arm) -> dict[str, Any]:
+def _device_config(arm: DecodeArm) -> dict[str, Any]:
     """The device, and how often layers ran in each mode."""
     counts = arm.engine.tuning.mode_counts.sum(axis=0).tolist()
     ran = {mode.name: count for mode, count in zip(Mode, counts, strict=True) if count}
@@ -288,7 +290,7 @@ def _device_config(arm: Arm) -> dict[str, Any]:
     return {"kind": "measured", "device": name, "layers_ran": ran}
 
 
-def acceptance_row(arm: Arm, config: dict[str, Any]) -> Row:
+def acceptance_row(arm: DecodeArm, config: dict[str, Any]) -> Row:
     each = float(np.mean(arm.taken.tokens)) / arm.shape.batch
     drafts = arm.shape.mtp - 1
     accepted = f"{(each - 1) / drafts:.0%}" if drafts else "no drafts"
@@ -300,7 +302,7 @@ def acceptance_row(arm: Arm, config: dict[str, Any]) -> Row:
     )
 
 
-def miss_rows(arm: Arm, config: dict[str, Any]) -> list[Row]:
+def miss_rows(arm: DecodeArm, config: dict[str, Any]) -> list[Row]:
     """Misses per request, layer and step; the MTP layer apart, as its misses only cost drafts."""
     missed = np.array(arm.taken.misses) / arm.shape.batch
     layers = arm.offload.layout.layer_count

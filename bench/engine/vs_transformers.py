@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ess import console
-from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import amount, size, sizes
 from ess.bench.harness.measure import machine
@@ -198,7 +198,7 @@ def agreement(folder: Path) -> Row:
 
 def _batch_rows(folder: Path, prefix: Prefix, context: int, batch: int, repeats: int) -> list[Row]:
     steps = 2 * (repeats + WARM_UPS + 2 * TRIALS) + 8
-    shape = Shape(context=context, batch=batch, mtp=1, steps=steps)
+    shape = DecodeWork(context=context, batch=batch, mtp=1, steps=steps)
     mean = sum(shape.lengths()) // batch
     make = functools.partial(Rival, folder, context=mean, batch=batch, steps=steps)
     torch.set_num_threads(1)
@@ -206,7 +206,7 @@ def _batch_rows(folder: Path, prefix: Prefix, context: int, batch: int, repeats:
     best = min(seconds, key=lambda way: seconds[way])
     tried = {str(way): f"{1e3 * took:.0f} ms" for way, took in seconds.items()}
     console.note(f"batch {batch}, the rival's ways: {tried}")
-    ours = Arm(prefix, shape, Way(name="ours", mode="resident", ratio=1.0))
+    ours = DecodeArm(prefix, shape, DecodeWay(name="ours", mode="resident", ratio=1.0))
     theirs = make(best)
     sides: tuple[Callable[[], Any], ...] = (lambda: ours.step(), theirs.step)
     config = {"context": context, "batch": batch, "rival": str(best)}

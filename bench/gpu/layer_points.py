@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput
-from ess.sim.locality.selections import LayerProfile, LayerStream, Load
+from ess.sim.locality.selections import LayerProfile, LayerStream, RequestLoad
 
 Ints = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
@@ -107,7 +107,7 @@ def draw(point: Point, *, seed: int = 0, profile: LayerProfile | None = None) ->
     """The last step of a few requests, after their residency has settled."""
     drawn = []
     for request in range(min(DRAWN_REQUESTS, point.batch)):
-        load = Load(
+        load = RequestLoad(
             context=point.context,
             step_count=WARM_STEPS,
             query_count=point.queries,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ess.bench.handoff.landing import landing_rows
-from ess.bench.handoff.mixed import Load, mixed_rows
+from ess.bench.handoff.mixed import MixedLoad, mixed_rows
 from ess.bench.handoff.rates import rate_rows
 from ess.bench.handoff.states import state_rows
 from ess.bench.handoff.warmth import warmth_rows
@@ -14,8 +14,8 @@ from ess.bench.harness.report import Row
 
 PAGES: Final = 1536
 TOKENS: Final = 3 * 4096
-LOAD: Final = Load(requests=48, gap_s=2.0, shortest=256, longest=2048, output=96)
-FEW: Final = Load(requests=3, gap_s=0.1, shortest=80, longest=200, output=8)
+LOAD: Final = MixedLoad(requests=48, gap_s=2.0, shortest=256, longest=2048, output=96)
+FEW: Final = MixedLoad(requests=3, gap_s=0.1, shortest=80, longest=200, output=8)
 
 
 def handoff_benchmark(*, ctx: str = "4k,32k", smoke: bool = False) -> list[Row]:

@@ -17,7 +17,7 @@ import msgspec
 
 from ess import console
 from ess.bench.handoff.child import Child
-from ess.bench.handoff.workers import UNPACED, Shape, Worker
+from ess.bench.handoff.workers import UNPACED, Worker, WorkerSizes
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import token_ids
 from ess.engine.requests.request import Request, Take
@@ -41,7 +41,7 @@ class Landed:
 
 
 def landing_rows(length: int, *, rounds: int) -> list[Row]:
-    shape = Shape(context=length)
+    shape = WorkerSizes(context=length)
     prompts = _prompts(length, 2 * rounds + 1)
     with Pair(shape) as pair:
         free = pair.hand_over(prompts[0], bytes_per_s=UNPACED, at_once=False)
@@ -110,7 +110,7 @@ def _prompts(length: int, count: int) -> list[list[int]]:
 class Pair:
     """A decode worker here, a prefill worker in another process."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: WorkerSizes) -> None:
         self._shape = shape
         self._uid = 0
 

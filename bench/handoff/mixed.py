@@ -30,7 +30,7 @@ THREADS: Final = ("--threads", "1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class MixedLoad:
     """`gap_s` is the mean time between arrivals, `shortest` and `longest` are prompt tokens."""
 
     requests: int
@@ -42,11 +42,11 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class MixedArm:
     seen: list[Seen]
     took_s: float
 
-    def tokens_per_s(self, load: Load) -> float:
+    def tokens_per_s(self, load: MixedLoad) -> float:
         return load.requests * load.output / self.took_s
 
     @property
@@ -58,10 +58,10 @@ class Arm:
         return sorted(1e3 * each.first_s for each in self.seen)
 
 
-Measure = Callable[[Arm], float]
+Measure = Callable[[MixedArm], float]
 
 
-def mixed_rows(load: Load) -> list[Row]:
+def mixed_rows(load: MixedLoad) -> list[Row]:
     with both_roles() as urls:
         together = asyncio.run(_run(load, [[(url, {})] for url in urls]))
     with split_roles() as (prefill, decode):
@@ -126,7 +126,7 @@ Ways = Sequence[Sequence[tuple[str, Mapping[str, Any]]]]
 last of them answers with the text."""
 
 
-async def _run(load: Load, ways: Ways) -> Arm:
+async def _run(load: MixedLoad, ways: Ways) -> MixedArm:
     draw = random.Random(load.seed)
     prompts = _prompts(load, draw)
     begun_s = time.monotonic()
@@ -135,10 +135,10 @@ async def _run(load: Load, ways: Ways) -> Arm:
         tasks.append(asyncio.ensure_future(_ask(prompt, load.output, way)))
         await asyncio.sleep(draw.expovariate(1 / load.gap_s))
     seen = await asyncio.gather(*tasks)
-    return Arm(list(seen), time.monotonic() - begun_s)
+    return MixedArm(list(seen), time.monotonic() - begun_s)
 
 
-def _prompts(load: Load, draw: random.Random) -> list[list[int]]:
+def _prompts(load: MixedLoad, draw: random.Random) -> list[list[int]]:
     """Parts of the text from random places: no two share a prefix."""
     ids, _ = token_ids()
     lengths = [draw.randint(load.shortest, load.longest) for _ in range(load.requests)]

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from ess.bench.handoff.child import next_line
-from ess.bench.handoff.workers import Shape, Worker
+from ess.bench.handoff.workers import Worker, WorkerSizes
 from ess.engine.tokens.sampling import Sampling
 
 
 def main() -> None:
-    worker = Worker(msgspec.json.decode(sys.argv[1], type=Shape))
+    worker = Worker(msgspec.json.decode(sys.argv[1], type=WorkerSizes))
     print(json.dumps({"metadata": worker.port.metadata().hex()}), flush=True)
     asked = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
     while line := next_line(asked, worker.engine.pump):

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.bench.handoff.workers import Shape, Worker
+from ess.bench.handoff.workers import Worker, WorkerSizes
 from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
 from ess.engine.requests.request import Take
@@ -50,7 +50,7 @@ def _row(what: str, carried: float, cold: float, config: dict[str, object]) -> R
 def _misses(length: int, *, warm: bool) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """For each step after landing, the share of requested rows that were not in a slot."""
     model, ids = load_model(), token_ids()[0]
-    shape = Shape(context=length, output=STEPS * 2 + 2, chunk_tokens=CHUNK_TOKENS)
+    shape = WorkerSizes(context=length, output=STEPS * 2 + 2, chunk_tokens=CHUNK_TOKENS)
     prefill = Worker(shape, model=model)
     decode = Worker(_few_slots(shape), model=model, warm=warm)
     try:
@@ -62,8 +62,10 @@ def _misses(length: int, *, warm: bool) -> np.ndarray[tuple[int], np.dtype[np.fl
         prefill.close()
 
 
-def _few_slots(shape: Shape) -> Shape:
-    return Shape(context=shape.context, output=shape.output, slot_share=SLOT_SHARE, sequences=1)
+def _few_slots(shape: WorkerSizes) -> WorkerSizes:
+    return WorkerSizes(
+        context=shape.context, output=shape.output, slot_share=SLOT_SHARE, sequences=1
+    )
 
 
 def _decoded(

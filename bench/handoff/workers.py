@@ -24,7 +24,7 @@ UNPACED: Final = 1e12
 PATIENCE_S: Final = 600.0
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Pools for contexts of this length, with slots for `slot_share` of them in every layer."""
 
     context: int
@@ -45,7 +45,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Worker:
-    def __init__(self, shape: Shape, *, model: Model | None = None, warm: bool = True) -> None:
+    def __init__(
+        self, shape: WorkerSizes, *, model: Model | None = None, warm: bool = True
+    ) -> None:
         torch.set_num_threads(1)
         loaded, self.clock = model or load_model(), RealClock()
         self.offload = _offload(loaded, shape)
@@ -73,7 +75,7 @@ class Worker:
         self.offload.close()
 
 
-def _offload(model: Model, shape: Shape) -> Offload:
+def _offload(model: Model, shape: WorkerSizes) -> Offload:
     layout = model.config.layout(name="ess-embedded")
     blocks = shape.sequences * shape.slots // PAGE_ROWS * layout.group_count
     return Offload.create(

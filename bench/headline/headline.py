@@ -23,7 +23,7 @@ from ess.bench.harness.output import plots
 from ess.bench.harness.output.chrome_trace import write_chrome
 from ess.bench.harness.report import Row
 from ess.bench.headline.measured import measure
-from ess.bench.headline.plan import Outcome, Plan
+from ess.bench.headline.plan import HeadlineRun, Outcome
 from ess.bench.headline.predicted import check_predicted, predict
 from ess.console import Whole
 from ess.errors import BadInput
@@ -36,7 +36,7 @@ REPETITIONS_MAX: Final = 1000
 SHOWN: Final = {"measured": 0.4, "predicted": 0.08}
 """The share of a step's timeline: three layers of seven, five of sixty-one."""
 
-SMOKE: Final = Plan(contexts=(320,), predicted=(131_072,), repetitions=2)
+SMOKE: Final = HeadlineRun(contexts=(320,), predicted=(131_072,), repetitions=2)
 
 
 @cyclopts.Parameter(name="*")
@@ -110,7 +110,7 @@ def headline_benchmark(
     plots.check_folder(plot)
     if smoke:
         return run(SMOKE, None, text, trace=trace, plot=plot)
-    plan = Plan(
+    plan = HeadlineRun(
         contexts=sizes("--ctx", ctx),
         mtps=sizes("--mtp", mtp),
         batches=sizes("--batch", batch),
@@ -124,7 +124,7 @@ def headline_benchmark(
     return run(plan, default_folder(), text, trace=trace, plot=plot)
 
 
-def check(plan: Plan) -> None:
+def check(plan: HeadlineRun) -> None:
     """Refuses, before anything runs, what cannot run."""
     if not 1 <= plan.repetitions <= REPETITIONS_MAX:
         raise BadInput(
@@ -144,7 +144,12 @@ def check(plan: Plan) -> None:
 
 
 def run(
-    plan: Plan, folder: Path | None, text: Path | None, *, trace: Path | None, plot: Path | None
+    plan: HeadlineRun,
+    folder: Path | None,
+    text: Path | None,
+    *,
+    trace: Path | None,
+    plot: Path | None,
 ) -> list[Row]:
     outcome = Outcome()
     started = time.monotonic()

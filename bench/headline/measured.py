@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ess import console
-from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork
 from ess.bench.engine.cpu_tables import Watched, calibrate
 from ess.bench.engine.step import WHOLE, effective
 from ess.bench.harness.measure.slow_lane import TimedLane
@@ -20,7 +20,7 @@ from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.prefix import Prefix, embedded_prefix, prefix_row
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.threads import compute_threads
-from ess.bench.headline.plan import Outcome, Plan
+from ess.bench.headline.plan import HeadlineRun, Outcome
 from ess.flashtrans.lanes import open_lane
 from ess.kernels.backend import chosen
 from ess.units import PAGE_ROWS
@@ -30,7 +30,7 @@ PREFIX_SHARE: Final = 0.4
 
 @compute_threads()
 def measure(
-    outcome: Outcome, plan: Plan, folder: Path | None, text: Path | None, *, with_spans: bool
+    outcome: Outcome, plan: HeadlineRun, folder: Path | None, text: Path | None, *, with_spans: bool
 ) -> None:
     until, is_begun = time.monotonic() + plan.seconds, False
     for context in plan.contexts:
@@ -44,14 +44,14 @@ def measure(
                     continue
                 console.note(f"context {context:,}, batch {batch}, mtp {mtp} ...")
                 steps = plan.repetitions * plan.steps + 2
-                shape = Shape(context=context, batch=batch, mtp=mtp, steps=steps)
+                shape = DecodeWork(context=context, batch=batch, mtp=mtp, steps=steps)
                 outcome.rows.extend(measured_rows(prefix, shape, plan, until))
                 is_begun = True
             if time.monotonic() < until:
                 _check_tables(outcome, prefix, plan, mtp, with_spans=with_spans)
 
 
-def configuration_row(prefix: Prefix, plan: Plan) -> Row:
+def configuration_row(prefix: Prefix, plan: HeadlineRun) -> Row:
     """The mode and ratios that were given, and the model and kernels that run."""
     layout, lane = prefix.layout, open_lane()
     asked = f"asked for mode {plan.mode}, ratio {', '.join(f'{ratio:g}' for ratio in plan.ratios)}"
@@ -65,13 +65,16 @@ def configuration_row(prefix: Prefix, plan: Plan) -> Row:
     return Row(name="configuration", value=1, unit="", config={"how": f"{asked}; runs {runs}"})
 
 
-def measured_rows(prefix: Prefix, shape: Shape, plan: Plan, until: float) -> list[Row]:
+def measured_rows(prefix: Prefix, shape: DecodeWork, plan: HeadlineRun, until: float) -> list[Row]:
     ways = [
         WHOLE,
-        *(Way(name=f"{plan.mode} {ratio:g}", mode=plan.mode, ratio=ratio) for ratio in plan.ratios),
+        *(
+            DecodeWay(name=f"{plan.mode} {ratio:g}", mode=plan.mode, ratio=ratio)
+            for ratio in plan.ratios
+        ),
     ]
     lanes = [TimedLane() for _ in ways]
-    arms = [Arm(prefix, shape, way, lane=lane) for way, lane in zip(ways, lanes, strict=True)]
+    arms = [DecodeArm(prefix, shape, way, lane=lane) for way, lane in zip(ways, lanes, strict=True)]
     try:
         waited_us = _turns(arms, lanes, shape.steps, plan.repetitions, until)
     finally:
@@ -84,7 +87,7 @@ def measured_rows(prefix: Prefix, shape: Shape, plan: Plan, until: float) -> lis
 
 
 def _turns(
-    arms: Sequence[Arm], lanes: Sequence[TimedLane], steps: int, least: int, until: float
+    arms: Sequence[DecodeArm], lanes: Sequence[TimedLane], steps: int, least: int, until: float
 ) -> list[list[float]]:
     """Steps all in turn; returns how long each step of each arm waited for its lane.
 
@@ -106,7 +109,9 @@ def _turns(
     return waited
 
 
-def _measured_row(arm: Arm, whole: Arm, waited_us: list[float], plan: Plan) -> Row:
+def _measured_row(
+    arm: DecodeArm, whole: DecodeArm, waited_us: list[float], plan: HeadlineRun
+) -> Row:
     """A repetition is the rate over some of the steps, by the mean tokens of all steps."""
     shape = arm.shape
     step_ms = statistics.median(arm.taken.seconds) * 1e3
@@ -143,22 +148,22 @@ def _measured_row(arm: Arm, whole: Arm, waited_us: list[float], plan: Plan) -> R
     )
 
 
-def repetition_rates(arm: Arm, repetitions: int) -> list[float]:
+def repetition_rates(arm: DecodeArm, repetitions: int) -> list[float]:
     each = float(np.mean(arm.taken.tokens))
     runs = np.array_split(np.array(arm.taken.seconds), repetitions)
     return [each / float(np.median(run)) for run in runs if run.size]
 
 
 def _check_tables(
-    outcome: Outcome, prefix: Prefix, plan: Plan, mtp: int, *, with_spans: bool
+    outcome: Outcome, prefix: Prefix, plan: HeadlineRun, mtp: int, *, with_spans: bool
 ) -> None:
     """Predicts a step as the simulator does, on a machine where it can be measured."""
     context = prefix.length
     small = [max(4 * PAGE_ROWS, context // 8), max(8 * PAGE_ROWS, context // 2)]
-    way = Way(name=plan.mode, mode="none", ratio=plan.ratios[0])
+    way = DecodeWay(name=plan.mode, mode="none", ratio=plan.ratios[0])
     console.note(f"operator tables of this CPU from contexts {small[0]:,} and {small[1]:,} ...")
     cpu = calibrate(prefix, contexts=small, batches=(1, 2), mtp=mtp, way=way)
-    shape = Shape(context=context, batch=plan.batches[0], mtp=mtp, steps=8)
+    shape = DecodeWork(context=context, batch=plan.batches[0], mtp=mtp, steps=8)
     watched = Watched(prefix, shape, way)
     try:
         steps = [watched.step() for _ in range(7)]

@@ -12,7 +12,7 @@ from ess.sim.timeline import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class HeadlineRun:
     """`predicted` are the contexts of the predicted half, by default those of the measured one."""
 
     contexts: Sequence[int]

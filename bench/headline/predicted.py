@@ -12,11 +12,11 @@ from typing import Any, Final
 import numpy as np
 
 from ess.bench.harness.report import Row, compare
-from ess.bench.headline.plan import Curves, Outcome, Plan
+from ess.bench.headline.plan import Curves, HeadlineRun, Outcome
 from ess.errors import BadInput
 from ess.pool.capacity import HOST_PAGES
 from ess.sim.decode_step import Scenario, simulate
-from ess.sim.planning.answers import Answer, Question, answered
+from ess.sim.planning.answers import PlanAnswer, Question, answered
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import Band
 from ess.sim.planning.batches import Point
@@ -32,14 +32,14 @@ CURVE_POINTS: Final = 64
 UNIT: Final = "tokens/s/GPU"
 
 
-def check_predicted(plan: Plan) -> None:
+def check_predicted(plan: HeadlineRun) -> None:
     """Refuses a question that has no answer at any context."""
     for mtp in plan.mtps:
         if not _planner(plan, max(plan.contexts), mtp).is_sparse:
             raise BadInput(f"--model {plan.model} attends to every row: it offloads nothing")
 
 
-def predict(outcome: Outcome, plan: Plan, context: int, mtp: int) -> None:
+def predict(outcome: Outcome, plan: HeadlineRun, context: int, mtp: int) -> None:
     title = f"{plan.model} on {plan.gpu}"
     planner = best_way(_planner(plan, context, mtp))
     try:
@@ -67,11 +67,11 @@ def _work(context: int) -> Work:
     return Work(context=context, output_tokens=min(OUTPUT_TOKENS, max(1, context // 2)))
 
 
-def _node(plan: Plan) -> Node:
+def _node(plan: HeadlineRun) -> Node:
     return Node(host_bytes=plan.node_bytes)
 
 
-def _planner(plan: Plan, context: int, mtp: int) -> Planner:
+def _planner(plan: HeadlineRun, context: int, mtp: int) -> Planner:
     node = _node(plan)
     ask = Ask(
         context=context,
@@ -83,7 +83,7 @@ def _planner(plan: Plan, context: int, mtp: int) -> Planner:
     return planner_of(ask, plan.gpu, node, model=plan.model)
 
 
-def best_row(planner: Planner, name: str, answer: Answer) -> Row:
+def best_row(planner: Planner, name: str, answer: PlanAnswer) -> Row:
     plan = answer.plan
     row = _row(planner, name, plan.chosen, plan.resident, lacking="not one request fits")
     row.config["limited_by"] = plan.limiter
@@ -93,7 +93,7 @@ def best_row(planner: Planner, name: str, answer: Answer) -> Row:
     return row
 
 
-def whole_row(planner: Planner, name: str, answer: Answer) -> Row:
+def whole_row(planner: Planner, name: str, answer: PlanAnswer) -> Row:
     """The same batches, with the tokens shared among all GPUs that were bought."""
     both = answer.all_gpus
     config: dict[str, Any] = {
@@ -133,7 +133,7 @@ def pareto_row(planner: Planner, title: str, curves: Curves, rate: float) -> Row
     return _row(planner, name, chosen, resident, lacking=lacking)
 
 
-def unlimited_row(plan: Plan, name: str, context: int, mtp: int) -> Row:
+def unlimited_row(plan: HeadlineRun, name: str, context: int, mtp: int) -> Row:
     """The gain with as much host memory as the batch needs: `host_gib` says how much of it."""
     limited = _planner(plan, context, mtp)
     planner = best_way(replace(limited, ask=replace(limited.ask, host_bytes=None)))
@@ -194,7 +194,7 @@ def _misses(planner: Planner, point: Point) -> tuple[float, ...]:
     return curves.layers(context=ask.context, slots=point.slots_each, queries_each=ask.queries_each)
 
 
-def curves_of(planner: Planner, plan: Plan, answer: Answer) -> Curves:
+def curves_of(planner: Planner, plan: HeadlineRun, answer: PlanAnswer) -> Curves:
     ask, budget, resident = planner.ask, planner.budget, planner.baseline or planner
     most = budget.batch_max(context=ask.context, slots_each=planner.least_slots)
     most_resident = resident.device_budget.batch_max(context=ask.context, slots_each=ask.context)
@@ -214,7 +214,9 @@ def _spread(most: int) -> list[int]:
     return sorted({round(batch) for batch in np.linspace(1, most, CURVE_POINTS)}) if most else []
 
 
-def predicted_timeline(planner: Planner, plan: Plan, chosen: Point) -> tuple[str, list[Span]]:
+def predicted_timeline(
+    planner: Planner, plan: HeadlineRun, chosen: Point
+) -> tuple[str, list[Span]]:
     ask = planner.ask
     scenario = Scenario(
         batch=chosen.batch / ask.way.attention_tp,

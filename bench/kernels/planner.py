@@ -31,7 +31,7 @@ FLAT_TARGET: Final = 0.67
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class PlannerLoad:
     batch: int = 16
     query_count: int = 1
     top_k: int = 2048
@@ -40,8 +40,8 @@ class Load:
     kept_positions: int = 4000
     fresh_positions: int = 160
 
-    def scaled_down(self) -> Load:
-        return Load(
+    def scaled_down(self) -> PlannerLoad:
+        return PlannerLoad(
             batch=4,
             query_count=self.query_count,
             top_k=128,
@@ -55,7 +55,7 @@ class Load:
 class Stream:
     """One layer group through its steps, planned by the native twin or by the specification."""
 
-    def __init__(self, load: Load, operations: Any, *, seed: int = 3) -> None:
+    def __init__(self, load: PlannerLoad, operations: Any, *, seed: int = 3) -> None:
         self._load, self._operations = load, operations
         self._rng = np.random.default_rng(seed)
         self._arena = Arena.alone(row_count=load.batch * load.context, slot_count=load.slot_count)
@@ -120,29 +120,31 @@ class Turns:
 
 
 def planner_benchmark(*, smoke: bool) -> list[Row]:
-    shrink = Load.scaled_down if smoke else lambda load: load
+    shrink = PlannerLoad.scaled_down if smoke else lambda load: load
     repeats = _repeats(smoke=smoke)
     rows = [
-        _against_specification(shrink(Load(query_count=query_count)), group_count, smoke=smoke)
+        _against_specification(
+            shrink(PlannerLoad(query_count=query_count)), group_count, smoke=smoke
+        )
         for query_count, group_count in ((1, 1), (2, 1), (1, 8))
     ]
-    contexts = [shrink(Load(context=context)) for context in (131_072, 32_768, 1_048_576)]
+    contexts = [shrink(PlannerLoad(context=context)) for context in (131_072, 32_768, 1_048_576)]
     rows += _sweep("context", contexts, repeats, target=None if smoke else FLAT_TARGET)
-    small = Load(batch=8, kept_positions=2500)
+    small = PlannerLoad(batch=8, kept_positions=2500)
     sizes = [_with_slots(small, slot_count) for slot_count in (25_024, 100_032, 400_000)]
     rows += _sweep("slot_count", [shrink(load) for load in sizes], repeats, target=None)
-    return [*rows, _release(shrink(Load()), repeats)]
+    return [*rows, _release(shrink(PlannerLoad()), repeats)]
 
 
 def _repeats(*, smoke: bool) -> int:
     return 9 if smoke else REPEATS
 
 
-def _with_slots(load: Load, slot_count: int) -> Load:
-    return Load(batch=load.batch, kept_positions=load.kept_positions, slot_count=slot_count)
+def _with_slots(load: PlannerLoad, slot_count: int) -> PlannerLoad:
+    return PlannerLoad(batch=load.batch, kept_positions=load.kept_positions, slot_count=slot_count)
 
 
-def _against_specification(load: Load, group_count: int, *, smoke: bool) -> Row:
+def _against_specification(load: PlannerLoad, group_count: int, *, smoke: bool) -> Row:
     sides = [
         [Stream(load, operations, seed=seed) for seed in range(group_count)]
         for operations in (planner, specification)
@@ -168,7 +170,9 @@ def _against_specification(load: Load, group_count: int, *, smoke: bool) -> Row:
     )
 
 
-def _sweep(field: str, loads: list[Load], repeats: int, *, target: float | None) -> list[Row]:
+def _sweep(
+    field: str, loads: list[PlannerLoad], repeats: int, *, target: float | None
+) -> list[Row]:
     """Compares each load with the first."""
     streams = [Stream(load, planner) for load in loads]
     samples = measure(
@@ -192,7 +196,7 @@ def _sweep(field: str, loads: list[Load], repeats: int, *, target: float | None)
     ]
 
 
-def _release(load: Load, repeats: int) -> Row:
+def _release(load: PlannerLoad, repeats: int) -> Row:
     """The end of a request: all its rows are dropped, and few of them are resident."""
     gone = np.arange(load.context, dtype=np.int32)
     resident = np.arange(0, load.context, max(1, load.context // load.top_k), dtype=np.int32)
@@ -221,7 +225,7 @@ def _release(load: Load, repeats: int) -> Row:
     )
 
 
-def _config(load: Load, streams: list[Stream]) -> dict[str, Any]:
+def _config(load: PlannerLoad, streams: list[Stream]) -> dict[str, Any]:
     misses = [count for stream in streams for count in stream.miss_counts]
     return {
         "batch": load.batch,

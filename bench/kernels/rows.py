@@ -34,7 +34,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowsWork:
     pool_bytes: int
     row_bytes: int
     row_count: int
@@ -43,7 +43,7 @@ class Shape:
 
 
 @dataclass
-class Arm:
+class RowsArm:
     """One way to copy `rows` between the pool and the target; seconds per sample."""
 
     name: str
@@ -65,17 +65,17 @@ def rows_benchmark(*, smoke: bool) -> list[Row]:
     results: list[Row] = []
     for row_count in (2048,) if smoke else (512, 2048, 65536):
         for threads in (1, 2):
-            shape = Shape(pool_bytes, ROW_BYTES, row_count, samples, threads)
+            shape = RowsWork(pool_bytes, ROW_BYTES, row_count, samples, threads)
             for verb in ("gather", "scatter"):
                 results += _compare(verb, shape, memory)
     for row_bytes in OTHER_ROW_BYTES:
         for row_count in (2048,) if smoke else (2048, 16384):
-            shape = Shape(pool_bytes, row_bytes, row_count, samples, 1)
+            shape = RowsWork(pool_bytes, row_bytes, row_count, samples, 1)
             results += _compare("gather", shape, memory)
     return results
 
 
-def _compare(verb: str, shape: Shape, memory: Bytes) -> list[Row]:
+def _compare(verb: str, shape: RowsWork, memory: Bytes) -> list[Row]:
     row_bytes, rng = shape.row_bytes, np.random.default_rng(shape.row_count)
     pool_rows = shape.pool_bytes // row_bytes
     pool = memory[: pool_rows * row_bytes].reshape(-1, row_bytes)
@@ -90,7 +90,7 @@ def _compare(verb: str, shape: Shape, memory: Bytes) -> list[Row]:
     return [_row(verb, shape, arms[0], baseline) for baseline in arms[1:]]
 
 
-def _row(verb: str, shape: Shape, ours: Arm, baseline: Arm) -> Row:
+def _row(verb: str, shape: RowsWork, ours: RowsArm, baseline: RowsArm) -> Row:
     return compare(
         name=f"{verb} {shape.row_count} rows of {shape.row_bytes} B, threads {shape.threads}",
         unit="GB/s",
@@ -110,7 +110,7 @@ def _row(verb: str, shape: Shape, ours: Arm, baseline: Arm) -> Row:
     )
 
 
-def _target(verb: str, shape: Shape, baseline: Arm) -> float | None:
+def _target(verb: str, shape: RowsWork, baseline: RowsArm) -> float | None:
     if verb != "gather" or shape.pool_bytes < 2 << 30:
         return None
     if baseline.name == "one memcpy":
@@ -118,7 +118,7 @@ def _target(verb: str, shape: Shape, baseline: Arm) -> float | None:
     return 1.5 if baseline.name.startswith("torch") else None
 
 
-def _way(shape: Shape) -> str:
+def _way(shape: RowsWork) -> str:
     """The way that gathers of this shape take on this machine."""
     settled = {(choice.row_bytes, choice.count): choice.way for choice in settle()}
     sizes = [least for least in ROW_BYTES_OF_CLASSES if least >= shape.row_bytes]
@@ -126,11 +126,11 @@ def _way(shape: Shape) -> str:
     return settled.get((min(sizes), min(counts)), "NumPy")
 
 
-def _gigabytes(shape: Shape, arm: Arm) -> list[float]:
+def _gigabytes(shape: RowsWork, arm: RowsArm) -> list[float]:
     return [shape.row_count * shape.row_bytes / seconds / 1e9 for seconds in arm.samples_s]
 
 
-def _arms(verb: str, pool: Bytes, target: Bytes, threads: int) -> list[Arm]:
+def _arms(verb: str, pool: Bytes, target: Bytes, threads: int) -> list[RowsArm]:
     gather = verb == "gather"
 
     def row_copy(rows: Rows) -> RowCopy:
@@ -144,14 +144,14 @@ def _arms(verb: str, pool: Bytes, target: Bytes, threads: int) -> list[Arm]:
         ctypes.memmove(*((dense, region) if gather else (region, dense)), target.nbytes)
 
     return [
-        Arm("ours", lambda rows: run(check(row_copy(rows)), threads=threads)),
+        RowsArm("ours", lambda rows: run(check(row_copy(rows)), threads=threads)),
         *_loop_arms(row_copy, pool.shape[1]),
         *_torch_arm(pool, target, threads, gather=gather),
-        Arm("one memcpy", one_memcpy),
+        RowsArm("one memcpy", one_memcpy),
     ]
 
 
-def _loop_arms(of: Callable[[Rows], RowCopy], row_bytes: int) -> list[Arm]:
+def _loop_arms(of: Callable[[Rows], RowCopy], row_bytes: int) -> list[RowsArm]:
     """One memcpy per row, without prefetching: from Python, and from C."""
 
     def python(rows: Rows) -> None:
@@ -161,11 +161,11 @@ def _loop_arms(of: Callable[[Rows], RowCopy], row_bytes: int) -> list[Arm]:
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             ctypes.memmove(target, source, row_bytes)
 
-    arms = [Arm("memmove per row, Python loop", python)]
+    arms = [RowsArm("memmove per row, Python loop", python)]
     if native.available():
         per_row = native.function("ess_rows_memcpy_loop", [ctypes.c_void_p])
         arms.append(
-            Arm(
+            RowsArm(
                 "memcpy per row, C loop",
                 lambda rows: per_row(ctypes.byref(pack(check(of(rows))))),
             )
@@ -173,7 +173,7 @@ def _loop_arms(of: Callable[[Rows], RowCopy], row_bytes: int) -> list[Arm]:
     return arms
 
 
-def _torch_arm(pool: Bytes, target: Bytes, threads: int, *, gather: bool) -> list[Arm]:
+def _torch_arm(pool: Bytes, target: Bytes, threads: int, *, gather: bool) -> list[RowsArm]:
     try:
         import torch
     except ImportError:
@@ -189,5 +189,7 @@ def _torch_arm(pool: Bytes, target: Bytes, threads: int, *, gather: bool) -> lis
         torch_pool.index_copy_(0, torch.from_numpy(rows), torch_target)
 
     return [
-        Arm("torch.index_select", index_select) if gather else Arm("torch.index_copy_", index_copy)
+        RowsArm("torch.index_select", index_select)
+        if gather
+        else RowsArm("torch.index_copy_", index_copy)
     ]

@@ -16,7 +16,7 @@ from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row
 from ess.sim import published
 from ess.sim.locality import profiles
-from ess.sim.locality.selections import LayerStream, Load
+from ess.sim.locality.selections import LayerStream, RequestLoad
 from ess.sim.locality.similarity import step_similarity
 from ess.sim.locality.stack_distances import MissCurve, miss_curve
 from ess.sim.locality.workloads import generated
@@ -53,8 +53,10 @@ class Sample:
     def weight_of(self, layer: int) -> int:
         return 1 if layer == profiles.STRANGE_LAYER else self.weight
 
-    def load(self, context: int) -> Load:
-        return Load(context=context, step_count=self.step_count, query_count=QUERY_COUNT, seed=SEED)
+    def load(self, context: int) -> RequestLoad:
+        return RequestLoad(
+            context=context, step_count=self.step_count, query_count=QUERY_COUNT, seed=SEED
+        )
 
 
 def layer_curves(sample: Sample, context: int) -> dict[int, MissCurve]:

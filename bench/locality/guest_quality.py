@@ -59,7 +59,7 @@ SMOKE_MODEL: Final[dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class GuestWay:
     select: Selecting
     rows: RowName
     k: int = 0
@@ -128,18 +128,23 @@ def quality_rows(model: Model, excerpts: list[Excerpt], widths: list[int]) -> li
     return rows
 
 
-def _ways(widths: list[int]) -> Iterator[Way]:
+def _ways(widths: list[int]) -> Iterator[GuestWay]:
     for form in ROWS:
-        yield Way(select="dense", rows=form)
+        yield GuestWay(select="dense", rows=form)
     selecting: tuple[Selecting, Selecting] = ("oracle", "trained")
     for k in widths:
         for select in selecting:
             for form in ROWS:
-                yield Way(select=select, rows=form, k=k)
+                yield GuestWay(select=select, rows=form, k=k)
 
 
 def _row(
-    way: Way, nats: float, exact: float, recalls: Any, excerpts: list[Excerpt], losses: list[float]
+    way: GuestWay,
+    nats: float,
+    exact: float,
+    recalls: Any,
+    excerpts: list[Excerpt],
+    losses: list[float],
 ) -> Row:
     config = {
         "tokens": sum(len(e.ids) - 1 - e.first for e in excerpts),
@@ -165,7 +170,7 @@ def _row(
 class Reading:
     """One pass over an excerpt."""
 
-    def __init__(self, model: Model, way: Way) -> None:
+    def __init__(self, model: Model, way: GuestWay) -> None:
         self._model, self._way, self._kernels = model, way, ops("cpu")
         index: IndexForm = "fp8" if way.rows == "fp8" else "f32"
         self._layout: ModelLayout = model.config.layout(row=way.rows, index=index)

@@ -44,7 +44,7 @@ WARMED_AT: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GuestRecording:
     model: str
     context: int
     queries: int
@@ -54,7 +54,7 @@ class Plan:
 
 
 @compute_threads()
-def guest_rows(plan: Plan) -> list[Row]:
+def guest_rows(plan: GuestRecording) -> list[Row]:
     folder = checkpoint_folder(guest_named(plan.model, flag="--model"))
     written, name = text_of(plan.text)
     ids = Tokenizer(folder).encode(written)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from ess import console
-from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork
 from ess.bench.harness.folders import default_folder
 from ess.bench.harness.lists import amount, shares, size
 from ess.bench.harness.output import plots
@@ -23,8 +23,7 @@ from ess.bench.harness.report import Row
 from ess.bench.harness.text import token_ids
 from ess.bench.harness.threads import compute_threads
 from ess.bench.locality.analysis import EARLY_STEPS, Locality, analyse, listed, slots_for
-from ess.bench.locality.guest_text import Plan as GuestPlan
-from ess.bench.locality.guest_text import guest_rows
+from ess.bench.locality.guest_text import GuestRecording, guest_rows
 from ess.bench.locality.record_trace import record
 from ess.bench.prediction.sim_vs_engine import least_slots, twin_row
 from ess.pool.lru.arena import BLOCK_SLOTS
@@ -34,7 +33,7 @@ TWIN_RATIO_MAX: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TextRecording:
     context: int
     mtp: int = 2
     queries: int
@@ -43,7 +42,7 @@ class Plan:
     steps: int = 24
 
 
-SMOKE: Final = Plan(context=704, queries=64, ratios=(0.5,), segment=704, steps=4)
+SMOKE: Final = TextRecording(context=704, queries=64, ratios=(0.5,), segment=704, steps=4)
 
 
 def locality_benchmark(
@@ -88,18 +87,18 @@ def locality_benchmark(
     plots.check_folder(plot)
     if model:
         context = size("--ctx", ctx)
-        asked = GuestPlan(model=model, context=context, queries=queries, top_k=top_k)
+        asked = GuestRecording(model=model, context=context, queries=queries, top_k=top_k)
         return guest_rows(replace(asked, text=text, record=record))
     if smoke:
         return rows_of(SMOKE, folder=None, record_to=record, plot=plot)
     ratios = tuple(shares("--ratio", ratio))
-    plan = Plan(context=size("--ctx", ctx), mtp=mtp, queries=queries, ratios=ratios)
+    plan = TextRecording(context=size("--ctx", ctx), mtp=mtp, queries=queries, ratios=ratios)
     return rows_of(plan, folder=default_folder(), text=text, record_to=record, plot=plot)
 
 
 @compute_threads()
 def rows_of(
-    plan: Plan,
+    plan: TextRecording,
     *,
     folder: Path | None,
     text: Path | None = None,
@@ -126,7 +125,9 @@ def rows_of(
     ]
 
 
-def observe(prefix: Prefix, ids: list[int], plan: Plan, record_to: Path | None) -> Locality:
+def observe(
+    prefix: Prefix, ids: list[int], plan: TextRecording, record_to: Path | None
+) -> Locality:
     with tempfile.TemporaryDirectory() as place:
         path = record_to or Path(place) / "selections.trace"
         console.note(f"reading {plan.queries} tokens behind {plan.context:,} ...")
@@ -200,7 +201,7 @@ def warm_rows(locality: Locality) -> list[Row]:
     return rows
 
 
-def twin_rows(prefix: Prefix, plan: Plan) -> list[Row]:
+def twin_rows(prefix: Prefix, plan: TextRecording) -> list[Row]:
     """At ratio 0.2, or the least that holds a step's selection; no row for a short context."""
     least = (least_slots(prefix.layout, plan.mtp) + BLOCK_SLOTS) / plan.context
     if least > TWIN_RATIO_MAX:
@@ -209,14 +210,14 @@ def twin_rows(prefix: Prefix, plan: Plan) -> list[Row]:
     return [twin_row(prefix, ratio=ratio, mtp=plan.mtp, steps=plan.steps)]
 
 
-def acceptance_rows(prefix: Prefix, plan: Plan) -> list[Row]:
+def acceptance_rows(prefix: Prefix, plan: TextRecording) -> list[Row]:
     """On the model's own text, greedy and drawn: greedy text repeats itself and flatters drafts."""
     rows = []
     for name, temperature in (("greedy", 0.0), ("drawn at temperature 1", 1.0)):
-        shape = Shape(
+        shape = DecodeWork(
             context=plan.context, batch=1, mtp=plan.mtp, steps=plan.steps, temperature=temperature
         )
-        arm = Arm(prefix, shape, Way(name=name, mode="none", ratio=0.5))
+        arm = DecodeArm(prefix, shape, DecodeWay(name=name, mode="none", ratio=0.5))
         for _ in range(plan.steps):
             arm.step()
         arm.close()

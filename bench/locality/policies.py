@@ -34,7 +34,7 @@ from ess.sim.locality.policies import (
     SelectionEma,
     Sieve,
 )
-from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.selections import LayerProfile, RequestLoad
 from ess.sim.locality.similarity import NeighbourFetch, neighbour_fetch
 from ess.sim.locality.stack_distances import miss_curve
 from ess.sim.locality.workloads import Workload, generated
@@ -97,7 +97,7 @@ def every_policy(workload: Workload, *, slots: int) -> dict[str, Policy]:
 def other_model_rows(step_count: int) -> list[Row]:
     """The generator was not fitted to GLM-5.1: only the order of policies must hold."""
     slots = 2 * TOP_K
-    load = Load(context=CONTEXT, step_count=step_count, seed=2)
+    load = RequestLoad(context=CONTEXT, step_count=step_count, seed=2)
     workload = generated(load, LayerProfile())
     outcomes = laboratory.run(workload, every_policy(workload, slots=slots), start=Start(fill=True))
     percent = {name: outcome.mean(skip=SKIP) / TOP_K * 100 for name, outcome in outcomes.items()}
@@ -129,7 +129,7 @@ def other_model_rows(step_count: int) -> list[Row]:
 
 def policy_rows(step_count: int) -> list[Row]:
     """All policies at the engine's working point: 6,528 slots, two queries a step."""
-    load = Load(context=CONTEXT, step_count=step_count, query_count=2, seed=3)
+    load = RequestLoad(context=CONTEXT, step_count=step_count, query_count=2, seed=3)
     workload = generated(load, LayerProfile())
     config = {"context": CONTEXT, "slots": SLOTS, "queries": 2}
     plain = laboratory.run(workload, every_policy(workload, slots=SLOTS), start=Start(fill=True))
@@ -163,7 +163,7 @@ def _against_lru(name: str, outcome: Outcome, lru: float, config: dict[str, Any]
 
 def warm_up_rows() -> list[Row]:
     """The first step of a new request, warmed by 32 windows or not."""
-    load = Load(context=CONTEXT, step_count=12, seed=4)
+    load = RequestLoad(context=CONTEXT, step_count=12, seed=4)
     workload = generated(load, LayerProfile())
     config = {"context": CONTEXT, "slots": SLOTS, "queries": 1}
     first, early = {}, {}
@@ -191,7 +191,7 @@ def warm_up_rows() -> list[Row]:
 
 def brute_rows() -> list[Row]:
     """Targets of exactly 1: the same misses, step by step for LRU, in sum for MIN."""
-    load = Load(context=400, step_count=40, query_count=2, top_k=32, recent=2, seed=5)
+    load = RequestLoad(context=400, step_count=40, query_count=2, top_k=32, recent=2, seed=5)
     workload = generated(load, LayerProfile(hot=70, cold=3, drift=1.0))
     arena = PlannerArena(workload, slots=64, top_k=32)
     misses = laboratory.run(workload, {"lru": arena})["lru"].misses
@@ -207,7 +207,8 @@ def brute_rows() -> list[Row]:
     )
     rows.append(_equal("exact curve, sizes that equal a simulation", exact, len(sizes)))
     tiny = generated(
-        Load(context=7, step_count=6, top_k=3, seed=6), LayerProfile(hot=6, cold=1, drift=0.2)
+        RequestLoad(context=7, step_count=6, top_k=3, seed=6),
+        LayerProfile(hot=6, cold=1, drift=0.2),
     )
     for bypass in (False, True):
         policy = Min(tiny, slots=5, future=next_uses(tiny), bypass=bypass)
@@ -236,7 +237,7 @@ def neighbour_rows(*, smoke: bool) -> list[Row]:
 def _neighbours(
     kinship: float, layers: Sequence[int], *, step_count: int, tolerance: float | None
 ) -> list[Row]:
-    load = Load(context=CONTEXT, step_count=step_count, kinship=kinship, seed=7)
+    load = RequestLoad(context=CONTEXT, step_count=step_count, kinship=kinship, seed=7)
     fetches = [
         neighbour_fetch(
             load,

@@ -17,7 +17,7 @@ from ess.sim.locality import laboratory
 from ess.sim.locality.laboratory import Outcome, Start
 from ess.sim.locality.oracles import Min, next_uses
 from ess.sim.locality.policies import Fifo, PlannerArena, Policy, Random, SelectionEma
-from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.selections import LayerProfile, RequestLoad
 from ess.sim.locality.similarity import containment, step_similarity
 from ess.sim.locality.stack_distances import MissCurve, miss_curve
 from ess.sim.locality.workloads import Workload, generated, recorded, write_trace
@@ -155,7 +155,7 @@ def _neighbour_row(reader: TraceReader, group: int) -> list[Row]:
 
 def replay_row(path: Path) -> Row:
     """The generator's own misses, and those of the same request written, read and replayed."""
-    load = Load(context=2048, step_count=60, query_count=2, top_k=128, recent=16, seed=8)
+    load = RequestLoad(context=2048, step_count=60, query_count=2, top_k=128, recent=16, seed=8)
     profiles = [LayerProfile(hot=400, cold=6), LayerProfile(hot=700, cold=12)]
     header = write_trace(path, load, profiles, layout="generated")
     totals = [0, 0]

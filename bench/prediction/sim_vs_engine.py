@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.bench.engine.arms.around import Around
-from ess.bench.engine.arms.decode_arm import Arm, Shape, Way, slots_each
+from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork, slots_each
 from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.prefix import Prefix
 from ess.bench.harness.report import Row
@@ -63,11 +63,11 @@ def least_slots(layout: ModelLayout, mtp: int) -> int:
 
 
 def twin_row(prefix: Prefix, *, ratio: float, mtp: int, steps: int) -> Row:
-    shape = Shape(context=prefix.length, batch=1, mtp=mtp, steps=steps)
+    shape = DecodeWork(context=prefix.length, batch=1, mtp=mtp, steps=steps)
     if slots_each(shape, ratio) < least_slots(prefix.layout, mtp):
         raise BadInput(f"ratio {ratio:g} of {prefix.length} tokens is less than a step selects")
-    recording, way = Recording(), Way(name="recorded", mode="none", ratio=ratio)
-    arm = Arm(prefix, shape, way, placement=recording.over)
+    recording, way = Recording(), DecodeWay(name="recorded", mode="none", ratio=ratio)
+    arm = DecodeArm(prefix, shape, way, placement=recording.over)
     header = TraceHeader(
         layout=prefix.layout.name,
         group_count=prefix.layout.group_count,
@@ -99,7 +99,7 @@ def _replay(reader: TraceReader, group: int, recording: Recording, slots: int) -
     return sum(arena.access(step).size for step in load.steps())
 
 
-def _row(missed: npt.NDArray[np.int64], replayed: list[int], shape: Shape, slots: int) -> Row:
+def _row(missed: npt.NDArray[np.int64], replayed: list[int], shape: DecodeWork, slots: int) -> Row:
     return agreement(
         name="misses of the engine, replayed by the laboratory",
         unit="rows",

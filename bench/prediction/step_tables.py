@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ess import console
-from ess.bench.engine.arms.decode_arm import Shape, Way
+from ess.bench.engine.arms.decode_arm import DecodeWay, DecodeWork
 from ess.bench.engine.cpu_tables import Watched, stage_totals
 from ess.bench.harness.prefix import Prefix
 from ess.bench.prediction.grid import VISITS, Cell
@@ -93,10 +93,10 @@ def timed_in_turns(visit: Visit, cells: Iterable[Cell], *, steps: int) -> dict[C
 def visited(prefix: Prefix, cell: Cell, steps: int) -> list[Timed]:
     """Times steps of a cell, in NONE, with an engine opened for them."""
     console.note(str(cell))
-    shape = Shape(
+    shape = DecodeWork(
         context=cell.context, batch=cell.batch, mtp=cell.mtp, steps=steps, chunk=cell.chunk
     )
-    way = Way(name=str(cell), mode="none", ratio=cell.ratio)
+    way = DecodeWay(name=str(cell), mode="none", ratio=cell.ratio)
     watched = Watched(prefix, shape, way, clock=ProcessorClock())
     with contextlib.closing(watched.arm):
         totals = [stage_totals(watched.step()) for _ in range(steps)]

@@ -12,7 +12,7 @@ from ess.engine.config import ProcessConfig
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.load import EMBEDDED
-from ess.prefill.trial.pipe import Kind, Plan, Ran, model_config
+from ess.prefill.trial.pipe import Kind, PipeTrial, Ran, model_config
 from ess.prefill.trial.pipe_messages import Slow
 from ess.sim.prefill.measured import Measured
 from ess.sim.prefill.tuning import Layers
@@ -33,8 +33,10 @@ def layers_of(stages: int) -> Layers:
     return tuple((part.start, part.stop) for part in parts)
 
 
-def plan_of(layers: Layers, context: int, *, prompts: int = 1, links: Slow | None = None) -> Plan:
-    return Plan(
+def plan_of(
+    layers: Layers, context: int, *, prompts: int = 1, links: Slow | None = None
+) -> PipeTrial:
+    return PipeTrial(
         model=str(EMBEDDED),
         layers=layers,
         context=context,

@@ -13,7 +13,7 @@ from typing import Final
 
 from ess import console
 from ess.bench.engine.serve import started
-from ess.bench.handoff.mixed import Arm, Measure, p99
+from ess.bench.handoff.mixed import Measure, MixedArm, p99
 from ess.bench.harness.measure.streaming import streamed
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import token_ids
@@ -103,13 +103,13 @@ async def _until_up(url: str) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _streamed_all(talk: Talk, url: str) -> Arm:
+async def _streamed_all(talk: Talk, url: str) -> MixedArm:
     draw, begun_s, tasks = random.Random(talk.seed), time.monotonic(), []
     for prompt in talk.prompts():
         tasks.append(asyncio.ensure_future(streamed(url, _request_body(prompt, talk.output))))
         await asyncio.sleep(draw.expovariate(1 / talk.gap_s))
     seen = await asyncio.gather(*tasks)
-    return Arm(list(seen), time.monotonic() - begun_s)
+    return MixedArm(list(seen), time.monotonic() - begun_s)
 
 
 def _request_body(prompt: str, output: int) -> dict[str, object]:

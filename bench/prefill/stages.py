@@ -24,7 +24,7 @@ ROUNDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
+class StagesArm:
     """Rounds of a prompt of one length through a number of stages."""
 
     layers: Layers
@@ -53,7 +53,7 @@ class Arm:
         return [1e3 * statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def arm_of(stages: int, context: int, chunk: int, *, kind: Kind, rounds: int = ROUNDS) -> Arm:
+def arm_of(stages: int, context: int, chunk: int, *, kind: Kind, rounds: int = ROUNDS) -> StagesArm:
     console.note(f"  {stages} stages, {context:,} tokens in chunks of {chunk} ...")
     layers = layers_of(stages)
     with Pipe(plan_of(layers, context)) as pipe:
@@ -62,10 +62,10 @@ def arm_of(stages: int, context: int, chunk: int, *, kind: Kind, rounds: int = R
             pipe.run([text(context, number=number)], ends_of(context, chunk))
             for number in range(rounds)
         ]
-    return Arm(layers=layers, kind=kind, rans=tuple(rans))
+    return StagesArm(layers=layers, kind=kind, rans=tuple(rans))
 
 
-def stage_rows(arms: Sequence[Arm], context: int, chunk: int) -> list[Row]:
+def stage_rows(arms: Sequence[StagesArm], context: int, chunk: int) -> list[Row]:
     """The first arm is the baseline of the others; with one stage it is the model in one piece."""
     first = arms[0]
     rows = []
@@ -76,7 +76,7 @@ def stage_rows(arms: Sequence[Arm], context: int, chunk: int) -> list[Row]:
     return rows
 
 
-def _wall(arm: Arm, first: Arm, context: int, chunk: int) -> Row:
+def _wall(arm: StagesArm, first: StagesArm, context: int, chunk: int) -> Row:
     return compare(
         name=f"PP{arm.stages}, {context:,} tokens, wall clock",
         unit="s",
@@ -90,7 +90,7 @@ def _wall(arm: Arm, first: Arm, context: int, chunk: int) -> Row:
     )
 
 
-def _stage_times(arm: Arm) -> Row:
+def _stage_times(arm: StagesArm) -> Row:
     times = arm.chunk_ms
     return Row(
         name=f"PP{arm.stages}, busiest stage, a chunk",
@@ -103,7 +103,7 @@ def _stage_times(arm: Arm) -> Row:
     )
 
 
-def _clock_rows(arm: Arm, first: Arm) -> list[Row]:
+def _clock_rows(arm: StagesArm, first: StagesArm) -> list[Row]:
     stages, chunks = arm.stages, arm.chunk_count
     clocks, name = arm.on_clock(), f"PP{arm.stages} on the virtual clock"
     ideal = (stages - 1) / (stages - 1 + chunks)
@@ -135,7 +135,7 @@ def _clock_rows(arm: Arm, first: Arm) -> list[Row]:
     return [*rows, *_predictions(arm, name)]
 
 
-def _predictions(arm: Arm, name: str) -> list[Row]:
+def _predictions(arm: StagesArm, name: str) -> list[Row]:
     """Fits the times of every other round, and predicts the rounds between."""
     known, held_out = arm.rans[::2], arm.rans[1::2] or arm.rans
     fitted = modelled(measured(known, arm.kind))
@@ -173,7 +173,9 @@ def _middle(rans: Sequence[Ran], kind: Kind) -> list[list[float]]:
     return middle
 
 
-def arms_of(stage_counts: Sequence[int], context: int, chunk: int, *, rounds: int) -> list[Arm]:
+def arms_of(
+    stage_counts: Sequence[int], context: int, chunk: int, *, rounds: int
+) -> list[StagesArm]:
     """Arms with the same kind of time, so that they can be compared."""
     kind = kind_for(max(stage_counts))
     return [arm_of(count, context, chunk, kind=kind, rounds=rounds) for count in stage_counts]

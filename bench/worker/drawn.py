@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from ess.bench.engine.arms.decode_arm import Arm
+from ess.bench.engine.arms.decode_arm import DecodeArm
 from ess.bench.harness.prefix import Prefix, Segment, key_bytes
 from ess.bench.worker.random_model import layout_of
 from ess.door import Offload
@@ -24,7 +24,7 @@ from ess.kernels.backend import ops
 from ess.kernels.calls import Backend, IndexQueries
 from ess.kernels.ops import Ops
 from ess.models.model import Model
-from ess.sim.locality.selections import LayerProfile, LayerStream, Load
+from ess.sim.locality.selections import LayerProfile, LayerStream, RequestLoad
 from ess.units import PAGE_ROWS, div_ceil
 
 QUERIES: Final = PAGE_ROWS
@@ -84,7 +84,7 @@ class Drawn:
 def tables(offload: Offload, context: int, device: torch.device) -> dict[int, Tensor]:
     """The selections by address of a layer's keys, all positions below `context`."""
     layout = offload.layout
-    load = Load(context=context, step_count=1, query_count=1, top_k=layout.top_k)
+    load = RequestLoad(context=context, step_count=1, query_count=1, top_k=layout.top_k)
     profile = LayerProfile()
     if context < 2 * profile.hot:
         profile = LayerProfile(hot=context // 2, cold=layout.top_k // 16, drift=1.0)
@@ -96,7 +96,7 @@ def tables(offload: Offload, context: int, device: torch.device) -> dict[int, Te
     return made
 
 
-class DrawnArm(Arm):
+class DrawnArm(DecodeArm):
     def _enter(self, prefix: Prefix) -> list[Request]:
         """Replaces selections from the first prompt on."""
         runner, least = self.engine.runner, min(self.shape.lengths()) - PAGE_ROWS - 1

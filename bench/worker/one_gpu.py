@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from ess import console
-from ess.bench.engine.arms.decode_arm import STAGGER, Arm, Shape, Way, slots_each
+from ess.bench.engine.arms.decode_arm import STAGGER, DecodeArm, DecodeWay, DecodeWork, slots_each
 from ess.bench.harness.report import Row, compare
 from ess.bench.worker.drawn import DrawnArm, noise
 from ess.bench.worker.random_model import (
@@ -48,7 +48,7 @@ OFFLOAD: Final = "offload"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SliceRun:
     """`batches` of the ways; if there are none, as many as fit."""
 
     worker: ModelConfig
@@ -68,23 +68,23 @@ class Plan:
         """Layers of the worker for each layer of the slice."""
         return self.worker.layer_total / self.slice.layer_total
 
-    def way(self, name: str) -> Way:
+    def way(self, name: str) -> DecodeWay:
         if name == RESIDENT:
-            return Way(name=name, mode="resident", ratio=1.0)
+            return DecodeWay(name=name, mode="resident", ratio=1.0)
         floor = layout_of(self.slice).slot_floor if self.batches is None else self.context // 4
-        return Way(name=name, mode="layerwise", ratio=floor / self.context)
+        return DecodeWay(name=name, mode="layerwise", ratio=floor / self.context)
 
-    def shape(self, batch: int) -> Shape:
-        return Shape(
+    def shape(self, batch: int) -> DecodeWork:
+        return DecodeWork(
             context=self.context, batch=batch, mtp=self.mtp, steps=self.settle + self.steps
         )
 
 
-def true_plan() -> Plan:
-    return Plan(worker=worker_config(), layers=2, context=128 << 10)
+def true_plan() -> SliceRun:
+    return SliceRun(worker=worker_config(), layers=2, context=128 << 10)
 
 
-def small_plan() -> Plan:
+def small_plan() -> SliceRun:
     """A plan for tests: no dimension is the model's, and both ways have one batch."""
     worker = msgspec.structs.replace(
         worker_config(),
@@ -97,7 +97,7 @@ def small_plan() -> Plan:
         expert_count=2,
         experts_per_token=2,
     )
-    return Plan(worker=worker, layers=1, context=1024, settle=1, steps=3, batches=(2, 2))
+    return SliceRun(worker=worker, layers=1, context=1024, settle=1, steps=3, batches=(2, 2))
 
 
 def slice_benchmark(*, smoke: bool) -> Iterator[dict[str, Any]]:
@@ -110,7 +110,7 @@ def slice_kernels() -> None:
         pass
 
 
-def rows_of(plan: Plan) -> Iterator[Row]:
+def rows_of(plan: SliceRun) -> Iterator[Row]:
     device = torch.device("cuda:0")
     batches = plan.batches or fitting(plan)
     for line in choose(device).lines:
@@ -127,7 +127,7 @@ def rows_of(plan: Plan) -> Iterator[Row]:
 # ---- how much fits
 
 
-def fitting(plan: Plan) -> tuple[int, int]:
+def fitting(plan: SliceRun) -> tuple[int, int]:
     """Requests that each way has room for, on the device and, for the slice, on the host."""
     _, total_bytes = driver.Device().memory()
     room = DEVICE_SHARE * total_bytes - weight_bytes(plan.worker)
@@ -145,22 +145,22 @@ def fitting(plan: Plan) -> tuple[int, int]:
     return resident, offload
 
 
-def fits(plan: Plan, way: Way, room: float) -> int:
+def fits(plan: SliceRun, way: DecodeWay, room: float) -> int:
     """The largest batch whose pools and step, for all layers, take at most `room`."""
     largest = min(BATCH_MAX, plan.context // STAGGER - 2)
     held = [n for n in range(1, largest + 1) if taken(plan, way, n) <= room]
     return max(held, default=0)
 
 
-def host_bytes(plan: Plan, batch: int) -> int:
+def host_bytes(plan: SliceRun, batch: int) -> int:
     return batch * pages_of(plan.shape(batch)) * layout_of(plan.slice).host_page_bytes
 
 
-def pages_of(shape: Shape) -> int:
+def pages_of(shape: DecodeWork) -> int:
     return div_ceil(shape.length_max, PAGE_ROWS) + 2
 
 
-def taken(plan: Plan, way: Way, batch: int) -> float:
+def taken(plan: SliceRun, way: DecodeWay, batch: int) -> float:
     shape, layout = plan.shape(batch), layout_of(plan.slice)
     each = align_up(shape.length_max + 1, PAGE_ROWS)
     if way.ratio is not None and way.ratio < 1:
@@ -191,7 +191,7 @@ class Measured:
     config: dict[str, Any]
 
 
-def measured(plan: Plan, model: Model, name: str, batch: int) -> Measured:
+def measured(plan: SliceRun, model: Model, name: str, batch: int) -> Measured:
     console.note(f"{name}: {batch} requests of {plan.context:,} tokens ...")
     shape = plan.shape(batch)
     arm = DrawnArm(noise(model, plan.context), shape, plan.way(name), model=model)
@@ -211,7 +211,7 @@ def measured(plan: Plan, model: Model, name: str, batch: int) -> Measured:
         arm.close()
 
 
-def config_of(plan: Plan, arm: Arm, tokens: float) -> dict[str, Any]:
+def config_of(plan: SliceRun, arm: DecodeArm, tokens: float) -> dict[str, Any]:
     shape, slots = arm.shape, arm.offload.stats().slot_count.mean()
     return {
         "kind": "measured",
@@ -227,7 +227,7 @@ def config_of(plan: Plan, arm: Arm, tokens: float) -> dict[str, Any]:
     }
 
 
-def rate_row(plan: Plan, ours: Measured, rival: Measured | None = None) -> Row:
+def rate_row(plan: SliceRun, ours: Measured, rival: Measured | None = None) -> Row:
     """Both outputs must agree wherever both have the request and the token."""
     if rival is None:
         value = statistics.median(ours.rates)
@@ -251,7 +251,7 @@ def rate_row(plan: Plan, ours: Measured, rival: Measured | None = None) -> Row:
     )
 
 
-def predicted_row(plan: Plan, ours: Measured, rival: Measured) -> Row:
+def predicted_row(plan: SliceRun, ours: Measured, rival: Measured) -> Row:
     host_gib = host_bytes(plan, ours.config["batch"]) * plan.scale / (1 << 30)
     rates = [[rate / plan.scale for rate in way.rates] for way in (ours, rival)]
     row = compare(

@@ -19,7 +19,7 @@ from ess.cost import exposed, transfer_us
 from ess.errors import BadInput
 from ess.overlap.policy import Mode, best_mode
 from ess.sim.operators.parallel import Parallel
-from ess.sim.operators.stages import Operators, Shape, Stages, hiding_of
+from ess.sim.operators.stages import MicroBatch, Operators, Stages, hiding_of
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
 
 
@@ -66,16 +66,16 @@ class Scenario:
         return 2 if self.tbo and self.group_batch > 1 else 1
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> MicroBatch:
         """The shape of one half."""
         return self._shape(self.half_count)
 
     @property
-    def whole(self) -> Shape:
+    def whole(self) -> MicroBatch:
         return self._shape(1)
 
-    def _shape(self, part_count: int) -> Shape:
-        return Shape(
+    def _shape(self, part_count: int) -> MicroBatch:
+        return MicroBatch(
             request_count=self.group_batch / part_count,
             queries_each=self.queries_each,
             context=self.context,
@@ -144,7 +144,7 @@ def simulate(operators: Operators, scenario: Scenario) -> Prediction:
     )
 
 
-def stages_of(operators: Operators, shape: Shape) -> list[Stages]:
+def stages_of(operators: Operators, shape: MicroBatch) -> list[Stages]:
     """The stages of every layer."""
     kinds = operators.family.kinds
     by_kind = {kind: operators.stages(shape, kind) for kind in set(kinds)}

@@ -25,7 +25,7 @@ from ess.engine.config import EngineConfig, ProcessConfig
 from ess.engine.devices import is_device
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.prefill.trial.pipe import Kind, Pipe, Plan, Ran, kind_for
+from ess.prefill.trial.pipe import Kind, Pipe, PipeTrial, Ran, kind_for
 from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint
 from ess.server.commands.start.launch import derived, layout_of
 from ess.server.commands.start.settings import Settings, resolve
@@ -164,11 +164,11 @@ class Tuner:
             layers=tuple((part.start, part.stop) for part in parts),
         )
 
-    def _plan(self, setting: Setting) -> Plan:
+    def _plan(self, setting: Setting) -> PipeTrial:
         """A trial's plan with the engine's settings; the trial has stages of its own."""
         names = [field.name for field in fields(EngineConfig)]
         given = {name: getattr(self._settings, name) for name in (*names, *OF_PROCESS)}
-        return Plan(
+        return PipeTrial(
             model=self._checkpoint.path,
             layers=setting.layers,
             context=self._prompt,

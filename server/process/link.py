@@ -63,7 +63,7 @@ LIVES: Final = 1 << 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class FrontPlace:
     """A process of the server. A front that replaces a lost front is the next `life` at its place,
     so that no number is used twice."""
 
@@ -79,7 +79,7 @@ class Place:
         return self.front + self.count * self.life * LIVES
 
 
-ALONE: Final = Place()
+ALONE: Final = FrontPlace()
 
 
 class EngineLink:
@@ -90,7 +90,7 @@ class EngineLink:
         *,
         board: Board,
         clock: Clock,
-        place: Place = ALONE,
+        place: FrontPlace = ALONE,
         recovery: Recovery = NO_RECOVERY,
     ) -> None:
         self.place = place

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ess import Offload
-from ess.adapters.vllm.blocks import BlockReader, Blocks, Place, all_places, place_of
+from ess.adapters.vllm.blocks import BlockReader, Blocks, CachePlace, all_places, place_of
 from ess.adapters.vllm.staging import Staging
 from ess.door.sequences.sequence import Sequence
 from ess.errors import BadInput
@@ -107,18 +107,22 @@ def test_the_rest_of_a_block_stays_at_home(tensor_rows: int) -> None:
     """Behind the prompt lies another prompt's, or the row that the decode worker makes itself."""
     made, blocks = contents(TOKENS), shuffled(TOKENS, 64)
     reader = BlockReader(LAYOUT, tensors_of(made, blocks, tensor_rows))
-    rows = reader.read(Place(PieceKind.ROWS, 1), blocks, PAGES, token_count=TOKENS - 1)
+    rows = reader.read(CachePlace(PieceKind.ROWS, 1), blocks, PAGES, token_count=TOKENS - 1)
     by_row = rows.reshape(-1, 656)
-    assert torch.equal(by_row[: TOKENS - 1], torch.from_numpy(made[Place(PieceKind.ROWS, 1)][:-1]))
+    assert torch.equal(
+        by_row[: TOKENS - 1], torch.from_numpy(made[CachePlace(PieceKind.ROWS, 1)][:-1])
+    )
     assert not by_row[TOKENS - 1 :].any()
-    keys = reader.read(Place(PieceKind.INDEX_KEYS, 1), blocks, range(3, 4), token_count=TOKENS - 1)
+    keys = reader.read(
+        CachePlace(PieceKind.INDEX_KEYS, 1), blocks, range(3, 4), token_count=TOKENS - 1
+    )
     assert not keys[0, 16 * 128 : 64 * 128].any()
     assert not keys[0, 64 * 128 + 16 * 4 :].any()
 
 
 def test_keys_are_turned_where_the_layout_turns_them() -> None:
     """vLLM encodes keys as they are. Turned, they are what our encoder makes of the turned key."""
-    place, blocks = Place(PieceKind.INDEX_KEYS, 0), shuffled(TOKENS, 64)
+    place, blocks = CachePlace(PieceKind.INDEX_KEYS, 0), shuffled(TOKENS, 64)
     made = contents(TOKENS)
     turning = replace(LAYOUT, index=replace(KEYS, hadamard=True))
     reader = BlockReader(turning, tensors_of(made, blocks, 64))
@@ -160,7 +164,7 @@ def test_tensors_that_are_no_such_cache_are_refused_by_name() -> None:
 
 def test_blocks_may_lie_apart_and_have_a_dimension_of_one_head() -> None:
     """One allocation for several layers: a layer's blocks lie a stride apart."""
-    place, blocks = Place(PieceKind.ROWS, 0), shuffled(TOKENS, 64)
+    place, blocks = CachePlace(PieceKind.ROWS, 0), shuffled(TOKENS, 64)
     records = contents(TOKENS)[place]
     tensor = tensor_of(place, records, blocks, 64)
     apart = torch.full((len(tensor), 3, 64, 1, 656), FOREIGN, dtype=torch.uint8)
@@ -175,4 +179,4 @@ def test_a_prompt_longer_than_its_blocks_is_refused() -> None:
     reader = BlockReader(LAYOUT, tensors_of(contents(TOKENS), shuffled(TOKENS, 64), 64))
     short = Blocks(np.array([0, 1]), 64)
     with pytest.raises(BadInput, match="tokens up to 209 in 2 blocks of 64"):
-        reader.read(Place(PieceKind.ROWS, 0), short, PAGES, token_count=TOKENS)
+        reader.read(CachePlace(PieceKind.ROWS, 0), short, PAGES, token_count=TOKENS)

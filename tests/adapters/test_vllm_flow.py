@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from ess import Offload
-from ess.adapters.vllm.blocks import BlockReader, Blocks, Place, all_places
+from ess.adapters.vllm.blocks import BlockReader, Blocks, CachePlace, all_places
 from ess.adapters.vllm.outbox import BlockPages
 from ess.adapters.vllm.requests import salt_of
 from ess.adapters.vllm.settings import read_layout
@@ -97,7 +97,7 @@ class Node:
     scheduler: Any
     workers: list[Any]
     tensors: list[dict[str, torch.Tensor]]
-    made: dict[Place, np.ndarray] = field(default_factory=lambda: contents(TOKENS, LAYOUT))
+    made: dict[CachePlace, np.ndarray] = field(default_factory=lambda: contents(TOKENS, LAYOUT))
     blocks: list[int] = field(default_factory=lambda: list(BLOCKS))
 
     def step(self, planned: Any, chunk: range = range(0)) -> None:
@@ -109,7 +109,7 @@ class Node:
             worker.bind_connector_metadata(metadata)
             worker.start_load_kv(None)
             for layer in range(LAYOUT.layer_total):
-                name = name_of(Place(PieceKind.ROWS, layer), LAYOUT)
+                name = name_of(CachePlace(PieceKind.ROWS, layer), LAYOUT)
                 worker.wait_for_layer_load(name)
                 if chunk:
                     self._compute(tensors, layer, chunk)
@@ -127,7 +127,7 @@ class Node:
     def _compute(self, tensors: dict[str, torch.Tensor], layer: int, chunk: range) -> None:
         """Keys before rows, as the indexer runs before attention. Only the chunk changes."""
         blocks = Blocks(np.array(self.blocks), BLOCK_ROWS)
-        for place in (Place(PieceKind.INDEX_KEYS, layer), Place(PieceKind.ROWS, layer)):
+        for place in (CachePlace(PieceKind.INDEX_KEYS, layer), CachePlace(PieceKind.ROWS, layer)):
             now = self.made[place][: chunk.stop]
             filled = tensor_of(place, now, blocks, BLOCK_ROWS)
             tensors[name_of(place, LAYOUT)][: len(filled)] = filled
@@ -354,7 +354,7 @@ def test_a_layer_leaves_while_the_next_is_computed(
     decode.reserve(vllm.scheduler._requests._leaving["a"].uid, peer)
     planned = output([fresh(request, BLOCKS[:2])], counts={"a": 100})
     worker.bind_connector_metadata(vllm.scheduler.build_connector_meta(planned))
-    name = name_of(Place(PieceKind.ROWS, 0), LAYOUT)
+    name = name_of(CachePlace(PieceKind.ROWS, 0), LAYOUT)
     vllm._compute(tensors, 0, range(100))
     worker.save_kv_layer(name, tensors[name], None)
     until(lambda: len(decode.pieces) == 2)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ess.adapters.vllm.blocks import Blocks, Place, all_places
+from ess.adapters.vllm.blocks import Blocks, CachePlace, all_places
 from ess.kernels.cpu import codec
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.transfer.messages import PieceKind
@@ -26,10 +26,10 @@ LAYOUT = ModelLayout(
 FOREIGN = 0x5A
 
 Bytes = NDArray[np.uint8]
-Contents = Mapping[Place, Bytes]
+Contents = Mapping[CachePlace, Bytes]
 
 
-def contents(token_count: int, layout: ModelLayout = LAYOUT) -> dict[Place, Bytes]:
+def contents(token_count: int, layout: ModelLayout = LAYOUT) -> dict[CachePlace, Bytes]:
     """A record for each token, as our encoder writes it, of random latents and keys."""
     made = {}
     for place in all_places(layout):
@@ -46,7 +46,7 @@ def contents(token_count: int, layout: ModelLayout = LAYOUT) -> dict[Place, Byte
     return made
 
 
-def name_of(place: Place, layout: ModelLayout = LAYOUT) -> str:
+def name_of(place: CachePlace, layout: ModelLayout = LAYOUT) -> str:
     if place.kind is PieceKind.ROWS:
         return f"model.layers.{place.layer}.self_attn.attn"
     return f"model.layers.{layout.groups[place.layer][0]}.self_attn.indexer.k_cache"
@@ -59,7 +59,7 @@ def shuffled(token_count: int, block_rows: int) -> Blocks:
     return Blocks(order.astype(np.int64), block_rows)
 
 
-def tensor_of(place: Place, records: Bytes, blocks: Blocks, tensor_rows: int) -> torch.Tensor:
+def tensor_of(place: CachePlace, records: Bytes, blocks: Blocks, tensor_rows: int) -> torch.Tensor:
     """Bytes of another prompt, and the records at their slots: rows one by one, of keys all values
     of a block and then all scales."""
     slot_count = (int(blocks.ids.max()) + 1) * blocks.block_rows

@@ -67,5 +67,5 @@ def test_a_loss_on_the_way_reaches_the_sender() -> None:
 
 def test_a_line_that_is_none() -> None:
     first, _ = local_group(2)
-    with pytest.raises(BadInput, match="bytes_per_s 0"):
+    with pytest.raises(BadInput, match="bytes_per_s is 0"):
         Delayed(first.next, 0.0, 0.0)

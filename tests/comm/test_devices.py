@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ess.comm.processes.meeting import Meeting, Place
+from ess.comm.processes.meeting import Meeting, RankPlace
 from ess.errors import BadInput
 
 HOST = torch.device("cpu")
 
 
-def place(device: str, *, team: int = 1) -> Place:
-    return Place(
+def place(device: str, *, team: int = 1) -> RankPlace:
+    return RankPlace(
         rank=0,
         size=2,
         team=team,
@@ -32,7 +32,7 @@ def place(device: str, *, team: int = 1) -> Place:
     )
 
 
-def carried(mine: Place, *homes: str, machines: tuple[str, ...] = ("a", "a")) -> torch.device:
+def carried(mine: RankPlace, *homes: str, machines: tuple[str, ...] = ("a", "a")) -> torch.device:
     """Where rank 0 keeps travelling tensors, when the other ranks report these homes."""
     said = dict(enumerate((mine.home, *homes)))
     addresses = {rank: f"{machine} 5{rank}" for rank, machine in enumerate(machines)}

@@ -9,7 +9,7 @@ import pytest
 from ess.engine.config import ProcessConfig
 from ess.errors import BadState
 from ess.models.load import EMBEDDED
-from ess.prefill.trial.pipe import Pipe, Plan
+from ess.prefill.trial.pipe import Pipe, PipeTrial
 from ess.prefill.trial.pipe_messages import Slow
 from ess.server.commands import cli
 from ess.server.commands.tune import Tried, judged
@@ -20,9 +20,9 @@ HALVES = ((0, 3), (3, 6))
 CONFIG = ProcessConfig(threads=1, mtp=2)
 
 
-def plan_of(layers=HALVES, **more) -> Plan:
+def plan_of(layers=HALVES, **more) -> PipeTrial:
     given = {"model": str(EMBEDDED), "context": 400, "prompts": 2, "config": CONFIG, **more}
-    return Plan(layers=layers, **given)
+    return PipeTrial(layers=layers, **given)
 
 
 def text(length: int, *, seed: int) -> list[int]:

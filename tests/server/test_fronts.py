@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from ess.server.commands.start.front import Front
-from ess.server.process.link import Place
+from ess.server.process.link import FrontPlace
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
 from tests.support.crowd import Crowd
@@ -197,7 +197,7 @@ def test_a_process_that_cannot_obey_ends():
     """It cannot open the socket of the next engine, say. Another takes its place."""
 
     class Link:
-        place = Place(front=1, count=2)
+        place = FrontPlace(front=1, count=2)
         lost = ""
 
         def interrupt(self, sentence: str) -> None:

@@ -28,7 +28,7 @@ from ess.engine.process.messages import (
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
 from ess.server.process.board import Board
-from ess.server.process.link import EngineLink, Place
+from ess.server.process.link import EngineLink, FrontPlace
 from ess.server.process.requests.call import Call
 from tests.support.manual_clock import ManualClock
 
@@ -256,7 +256,7 @@ def test_an_add_is_packed_with_all_that_was_asked():
 
 def test_fronts_number_their_requests_apart_and_ask_the_engine_about_each_other_s(tmp_path: Path):
     async def act(link: EngineLink, peer: Peer) -> None:
-        link.place = Place(front=1, count=3)
+        link.place = FrontPlace(front=1, count=3)
         link._next_number = link.place.first_number
         hearing = asyncio.ensure_future(link.run())
         packer = Packer()
@@ -279,7 +279,9 @@ def test_fronts_number_their_requests_apart_and_ask_the_engine_about_each_other_
 
 def test_the_next_life_of_a_front_uses_no_number_again():
     firsts = [
-        Place(front=front, count=3, life=life).first_number for life in (0, 1) for front in range(3)
+        FrontPlace(front=front, count=3, life=life).first_number
+        for life in (0, 1)
+        for front in range(3)
     ]
     assert len(set(firsts)) == 6
     assert [first % 3 for first in firsts] == [0, 1, 2] * 2

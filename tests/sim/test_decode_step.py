@@ -11,7 +11,7 @@ from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators import tables
 from ess.sim.operators.paper import LAYERS, Fitted, PaperOperators
 from ess.sim.operators.parallel import Parallel
-from ess.sim.operators.stages import Shape, hiding_of
+from ess.sim.operators.stages import MicroBatch, hiding_of
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
 
 WIDE = Parallel.wide(32)
@@ -89,7 +89,7 @@ def test_the_policy_is_never_worse_than_a_forced_mode(operators: PaperOperators)
 
 def test_stages_add_up_to_the_module(operators: PaperOperators):
     """At a measured point: base x scale, plus what the context adds."""
-    found = operators.stages(Shape(request_count=128, queries_each=1, context=131_072))
+    found = operators.stages(MicroBatch(request_count=128, queries_each=1, context=131_072))
     parts = found.project + found.pre_attn + found.attend + found.output
     measured = operators.tables.attention
     assert parts == pytest.approx(operators.fitted.compute_scale * measured.at(128, 2048))

@@ -16,7 +16,7 @@ from ess.sim.operators.silicon.attention import Dense, Sparse
 from ess.sim.operators.silicon.bank import shipped_bank
 from ess.sim.operators.silicon.chip import CHIPS
 from ess.sim.operators.silicon.stacks import SGLANG, Stack
-from ess.sim.operators.stages import Shape
+from ess.sim.operators.stages import MicroBatch
 from ess.sim.prefill import prefill_time
 from ess.sim.prefill.colocated import mixed_us, prompt_us, stall_us
 from ess.sim.prefill.prompt_pass import PromptPass, pass_trust, pass_us
@@ -33,7 +33,7 @@ def step_us(gpu: str = "h200", family: str = "deepseek-v3.2", **asked: object) -
 
 def test_a_measured_module_is_the_sum_of_its_parts():
     found = operators_of("h200").stages(
-        Shape(request_count=16, queries_each=1, context=2048, parallel=NODE), EXPERT
+        MicroBatch(request_count=16, queries_each=1, context=2048, parallel=NODE), EXPERT
     )
     parts = found.project + found.pre_attn + found.attend + found.output
     assert found.index == 0
@@ -71,7 +71,7 @@ def test_layers_that_share_a_selection_scan_no_keys():
     operators = operators_of("h200", family="glm-5.2")
     kinds = operators.family.kinds
     assert sum(kind.has_indexer for kind in kinds) == 21
-    shape = Shape(request_count=8, queries_each=1, context=131_072, parallel=NODE)
+    shape = MicroBatch(request_count=8, queries_each=1, context=131_072, parallel=NODE)
     scans = [operators.stages(shape, kind).index for kind in kinds]
     assert [scan > 0 for scan in scans] == [kind.has_indexer for kind in kinds]
 

@@ -13,11 +13,11 @@ from ess.sim.locality import laboratory
 from ess.sim.locality.laboratory import Start
 from ess.sim.locality.oracles import Min, next_uses
 from ess.sim.locality.policies import Fifo, PlannerArena, Random, ScoreEma, SelectionEma, Sieve
-from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.selections import LayerProfile, RequestLoad
 from ess.sim.locality.stack_distances import miss_curve
 from ess.sim.locality.workloads import Step, Workload, generated
 
-SMALL = Load(context=400, step_count=60, query_count=2, top_k=32, recent=2, seed=5)
+SMALL = RequestLoad(context=400, step_count=60, query_count=2, top_k=32, recent=2, seed=5)
 QUIET = LayerProfile(hot=70, cold=3, drift=1.0)
 
 
@@ -175,7 +175,7 @@ def test_warm_up_removes_the_cold_start_and_fetching_ahead_is_counted() -> None:
 @pytest.mark.parametrize("recent", [0, 2])
 def test_the_curve_equals_simulation_at_every_size(recent: int) -> None:
     """Its own tie rule, simulated with a list: position ascending is youngest."""
-    load = Load(context=300, step_count=30, query_count=2, top_k=24, recent=recent, seed=2)
+    load = RequestLoad(context=300, step_count=30, query_count=2, top_k=24, recent=recent, seed=2)
     workload = generated(load, LayerProfile(hot=60, cold=2, drift=0.5))
     curve = miss_curve(workload)
     assert 24 <= curve.slots_min <= 50
@@ -189,7 +189,7 @@ def test_the_curve_equals_simulation_at_every_size(recent: int) -> None:
 @pytest.mark.parametrize("step_count", [60, 330])
 def test_the_planner_lies_between_the_bounds_of_the_curve(step_count: int) -> None:
     """Beyond 255 steps ages saturate, and the bounds know it."""
-    load = Load(context=600, step_count=step_count, query_count=2, top_k=32, seed=4)
+    load = RequestLoad(context=600, step_count=step_count, query_count=2, top_k=32, seed=4)
     workload = generated(load, LayerProfile(hot=90, cold=4, drift=1.0))
     curve = miss_curve(workload)
     for slots in (64, 128, 192, 320, 448):

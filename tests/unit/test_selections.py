@@ -11,18 +11,18 @@ import pytest
 from ess.errors import BadInput
 from ess.sim.locality import laboratory, profiles
 from ess.sim.locality.policies import PlannerArena
-from ess.sim.locality.selections import COLD_SCORE, LayerProfile, LayerStream, Load
+from ess.sim.locality.selections import COLD_SCORE, LayerProfile, LayerStream, RequestLoad
 from ess.sim.locality.similarity import containment, neighbour_fetch, step_similarity
 from ess.sim.locality.stack_distances import miss_curve
 from ess.sim.locality.workloads import generated, recorded, write_trace
 from ess.sim.published import layer_misses, mean_misses
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 
-LOAD = Load(context=3000, step_count=12, query_count=2, top_k=128, recent=8, seed=4)
+LOAD = RequestLoad(context=3000, step_count=12, query_count=2, top_k=128, recent=8, seed=4)
 PROFILE = LayerProfile(hot=400, cold=6, drift=2.0)
 
 
-def selections(load: Load, profile: LayerProfile, *, layer: int = 0) -> np.ndarray:
+def selections(load: RequestLoad, profile: LayerProfile, *, layer: int = 0) -> np.ndarray:
     return np.stack([drawn.selection for drawn in LayerStream(load, profile, layer=layer)])
 
 
@@ -44,7 +44,7 @@ def test_a_selection_is_exact_ascending_distinct_and_inside(recent: int, kinship
 
 
 def test_a_short_context_selects_everything_and_pads() -> None:
-    load = Load(context=20, step_count=3, top_k=32)
+    load = RequestLoad(context=20, step_count=3, top_k=32)
     for number, picked in enumerate(selections(load, PROFILE)[:, 0]):
         assert picked.tolist() == [*range(21 + number), *[-1] * (11 - number)]
 
@@ -78,7 +78,7 @@ def test_similarity_is_containment_not_jaccard() -> None:
 
 def test_the_default_layer_reproduces_the_published_misses_at_32k() -> None:
     """A short run of the average layer; the benchmark holds all layers and contexts to 20 %."""
-    load = Load(context=32_768, step_count=60, query_count=2, seed=1)
+    load = RequestLoad(context=32_768, step_count=60, query_count=2, seed=1)
     workload = generated(load, LayerProfile(), window_count=0)
     filled = np.random.default_rng(1).permutation(workload.row_count).astype(np.int32)
     curve = miss_curve(workload, skip=30, filled=filled)

@@ -31,7 +31,7 @@ STAGGER: Final = PAGE_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class DecodeWork:
     """The work: `batch` requests of about `context` tokens decode `steps` times `mtp` tokens.
     Beside every step `chunk` tokens of one more prompt are prefilled, behind about `context`
     tokens."""
@@ -72,7 +72,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class DecodeWay:
     """How it is decoded. A ratio is slots over context; None means without residency."""
 
     name: str
@@ -90,14 +90,14 @@ class Taken:
     misses: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
 
-class Arm:
+class DecodeArm:
     """An engine that stands right before its first decode step."""
 
     def __init__(
         self,
         prefix: Prefix,
-        shape: Shape,
-        way: Way,
+        shape: DecodeWork,
+        way: DecodeWay,
         *,
         lane: Lane | None = None,
         placement: MakePlacement | None = None,
@@ -197,15 +197,15 @@ def lay_in(offload: Offload, prefix: Prefix, prompts: Sequence[Sequence[int]]) -
         sequence.close()
 
 
-def slots_each(shape: Shape, ratio: float) -> int:
+def slots_each(shape: DecodeWork, ratio: float) -> int:
     """Slots per request and group for a ratio, at least those that one step writes."""
     return max(shape.mtp, min(int(ratio * shape.context), shape.length_max))
 
 
 def _offload(
     layout: ModelLayout,
-    shape: Shape,
-    way: Way,
+    shape: DecodeWork,
+    way: DecodeWay,
     placement: MakePlacement | None,
     lane: Lane | None,
     device: str,

@@ -37,7 +37,7 @@ _KEYS: Final = "indexer.k_cache"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CachePlace:
     """What a tensor holds. For index keys, `layer` counts only layers that have an indexer."""
 
     kind: PieceKind
@@ -62,7 +62,7 @@ class Blocks:
         return slots
 
 
-def place_of(name: str, layout: ModelLayout) -> Place:
+def place_of(name: str, layout: ModelLayout) -> CachePlace:
     """The place of the cache that vLLM has under this layer name."""
     match = _LAYER.search(name)
     if match is None:
@@ -70,12 +70,12 @@ def place_of(name: str, layout: ModelLayout) -> Place:
     layer = int(match[1])
     layout.check_layer(layer)
     if not name.endswith(_KEYS):
-        return Place(PieceKind.ROWS, layer)
+        return CachePlace(PieceKind.ROWS, layer)
     group, member = layout.place_of(layer)
     number = layout.key_layer_of(group)
     if number is None or member:
         raise BadInput(f"vLLM's cache {name!r}: layer {layer} of {layout.name!r} has no indexer")
-    return Place(PieceKind.INDEX_KEYS, number)
+    return CachePlace(PieceKind.INDEX_KEYS, number)
 
 
 class Part:
@@ -120,7 +120,7 @@ class BlockReader:
 
     def __init__(self, layout: ModelLayout, tensors: Mapping[str, Tensor]) -> None:
         self.layout = layout
-        self._parts: dict[Place, Part] = {}
+        self._parts: dict[CachePlace, Part] = {}
         for name, tensor in tensors.items():
             place = place_of(name, layout)
             if place in self._parts:
@@ -131,7 +131,7 @@ class BlockReader:
     def unit_bytes(self, kind: PieceKind) -> int:
         return PAGE_ROWS * self._record_bytes(kind)
 
-    def read(self, place: Place, blocks: Blocks, pages: range, *, token_count: int) -> Tensor:
+    def read(self, place: CachePlace, blocks: Blocks, pages: range, *, token_count: int) -> Tensor:
         """Pages as [page, unit bytes] in host memory. Zero behind `token_count` tokens: the rest of
         a block may be another prompt's."""
         part, start = self._parts[place], pages.start * PAGE_ROWS
@@ -175,9 +175,9 @@ class BlockReader:
             )
 
 
-def all_places(layout: ModelLayout) -> Iterable[Place]:
-    yield from (Place(PieceKind.ROWS, layer) for layer in range(layout.layer_total))
-    yield from (Place(PieceKind.INDEX_KEYS, layer) for layer in range(layout.key_layer_count))
+def all_places(layout: ModelLayout) -> Iterable[CachePlace]:
+    yield from (CachePlace(PieceKind.ROWS, layer) for layer in range(layout.layer_total))
+    yield from (CachePlace(PieceKind.INDEX_KEYS, layer) for layer in range(layout.key_layer_count))
 
 
 def turned(pages: Tensor, codec: IndexCodec) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.adapters.vllm.blocks import BlockReader, Blocks, Place
+from ess.adapters.vllm.blocks import BlockReader, Blocks, CachePlace
 from ess.adapters.vllm.requests import Order
 from ess.adapters.vllm.settings import Settings
 from ess.adapters.vllm.staging import Staging
@@ -68,7 +68,7 @@ class BlockPages:
             return None
         unit, lent = self._reader.unit_bytes(part.kind), []
         for layer in part.layers:
-            place = Place(part.kind, layer)
+            place = CachePlace(part.kind, layer)
             pages = self._reader.read(place, self.blocks, part.pages, token_count=self._row_count)
             lent.append(self._staging.runs(self._staging.put(pages), unit))
         return np.concatenate(lent)

@@ -31,7 +31,7 @@ from ess.comm.processes.joined import JoinedGroup
 from ess.comm.processes.members import Collectives, WiredTeam
 from ess.comm.processes.pulse import Pulse
 from ess.comm.processes.staged import StagedGroup
-from ess.comm.processes.tensors import GlooWay, NcclWay, Way, gloo_group, nccl_group
+from ess.comm.processes.tensors import GlooWay, NcclWay, TensorWay, gloo_group, nccl_group
 from ess.comm.processes.wired import Terms, WiredLink
 from ess.comm.team import OneTeam, Team
 from ess.errors import BadInput, BadState, Unavailable
@@ -44,7 +44,7 @@ RANKS_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """This rank, its group, where the group meets, and the deadline."""
 
     rank: int
@@ -106,7 +106,7 @@ def join_group(
     if not 0 <= rank < size <= RANKS_MAX or team < 1 or size % team:
         raise BadInput(f"rank {rank} of {size} in teams of {team}: no such rank")
     host, port, is_agents_store = _address(init)
-    place = Place(
+    place = RankPlace(
         rank=rank,
         size=size,
         team=team,
@@ -127,7 +127,7 @@ def join_group(
 class Meeting:
     """One attempt of a rank to join. If it fails, everything that it opened is closed."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         self._place = place
         self._wires: dict[tuple[int, int], Wire] = {}
         self._ending = Ending()
@@ -285,7 +285,7 @@ class Meeting:
                 links[str(peer)] = self._link(REPORT, peer)
         return links
 
-    def _link(self, purpose: int, peer: int, **ways: Way) -> WiredLink:
+    def _link(self, purpose: int, peer: int, **ways: TensorWay) -> WiredLink:
         place, is_report = self._place, purpose == REPORT
         terms = Terms(
             peer=peer,
@@ -297,7 +297,7 @@ class Meeting:
         )
         return WiredLink(self._wires[purpose, peer], terms, self._ending, **ways)
 
-    def _way(self, sender: int, part: int, host: str) -> Way:
+    def _way(self, sender: int, part: int, host: str) -> TensorWay:
         """The process group of `sender`, its rank 0, and the same member of the next stage."""
         device = self._device
         made = self._process_group(f"way/{sender}", part, 2, host, device)
@@ -356,7 +356,7 @@ class Meeting:
         wire.limit_reading(None)
 
 
-def _wires_of(place: Place) -> list[Ends]:
+def _wires_of(place: RankPlace) -> list[Ends]:
     """The connections of this rank: of every rank to rank 0, of each stage to the one before."""
     pairs = [(REPORT, rank, 0) for rank in range(1, place.size)]
     pairs += [(STAGE, rank, rank - place.team) for rank in range(place.team, place.size)]

@@ -71,7 +71,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-class Way(Protocol):
+class TensorWay(Protocol):
     """A direction: rank 0 of its process group sends, rank 1 receives."""
 
     def post(self, content: Tensor) -> Callable[[], object]:

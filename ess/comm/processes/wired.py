@@ -32,7 +32,7 @@ from ess.comm.link import (
     took_nothing,
 )
 from ess.comm.processes.control import SENTENCE_BYTES_MAX, Kind, Wire
-from ess.comm.processes.tensors import SHAPE_BYTES, Way, as_bytes, pack_shape, unpack_shape
+from ess.comm.processes.tensors import SHAPE_BYTES, TensorWay, as_bytes, pack_shape, unpack_shape
 from ess.errors import BadInput, BadState
 
 CLOSE_S: Final = 2.0
@@ -113,8 +113,8 @@ class WiredLink:
         terms: Terms,
         ending: Ending,
         *,
-        outward: Way | None = None,
-        inward: Way | None = None,
+        outward: TensorWay | None = None,
+        inward: TensorWay | None = None,
     ) -> None:
         self.peer = terms.peer
         self.heard = Heard()

@@ -28,7 +28,7 @@ Arrived = Callable[[int], None]
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class PageLoad:
     """Pages of a sequence on their way from the disk."""
 
     pages: PageIds
@@ -44,7 +44,7 @@ class Shelf:
         self._latent = latent
         self._tier = tier
         self._mark_of: dict[bytes, object] = {}
-        self._loads: list[Load] = []
+        self._loads: list[PageLoad] = []
         latent.prefix.listeners.append(self)
 
     @property
@@ -92,14 +92,14 @@ class Shelf:
         contents = [self._latent.prefix.content_of(page) for page in pages.tolist()]
         self._tier.use(content for content in reversed(contents) if content is not None)
 
-    def bring(self, claim: Claim, pages: PageIds, on_arrival: Arrived) -> Load:
+    def bring(self, claim: Claim, pages: PageIds, on_arrival: Arrived) -> PageLoad:
         """Reads the claimed texts into these pages, which their sequence has taken and nothing else
         uses."""
         assert len(claim.contents) == len(pages) > 0, f"{len(pages)} pages are to come"
         loading = self._tier.begin_load(
             claim.contents, lambda place: self._latent.parts(int(pages[place]))
         )
-        load = Load(pages, claim, loading, on_arrival)
+        load = PageLoad(pages, claim, loading, on_arrival)
         self._loads.append(load)
         return load
 
@@ -108,22 +108,22 @@ class Shelf:
         for load in [load for load in self._loads if load.loading.is_done]:
             self._end(load, load.loading.count)
 
-    def wait(self, load: Load) -> None:
+    def wait(self, load: PageLoad) -> None:
         load.loading.wait()
         self._end(load, load.loading.count)
 
-    def land(self, load: Load, count: int) -> None:
+    def land(self, load: PageLoad, count: int) -> None:
         """The first `count` pages are there from now on; the others are not wanted any more."""
         load.loading.cancel()
         assert count <= load.loading.count, f"{load.loading.count} pages have come, not {count}"
         self._end(load, count)
 
-    def give_up(self, load: Load) -> None:
+    def give_up(self, load: PageLoad) -> None:
         """The pages are not wanted any more; none is written when this returns."""
         load.loading.cancel()
         self._end(load, load.loading.count)
 
-    def _end(self, load: Load, count: int) -> None:
+    def _end(self, load: PageLoad, count: int) -> None:
         self._loads.remove(load)
         load.claim.release()
         self._latent.spoil(load.pages[count:])

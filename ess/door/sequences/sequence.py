@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ess.door.checks import as_array, check_sets, in_range, whole
-from ess.door.memory.shelf import Load, Shelf
+from ess.door.memory.shelf import PageLoad, Shelf
 from ess.door.owner import Owner
 from ess.door.sequences.holding import Holding
 from ess.door.sequences.kept import kept_ends
@@ -63,7 +63,7 @@ class Sequence:
         self.state: State = "active"
         self.holding = Holding(owner.pools, length_max=length_max, promise=promise)
         self.progress = Progress(owner.pools, self.holding, start, self.number)
-        self._load: Load | None = None
+        self._load: PageLoad | None = None
         self._shelved: Shelved | None = None
 
     def __repr__(self) -> str:

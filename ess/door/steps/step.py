@@ -31,7 +31,7 @@ from ess.door.owner import Owner
 from ess.door.sequences.sequence import Sequence, key_layer
 from ess.door.steps.arrays import Array, Brought, Kept, StepArrays, rows_of
 from ess.door.steps.placement import Resolution
-from ess.door.steps.step_answers import Answer, Recording, Tokens, known_texts
+from ess.door.steps.step_answers import PartAnswer, Recording, Tokens, known_texts
 from ess.errors import BadInput, BadState
 
 StepState = Literal["open", "sealed", "learned"]
@@ -93,7 +93,7 @@ class Step:
             self.appended.update(range(owner.pools.layout.layer_total))
         self._row_counts: dict[int, int] = {}
         self._key_counts: dict[int, int] = {}
-        self._answers: dict[tuple[int, int], Answer] = {}
+        self._answers: dict[tuple[int, int], PartAnswer] = {}
 
     def __repr__(self) -> str:
         sequences = f"{len(self.sequences)} sequences, {self.query_count} queries"
@@ -278,7 +278,7 @@ class Step:
         workspace: int | None,
         *,
         waits: bool,
-    ) -> Answer:
+    ) -> PartAnswer:
         if selection is None:
             raise BadInput(
                 f"layer {layer} is the first of its group and needs a selection; only layers that "
@@ -306,7 +306,9 @@ class Step:
         if self.arrays.row_offset is self.arrays.query_offset:
             appended_count = min(appended_min, part.stop)
             appended_min = appended_count if appended_count > part.start else 0
-        answer = self._answers[group, part.start] = Answer(part, chosen, appended_min, resolutions)
+        answer = self._answers[group, part.start] = PartAnswer(
+            part, chosen, appended_min, resolutions
+        )
         return answer
 
     def _require_behind(self, layer: int, part: range, resolved: list[range]) -> None:
@@ -319,7 +321,7 @@ class Step:
                 f"before them: resolve ranges in batch order"
             )
 
-    def _follow(self, layer: int, group: int, part: range, selection: Any) -> Answer:
+    def _follow(self, layer: int, group: int, part: range, selection: Any) -> PartAnswer:
         leader = self.owner.pools.layout.groups[group][0]
         if selection is not None:
             raise BadInput(f"layer {layer} shares the selection of layer {leader}: pass None")

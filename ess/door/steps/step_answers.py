@@ -13,7 +13,7 @@ from ess.errors import BadInput
 Tokens = Many[Many[int]] | None
 
 
-class Answer(NamedTuple):
+class PartAnswer(NamedTuple):
     """What a group's first layer was answered about a part; each layer of the group has its own.
 
     Layers that have appended fewer queries than `appended_min` may not read it: the selection may

@@ -28,7 +28,7 @@ from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.weights.files.folder import Folder
 from ess.ports import kept_port
-from ess.prefill.trial.pipe_messages import Answer, Ask, Line, Opened, Slow, Timed, Trial
+from ess.prefill.trial.pipe_messages import Ask, Line, Opened, PipeAnswer, Slow, Timed, Trial
 from ess.units import PAGE_ROWS, div_ceil
 
 Kind = Literal["wall", "core"]
@@ -41,7 +41,7 @@ ENDED: Final = "A timed pipeline has ended; its processes have said why above"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PipeTrial:
     """`layers` are those of each stage; `prompts` prompts of up to `context` tokens fit at once."""
 
     model: str
@@ -102,7 +102,7 @@ class Chunk:
 class Ran:
     """The result of an Ask: `answer.made_s[-1]` is the time of the whole."""
 
-    answer: Answer
+    answer: PipeAnswer
     chunks: tuple[Chunk, ...]
 
     @property
@@ -135,7 +135,7 @@ def model_config(path: str) -> ModelConfig:
 class Pipe:
     """A context manager: its processes end with the block."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PipeTrial) -> None:
         self.plan = plan
         self._folder = Path(tempfile.mkdtemp(prefix="ess-trial-"))
         self._kept = contextlib.ExitStack()
@@ -188,13 +188,13 @@ class Pipe:
         except BrokenPipeError:
             raise BadState(ENDED) from None
 
-    def _hear(self) -> Answer:
+    def _hear(self) -> PipeAnswer:
         stdout = self._processes[0].stdout
         assert stdout is not None, "stdout is a pipe"
         line = stdout.readline()
         if not line:
             raise BadState(ENDED)
-        return msgspec.json.decode(line, type=Answer)
+        return msgspec.json.decode(line, type=PipeAnswer)
 
     def _end(self, within_s: float) -> None:
         for process in self._processes:

@@ -37,7 +37,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     forgets: bool = True
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class PipeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """For each prompt: seconds until the last stage had run its last chunk, and how many of its
     rows were cached."""
 

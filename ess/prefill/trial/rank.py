@@ -32,7 +32,7 @@ from ess.errors import BadState
 from ess.prefill import worker
 from ess.prefill.follower import Follower
 from ess.prefill.lead import Lead
-from ess.prefill.trial.pipe_messages import Answer, Ask, Opened, Slow, Trial
+from ess.prefill.trial.pipe_messages import Ask, Opened, PipeAnswer, Slow, Trial
 from ess.prefill.trial.timed import TimedStage
 
 WAIT_S: Final = 0.002
@@ -140,7 +140,7 @@ def lead(trial: Trial, group: Group) -> None:
     )
     stage.follow()
     leading.stages.gather(made.hello, worker.LOAD_S)
-    say(Answer(made_s=[], cached_counts=[]))
+    say(PipeAnswer(made_s=[], cached_counts=[]))
     uids = itertools.count(1)
     for line in sys.stdin.buffer:
         ask = msgspec.json.decode(line, type=Ask)
@@ -149,7 +149,7 @@ def lead(trial: Trial, group: Group) -> None:
     leading.close()
 
 
-def answered(leading: Lead, ask: Ask, uids: Iterator[int]) -> Answer:
+def answered(leading: Lead, ask: Ask, uids: Iterator[int]) -> PipeAnswer:
     clock = RealClock()
     if ask.forgets:
         leading.forget_prefixes()
@@ -163,7 +163,7 @@ def answered(leading: Lead, ask: Ask, uids: Iterator[int]) -> Answer:
             if request.reason is not None and request.number not in ended:
                 ended[request.number] = clock.now_s() - began_s
     check_sent(requests)
-    return Answer(
+    return PipeAnswer(
         made_s=[ended[request.number] for request in requests],
         cached_counts=[request.cached_count or 0 for request in requests],
     )
@@ -176,7 +176,7 @@ def check_sent(requests: Sequence[Request]) -> None:
             raise BadState(f"a prompt of {len(request.prompt)} tokens is {request.reason}{why}")
 
 
-def say(answer: Answer) -> None:
+def say(answer: PipeAnswer) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
     sys.stdout.buffer.flush()
 

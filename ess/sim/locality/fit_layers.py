@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ess import console
 from ess.sim.locality import profiles
-from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.selections import LayerProfile, RequestLoad
 from ess.sim.locality.stack_distances import miss_curve
 from ess.sim.locality.workloads import generated
 from ess.sim.published import layer_misses
@@ -37,7 +37,7 @@ PULL: Final = 0.003
 
 def misses_at(profile: LayerProfile, ratios: tuple[float, ...]) -> list[float]:
     """Misses per step of two queries, in an arena that starts full."""
-    load = Load(context=CONTEXT, step_count=STEPS, query_count=2)
+    load = RequestLoad(context=CONTEXT, step_count=STEPS, query_count=2)
     workload = generated(load, profile, window_count=0)
     filled = np.random.default_rng(9).permutation(workload.row_count).astype(np.int32)
     curve = miss_curve(workload, skip=SKIP, filled=filled)

@@ -18,7 +18,7 @@ from ess.sim.locality import laboratory, profiles
 from ess.sim.locality.laboratory import Start
 from ess.sim.locality.misses import PUBLISHED_QUERIES, MissCurves
 from ess.sim.locality.policies import PlannerArena
-from ess.sim.locality.selections import Load
+from ess.sim.locality.selections import RequestLoad
 from ess.sim.locality.workloads import generated
 from ess.sim.operators.paper import TOP_K
 from ess.sim.operators.tables import Curve
@@ -101,7 +101,7 @@ def _means(context: int, drawing: Drawing) -> Mapping[float, float]:
     """Means by ratio, over the sampled layers and the counted steps, for two queries."""
     totals = dict.fromkeys(drawing.ratios, 0.0)
     for layer in sampled_layers(drawing.layers):
-        load = Load(
+        load = RequestLoad(
             context=context,
             step_count=drawing.steps,
             query_count=drawing.queries_each,

@@ -62,7 +62,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class RequestLoad:
     """One request: its context before the first step, and the form of each step.
 
     A step verifies `query_count` tokens and accepts all of them, so the context grows by that many.
@@ -138,7 +138,7 @@ class _Query(NamedTuple):
 class LayerStream:
     """The selections of one layer, step by step; windows, if any, are drawn first."""
 
-    def __init__(self, load: Load, profile: LayerProfile, *, layer: int) -> None:
+    def __init__(self, load: RequestLoad, profile: LayerProfile, *, layer: int) -> None:
         self._load, self._profile = load, profile
         self._rng = np.random.default_rng([load.seed, 1, layer])
         hot = profile.hot_count(load.context)
@@ -219,7 +219,7 @@ class LayerStream:
         return np.flatnonzero(chosen).astype(np.int32)
 
 
-def _common_walk(load: Load) -> _Walk:
+def _common_walk(load: RequestLoad) -> _Walk:
     rng = np.random.default_rng([load.seed, 2])
     hot, profile = min(HOT_DEFAULT, load.context), LayerProfile()
     return _Walk(

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.sim.locality.policies import PlannerArena
-from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.selections import LayerProfile, RequestLoad
 from ess.sim.locality.workloads import distinct, generated
 
 
@@ -49,7 +49,12 @@ class NeighbourFetch:
 
 
 def neighbour_fetch(
-    load: Load, profiles: tuple[LayerProfile, LayerProfile], *, layer: int, slots: int, skip: int
+    load: RequestLoad,
+    profiles: tuple[LayerProfile, LayerProfile],
+    *,
+    layer: int,
+    slots: int,
+    skip: int,
 ) -> NeighbourFetch:
     """The prefetch of `layer` from the selections of the layer before it."""
     above = generated(load, profiles[0], layer=layer - 1)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ess.errors import BadInput
 from ess.pool.warmup import WINDOW_MAX
-from ess.sim.locality.selections import Floats, Ints, LayerProfile, LayerStream, Load
+from ess.sim.locality.selections import Floats, Ints, LayerProfile, LayerStream, RequestLoad
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceStep, TraceWriter
 
 ROWS_MAX: Final = 1 << 27
@@ -63,7 +63,7 @@ def distinct(rows: npt.NDArray[Any]) -> Ints:
 
 
 def generated(
-    load: Load, profile: LayerProfile, *, layer: int = 0, window_count: int = WINDOW_MAX
+    load: RequestLoad, profile: LayerProfile, *, layer: int = 0, window_count: int = WINDOW_MAX
 ) -> Workload:
     """A request of the generator; every `steps()` draws the same again."""
 
@@ -135,7 +135,11 @@ def recorded(reader: TraceReader, *, group: int = 0, lead_steps: int = 0) -> Wor
 
 
 def write_trace(
-    path: str | os.PathLike[str], load: Load, profiles: Sequence[LayerProfile], *, layout: str
+    path: str | os.PathLike[str],
+    load: RequestLoad,
+    profiles: Sequence[LayerProfile],
+    *,
+    layout: str,
 ) -> TraceHeader:
     """A generated request as a trace file, one layer group per profile, all queries accepted."""
     header = TraceHeader(

@@ -30,7 +30,7 @@ from typing import Any, Final
 from ess.errors import BadInput
 from ess.sim.operators.families import Family, Kind, family_of
 from ess.sim.operators.parallel import NODE_GPUS, Parallel
-from ess.sim.operators.stages import Machine, Shape, Stages, Trust
+from ess.sim.operators.stages import Machine, MicroBatch, Stages, Trust
 from ess.sim.operators.tables import Curve, Tables
 
 FAMILY: Final = family_of("deepseek-v3.2")
@@ -92,7 +92,7 @@ class PaperOperators:
     machine: Machine = field(default_factory=Machine)
     family: Family = FAMILY
 
-    def stages(self, shape: Shape, kind: Kind = SPARSE) -> Stages:
+    def stages(self, shape: MicroBatch, kind: Kind = SPARSE) -> Stages:
         _check(shape)
         tokens, dense = shape.query_count, kind.is_dense
         pre_us, output_us = self._pre_attn_us(tokens), self._output_us(tokens)
@@ -126,7 +126,7 @@ class PaperOperators:
         """Extra time of launching logits and top-k once more."""
         return SPLIT_LAUNCHES * self.machine.launch_us
 
-    def around_us(self, whole: Shape) -> float:
+    def around_us(self, whole: MicroBatch) -> float:
         """Time of the head over all queries, a draft pass for each further query, and the host.
 
         A draft pass is one layer and the head over the whole batch, one query each. It attends
@@ -139,7 +139,7 @@ class PaperOperators:
         head_us = self.head_us(whole.query_count)
         return (whole.queries_each - 1) * draft_us + head_us + self.fitted.step_fixed_us
 
-    def trust(self, shape: Shape) -> Trust:
+    def trust(self, shape: MicroBatch) -> Trust:
         return Trust(BAND, MARKS)
 
     def _module_us(self, tokens: float) -> float:
@@ -170,12 +170,12 @@ class PaperOperators:
         gemm_us = self.tables.gemm[HIDDEN_DIM, 16_384].at(tokens)
         return gemm_us + self.tables.absorb["post"].at(tokens)
 
-    def _index_us(self, shape: Shape) -> float:
+    def _index_us(self, shape: MicroBatch) -> float:
         n, measured = shape.request_count, self.tables.attention
         grown_us = max(0.0, measured.at(n, shape.context) - measured.at(n, TOP_K))
         return grown_us * (1.0 + (shape.queries_each - 1) * self.fitted.query_repeat)
 
-    def _experts_us(self, shape: Shape) -> float:
+    def _experts_us(self, shape: MicroBatch) -> float:
         curve = self.tables.experts.get((shape.parallel.gpu_count, self.fitted.balance))
         if curve is None:
             known = sorted({ranks for ranks, _ in self.tables.experts})
@@ -196,7 +196,7 @@ class PaperOperators:
         return next((count for count in measured if count >= nodes), measured[-1])
 
 
-def _check(shape: Shape) -> None:
+def _check(shape: MicroBatch) -> None:
     if shape.parallel != Parallel.wide(shape.parallel.gpu_count) or shape.prompt_tokens:
         raise BadInput(
             f"{shape.parallel}, {shape.prompt_tokens} prompt tokens: the constants of the paper "

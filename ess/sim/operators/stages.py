@@ -33,7 +33,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class MicroBatch:
     """One micro-batch of one layer, as one attention group of `parallel.attention_tp` GPUs sees it.
 
     `request_count` is a mean over groups and may be below 1: some groups then have no request.
@@ -113,15 +113,15 @@ class Operators(Protocol):
     @property
     def index_split_us(self) -> float: ...
 
-    def stages(self, shape: Shape, kind: Kind) -> Stages: ...
+    def stages(self, shape: MicroBatch, kind: Kind) -> Stages: ...
 
-    def around_us(self, whole: Shape) -> float:
+    def around_us(self, whole: MicroBatch) -> float:
         """Time outside the layers, for the whole batch."""
         ...
 
     def split_us(self, tokens: float) -> float: ...
 
-    def trust(self, shape: Shape) -> Trust: ...
+    def trust(self, shape: MicroBatch) -> Trust: ...
 
 
 def hiding_of(

@@ -27,7 +27,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PlanAnswer:
     """`marks` name what was not measured for this question."""
 
     plan: Plan
@@ -37,7 +37,7 @@ class Answer:
     marks: tuple[str, ...]
 
 
-def answered(planner: Planner, question: Question) -> Answer:
+def answered(planner: Planner, question: Question) -> PlanAnswer:
     prefilling = prefilling_of(planner)
     deployment = Deployment(
         work=question.work,
@@ -58,7 +58,7 @@ def answered(planner: Planner, question: Question) -> Answer:
             work=question.work,
             wanted=question.wanted,
         )
-    return Answer(
+    return PlanAnswer(
         plan=plan,
         all_gpus=compared(deployment, plan.chosen, plan.resident),
         fleets=smallest,

@@ -13,7 +13,7 @@ from typing import Final
 from ess.errors import BadInput
 from ess.sim.decode_step import lay_out, stages_of
 from ess.sim.operators.parallel import Parallel
-from ess.sim.operators.stages import Operators, Shape, Trust
+from ess.sim.operators.stages import MicroBatch, Operators, Trust
 
 NO_DECODE: Final = 0.0
 
@@ -41,8 +41,8 @@ class PromptPass:
             )
 
     @property
-    def whole(self) -> Shape:
-        return Shape(
+    def whole(self) -> MicroBatch:
+        return MicroBatch(
             request_count=NO_DECODE,
             queries_each=1,
             context=self.prefix + self.tokens,
@@ -54,7 +54,7 @@ class PromptPass:
         )
 
     @property
-    def half(self) -> Shape:
+    def half(self) -> MicroBatch:
         """A half of the pass; halves of one prompt lie behind one another, both at their mean."""
         whole = self.whole
         if self.count > 1:
@@ -75,6 +75,6 @@ def pass_trust(operators: Operators, prompts: PromptPass) -> Trust:
     return operators.trust(prompts.whole)
 
 
-def _laid_out_us(operators: Operators, shape: Shape, *, half_count: int) -> float:
+def _laid_out_us(operators: Operators, shape: MicroBatch, *, half_count: int) -> float:
     layers = stages_of(operators, shape)
     return lay_out(layers, [None] * len(layers), half_count=half_count).end_us

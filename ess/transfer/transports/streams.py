@@ -32,7 +32,7 @@ LOST_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StreamAnswer:
     """Our bytes that a peer reads from the stream, up to `end`, and the answer when it has."""
 
     ticket: int
@@ -52,7 +52,7 @@ class Link:
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     is_met: bool = False
     waiting: list[tuple[int, Transfer, Runs, Runs]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamAnswer] = field(default_factory=list)
 
 
 class StreamTransport(Endpoint):
@@ -225,7 +225,7 @@ class StreamTransport(Endpoint):
         if frame.kind is Kind.READ:
             payload = views(frame.runs, self._regions)
             link.channel.send(Kind.ANSWER, transfer=number, payload=payload)
-            link.answers.append(Answer(frame.ticket, link.channel.queued_bytes, frame.note))
+            link.answers.append(StreamAnswer(frame.ticket, link.channel.queued_bytes, frame.note))
             return
         link.channel.send(Kind.ACCEPTED, transfer=number)
         if frame.note:

@@ -26,7 +26,7 @@ from ess.models.tiny.trainer.card import write_card
 from ess.models.tiny.trainer.export import CHECKPOINT, load_network
 from ess.models.tiny.trainer.losses import token_nats
 from ess.models.tiny.trainer.network import Network, Trace
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 from ess.models.tiny.trainer.stored import read_checkpoint
 from ess.models.tiny.trainer.texts import ngram
 from ess.models.tiny.trainer.texts.corpus import DOCUMENT_END
@@ -179,7 +179,7 @@ def continue_text(
 def evaluate(*, folder: Path, checkpoint: Path, dtype: torch.dtype, share: float) -> dict[str, Any]:
     """All numbers of one checkpoint as one JSON-able object."""
     config, tensors = read_checkpoint(checkpoint)
-    network = load_network(Shape(), tensors).to(dtype).eval()
+    network = load_network(ModelShape(), tensors).to(dtype).eval()
     network.cos, network.sin = network.cos.float(), network.sin.float()
     text = (folder / "held_out.txt").read_bytes()
     tokens: Tokens = np.load(folder / "held_out.npy")

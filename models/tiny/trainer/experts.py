@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ess.models.tiny.trainer.fuse import fused
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 
 BALANCE_RATE = 1e-3
 
@@ -92,7 +92,7 @@ class _Experts(torch.autograd.Function):
 class Gate(nn.Module):
     """Group-limited sigmoid gate; the correction bias balances the load and learns nothing."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.randn(shape.expert_count, shape.hidden) * 0.02)
@@ -136,7 +136,7 @@ class Mlp(nn.Module):
 class Moe(nn.Module):
     """Routed experts, stacked as [expert, out, in], beside one shared expert."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         count, width, hidden = shape.expert_count, shape.expert_width, shape.hidden
         self.gate = Gate(shape)

@@ -20,7 +20,7 @@ from ess.errors import BadInput
 from ess.models.tiny.trainer.experts import Gate
 from ess.models.tiny.trainer.network import Network
 from ess.models.tiny.trainer.optimiser import pieces_of
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 from ess.models.tiny.trainer.stored import Form, stored_form, write_checkpoint
 from ess.models.tiny.trainer.texts.vocabulary import BEGIN, BEGIN_ID, END, END_ID
 
@@ -37,7 +37,7 @@ GENERATION: Final = {
 }
 
 
-def state_network(path: Path, shape: Shape) -> Network:
+def state_network(path: Path, shape: ModelShape) -> Network:
     """The network in f32 with the weights of a training state."""
     network = Network(shape)
     gates = [part for part in network.modules() if isinstance(part, Gate)]
@@ -72,7 +72,7 @@ def published_tensors(network: Network) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in made.items()}
 
 
-def load_network(shape: Shape, tensors: dict[str, Tensor]) -> Network:
+def load_network(shape: ModelShape, tensors: dict[str, Tensor]) -> Network:
     """The other way: published tensors (f32) stacked into a network."""
     network = Network(shape)
     wanted = published_tensors(network)
@@ -124,7 +124,7 @@ def main(*, folder: Path, into: Path = CHECKPOINT, form: Form = "fp8") -> None:
     into: the checkpoint folder.
     form: fp8 blocks as the published model has them, or bf16, or f32.
     """
-    network = state_network(folder / "state.safetensors", Shape())
+    network = state_network(folder / "state.safetensors", ModelShape())
     export(network, folder / "tokenizer.json", into, form=form)
     size = sum(path.stat().st_size for path in into.iterdir())
     print(f"{into}: {size / 1e6:.1f} MB")

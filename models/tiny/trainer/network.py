@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from ess.models.tiny.trainer.attention import attend, causal_mask
 from ess.models.tiny.trainer.experts import Mlp, Moe
 from ess.models.tiny.trainer.fuse import fused
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 
 Mode = Literal["dense", "warm", "sparse"]
 QUERY_CHUNK = 256
 
 
-def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
+def rope_tables(shape: ModelShape, length: int) -> tuple[Tensor, Tensor]:
     """cos and sin [length, rope / 2] of YaRN: fast pairs as they are, slow ones stretched."""
     pairs = torch.arange(0, shape.rope, 2).float()
     plain = shape.rope_base ** (-pairs / shape.rope)
@@ -40,7 +40,7 @@ def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def softmax_scale(shape: Shape) -> float:
+def softmax_scale(shape: ModelShape) -> float:
     stretch = 0.1 * math.log(shape.rope_factor) + 1
     return float((shape.nope + shape.rope) ** -0.5 * stretch * stretch)
 
@@ -96,7 +96,7 @@ def weighted_relu(pair: Tensor, weight: Tensor) -> Tensor:
 
 
 class Indexer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.wq_b = linear(shape.query_rank, shape.index_head_count * shape.index_dim)
@@ -119,7 +119,7 @@ class Indexer(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         heads, key = shape.head_count, shape.nope + shape.rope
@@ -219,7 +219,7 @@ def _measure(trace: Trace, target: Tensor, chosen: Tensor, kept: int) -> None:
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: Shape, *, dense: bool) -> None:
+    def __init__(self, shape: ModelShape, *, dense: bool) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(shape.hidden, shape.norm_eps)
         self.self_attn = Attention(shape)
@@ -232,7 +232,7 @@ class Layer(nn.Module):
 
 
 class SharedHead(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.norm = RmsNorm(shape.hidden, shape.norm_eps)
 
@@ -240,7 +240,7 @@ class SharedHead(nn.Module):
 class MtpLayer(Layer):
     """Row p joins the hidden state of p with the embedding of token p + 1 and drafts p + 2."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape, dense=False)
         self.enorm = RmsNorm(shape.hidden, shape.norm_eps)
         self.hnorm = RmsNorm(shape.hidden, shape.norm_eps)
@@ -256,7 +256,7 @@ class MtpLayer(Layer):
 
 
 class Trunk(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
         plain = [
@@ -270,7 +270,7 @@ class Trunk(nn.Module):
 class Network(nn.Module):
     """Hidden states in, hidden states out; the losses own the head, which is the costly part."""
 
-    def __init__(self, shape: Shape, *, length_max: int = 4096) -> None:
+    def __init__(self, shape: ModelShape, *, length_max: int = 4096) -> None:
         super().__init__()
         self.shape = shape
         self.model = Trunk(shape)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ess.errors import BadInput
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 
 MUON_MOMENTUM: Final = 0.95
 MUON_DECAY: Final = 0.01
 ADAM_BETAS: Final = (0.9, 0.95)
 ADAM_EPS: Final = 1e-8
 JOB_MATRICES_MAX: Final = 40
-ROW_STACKS: Final = {"gate_up": 2, "kv_b_proj.weight": Shape().head_count}
+ROW_STACKS: Final = {"gate_up": 2, "kv_b_proj.weight": ModelShape().head_count}
 NEWTON_SCHULZ: Final = ((3.4445, -4.7750, 2.0315),) * 5
 
 
@@ -200,7 +200,7 @@ def _adam(
         piece.view(flats.read).copy_(truth)
 
 
-def trained_pieces(shape: Shape, pieces: list[Piece], part: str) -> list[Piece]:
+def trained_pieces(shape: ModelShape, pieces: list[Piece], part: str) -> list[Piece]:
     """The pieces a stage trains: the trunk, the trunk with indexers, indexers alone, or MTP."""
     mtp = f"model.layers.{shape.layer_count}."
 

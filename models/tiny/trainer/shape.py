@@ -18,7 +18,7 @@ FP8: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ModelShape:
     """A DeepSeek-V3.2 of true row size (512 + 64); everything else is small.
 
     Query/key heads are as wide as value heads, so that torch's fused CPU attention takes them.
@@ -58,7 +58,7 @@ class Shape:
         return _model_keys(self) | _rope_keys(self) | quantisation
 
 
-def _model_keys(shape: Shape) -> dict[str, Any]:
+def _model_keys(shape: ModelShape) -> dict[str, Any]:
     return {
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",
@@ -99,7 +99,7 @@ def _model_keys(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _rope_keys(shape: Shape) -> dict[str, Any]:
+def _rope_keys(shape: ModelShape) -> dict[str, Any]:
     return {
         "max_position_embeddings": int(shape.rope_factor * shape.rope_original),
         "rope_theta": shape.rope_base,

@@ -38,7 +38,7 @@ from ess.models.tiny.trainer.optimiser import (
     share_out,
     trained_pieces,
 )
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 from ess.models.tiny.trainer.stages import STAGES, stage_loss
 
 STEP_DEADLINE_S = 3600.0
@@ -62,7 +62,7 @@ def sample(
 class Common:
     """What every worker sees. `order` is [stage, step, first sequence, stop]; rates beside it."""
 
-    shape: Shape
+    shape: ModelShape
     tokens_path: str
     seed: int
     worker_count: int
@@ -200,7 +200,7 @@ class Team:
 
 
 def gather_common(
-    *, shape: Shape, tokens_path: str, seed: int, worker_count: int, device: torch.device
+    *, shape: ModelShape, tokens_path: str, seed: int, worker_count: int, device: torch.device
 ) -> Common:
     """Fresh shared tensors for a team; a checkpoint may then be copied into them."""
     if worker_count < 1 or (device.type != "cpu" and worker_count > 1):

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from ess.errors import BadInput
 from ess.models.tiny.trainer.losses import token_nats
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 from ess.models.tiny.trainer.stages import STAGES, rate_factor
 from ess.models.tiny.trainer.team import Common, Team, gather_common
 
@@ -42,7 +42,7 @@ HELD_OUT_LENGTH: Final = 512
 
 
 @dataclass(slots=True)
-class Place:
+class TrainingPlace:
     """Where a run is. `active_s` counts within the stage; `sequences` is what it has consumed."""
 
     stage_at: int = 0
@@ -58,7 +58,7 @@ class Place:
         self.step, self.sequences, self.active_s = 0, 0, 0.0
 
 
-def save_state(path: Path, common: Common, place: Place) -> None:
+def save_state(path: Path, common: Common, place: TrainingPlace) -> None:
     """Everything a run needs to go on, renamed into place when it is complete."""
     flats = common.flats
     tensors = {
@@ -73,11 +73,11 @@ def save_state(path: Path, common: Common, place: Place) -> None:
     os.replace(fresh, path)
 
 
-def _fields(place: Place) -> dict[str, Any]:
-    return {name: getattr(place, name) for name in Place.__slots__}
+def _fields(place: TrainingPlace) -> dict[str, Any]:
+    return {name: getattr(place, name) for name in TrainingPlace.__slots__}
 
 
-def load_state(path: Path, common: Common) -> Place:
+def load_state(path: Path, common: Common) -> TrainingPlace:
     with safe_open(path, framework="pt") as held:
         note = held.metadata() or {}
         if note.get("format") != STATE_FORMAT:
@@ -90,7 +90,7 @@ def load_state(path: Path, common: Common) -> Place:
         common.flats.first.copy_(held.get_tensor("first"))
         common.flats.second.copy_(held.get_tensor("second"))
         common.biases.copy_(held.get_tensor("biases"))
-    return Place(**json.loads(note["place"]))
+    return TrainingPlace(**json.loads(note["place"]))
 
 
 @torch.no_grad()
@@ -121,7 +121,7 @@ class Run:
     ) -> None:
         self.folder, self.minutes = folder, minutes
         self.common = gather_common(
-            shape=Shape(),
+            shape=ModelShape(),
             tokens_path=str(folder / "train.npy"),
             seed=seed,
             worker_count=workers,
@@ -133,17 +133,17 @@ class Run:
         self.said_at = self.saved_at = self.weighed_at = time.monotonic()
         self.recent: deque[float] = deque(maxlen=50)
 
-    def _begin(self, start: Path | None) -> Place:
+    def _begin(self, start: Path | None) -> TrainingPlace:
         """The point where an interrupted run stopped; else the beginning, perhaps with another
         run's weights."""
         if self.state.exists():
             return load_state(self.state, self.common)
         if start is None:
-            return Place()
+            return TrainingPlace()
         before = load_state(start, self.common)
         self.common.flats.first.zero_()
         self.common.flats.second.zero_()
-        return Place(tokens=before.tokens)
+        return TrainingPlace(tokens=before.tokens)
 
     def say(self, **words: Any) -> None:
         line = {"time": round(time.time(), 1), **_fields(self.place), **words}

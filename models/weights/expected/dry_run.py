@@ -60,7 +60,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class CheckpointPlan:
     """What a checkpoint holds, what one rank holds of it, and how rows and keys are laid out."""
 
     config: ModelConfig
@@ -87,7 +87,9 @@ def read_config(path: str) -> dict[str, Any]:
     return parse_object(raw, what=path)
 
 
-def make_plan(raw: Mapping[str, Any], *, tp: int = 1, ep: int = 1, mtp: bool = True) -> Plan:
+def make_plan(
+    raw: Mapping[str, Any], *, tp: int = 1, ep: int = 1, mtp: bool = True
+) -> CheckpointPlan:
     config, fp8 = parse_config(raw), stores_fp8(raw)
     if not mtp:
         config = msgspec.structs.replace(config, mtp_layer_count=0)
@@ -95,7 +97,7 @@ def make_plan(raw: Mapping[str, Any], *, tp: int = 1, ep: int = 1, mtp: bool = T
     split.check(config)
     specs = [spec for spec in expected_tensors(config) if math.prod(spec.shape)]
     held = [spec for spec in specs if split.holds(spec, expert_count=config.expert_count)]
-    return Plan(
+    return CheckpointPlan(
         config=config,
         split=split,
         whole=sum((_count(config, spec, Split(), fp8=fp8) for spec in specs), Count()),
@@ -132,7 +134,7 @@ def _count(config: ModelConfig, spec: Spec, split: Split, *, fp8: bool) -> Count
     return Count(tensors=1, values=values, bytes=count, bf16_bytes=count)
 
 
-def plan_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
+def plan_lines(plan: CheckpointPlan, *, context: int, device_bytes: int) -> list[str]:
     """The plan for people."""
     if context < 1 or device_bytes < 1:
         raise BadInput(f"a context of {context} tokens on {device_bytes} bytes is not a plan")
@@ -140,7 +142,7 @@ def plan_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
     return [*_weight_lines(plan), *lines(plan, context=context, device_bytes=device_bytes)]
 
 
-def _weight_lines(plan: Plan) -> list[str]:
+def _weight_lines(plan: CheckpointPlan) -> list[str]:
     config, split = plan.config, plan.split
     indexed = sum(map(config.has_indexer, range(config.layer_total)))
     return [
@@ -179,7 +181,7 @@ def request_needs(config: ModelConfig, *, tokens: int) -> Needs:
     )
 
 
-def _memory_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
+def _memory_lines(plan: CheckpointPlan, *, context: int, device_bytes: int) -> list[str]:
     layout = plan.layout
     assert layout.index is not None, "both families have an indexer"
     slots, asked = min(context, layout.slot_floor), request_needs(plan.config, tokens=context)
@@ -198,7 +200,9 @@ def _memory_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
     ]
 
 
-def _room_lines(plan: Plan, device_bytes: int, floor_bytes: int, resident_bytes: int) -> list[str]:
+def _room_lines(
+    plan: CheckpointPlan, device_bytes: int, floor_bytes: int, resident_bytes: int
+) -> list[str]:
     room_bytes = device_bytes - plan.rank.bytes
     if room_bytes <= 0:
         return [f"device     {format_bytes(device_bytes)} do not hold the weights of a rank"]
@@ -209,7 +213,7 @@ def _room_lines(plan: Plan, device_bytes: int, floor_bytes: int, resident_bytes:
     ]
 
 
-def _entry_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
+def _entry_lines(plan: CheckpointPlan, *, context: int, device_bytes: int) -> list[str]:
     """Lines for a model that attends to entries of several tokens."""
     config, row = plan.config, entries.entry_bytes(plan.config)
     own, asked = entries.compressed(config), entries.needs(config, tokens=context)
@@ -227,7 +231,9 @@ def _entry_lines(plan: Plan, *, context: int, device_bytes: int) -> list[str]:
     ]
 
 
-def _gain_lines(plan: Plan, context: int, room_bytes: int, resident_bytes: int) -> list[str]:
+def _gain_lines(
+    plan: CheckpointPlan, context: int, room_bytes: int, resident_bytes: int
+) -> list[str]:
     if room_bytes < resident_bytes:
         return []
     machine = Machine(room_bytes=room_bytes, weight_bytes=plan.rank.bytes)

@@ -21,7 +21,7 @@ from ess.server.commands.planning import fits, planpage
 from ess.server.commands.planning.planshow import show
 from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.silicon.stacks import SGLANG, Stack
-from ess.sim.planning.answers import Answer, Question, answered
+from ess.sim.planning.answers import PlanAnswer, Question, answered
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.deployment import CACHED_SHARE, OUTPUT_TOKENS, Work
 from ess.sim.planning.fleet import Wanted
@@ -311,7 +311,7 @@ def _question(ask: Ask, tiers: TierFlags, node: Node, *, is_searched: bool) -> Q
     )
 
 
-def _document(answer: Answer, cut: Cut | None) -> dict[str, Any]:
+def _document(answer: PlanAnswer, cut: Cut | None) -> dict[str, Any]:
     """The answer as JSON, the plan's own fields at the top."""
     whole = msgspec.to_builtins(answer)
     stages = {} if cut is None else {"pipeline": msgspec.to_builtins(cut)}

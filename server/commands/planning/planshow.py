@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ess import console
 from ess.sim.operators.parallel import Parallel
-from ess.sim.planning.answers import Answer, Question
+from ess.sim.planning.answers import PlanAnswer, Question
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT, Band
 from ess.sim.planning.batches import Point
@@ -35,7 +35,7 @@ class Sides(Generic[S]):
         return name, said(self.offload), resident, remark
 
 
-def show(answer: Answer, ask: Ask, question: Question, lines: list[str]) -> None:
+def show(answer: PlanAnswer, ask: Ask, question: Question, lines: list[str]) -> None:
     print_sides([*plan_lines(answer, ask, question), *all_gpu_lines(answer, question)])
     if answer.fleets is not None:
         console.tables().print()
@@ -56,7 +56,7 @@ def print_sides(lines: Iterable[Line]) -> None:
     console.tables().print(table)
 
 
-def plan_lines(answer: Answer, ask: Ask, question: Question) -> list[Line]:
+def plan_lines(answer: PlanAnswer, ask: Ask, question: Question) -> list[Line]:
     plan = answer.plan
     both = Sides(plan.chosen, plan.resident).line
     ours, theirs = name_of(plan.parallel), name_of(plan.resident_parallel)
@@ -113,7 +113,7 @@ def _waits(point: Point) -> str:
     return ranged("{:.1f}", figures[0], figures[1:], unit=" ms")
 
 
-def all_gpu_lines(answer: Answer, question: Question) -> list[Line]:
+def all_gpu_lines(answer: PlanAnswer, question: Question) -> list[Line]:
     """Figures for all GPUs, prefill's included."""
     shared, work = answer.all_gpus, question.work
     both = Sides(shared.offload, shared.resident).line

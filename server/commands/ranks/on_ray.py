@@ -51,7 +51,7 @@ OBJECT_BYTES: Final = 80 << 20
 """Ray's object store, if we start Ray: our objects are small."""
 
 
-class Place(NamedTuple):
+class ActorPlace(NamedTuple):
     address: str
     port: int
     meeting_port: int
@@ -66,13 +66,13 @@ class RankActor:
         self._was_ready = False
         self._ending = threading.Event()
 
-    def place(self, host: str, port: int) -> Place:
+    def place(self, host: str, port: int) -> ActorPlace:
         """The node's address and ports, which are reserved from now on."""
         import ray
 
         address = ray.util.get_node_ip_address()
         own = self._kept.enter_context(kept_port(host, port))
-        return Place(address, own, self._kept.enter_context(kept_port(address)))
+        return ActorPlace(address, own, self._kept.enter_context(kept_port(address)))
 
     def serve(self, told: Mapping[str, Any], secret: str) -> str:
         """Runs the server until it is asked to end; returns how it ended if it was never ready."""
@@ -194,7 +194,7 @@ class RayCrew:
             actor.place.remote(settings.host, port)
             for actor, port in zip(actors, ports, strict=True)
         ]
-        places = [Place(*place) for place in get(placed)]
+        places = [ActorPlace(*place) for place in get(placed)]
         meeting = f"{places[0].address}:{places[0].meeting_port}"
         secret = settings.peer_secret or new_secret()
         serving = [
@@ -215,7 +215,7 @@ class RayCrew:
             within_s = settings.drain_s + HANG_S
             self._ray.wait(serving, num_returns=len(serving), timeout=within_s)
 
-    def _settings_of(self, rank: int, place: Place, meeting: str) -> dict[str, Any]:
+    def _settings_of(self, rank: int, place: ActorPlace, meeting: str) -> dict[str, Any]:
         return {
             **told_settings(self._resolved, but=OF_RANK),
             "dp_rank": rank,
@@ -225,7 +225,7 @@ class RayCrew:
             "threads": self._threads,
         }
 
-    def _seen(self, place: Place) -> str:
+    def _seen(self, place: ActorPlace) -> str:
         """The server's host as its node sees it, or as others do if it listens for them."""
         return self._settings.host if is_loopback(self._settings.host) else place.address
 

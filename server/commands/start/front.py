@@ -38,7 +38,7 @@ from ess.server.process.lifecycle import (
     settled,
     tell,
 )
-from ess.server.process.link import Place
+from ess.server.process.link import FrontPlace
 from ess.server.process.listening.stand_in import has_started
 from ess.server.process.service import Service
 from ess.server.process.tally import Shelf
@@ -124,7 +124,7 @@ async def serve(start: Start) -> None:
     launch = msgspec.json.decode(start.told, type=Told)
     clock = RealClock()
     board = Board(clock)
-    place = Place(front=start.front, count=start.count, life=start.life)
+    place = FrontPlace(front=start.front, count=start.count, life=start.life)
     recovery = recovery_of(launch.resolved.settings)
     with engine_link(start.folder, board, clock, place, recovery) as link:
         words = read_words(launch.resolved.settings, launch.checkpoint)

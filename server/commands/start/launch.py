@@ -56,7 +56,7 @@ from ess.server.process.engines.restarts import Restarts
 from ess.server.process.engines.succession import EngineStart, Succession
 from ess.server.process.fronts import Fronts, Start, endpoint_of
 from ess.server.process.lifecycle import QuietServer, Running, end_in_time
-from ess.server.process.link import EngineLink, Place
+from ess.server.process.link import EngineLink, FrontPlace
 from ess.server.process.listening import sockets
 from ess.server.process.listening.stand_in import StandIn
 from ess.server.process.log_pipe import unblocked_stderr
@@ -309,7 +309,7 @@ async def _serve(
     port = port_of(further[0] if further else listeners[0])
     told = msgspec.structs.replace(told, port=port)
     board = Board(clock)
-    place = Place(count=count)
+    place = FrontPlace(count=count)
     recovery = recovery_of(settings)
     with own_folder() as folder, engine_link(folder, board, clock, place, recovery) as link:
         service = make_service(told, words, link=link, board=board)
@@ -347,7 +347,7 @@ def start_of(told: Told, folder: str, count: int) -> EngineStart:
 
 @contextlib.contextmanager
 def engine_link(
-    folder: str, board: Board, clock: Clock, place: Place, recovery: Recovery
+    folder: str, board: Board, clock: Clock, place: FrontPlace, recovery: Recovery
 ) -> Iterator[EngineLink]:
     context = zmq.asyncio.Context()
     endpoint = endpoint_of(folder, place.front)

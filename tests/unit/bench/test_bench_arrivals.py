@@ -8,12 +8,12 @@ import pytest
 
 from ess.bench import cli
 from ess.bench.engine import arrivals
-from ess.bench.engine.arrivals import Load, rows_of
+from ess.bench.engine.arrivals import ArrivingPrompts, rows_of
 
 
 def test_prompts_enter_together_and_more_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight prompts of 40 tokens: a step of 159 holds four of them, and one by one takes eight."""
-    load = Load(requests=8, prompt=40, output=30, mtp=2, chunk_tokens=159)
+    load = ArrivingPrompts(requests=8, prompt=40, output=30, mtp=2, chunk_tokens=159)
     assert load.pack == 4
     monkeypatch.setattr(arrivals, "PACKS", 1)
     pack, median, last = rows_of(load)

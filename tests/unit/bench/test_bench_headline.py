@@ -19,7 +19,7 @@ from ess.bench.harness.output import plots
 from ess.bench.harness.output.chrome_trace import chrome_events
 from ess.bench.harness.report import Row, compare
 from ess.bench.headline import headline
-from ess.bench.headline.plan import Outcome, Plan
+from ess.bench.headline.plan import HeadlineRun, Outcome
 from ess.bench.headline.predicted import predict
 from ess.flashtrans.lanes import DoneEvent
 from ess.overlap.timeline import Span as Stage
@@ -84,7 +84,7 @@ def test_tables_never_predict_less_than_nothing() -> None:
 
 def test_the_predicted_half_has_its_baseline_and_pareto() -> None:
     outcome = Outcome()
-    predict(outcome, Plan(contexts=(131_072,)), 131_072, 2)
+    predict(outcome, HeadlineRun(contexts=(131_072,)), 131_072, 2)
     best, whole, *pareto, unlimited = outcome.rows
     assert best.ratio is not None
     assert whole.ratio is not None
@@ -107,7 +107,7 @@ def test_the_predicted_half_says_what_ess_plan_says(
 ) -> None:
     """Also where the two sides share the model in different ways."""
     outcome = Outcome()
-    predict(outcome, Plan(contexts=(65_536,), mtps=(3,), **given), 65_536, 3)
+    predict(outcome, HeadlineRun(contexts=(65_536,), mtps=(3,), **given), 65_536, 3)
     flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     assert ess_main(["plan", "--ctx", "64k", "--mtp", "3", "--json", *flags]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -120,7 +120,7 @@ def test_the_predicted_half_says_what_ess_plan_says(
 
 def test_a_resident_side_that_is_missing_is_named() -> None:
     outcome = Outcome()
-    predict(outcome, Plan(contexts=(1 << 20,), gpus=8), 1 << 20, 2)
+    predict(outcome, HeadlineRun(contexts=(1 << 20,), gpus=8), 1 << 20, 2)
     best, whole, *pareto = outcome.rows
     assert (best.baseline, best.config["resident"]) == (None, "not one request fits")
     assert whole.ratio is None
@@ -219,7 +219,7 @@ def test_refusals_come_before_the_work(
 def test_curves_and_timelines_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra ess[plot]")
     outcome = Outcome()
-    predict(outcome, Plan(contexts=(131_072,)), 131_072, 2)
+    predict(outcome, HeadlineRun(contexts=(131_072,)), 131_072, 2)
     headline.draw(outcome, trace=None, plot=tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"throughput.png", "pareto.png", "timeline-predicted.png"}

@@ -10,7 +10,7 @@ import pytest
 from ess.bench.harness.output import plots
 from ess.bench.locality import on_text
 from ess.bench.locality.analysis import Locality, analyse, slots_for
-from ess.bench.locality.on_text import Plan
+from ess.bench.locality.on_text import TextRecording
 from ess.bench.locality.record_trace import record
 from ess.bench.prediction.sim_vs_engine import twin_row
 from ess.errors import BadInput, Unavailable
@@ -77,7 +77,7 @@ def test_numbers_of_a_trace_that_is_known(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_has_its_rows() -> None:
-    plan = Plan(context=320, queries=64, ratios=(0.5,), segment=320, steps=2)
+    plan = TextRecording(context=320, queries=64, ratios=(0.5,), segment=320, steps=2)
     rows = {row.name: row for row in on_text.rows_of(plan, folder=None)}
     least = rows["misses per layer and step at ratio 0.5, LRU"]
     assert least.baseline_value is not None

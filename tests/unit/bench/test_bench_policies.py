@@ -16,7 +16,7 @@ from ess.pool.lru.eviction import scored
 from ess.sim.locality import laboratory
 from ess.sim.locality.oracles import Min, next_uses
 from ess.sim.locality.policies import PlannerArena
-from ess.sim.locality.selections import LayerProfile, Load
+from ess.sim.locality.selections import LayerProfile, RequestLoad
 from ess.sim.locality.workloads import generated, write_trace
 from ess.trace import RequestStep, TraceHeader, TraceWriter
 from tests.support.few import few
@@ -46,7 +46,7 @@ def test_the_small_comparisons_with_brute_force_are_exact() -> None:
 def test_a_recorded_trace_through_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load = Load(context=2000, step_count=40, query_count=2, top_k=64, seed=1)
+    load = RequestLoad(context=2000, step_count=40, query_count=2, top_k=64, seed=1)
     profiles = [LayerProfile(hot=200, cold=3), LayerProfile(hot=400, cold=6)]
     write_trace(tmp_path / "t", load, profiles, layout="x")
     assert cli.main(["policies", "--json", "--trace", str(tmp_path / "t")]) == 0
@@ -97,7 +97,7 @@ def test_a_scored_trace_compares_the_policies_of_the_pool_in_multiples_of_top_k(
 @pytest.mark.parametrize("seed", few(range(3), all_of=range(12)))
 def test_campaign_planner_lru_is_the_lru_of_a_dictionary(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    load = Load(
+    load = RequestLoad(
         context=int(rng.integers(100, 900)),
         step_count=300,
         query_count=int(rng.integers(1, 4)),
@@ -116,7 +116,7 @@ def test_campaign_planner_lru_is_the_lru_of_a_dictionary(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(6), all_of=range(30)))
 def test_campaign_min_is_optimal_by_exhaustive_search(seed: int) -> None:
-    load = Load(context=7, step_count=8, top_k=3, seed=seed)
+    load = RequestLoad(context=7, step_count=8, top_k=3, seed=seed)
     workload = generated(load, replace(LayerProfile(), hot=6, cold=1, drift=0.3))
     for bypass in (False, True):
         policy = Min(workload, slots=5, future=next_uses(workload), bypass=bypass)

@@ -7,11 +7,11 @@ import time
 import numpy as np
 import pytest
 
-from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork
 from ess.bench.engine.arms.forced_misses import Forced
 from ess.bench.engine.slow_link import (
     Cell,
-    Plan,
+    SlowLinkRun,
     agreement_row,
     crossing_rate,
     hiding,
@@ -74,10 +74,10 @@ def test_an_unpaced_lane_is_only_timed_and_its_mark_waits_for_all():
 @pytest.mark.parametrize("mode", ["none", "da", "dba"])
 def test_every_request_misses_what_was_forced_and_says_the_same(mode):
     prefix = build(192)
-    shape = Shape(context=192, batch=2, mtp=2, steps=6)
-    forced, way = Forced(), Way(name=mode, mode=mode, ratio=1.0)
+    shape = DecodeWork(context=192, batch=2, mtp=2, steps=6)
+    forced, way = Forced(), DecodeWay(name=mode, mode=mode, ratio=1.0)
     arms = [
-        Arm(prefix, shape, way, lane=TimedLane(), placement=placement)
+        DecodeArm(prefix, shape, way, lane=TimedLane(), placement=placement)
         for placement in (None, forced.over)
     ]
     arms[1].offload.drain()
@@ -128,7 +128,7 @@ def test_shares_of_the_transfer():
 
 
 def test_the_benchmark_forces_its_grid_and_compares_with_none():
-    plan = Plan(context=192, batch=2, misses=(16,), steps=1, top_k=64, bytes_per_us=20.0)
+    plan = SlowLinkRun(context=192, batch=2, misses=(16,), steps=1, top_k=64, bytes_per_us=20.0)
     rows = rows_of(plan, folder=None)
     assert [row.name for row in rows] == [
         *(f"step at 16 misses, {mode}" for mode in ("NONE", "DA", "DBA")),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ess.bench import cli
-from ess.bench.engine.arms.decode_arm import Arm, Shape, Way
+from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork
 from ess.bench.engine.step import RESIDENT, WHOLE, take_turns
 from ess.bench.harness import prefix as prefixes
 from ess.bench.harness.lists import modes, policies, shares, size, sizes
@@ -109,10 +109,10 @@ def test_snapshots_are_read_again_and_damaged_ones_are_made_again(tmp_path: Path
 
 def test_all_ways_write_the_same_text_and_the_counts_add_up() -> None:
     prefix = build(2 * SEGMENT)
-    shape = Shape(context=2 * SEGMENT, batch=2, mtp=2, steps=8)
+    shape = DecodeWork(context=2 * SEGMENT, batch=2, mtp=2, steps=8)
     arms = [
-        Arm(prefix, shape, way)
-        for way in (WHOLE, RESIDENT, Way(name="none", mode="none", ratio=0.2))
+        DecodeArm(prefix, shape, way)
+        for way in (WHOLE, RESIDENT, DecodeWay(name="none", mode="none", ratio=0.2))
     ]
     take_turns(arms, 8)
     for arm in arms:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 
 
 @pytest.fixture
-def small() -> Shape:
-    return Shape(
+def small() -> ModelShape:
+    return ModelShape(
         vocabulary=96,
         hidden=32,
         layer_count=2,

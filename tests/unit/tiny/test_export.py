@@ -21,14 +21,14 @@ from ess.models.tiny.trainer.evaluate import (
 from ess.models.tiny.trainer.experts import Gate
 from ess.models.tiny.trainer.export import export, load_network, published_tensors
 from ess.models.tiny.trainer.network import Network
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 from ess.models.tiny.trainer.stored import read_checkpoint, stored_form
 from ess.models.weights.blocks import dequantise
 from ess.models.weights.expected.shapes import expected_tensors
 from tests.support.checkpoints import tensors
 
 
-def _network(shape: Shape) -> Network:
+def _network(shape: ModelShape) -> Network:
     torch.manual_seed(5)
     network = Network(shape)
     for gate in (part for part in network.modules() if isinstance(part, Gate)):
@@ -37,13 +37,13 @@ def _network(shape: Shape) -> Network:
 
 
 def test_published_names_are_the_real_ones() -> None:
-    shape = Shape()
+    shape = ModelShape()
     wanted = {t.name: t.shape for t in expected_tensors(read_config(shape.config(fp8=True)))}
     made = published_tensors(_network(shape))
     assert {name: tuple(tensor.shape) for name, tensor in made.items()} == wanted
 
 
-def test_checkpoint_is_the_network(tmp_path: Path, small: Shape) -> None:
+def test_checkpoint_is_the_network(tmp_path: Path, small: ModelShape) -> None:
     network = _network(small)
     (tmp_path / "tokenizer.json").write_text("{}")
     tokens = torch.randint(0, 96, (1, 20))
@@ -119,7 +119,7 @@ def test_scoring_covers_the_text_and_nothing_twice() -> None:
     assert np.unique(part.where).size == part.where.size < scored.where.size
 
 
-def test_what_an_fp8_checkpoint_keeps_exact(small: Shape) -> None:
+def test_what_an_fp8_checkpoint_keeps_exact(small: ModelShape) -> None:
     """Norms and the gate's correction stay f32, tables become bf16, all else is fp8 in blocks."""
     raw = small.config(fp8=True)
     config = read_config(raw)

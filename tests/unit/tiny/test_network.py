@@ -12,14 +12,14 @@ from ess.models.tiny.trainer.attention import attend, causal_mask
 from ess.models.tiny.trainer.experts import Moe, balance
 from ess.models.tiny.trainer.losses import cross_entropy, soft_cross_entropy, token_nats
 from ess.models.tiny.trainer.network import Network, Trace, rope_tables, softmax_scale
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 
 
 def _grown(*tensors: Tensor) -> list[Tensor]:
     return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
 
-def _alive(shape: Shape) -> Network:
+def _alive(shape: ModelShape) -> Network:
     torch.manual_seed(0)
     network = Network(shape)
     torch.nn.init.normal_(network.lm_head.weight)
@@ -52,7 +52,7 @@ def _slow_moe(moe: Moe, x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def test_experts_are_the_loop_over_tokens(small: Shape) -> None:
+def test_experts_are_the_loop_over_tokens(small: ModelShape) -> None:
     torch.manual_seed(1)
     moe = Moe(small)
     for weight in (moe.gate_up, moe.down):
@@ -70,7 +70,7 @@ def test_experts_are_the_loop_over_tokens(small: Shape) -> None:
         torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
 
 
-def test_gate_keeps_to_its_groups(small: Shape) -> None:
+def test_gate_keeps_to_its_groups(small: ModelShape) -> None:
     torch.manual_seed(2)
     gate = Moe(small).gate
     share, chosen = gate(torch.randn(300, small.hidden))
@@ -86,13 +86,13 @@ def test_balance_pushes_against_the_load() -> None:
     assert biases[0, 0] < 0 < biases[0, 2]
 
 
-def test_selection_of_everything_is_dense(small: Shape) -> None:
+def test_selection_of_everything_is_dense(small: ModelShape) -> None:
     network = _alive(dataclasses.replace(small, top_k=64))
     tokens = torch.randint(0, 96, (2, 30))
     torch.testing.assert_close(network(tokens, mode="sparse"), network(tokens, mode="dense"))
 
 
-def test_selection_changes_only_what_it_cuts(small: Shape) -> None:
+def test_selection_changes_only_what_it_cuts(small: ModelShape) -> None:
     network = _alive(small)
     tokens = torch.randint(0, 96, (1, 30))
     dense, sparse = network(tokens, mode="dense"), network(tokens, mode="sparse")
@@ -101,7 +101,7 @@ def test_selection_changes_only_what_it_cuts(small: Shape) -> None:
 
 
 @pytest.mark.parametrize("mode", ["dense", "sparse"])
-def test_nothing_looks_ahead(small: Shape, mode: str) -> None:
+def test_nothing_looks_ahead(small: ModelShape, mode: str) -> None:
     network = _alive(small)
     tokens = torch.randint(0, 96, (1, 24))
     other = tokens.clone()
@@ -111,7 +111,7 @@ def test_nothing_looks_ahead(small: Shape, mode: str) -> None:
     assert not torch.allclose(first[:, 15:], second[:, 15:])
 
 
-def test_indexer_learns_alone(small: Shape) -> None:
+def test_indexer_learns_alone(small: ModelShape) -> None:
     network = _alive(small)
     trace = Trace()
     network(torch.randint(0, 96, (1, 20)), mode="warm", trace=trace)
@@ -123,7 +123,7 @@ def test_indexer_learns_alone(small: Shape) -> None:
 
 
 def test_rope_stretches_only_slow_pairs() -> None:
-    shape = Shape()
+    shape = ModelShape()
     cos, sin = rope_tables(shape, 3)
     angle = torch.atan2(sin[1], cos[1])
     plain = shape.rope_base ** (-torch.arange(0, shape.rope, 2) / shape.rope)
@@ -157,7 +157,7 @@ def test_sliced_losses_are_torchs_own() -> None:
     )
 
 
-def test_drafts_do_not_move_the_trunk(small: Shape) -> None:
+def test_drafts_do_not_move_the_trunk(small: ModelShape) -> None:
     network = _alive(small)
     mtp = f"model.layers.{small.layer_count}."
     for name, weight in network.named_parameters():

@@ -16,13 +16,13 @@ from ess.models.tiny.trainer.optimiser import (
     share_out,
     trained_pieces,
 )
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 
 CPU = torch.device("cpu")
 
 
 def test_every_piece_has_one_job_and_every_job_one_worker() -> None:
-    pieces = pieces_of(Network(Shape()))
+    pieces = pieces_of(Network(ModelShape()))
     jobs = jobs_of(pieces)
     assert sorted(p.start for job in jobs for p in job.pieces) == [p.start for p in pieces]
     shares = share_out(jobs, 2)
@@ -34,7 +34,7 @@ def test_every_piece_has_one_job_and_every_job_one_worker() -> None:
 
 
 def test_parts_of_training_are_disjoint_and_complete() -> None:
-    shape = Shape()
+    shape = ModelShape()
     pieces = pieces_of(Network(shape))
     parts = [
         {piece.name for piece in trained_pieces(shape, pieces, part)}
@@ -54,7 +54,7 @@ def test_muon_moves_by_near_orthogonal_matrices(size: tuple[int, int, int]) -> N
     assert values.max() < 1.3
 
 
-def test_adam_is_torchs_own(small: Shape) -> None:
+def test_adam_is_torchs_own(small: ModelShape) -> None:
     torch.manual_seed(0)
     network = Network(small)
     flats = Flats.like(network, CPU)
@@ -71,7 +71,7 @@ def test_adam_is_torchs_own(small: Shape) -> None:
     assert torch.equal(piece.view(flats.read), piece.view(flats.truth).bfloat16())
 
 
-def test_a_step_lowers_the_loss(small: Shape) -> None:
+def test_a_step_lowers_the_loss(small: ModelShape) -> None:
     torch.manual_seed(0)
     network = Network(small)
     flats = Flats.like(network, CPU)

@@ -10,7 +10,7 @@ import torch
 from ess.errors import BadInput
 from ess.models.tiny.trainer import stages, team, train
 from ess.models.tiny.trainer.optimiser import pieces_of, trained_pieces
-from ess.models.tiny.trainer.shape import Shape
+from ess.models.tiny.trainer.shape import ModelShape
 from ess.models.tiny.trainer.team import Common, Team, gather_common, sample
 
 SHORT = tuple(dataclasses.replace(stage, length=24, rows=2, parts=2) for stage in stages.STAGES)
@@ -23,7 +23,7 @@ def tokens_path(tmp_path: Path) -> Path:
     return path
 
 
-def _common(shape: Shape, tokens_path: Path, seed: int = 0) -> Common:
+def _common(shape: ModelShape, tokens_path: Path, seed: int = 0) -> Common:
     return gather_common(
         shape=shape,
         tokens_path=str(tokens_path),
@@ -47,7 +47,7 @@ def test_an_epoch_shows_every_window_once() -> None:
 
 
 def test_every_stage_moves_what_it_trains_and_nothing_else(
-    small: Shape, tokens_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: ModelShape, tokens_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(team, "STAGES", SHORT)
     common = _common(small, tokens_path)
@@ -71,14 +71,14 @@ def test_every_stage_moves_what_it_trains_and_nothing_else(
 
 
 def test_a_state_continues_as_if_nothing_had_happened(
-    small: Shape, tokens_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: ModelShape, tokens_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(team, "STAGES", SHORT)
     common = _common(small, tokens_path)
     workers = Team(common)
     for step in range(2):
         workers.step(stage_at=0, step=step, first=4 * step, rates=(0.02, 2e-3))
-    place = train.Place(step=2, sequences=8, total_s=1.5)
+    place = train.TrainingPlace(step=2, sequences=8, total_s=1.5)
     train.save_state(tmp_path / "state.safetensors", common, place)
     again = _common(small, tokens_path, seed=9)
     assert train.load_state(tmp_path / "state.safetensors", again) == place
@@ -92,9 +92,9 @@ def test_a_state_continues_as_if_nothing_had_happened(
     assert not (tmp_path / "state.partial").exists()
 
 
-def test_a_foreign_state_is_refused(small: Shape, tokens_path: Path, tmp_path: Path) -> None:
+def test_a_foreign_state_is_refused(small: ModelShape, tokens_path: Path, tmp_path: Path) -> None:
     common = _common(small, tokens_path)
-    train.save_state(tmp_path / "state.safetensors", common, train.Place())
+    train.save_state(tmp_path / "state.safetensors", common, train.TrainingPlace())
     wider = _common(dataclasses.replace(small, hidden=64), tokens_path)
     before = wider.flats.truth.clone()
     with pytest.raises(BadInput, match="weights, need"):

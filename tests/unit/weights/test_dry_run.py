@@ -12,14 +12,14 @@ from ess.layout import ModelLayout
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.__main__ import main
 from ess.models.weights.checkpoint import Checkpoint
-from ess.models.weights.expected.dry_run import Plan, make_plan, read_config
+from ess.models.weights.expected.dry_run import CheckpointPlan, make_plan, read_config
 from ess.models.weights.expected.shapes import expected_tensors
 from ess.models.weights.expected.split import Split
 from ess.models.weights.rank import RankWeights
 
 
 @functools.cache
-def published(name: str) -> Plan:
+def published(name: str) -> CheckpointPlan:
     return make_plan(read_config(name))
 
 

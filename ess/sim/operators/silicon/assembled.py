@@ -13,11 +13,11 @@ from ess.sim.operators.silicon import host
 from ess.sim.operators.silicon.attention import Dense, Sparse
 from ess.sim.operators.silicon.bank import Bank
 from ess.sim.operators.silicon.chip import Chip
-from ess.sim.operators.silicon.experts import Experts, Way
+from ess.sim.operators.silicon.experts import ExchangeTime, Experts
 from ess.sim.operators.silicon.prompts import Prompts
 from ess.sim.operators.silicon.stacks import SGLANG
 from ess.sim.operators.silicon.trust import trust_of
-from ess.sim.operators.stages import Machine, Shape, Stages, Trust
+from ess.sim.operators.stages import Machine, MicroBatch, Stages, Trust
 
 TABLED_COLUMNS: Final = 16_384
 HEAD_COLUMNS: Final = 65_536
@@ -48,7 +48,7 @@ class SiliconOperators:
     def index_split_us(self) -> float:
         return SPLIT_LAUNCHES * self.machine.launch_us
 
-    def stages(self, shape: Shape, kind: Kind) -> Stages:
+    def stages(self, shape: MicroBatch, kind: Kind) -> Stages:
         attention = self._attention(shape, kind)
         experts_us = self._mlp_us(shape) if kind.is_dense else self._experts(shape).us(shape)
         way = self._way(shape, kind)
@@ -69,7 +69,7 @@ class SiliconOperators:
         per_token = MERGE_BYTES * layout.head_count * layout.row.latent_dim
         return tokens * per_token / self.machine.hbm_rate
 
-    def around_us(self, whole: Shape) -> float:
+    def around_us(self, whole: MicroBatch) -> float:
         """Time of embedding, head, sampling and the host; of a pass of the draft layer for every
         further query; of transfers between the stages of a pipeline."""
         return (
@@ -79,7 +79,7 @@ class SiliconOperators:
             + (whole.parallel.pp - 1) * self._hop_us(whole.query_count + whole.prompt_tokens)
         )
 
-    def head_us(self, shape: Shape, tokens: float) -> float:
+    def head_us(self, shape: MicroBatch, tokens: float) -> float:
         """Time of the vocabulary projection, divided over a group, and of a draw from it."""
         if not tokens:
             return 0.0
@@ -90,10 +90,10 @@ class SiliconOperators:
         projected_us = self.chip.us(share / HEAD_COLUMNS * product.at(tokens), bf16_flop=flop)
         return projected_us + tokens * share * host.SAMPLED_BYTES / self.machine.hbm_rate
 
-    def trust(self, shape: Shape) -> Trust:
+    def trust(self, shape: MicroBatch) -> Trust:
         return trust_of(self.chip, self.family, shape, stack=self.stack)
 
-    def _draft_us(self, whole: Shape) -> float:
+    def _draft_us(self, whole: MicroBatch) -> float:
         """Time of a draft pass: a layer and the head, after the pass before."""
         stages = self.stages(replace(whole, queries_each=1, prompt_tokens=0), self._draft_kind)
         hidden_us = min(stages.dispatch, stages.shared)
@@ -113,17 +113,17 @@ class SiliconOperators:
     def _parts(self) -> Parts:
         return Parts(self)
 
-    def _experts(self, shape: Shape) -> Experts:
+    def _experts(self, shape: MicroBatch) -> Experts:
         return self._parts.experts(shape.parallel)
 
-    def _way(self, shape: Shape, kind: Kind) -> Way:
+    def _way(self, shape: MicroBatch, kind: Kind) -> ExchangeTime:
         if not kind.is_dense:
             return self._experts(shape).way(shape)
         group = shape.parallel.attention_tp
         reduced_us = self._experts(shape).reduced_us(shape.sending_tokens * group, group)
-        return Way(0.0, 0.0, 0.0, reduced_us)
+        return ExchangeTime(0.0, 0.0, 0.0, reduced_us)
 
-    def _route_us(self, shape: Shape, kind: Kind) -> float:
+    def _route_us(self, shape: MicroBatch, kind: Kind) -> float:
         """Time of norms and residual sums for a group's tokens, of the gate, of adding up heads."""
         machine, hidden = self.machine, self.family.layout.hidden_dim
         tokens = shape.sending_tokens * shape.parallel.attention_tp
@@ -136,7 +136,7 @@ class SiliconOperators:
         gate_us = self.bank.products["bf16", self.family.expert_count, hidden].at(tokens)
         return launches * machine.launch_us + moved_us + gate_us + joined_us
 
-    def _shared_us(self, shape: Shape) -> float:
+    def _shared_us(self, shape: MicroBatch) -> float:
         """Time of both products of a gated MLP, and of the gate between them."""
         hidden, width = self.family.layout.hidden_dim, self.family.expert_dim
         tokens, products = shape.sending_tokens, self.bank.products
@@ -146,7 +146,7 @@ class SiliconOperators:
         alone_us = self.chip.us(up_us + down_us, fp8_flop=6 * hidden * width * tokens)
         return self._experts(shape).shared_us(shape, alone_us + between_us)
 
-    def _mlp_us(self, shape: Shape) -> float:
+    def _mlp_us(self, shape: MicroBatch) -> float:
         """Time of the first layers' wide MLP, divided over a group, from products of that width."""
         hidden, width = self.family.layout.hidden_dim, self.family.dense_dim
         share = width / TABLED_COLUMNS / shape.parallel.attention_tp
@@ -156,7 +156,7 @@ class SiliconOperators:
         flop = 2 * 3 * hidden * width * tokens / shape.parallel.attention_tp
         return self.chip.us(share * (up_us + down_us), fp8_flop=flop)
 
-    def _attention(self, shape: Shape, kind: Kind) -> Stages:
+    def _attention(self, shape: MicroBatch, kind: Kind) -> Stages:
         """The module in the parts that a fetch may hide behind; they add up to it."""
         heads = self._heads(shape.parallel)
         prompt_us = self._parts.prompts(heads).us(shape, kind) if shape.prompt_tokens else 0.0
@@ -181,7 +181,7 @@ class SiliconOperators:
         )
 
     def _selecting_us(
-        self, shape: Shape, kind: Kind, busy: float, heads: int
+        self, shape: MicroBatch, kind: Kind, busy: float, heads: int
     ) -> tuple[float, float]:
         """Times of the module at a context of at most the top-k, and of the scan of all keys."""
         sparse = self._parts.sparse(heads, shares=not kind.has_indexer)
@@ -194,7 +194,9 @@ class SiliconOperators:
             requests=busy, queries_each=shape.queries_each, context=shape.context, top_k=top_k
         )
 
-    def _named_parts(self, tokens: float, shape: Shape, heads: int) -> tuple[float, float, float]:
+    def _named_parts(
+        self, tokens: float, shape: MicroBatch, heads: int
+    ) -> tuple[float, float, float]:
         """Times of q's second projection, of attention and of the output, at nominal rates."""
         layout, machine = self.family.layout, self.machine
         row = layout.row.latent_dim + layout.row.rope_dim
@@ -213,7 +215,7 @@ class SiliconOperators:
             2 * weights * tokens / (host.PRODUCT_SHARE * machine.fp8_rate),
         )
 
-    def _scaled_us(self, us: float, tokens: float, shape: Shape, heads: int) -> float:
+    def _scaled_us(self, us: float, tokens: float, shape: MicroBatch, heads: int) -> float:
         if not self.chip.is_scaled:
             return us
         layout = self.family.layout

@@ -23,7 +23,7 @@ from ess.sim.operators.silicon.bank import Bank, Exchange
 from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.silicon.choices import choices
 from ess.sim.operators.silicon.host import HOP_US, NIC_RATE, PRODUCT_SHARE, STATE_BYTES
-from ess.sim.operators.stages import Shape
+from ess.sim.operators.stages import MicroBatch
 from ess.sim.operators.tables import Curve
 
 MEASURED_HIDDEN: Final = 7168
@@ -33,7 +33,7 @@ SPREAD: Final = "power_law_0.6"
 UNEVEN: Final = "power_law_1.01"
 
 
-class Way(NamedTuple):
+class ExchangeTime(NamedTuple):
     """Microseconds there and back: on the wire, and while kernels of the exchange hold the GPU."""
 
     dispatch: float
@@ -50,7 +50,7 @@ class Experts:
     parallel: Parallel
     balance: str | None = None
 
-    def us(self, shape: Shape) -> float:
+    def us(self, shape: MicroBatch) -> float:
         """Time of the experts; tokens of all groups share all experts of the stage."""
         tokens = shape.stage_tokens
         if self.parallel.sends:
@@ -61,7 +61,7 @@ class Experts:
         weights = 3 * self.family.layout.hidden_dim * self.family.expert_dim
         return self.chip.us(us, fp8_flop=2 * weights * chosen)
 
-    def shared_us(self, shape: Shape, alone_us: float) -> float:
+    def shared_us(self, shape: MicroBatch, alone_us: float) -> float:
         """Time of the shared expert. With sent tokens it is a kernel of its own; with gathered ones
         the routed experts' kernel runs it as one more expert, with its operations."""
         if self.parallel.sends:
@@ -72,11 +72,13 @@ class Experts:
         flop_us = 2 * weights * each / (PRODUCT_SHARE * self.chip.machine.fp8_rate)
         return self.us(shape) / max(1.0, touched) + flop_us
 
-    def way(self, shape: Shape) -> Way:
+    def way(self, shape: MicroBatch) -> ExchangeTime:
         if self.parallel.sends:
             return self._sent(shape)
         if self.parallel.attention_dp == 1:
-            return Way(0.0, 0.0, 0.0, self.reduced_us(shape.stage_tokens, self.parallel.stage_gpus))
+            return ExchangeTime(
+                0.0, 0.0, 0.0, self.reduced_us(shape.stage_tokens, self.parallel.stage_gpus)
+            )
         return self._gathered(shape.stage_tokens)
 
     def reduced_us(self, tokens: float, gpus: int) -> float:
@@ -95,7 +97,7 @@ class Experts:
             return 0.0
         return HOP_US * math.log2(nodes) + 2 * moved / NODE_GPUS * (nodes - 1) / nodes / NIC_RATE
 
-    def _gathered(self, tokens: float) -> Way:
+    def _gathered(self, tokens: float) -> ExchangeTime:
         gpus = self.parallel.stage_gpus
         moved = tokens * self.family.layout.hidden_dim * STATE_BYTES
         near = float(_power_above(min(gpus, NODE_GPUS)))
@@ -104,9 +106,9 @@ class Experts:
             for verb in ("all_gather", "reduce_scatter")
         )
         beyond_us = self._beyond_us(gpus, moved)
-        return Way(beyond_us, beyond_us, there, back)
+        return ExchangeTime(beyond_us, beyond_us, there, back)
 
-    def _sent(self, shape: Shape) -> Way:
+    def _sent(self, shape: MicroBatch) -> ExchangeTime:
         """Within a node all of the exchange is its kernels' work, without waiting on a wire.
         Between nodes kernels work as long; the rest of the time is waiting."""
         tokens = shape.sending_tokens
@@ -115,11 +117,11 @@ class Experts:
         wide = self.family.layout.hidden_dim / MEASURED_HIDDEN
         send, join = (wide * curve.at(tokens) for curve in tables[1])
         if nodes == 1:
-            return Way(0.0, 0.0, self.chip.by_node * send, self.chip.by_node * join)
+            return ExchangeTime(0.0, 0.0, self.chip.by_node * send, self.chip.by_node * join)
         there, back = (
             self.chip.by_link * wide * curve.at(tokens) for curve in _nearest(tables, nodes)
         )
-        return Way(max(0.0, there - send), max(0.0, back - join), send, join)
+        return ExchangeTime(max(0.0, there - send), max(0.0, back - join), send, join)
 
     def _wide_us(self, tokens: float, *, is_bulk: bool) -> float:
         """Linear in the experts per GPU between the measured numbers of GPUs."""
@@ -156,7 +158,7 @@ def _width(family: Family) -> str:
     return "deepseek" if family.layout.hidden_dim == MEASURED_HIDDEN else "glm"
 
 
-def _is_bulk(shape: Shape) -> bool:
+def _is_bulk(shape: MicroBatch) -> bool:
     """Whether prompts' exchange is used: with prompts, or too many tokens for decode's."""
     return bool(shape.prompt_tokens) or shape.sending_tokens > BULK_TOKENS
 

@@ -18,7 +18,7 @@ from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.silicon.choices import choices
 from ess.sim.operators.silicon.host import PRODUCT_SHARE
 from ess.sim.operators.silicon.selection import HEADS_MIN
-from ess.sim.operators.stages import Shape
+from ess.sim.operators.stages import MicroBatch
 from ess.sim.operators.tables import Surface
 
 COUNTS: Final = (16, 4, 1)
@@ -34,7 +34,7 @@ class Prompts:
     heads: int
     kv: str
 
-    def us(self, shape: Shape, kind: Kind) -> float:
+    def us(self, shape: MicroBatch, kind: Kind) -> float:
         count = shape.prompt_count
         tokens, prefix = shape.prompt_tokens / count, shape.prompt_prefix
         if self.family.is_sparse:

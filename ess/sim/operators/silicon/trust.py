@@ -12,7 +12,7 @@ from ess.sim.operators.silicon.bank import SHARING_MODEL
 from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.silicon.experts import MEASURED_HIDDEN
 from ess.sim.operators.silicon.stacks import SGLANG, own_names
-from ess.sim.operators.stages import Shape, Trust
+from ess.sim.operators.stages import MicroBatch, Trust
 from ess.units import counted
 
 BASE: Final = 0.15
@@ -25,7 +25,7 @@ PREFIX_MEASURED: Final = 163_840
 GATHERED_MEASURED: Final = 16_384
 
 
-def trust_of(chip: Chip, family: Family, shape: Shape, *, stack: str = SGLANG) -> Trust:
+def trust_of(chip: Chip, family: Family, shape: MicroBatch, *, stack: str = SGLANG) -> Trust:
     marks = [
         *chip.marks,
         *_stack_marks(stack, family, shape),
@@ -36,7 +36,7 @@ def trust_of(chip: Chip, family: Family, shape: Shape, *, stack: str = SGLANG) -
     return Trust((-width, width), tuple(marks))
 
 
-def _stack_marks(stack: str, family: Family, shape: Shape) -> list[str]:
+def _stack_marks(stack: str, family: Family, shape: MicroBatch) -> list[str]:
     """Marks where SGLang's times replace those of another framework."""
     if stack == SGLANG:
         return []
@@ -54,7 +54,7 @@ def _stack_marks(stack: str, family: Family, shape: Shape) -> list[str]:
     return [f"{name} in {stack}: SGLang's times stand in" for name in lent]
 
 
-def _family_marks(family: Family, shape: Shape, *, has_module: bool) -> list[str]:
+def _family_marks(family: Family, shape: MicroBatch, *, has_module: bool) -> list[str]:
     """`has_module`: the stack has its own sparse modules, measured at any batch."""
     marks = []
     tokens = max(1.0, shape.query_count)
@@ -74,7 +74,7 @@ def _family_marks(family: Family, shape: Shape, *, has_module: bool) -> list[str
     return marks
 
 
-def _shape_marks(chip: Chip, shape: Shape) -> list[str]:
+def _shape_marks(chip: Chip, shape: MicroBatch) -> list[str]:
     parallel, marks = shape.parallel, []
     nodes = math.ceil(parallel.stage_gpus / NODE_GPUS)
     if shape.context > MEASURED_CONTEXT:
