@@ -207,6 +207,8 @@ def test_bad_input(merge: Merge) -> None:
         ((one, (one.out, 0.5)), "second.lse is float, must be a tensor"),
         ((one, (0.5, one.lse)), "second.out is float, must be a tensor"),
         ((one, one.out), r"second is Tensor, must be a pair \(out, lse\)"),
+        (((one.out, one.lse, one.lse), one), r"first is tuple, must be a pair \(out, lse\)"),
+        ((one, [one.out, one.lse]), r"second is list, must be a pair \(out, lse\)"),
         (((torch.tensor(1.0), one.lse), one), r"first.out has shape \(\), must be \(4, any\)"),
     ):
         with pytest.raises(BadInput, match=says):

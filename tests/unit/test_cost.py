@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,14 @@ from ess import cost
 from ess.cost import Calibration, Hiding
 
 BEHIND = Hiding(window_us=255.0, index_us=536.0, da_cost_us=27.0, dba_cost_us=36.0)
+
+TIMES = {
+    "attend_us": 5.0,
+    "index_us": 4.0,
+    "split_us": 1.0,
+    "index_split_us": 1.0,
+    "missing_share": 0.5,
+}
 
 
 def test_transfer_is_the_published_one_in_gib():
@@ -26,6 +36,14 @@ def test_transfer_is_the_published_one_in_gib():
 )
 def test_exposed_follows_the_design(moved_us: float, expected: tuple[float, float, float]):
     assert cost.exposed(moved_us, BEHIND) == pytest.approx(expected)
+
+
+def test_what_stands_between_a_fetch_and_its_wait_hides_it_without_a_split():
+    behind = replace(BEHIND, ahead_us=100.0)
+    assert cost.exposed(300.0, behind) == pytest.approx((200.0, 45.0, 36.0))
+    assert cost.exposed(99.0, behind).none == 0.0
+    assert cost.hiding(pre_attn_us=9.0, **TIMES).ahead_us == 0.0
+    assert cost.hiding(pre_attn_us=9.0, waits_late=True, **TIMES).ahead_us == 9.0
 
 
 @given(st.floats(0, 5000), st.floats(0, 5000))

@@ -11,6 +11,7 @@ import pytest
 from ess.door import Offload
 from ess.door.memory.inflight import InFlight
 from ess.flashtrans import InlineLane
+from ess.flashtrans.views import known
 from ess.kernels.streams import RowCopy
 from tests.support.manual_lane import ManualLane
 from tests.unit.door.test_door import make, opened, rows
@@ -102,3 +103,21 @@ def test_a_lane_that_overtakes_itself_is_found() -> None:
     inflight._pending.reverse()
     with pytest.raises(AssertionError, match="a later copy is done"):
         inflight.check()
+
+
+def test_a_wait_commits_what_was_submitted_up_to_it_and_nothing_behind_it() -> None:
+    lane, row = ManualLane(delay_max=0), known(np.zeros((1, 4), np.uint8))
+    inflight, said, numbers = InFlight(lane), list[int](), np.zeros(1, np.int32)
+    copy = RowCopy(source=row, source_rows=numbers, target=row, target_rows=numbers)
+    events = [inflight.submit([copy], lambda n=n: said.append(n)) for n in range(4)]
+    inflight.settle_until(events[1])
+    assert said == [0, 1]
+    inflight.settle_until(events[0])
+    assert said == [0, 1], "a second wait commits nothing"
+    inflight.after(lambda: said.append(9))
+    inflight.settle_until(events[3])
+    assert said == [0, 1, 2, 3]
+    inflight.settle()
+    assert said == [0, 1, 2, 3, 9]
+    assert inflight.pending_count == 0
+    inflight.check()

@@ -173,6 +173,10 @@ def test_a_budget_moves_with_its_chunk_and_leaves_one_behind():
     while sparse.chunks.counts()[giver] > 1:
         assert sparse.move_chunk(giver, taker)
     assert not sparse.move_chunk(giver, taker)
+    other = ({0, 1, 2} - {giver, taker}).pop()
+    while sparse.move_chunk(other, taker):
+        assert sparse.chunks.counts()[taker] <= sparse.chunks.most(taker)
+    assert sparse.chunks.counts()[taker] == sparse.chunks.most(taker) == 5 - 2
     sparse.check()
 
 
