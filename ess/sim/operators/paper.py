@@ -129,8 +129,8 @@ class PaperOperators:
     def around_us(self, whole: MicroBatch) -> float:
         """Time of the head over all queries, a draft pass for each further query, and the host.
 
-        A draft pass is one layer and the head over the whole batch, one query each. It attends
-        resident rows and fetches behind, so offload adds nothing to it.
+        A draft pass is one layer and the head over the whole batch, one query each. The engine's
+        first pass also has the other queries of the step and fetches what they miss: not counted.
         """
         stages = self.stages(replace(whole, queries_each=1))
         hidden_us = min(stages.dispatch, stages.shared)
