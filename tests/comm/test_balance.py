@@ -89,6 +89,17 @@ def test_the_busiest_expert_has_a_copy_on_every_rank_and_no_more():
     assert balanced([5, 5, 5], 1) == ((0, 1, 2),)
 
 
+def test_room_is_made_where_the_free_places_are_on_ranks_that_have_the_expert():
+    """The second copy of expert 4 comes when rank 0 alone has a place, and the first copy: expert 0
+    moves there from rank 1."""
+    loads = [1, 1, 1, 2, 1, 4, 2, 2, 1, 4]
+    places = balanced(loads, 3, redundant=14)
+    assert [len(set(own)) for own in places] == [8, 8, 8]
+    assert [4 in own for own in places] == [True, True, False]
+    assert [0 in own for own in places] == [True, False, True]
+    assert max(rank_loads(places, loads)) == pytest.approx(20 / 3)
+
+
 @pytest.mark.parametrize(
     ("experts", "ranks", "redundant", "says"),
     [
