@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -197,3 +198,27 @@ def test_the_planner_lies_between_the_bounds_of_the_curve(step_count: int) -> No
         assert curve.lowest[slots] - 1e-9 <= planner <= curve.highest[slots] + 1e-9
         assert curve.lowest[slots] <= curve.exact[slots] <= curve.highest[slots]
         assert planner == pytest.approx(curve.at(slots), rel=0.05)
+
+
+def test_rows_of_a_request_that_has_ended_are_no_hits_of_the_next() -> None:
+    """It gets the same row numbers. Others that run meanwhile keep theirs, and their order."""
+    steps = [
+        Step(rows=ids([0, 1], [6, 7]), fresh=ids()),
+        Step(rows=ids([2, 3], [6, 8]), fresh=ids(), ended=((0, 4),)),
+        Step(rows=ids([0, 1], [6, 7]), fresh=ids()),
+        Step(rows=ids([0, 1], [6, 7]), fresh=ids(), ended=((4, 9), (0, 4))),
+        Step(rows=ids([6, 7], [0, 1]), fresh=ids()),
+    ]
+    workload = replace(workload_of([[[0], [0]]] * 5, row_count=9), steps=lambda: iter(steps))
+    missed = [4, 3, 2, 0, 4]
+    assert lru_misses(workload, 64) == missed
+    curve = miss_curve(workload)
+    for each in (curve.exact, curve.lowest, curve.highest):
+        assert each[8] == pytest.approx(sum(missed) / 5)
+    assert miss_curve(workload, skip=3).at(8) == pytest.approx(2.0)
+    with pytest.raises(BadInput, match="skip 5 of 5 steps"):
+        miss_curve(workload, skip=5)
+
+
+def ids(*rows: list[int]) -> np.ndarray:
+    return np.array(rows, np.int32)
