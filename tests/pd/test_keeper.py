@@ -108,6 +108,26 @@ def test_the_last_start_says_why(
     assert capsys.readouterr().err.count("starts again") == STARTS_MAX
 
 
+def test_what_retires_between_two_lives_does_not_start_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(keepers, "AGAIN_S", 0.2)
+
+    async def work() -> None:
+        kept = made("listens")
+        keeping = kept.start()
+        await kept.ready.wait()
+        os.kill(kept.pid, signal.SIGKILL)
+        while kept.ready.is_set():
+            await asyncio.sleep(0.01)
+        kept.retire()
+        await keeping
+        assert not kept.why_lost
+
+    run(work)
+    assert capsys.readouterr().err.count("worker-1 listens at") == 1
+
+
 def test_a_hangup_reaches_servers_that_are_ready_and_no_router(monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
     monkeypatch.setattr(Keeper, "refresh", lambda keeper: told.append(keeper.name))

@@ -35,7 +35,8 @@ class Pd(Process):
     def __init__(self, log: Path, shape: str, *flags: str, **environment: str) -> None:
         self._log = log
         with log.open("w") as lines:
-            words = ("--pd", shape, *PACED, "--host-bytes", "192MiB", *flags)
+            paced = () if "--engine" in flags else PACED
+            words = ("--pd", shape, *paced, "--host-bytes", "192MiB", *flags)
             super().__init__(*words, stderr=lines.fileno(), **environment)
         self.pids = {line["name"]: line["pid"] for line in self.greeting["processes"]}
         self.urls = {line["name"]: line["url"] for line in self.greeting["processes"]}
@@ -113,17 +114,38 @@ def test_what_is_killed_is_back_at_its_address(role: str, tmp_path: Path):
         assert pd.ended(180) == 0
 
 
-def test_keys_hold_for_everybody(tmp_path: Path):
-    """In front and behind; no table of processes shows one."""
+def test_keys_hold_for_everybody_and_change_while_it_serves(tmp_path: Path):
+    """In front and behind, also behind a router that was started again; no table of processes
+    shows one."""
     keys = tmp_path / "keys"
     keys.write_text("first-key\nsecond-key\n")
-    with served(tmp_path, "--api-key-file", str(keys), is_real=True) as pd:
-        for url in (pd.url, pd.urls["prefill-1"], pd.urls["decode-1"]):
-            assert ask(f"{url}/v1/completions", ASKED).status == 401
-        first = ask(f"{pd.url}/v1/completions", ASKED, Authorization="Bearer first-key")
-        assert first.status == 200
+
+    def statuses(url: str) -> list[int]:
+        given: list[dict[str, str]] = [
+            {"Authorization": f"Bearer {key}-key"} for key in ("first", "second", "third")
+        ]
+        return [ask(f"{url}/v1/completions", ASKED, **each).status for each in (*given, {})]
+
+    flags = ("--api-key-file", str(keys), "--engine", "paced", "--pace-ms", "10")
+    with served(tmp_path, *flags, is_real=True) as pd:
+        everywhere = (pd.url, pd.urls["decode-1"])
+        assert [statuses(url) for url in everywhere] == [[200, 200, 401, 401]] * 2
+        assert ask(f"{pd.urls['prefill-1']}/v1/completions", ASKED).status == 401
+        assert ask(f"{pd.url}/workers", Authorization="Bearer first-key").status == 401
         for pid in (pd.process.pid, *kin(pd.process.pid)):
-            assert "first-key" not in told(pid, "cmdline")
+            assert "-key" not in told(pid, "cmdline").replace("--api-key-file", "")
+        with Crowd(pd.url, [{**LONG, "max_tokens": 1200}] * 2, key="second-key") as going:
+            until(lambda: all(b'"text"' in text for text in going.texts), "two streams")
+            (tmp_path / "fresh").write_text("second-key\nthird-key\n")
+            (tmp_path / "fresh").rename(keys)
+            pd.process.send_signal(signal.SIGHUP)
+            changed = "api_key_file has changed: 3 keys are valid"
+            until(lambda: pd.said.count(changed) == 2, "the workers' word")
+            until(lambda: statuses(pd.url) == [401, 200, 200, 401], "the new keys")
+            assert not any(map(going.is_over, range(2))), "streams outlast the router"
+            until(lambda: all(map(going.is_over, range(2))), "their ends")
+        assert all(b'"length"' in text and b"[DONE]" in text for text in going.texts)
+        assert statuses(pd.urls["decode-1"]) == [401, 200, 200, 401]
         pd.process.send_signal(signal.SIGTERM)
         assert pd.ended(180) == 0
 

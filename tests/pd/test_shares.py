@@ -11,13 +11,21 @@ from typing import Any
 
 import pytest
 
+from ess.clock import RealClock
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.pd import routers
 from ess.server.commands.pd.kept import Kept
-from ess.server.commands.pd.processes import serve_pd
+from ess.server.commands.pd.processes import PdProcesses, serve_pd
 from ess.server.commands.pd.routers import ROUTERS, Place
-from ess.server.commands.pd.shares import Share, clean, shape_of, share_of, stages_of
-from ess.server.commands.ranks.servers import RankProcesses
+from ess.server.commands.pd.shares import (
+    Share,
+    clean,
+    shape_of,
+    share_of,
+    stages_of,
+    told_settings,
+)
+from ess.server.commands.ranks.servers import OF_RANK, RankProcesses
 from ess.server.commands.start import sizing
 from ess.server.commands.start.settings import resolve
 from tests.support.process import ROOT, RUN
@@ -97,14 +105,11 @@ def test_settings_that_make_no_sense(flags: dict[str, Any], why: str):
 def test_workers_get_all_settings_and_no_place_to_listen():
     each = share("1p1d", mtp=4, host="127.0.0.1", port=9, api_key="a,b", pace_ms=3.0, row="f32")
     told = each.settings
-    assert (told["mtp"], told["api_key"], told["pace_ms"], told["row"]) == (4, "a,b", 3.0, "f32")
-    assert not {"host", "port", "role"} & {*told}
+    assert (told["mtp"], told["pace_ms"], told["row"]) == (4, 3.0, "f32")
+    assert not {"host", "port", "role", "api_key", "api_key_file"} & {*told}
 
 
-def test_ranks_read_the_keys_again_and_workers_behind_a_router_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The router of --pd keeps the key that it was started with, so its workers must know it."""
+def test_ranks_read_the_keys_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     keys, secret = tmp_path / "keys", tmp_path / "secret"
     keys.write_text("a\nb\n")
     secret.write_text("sixteen bytes are enough")
@@ -113,8 +118,30 @@ def test_ranks_read_the_keys_again_and_workers_behind_a_router_do_not(
     RankProcesses(resolved, [9, 10], "127.0.0.1:11", tmp_path)._start(0, 9, secret)
     settings = resolve({}, config=tmp_path / "rank-0.json", environment={}).settings
     assert (settings.api_key_file, settings.keys) == (str(keys), ("a", "b"))
-    told = share("1p1d", api_key_file=str(keys)).settings
-    assert (told["api_key"], told.get("api_key_file")) == ("a,b", None)
+    on_ray = told_settings(resolved, but=OF_RANK)
+    assert (on_ray["api_key_file"], on_ray.get("api_key")) == (str(keys), None)
+
+
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "words"])
+def test_workers_read_the_keys_again_and_know_the_routers(
+    is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    keys = tmp_path / "keys"
+    keys.write_text("a\nb\n")
+    given = {"api_key_file": str(keys)} if is_file else {"api_key": "a,b"}
+    settings = resolve(given, environment={}).settings
+    each, place = share("1p1d", **given), Place(host="127.0.0.1", port=9, metrics_port=10)
+    monkeypatch.setattr(Kept, "keep", lambda *given: None)
+    processes = PdProcesses(
+        shape_of("1p1d"), each, routers.ROUTERS[0], place, settings, tmp_path, RealClock()
+    )
+    processes._worker("decode", "decode-1", processes._key_files())
+    told = resolve({}, config=tmp_path / "decode-1.json", environment={}).settings
+    assert told.keys == ("a", "b", processes._key)
+    assert len(processes._key) > 40
+    files = told.api_key_file.split(",")
+    assert (files[0] == str(keys)) == is_file
+    assert all(Path(file).stat().st_mode & 0o077 == 0 for file in files[is_file:])
 
 
 def test_workers_do_not_read_the_environment_again():
@@ -141,25 +168,32 @@ def test_the_router_that_streams_at_once_is_preferred(monkeypatch: pytest.Monkey
         routers.choose(None, has_keys=False)
 
 
-def test_a_router_that_hides_keys_is_none_for_keys(monkeypatch: pytest.MonkeyPatch):
-    """It would ask the workers with its own key for any client."""
-    installed(monkeypatch, "vllm_router", "sglang_router")
-    assert routers.choose(None, has_keys=True).name == "sglang_router"
-    with pytest.raises(BadInput, match=r"api_key and --router vllm_router: .* serve everybody"):
-        routers.choose("vllm_router", has_keys=True)
+def test_a_router_that_knows_no_keys_is_none_for_keys(monkeypatch: pytest.MonkeyPatch):
+    """vllm-router would ask the workers with its own key for any client; sglang-router knows only
+    one key, with which a client could change its workers."""
+    installed(monkeypatch, "vllm_router", "sglang_router", "smg")
+    assert routers.choose(None, has_keys=True).name == "smg"
+    for name in ("vllm_router", "sglang_router"):
+        with pytest.raises(BadInput, match=f"api_key and --router {name}: .* take smg"):
+            routers.choose(name, has_keys=True)
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router.name)
 def test_a_router_is_told_of_all_workers(router: routers.Router):
     place = Place(host="0.0.0.0", port=8000, metrics_port=9000)
     words = routers.words_for(
-        router, place, prefills=["http://a:1"], decodes=["http://b:2", "http://c:3"], key="k"
+        router,
+        place,
+        prefills=["http://a:1"],
+        decodes=["http://b:2", "http://c:3"],
+        key="k",
+        keys=("a", "b"),
     )
     text = " ".join(words)
     met = "" if router.name == "vllm_router" else " 1"
     assert f"--prefill http://a:1{met} --decode http://b:2 --decode http://c:3" in text
     assert "--host 0.0.0.0 --port 8000 --prometheus-host 127.0.0.1" in text
-    assert text.endswith("--api-key k")
+    assert "--api-key k --tenant-api-key client-0:a --tenant-api-key client-1:b --policy" in text
 
 
 def test_a_taken_port_is_said_before_anything_starts():

@@ -89,6 +89,12 @@ class Keeper:
         if self._child is not None:
             self._child.hang_up()
 
+    def retire(self) -> None:
+        """Asks the program to end in its own time, and does not start it again."""
+        self._is_ending = True
+        if self._child is not None:
+            self._child.ask_to_end()
+
     def kill(self) -> None:
         self._is_ending = True
         if self._child is not None:
@@ -96,7 +102,7 @@ class Keeper:
 
     async def _keep(self) -> None:
         failed_count, wait_s = STARTS_MAX - 1, AGAIN_S
-        while True:
+        while not self._is_ending:
             began_s = self._clock.now_s()
             how = await self._run_program()
             if self._is_ending:

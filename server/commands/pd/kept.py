@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +20,7 @@ from ess.server.commands.pd.keeper import Keeper, Order
 
 ASK_S: Final = 2.0
 TELL_EVERY_S: Final = 10.0
+LOOK_S: Final = 0.25
 
 
 class Kept:
@@ -29,8 +32,10 @@ class Kept:
         self._environment = environment
         self._clock = clock
         self._keepers: dict[str, list[Keeper]] = {role: [] for role in roles}
+        self._retired: dict[str, list[Keeper]] = {role: [] for role in roles}
         self._tasks: dict[asyncio.Task[None], Keeper] = {}
         self._stop = asyncio.Event()
+        self._hung_up = asyncio.Event()
 
     def heed_signals(self) -> None:
         """The first signal ends all processes in order, the second kills them at once. On a
@@ -44,13 +49,14 @@ class Kept:
             loop.add_signal_handler(signal.SIGHUP, act)
 
     def _refresh(self) -> None:
+        self._hung_up.set()
         for role, keeper in self.all():
             if role != "router" and keeper.ready.is_set():
                 keeper.refresh()
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            for keepers in self._keepers.values():
+            for keepers in (*self._keepers.values(), *self._retired.values()):
                 for keeper in keepers:
                     keeper.kill()
         self._stop.set()
@@ -60,6 +66,28 @@ class Kept:
         self._keepers[role].append(keeper)
         self._tasks[keeper.start()] = keeper
         return keeper
+
+    async def until_hangup(self, *, within_s: float) -> None:
+        """Until SIGHUP comes, or for so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hung_up.wait(), within_s)
+        self._hung_up.clear()
+
+    async def replace(
+        self, role: str, order: Order, is_ready: Callable[[str], Awaitable[bool]]
+    ) -> None:
+        """Starts another program in place of the only one of this role, as soon as that one accepts
+        no connections; it finishes what it has begun, and is not started again."""
+        [last] = self._keepers[role]
+        last.retire()
+        while await asyncio.to_thread(accepts, order.url):
+            await asyncio.sleep(LOOK_S)
+        self.keep(role, order, is_ready)
+        self._keepers[role].remove(last)
+        self._retired[role].append(last)
+
+    def of(self, role: str) -> list[Keeper]:
+        return self._keepers[role]
 
     def all(self) -> list[tuple[str, Keeper]]:
         return [(role, keeper) for role, keepers in self._keepers.items() for keeper in keepers]
@@ -99,17 +127,31 @@ class Kept:
     async def watch(self) -> None:
         """Returns when all processes of some role have been given up."""
         while all(any(not k.why_lost for k in keepers) for keepers in self._keepers.values()):
-            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                self._tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+            )
             for task in done:
                 keeper = self._tasks.pop(task)
-                console.note(f"ess: {keeper.why_lost}\ness: {keeper.name} is given up")
+                if keeper.why_lost:
+                    console.note(f"ess: {keeper.why_lost}\ness: {keeper.name} is given up")
 
     async def end(self, role: str, *, within_s: float) -> None:
-        await asyncio.gather(*(k.end(within_s=within_s) for k in self._keepers[role]))
+        kept = (*self._keepers[role], *self._retired[role])
+        await asyncio.gather(*(keeper.end(within_s=within_s) for keeper in kept))
 
 
 def address_of(url: str) -> str:
     return urlsplit(url).netloc
+
+
+def accepts(url: str) -> bool:
+    """Whether anything accepts connections there."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname, parts.port), timeout=ASK_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def write_private(path: Path, text: str) -> None:

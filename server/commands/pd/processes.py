@@ -6,15 +6,20 @@ Every process is an ordinary one, `ess prefill`, `ess decode` or the router's ow
 be started by hand. A process that ends is started again at the same port. At the end decode workers
 first finish their streams, which need the others; then prefill workers end, then the router. None
 of them outlives this process, however it ends.
+
+Workers read files of keys again when they change. A router has the keys of its start: when they
+change, another takes its place, while the first finishes its streams. The router itself asks with a
+key that is made here, which the workers know too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +41,10 @@ from ess.server.commands.pd.shares import (
     share_of,
     stages_of,
 )
+from ess.server.commands.start.files.hidden_files import check_header_text, read_keys
+from ess.server.commands.start.files.watched import FILES_S, Watched
 from ess.server.commands.start.settings import Settings, resolve
+from ess.server.commands.start.written_addresses import listed
 from ess.server.process.lifecycle import HANG_S
 from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
@@ -101,6 +109,8 @@ class PdProcesses:
         self._place = place
         self._settings = settings
         self._folder = folder
+        self._key = secrets.token_urlsafe(SECRET_BYTES) if settings.keys else ""
+        self._keys = settings.keys
         roles = ("prefill", "decode", "router")
         self._kept = Kept(roles, environment=clean(os.environ), clock=clock)
 
@@ -111,52 +121,65 @@ class PdProcesses:
             if not await self._kept.unless_stopped(self._begin()):
                 return 0
             table.show(self._about(), self._share, json=json)
-            return 1 if await self._kept.unless_stopped(self._kept.watch()) else 0
+            following = asyncio.ensure_future(self._follow_keys())
+            try:
+                return 1 if await self._kept.unless_stopped(self._kept.watch()) else 0
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
         finally:
             await self._end()
 
     # ---- the start
 
     async def _begin(self) -> None:
-        secret = self._folder / "peer.secret"
-        write_private(secret, secrets.token_urlsafe(SECRET_BYTES))
-        prefills = [self._worker("prefill", name, secret) for name in self._shape.names("prefill")]
+        secret = self._written("peer.secret", secrets.token_urlsafe(SECRET_BYTES))
+        told = {"host": HOST, "peer_secret_file": secret, **self._key_files()}
+        prefills = [self._worker("prefill", name, told) for name in self._shape.names("prefill")]
         for keeper in prefills:
             await self._kept.wait_until(keeper, keeper.listens, "listening")
         peers = ",".join(address_of(keeper.url) for keeper in prefills)
         decodes = [
-            self._worker("decode", name, secret, peers=peers)
+            self._worker("decode", name, {**told, "peers": peers})
             for name in self._shape.names("decode")
         ]
         for keeper in (*prefills, *decodes):
             await self._kept.wait_until(keeper, keeper.ready, "ready")
-        router = self._start_router(prefills, decodes)
+        router = self._kept.keep("router", self._router_order(), self._is_router_ready)
         await self._kept.wait_until(router, router.ready, "ready")
 
-    def _worker(self, role: Role, name: str, secret: Path, **told: str) -> Keeper:
+    def _written(self, name: str, text: str) -> str:
+        """The path of a new file with this text, which this user alone can read."""
+        path = self._folder / name
+        write_private(path, text)
+        return str(path)
+
+    def _key_files(self) -> dict[str, str]:
+        if not self._key:
+            return {}
+        settings = self._settings
+        clients = settings.api_key_file or self._written("api.keys", settings.api_key)
+        return {"api_key_file": f"{clients},{self._written('router.key', self._key)}"}
+
+    def _worker(self, role: Role, name: str, told: Mapping[str, str]) -> Keeper:
         """Starts a worker with its settings in a file: the process table must not show them."""
-        path = self._folder / f"{name}.json"
-        given = {**self._share.settings, "host": HOST, "peer_secret_file": str(secret), **told}
+        given = {**self._share.settings, **told}
         if role == "prefill":
             given |= self._share.stages
-        write_private(path, msgspec.json.encode(given).decode())
-        words = (role, "--json", "--config", str(path))
+        path = self._written(f"{name}.json", msgspec.json.encode(given).decode())
+        words = (role, "--json", "--config", path)
         return self._kept.keep(role, Order(name=name, home=ESS, words=words), is_worker_ready)
 
-    def _start_router(self, prefills: Sequence[Keeper], decodes: Sequence[Keeper]) -> Keeper:
+    def _router_order(self) -> Order:
         words = routers.words_for(
             self._router,
             self._place,
-            prefills=[keeper.url for keeper in prefills],
-            decodes=[keeper.url for keeper in decodes],
+            prefills=[keeper.url for keeper in self._kept.of("prefill")],
+            decodes=[keeper.url for keeper in self._kept.of("decode")],
             key=self._key,
+            keys=self._keys,
         )
-        order = Order(name="router", home=self._router.home, words=words, url=self._place.url)
-        return self._kept.keep("router", order, self._is_router_ready)
-
-    @property
-    def _key(self) -> str:
-        return (self._settings.keys or ("",))[0]
+        return Order(name="router", home=self._router.home, words=words, url=self._place.url)
 
     async def _is_router_ready(self, url: str) -> bool:
         """Whether the router calls every worker healthy."""
@@ -165,6 +188,29 @@ class PdProcesses:
             return False
         listed = msgspec.json.decode(content).get("workers", [])
         return sum(bool(worker.get("is_healthy")) for worker in listed) == self._shape.count
+
+    # ---- keys that change
+
+    async def _follow_keys(self) -> None:
+        """Looks at the file of keys every few seconds, and at once after SIGHUP."""
+        if not self._settings.api_key_file:
+            return
+        watched = Watched("api_key_file", listed(self._settings.api_key_file), self._take_keys)
+        with contextlib.ExitStack() as ports:
+            while True:
+                await self._kept.until_hangup(within_s=FILES_S)
+                if watched.refresh():
+                    free = ports.enter_context(kept_port(HOST))  # the first router has its own yet
+                    self._place = dataclasses.replace(self._place, metrics_port=free)
+                    await self._kept.replace("router", self._router_order(), self._is_router_ready)
+
+    def _take_keys(self) -> str:
+        keys = listed(read_keys(self._settings.api_key_file))
+        check_header_text(keys)
+        self._keys = keys
+        return "another router starts with these keys"
+
+    # ---- the end
 
     async def _end(self) -> None:
         """Ends decode workers first, as their streams need the others. No process is left."""

@@ -24,26 +24,30 @@ FLAGS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """`meets_at_port`: it tells a decode worker the prefill worker's bootstrap port. `hides_keys`:
-    it sends workers its own key instead of the client's."""
+    """`meets_at_port`: it tells a decode worker the prefill worker's bootstrap port. `knows_keys`:
+    it serves clients with any of several keys, and passes a client's key on."""
 
     name: RouterName
     home: str
     words: tuple[str, ...]
     meets_at_port: bool = True
-    hides_keys: bool = False
+    knows_keys: bool = False
 
 
 # In order of preference: smg passes tokens on as the decode worker makes them; sglang-router
 # passes on none before the prefill worker's answer has ended.
 ROUTERS: Final = (
-    Router(name="smg", home="smg.cli:main", words=("launch", "--pd-disaggregation")),
+    Router(
+        name="smg",
+        home="smg.cli:main",
+        words=("launch", "--pd-disaggregation"),
+        knows_keys=True,
+    ),
     Router(
         name="vllm_router",
         home="vllm_router.launch_router:main",
         words=("--vllm-pd-disaggregation",),
         meets_at_port=False,
-        hides_keys=True,
     ),
     Router(
         name="sglang_router",
@@ -77,11 +81,10 @@ def choose(name: RouterName | None, *, has_keys: bool) -> Router:
     if not present:
         missing = f"{name} is not installed" if name else "no router is installed"
         raise Unavailable(f"{missing}: pip install 'ess[router]' (Linux on x86-64 only)")
-    fit = [router for router in present if not (has_keys and router.hides_keys)]
+    fit = [router for router in present if router.knows_keys or not has_keys]
     if not fit:
         raise BadInput(
-            f"api_key and --router {present[0].name}: it asks workers with a key of its own instead"
-            " of the client's, so it would serve everybody; take smg or sglang_router"
+            f"api_key and --router {present[0].name}: it knows one key at most, its own; take smg"
         )
     return fit[0]
 
@@ -93,13 +96,18 @@ def words_for(
     prefills: Sequence[str],
     decodes: Sequence[str],
     key: str = "",
+    keys: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """The command line. A prefill worker's only port is also its bootstrap port."""
+    """The command line. A prefill worker's only port is also its bootstrap port. With `key` the
+    router asks workers what they serve; it opens all of its own routes. With `keys` clients are
+    served."""
     words = [*router.words, "--host", place.host, "--port", str(place.port)]
     words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(place.metrics_port)]
     for url in prefills:
         words += ["--prefill", url, *([url.rpartition(":")[2]] if router.meets_at_port else [])]
     for url in decodes:
         words += ["--decode", url]
-    keyed = ("--api-key", key) if key else ()
-    return (*words, *FLAGS, *keyed)
+    words += ["--api-key", key] if key else []
+    for number, each in enumerate(keys):
+        words += ["--tenant-api-key", f"client-{number}:{each}"]
+    return (*words, *FLAGS)

@@ -42,7 +42,8 @@ WHY_NOT: Final[Mapping[str, str]] = {
         "each worker is told its own",
     ),
 }
-OF_ROUTER: Final = frozenset({"host", "port"})
+TOLD_APART: Final = frozenset({"host", "port", "api_key", "api_key_file"})
+"""The router listens at the place that is given; workers are told of keys with the router's."""
 NODES: Final = frozenset({"nnodes", "node_rank", "dist_init_addr"})
 
 
@@ -109,7 +110,7 @@ def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None 
     plan = _plan(divided.settings, layout, checkpoint, weights=1)
     divided = sized(divided, plan)
     return Share(
-        settings=told_settings(divided, but=OF_ROUTER),
+        settings=told_settings(divided, but=TOLD_APART),
         plan=plan,
         threads=divided.settings.threads,
         served=divided.settings.names[0],
@@ -164,12 +165,10 @@ def _plan(
     )
 
 
-def told_settings(
-    resolved: Resolved, *, but: Set[str], rereads_keys: bool = False
-) -> dict[str, Any]:
-    """All settings that are not defaults, for a worker's file. It has the keys, or, if the worker
-    `rereads_keys`, the file that has them."""
-    has_file = rereads_keys and resolved.origins["api_key_file"] != "default"
+def told_settings(resolved: Resolved, *, but: Set[str]) -> dict[str, Any]:
+    """All settings that are not defaults, for a worker's file. Where keys are in a file, the worker
+    is told of that file, which it reads again when the keys in it change."""
+    has_file = resolved.origins["api_key_file"] != "default"
     unsaid = "api_key" if has_file else "api_key_file"
     return {
         name: getattr(resolved.settings, name)

@@ -158,7 +158,7 @@ class RankProcesses:
         """Starts a rank with its settings in a file: the process table must not show them."""
         settings, path = self._resolved.settings, self._folder / f"rank-{rank}.json"
         given: dict[str, Any] = {
-            **told_settings(self._resolved, but=OF_RANK, rereads_keys=True),
+            **told_settings(self._resolved, but=OF_RANK),
             "dp_rank": rank,
             **device_of(settings, rank),
             "dist_init_addr": self._address,

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import ssl
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from ess import console
 from ess.errors import BadInput
 from ess.server.commands.start.files.hidden_files import check_header_text, check_tls, read_keys
+from ess.server.commands.start.files.watched import FILES_S, Watched
 from ess.server.commands.start.settings import Settings
 from ess.server.commands.start.sizing import size_of
 from ess.server.commands.start.written_addresses import listed
@@ -27,8 +26,6 @@ from ess.units import div_ceil
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from starlette.types import ASGIApp
-
-FILES_S: Final = 10
 
 
 def uvicorn_config(
@@ -72,41 +69,6 @@ def uvicorn_config(
     return config
 
 
-class Watched:
-    """Files that are read again when they have changed. `use` reads them and returns what is true
-    from then on. Files that it refuses are not used, for example when only one of two files has
-    changed so far."""
-
-    def __init__(self, what: str, paths: Sequence[str], use: Callable[[], str]) -> None:
-        self._what = what
-        self._paths = paths
-        self._use = use
-        self._seen = self._stamps()
-
-    def refresh(self) -> None:
-        found = self._stamps()
-        if found == self._seen:
-            return
-        self._seen = found
-        try:
-            console.note(f"ess: {self._what} has changed: {self._use()}")
-        except (BadInput, OSError) as error:
-            console.note(f"ess: {self._what} has changed and is not used: {error}")
-
-    def _stamps(self) -> list[tuple[int, int, int] | None]:
-        """When each file was written, its size, and which file it is; None for a missing one. The
-        size tells two writes apart that share a tick of the file system's clock."""
-        stamps: list[tuple[int, int, int] | None] = []
-        for path in map(Path, self._paths):
-            try:
-                found = path.stat()
-            except OSError:
-                stamps.append(None)
-            else:
-                stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
-        return stamps
-
-
 def watched_files(settings: Settings, config: uvicorn.Config, keys: Keys) -> list[Watched]:
     """The keys are read here too: those of the settings are as old as the server, and this process
     may have replaced another one."""
@@ -118,7 +80,7 @@ def watched_files(settings: Settings, config: uvicorn.Config, keys: Keys) -> lis
         return "new connections get the new one"
 
     def use_keys() -> str:
-        found = listed(read_keys(Path(settings.api_key_file)))
+        found = listed(read_keys(settings.api_key_file))
         check_header_text(found)
         keys.replace(found)
         return "1 key is valid" if len(found) == 1 else f"{len(found)} keys are valid"
@@ -128,7 +90,7 @@ def watched_files(settings: Settings, config: uvicorn.Config, keys: Keys) -> lis
         pair = (settings.tls_cert, settings.tls_key)
         watched.append(Watched("the certificate", pair, use_certificate))
     if settings.api_key_file:
-        watched.append(Watched("api_key_file", [settings.api_key_file], use_keys))
+        watched.append(Watched("api_key_file", listed(settings.api_key_file), use_keys))
         with contextlib.suppress(BadInput):
             use_keys()
     return watched

@@ -76,7 +76,7 @@ class Settings(ProcessConfig):
         "Without a key: host names of requests, besides its own; several with commas, * for all.",
     )
     api_key_file: str = setting(
-        "", "listening", "A file with the keys, one a line: process lists do not show them."
+        "", "listening", "Files with the keys, one a line: process lists do not show them."
     )
     without_key: bool = setting(
         False, "listening", "Serve without a key on an address that other machines reach."
@@ -311,7 +311,7 @@ def _read_hidden(values: dict[str, Any], origins: dict[str, Origin]) -> None:
             continue
         if values.get(name):
             raise BadInput(f"{name} and {file} are both given: give only one of them")
-        values[name], origins[name] = read(Path(values[file])), origins[file]
+        values[name], origins[name] = read(values[file]), origins[file]
 
 
 def read_file(path: Path) -> dict[str, Any]:

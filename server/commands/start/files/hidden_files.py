@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ess.errors import BadInput
+from ess.server.commands.start.written_addresses import listed
 
 
 def _read_hidden(path: Path, name: str) -> str:
@@ -19,17 +20,20 @@ def _read_hidden(path: Path, name: str) -> str:
         raise BadInput(f"{name} {path} is not text in UTF-8") from None
 
 
-def read_secret(path: Path) -> str:
-    secret = _read_hidden(path, "peer_secret_file").strip()
+def read_secret(path: str) -> str:
+    secret = _read_hidden(Path(path), "peer_secret_file").strip()
     if not secret:
         raise BadInput(f"peer_secret_file {path} has no secret in it")
     return secret
 
 
-def read_keys(path: Path) -> str:
-    text = _read_hidden(path, "api_key_file")
-    listed = ",".join(text.splitlines()).split(",")
-    keys = [key.strip() for key in listed if key.strip()]
+def read_keys(paths: str) -> str:
+    """The keys of all files, each of which must have one."""
+    return ",".join(_keys_in(Path(path)) for path in listed(paths))
+
+
+def _keys_in(path: Path) -> str:
+    keys = listed(",".join(_read_hidden(path, "api_key_file").splitlines()))
     if not keys:
         raise BadInput(f"api_key_file {path} has no key in it")
     return ",".join(keys)
