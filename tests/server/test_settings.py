@@ -59,6 +59,18 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path):
     ]
 
 
+def test_threads_leave_a_core_of_those_that_the_server_may_use(monkeypatch: pytest.MonkeyPatch):
+    checkpoint = read_checkpoint("ess-embedded")
+    for cores, pp_size, threads in ((1, 1, 1), (2, 1, 1), (9, 1, 8), (9, 2, 4)):
+        monkeypatch.setattr(launch, "cores_free", lambda cores=cores: cores)
+        given = {"pp_size": pp_size}
+        assert (
+            launch.derived(resolve(given, environment={}), checkpoint).settings.threads == threads
+        )
+    given = {"threads": 3}
+    assert launch.derived(resolve(given, environment={}), checkpoint).settings.threads == 3
+
+
 def test_a_setting_that_is_a_word_or_a_number():
     for given, read in (("8", 8), ("auto", "auto")):
         assert resolve({}, environment={"ESS_TBO": given}).settings.tbo == read

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import resource
 import socket
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from ess.engine.config import ProcessConfig
 from ess.engine.entries.refusals import check_settings
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
+from ess.free_cores import cores_free
 from ess.free_memory import memory_free
 from ess.layout import ModelLayout
 from ess.models.chat.reply import PlainParser
@@ -236,7 +236,7 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
         fresh["row"] = checkpoint.config.usual_row
     if settings.threads == 0:
         here = settings.processes_here
-        fresh["threads"] = max(1, ((os.cpu_count() or 1) - 1) // here)
+        fresh["threads"] = max(1, (cores_free() - 1) // here)
     if not settings.model:
         fresh["model"] = EMBEDDED
     return resolved.deriving(**fresh)

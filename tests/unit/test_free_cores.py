@@ -1,0 +1,61 @@
+"""Cores that a process may use: what the system allows, and whole cores of its group's quota."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ess import free_cores
+from ess.free_cores import cores_free
+
+VERSION_2 = "sys/fs/cgroup/cpu.max"
+VERSION_1 = "sys/fs/cgroup/cpu/cpu.cfs_{}_us"
+
+
+@pytest.fixture(autouse=True)
+def six_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 4, 5, 8, 9})
+
+
+def write(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+
+
+def test_without_a_group_it_is_what_the_system_allows(tmp_path: Path) -> None:
+    assert cores_free(tmp_path) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [
+        ("max 100000\n", 6),
+        ("200000 100000\n", 2),
+        ("350000 100000\n", 3),
+        ("5000 10000\n", 1),
+        ("90000000 100000\n", 6),
+        ("no numbers\n", 6),
+        ("200000\n", 6),
+    ],
+)
+def test_a_quota_counts_in_whole_cores(tmp_path: Path, text: str, cores: int) -> None:
+    write(tmp_path, VERSION_2, text)
+    assert cores_free(tmp_path) == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(-1, 6), (0, 6), (200000, 2), (1000, 1)])
+def test_so_does_one_in_two_files(tmp_path: Path, quota: int, cores: int) -> None:
+    write(tmp_path, VERSION_1.format("quota"), f"{quota}\n")
+    assert cores_free(tmp_path) == 6, "a quota without its period"
+    write(tmp_path, VERSION_1.format("period"), "100000\n")
+    assert cores_free(tmp_path) == cores
+
+
+def test_where_the_system_does_not_say_all_cores_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(free_cores.os, "sched_getaffinity")
+    monkeypatch.setattr(free_cores.os, "cpu_count", lambda: None)
+    assert cores_free(tmp_path) == 1
