@@ -61,7 +61,7 @@ class Keeper:
         self._is_ready = is_ready
         self._clock = clock
         self._child: Child | None = None
-        self._is_ending = False
+        self._ending = asyncio.Event()
         self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self._keeping: asyncio.Task[None] | None = None
 
@@ -72,7 +72,7 @@ class Keeper:
 
     async def end(self, *, within_s: float) -> None:
         """Asks the program, if it runs, to end; kills it after `within_s`."""
-        self._is_ending = True
+        self._ending.set()
         if self._keeping is None:
             return
         if self._child is not None:
@@ -91,21 +91,21 @@ class Keeper:
 
     def retire(self) -> None:
         """Asks the program to end in its own time, and does not start it again."""
-        self._is_ending = True
+        self._ending.set()
         if self._child is not None:
             self._child.ask_to_end()
 
     def kill(self) -> None:
-        self._is_ending = True
+        self._ending.set()
         if self._child is not None:
             self._child.kill()
 
     async def _keep(self) -> None:
         failed_count, wait_s = STARTS_MAX - 1, AGAIN_S
-        while not self._is_ending:
+        while not self._ending.is_set():
             began_s = self._clock.now_s()
             how = await self._run_program()
-            if self._is_ending:
+            if self._ending.is_set():
                 return
             failed_count = 0 if self.ready.is_set() else failed_count + 1
             self.ready.clear()
