@@ -365,12 +365,12 @@ class Engine:
             return
         assert request.state == "decoding", f"request {request.number} is {request.state}"
         choice = outcome.choice
-        if choice.made:
-            kept = tuple(request.take(list(choice.made)))
+        made = choice.made
+        if made:
+            kept = tuple(request.take(list(made)))
             self._made.append(Made(request, kept, outcome.drafts, choice.chances[: len(kept)]))
         if choice.is_broken:
             request.break_off()
-        self._handoffs.mark(request, "first step")
-        self._handoffs.close(request)
+        self._handoffs.stepped(request)
         if request.reason is not None:
             self._transitions.finish(request, request.reason)

@@ -217,6 +217,12 @@ class Handoffs:
             timeline = landed.timeline.marked(moment, self._port.now_s)
             self._landed[request.number] = replace(landed, timeline=timeline)
 
+    def stepped(self, request: Request) -> None:
+        """The request has made tokens: its first, if it has landed."""
+        if request.number in self._landed:
+            self.mark(request, "first step")
+            self.close(request)
+
     def close(self, request: Request) -> None:
         """The request has made its first tokens, or will make none."""
         landed = self._landed.pop(request.number, None)

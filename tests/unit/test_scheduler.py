@@ -47,7 +47,7 @@ def planned(roster: Roster, **bounds: int) -> StepPlan:
 
 
 def turns(roster: Roster, **bounds: int) -> list[tuple[int, int]]:
-    return [(turn.request.number, turn.count) for turn in planned(roster, **bounds).turns]
+    return [(turn.request.number, turn.query_count) for turn in planned(roster, **bounds).turns]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class Resident:
         return slot_count - used_count + -slot_count // SCARCE
 
     def _answer(self, sequence: Sequence) -> _Answer:
-        sparse, arrived = self.pools.sparse, sequence.arrival_count
+        sparse, arrived = self.pools.sparse, sequence.progress.arrival_count
         if sequence.state != "active":
             return self._told(sequence, is_resident=False, until_step=sparse.step)
         known = self._answers.get(sequence.number)

@@ -49,8 +49,6 @@ class Sealing:
             assert (self._left == step.row_count - count).all(), f"{step!r}: {self._left} rows left"
             pools.sparse.left(groups, self._left.tolist())
         pools.latent.change()
-        for sequence in step.sequences:
-            sequence.progress.publish()
         return True
 
     def _tell(self, groups: list[int], arenas: list[int], keyed: list[int], lines: Rows) -> None:

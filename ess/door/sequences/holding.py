@@ -281,8 +281,13 @@ class Holding:
 
 def grow(pools: Pools, growths: Iterable[tuple[Holding, int]]) -> None:
     """Pages for each holding up to its new length: all of them, or PoolFull and none."""
-    missing = [(held, div_ceil(length, PAGE_ROWS) - held.page_count) for held, length in growths]
-    missing = [(held, count) for held, count in missing if count > 0]
+    missing = [
+        (held, div_ceil(length, PAGE_ROWS) - held.page_count)
+        for held, length in growths
+        if length > len(held.host_pages) * PAGE_ROWS
+    ]
+    if not missing:
+        return
     shorts = [held.short(count) for held, count in missing]
     total = {name: sum(short[name] for short in shorts) for name in (HOST_PAGES, INDEX_PAGES)}
     holders = {id(held) for held, _ in missing}

@@ -118,23 +118,26 @@ class Progress:
         if self._holding.saved is not None:
             self.keep_state(prompt_end=self.text_length)
 
-    def check_start(self, start: int | None) -> None:
-        """The next step starts behind the rows that are there. Where imported rows end early that
-        is most likely a mistake of the caller, who would bring the row of another position; so
-        then `start` must say it. Where nothing was imported the steps themselves bring every row.
+    def check_start(self, start: int | None) -> int:
+        """Where the next step starts at most: behind the rows that are there. Where imported rows
+        end early that is most likely a mistake of the caller, who would bring the row of another
+        position; so then `start` must say it. Where nothing was imported the steps themselves bring
+        every row.
         """
-        self.refresh()
+        if self._noticed_count != self.arrival_count:
+            self.refresh()
         end = self.length + self.ahead_count
         if start is not None and not self.length <= start <= end:
             raise BadInput(f"sequence {self.number} continues at position {end}, not at {start}")
         if start is not None or self._begun_count == self.arrival_count:
-            return
+            return end
         known_count = self._layout.rows_of(len(self.tokens) - 1)
         if self.length < known_count:
             raise BadState(
                 f"sequence {self.number}: of {known_count} rows before its last token "
                 f"{self._arrived(known_count)}; import the others, or say starts=[{self.length}]"
             )
+        return end
 
     def _arrived(self, known_count: int) -> str:
         """How many of these rows the layers of the main model have, in words."""
@@ -157,14 +160,16 @@ class Progress:
         """The step brought `count` rows, of which `kept` were kept; `text` are their tokens."""
         assert self.step_numbers[0] == step_number, "steps are learned in their order"
         assert 0 <= kept <= count <= self.ahead_count, "rows were learned that no step brought"
-        if ids is not None and (known_count := len(self.tokens) - self.text_length) >= 0:
+        before = self.length if self._layout.row_tokens == 1 else self._text_length
+        if ids is not None and (known_count := len(self.tokens) - before) >= 0:
             self.tokens.extend(ids[known_count:])
         self.length += kept
         self._text_length += text
         self.ahead_count -= count
         self.step_numbers = self.step_numbers[1:]
-        self.publish()
-        if self._layout.has_states and len(self.tokens) >= self.text_length:
+        if self.length >= (self.published_count + 1) * PAGE_ROWS:
+            self.publish()
+        if self._pools.states is not None and len(self.tokens) >= self.text_length:
             self.keep_state(prompt_end=0)
 
     def withhold(self) -> None:

@@ -36,14 +36,20 @@ def begin(
             f"{row_total} new rows do not fit a group of {owner.placement.new_rows_max} slots"
         )
     pools.inflight.settle()
+    ends = []
     for place, sequence in enumerate(sequences):
-        require_state(sequence, "active")
-        sequence.progress.check_start(None if starts is None else starts[place])
+        if sequence.state != "active":
+            require_state(sequence, "active")
+        bound = sequence.progress.check_start(None if starts is None else starts[place])
+        end, limit = bound + row_counts[place], sequence.length_max or pools.sizes.length_max
+        if brought is None and not bound < end <= limit:
+            raise BadInput(
+                f"sequence {sequence.number}: {row_counts[place]} new rows after {bound}, "
+                f"must be at least 1 and end within {limit}"
+            )
+        ends.append(end)
     if brought is not None:
         ends = brought.ends
-    else:
-        pairs = zip(sequences, row_counts, strict=True)
-        ends = [_checked_end(sequence, count) for sequence, count in pairs]
     grow(pools, [(s.holding, end) for s, end in zip(sequences, ends, strict=True)])
     step = owner.open_step = Step(owner, sequences, query_counts, room or total, brought)
     for sequence, count in zip(sequences, row_counts, strict=True):
@@ -69,15 +75,3 @@ def _brought(
             )
     texts = tables.texts[[sequence.line for sequence in sequences]].tolist()
     return Brought.of(texts, query_counts, layout.row_tokens)
-
-
-def _checked_end(sequence: Sequence, count: int) -> int:
-    """Behind its `count` new rows."""
-    limit = sequence.length_max or sequence.owner.pools.sizes.length_max
-    end = sequence.length_bound + count
-    if count < 1 or end > limit:
-        raise BadInput(
-            f"sequence {sequence.number}: {count} new rows after {sequence.length_bound}, "
-            f"must be at least 1 and end within {limit}"
-        )
-    return end

@@ -46,6 +46,7 @@ class Step:
     number          of the step; they count up
     state           "open", "sealed" or "learned"
     sequences       the batch
+    lines           of each sequence, its line in the page tables
     query_counts    how many queries each sequence has
     query_count     all together, and pads behind them where the step has room for more
     row_counts      how many new rows each brings: as many, unless a row is of several tokens
@@ -74,19 +75,21 @@ class Step:
         room: int,
         brought: Brought | None = None,
     ) -> None:
-        lines = [sequence.holding.line for sequence in sequences]
         self.owner = owner
         self.number = owner.pools.sparse.begin_step()
         self.now = owner.pools.sparse.now
         self.state: StepState = "open"
         self.sequences = sequences
+        self.lines = [sequence.holding.line for sequence in sequences]
         self.query_counts = tuple(query_counts)
         self.query_count = room
         self.row_counts = self.query_counts if brought is None else tuple(brought.row_counts)
         self.row_count = room if brought is None else sum(self.row_counts)
         self._brought = brought
         self.firsts = list(accumulate(query_counts[:-1], initial=0))
-        self.arrays: StepArrays = owner.pools.step_arrays(lines, self.query_counts, room, brought)
+        self.arrays: StepArrays = owner.pools.step_arrays(
+            self.lines, self.query_counts, room, brought
+        )
         self.appended: set[int] = set()
         self.keyed: set[int] = set()
         if not self.row_count:

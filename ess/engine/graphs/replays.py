@@ -140,7 +140,7 @@ class Replays:
 
     def fit(self, turns: Sequence[Turn], width: int) -> Fit:
         """Before the step begins; `width` is what requests with all their drafts bring."""
-        own = tuple(turn.count for turn in turns)
+        own = tuple(turn.query_count for turn in turns)
         bucket = self.bucket(own, width)
         if any(turn.request.sampling.changes_logits for turn in turns):
             return Fit(own, bucket or own, "host logits")

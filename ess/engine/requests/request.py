@@ -197,10 +197,13 @@ class Request:
         """Append new tokens up to the first that ends the request; returns those kept."""
         assert made, f"request {self.number}: a step made no token"
         assert self.reason is None, f"request {self.number} ended ({self.reason}), and takes tokens"
-        assert self.left_count > 0, f"request {self.number} has no token left to make"
+        output, most = self.output, self.sampling.tokens_max
+        assert len(output) < most, f"request {self.number} has no token left to make"
+        is_followed = self.reader is not None or self.matcher is not None
         for count, token in enumerate(made, start=1):
-            self.output.append(token)
-            self.reason = self._reason_after(token)
+            output.append(token)
+            if is_followed or token in self.ends or len(output) == most:
+                self.reason = self._reason_after(token)
             if self.reason is not None:
                 self._end_text()
                 return made[:count]

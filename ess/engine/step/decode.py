@@ -72,10 +72,10 @@ class Launcher:
         Without a `fit` into a graph's bucket the step runs eagerly. `vector` are its modes, if no
         policy decides them. `lap` has just begun."""
         assert turns, "a step without requests"
-        assert len({turn.request for turn in turns}) == len(turns), "a request has two turns"
         runner = self.runner
-        sequences = [turn.sequence for turn in turns]
-        query_counts = tuple(turn.count for turn in turns)
+        requests, query_counts = zip(*turns, strict=True)
+        assert len(set(requests)) == len(turns), "a request has two turns"
+        sequences = [request.sequence for request in requests]
         counts = query_counts if fit is None else fit.counts
         room = None if counts == query_counts else sum(counts)
         step = runner.offload.begin(sequences, query_counts=query_counts, room=room)

@@ -13,8 +13,7 @@ said comes from the step that was captured, and `tell` is given what the replayi
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -26,8 +25,7 @@ Counts: TypeAlias = Any
 """For each sequence: a list on the host, a tensor on a device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A step's results for one feed: the targets up to the first wrong draft, and new drafts."""
 
     feed: Feed

@@ -284,9 +284,9 @@ def made_runner(
 def queries_per_request(step: Step) -> int:
     """The number of queries, if all sequences of the step and its pads have equally many; else
     1."""
-    first, *others = step.query_counts
-    is_even = all(count == first for count in others) and step.query_count % first == 0
-    return first if is_even else 1
+    counts = step.query_counts
+    is_even = counts.count(counts[0]) == len(counts) and step.query_count % counts[0] == 0
+    return counts[0] if is_even else 1
 
 
 def layer_runs(

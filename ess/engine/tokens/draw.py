@@ -25,7 +25,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ess.engine.tokens.sampling import Sampling
+from ess.engine.tokens.sampling import GREEDY_BELOW, Sampling
 from ess.kernels.cpu import native, step
 
 REACH_MIN: Final = 256
@@ -40,7 +40,7 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
     """Ids int64 [queries] at `positions`, from logits float32 [queries, vocabulary], which stay;
     `NOT_A_NUMBER` where the logits are none."""
     assert len(logits) == len(samplings) == len(positions), "a sampling and a position per query"
-    warm = [query for query, sampling in enumerate(samplings) if not sampling.is_greedy]
+    warm = [query for query, by in enumerate(samplings) if by.temperature >= GREEDY_BELOW]
     if not warm and logits.is_cpu and native.available():
         return step.best(logits)
     drawn = logits.argmax(-1)

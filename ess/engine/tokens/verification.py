@@ -8,7 +8,7 @@ drafts. Behind the first wrong draft no target counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from ess.engine.tokens.draw import NOT_A_NUMBER, draw
 from ess.engine.tokens.logprobs import chances
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The step's tokens for a request; those behind a token that ends the request are surplus. The
     chances are there only if the request asks for them. Where logits were NaN the last token is a
     placeholder, and the request must end."""
@@ -52,6 +51,7 @@ def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
     changed, open_counts = changed_logits(feeds, logits, counts)
     samplings = [feed.request.sampling for feed in feeds for _ in feed.tokens]
     targets = draw(changed, samplings, _positions(feeds)).tolist()
+    are_numbers = min(targets) > NOT_A_NUMBER
     choices, at = [], 0
     for feed, count, open_count in zip(feeds, counts, open_counts, strict=True):
         if count == 1:
@@ -62,11 +62,11 @@ def choose_all(feeds: Sequence[Feed], logits: Tensor) -> list[Choice]:
         assert 1 <= open_count <= count, f"{open_count} of {count} queries may count"
         drafts = feed.tokens[1 : len(tokens)]
         assert drafts == tokens[:-1], f"a token behind a wrong draft: {drafts}, {tokens}"
-        choice = chosen(tokens)
+        choice = Choice(tokens) if are_numbers else chosen(tokens)
         top_count = feed.request.sampling.logprobs
         if top_count is not None:
             lines, ids = logits[at:][: len(tokens)], choice.tokens
-            choice = replace(choice, chances=chances(lines, ids, top_count))
+            choice = choice._replace(chances=chances(lines, ids, top_count))
         choices.append(choice)
         at += count
     assert at == len(targets), f"{at} of {len(targets)} targets were looked at"

@@ -32,7 +32,7 @@ def check_flights(flights: Collection[Flight], future: Future, roster: Roster[Re
     steps, tokens = Counter[Request](), Counter[Request]()
     for turn in turns:
         steps[turn.request] += 1
-        tokens[turn.request] += turn.count
+        tokens[turn.request] += turn.query_count
     requests = {*running, *steps}
     for request in requests:
         name = f"request {request.number}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -85,8 +85,8 @@ class DeviceFuture:
             for turn, line in zip(turns, lines, strict=True)
         ]
         spans = [*zip(step.firsts, step.query_counts, lines, strict=True)]
-        owners = [place for place, turn in enumerate(turns) for _ in range(turn.count)]
-        samplings = [turn.request.sampling for turn in turns for _ in range(turn.count)]
+        owners = [place for place, turn in enumerate(turns) for _ in range(turn.query_count)]
+        samplings = [turn.request.sampling for turn in turns for _ in range(turn.query_count)]
         first_pad, pad_count = len(owners), sum(counts) - len(owners)
         spans += [(first_pad, 1, self._pad_line)] * (len(counts) - len(spans))
         return DeviceFed(
@@ -114,9 +114,11 @@ class DeviceFuture:
     def _known_of(self, turn: Turn, line: int) -> tuple[int, ...]:
         """The turn's tokens; of a request in a step under way none is known."""
         if turn.request.flight_count:
-            return (ABSENT,) * turn.count
-        tokens = self._known[line][: turn.count]
-        assert len(tokens) == turn.count, f"line {line}: {turn.count} tokens of {tokens}"
+            return (ABSENT,) * turn.query_count
+        tokens = self._known[line][: turn.query_count]
+        assert len(tokens) == turn.query_count, (
+            f"line {line}: {turn.query_count} tokens of {tokens}"
+        )
         return tokens
 
     def hand_on(self, lines: Tensor, fresh: Tensor) -> None:
@@ -144,11 +146,11 @@ class DeviceFuture:
         count = numbers[0]
         targets, drafts = tuple(numbers[1 : 1 + count]), tuple(numbers[1 + told.width :])
         assert 1 <= count <= len(feed.tokens), f"{count} tokens of {len(feed.tokens)} queries"
-        known = replace(feed, tokens=self._known[line][: len(feed.tokens)])
+        known = feed._replace(tokens=self._known[line][: len(feed.tokens)])
         chances: tuple[Chance, ...] = ()
         if place in told.chances:
             chances = block_chances(told.chances[place].read()[:count].tolist())
-        choice = replace(chosen(targets), chances=chances)
+        choice = chosen(targets)._replace(chances=chances)
         self._known[line] = (choice.tokens[-1], *drafts)
         return Outcome(known, choice, drafts)
 

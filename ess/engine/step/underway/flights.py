@@ -125,7 +125,7 @@ class Flights:
         self._flights.append(flight)
         for turn in turns:
             turn.request.flight_count += 1
-            turn.request.ahead_count += turn.count
+            turn.request.ahead_count += turn.query_count
             turn.request.draft_count = flight.draft_count
 
     def learn(self) -> tuple[Outcome, ...]:
@@ -139,7 +139,8 @@ class Flights:
             request.flight_count -= 1
             request.ahead_count -= len(outcome.feed.tokens)
             assert 0 <= request.flight_count <= request.ahead_count, f"request {request.number}"
-        self.observe(flight.seen([outcome.verified for outcome in outcomes]))
+        if self._config.is_paced:
+            self.observe(flight.seen([outcome.verified for outcome in outcomes]))
         return outcomes
 
     def rehearse(self, tell: Callable[[str], None]) -> None:

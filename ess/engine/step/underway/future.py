@@ -40,13 +40,12 @@ def depth_reasons(requests: Iterable[Request], *, on_device: bool = False) -> tu
     return tuple(
         f"request {request.number}: {reason}"
         for request in requests
+        if not request.is_plain
         for reason in _reasons(request, on_device=on_device)
     )
 
 
 def _reasons(request: Request, *, on_device: bool) -> tuple[str, ...]:
-    if request.is_plain:
-        return ()
     sampling = request.sampling
     reasons = sampling.host_reasons(len(request.output))
     if on_device and not reasons and sampling.changes_logits:
@@ -65,10 +64,9 @@ class FutureMap:
     def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> HostFed:
         assert tuple(counts) == step.query_counts, f"pads on the host: {counts}"
         positions = step.positions.tolist()
-        starts = [positions[first] for first in step.firsts]
         feeds = [
-            Feed(turn.request, self.take(turn.sequence.line, turn.count), start)
-            for turn, start in zip(turns, starts, strict=True)
+            Feed(turn.request, self.take(line, turn.query_count), positions[first])
+            for turn, line, first in zip(turns, step.lines, step.firsts, strict=True)
         ]
         return HostFed(self, step, feeds)
 
@@ -185,8 +183,8 @@ class HostSaid:
 
     def tell(self, fed: HostFed) -> None:
         outcomes = []
-        for feed, choice, guesses in zip(fed.feeds, self.choices, self.drafts, strict=True):
-            assert feed.request.sequence is not None, f"request {feed.request.number} has no rows"
-            fed.future.stash(feed.request.sequence.line, [choice.tokens[-1], *guesses])
+        of_requests = zip(fed.feeds, fed.step.lines, self.choices, self.drafts, strict=True)
+        for feed, line, choice, guesses in of_requests:
+            fed.future.stash(line, [choice.tokens[-1], *guesses])
             outcomes.append(Outcome(feed, choice, tuple(guesses)))
         fed.future.tell(fed.step.number, outcomes)
