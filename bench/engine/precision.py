@@ -1,4 +1,4 @@
-"""How far low precision is from float32, and how far offload is from no offload: read, not written.
+"""How far low precision is from float32, and offload from no offload, while reading a text.
 
 The embedded model reads a real text: at every position it is given the true next token, whatever
 its own choice, so that all ways to compute get the same input. Their logits are compared: the

@@ -1,4 +1,4 @@
-"""What a plan costs on a device, with the misses of the paper in every step, each way to run it.
+"""What a plan costs on a device with the paper's misses in every step, for each way to run it.
 
 A request keeps 1,948 hot rows and takes 100 of a cycle of cold ones, long enough that exact LRU has
 dropped them before they come round: so every step of every request misses 100 rows, and the rows

@@ -1,9 +1,9 @@
 """Row moves on a device against plain copies and the rate of the link.
 
-A sample takes rows that no sample before it took for a while: eight lists over a pool far larger
-than any cache, and than what any address translation covers, where the host has the memory. Kernels
-are timed as graphs of eight launches, a lane from the start of its job on the device; what the host
-takes to submit the job is a row of its own. A copy a row, one driver call each, is timed with them.
+A sample takes rows that no recent sample took: eight lists over a pool far larger than any cache,
+and larger than what address translation covers, if the host has the memory. Kernels are timed as
+graphs of eight launches, a lane from the start of its job on the device; what the host takes to
+submit the job is a row of its own. A copy a row, one driver call each, is timed with them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How long a state takes from one worker to another when a prompt is made.
 
 Two processes without a model: the prompt has one row of one layer, and beside it a state as large
-as that of DeepSeek-V4-Flash, and of the linear layers of GLM-5-next. Measured is the time from the
-sender's `finish` until the sequence of the receiver is on the device with it. What it is held
-against is the machine's own: the state is copied four times, and its checksum is taken twice.
+as that of DeepSeek-V4-Flash, and of the linear layers of GLM-5-next. We measure the time from the
+sender's `finish` until the receiver's sequence is on the device with the state. The baseline is the
+machine's own speed: the state copied four times, and its checksum taken twice.
 """
 
 from __future__ import annotations

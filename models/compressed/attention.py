@@ -1,8 +1,8 @@
 """Attention to rows that are keys and values at once, each head with a sink.
 
-A row is one key of all heads; what a head attends to is the weighted sum of whole rows. Rows are
-turned by their positions, so that sum is turned back by the query's: what is left depends on how
-far apart the two are.
+A row is the key of all heads at once; what a head attends to is the weighted sum of whole rows.
+Rows are rotated by their positions, so this sum is rotated back by the query's position: what is
+left depends only on the distance between the two.
 """
 
 from __future__ import annotations

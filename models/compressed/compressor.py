@@ -2,12 +2,12 @@
 
 A token gives a value and a gate for each dimension. An entry is the sum of its tokens' values, each
 weighted by the softmax of their gates over the window, with a learned bias for each place in it;
-then it is normed and turned as the window's first token is. Windows lie side by side, `rate` tokens
-each. Where they overlap a token gives two series, A and B: entry e is made of A of window e - 1 and
-B of window e together, the first entry of B alone.
+then it is normed, and rotated as the window's first token is. Windows lie side by side, `rate`
+tokens each. Where they overlap a token gives two series, A and B: entry e is made of A of window e
+- 1 and B of window e together, the first entry of B alone.
 
-Nothing here is summed up as tokens come: an entry is made once, of all its tokens. So a state
-with the last tokens' values and gates can take tokens back.
+No sum grows as tokens come: an entry is made once, from all its tokens. So a state that has the
+last tokens' values and gates can drop tokens again.
 """
 
 from __future__ import annotations

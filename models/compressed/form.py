@@ -1,8 +1,8 @@
-"""What a request has beside its entries: the last tokens, as rows and as what entries are made of.
+"""What a request has beside its entries: the last tokens, as rows and as the input of entries.
 
-Needs no torch. It is one state of one size, however long the request is. Each field is a ring: the
-token at position p stands in line p % lines. How many lines there are follows from what is read at
-any length L, plus the drafts that may be taken back:
+Needs no torch. The state has the same size however long the request is. Each field is a ring: the
+token at position p lies in line p % lines. The number of lines follows from what is read at any
+length L, plus the drafts that may be rejected:
 
 - window: the rows of the last `window` - 1 tokens, which the next token attends to.
 - heavy: values and gates of the open window, fewer than `rate` tokens.

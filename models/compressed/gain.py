@@ -1,8 +1,8 @@
 """When offloading entries pays, by bytes alone. Needs no torch.
 
-A step reads the weights of a rank once and, of each request, what all its layers attend to; then it
-waits for the entries that are missing. Nothing is hidden and nothing else costs time: where the
-batch ends for another reason, neither way gains.
+A step reads the weights of a rank once and, for each request, what all its layers attend to; then
+it waits for the missing entries. No wait is hidden and nothing else costs time. Where something
+other than memory limits the batch, offload gains nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a request takes of host and device when its entries are offloaded. Needs no torch.
 
-Offloaded are the entries that an indexer chooses from. On the device stay their index keys, the
-slots, the entries that all tokens attend to, and the state.
+The entries that an indexer chooses from are offloaded. Their index keys, the slots, the entries
+that all tokens attend to, and the state stay on the device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A.X-K2: DeepSeek-V3.2 with three gates, each the sigmoid of something that the layer has anyway.
 
-Of values: the projection that makes queries reads the normed low-rank query and the raw one side by
-side, and makes a gate for each value of each head beside its query. Of the layer's input, and of
-what experts see: two small products of the normed state. Nothing of it is kept in a cache.
+The gate of values: the projection that makes queries reads the normed low-rank query and the raw
+one side by side, and makes a gate for each value of each head beside its query. The gates of the
+layer's input and of the experts' input are two small products of the normed state. None of them is
+kept beside the rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The two kinds have heads, ranks and rotary frequencies of their own. A window is served as a
 selection that no indexer makes: its rows are offloaded, shared, preempted and sent as all others
-are. Rows of all layers are as long as the longest. Pictures, sound and the MTP module are not read.
+are. Images, sound and the MTP module are not read.
 """
 
 from __future__ import annotations

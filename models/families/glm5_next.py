@@ -1,5 +1,5 @@
-"""GLM-5-next, its text: indexers choose 16 neighbouring tokens together, nothing turns, residual
-streams are mixed around each block; three of four layers are linear attention (KDA).
+"""GLM-5-next, its text: indexers choose 16 neighbouring tokens together, nothing is rotated,
+residual streams are mixed around each block; three of four layers are linear attention (KDA).
 
 Requests keep a state beside their rows (`ess.models.config_json.linear`). Images and the MTP module
 are not read.

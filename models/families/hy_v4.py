@@ -1,8 +1,8 @@
 """Hy4: GLM's shared selections, with sinks, gates of values and four residual streams.
 
-Published weights turn half against half in attention and the last dimensions of index keys: they
-are read in our order. The MTP module of published files is not read; its computation is not
-published.
+Published weights rotate the first half against the second in attention, and the last dimensions of
+index keys: they are reordered as they are read. The MTP module of published files is not read; its
+computation is not published.
 """
 
 from __future__ import annotations

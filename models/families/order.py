@@ -1,9 +1,9 @@
-"""Weights in the order of this house, of models whose checkpoints have another one.
+"""Reorders the weights of models whose checkpoints have another order of rotary dimensions.
 
-Here the rotary part of a query and of a row turns pairs that lie side by side, and an index key
-turns its first dimensions. Where a model turns half against half, or the end of a key, its weights
-are put in our order when they are read: each product, norm and score stays what it was, because
-queries and keys are put in the same order.
+Here rotary embedding rotates neighbouring pairs of queries and rows, and the first dimensions of an
+index key. Where a model rotates the first half against the second, or the end of a key, its weights
+are reordered when they are read. Each product, norm and score stays what it was, because queries and
+keys get the same order.
 """
 
 from __future__ import annotations

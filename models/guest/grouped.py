@@ -3,7 +3,7 @@
     row    [ keys of all key heads | values of all key heads | unused ]
     query  [ the head's query in the place of its group's key | 0 | 0 ]
 
-Keys are turned before they are kept, each half is padded with zeros to whole scale groups, and the
+Keys are rotated before they are kept, each half is padded with zeros to whole scale groups, and the
 last part, where a latent model has its rotary key, stays zero. So a query meets the keys of its own
 group alone, and the weighted sum of rows holds the head's output in the place of its group's value:
 what attends to latent rows computes this exactly, and moves three times the bytes it needs.

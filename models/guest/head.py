@@ -1,4 +1,4 @@
-"""The head of a GGUF file, walked before the library reads it, so that no count in it is believed.
+"""Checks the head of a GGUF file before the library reads it, so that no count in it is trusted.
 
 The library makes objects for every value that a list announces, whether or not it is there: a file
 of a hundred bytes would take all memory. Here each count is compared with a bound, and each length

@@ -1,9 +1,9 @@
 """The indexer that was trained for a guest, in the small form that the repository keeps.
 
-An index query is a mixture of the model's own query of one head, before its turn; the index key is
-a mixture of the model's own keys of all key heads. So a layer needs, beside a norm, one matrix
-[heads, dim, dim], one [dim, key heads * dim] and one [heads, hidden]: a sixth of a free indexer.
-Values are kept as int8, with one float32 scale for each row.
+An index query is a linear map of the model's own query of one head, before rotation; the index key
+is a linear map of the model's own keys of all key heads. So a layer needs, beside a norm, one
+matrix [heads, dim, dim], one [dim, key heads * dim] and one [heads, hidden]: a sixth of a free
+indexer. Values are kept as int8, with one float32 scale for each row.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Any server with `/v1/completions` will do. An event is one piece of text; with drafts it may hold
 several tokens, so tokens are those that the server counts, and events are counted only where a
-server does not say. The event that only ends a stream is none, so the stream of a prefill worker,
-whose tokens another worker makes, may have none at all.
+server does not say. The event that only ends a stream does not count, so the stream of a prefill
+worker, whose tokens another worker makes, may have no events.
 """
 
 from __future__ import annotations

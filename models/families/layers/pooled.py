@@ -1,7 +1,7 @@
 """Indexers that choose neighbouring tokens together, and mixed residual streams (GLM-5-next).
 
-Of each token an indexer keeps its key and, behind it, what each dimension of the key weighs in the
-one key of its unit; the weights of a unit's places are in it already.
+For each token an indexer keeps its key, followed by the weight of each of the key's dimensions in
+the one key of its unit; the weights of the places within a unit are included.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ sequences in training had 256 to 1,024 tokens, and quality beyond that is not cl
 """
 
 _PEAKED = """
-Read these with care: attention of this model is peaked, {top_k} positions hold all of it in every
-layer of the trunk, so a high recall is easier here than in a large model.
+Read these with care: this model's attention is peaked. In every layer of the trunk {top_k}
+positions can hold all of it, so a high recall is easier here than in a large model.
 """
 
 
