@@ -2,8 +2,8 @@
 
 Here rotary embedding rotates neighbouring pairs of queries and rows, and the first dimensions of an
 index key. Where a model rotates the first half against the second, or the end of a key, its weights
-are reordered when they are read. Each product, norm and score stays what it was, because queries and
-keys get the same order.
+are reordered when they are read. Each product, norm and score stays what it was, because queries
+and keys get the same order.
 """
 
 from __future__ import annotations
