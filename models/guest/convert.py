@@ -1,9 +1,9 @@
 """From a guest's GGUF file to an ordinary checkpoint folder: safetensors and JSON.
 
 Weights are dequantised and kept in float32: bfloat16 would change what the model computes. The
-file's own integers, if it has any, are kept beside them (`codes`). Queries and keys are stored there
-with their rotary pairs side by side; Llama's checkpoints have them half a head apart, so they are
-put back.
+file's own integers, if it has any, are kept beside them (`codes`). Queries and keys are stored
+there with their rotary pairs side by side; Llama's checkpoints have them half a head apart, so they
+are put back.
 """
 
 from __future__ import annotations
