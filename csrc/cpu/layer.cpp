@@ -24,10 +24,9 @@ enum class Stop : int64_t { none, absent, fetch, refused };
 
 constexpr int kParts = int(Part::done);
 
-// What the layers of a step share. `lines` are the page table lines of the queries; where rows are
-// resolved, `hits` grows by the rows that each query finds at once. The last fields are sums over
-// the layers that are done: the time of each part, the time to resolve, and how many rows were
-// claimed and copied.
+// What the layers of a step share. `lines` are the page table lines of the queries, `hits` grows by
+// what each query finds at once where rows are resolved. Of layers that are done, together: what
+// each part took, what it took to resolve, and how many rows were claimed and copied.
 struct StepSide {
     const int32_t* table;
     int64_t table_width;
