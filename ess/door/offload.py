@@ -83,19 +83,18 @@ class Offload:
         `slot_floor` (by default the layout's) is how many slots are reserved in every group for
         each active sequence, or its `length_max` where that is less; a step that needs more than
         there are reads the rest in place (`Resolution.place`). Where `slot_bytes` holds fewer slots
-        than the floor, `open` admits only a `length_max` of at most as many.
-        `index_bytes` holds index keys and row maps of active pages; without it there are as many
-        active pages as host pages.
-        `query_max` bounds the queries of one step, `part_max` the parts under way at once.
+        than the floor, `open` admits only a `length_max` of at most as many. `index_bytes` holds
+        index keys and row maps of active pages; without it there are as many active pages as host
+        pages. `query_max` bounds the queries of one step, `part_max` the parts under way at once.
         Copies run beside compute unless another `lane` is given; waits for them are timed on
         `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
-        `shared` puts the host's rows and keys into memory that other processes can map.
-        `common` has rows and keys of the host once for processes that make the same calls.
-        `evict` says which row gives way: the longest unused (lru), by SIEVE's walk, or the one that
-        the indexer scores lowest; score needs `Step.observe` before each `resolve`.
-        `placement` is given the slots and returns what a step uses in their place.
-        `disk` keeps pages of the prefix cache beyond the host's memory and beyond this process; its
-        pages have `layout.host_page_bytes`, and `close` closes it too.
+        `shared` puts the host's rows and keys into memory that other processes can map. `common` is
+        host memory with one copy of rows and keys for processes that make the same calls. `evict`
+        says which row gives way: the longest unused (lru), by SIEVE's walk, or the one that the
+        indexer scores lowest; score needs `Step.observe` before each `resolve`. `placement` is
+        given the slots and returns what a step uses in their place. `disk` keeps pages of the
+        prefix cache beyond the host's memory and beyond this process; its pages have
+        `layout.host_page_bytes`, and `close` closes it too.
         """
         floor = layout.slot_floor if slot_floor is None else slot_floor
         _check_counts(
@@ -201,18 +200,17 @@ class Offload:
         (`cached_count`); import the rest. With `length_max` all of its growth is promised now;
         without, growth may meet PoolFull later. `promise="some"` promises the growth on the host
         only: device pages may meet PoolFull. Sequences with different `salt` never share rows, and
-        rows of one that does not publish never become cached prefix.
-        With `on_device=False` it begins preempted, with host pages only, all of its growth promised
-        there: for rows that are still to come. `resume` takes it onto the device. What is kept
-        beside rows comes with them in a handoff: without it `resume` refuses cached rows.
-        With `from_disk`, if the disk has more of the prefix than the host, it also begins preempted
-        and `is_loading`, until `load` finds that the pages have come; `resume` waits for them.
-        `load_max` is for a part of a model, whose pools must stay like those of the other parts,
-        whatever its disk has. So many pages at most come from the disk, behind the prefix that the
-        host has; the sequence begins preempted, and `land` says how many of them count.
-        A page of 64 rows becomes cached prefix when its tokens are known and the host has its rows
-        and index keys of all layers; the sequence takes notice of imports when it is next used, at
-        the latest when it is closed.
+        rows of one that does not publish never become cached prefix. With `on_device=False` it
+        begins preempted, with host pages only, all of its growth promised there: for rows that are
+        still to come. `resume` takes it onto the device. What is kept beside rows comes with them
+        in a handoff: without it `resume` refuses cached rows. With `from_disk`, if the disk has
+        more of the prefix than the host, it also begins preempted and `is_loading`, until `load`
+        finds that the pages have come; `resume` waits for them. `load_max` is for a part of a
+        model, whose pools must stay like those of the other parts, whatever its disk has. At most
+        that many pages come from the disk, after the prefix that the host has; the sequence begins
+        preempted, and `land` says how many of them count. A page of 64 rows becomes cached prefix
+        when its tokens are known and the host has its rows and index keys of all layers; the
+        sequence takes notice of imports when it is next used, at the latest when it is closed.
         """
         self.owner.require()
         ids, longest = token_ids("tokens", tokens), self.sizes.length_max
@@ -323,7 +321,7 @@ class Offload:
     def rebalance(self) -> int:
         """Moves some slots to the groups whose misses they save most; returns how many chunks.
 
-        Decided from what has happened since the last call, so call it every some dozen steps.
+        It goes by what has happened since the last call, so call it every few dozen steps.
         """
         self.owner.require_between_steps()
         if self.owner.sealed:
@@ -337,8 +335,9 @@ class Offload:
         self._side.drain()
 
     def close(self) -> None:
-        """Ends the lane, behind what is under way, and the disk, behind what is to be stored in a
-        few seconds. A second call does nothing. In a forked child it leaves its parent's alone."""
+        """Ends the lane after the copies under way, and the disk after what it can store within
+        seconds. A second call does nothing. In a forked child it leaves the parent's lane and disk
+        alone."""
         if self.owner.is_forked:
             self.owner.is_open = False
         if self.owner.is_open:
@@ -364,7 +363,7 @@ def _device_side(
     own: Mapping[str, object],
     disk: DiskTier | None,
 ) -> Side:
-    """On a device what it may have of its `own` is not given."""
+    """Refuses arguments that a device has of its `own`."""
     for name, value in own.items():
         if value is not None:
             raise BadInput(f"{name} is given, but {device!r} has its own")

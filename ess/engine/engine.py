@@ -118,7 +118,7 @@ class Engine:
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
     ) -> Request:
-        """`Wishes` says what each of them means."""
+        """Adds a request; `Wishes` says what each option means."""
         request = self._intake.made(prompt, sampling, **wishes)
         self._handoffs.equip(request)
         may_enter = self._entry.equip(request, longest=self.offload.sizes.length_max)

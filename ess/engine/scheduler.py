@@ -68,7 +68,7 @@ def plan_chunks(
 
     A prompt is cut only if it does not fit into what the step has left, and then no other one comes
     behind it. So among requests of one priority, each younger than the one before, at most one
-    prompt is there in part, and its rest goes first in the next step.
+    prompt is prefilled in part, and its rest comes first in the next step.
 
     Several prompts have at most `positions_max` positions together, in whole pages, up to the ends
     of their chunks: few new tokens may stand behind long cached prefixes, whose rows are needed.

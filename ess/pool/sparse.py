@@ -203,8 +203,8 @@ class SparsePool:
         return self._counted(plan)
 
     def took(self, groups: range, claimed: npt.NDArray[Any], evicted: Counts) -> None:
-        """So many slots of these groups were claimed for rows that are there, and so many rows gave
-        way to them."""
+        """Notes how many slots of these groups were claimed for rows that have been copied, and how
+        many rows gave way."""
         self._used_count[groups.start : groups.stop] += claimed - evicted
         if evicted.any():
             assert (evicted <= claimed).all(), f"groups {groups}: {evicted} gave way to {claimed}"

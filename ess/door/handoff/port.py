@@ -101,14 +101,15 @@ class Port:
 
     def metadata(self, stages: Sequence[tuple[bytes, range]] = ()) -> bytes:
         """What another worker needs to `meet` this worker: sealed, to be sent by any way. With
-        `stages` it meets a group, whose lead this worker is: of each stage its metadata, and its
-        layers of the whole model, MTP layers included; the stage of this worker first."""
+        `stages` it meets a group whose lead this worker is: `stages` has the metadata of each stage
+        and its layers of the whole model, MTP layers included; the stage of this worker comes
+        first."""
         return joined(self._mail.seal, stages) if stages else self._transport.metadata()
 
     def meet(self, metadata: bytes) -> int:
-        """The epoch of the peer, or of the lead of several. Both sides meet each other; to meet
-        again does nothing but to take up connections that were lost. BadInput where the metadata is
-        not of peers of ours, or they do not have each layer once."""
+        """The epoch of the peer, or of the lead of several. Both sides meet each other; meeting
+        again only restores lost connections. BadInput where the metadata is not of peers of ours,
+        or they do not have each layer once."""
         members = members_of(self._mail.seal, metadata)
         origins = self.receiver.origins.of(members)
         fresh = [each for each in members if each.epoch not in self._heard_s]

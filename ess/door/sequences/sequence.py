@@ -102,9 +102,8 @@ class Sequence:
 
     @property
     def cached_count(self) -> int:
-        """The rows of how many leading tokens came with full pages that were there already: from
-        the prefix cache or, of a fork, from the sequence that was forked. `import_rows` starts
-        behind them."""
+        """How many leading tokens already had rows, in full pages from the prefix cache or, for a
+        fork, from the sequence that was forked. `import_rows` starts after them."""
         return self.progress.cached_count * self.owner.pools.layout.row_tokens
 
     @property
@@ -139,7 +138,7 @@ class Sequence:
 
     @property
     def length_bound(self) -> int:
-        """Where the next step starts at most."""
+        """The highest position at which the next step may start."""
         return self.progress.length + self.progress.ahead_count
 
     @property
@@ -160,10 +159,10 @@ class Sequence:
         return torch.from_numpy(self.holding.state)
 
     def reached(self, text_length: int) -> None:
-        """Rows of its first `text_length` tokens have been imported, and what it has beside them is
-        of as many. Only where it has something beside them, or a row is of several tokens: there
-        rows do not say it. A copy of what is beside them is kept for other prompts, at each of
-        `kept_ends`."""
+        """Tells that rows of its first `text_length` tokens have been imported, and that what it
+        has beside them is of as many tokens. Needed only where it has something beside rows, or a
+        row is of several tokens: there the rows alone do not tell. A copy of what is beside them is
+        kept for other prompts, at each of `kept_ends`."""
         self._require("active")
         self.progress.reached(whole("text_length", text_length))
 
@@ -194,7 +193,7 @@ class Sequence:
     # ---- arrival: pages from the disk, rows made elsewhere, then the working set
 
     def load(self, claim: Claim) -> None:
-        """The claimed texts, into the pages behind the cached ones; for `open_sequence`."""
+        """Loads the claimed texts into the pages after the cached ones; for `open_sequence`."""
         assert self._load is None, "a sequence is loaded once"
         first = self.progress.cached_count // PAGE_ROWS
         pages = self.holding.host_pages[first : first + len(claim.contents)]
@@ -219,7 +218,7 @@ class Sequence:
             self._shelf.land(self._load, page_count)
 
     def wait(self) -> None:
-        """Until all that it waits for has come from the disk."""
+        """Waits until all that it needs has come from the disk."""
         if self._load is not None:
             self._shelf.wait(self._load)
 
@@ -254,8 +253,8 @@ class Sequence:
         self.progress.arrival_count += 1
 
     def place_keys(self, layer: int, start: int, keys: Any) -> None:
-        """Keys that a device has made, to where its queries read them. `import_keys`, which is told
-        that they are placed, brings them to the host later."""
+        """Puts keys that a device has made where its queries read them. `import_keys`, which is
+        told that they are placed, brings them to the host later."""
         self._require("active")
         pools = self.owner.pools
         number = key_layer(pools.layout, layer)
@@ -306,9 +305,9 @@ class Sequence:
         return self.holding.host_rows(start, count)
 
     def warm(self, windows: Any) -> None:
-        """Rows that the last prefill queries selected, into slots: `windows` is int32, [groups,
-        windows, k] positions, -1 padded, oldest window first, and contiguous (an expanded tensor is
-        not: call its `.contiguous()`)."""
+        """Copies rows that the last prefill queries selected into slots. `windows` is int32,
+        [groups, windows, k] positions, -1 padded, oldest window first, and contiguous (an expanded
+        tensor is not: call its `.contiguous()`)."""
         self._require("active")
         self.progress.refresh()
         shape = (self.owner.pools.layout.group_count, None, None)
@@ -321,7 +320,7 @@ class Sequence:
         self.owner.placement.warm(self, array)
 
     def warm_from(self, sets: Many[WindowSet], window_count: int) -> None:
-        """`warm`, from what a handoff brings: of each group the positions that its windows select,
+        """`warm`, from what a handoff brings: for each group the positions that its windows select,
         ascending, and the last of the `window_count` windows that selects each, from the oldest."""
         self._require("active")
         self.progress.refresh()

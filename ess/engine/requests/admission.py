@@ -113,8 +113,8 @@ class Admission:
 
     def _expect_ahead(self) -> None:
         """Rows that come from elsewhere need nothing of the device until they are there. So their
-        requests are admitted behind those that have landed and wait for the device. Not behind a
-        preempted one: it needs the host pages of its growth back."""
+        requests are admitted behind those that have landed and wait for the device. They are not
+        admitted behind a preempted request, which needs the host pages of its growth back."""
         with suppress(PoolFull):
             while all(request.has_come for request in self.displaced()):
                 request = self._roster.first_waiting()

@@ -27,7 +27,7 @@ class Loads:
         return self._roster.count("loading") > 0
 
     def settle(self) -> int:
-        """How many requests go on from now: their pages have come, or will not."""
+        """How many requests continue from now on: their pages have come, or will not come."""
         if not self.is_busy:
             return 0
         self._offload.load()
@@ -40,8 +40,8 @@ class Loads:
         return len(done)
 
     def with_room(self, act: Act) -> Act:
-        """`act`, and where host pages are short for it, once more when preempted requests have
-        given theirs up."""
+        """Calls `act`; if host pages are short for it, calls it again after preempted requests have
+        given up theirs."""
 
         def acted(request: Request) -> None:
             try:
@@ -55,9 +55,9 @@ class Loads:
         return acted
 
     def _shelve(self, page_count: int, keep: Request) -> bool:
-        """Whether host pages became free: pages of preempted requests that lie on the disk. First
-        those of requests that the caller has preempted, then of the last in rank; none of `keep`,
-        nor of one whose pages are being sent."""
+        """Frees host pages of preempted requests that the disk has too; returns whether it freed
+        any. Requests that the caller has preempted give theirs first, then the last in rank; `keep`
+        gives none, nor does a request whose pages are being sent."""
         ranked = self._roster.by_rank("preempted")[::-1]
         left = page_count
         for request in sorted(ranked, key=lambda request: not request.is_held):

@@ -210,7 +210,7 @@ class Request:
         return made
 
     def break_off(self) -> None:
-        """Its next token's logits are no numbers, and nothing can be drawn from them."""
+        """Its next token's logits are NaN, so no token can be drawn from them."""
         if self.reason is None:
             self.reason = "failed"
             self.fault = f"the logits behind {len(self.tokens):,} tokens are no numbers"

@@ -86,7 +86,7 @@ class Transitions:
             self.send(request, windows)
 
     def send(self, request: Request, windows: Tensor | None) -> None:
-        """The request has ended, and so have its followers to the same place."""
+        """The request has ended, and so have its followers with the same destination."""
         self.handoffs.send(request, windows)
         followers = self.intake.followers.release(request)
         for follower in followers:

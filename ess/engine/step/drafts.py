@@ -52,7 +52,7 @@ def draft(
 
 
 def _ended(batch: Batch, model: Model, mtp: Mtp, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The module's finished states and its guesses."""
+    """The module's finished hidden states, and its guesses."""
     if not batch.ops.has_stages():
         finished = mtp.finish(hidden)
         return finished, model.logits(finished).argmax(-1)

@@ -13,7 +13,8 @@ from ess.units import PAGE_ROWS, div_ceil
 
 
 def invent(runner: Runner, sequence: Sequence) -> None:
-    """One page of random rows, again and again: which they are costs nothing and means nothing."""
+    """Writes one page of random rows again and again: the rows mean nothing, and one page is cheap
+    to make."""
     layout, start = runner.offload.layout, sequence.cached_count
     count = len(sequence.tokens) - 1 - start
     if count == 0:

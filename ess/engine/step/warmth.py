@@ -131,7 +131,7 @@ class DeviceHits:
 
 
 class DeviceSeenRows:
-    """Pads behind the queries have asked for nothing."""
+    """Pads after the queries have asked for no rows."""
 
     def __init__(self, both: Download) -> None:
         self._both = both
