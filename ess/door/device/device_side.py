@@ -72,7 +72,7 @@ class DeviceSide:
         return self.knowledge.all_resident(sequences)
 
     def is_scarce(self) -> bool:
-        """Where room is short `locate_all` stamps what it finds by itself."""
+        """Always False: where slots are short, `locate_all` stamps what it finds by itself."""
         return False
 
     def refill(self, sequences: Many[Sequence]) -> int:
@@ -81,7 +81,8 @@ class DeviceSide:
         return self.keeper.go_on(sequences)
 
     def rebalance(self) -> int:
-        """Waits for what is queued. While landings are on their way nothing moves: they claim."""
+        """Waits for queued work. While landings are under way nothing moves, because they claim
+        slots."""
         pools, counting = self.pools, self.pools.counting
         if self.landings.is_busy:
             return 0

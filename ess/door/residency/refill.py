@@ -59,7 +59,7 @@ class Refill:
     _walks: dict[int, _Walk] = field(default_factory=dict)
 
     def go_on(self, sequences: Many[Sequence]) -> list[FetchPlan]:
-        """The copies that were started, for one of the sequences."""
+        """Starts copies for one of the sequences and returns them."""
         spare = self.resident.rooms()
         active = [sequence for sequence in sequences if sequence.state == "active"]
         if not active or not (spare > 0).any():
@@ -82,7 +82,8 @@ class Refill:
     def _walk_on(
         self, sequence: Sequence, walk: _Walk, rooms: Mapping[int, int]
     ) -> list[FetchPlan]:
-        """One look; the next one is further on, unless more was absent than may start at once."""
+        """Looks once; the next look is further on, unless more rows were absent than may start at
+        once."""
         if walk.page == walk.group == 0:
             walk.began_at = self.pools.sparse.departed_count
         start = walk.page * PAGE_ROWS

@@ -85,7 +85,7 @@ class Resident:
         return _Answer(sequence.arrival_count, is_resident, *counts, until_step)
 
     def _look(self, sequence: Sequence, groups: Many[int]) -> _Answer:
-        """Row by row, as far as its next queries may read them."""
+        """Looks up the sequence row by row, as far as its next queries may read."""
         assert sequence.state == "active", f"{sequence!r} has no row on the device"
         sparse, first_read = self.pools.sparse, self.pools.layout.first_read
         sequence.progress.refresh()
@@ -108,8 +108,8 @@ class Resident:
         return sorted(range(layout.main_group_count), key=used_count)
 
     def check(self) -> None:
-        """No answer is of a time to come, or good for longer than `PATIENCE` steps; "resident"
-        holds as long as no row departs, not for a number of steps."""
+        """No answer may come from a future step, or hold for longer than `PATIENCE` steps;
+        "resident" holds as long as no row departs."""
         for number, answer in self._answers.items():
             sparse = self.pools.sparse
             assert answer.departed_count <= sparse.departed_count, f"sequence {number}"

@@ -32,7 +32,7 @@ def draft(entered: EntryBatch, streams: Tensor, chosen: Chosen, count: int) -> T
 
 
 def _rows(entered: EntryBatch, tokens: Tokens, following: Tensor, streams: Tensor) -> Tensor:
-    """The streams that the module makes of these."""
+    """The streams that the module makes from these tokens."""
     model = entered.model
     assert model.module is not None, "drafts need an MTP module"
     joined = model.module.join(model.embedded(following), streams)

@@ -64,7 +64,7 @@ class Memory:
         return HEADER_UNITS + self.form.offset("window", layer) // self.form.unit
 
     def entries(self, layer: int, line: int, numbers: Tensor) -> Tensor:
-        """Rows of this matrix in which entries of one sequence lie."""
+        """The rows of this matrix that hold entries of one sequence."""
         rows: Tensor = self.pages.unit(layer, numbers) + (line * self.line_units + self.first_entry)
         return rows
 
@@ -72,7 +72,8 @@ class Memory:
         self.rows.view(torch.float32)[rows] = entries
 
     def keep(self, step: Step, accepted: list[int]) -> None:
-        """All layers have the tokens of the step, of which each sequence keeps so many."""
+        """Called when all layers have the tokens of the step: each sequence keeps so many of
+        them."""
         lines = torch.as_tensor(step.query_line).long()[list(step.firsts)]
         lengths, written = self.headers[lines].unbind(1)
         ends = torch.maximum(written, lengths + torch.tensor(step.query_counts))
@@ -150,7 +151,8 @@ class Tokens:
         hidden: Tensor,
         positions: RotaryPositions,
     ) -> Tensor:
-        """What the tokens give is written; entries of those that close one, in their order."""
+        """Writes what the tokens contribute; returns the entries that tokens complete, in their
+        order."""
         self.write(name, layer, compressor.tokens(hidden))
         which, numbers = (closing := self.closing(compressor.rate)).which, closing.numbers
         lines = self.memory.lines[name, layer]

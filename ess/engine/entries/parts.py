@@ -53,7 +53,7 @@ def coded_rows(ops: Ops, values: Tensor, codec: RowCodec) -> Tensor:
 
 
 def coded_keys(ops: Ops, values: Tensor, codec: IndexCodec) -> Tensor:
-    """Records: a key's bytes, then its scale."""
+    """Keys as records: a key's bytes, then its scale."""
     if not len(values):
         return torch.empty((0, codec.key_bytes), dtype=torch.uint8)
     keys = ops.encode_keys(values, codec)
@@ -63,5 +63,5 @@ def coded_keys(ops: Ops, values: Tensor, codec: IndexCodec) -> Tensor:
 
 
 def asked_queries(queries: Tensor, codec: IndexCodec) -> Tensor:
-    """Index queries as they meet the keys."""
+    """Index queries, rotated and mixed as the keys are."""
     return queries.bfloat16() if codec.form == "fp8" else queries

@@ -66,7 +66,7 @@ class Ran:
 def run_spans(
     runner: Runner, memory: Memory, spans: Sequence[Span], on_layer: Callable[[int], None] | None
 ) -> list[Ran]:
-    """`on_layer` is called with each layer that has all entries of the spans."""
+    """Runs the spans; `on_layer` is called with each layer that has all their entries."""
     cut = [_cut(memory, span) for span in spans]
     parts_of: list[list[tuple[Tensor, Tensor]]] = [[] for _ in spans]
     rounds = list(itertools.zip_longest(*cut))
@@ -157,7 +157,7 @@ class Pieces:
         return layer.mlp(layer.around_attention.write(streams, read, out_streams), ids)
 
     def _last(self, piece: Piece, layer: Layer, queries: Tensor, new: Tensor) -> Partial:
-        """Over the last tokens, each token itself among them."""
+        """Attention over the last tokens, including each token itself."""
         window, ring = self._memory.window, piece.state.ring("window", layer.number)
         first = max(0, piece.start + 1 - window)
         rows = torch.cat((ring.read(first), new))
@@ -178,7 +178,7 @@ class Pieces:
         queries: Tensor,
         rotation: Rotation,
     ) -> Partial:
-        """The window's part, and entries."""
+        """Attention over the window, and over entries."""
         if layer.compressor is None:
             return last
         entries = self._made(piece, layer, "entries", layer.compressor, hidden)

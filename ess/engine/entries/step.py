@@ -135,8 +135,8 @@ class EntryBatch:
         return layer.attention.queries(query, self.rotation(layer)).contiguous()
 
     def last(self, layer: Layer, hidden: Tensor, queries: Tensor) -> Partial:
-        """Over the last tokens, each token itself among them, and all entries of a layer that
-        chooses none."""
+        """Attention over the last tokens, including each token itself, and, in a layer that does
+        not choose, over all entries."""
         rows = layer.attention.rows(hidden, self.rotation(layer))
         self.tokens.write("window", layer.number, rows)
         slots = self.tokens.seen(layer.number, entries=layer.kind == "heavy")

@@ -134,12 +134,14 @@ class Replays:
 
     @property
     def byte_count(self) -> int:
-        """What is held: the memory that all share, as torch says; the driver's is estimated."""
+        """The bytes held: the memory that all graphs share, as torch reports it, and the driver's,
+        estimated."""
         held = len(self._held)
         return self._takes(query_max=0, graph_count=held, pool_bytes=self._pool_bytes)
 
     def fit(self, turns: Sequence[Turn], width: int) -> Fit:
-        """Before the step begins; `width` is what requests with all their drafts bring."""
+        """How the step will run; called before it begins. `width` is the number of queries that a
+        request with all its drafts brings."""
         own = tuple(turn.query_count for turn in turns)
         bucket = self.bucket(own, width)
         if any(turn.request.sampling.changes_logits for turn in turns):
@@ -152,7 +154,8 @@ class Replays:
     def run(
         self, step: Step, fit: Fit, course: Course, more: Hashable, compute: Callable[[], Made]
     ) -> Made:
-        """What `compute` makes of the step; `more` names what else decides what it queues."""
+        """Runs `compute`, as a graph if it may be one. `more` names what else decides which work it
+        queues."""
         kind = _timed(course, more, is_timed=False)
         cause = fit.cause or ("verified" if course.verified_layer is not None else None)
         cause = cause or self._cause(kind, sum(course.counts))
@@ -173,7 +176,7 @@ class Replays:
         return held.step[0]
 
     def stand_by(self, agreement: StepAgreement) -> None:
-        """This rank's part of a step that others decode."""
+        """Runs this rank's part of a step that other ranks decode."""
         kind: Key = None, (agreement.sizes, agreement.draft_count)
         compute = partial(self._runner.standby.decode, agreement)
         cause = self._cause(kind, agreement.rooms.batch)
@@ -215,12 +218,13 @@ class Replays:
         self.dropped_count += 1
 
     def close(self) -> None:
-        """Lets all graphs go: a communicator of NCCL ends behind those that hold its exchanges."""
+        """Drops all graphs: a communicator of NCCL can end only after the graphs that hold its
+        exchanges."""
         self._held.clear()
         self._untimed.clear()
 
     def rehearsed(self) -> None:
-        """Requests come: of kinds that had no room to be timed no step will be."""
+        """The rehearsal is over: kinds that had no room for a timed graph will not get one."""
         self.eager_counts.clear()
         self._untimed.clear()
 
@@ -241,7 +245,7 @@ class Replays:
         return len(self._held) == self._graph_max
 
     def has_bytes(self, query_count: int) -> bool:
-        """For a graph of such a step beside those that stay."""
+        """Whether there are bytes for a graph of such a step beside the graphs that stay."""
         count = len(self._held) + (not self.is_full)
         takes = self._takes(query_max=query_count, graph_count=count, pool_bytes=self._pool_bytes)
         return takes <= self._byte_max
@@ -255,7 +259,7 @@ class Replays:
         self.replayed_count += 1
 
     def _capture(self, key: Key, compute: Callable[[], tuple[Made, Recording] | None]) -> Captured:
-        """Captured and launched: the step has run when this returns."""
+        """Captures the step and launches it: it has run when this returns."""
         graph, tuning = Cuda.CUDAGraph(), self._runner.tuning
         ran_before = tuning.mode_counts.copy()
         with self._capturing(graph):
@@ -269,8 +273,9 @@ class Replays:
 
     @contextmanager
     def _capturing(self, graph: Any) -> Iterator[None]:
-        """On a stream of its own, for torch's default one cannot be captured. During the capture
-        nothing may be freed, and `on_layer` is not called, because it would query events."""
+        """Captures on a stream of its own, because torch's default stream cannot be captured.
+        During the capture nothing may be freed, and `on_layer` is not called, because it would
+        query events."""
         device, between = self._runner.model.device, self._runner.on_layer
         collects, held_bytes = gc.isenabled(), Cuda.memory_reserved(device)
         gc.disable()

@@ -43,5 +43,5 @@ class LayerStep(SelectedRows):
         self._queries = queries(self._batch, self._layer, self._asking.query)
 
     def attend_truth(self) -> Tensor:
-        """What this layer's attention is over the host's own rows: for verify mode."""
+        """This layer's attention over the host's own rows: for verify mode."""
         return self._layer.mla.attended(self.attend_host())

@@ -51,7 +51,7 @@ def _values(held: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def beside_of(config: ModelConfig, offload: Offload) -> Beside | None:
-    """None where its requests keep nothing of this kind."""
+    """The states beside rows; None where requests keep nothing of this kind."""
     form = config.states
     return Beside(form, offload.beside) if form.fields else None
 

@@ -30,7 +30,7 @@ class ExpertStep:
         part: Part = "batch",
         lengths: Tensor | None = None,
     ) -> None:
-        """Queries whose `lengths` are 0 are pads: the ranks need not know of them."""
+        """Queries whose `lengths` are 0 are pads, which other ranks need not hear of."""
         assert layer.experts is not None, f"layer {layer.number} is dense"
         self.timeline = timeline
         self.number = layer.number

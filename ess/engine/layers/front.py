@@ -52,7 +52,7 @@ def stored(batch: Batch, layer: DecoderLayer, hidden: Tensor, queries: range) ->
 
 
 def front(batch: Shared, layer: DecoderLayer, hidden: Tensor) -> Front:
-    """Rows and keys as bytes, one behind the other."""
+    """New rows and keys as bytes, one after the other."""
     layout = batch.layout
     if batch.ops.has_stages():
         compiled = layer.compiled(layout)
@@ -66,7 +66,7 @@ def front(batch: Shared, layer: DecoderLayer, hidden: Tensor) -> Front:
 
 
 def turned(batch: Shared, queries: Tensor, rotation: Rotation) -> Tensor:
-    """Index queries as they meet the keys."""
+    """Index queries, rotated and mixed as the keys are."""
     codec = batch.layout.index
     assert codec is not None, "an indexer without an index codec"
     return batch.ops.turn_queries(queries, rotation.angles, codec)

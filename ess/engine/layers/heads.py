@@ -12,7 +12,8 @@ from ess.models.decoder import DecoderLayer
 
 class Heads(Protocol):
     def joined(self, batch: Shared, layer: DecoderLayer, attended: Tensor) -> Tensor:
-        """What was attended for this rank's heads -> what the layer's output takes, of all."""
+        """From what was attended for this rank's heads to what the layer's output takes, of all
+        heads."""
 
 
 class AllHeads:

@@ -38,8 +38,8 @@ class LocatedRows:
 
 
 class SelectedRows(ABC):
-    """`Stages` for a layer whose queries select rows: asked by a schedule, then dropped. What it
-    asks and with what it attends, its family's kind of layer says."""
+    """`Stages` for a layer whose queries select rows: asked by a schedule, then dropped. The
+    family's kind of layer says what it asks the indexer and how it attends."""
 
     def __init__(
         self, half: Half, number: int, timeline: Timeline, *, window: int = 0, waits: bool = False
@@ -62,11 +62,11 @@ class SelectedRows(ABC):
 
     @abstractmethod
     def index(self) -> None:
-        """New rows and keys are stored, and it is known what is asked."""
+        """Stores new rows and keys, and makes the index queries."""
 
     @abstractmethod
     def pre_attn(self) -> None:
-        """The queries of attention are there."""
+        """Makes the queries of attention."""
 
     @timed
     def select(self, part: range) -> Tensor | None:
@@ -129,7 +129,7 @@ class SelectedRows(ABC):
         return None if located is None else LocatedRows(part, located)
 
     def ran(self, mode: Mode) -> Mode:
-        """The mode that the layer did run, when it was to run `mode`."""
+        """The mode that the layer really ran, when `mode` was planned."""
         if mode is Mode.RESIDENT and self._batch.located[self._group] is None:
             return Mode.NONE
         return mode
@@ -148,7 +148,7 @@ class SelectedRows(ABC):
     @timed
     def attend_resident(self, found: LocatedRows) -> Partial:
         """Hits, and rows in place: both can be read before the fetch has landed. A row that has no
-        host page either is named by some negative number."""
+        host page either gets a negative number."""
         place = found.resolution.place
         assert found.resolution.hit.shape[0] == place.shape[0], "hits and places of other queries"
         codes = torch.cat((found.resolution.hit, torch.where(place >= 0, -2 - place, -1)), dim=1)
@@ -163,7 +163,7 @@ class SelectedRows(ABC):
         )
 
     def attend_host(self) -> Partial:
-        """What it attends to, over the host's own rows: for verify mode."""
+        """The same attention over the host's own rows: for verify mode."""
         batch, parts = self._batch, self._batch.selected[self._group]
         assert sum(map(len, parts)) == len(self._half.queries), (
             f"{[*parts]} overlap, or leave a gap"

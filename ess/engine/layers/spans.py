@@ -33,7 +33,7 @@ class Recorder:
         self._began_ns = self._clock.now_ns()
 
     def stop(self, handoffs: Sequence[HandoffLine] = ()) -> Traced:
-        """With these handoffs, each on a lane of its own, as far as they began since the start."""
+        """Ends the trace and returns it. Handoffs that began since its start have a lane each."""
         self.is_on = False
         for line in handoffs[::-1]:
             if line.began_s * 1e9 >= self._began_ns:
@@ -43,7 +43,8 @@ class Recorder:
         return Traced(tuple(spans), self._left_out)
 
     def before(self, engine: Driven) -> None:
-        """Called before each step: it keeps its spans if a trace is on; earlier spans go."""
+        """Called before each step: the step keeps its spans if a trace is on; earlier spans are
+        dropped."""
         for owner in (engine.tuning.timeline, engine.offload.timings):
             owner.keeps_spans = self.is_on
             owner.spans.clear()

@@ -16,7 +16,7 @@ from ess.units import PAGE_ROWS, div_ceil
 
 
 def put_keys(values: Tensor, codec: IndexCodec, room: Tensor, row_ids: Tensor | None) -> None:
-    """Into pages; without row ids into records, one behind the other."""
+    """Writes keys into pages, or without row ids into records, one after the other."""
     keys = encode_keys(values, codec)
     if row_ids is not None:
         return write_keys(room, row_ids, keys, codec)

@@ -96,7 +96,7 @@ class Verifier:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """No layer is checked meanwhile: for steps that serve no request."""
+        """Checks no layer inside the block: for steps that serve no request."""
         every, self.every = self.every, 0
         try:
             yield
@@ -114,7 +114,7 @@ class Verifier:
             self.learned(step)
 
     def learned(self, step: int) -> None:
-        """The device has done this step, and all before it."""
+        """The device has finished this step and all steps before it."""
         while self._under_way and self._under_way[0].step <= step:
             self._read(self._under_way.popleft())
 

@@ -138,12 +138,12 @@ class Follower:
         self._is_closed = False
 
     def run(self) -> None:
-        """Until rank 0 closes. LinkLost if the group ends before."""
+        """Obeys until rank 0 closes. LinkLost if the group ends before."""
         while not self._is_closed:
             self.turn()
 
     def turn(self) -> None:
-        """The next call. What rank 0's engine has refused, this one refuses as well."""
+        """Makes the next call. What rank 0's engine has refused, this engine refuses as well."""
         call = self.engine.lockstep.heard()
         if isinstance(call, Stepped):
             self.engine.step()

@@ -85,12 +85,12 @@ class Lockstep:
     # ---- calls
 
     def say(self, call: Call) -> None:
-        """Rank 0: what its engine is about to do."""
+        """On rank 0: tells the others what its engine is about to do."""
         assert self.is_lead, f"rank {self.group.rank} says what happens, only rank 0 may"
         send(self._others, call)
 
     def heard(self) -> Call:
-        """The other ranks: the next call."""
+        """On the other ranks: returns the next call."""
         word = receive(self._to_lead)
         if isinstance(word, Aside):
             raise self._apart(f"a call was due, and {type(word).__name__} came")
@@ -135,14 +135,14 @@ class Lockstep:
         return choices
 
     def from_lead(self, mine: W, kind: type[W]) -> W:
-        """The word of rank 0, in the place of `mine`."""
+        """The word of rank 0, instead of `mine`."""
         if self.is_lead:
             send(self._others, mine)
             return mine
         return self._as(receive(self._to_lead), kind)
 
     def pass_on(self, word: Aside) -> None:
-        """Rank 0, at a place where all others are `passed` it."""
+        """Passes a word from rank 0 to all others, at a point where these call `passed`."""
         assert self.is_lead, f"rank {self.group.rank} says what happens, only rank 0 may"
         send(self._others, word)
 

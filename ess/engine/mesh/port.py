@@ -37,7 +37,7 @@ NO_TIME: Final = Timeline(0.0, ())
 
 
 class LeadPort:
-    """Rank 0's."""
+    """The port of rank 0."""
 
     def __init__(self, port: Port, lockstep: Lockstep) -> None:
         self.sender = port.sender

@@ -85,8 +85,8 @@ def part_offload(
 
 
 def made_engine(launch: Launch, group: Group) -> tuple[MeshEngine, Port | None]:
-    """When all ranks have loaded the same model. Slots stay with their groups: budgets that follow
-    each rank's own misses would let one rank admit what another cannot."""
+    """Makes the engine when all ranks have loaded the same model. Slots stay with their groups:
+    budgets that follow each rank's own misses would let one rank admit what another cannot."""
     rank = rank_of(launch)
     model, whole = load_part(launch, rank)
     part = whole.part(*rank.layers[rank.rank // rank.team])
@@ -103,7 +103,7 @@ def made_engine(launch: Launch, group: Group) -> tuple[MeshEngine, Port | None]:
 def lead_port(
     launch: Launch, offload: Offload, whole: ModelLayout, common: CommonHost
 ) -> Port | None:
-    """For rows that come from prefill workers, of all layers."""
+    """The port for rows of all layers, which come from prefill workers."""
     if launch.config.role == "both":
         return None
     return open_port(launch, offload, RealClock(), whole=whole, ground=common.whole())

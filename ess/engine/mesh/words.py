@@ -51,7 +51,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Forgot(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The prefixes."""
+    """Cached prefixes were forgotten."""
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag=True):

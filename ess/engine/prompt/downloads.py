@@ -24,7 +24,8 @@ Coming = list[tuple[Tensor, Callable[[Tensor], None]]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Copies that are there when an event has passed, and whom to tell when they are handed on."""
+    """Copies that have landed when an event has passed, and what to call when they are handed
+    on."""
 
     landed: Any
     coming: Coming
@@ -58,7 +59,7 @@ class Downloads:
         return not self._open and all(batch.landed.query() for batch in self._batches)
 
     def land(self) -> None:
-        """All has been handed on when this returns."""
+        """Returns when everything has been handed on."""
         if self._open:
             self._close(lambda: None)
         while self._batches:
@@ -71,7 +72,7 @@ class Downloads:
         self._open = []
 
     def _hand_on(self) -> None:
-        """The oldest batch."""
+        """Hands on the oldest batch."""
         batch = self._batches.popleft()
         batch.landed.synchronize()
         for here, each in batch.coming:

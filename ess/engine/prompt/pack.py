@@ -84,7 +84,7 @@ class Span:
 
 
 class PackRows(Protocol):
-    """Where the indexer and the attention of a pack read, and whence the host has it."""
+    """Where the indexer and the attention of a pack read, and how rows reach the host."""
 
     def enter(self, layer: int) -> None:
         """The layer begins."""
@@ -100,10 +100,10 @@ class PackRows(Protocol):
 
     @property
     def has_landed(self) -> bool:
-        """Whether `land` would not wait."""
+        """Whether `land` would return at once."""
 
     def land(self) -> None:
-        """The host has all when this returns."""
+        """Returns when the host has everything."""
 
     def reading(self, layer: int, at: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Rows, and what the selections of span number `at` are called among them."""

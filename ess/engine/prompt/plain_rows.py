@@ -64,7 +64,7 @@ class PlainRows:
         return torch.cat(pages)[order], torch.cat(places)[order]
 
     def enter(self, layer: int) -> None:
-        """The layer begins, and so does the copy of the next one."""
+        """The layer begins, and so does the copy of the next layer."""
         if layer == self._numbers[0]:
             self._fetch(layer)
         at = self._numbers.index(layer)
@@ -127,8 +127,9 @@ class PlainRows:
 
 @functools.cache
 def _stream(device: torch.device) -> Any:
-    """One for all packs of a device: torch has 32 streams and lends them in turn, so a pack's own
-    would be another owner's too, every 32nd time, and pages would wait for what that one awaits."""
+    """One stream serves all packs of a device. Torch has 32 streams and lends them in turn: if each
+    pack took its own, every 32nd would share a stream with another owner, and pages would wait for
+    that owner's work."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

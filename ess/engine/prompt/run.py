@@ -54,11 +54,11 @@ class Queued:
 
     @property
     def has_landed(self) -> bool:
-        """Whether `land` would not wait."""
+        """Whether `land` would return at once."""
         return self._work.mine.rows.has_landed
 
     def land(self) -> None:
-        """The host has all rows when this returns."""
+        """Returns when the host has all rows."""
         self._work.mine.rows.land()
         self._meets.done()
 

@@ -57,11 +57,11 @@ class Share(Protocol):
         """Returns when the layer's rows and keys of all spans are there."""
 
     def gathered(self, own: Tensor) -> Tensor:
-        """A line per token of `mine` -> a line per token of `asked`."""
+        """From a line per token of `mine` to a line per token of `asked`."""
 
     def exchanged(self, work: Work, layer: DecoderLayer, attended: Tensor) -> Tensor:
-        """What was attended for the queries of `asked` -> what the layer's output takes, of the
-        tokens of `mine`."""
+        """From what was attended for the queries of `asked` to what the layer's output takes for
+        the tokens of `mine`."""
 
     def windows(self, work: Work) -> list[Tensor]:
         """The windows of each span, int32 [groups, windows, k]."""
@@ -71,7 +71,7 @@ class Share(Protocol):
 
 
 class Whole:
-    """A rank on its own. Rows that a sequence imports are marked at once."""
+    """For a rank on its own. Rows that a sequence imports are marked at once."""
 
     def work(self, computer: Computer, spans: Sequence[Span]) -> Work:
         pack = packed(computer, spans)
@@ -184,7 +184,7 @@ def _part(span: Span, begin: int, end: int) -> Span:
 
 
 def joined(parts: Sequence[Tensor], none: Tensor) -> Tensor:
-    """The lines of all parts; `none` has none."""
+    """The lines of all parts together; `none` is an empty tensor."""
     return parts[0] if len(parts) == 1 else torch.cat([none, *parts])
 
 
@@ -194,7 +194,7 @@ def _bounds(count: int, rank: int, size: int) -> slice:
 
 
 def _windows(pack: Pack, span: Span) -> Tensor:
-    """Read by the host, which plans the working set with them."""
+    """The windows, read by the host, which plans the working set with them."""
     assert len(span.windows) == pack.layout.group_count, "a group without a window"
     lines = torch.stack([span.windows[group] for group in sorted(span.windows)])
     return lines.int().contiguous().cpu()

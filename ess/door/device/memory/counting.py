@@ -75,7 +75,7 @@ class Counting:
         return self.totals[KINDS.index(kind)]
 
     def evicted(self) -> Tensor:
-        """Rows that have given way, of all groups: a number of the device."""
+        """The number of rows that have given way, in all groups; it lies on the device."""
         evicted: Tensor = self.totals[:, :, EVICTED].sum()
         return evicted
 
@@ -95,7 +95,7 @@ class Counting:
         self._since.append(Claims(self.next_sending, at_most, frozenset(sequences), new_rows))
 
     def unheard(self) -> list[Claims]:
-        """Queued, and not in the numbers that the host has."""
+        """Work that is queued and not in the numbers that the host has."""
         self._behind.newest()
         landed = self._behind.landed_count
         self._since = [claims for claims in self._since if claims.sending > landed]

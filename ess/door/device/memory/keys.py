@@ -98,7 +98,7 @@ class DeviceKeys:
         return torch.cat((self._values[:, page, offset], self._scales[:, page, offset]), dim=2)
 
     def upload(self, layer: int, rows: PageIds, keys: npt.NDArray[np.uint8] | Tensor) -> None:
-        """Unless they are on the device."""
+        """Writes keys to their places; keys on the host are uploaded first."""
         home = self._lane.home
         there = keys if isinstance(keys, Tensor) else upload(keys, home)
         self.write(layer, self.places(upload(rows, home)), there)

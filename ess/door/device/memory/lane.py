@@ -49,11 +49,11 @@ class DeviceLane:
         self._fork.record(self.compute).hold(stream.handle)
 
     def queue(self, copies: PreparedCopies, *, then: CudaEvent) -> None:
-        """On the lane of steps, which the caller has let follow compute."""
+        """Queues on the lane of steps, which the caller has let follow compute."""
         copies.queue(self.steps.handle, then=then)
 
     def submit(self, copies: Sequence[RowCopy]) -> CudaEvent:
-        """Copies of a moment between steps, behind compute; compute does not wait."""
+        """Queues copies between steps, behind compute; compute does not wait for them."""
         if not self._is_open:
             raise BadState("the lane is closed: it takes no more copies")
         self.follow(self.steps)
@@ -64,13 +64,13 @@ class DeviceLane:
         return event
 
     def keep(self, what: object, until: CudaEvent) -> None:
-        """Memory that torch may not give to others while a stream of ours reads it."""
+        """Keeps torch from giving this memory to others while a stream of ours reads it."""
         while self._kept and self._kept[0][0].done():
             self._kept.popleft()
         self._kept.append((until, what))
 
     def mark(self) -> CudaEvent:
-        """Passed when compute and the lane of steps have done what is queued now.
+        """An event that passes when compute and the lane of steps have done what is queued now.
 
         This leaves out landings, for which all that follows on either stream would wait. Pages may
         go while a landing still reads them on the host, for it fills slots that these rows have

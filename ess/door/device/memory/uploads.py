@@ -22,7 +22,8 @@ from ess.pool.device_bytes import BEHIND
 
 
 def sent(values: Tensor, home: torch.device) -> Tensor:
-    """At home, there when what is queued from now on runs: the values themselves on a host."""
+    """The values on the home device, there before any work that is queued from now on; on a host
+    the values themselves."""
     if home.type == "cpu":
         return values
     if not len(values):

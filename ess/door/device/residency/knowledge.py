@@ -71,7 +71,7 @@ class Knowledge:
         return known
 
     def free(self) -> Counts:
-        """Free slots by group, when the host heard last."""
+        """Free slots by group, by the host's last counts."""
         sparse, layout = self._pools.sparse, self._pools.layout
         counts = [sparse.slot_count(group) for group in range(layout.group_count)]
         return np.array(counts, np.int64) - self._pools.counting.used()
@@ -143,7 +143,7 @@ class Knowledge:
         self._looks.pop(sequence.number, None)
 
     def forget_all(self) -> None:
-        """Rows have left that no call of a step has evicted."""
+        """Forgets all answers: rows have left that no call of a step has evicted."""
         self._looks.clear()
 
     def check(self) -> None:

@@ -95,7 +95,7 @@ class Landings:
         return bool(self._under_way or self._waiting)
 
     def warm(self, sequence: Sequence, group: int, rows: Rows, ages: Rows) -> None:
-        """As if they had been used `ages` steps ago, newest first."""
+        """Lands rows as if they had been used `ages` steps ago, newest first."""
         for part in self._parts(rows):
             self._waiting.append(
                 Piece(sequence, group, rows[part], ages[part], None, self._stay(sequence))
@@ -104,7 +104,7 @@ class Landings:
     def fill(
         self, sequence: Sequence, group: int, rows: Rows, *, row_max: int | None = None
     ) -> None:
-        """The first absent rows, at most `row_max`, while there are free slots."""
+        """Lands the first absent rows, at most `row_max`, while there are free slots."""
         limit = None
         if row_max is not None and row_max < len(rows):
             limit = upload(np.array([row_max], np.int32), self._pools.lane.home)
@@ -114,7 +114,8 @@ class Landings:
             )
 
     def _stay(self, sequence: Sequence) -> tuple[int, int]:
-        """Its line, and how often sequences have left that: behind a resume rows have other ids."""
+        """Its line, and how often sequences have left that line: after a resume rows have other
+        ids."""
         return sequence.line, self._pools.tables.left_count[sequence.line]
 
     def _parts(self, rows: Rows) -> list[slice]:
@@ -171,7 +172,7 @@ class Landings:
         return True
 
     def drain(self) -> None:
-        """Until nothing is under way and nothing waits."""
+        """Waits until nothing is under way and nothing waits to begin."""
         self.go_on()
         while self._under_way:
             self._under_way[0].place.event.wait()

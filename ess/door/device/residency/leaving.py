@@ -34,8 +34,8 @@ class Leaving:
         ]
 
     def drop(self, active: PageIds) -> None:
-        """On compute, behind what still reads slots of these rows or fills them, and before all
-        that may be given them."""
+        """Drops the rows on compute: after all work that still reads or fills their slots, and
+        before work that may get those slots."""
         pools, stream = self._pools, self._pools.lane.compute
         pools.lane.hold_compute()
         self._landings.hold_for_pages(active)

@@ -33,7 +33,7 @@ class DeviceFetch:
 
     @property
     def is_done(self) -> bool:
-        """The host does not know, and nothing that is queued depends on it."""
+        """Always False: the host does not know, and no queued work depends on it."""
         return False
 
 

@@ -139,7 +139,7 @@ class DeviceSlots:
 
     @property
     def direct(self) -> None:
-        """Layers run in graphs."""
+        """None: layers run in graphs."""
 
     @property
     def new_rows_max(self) -> int:
@@ -196,7 +196,8 @@ class DeviceSlots:
         return slots
 
     def _claim(self, group: int) -> None:
-        """Slots for the step's new rows in this group; all main groups are claimed together."""
+        """Claims slots for the step's new rows in this group; all main groups are claimed
+        together."""
         if group in self._claimed:
             return
         main = range(self.pools.layout.main_group_count)
@@ -465,7 +466,7 @@ class DeviceSlots:
             )
 
     def check(self) -> None:
-        """Every group's arrays are sound. It waits."""
+        """Audits every group's arrays. It waits for the device."""
         count = self._copy_count
         assert self._waited <= count, f"compute has waited for {self._waited} of {count} copies"
         assert self._claimed or not count, f"{count} copies of a step that has claimed no slot"

@@ -304,7 +304,7 @@ def _place(pools: DevicePools) -> SealPlace:
 
 
 def _runs(groups: list[int]) -> list[range]:
-    """Neighbours together; the groups ascend."""
+    """Groups neighbouring numbers; the groups ascend."""
     breaks = [at for at in range(1, len(groups)) if groups[at] != groups[at - 1] + 1]
     bounds = zip([0, *breaks], [*breaks, len(groups)], strict=True)
     return [range(groups[begin], groups[stop - 1] + 1) for begin, stop in bounds if groups]

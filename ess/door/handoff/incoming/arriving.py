@@ -40,7 +40,8 @@ class Arriving:
         return sets, most
 
     def timeline(self, landed_s: float | None = None) -> Timeline:
-        """Since the room was reserved: what any leg did first, and when the last was complete."""
+        """The moments since the room was reserved: what any leg did first, and when the last leg
+        was complete."""
         times = {
             name: [leg.moments[name] for leg in self.legs if name in leg.moments]
             for name in ("answered", "first piece", "complete")

@@ -227,7 +227,8 @@ class Receiver:
         return origins
 
     def _rooms(self, sequence: Sequence, uid: int, origins: tuple[Origin, ...]) -> list[Reserved]:
-        """The same pages for each of them; a ticket and a place for windows of its own."""
+        """The rooms of the legs: the same pages for each, and for each a ticket and a place for
+        windows of its own."""
         tokens, layout = sequence.tokens[:-1], self._layout
         first = sequence.cached_count // self._layout.page_tokens
         awaited = awaited_pages(sequence)
@@ -357,6 +358,6 @@ def awaited_count(sequence: Sequence) -> int:
 
 
 def land(latent: LatentPool, sequence: Sequence, pages: PageIds, row_count: int) -> None:
-    """The rows lie on these pages."""
+    """Notes that the rows lie on these pages."""
     latent.mark_arrived(pages, row_count)
     sequence.progress.landed()

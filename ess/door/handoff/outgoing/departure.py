@@ -207,7 +207,7 @@ class Departure:
         return Part(again.kind, layers, range(again.page_begin, again.page_end))
 
     def timeline(self, now_s: float) -> Timeline:
-        """Since the offer; moments that never came are left out."""
+        """The moments since the offer; moments that never came are left out."""
         moments = {
             "offered": self.offered_s,
             "reserved": None if self.target is None else self.target.came_s,

@@ -14,7 +14,8 @@ ORPHAN_PAGES_MAX: Final = 1 << 22
 
 
 class Orphans:
-    """Bounded in number and in pages, oldest first; each until it is adopted or its time is up."""
+    """Bounded in number and in pages. The oldest goes first; each stays until it is adopted or its
+    time is up."""
 
     def __init__(self, *, wait_s: float) -> None:
         self._wait_s = wait_s

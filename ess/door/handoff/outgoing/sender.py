@@ -272,7 +272,8 @@ class Sender:
             departure.deadline_s = self._mail.now_s() + self._lease_s
 
     def expire(self) -> None:
-        """Leases, Reserved without a request, signs of life, pauses that are over."""
+        """Handles everything that is due: leases, Reserved without a request, signs of life, pauses
+        that are over."""
         now_s = self._mail.now_s()
         if now_s - self._looked_s < LOOK_S:
             return

@@ -66,7 +66,8 @@ class Transfers:
         self._due.get(departure.peer, {}).pop(departure.uid, None)
 
     def lost(self, peer: int) -> list[int]:
-        """Nothing more leaves to this peer. The handles of what is under way to it."""
+        """Nothing more leaves to this peer. Returns the handles of the transfers under way to
+        it."""
         self._due.pop(peer, None)
         return [handle for handle, job in self._jobs.items() if job.departure.peer == peer]
 
@@ -92,7 +93,7 @@ class Transfers:
             self._due.pop(peer, None)
 
     def _post(self, departure: Departure, part: Part) -> bool:
-        """Whether there was room for the pages to leave from."""
+        """Posts the part; returns whether there was room for the pages to leave from."""
         here = None
         if part.kind.is_of_layers:
             here = departure.pages.lend(part)
@@ -166,7 +167,8 @@ class Transfers:
         return departure
 
     def abandon(self) -> list[Departure]:
-        """The transport moves nothing any more: of which handoffs transfers were under way."""
+        """The transport moves nothing any more. Returns the handoffs that had transfers under
+        way."""
         jobs = [self._ended(handle) for handle in list(self._jobs)]
         return list(dict.fromkeys(job.departure for job in jobs if job is not None))
 

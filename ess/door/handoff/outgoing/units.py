@@ -111,7 +111,8 @@ class Units:
         self._may_be_due[part.layers.start : part.layers.stop] = True
 
     def again(self, part: Part) -> int:
-        """What of this part has been sent is due again: how many units. The rest is on its way."""
+        """Units of this part that have been sent are due again; returns how many. The rest is on
+        its way."""
         layer_count, page_count = self._stages.shape
         part = Part(
             self.kind,
