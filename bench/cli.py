@@ -105,7 +105,7 @@ BENCHMARKS: Final = (
     Command(
         name="calibrate",
         home="ess.bench.engine.calibrate:calibrate_benchmark",
-        summary="What the layerwise policy starts from; --out FILE writes it for the engine.",
+        summary="Measure where the layerwise policy starts; --out FILE writes it for the engine.",
     ),
     Command(
         name="serve",
@@ -140,7 +140,7 @@ BENCHMARKS: Final = (
     Command(
         name="silicon",
         home="ess.bench.silicon.against:silicon_benchmark",
-        summary="Public measurements of servings beside what measured operators predict.",
+        summary="Public measurements of real servers beside what measured operators predict.",
     ),
     Command(
         name="paper",

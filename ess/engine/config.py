@@ -38,10 +38,10 @@ class EngineConfig:
     tbo: Tbo = setting(
         "off",
         "engine",
-        "Run steps in two halves; a number is the fewest tokens for it.",
+        "Run steps in two halves; a number: from that many tokens on.",
         (1, 1 << 20),
     )
-    sbo: Sbo = setting("off", "engine", "What the experts' communication runs beside.")
+    sbo: Sbo = setting("off", "engine", "What the experts' communication overlaps with.")
     mtp: int = setting(
         1,
         "engine",
@@ -63,7 +63,9 @@ class EngineConfig:
         0, "engine", "1 launches a step before the last one's tokens are known; 0 waits.", (0, 1)
     )
     promise: Promise = setting(
-        "all", "engine", "Device pages of a request: all at its start, or some, then as it grows."
+        "all",
+        "engine",
+        "Reserve all device pages of a request at its start, or some, and more as it grows.",
     )
     budget_every: int = setting(
         64,
@@ -82,7 +84,9 @@ class EngineConfig:
         (0, 4096),
     )
     graph_sizes: str = setting(
-        "", "engine", "Requests of the steps in graphs, as 1,2,4,8; else 1, 2, 4 and every eighth."
+        "",
+        "engine",
+        "Batch sizes that get graphs, as 1,2,4,8; by default 1, 2, 4 and every eighth.",
     )
     nvtx: bool = setting(
         False, "telemetry", "Stages that a device runs eagerly are NVTX ranges, for Nsight Systems."
@@ -123,7 +127,7 @@ class ProcessConfig(EngineConfig):
         "cpu", "engine", "Where weights, slots and all compute are: cpu, cuda or cuda:N."
     )
     form: Literal["bf16", "f32", "stored"] = setting(
-        "bf16", "model", "What weights are computed in; on a device also as they are stored."
+        "bf16", "model", "The number type of weights; stored is for a device: as in the files."
     )
     row: Literal["fp8", "bf16", "f32"] = setting("fp8", "memory", "How latent rows are stored.")
     evict: PolicyName = setting(
@@ -135,7 +139,7 @@ class ProcessConfig(EngineConfig):
         "both", "handoff", "What this worker does: whole requests, their prompts, or their answers."
     )
     handoff_wait_s: float = setting(
-        30.0, "handoff", "Seconds without a sign after which rows are not waited for.", (0.1, 3600)
+        30.0, "handoff", "Seconds without progress after which rows are given up.", (0.1, 3600)
     )
     handoff_lease_s: float = setting(
         30.0, "handoff", "Seconds that a finished prompt's rows wait to be taken.", (0.1, 3600)
@@ -144,11 +148,11 @@ class ProcessConfig(EngineConfig):
         "tcp", "handoff", "How rows travel: nixl for RDMA, shared between workers of one machine."
     )
     transfer_host: str = setting(
-        "127.0.0.1", "handoff", "The address, of a private interface, that rows come to."
+        "127.0.0.1", "handoff", "The address, on a private interface, at which rows arrive."
     )
     transfer_port: int = setting(0, "handoff", "0 takes a free port.", (0, 65535))
     prefix_cache_dir: str = setting(
-        "", "memory", "A folder, of this engine alone, that keeps pages of prompts over restarts."
+        "", "memory", "A folder for this engine alone that keeps pages of prompts across restarts."
     )
     prefix_cache_disk: str = setting(
         "8GiB", "memory", "The most that prefix_cache_dir takes of the disk."
@@ -159,10 +163,10 @@ class ProcessConfig(EngineConfig):
     kv_events: str = setting(
         "",
         "telemetry",
-        "Where routers hear which prompts' pages are kept, as tcp://127.0.0.1:5557.",
+        "The address at which routers learn whose pages are kept: tcp://127.0.0.1:5557.",
     )
     kv_events_replay: str = setting(
-        "", "telemetry", "Where the last KV events are sent again to routers that ask for them."
+        "", "telemetry", "The address at which routers can ask for the last KV events again."
     )
     kv_events_topic: str = setting("", "telemetry", "The topic of KV events.")
     kv_events_form: Literal["sglang", "vllm"] = setting(
@@ -179,31 +183,31 @@ class ProcessConfig(EngineConfig):
         1, "pipeline", "Processes of a stage that divide a chunk's tokens.", (1, 64)
     )
     pp_layer_partition: str = setting(
-        "", "pipeline", "Layers of each stage, as 15,15,15,16; else they are divided by cost."
+        "", "pipeline", "Layers of each stage, as 15,15,15,16; by default divided by cost."
     )
     pp_devices: str = setting(
-        "", "pipeline", "CUDA devices of the stages here, as 0,1; else each has one, from 0 on."
+        "", "pipeline", "CUDA devices of the stages here, as 0,1; by default 0, 1, 2 and so on."
     )
     dp_size: int = setting(
         1, "pipeline", "Servers that divide the experts, each with requests of its own.", (1, 1024)
     )
     dp_rank: int = setting(
-        -1, "pipeline", "Which of them this one is; -1 starts all that run here.", (-1, 1023)
+        -1, "pipeline", "The number of this server; -1 starts all that run here.", (-1, 1023)
     )
     ep_size: int = setting(
         0, "pipeline", "Ranks that the experts are divided over: dp_size, or 0.", (0, 1024)
     )
     redundant_experts: int = setting(
-        0, "pipeline", "Second places that the most used experts get, in each layer.", (0, 1 << 16)
+        0, "pipeline", "Extra copies of the most used experts, in each layer.", (0, 1 << 16)
     )
     expert_load: str = setting(
         "", "pipeline", "A file of --record-expert-load, by which rank 0 places the experts."
     )
     record_expert_load: str = setting(
-        "", "pipeline", "Where rank 0 writes how often each expert was chosen of late."
+        "", "pipeline", "Where rank 0 writes how often each expert was chosen recently."
     )
     dynamic_chunking: bool = setting(
-        False, "pipeline", "Chunks that take equally long, from --chunk-tokens on."
+        False, "pipeline", "Chunks of equal time, not length; --chunk-tokens is the first."
     )
     smooth: float = setting(
         0.75, "pipeline", "How far chunk sizes follow the times: 0 not at all, 1 wholly.", (0, 1)
@@ -212,9 +216,11 @@ class ProcessConfig(EngineConfig):
         60.0, "pipeline", "Seconds without progress after which a stage counts as stuck.", (1, 3600)
     )
     nnodes: int = setting(1, "pipeline", "Machines that the processes are divided over.", (1, 1024))
-    node_rank: int = setting(0, "pipeline", "Which of them this one is; 0 speaks HTTP.", (0, 1023))
+    node_rank: int = setting(
+        0, "pipeline", "The number of this machine; machine 0 speaks HTTP.", (0, 1023)
+    )
     dist_init_addr: str = setting(
-        "", "pipeline", "HOST:PORT of machine 0, where the processes of all find one another."
+        "", "pipeline", "HOST:PORT of machine 0, where all processes find one another."
     )
     pace_ms: float = setting(
         0.0, "trials", "Milliseconds of a step of the paced engine.", (0.0, 60_000.0)

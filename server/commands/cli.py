@@ -26,12 +26,12 @@ COMMANDS: Final = (
     Command(
         name="decode",
         home="ess.server.commands.serve:decode",
-        summary="Answer the prompts that prefill workers make.",
+        summary="Generate answers to prompts that prefill workers have computed.",
     ),
     Command(
         name="doctor",
         home="ess.server.commands.doctor:doctor",
-        summary="What this machine can do, and what keeps it from more.",
+        summary="Check what this machine can run, and what is missing.",
     ),
     Command(
         name="layout",
@@ -46,7 +46,7 @@ COMMANDS: Final = (
     Command(
         name="prefill",
         home="ess.server.commands.serve:prefill",
-        summary="Make prompts for decode workers.",
+        summary="Compute prompts for decode workers.",
     ),
     Command(
         name="serve",
@@ -56,12 +56,12 @@ COMMANDS: Final = (
     Command(
         name="sim",
         home="ess.server.commands.planning.sim:sim",
-        summary="What users would see of requests that arrive, with offload and without.",
+        summary="Replay arriving requests with and without offload: delays, rates, memory.",
     ),
     Command(
         name="top",
         home="ess.server.commands.chat_cli:top",
-        summary="What a running server does, as it does it.",
+        summary="Watch what a running server does.",
     ),
     Command(
         name="version",

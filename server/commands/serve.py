@@ -94,7 +94,7 @@ def serve(
     Parameters
     ----------
     pd
-        As 1p3d: 1 worker for prompts and 3 for answers, behind a stock router.
+        Such as 1p3d: 1 worker for prompts and 3 for answers, behind a stock router.
     router
         The router to use; by default the first that is installed.
     """
@@ -117,7 +117,7 @@ def prefill(
     tune_prompt: str = "8k",
     tune_rounds: int = 3,
 ) -> int:
-    """Make prompts for decode workers, which fetch the rows: `ess serve --role prefill`.
+    """Compute prompts for decode workers, which get the rows: `ess serve --role prefill`.
 
     Behind a router for prefill and decode, which sends it every request. Needs --peer-secret-file.
 

@@ -42,7 +42,7 @@ class RequestFlags:
     """The requests of a trace, or drawn at random."""
 
     trace: Path | None = None
-    "Requests to replay: Mooncake JSONL or Azure CSV. Without it they are drawn."
+    "Requests to replay: Mooncake JSONL or Azure CSV; by default random ones."
     rate: float | None = None
     (
         "Requests per second that reach this decode GPU, or the GPUs that share its heads; "

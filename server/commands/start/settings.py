@@ -48,7 +48,9 @@ class Settings(ProcessConfig):
     """The settings. Sizes are as people write them (128k, 1.5GiB, 25%); `auto` asks the machine."""
 
     model: str = setting(
-        "", "model", "A checkpoint's folder, or ORG/NAME of `hf download`; else the one in the box."
+        "",
+        "model",
+        "A checkpoint's folder, or ORG/NAME of `hf download`; by default the model in the box.",
     )
     chat_template: str = setting(
         "", "model", "A Jinja file that writes conversations instead of the checkpoint's own."
@@ -59,13 +61,13 @@ class Settings(ProcessConfig):
     host: str = setting("127.0.0.1", "listening", "The address to listen on.")
     port: int = setting(8000, "listening", "0 takes a free port.", (0, 65535))
     uds: str = setting(
-        "", "listening", "The Unix socket to listen on, for this user alone, and on no port."
+        "", "listening", "A Unix socket to listen on instead of a port, for this user alone."
     )
     root_path: str = setting(
         "", "listening", "The path under which a proxy shows this server, such as /llm."
     )
     api_key: str = setting(
-        "", "listening", "Needed on every route but /health and /ready.", is_secret=True
+        "", "listening", "The key that every route but /health and /ready needs.", is_secret=True
     )
     server_processes: int = setting(
         1, "listening", "Processes that speak HTTP, all with the same engine.", (1, 64)
@@ -89,7 +91,7 @@ class Settings(ProcessConfig):
     allowed_origins: str = setting(
         "",
         "listening",
-        "Whose pages may ask, such as https://chat.example; several with commas, * for all.",
+        "Origins whose pages may use it, as https://chat.example; several with commas, * for all.",
     )
     peers: str = setting(
         "",
@@ -100,7 +102,10 @@ class Settings(ProcessConfig):
         0, "handoff", "For prefill: another port for other workers; 0: the main one.", (0, 65535)
     )
     peer_secret: str = setting(
-        "", "handoff", "The secret of all workers of a split, 16 bytes or more.", is_secret=True
+        "",
+        "handoff",
+        "The secret that prefill and decode workers share, 16 bytes or more.",
+        is_secret=True,
     )
     peer_secret_file: str = setting(
         "", "handoff", "A file with that secret: process lists do not show it."
@@ -116,7 +121,7 @@ class Settings(ProcessConfig):
     default_sampling: str = setting(
         "",
         "limits",
-        'For requests that leave it open, as JSON: {"temperature": 0.6, "top_p": 0.95}.',
+        'Sampling of requests that do not set it, as JSON: {"temperature": 0.6, "top_p": 0.95}.',
     )
     keep_responses: str = setting(
         "", "limits", "Memory for responses that clients refer to by id, such as 256MiB."
@@ -125,7 +130,7 @@ class Settings(ProcessConfig):
         256, "limits", "Requests that may wait; any more get 503 with Retry-After.", (0, 1 << 20)
     )
     default_max_tokens: int = setting(
-        2048, "limits", "For chat requests without max_tokens.", (1, 1 << 24)
+        2048, "limits", "max_tokens of chat requests that do not set it.", (1, 1 << 24)
     )
     host_bytes: str = setting(
         "auto", "memory", "Memory for all rows: 24GiB, or a share of what is free: 50%."
@@ -171,7 +176,7 @@ class Settings(ProcessConfig):
         "vllm,sglang", "telemetry", "Whose metric names /metrics has beside ours."
     )
     stream_usage: bool = setting(
-        False, "telemetry", "Streams end with their usage also where no request asks for it."
+        False, "telemetry", "Every stream ends with its usage, asked for or not."
     )
     request_log: bool = setting(
         False, "telemetry", "A line per request on stderr: route, status, tokens, times; no texts."
