@@ -35,7 +35,7 @@ from ess.engine.prompt.scores import score
 from ess.engine.ranks.agreement import Alone, Ranks, StepNeeds
 from ess.engine.requests.admission import Admission
 from ess.engine.requests.entry import Entry
-from ess.engine.requests.intake import Intake, Wishes
+from ess.engine.requests.intake import Intake, RequestOptions
 from ess.engine.requests.loads import Loads
 from ess.engine.requests.request import Request
 from ess.engine.requests.roster import Roster
@@ -116,10 +116,13 @@ class Engine:
     # ---- requests
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Request:
-        """Adds a request; `Wishes` says what each option means."""
-        request = self._intake.made(prompt, sampling, **wishes)
+        """Adds a request; `RequestOptions` says what each option means."""
+        request = self._intake.made(prompt, sampling, **options)
         self._handoffs.equip(request)
         may_enter = self._entry.equip(request, longest=self.offload.sizes.length_max)
         if may_enter:

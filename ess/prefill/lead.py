@@ -29,7 +29,7 @@ from ess.engine.plan import Chunk, StepResult
 from ess.engine.process.messages import StageLine
 from ess.engine.requests.admission import Admission
 from ess.engine.requests.entry import check_prompt
-from ess.engine.requests.intake import Intake, Wishes
+from ess.engine.requests.intake import Intake, RequestOptions
 from ess.engine.requests.request import FinishReason, Request, State
 from ess.engine.requests.roster import Roster
 from ess.engine.step.warmth import Warmth
@@ -114,12 +114,15 @@ class Lead:
     # ---- requests
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Request:
         """As an engine's `add`. Every request hands over its rows; none is decoded or scored
         here."""
-        request = self._intake.made(prompt, sampling, **wishes)
-        _check_wishes(request)
+        request = self._intake.made(prompt, sampling, **options)
+        _check_options(request)
         vocabulary = self._stage.runner.model.config.vocab_size
         check_prompt(request, vocabulary=vocabulary, longest=self.offload.sizes.length_max)
         self._intake.enter(request)
@@ -449,7 +452,7 @@ class Lead:
             self._ask_again()
 
 
-def _check_wishes(request: Request) -> None:
+def _check_options(request: Request) -> None:
     if request.gives is None or request.takes is not None:
         raise BadInput("this worker only computes prompts for others: a request must give its rows")
     if not 0 <= request.gives <= UID_MAX:

@@ -27,7 +27,7 @@ from ess.engine.mesh.words import (
     Stepped,
 )
 from ess.engine.plan import StepResult
-from ess.engine.requests.intake import Wishes
+from ess.engine.requests.intake import RequestOptions
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState, PoolFull
@@ -69,11 +69,14 @@ class Lead(MeshEngine):
     is refused on every rank."""
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Request:
         asked = sampling or Sampling()
-        _check(asked, wishes)
-        leader, take = wishes.get("leader"), wishes.get("take")
+        _check(asked, options)
+        leader, take = options.get("leader"), options.get("take")
         if take is not None and (take.fake or self._arrivals is None):
             raise BadInput(f"handoff {take.uid}: no rows come to this engine from elsewhere")
         if leader is not None:
@@ -81,14 +84,14 @@ class Lead(MeshEngine):
         added = Added(
             token_ids("prompt", prompt),
             asked,
-            wishes.get("priority", 0),
+            options.get("priority", 0),
             None if leader is None else leader.number,
-            wishes.get("salt", b""),
-            list(wishes.get("said", ())),
+            options.get("salt", b""),
+            list(options.get("said", ())),
             None if take is None else (take.uid, take.peer),
         )
         self.lockstep.say(added)
-        return super().add(prompt, asked, **wishes)
+        return super().add(prompt, asked, **options)
 
     def cancel(self, request: Request) -> None:
         self._intake.require_own(request)
@@ -192,11 +195,11 @@ class Follower:
         }
 
 
-def _check(sampling: Sampling, wishes: Wishes) -> None:
+def _check(sampling: Sampling, options: RequestOptions) -> None:
     """BadInput names what a mesh cannot do."""
     if sampling.grammar is not None:
         raise BadInput("a grammar is not served where ranks divide the model: not yet")
     if sampling.prompt_logprobs is not None:
         raise BadInput("prompt_logprobs are not served where ranks divide the model: not yet")
-    if wishes.get("give") is not None:
+    if options.get("give") is not None:
         raise BadInput("an engine whose ranks divide the model hands no prompts over")

@@ -10,7 +10,7 @@ from ess.engine.handoff import Ended
 from ess.engine.layers.verifier import Verifier
 from ess.engine.plan import StepResult
 from ess.engine.process.messages import ExpertLine, GraphLine, StageLine
-from ess.engine.requests.intake import Wishes
+from ess.engine.requests.intake import RequestOptions
 from ess.engine.requests.request import Request
 from ess.engine.step.tuning import Tuning
 from ess.engine.step.warmth import Warmth
@@ -29,7 +29,10 @@ class Driven(Protocol):
         """How often a request was set aside since the start."""
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling | None = None, **wishes: Unpack[Wishes]
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Request: ...
 
     def cancel(self, request: Request) -> None: ...

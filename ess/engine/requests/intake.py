@@ -17,8 +17,8 @@ from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 
 
-class Wishes(TypedDict, total=False):
-    """What a request may be added with, beside its prompt and its sampling.
+class RequestOptions(TypedDict, total=False):
+    """The options of a request, beside its prompt and its sampling.
 
     Requests of a lower `priority` value are admitted and resumed first, and preempted last. With a
     `leader`, a request of the same prompt and length, the prompt is prefilled once. Requests of
