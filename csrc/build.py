@@ -28,7 +28,7 @@ def compiled(
     """The objects, in the order of the sources."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = pool.map(lambda source: compile_some([source], **given), sources)
-        return [one for objects in made for one in objects]
+        return [file for objects in made for file in objects]
 
 
 if __name__ == "__main__":
