@@ -1,4 +1,4 @@
-// What a decode step needs beside its layers: where its tokens stand, how they are turned, and
+// What a decode step needs beside its layers: where its tokens stand, how they are rotated, and
 // which token is best. Small work, done for all queries in one call each.
 #include <cstring>
 
