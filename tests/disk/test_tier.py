@@ -358,6 +358,22 @@ def test_a_full_disk_ends_storing_and_nothing_else(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_folder_that_is_removed_ends_storing_and_nothing_else(tmp_path: Path) -> None:
+    notes: list[str] = []
+    made = tier(tmp_path / "pages", note=notes.append)
+    fill(made, range(6))
+    shutil.rmtree(tmp_path / "pages")
+    fill(made, range(6, 12))
+    assert notes == [f"{tmp_path}/pages: the disk takes no more pages: its file was removed"]
+    assert [loaded(made, text) for text in texts(range(12))] == [True] * 6 + [False] * 6
+    again = tier(tmp_path / "pages")
+    fill(again, range(3))
+    made.forget()
+    for each in (made, again):
+        each.check()
+        each.close()
+
+
 def test_stores_and_loads_at_once_never_mix(made: DiskTier) -> None:
     stop = threading.Event()
     seen: list[int] = []

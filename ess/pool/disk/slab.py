@@ -66,8 +66,11 @@ class Slab:
         return True
 
     def sync(self) -> None:
-        """Returns when everything written is on the disk."""
+        """Returns when everything written is on the disk. OSError if the file was removed: it would
+        go on taking space, and no later process could find it."""
         os.fdatasync(self._file)
+        if not os.fstat(self._file).st_nlink:
+            raise OSError(errno.ENOENT, "its file was removed")
 
     @property
     def record_count(self) -> int:
