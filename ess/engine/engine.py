@@ -227,6 +227,11 @@ class Engine:
         return StepResult(made, plan.chunks, len(plan.turns), scored)
 
     @torch.inference_mode()
+    def learn(self) -> None:
+        """Waits for the steps under way; the next step returns what they made."""
+        self._learn(0)
+
+    @torch.inference_mode()
     def stand_by(self, *, leaves: bool = False) -> None:
         """Joins the exchanges of the other ranks' step, without requests of its own."""
         if self._ranks.rest_s < math.inf:

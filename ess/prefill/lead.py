@@ -369,6 +369,9 @@ class Lead:
             self._handle(0, report)
         self.stages.flush()
 
+    def learn(self) -> None:
+        """Does nothing: stages report chunks when they are done."""
+
     def stand_by(self) -> None:
         """Does nothing: no other engine waits for a pipeline."""
 

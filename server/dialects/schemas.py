@@ -287,6 +287,12 @@ class AbortAsk(msgspec.Struct, kw_only=True):
     request_ids: list[str] | None = None
 
 
+class PauseAsk(msgspec.Struct, kw_only=True):
+    """SGLang's way to pause."""
+
+    mode: str = "abort"
+
+
 def sampled_of(ask: msgspec.Struct) -> msgspec.Struct | None:
     """The part of an ask that has the sampling parameters."""
     return ask.sampling_params if isinstance(ask, GenerateAsk | TokensAsk) else ask

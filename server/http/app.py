@@ -41,6 +41,7 @@ from ess.server.dialects.routes import (
 from ess.server.http import (
     dashboard,
     events,
+    pause_routes,
     peer_routes,
     status_routes,
     telemetry,
@@ -67,6 +68,7 @@ ROOMS: Final[Mapping[str, Sequence[Door]]] = MappingProxyType(
         "status": status_routes.DOORS,
         "events": events.DOORS,
         "peers": peer_routes.DOORS,
+        "pause": pause_routes.DOORS,
         "trace": trace_routes.DOORS,
         "dashboard": dashboard.DOORS,
         "document": pages.DOORS,

@@ -46,7 +46,7 @@ class Frames:
     def latest(self) -> bytes:
         service = self.service
         silent_s = int(service.clock.now_s() - service.link.heard_at_s)
-        key = (service.board.published_s, service.link.state, service.draining, silent_s)
+        key = (service.board.published_s, service.state, silent_s)
         if key != self._key:
             self._key, self._ready = key, _event("frame", frame(service))
         return self._ready
@@ -123,7 +123,7 @@ def frame(service: Service) -> dict[str, Any]:
         "unix_s": time.time(),
         "version": ess.__version__,
         "model": service.name,
-        "state": "draining" if service.draining and link.state != "lost" else link.state,
+        "state": service.state,
         "why": link.why_lost,
         "silent_s": service.clock.now_s() - link.heard_at_s,
         "limiter": status.limiter,

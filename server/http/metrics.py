@@ -64,6 +64,7 @@ def _own(service: Service) -> Iterator[Metric]:
     yield _count("ess_engine_restarts", "engines that were lost and replaced", link.restart_count)
     yield _count("ess_resumed", "requests that went on in another engine", link.resumed_count)
     yield _gauge("ess_draining", "1 while the server drains", service.draining)
+    yield _gauge("ess_paused", "1 while generation is paused", link.is_held)
     yield _labelled(
         "ess_build_info", "1, with the version of ESS", ["version"], [((ess.__version__,), 1)]
     )

@@ -112,7 +112,7 @@ def _server(service: Service) -> dict[str, Any]:
         "load_balance_method": "round_robin",
         "max_running_requests": service.limits.running_max,
         "max_total_num_tokens": service.token_capacity,
-        "status": service.link.state if not service.draining else "draining",
+        "status": service.state,
         "internal_states": [_load(service)],
         "engine": _engine(service),
     }
@@ -150,16 +150,17 @@ async def health(request: Request) -> Response:
     service = _service(request)
     if service.link.why_lost:
         return error_answer(Interrupted(service.link.why_lost + service.awaited))
-    said: dict[str, Any] = {"status": "draining" if service.draining else service.link.state}
+    said: dict[str, Any] = {"status": service.state}
     return answer(said | ({"missing": awaited} if (awaited := service.missing_stages) else {}))
 
 
 async def ready(request: Request) -> Response:
-    """200 when requests are welcome: not while the model loads or the server drains. A decode
-    worker can compute prompts itself, so it is ready even if prefill workers are `missing`."""
+    """200 when requests are welcome: not while the model loads, the server drains or generation is
+    paused. A decode worker can compute prompts itself, so it is ready even if prefill workers are
+    `missing`."""
     service = _service(request)
     try:
-        service.check_state()
+        service.check_making()
     except Exception as error:
         if not isinstance(error, ess.EssError):
             raise
@@ -171,7 +172,7 @@ async def ready(request: Request) -> Response:
 async def health_generate(request: Request) -> Response:
     """200 after the engine has made a token for this, or while it is too busy and makes others."""
     service = _service(request)
-    service.check_state()
+    service.check_making()
     try:
         await _one_token(service, request.state.request_id)
     except (Refused, TimeoutError) as error:

@@ -29,12 +29,15 @@ from ess.engine.process.messages import (
     Aborted,
     AbortNamed,
     Add,
+    Answered,
     Cut,
     Fault,
     Flush,
     Flushed,
     FromEngine,
     Handoff,
+    Held,
+    Hold,
     Lost,
     Meet,
     Met,
@@ -55,7 +58,7 @@ from ess.server.process.board import Board
 from ess.server.process.engines.engine_socket import EngineSocket
 from ess.server.process.requests.call import Call
 from ess.server.process.requests.journal import NO_RECOVERY, Journal, Recovery
-from ess.server.process.requests.questions import Answered, Question, Questions
+from ess.server.process.requests.questions import Question, Questions
 from ess.server.process.tally import Waits
 
 State = Literal["starting", "ready", "restarting", "lost"]
@@ -111,7 +114,7 @@ class EngineLink:
         self.became_ready = asyncio.Event()
         self.restart_count = self.resumed_count = self.going_on_count = 0
         self.heard_at_s = clock.now_s()
-        self.has_answered = False
+        self.has_answered = self.is_held = False
         self.to_socket = Waits()
 
     # ---- for the routes
@@ -213,6 +216,13 @@ class EngineLink:
         answer = await self._ask("flush", Flush(self.place.front))
         assert isinstance(answer, Flushed), f"{answer} answers a flush"
         return answer.sentence
+
+    async def hold(self, is_on: bool) -> None:
+        """Has the engine run no step, or run steps again."""
+        if self.state != "ready":
+            raise Unavailable(f"the engine is {self.state}: nothing can be paused or continued")
+        answer = await self._ask("hold", Hold(is_on, self.place.front))
+        assert isinstance(answer, Held), f"{answer} answers a Hold"
 
     async def meet(self, address: str, metadata: bytes) -> Met:
         """Passes another worker's metadata to the engine; returns the engine's own for it."""
@@ -330,10 +340,13 @@ class EngineLink:
         self._journal.check()
 
     def _resend_records(self) -> None:
-        """Sends all records to the new engine. If it is lost meanwhile, the next one gets them."""
+        """Sends all records to the new engine, behind a pause of the lost one. If the new one is
+        lost meanwhile, the next one gets them."""
         self._stop_waiting()
         self.going_on_count = 0
         with contextlib.suppress(Unavailable):
+            if self.is_held:
+                self._send(Hold(True, self.place.front))
             for add in self._journal.again():
                 self._socket.send(add)
                 self.going_on_count += 1
@@ -349,6 +362,7 @@ class EngineLink:
                 self.has_answered = True
                 self._deliver(pieces, at_s)
             case Status():
+                self.is_held = message.is_held
                 self.has_answered |= message.made_count > 0
                 self._board.publish(message)
             case Ready():
@@ -357,7 +371,9 @@ class EngineLink:
                 self.became_ready.set()
                 if is_next:
                     self._resend_records()
-            case Flushed() | Tracing() | Traced() | Aborted() | Met():
+            case Flushed() | Held() | Tracing() | Traced() | Aborted() | Met():
+                if isinstance(message, Held):
+                    self.is_held = message.is_on
                 self._questions.answer(message)
             case Cut(front):
                 self.on_cut(front)

@@ -177,6 +177,23 @@ class Service:
             raise self.refused(sentence, "draining", 5.0)
         self.check_loaded()
 
+    @property
+    def state(self) -> str:
+        """What the server does, in a word."""
+        if self.link.state == "lost":
+            return "lost"
+        if self.draining:
+            return "draining"
+        is_paused = self.link.state == "ready" and self.link.is_held
+        return "paused" if is_paused else self.link.state
+
+    def check_making(self) -> None:
+        """Refuses also where requests are taken but no token is made."""
+        self.check_state()
+        if self.link.is_held:
+            sentence = "generation is paused; /resume or /continue_generation lets it go on"
+            raise self.refused(sentence, "paused", 5.0)
+
     def check_loaded(self) -> None:
         """Refuses until the engine is loaded; a draining worker still answers other workers."""
         self._check_engine()

@@ -31,7 +31,8 @@ from ess.server.process.bounds import READ_BYTES_MAX, REST_BYTES_MAX, REST_ITEMS
 
 ASKS: Final = (
     *(schemas.CompletionAsk, schemas.ChatAsk, schemas.GenerateAsk, schemas.TokensAsk),
-    *(schemas.TokenizeAsk, schemas.DetokenizeAsk, schemas.AbortAsk, schemas.ResponsesAsk),
+    *(schemas.TokenizeAsk, schemas.DetokenizeAsk, schemas.AbortAsk, schemas.PauseAsk),
+    schemas.ResponsesAsk,
     *(schemas.MessagesAsk, schemas.CountTokensAsk),
 )
 

@@ -18,6 +18,7 @@ from ess.engine.process.messages import (
     Flush,
     Flushed,
     FromEngine,
+    Held,
     Lost,
     Packer,
     Piece,
@@ -92,7 +93,7 @@ def test_every_front_gets_its_own_pieces_and_all_get_what_concerns_all(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "answer", [Flushed("", 1), Tracing("", 1), Traced((), 0, 1), Aborted(2, 1)]
+    "answer", [Flushed("", 1), Held(True, 1), Tracing("", 1), Traced((), 0, 1), Aborted(2, 1)]
 )
 def test_an_answer_goes_to_the_front_that_asked(tmp_path: Path, answer: FromEngine):
     with wired(tmp_path, 3) as (wire, fronts):

@@ -39,6 +39,9 @@ class Driven(Protocol):
 
     def step(self) -> StepResult: ...
 
+    def learn(self) -> None:
+        """Waits for the steps under way; what they made comes with the next step."""
+
     def pump(self) -> None: ...
 
     def stand_by(self) -> None:

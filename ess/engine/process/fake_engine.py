@@ -30,6 +30,8 @@ from ess.engine.process.messages import (
     Add,
     Flush,
     Flushed,
+    Held,
+    Hold,
     Launch,
     Lost,
     Meet,
@@ -101,7 +103,7 @@ class PacedEngine:
         self._going: dict[int, Going] = {}
         self._step_count = self._made_count = self._prompt_count = 0
         self._told_at_s = 0.0
-        self._is_tracing = False
+        self._is_tracing = self._is_held = False
         self._front_count = 1
         self._identity = identity
 
@@ -111,9 +113,9 @@ class PacedEngine:
 
     def turn(self, wire: Wire) -> None:
         self._front_count = wire.front_count
-        for message in wire.take(timeout_s=0.0 if self._going else IDLE_S):
+        for message in wire.take(timeout_s=IDLE_S if self._is_held or not self._going else 0.0):
             self.obey(message, wire)
-        if self._going:
+        if self._going and not self._is_held:
             began_s = time.monotonic()
             running = list(islice(self._going.values(), self._running_max))
             pieces = tuple(self._piece(going) for going in running)
@@ -142,6 +144,9 @@ class PacedEngine:
             case Flush(front):
                 busy = f"{len(self._going)} requests are running or waiting"
                 wire.give(Flushed(busy if self._going else "", front))
+            case Hold(is_on, front):
+                self._is_held = is_on
+                wire.give(Held(is_on, front))
             case Trace(is_on, front):
                 wire.give(self._trace(is_on, front))
             case Meet(address, metadata, front):
@@ -184,6 +189,7 @@ class PacedEngine:
             waiting_count=len(self._going) - running,
             requests=tuple(map(_line, islice(self._going.values(), running))),
             open_counts=open_counts(self._going, self._front_count),
+            is_held=self._is_held,
             stages=tuple(
                 StageLine(rank, layers, float(running > 0), self._step_count)
                 for rank, layers in enumerate(self._layers)

@@ -1,6 +1,6 @@
 """What the server process and the engine process say to each other. Needs no torch.
 
-    front -> engine   Add, Abort, AbortNamed, Flush, Trace, Meet; the first front alone: Lost, Stop
+    front -> engine   Add, Abort, AbortNamed, Flush, Hold, Trace, Meet; the first alone: Lost, Stop
     engine -> front   Ready once, then Progress after every step and Status a few times a second
 
 Each is one msgpack array, its type first. A server has one or several processes, its fronts, all
@@ -65,6 +65,14 @@ class AbortNamed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Forget cached prefixes."""
 
+    front: int = 0
+
+
+class Hold(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Run no step from now on, or run steps again. Requests stay as they are, and may come and be
+    aborted meanwhile. Held answers it."""
+
+    is_on: bool
     front: int = 0
 
 
@@ -268,6 +276,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     in an engine that takes part in no handoffs. `stages` are those of a pipelined worker, whose
     pools and counts above are those of its first stage. `disk` is None without a disk tier,
     `graphs` where no step is a graph, `experts` where they are not divided, or not yet counted.
+    `is_held` says that no step is run for now.
     """
 
     step_count: int = 0
@@ -306,6 +315,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     disk: DiskLine | None = None
     graphs: GraphLine | None = None
     experts: ExpertLine | None = None
+    is_held: bool = False
 
     @property
     def fullness(self) -> float:
@@ -317,6 +327,11 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`sentence` says why nothing was forgotten, if nothing was."""
 
     sentence: str = ""
+    front: int = 0
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    is_on: bool
     front: int = 0
 
 
@@ -401,8 +416,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     rank: Rank | None = None
 
 
-ToEngine = Add | Abort | AbortNamed | Flush | Trace | Meet | Lost | Stop
-FromEngine = Ready | Progress | Status | Flushed | Tracing | Traced | Met | Aborted | Cut | Fault
+ToEngine = Add | Abort | AbortNamed | Flush | Hold | Trace | Meet | Lost | Stop
+Answered = Flushed | Held | Tracing | Traced | Aborted | Met
+FromEngine = Ready | Progress | Status | Answered | Cut | Fault
 
 
 class Packer:

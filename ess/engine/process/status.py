@@ -65,6 +65,7 @@ def status_of(
     now_s: float,
     front_count: int,
     handoff: HandoffStatus | None,
+    is_held: bool = False,
 ) -> Status:
     states = [live.request.state for live in lives]
     short = engine.refusal if "waiting" in states else None
@@ -106,6 +107,7 @@ def status_of(
         stages=engine.stage_lines(),
         graphs=engine.graph_line(),
         experts=engine.expert_line(),
+        is_held=is_held,
     )
 
 

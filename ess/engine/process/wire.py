@@ -13,6 +13,7 @@ from ess.engine.process.messages import (
     Cut,
     Flushed,
     FromEngine,
+    Held,
     Lost,
     Met,
     Packer,
@@ -96,7 +97,7 @@ class SocketWire:
                 for front, part in enumerate(self._parts(pieces)):
                     if part:
                         self._give(front, self._packer.pack(Progress(tuple(part), at_s)))
-            case Flushed() | Tracing() | Traced() | Met() | Aborted():
+            case Flushed() | Held() | Tracing() | Traced() | Met() | Aborted():
                 self._give(message.front, self._packer.pack(message))
             case Cut():
                 self._give(0, self._packer.pack(message))

@@ -34,6 +34,8 @@ from ess.engine.process.messages import (
     Flush,
     Flushed,
     Handoff,
+    Held,
+    Hold,
     Launch,
     Lost,
     Meet,
@@ -84,7 +86,7 @@ class EngineLoop:
         self._live: dict[int, Live] = {}
         self._counts = LoopCounts()
         self._told_at_s = clock.now_s() - STATUS_EVERY_S
-        self._is_blocked = False
+        self._is_blocked = self._is_held = False
         self._recorder = Recorder(clock)
         self.is_stopped = False
 
@@ -97,10 +99,11 @@ class EngineLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Obey the messages that have arrived, run a step if a request needs one, report."""
+        """Obey the messages that have arrived, run a step if a request needs one, report. While
+        steps are held, all goes on that an idle engine does for others."""
         for message in self._wire.take(timeout_s=self._wait_s()):
             self._obey(message)
-        if self._engine.is_idle:
+        if self._rests:
             self._engine.pump()
             self._engine.stand_by()
         elif not self.is_stopped:
@@ -110,8 +113,12 @@ class EngineLoop:
             self._events.flush()
         self._report()
 
+    @property
+    def _rests(self) -> bool:
+        return self._is_held or self._engine.is_idle
+
     def _wait_s(self) -> float:
-        wait_s = IDLE_S if self._engine.is_idle else BLOCKED_S if self._is_blocked else 0.0
+        wait_s = IDLE_S if self._rests else BLOCKED_S if self._is_blocked else 0.0
         wait_s = min(wait_s, self._engine.rest_s)
         return min(wait_s, BUSY_S) if self._engine.is_handing_over else wait_s
 
@@ -143,6 +150,9 @@ class EngineLoop:
                 self._cancel([number for number in self._live if number % count == front])
             case Flush(front):
                 self._wire.give(Flushed(self._flush(), front))
+            case Hold(is_on, front):
+                self._hold(is_on)
+                self._wire.give(Held(is_on, front))
             case Trace(is_on, front):
                 self._trace(is_on, front)
             case Meet():
@@ -166,6 +176,12 @@ class EngineLoop:
             pieces = tuple(Piece(live.number, reason="cancelled") for live in met)
             self._wire.give(Progress(pieces))
         return len({live.name for live in met})
+
+    def _hold(self, is_on: bool) -> None:
+        """Without a step under way a request that is aborted frees its pages at once."""
+        self._is_held = is_on
+        if is_on:
+            self._engine.learn()
 
     def _trace(self, is_on: bool, front: int) -> None:
         if is_on and self._recorder.is_on:
@@ -290,6 +306,7 @@ class EngineLoop:
             self._counts,
             now_s=self._clock.now_s(),
             front_count=self._wire.front_count,
+            is_held=self._is_held,
             handoff=self.peers.status(self._engine.ended_handoffs),
         )
 

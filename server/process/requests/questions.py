@@ -6,13 +6,13 @@ import asyncio
 from collections import defaultdict, deque
 from typing import Final, Literal
 
-from ess.engine.process.messages import Aborted, Flushed, Met, Traced, Tracing
+from ess.engine.process.messages import Aborted, Answered, Flushed, Held, Met, Traced, Tracing
 from ess.errors import EssError
 
-Answered = Flushed | Tracing | Traced | Aborted | Met
-Question = Literal["flush", "trace", "abort", "meet"]
+Question = Literal["flush", "hold", "trace", "abort", "meet"]
 QUESTION_OF: Final[dict[type[Answered], Question]] = {
     Flushed: "flush",
+    Held: "hold",
     Tracing: "trace",
     Traced: "trace",
     Aborted: "abort",

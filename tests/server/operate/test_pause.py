@@ -1,0 +1,164 @@
+"""Generation that is paused and goes on, in the words of vLLM and of SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from ess.server.process.service import Limits
+from tests.server.harness import PacedEngine, Served, counting, until
+from tests.server.test_fronts import fronts
+from tests.server.test_origins import exchange
+from tests.support.process import Process
+
+SHORT = {"prompt": "a", "ignore_eos": True, "max_tokens": 5}
+LIMITS = Limits(running_max=16, waiting_max=64, length_max=4096, keep_alive_s=0.05)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with Served(PacedEngine(counting(4000), pace_s=0.002), limits=LIMITS) as served:
+        yield served
+
+
+def post(served: Served, path: str, body: Any = None) -> tuple[int, Any]:
+    status, _, raw = exchange(served, "POST", path, body)
+    return status, json.loads(raw)
+
+
+def made_count(served: Served) -> int:
+    return served.engine._made_count
+
+
+def begin(served: Served, **asked: Any) -> Iterator[bytes]:
+    """The lines of a stream that has begun once the first of them was taken."""
+    body = {"prompt": [7] * 4, "ignore_eos": True, "stream": True, "max_tokens": 300, **asked}
+    request = urllib.request.Request(f"{served.url}/v1/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as lines:
+        next(line for line in lines if line.startswith(b"data: "))
+        yield b""
+        yield from lines
+
+
+@pytest.mark.parametrize(
+    ("stop", "body", "go_on"),
+    [
+        ("/pause?mode=keep", None, "/resume"),
+        ("/pause_generation", {"mode": "in_place"}, "/continue_generation"),
+    ],
+    ids=["vllm", "sglang"],
+)
+def test_streams_wait_and_go_on_where_they_were(served: Served, stop: str, body: Any, go_on: str):
+    lines = begin(served)
+    next(lines)
+    assert post(served, stop, body)[0] == 200
+    before = made_count(served)
+    assert json.loads(exchange(served, "GET", "/is_paused")[2]) == {"is_paused": True}
+    silent = 0
+    while silent < 5:  # what was under way, then comments alone
+        silent = silent + 1 if next(lines).startswith(b": keep-alive") else silent
+    late: Future[Any] = ThreadPoolExecutor(1).submit(lambda: post(served, "/v1/completions", SHORT))
+    until(lambda: served.service.open_count == 2, "a request that comes meanwhile")
+    assert made_count(served) == before
+    status, headers, raw = exchange(served, "GET", "/ready")
+    assert (status, headers["x-ess-reason"]) == (503, "paused")
+    assert "/continue_generation lets it go on" in json.loads(raw)["error"]["message"]
+    assert exchange(served, "GET", "/health_generate")[0] == 503
+    assert json.loads(exchange(served, "GET", "/health")[2])["status"] == "paused"
+    assert b"ess_paused 1.0" in exchange(served, "GET", "/metrics")[2]
+    assert post(served, go_on)[0] == 200
+    assert exchange(served, "GET", "/ready")[0] == 200
+    assert json.loads(exchange(served, "GET", "/is_paused")[2]) == {"is_paused": False}
+    assert b'"finish_reason":"length"' in b"".join(lines)
+    assert late.result()[1]["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("stop", "body", "flush_count"),
+    [
+        ("/pause", None, 1),
+        ("/pause?mode=abort&clear_cache=false", None, 0),
+        ("/pause_generation", {}, 0),
+        ("/pause_generation", None, 0),
+    ],
+)
+def test_an_abort_ends_what_is_open(served: Served, stop: str, body: Any, flush_count: int):
+    lines = begin(served)
+    next(lines)
+    assert post(served, stop, body)[0] == 200
+    assert b'"finish_reason":"abort"' in b"".join(lines)
+    assert served.service.open_count == 0
+    assert served.engine.flushes == flush_count
+    assert post(served, "/flush_cache") == (200, {"flushed": True})
+    assert post(served, "/pause")[0] == 200, "once more"
+    assert post(served, "/resume") == (200, {"status": "resumed"})
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    made = client.completions.create(model="test-model", prompt="a", max_tokens=3)
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("stop", "body", "why"),
+    [
+        ("/pause?mode=wait", None, "mode is 'wait', .* pause when /load says 0"),
+        ("/pause?mode=in_place", None, "mode is 'in_place', .* abort and keep are"),
+        ("/pause?clear_cache=perhaps", None, "clear_cache is 'perhaps'"),
+        ("/pause?mode=keep&clear_cache=true", None, "clear_cache is true and mode is keep"),
+        ("/pause?wait_for_inflight_requests=true", None, "wait_for_inflight_requests is not"),
+        ("/pause_generation", {"mode": "retract"}, "mode is 'retract', .* take in_place"),
+        ("/pause_generation", {"mode": 7}, "mode: expected `str`"),
+        ("/pause_generation", [], "the body: expected `object`"),
+    ],
+)
+def test_what_is_refused_pauses_nothing(served: Served, stop: str, body: Any, why: str):
+    status, document = post(served, stop, body)
+    assert status == 400
+    assert re.match(why, document["error"]["message"]), document
+    assert json.loads(exchange(served, "GET", "/is_paused")[2]) == {"is_paused": False}
+
+
+def test_an_engine_that_loads_cannot_be_paused():
+    with Served(PacedEngine(counting(4), says_ready=False)) as served:
+        for path in ("/pause", "/resume", "/pause_generation", "/continue_generation"):
+            assert post(served, path)[0] == 503
+
+
+@pytest.mark.slow
+def test_a_pause_holds_for_every_process_and_for_the_next_engine():
+    flags = ("--engine", "paced", "--pace-ms", "2", "--server-processes", "2")
+    with Process(*flags, "--recover", "resume").wait_ready() as process:
+        until(lambda: len(fronts(process)) == 1, "the other process")
+
+        def asked(path: str, method: str = "POST") -> Any:
+            request = urllib.request.Request(process.url + path, method=method)
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+
+        def said() -> set[bool]:
+            return {asked("/is_paused", "GET")["is_paused"] for _ in range(20)}
+
+        def renewed() -> set[bool]:
+            """Whether each process is paused with the second engine."""
+            pages = [urllib.request.urlopen(process.url + "/metrics").read() for _ in range(20)]
+            wanted = (b"ess_up 1.0", b"ess_paused 1.0", b"ess_engine_restarts_total 1.0")
+            return {all(line in page for line in wanted) for page in pages}
+
+        stream = process.stream(max_tokens=1000)
+        next(stream)
+        asked("/pause?mode=keep")
+        until(lambda: said() == {True}, "a word of both processes")
+        os.kill(process.engine_pid, signal.SIGKILL)
+        until(lambda: renewed() == {True}, "the next engine")
+        asked("/resume")
+        assert sum(1 for _ in stream) > 100
+        until(lambda: said() == {False}, "a word of both processes")
