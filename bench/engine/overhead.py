@@ -2,9 +2,10 @@
 
 Model math is the compiled stages (projections, experts, head, and the norms and rotations between
 them), the indexer and attention. Where layers run in one native call, its thread time is divided in
-proportion to the wall time of the call's parts. The share of matrix products in the stages is
-measured in further steps, which use schedules and run every stage again and then its products
-alone; in the stricter of the two rows, stage time outside products counts as overhead.
+proportion to the wall time of the call's parts, the model's ending among them. The share of matrix
+products in the stages is measured in further steps, which use schedules and run every stage again
+and then its products alone; in the stricter of the two rows, stage time outside products counts as
+overhead.
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ class Meter:
             spent = time.thread_time_ns() - started
             began, ended = layers.column("began", which), layers.column("ended", which)
             taken = np.where(began >= begun, ended - began, 0).sum(axis=0)
+            whole = max(1.0, float(taken.sum()) + step.ending_ns)
             for part, name in MATH:
-                self.ns[name] += spent * float(taken[part]) / max(1.0, float(taken.sum()))
+                self.ns[name] += spent * float(taken[part]) / whole
+            self.ns["stages"] += spent * step.ending_ns / whole
             return done
 
         return call

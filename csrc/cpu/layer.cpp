@@ -26,7 +26,8 @@ constexpr int kParts = int(Part::done);
 
 // What the layers of a step share. `lines` are the page table lines of the queries, `hits` grows by
 // what each query finds at once where rows are resolved. Of layers that are done, together: what
-// each part took, what it took to resolve, and how many rows were claimed and copied.
+// each part took, what it took to resolve, and how many rows were claimed and copied. `ending`, where
+// there is one, is run behind the last layer, and took `ending_ns`.
 struct StepSide {
     const int32_t* table;
     int64_t table_width;
@@ -40,6 +41,9 @@ struct StepSide {
     int64_t taken[kParts];
     int64_t planned_ns;
     int64_t claimed_total;
+    const Stage* ending;
+    const Bound* ending_sides;
+    int64_t ending_ns;
 };
 
 // A layer that shares its rows with no other. Of `append`, `index` and `attend` the step fills in
@@ -174,7 +178,14 @@ void count(const Layer& layer, StepSide& step) {
 void begin(StepSide& step) {
     std::fill_n(step.hits, step.query_count, 0);
     std::fill_n(step.taken, kParts, 0);
-    step.planned_ns = step.claimed_total = 0;
+    step.planned_ns = step.claimed_total = step.ending_ns = 0;
+}
+
+void end(StepSide& step, int32_t threads) {
+    if (!step.ending) return;
+    const int64_t began_ns = now_ns();
+    ess_stage(step.ending, step.ending_sides, step.query_count, threads);
+    step.ending_ns = now_ns() - began_ns;
 }
 
 void begin(Layer& layer) {
@@ -199,5 +210,6 @@ ESS_EXPORT int64_t ess_layers(ess::Layer* layers, ess::StepSide* step, int64_t c
         if (ess::run(layers[i], *step, threads) != ess::Stop::none) return i;
         ess::count(layers[i], *step);
     }
+    ess::end(*step, threads);
     return count;
 }

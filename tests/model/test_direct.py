@@ -60,7 +60,7 @@ def pair(codec: str, **config) -> tuple[Engine, Engine, Counter[Stop]]:
     direct, plain = (engine(codec, **config) for _ in range(2))
     plain.runner._direct.count = lambda *_: 0
     stops: Counter[Stop] = Counter()
-    run, go_on = direct.runner._direct.run, direct.runner._direct._go_on
+    through, go_on = direct.runner._direct._through, direct.runner._direct._go_on
 
     def counted(batch, where, layers, layer):
         stops[Stop(layers.records[layer].stop)] += 1
@@ -68,9 +68,9 @@ def pair(codec: str, **config) -> tuple[Engine, Engine, Counter[Stop]]:
 
     def ran(*given):
         stops[Stop.NONE] += 1
-        return run(*given)
+        return through(*given)
 
-    direct.runner._direct._go_on, direct.runner._direct.run = counted, ran
+    direct.runner._direct._go_on, direct.runner._direct._through = counted, ran
     return direct, plain, stops
 
 
@@ -123,6 +123,25 @@ def test_native_layers_are_the_schedules(codec, mode, chunks, met):
     in_turn(direct, plain)
     assert stops.pop(Stop.NONE) > 10, "no layer ran natively"
     assert set(stops) >= met
+
+
+@pytest.mark.parametrize("codec", ["f32", "fp8"])
+@pytest.mark.parametrize(("mode", "chunks"), [("resident", 2), ("none", 9)])
+def test_logits_are_those_of_the_schedules_and_stay(codec, mode, chunks):
+    """Also where a call stops in front of its ending, and behind later steps of as many queries."""
+    direct, plain, stops = pair(codec, mode=mode, chunks=chunks)
+    seen = [], []
+    for eng, made in zip((direct, plain), seen, strict=True):
+        decode = eng.runner.decode
+        eng.runner.decode = lambda *given, decode=decode, made=made: (
+            made.append(decode(*given)) or made[-1]
+        )
+    in_turn(direct, plain)
+    assert len(seen[0]) == len(seen[1]) > 5
+    assert len(stops) > 1, "no call stopped"
+    for one, other in zip(*seen, strict=True):
+        assert one.logits.equal(other.logits)
+        assert one.hidden.equal(other.hidden)
 
 
 @pytest.mark.parametrize("evict", ["sieve", "score"])

@@ -25,7 +25,7 @@ from ess.engine.step.tuning import Tuning
 from ess.kernels.cpu import native, records
 from ess.kernels.cpu.attend import FORMS, QUERY_FORMS, matrix, strides
 from ess.kernels.cpu.layer import Layers, Part, Stop
-from ess.kernels.cpu.stage import look_at_turns
+from ess.kernels.cpu.stage import Stage, look_at_turns
 from ess.kernels.cpu.step import Ints, Opened, opened
 from ess.layout import ModelLayout
 from ess.models.decoder import DecoderLayer
@@ -80,10 +80,25 @@ class DirectLayers:
         return len(layers)
 
     def run(self, batch: Batch, layers: Sequence[DecoderLayer], hidden: Tensor) -> Tensor:
+        room = self._room(batch, layers, *hidden.shape)
+        room.hidden.copy_(hidden)
+        room.side.ending = None
+        self._through(batch, layers, room)
+        return room.hidden.clone()
+
+    def decoded(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """All layers and the model's ending in one call: finished hidden states, logits."""
+        model = self._model
+        room = self._room(batch, model.layers, len(tokens), model.config.hidden_dim)
+        model.embed(tokens, out=room.hidden)
+        made = room.end_by(model.ending)
+        self._through(batch, model.layers, room)
+        return made
+
+    def _through(self, batch: Batch, layers: Sequence[DecoderLayer], room: CallMemory) -> None:
         direct, which = batch.offload.direct, range(layers[0].number, layers[-1].number + 1)
         assert direct is not None, "a placement without direct layers"
-        room = self._room(batch, direct, layers, hidden)
-        room.begin(batch, hidden, self._model.rotary)
+        room.begin(batch, self._model.rotary)
         resident = [mode == Mode.RESIDENT for mode in batch.course.vector[which.start : which.stop]]
         direct.enter(batch.step, room.layers, which, resident=resident)
         at = room.layers.run(which, room.side, threads=compute_threads(), begins=True)
@@ -92,7 +107,6 @@ class DirectLayers:
             at = room.layers.run(range(at, which.stop), room.side, threads=compute_threads())
         direct.leave(batch.step, room.layers, which, claimed_count=room.side.claimed_total)
         self._note(batch, room, which, resident)
-        return room.hidden.clone()
 
     def _go_on(self, batch: Batch, direct: Direct, layers: Layers, layer: int) -> bool:
         """Takes what stopped this layer out of its way; whether it still runs as it was to run."""
@@ -124,9 +138,10 @@ class DirectLayers:
             timeline.took("plan", count - located_count, side.planned_ns)
 
     def _room(
-        self, batch: Batch, direct: Direct, layers: Sequence[DecoderLayer], hidden: Tensor
+        self, batch: Batch, layers: Sequence[DecoderLayer], count: int, dim: int
     ) -> CallMemory:
-        count, dim = hidden.shape
+        direct = batch.offload.direct
+        assert direct is not None, "a placement without direct layers"
         room = self._rooms.pop(count, None) or CallMemory(batch, count, dim, tables=direct.tables)
         self._rooms[count] = room
         while len(self._rooms) > ROOM_MAX:
@@ -176,9 +191,14 @@ class CallMemory:
         self._kept: Tensor | None = None
         self._tensors: dict[tuple[Any, ...], Tensor] = {}
         self._step: Any = None
+        self._ending: Stage | None = None
+        self._made: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._finished: Any = None
+        self._logits: Any = None
+        self._ending_at = 0
+        self._ending_kept: Any = None
 
-    def begin(self, batch: Batch, hidden: Tensor, rotary: RotaryPositions) -> None:
-        self.hidden.copy_(hidden)
+    def begin(self, batch: Batch, rotary: RotaryPositions) -> None:
         if self._step is batch.step:
             return
         self._step, step, side, at = batch.step, batch.step, self.side, native.address
@@ -194,6 +214,24 @@ class CallMemory:
         if written != Opened.ALL:
             self._rotation.cos.copy_(batch.rotation.cos)
             self._rotation.sin.copy_(batch.rotation.sin)
+
+    def end_by(self, ending: Stage) -> tuple[Tensor, Tensor]:
+        """The next call runs this behind its last layer, into new tensors: the caller keeps them
+        for as long as it likes."""
+        finished, logits = _new(self._ends(ending))
+        self._finished.base, self._logits.base = finished.data_ptr(), logits.data_ptr()
+        self.side.ending = self._ending_at
+        return finished, logits
+
+    def _ends(self, ending: Stage) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of what an ending makes; it is bound when it is first asked for."""
+        if self._ending is not ending:
+            self._ending, self._made = ending, ending.made(self._count)
+            stage, sides = ending.bind([self.hidden], _new(self._made))
+            self._finished, self._logits = sides[len(sides) - 2], sides[len(sides) - 1]
+            self._ending_at, self._ending_kept = ctypes.addressof(stage), (stage, sides)
+            self.side.ending_sides = ctypes.addressof(sides)
+        return self._made
 
     def bind(self, batch: Batch, layer: DecoderLayer) -> None:
         """Writes what stays the same, except what a placement knows."""
@@ -239,6 +277,10 @@ class CallMemory:
         if key not in self._tensors:
             self._tensors[key] = torch.empty(shape, dtype=dtype)
         return self._tensors[key]
+
+
+def _new(made: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype) for shape, dtype in made]
 
 
 def _index(batch: Batch, layer: int, queries: Tensor, weights: Tensor) -> records.Index:

@@ -19,8 +19,8 @@ empty half. Drafts are as many as every rank that decodes can afford.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -33,8 +33,7 @@ TICK_S: Final = 0.01
 """How long a rank waits for requests of its own, while no rank has any, before it asks again."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepNeeds:
+class StepNeeds(NamedTuple):
     """What a rank brings: tokens that it decodes, those of the larger half of its batch, and those
     of prompts; drafts per request that it can afford; whether its batch should run in two halves;
     whether it wants to end."""
@@ -165,7 +164,7 @@ class Many:
 
     def meet(self, need: StepNeeds) -> StepAgreement:
         """LinkLost if a rank is lost."""
-        words = torch.tensor([self._step, *map(int, astuple(need))])
+        words = torch.tensor([self._step, *map(int, need)])
         size, team = len(words), self._expert_ranks.team
         table = team.all_gather(words, sizes=[size] * team.size).view(team.size, size).tolist()
         for rank, (step, *_) in enumerate(table):

@@ -10,7 +10,7 @@ caller's thread; its results stay in the future map all the same until the host 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ess.door import Step
 from ess.engine.graphs.replays import Fit, Made, Replays
@@ -82,8 +82,8 @@ class Launcher:
         fed = self.future.feed(step, turns, counts)
         course = runner.course(step, counts, vector)
         shape = counts if fit is None else fit.shape
-        own = replace(
-            brought, token_count=sum(shape), half_count=half_tokens(shape), splits=course.splits
+        own = brought._replace(
+            token_count=sum(shape), half_count=half_tokens(shape), splits=course.splits
         )
         agreement = self.ranks.meet(own)
         course, draft_count = runner.settled(course, splits=agreement.splits), agreement.draft_count

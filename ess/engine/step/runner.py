@@ -133,6 +133,10 @@ class Runner:
 
     def decode(self, batch: Batch, tokens: Tensor) -> Forward:
         assert tokens.shape == (batch.step.query_count,), f"{len(tokens)} tokens for the queries"
+        layers = self.model.layers
+        if self.on_layer is None and self._direct.count(batch, layers) == len(layers):
+            finished, logits = self._direct.decoded(batch, tokens)
+            return Forward(logits, finished)
         return self.ended(batch, self.through(batch, self.model.embed(tokens)))
 
     def ended(self, batch: Batch, hidden: Tensor) -> Forward:

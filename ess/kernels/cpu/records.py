@@ -136,6 +136,8 @@ class StepSide(ctypes.Structure):
         *_fields(_COUNT, "query_count", "number"),
         *_fields(_COUNT * PART_COUNT, "taken"),
         *_fields(_COUNT, "planned_ns", "claimed_total"),
+        *_fields(_POINTER, "ending", "ending_sides"),
+        *_fields(_COUNT, "ending_ns"),
     ]
 
 
