@@ -114,16 +114,14 @@ class Model:
             else:
                 self._head = table if isinstance(table, CodedWeight) else self._embedding
 
-    def embed(self, tokens: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Float32 [tokens, hidden_dim], in `out` where that is given."""
+    def embed(self, tokens: Tensor) -> Tensor:
         table = self._embedding
         assert table is not None, "this part of the model has no embedding"
         if self._embeds_natively and tokens.dtype == torch.int64 and tokens.is_contiguous():
-            made = step.embedded(table, tokens, out)
+            made = step.embedded(table, tokens)
             if made is not None:
                 return made
-        looked_up = torch.embedding(table, tokens).float()
-        return looked_up if out is None else out.copy_(looked_up)
+        return torch.embedding(table, tokens).float()
 
     @functools.cached_property
     def _embeds_natively(self) -> bool:

@@ -26,8 +26,8 @@ constexpr int kParts = int(Part::done);
 
 // What the layers of a step share. `lines` are the page table lines of the queries, `hits` grows by
 // what each query finds at once where rows are resolved. Of layers that are done, together: what
-// each part took, what it took to resolve, and how many rows were claimed and copied. `ending`, where
-// there is one, is run behind the last layer, and took `ending_ns`.
+// each part took, what it took to resolve, and how many rows were claimed and copied. Where there
+// is an `ending`, it is run behind the last layer, and took `ending_ns`.
 struct StepSide {
     const int32_t* table;
     int64_t table_width;

@@ -89,8 +89,9 @@ class DirectLayers:
     def decoded(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """All layers and the model's ending in one call: finished hidden states, logits."""
         model = self._model
-        room = self._room(batch, model.layers, len(tokens), model.config.hidden_dim)
-        model.embed(tokens, out=room.hidden)
+        hidden = model.embed(tokens)
+        room = self._room(batch, model.layers, *hidden.shape)
+        room.hidden.copy_(hidden)
         made = room.end_by(model.ending)
         self._through(batch, model.layers, room)
         return made

@@ -19,7 +19,6 @@ names it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -113,7 +112,7 @@ class Lockstep:
             raise self._apart(f"its step is {theirs}, here it is {mine}")
         self._step += 1
         self.group.advance()
-        self.latest = agreed([replace(need, splits=theirs.splits, leaves=True)])
+        self.latest = agreed([need._replace(splits=theirs.splits, leaves=True)])
         return self.latest
 
     def tell(self, make: Callable[[], StepTokens], *, is_last: bool, fed: int) -> StepTokens:

@@ -52,17 +52,13 @@ def turns(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
     return (both[0], both[1]) if done else None
 
 
-def embedded(table: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor | None:
-    """Rows of a table of bf16 or float32, as float32; None where it lacks one: then `out`, where
-    that is given, is written in part."""
+def embedded(table: Tensor, ids: Tensor) -> Tensor | None:
+    """Rows of a table of bf16 or float32, as float32; None where it lacks one."""
     assert ids.dtype == torch.int64, f"ids of {ids.dtype}"
     assert table.is_contiguous(), f"a table with strides {table.stride()}"
     assert ids.is_contiguous(), f"ids with strides {ids.stride()}"
     (row_count, width), (count,) = table.shape, ids.shape
-    made = torch.empty(count, width) if out is None else out
-    assert made.shape == (count, width), f"{count} rows of {width} into {tuple(made.shape)}"
-    assert made.dtype == torch.float32, f"rows of {made.dtype}"
-    assert made.is_contiguous(), f"rows with strides {made.stride()}"
+    made = torch.empty(count, width)
     pointers = table.data_ptr(), ids.data_ptr(), made.data_ptr()
     is_wide = table.dtype == torch.float32
     done = _call("ess_embed", 3, 4)(*pointers, is_wide, row_count, width, count)
