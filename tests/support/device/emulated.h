@@ -18,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <set>
 #include <string>
 #include <tuple>
@@ -73,8 +74,9 @@ struct Store { void* to; const void* from; u32 bytes; };
 struct Load { void* to; const void* from; u32 bytes; u64* arrival; };
 enum class Mode { ready, at_barrier, at_cluster, at_warp, at_vote, done };
 
+// A thread. Those of the next block run on the fibers of the one before: to start a fiber asks the
+// system twice.
 struct Fiber {
-    ucontext_t start;
     jmp_buf here;
     bool started = false;
     Mode mode = Mode::ready;
@@ -83,6 +85,15 @@ struct Fiber {
     std::vector<u64*> new_arrivals;
     std::vector<std::vector<Store>> committed;
     std::vector<Store> stores;
+
+    void renew() {
+        mode = Mode::ready;
+        line = {};
+        turn = count_turn = 0;
+        new_arrivals.clear();
+        committed.clear();
+        stores.clear();
+    }
 };
 
 // Lines that lanes have loaded from: a warp asks once for what its lanes want of a line at a time,
@@ -117,7 +128,8 @@ struct Given {
 // A block, or all blocks of a cluster: then its fibers are those of the first, of the second, ...
 struct Block {
     std::vector<Fiber> fibers;
-    std::vector<u8> stacks;
+    std::unique_ptr<u8[]> stacks;
+    size_t stack_count = 0;
     std::vector<Given> exchanged[2], counted[2];
     std::vector<Load> loads;
     u8* dynamic = nullptr;
@@ -252,7 +264,7 @@ inline void finish_stores(size_t left) {
     }
 }
 
-inline void begin() {
+inline void run_thread() {
     watch_hush(false);
     block.run(block.record);
     watch_hush(true);
@@ -266,7 +278,13 @@ inline void begin() {
     wake(Mode::at_vote, block.current / kLanes * kLanes, kLanes);
     wake(Mode::at_barrier, first_of_block(), blockDim.x);
     wake(Mode::at_cluster, 0, i32(block.fibers.size()));
-    _longjmp(block.scheduler, 1);
+}
+
+inline void begin() {
+    for (;;) {
+        run_thread();
+        if (_setjmp(self().here) == 0) _longjmp(block.scheduler, 1);
+    }
 }
 
 inline void resume(i32 index) {
@@ -275,12 +293,24 @@ inline void resume(i32 index) {
     if (_setjmp(block.scheduler)) return;
     if (fiber.started) _longjmp(fiber.here, 1);
     fiber.started = true;
-    getcontext(&fiber.start);
-    fiber.start.uc_stack.ss_sp = block.stacks.data() + index * kStackBytes;
-    fiber.start.uc_stack.ss_size = kStackBytes;
-    fiber.start.uc_link = nullptr;
-    makecontext(&fiber.start, begin, 0);
-    setcontext(&fiber.start);
+    static ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = block.stacks.get() + index * kStackBytes;
+    start.uc_stack.ss_size = kStackBytes;
+    start.uc_link = nullptr;
+    makecontext(&start, begin, 0);
+    setcontext(&start);
+}
+
+// After a failure threads stand where they were, so all begin anew, as where their stacks move.
+inline void make_fibers(size_t count) {
+    if (count > block.stack_count) {
+        block.stacks.reset(new u8[count * kStackBytes]);
+        block.stack_count = count;
+        block.fibers.clear();
+    }
+    if (!block.failure.empty()) block.fibers.clear();
+    block.fibers.resize(count);
 }
 
 // Any lane of the warp that can go on, or -1.
@@ -308,7 +338,7 @@ inline std::string whereabouts() {
 inline void run_block(i32 threads) {
     poison_shared();
     watch_shared(__start_ess_shared, static_bytes());
-    block.fibers.assign(threads, Fiber());
+    for (Fiber& fiber : block.fibers) fiber.renew();
     for (auto& table : block.exchanged) table.assign(threads, Given());
     for (auto& table : block.counted) table.assign(threads, Given());
     block.done = 0;
@@ -328,7 +358,7 @@ inline void run_block(i32 threads) {
 
 // What a kernel may read that is neither its arrays' nor shared.
 inline void show_own_memory(const void* record, i32 record_bytes) {
-    watch_private(block.stacks.data(), block.stacks.size());
+    watch_private(block.stacks.get(), block.stack_count * kStackBytes);
     watch_private(record, record_bytes);
     watch_private(&block, sizeof(Block));
     for (const Index* one : {&blockIdx, &threadIdx, &gridDim, &blockDim})
@@ -342,9 +372,9 @@ inline const char* launch(const char* kernel, void (*run)(const void*), const vo
     block.random = seed * 2 + 1;
     block.run = run;
     block.record = record;
+    make_fibers(size_t(kClusterBlocks) * threads);
     block.failure.clear();
     block.loads.clear();
-    block.stacks.resize(kClusterBlocks * threads * kStackBytes);
     block.dynamic = dynamic.data() + (128 - size_t(dynamic.data()) % 128);
     gridDim = {blocks, 1, 1};
     blockDim = {threads, 1, 1};

@@ -58,10 +58,9 @@ struct State {
     Page* page = nullptr;
 };
 
-State& state() {
-    static State one;
-    return one;
-}
+State all;
+
+State& state() { return all; }
 
 int interned(const std::string& name) {
     auto [at, is_new] = state().name_of.insert({name, int(state().names.size())});
@@ -103,6 +102,20 @@ void touch_word(Word& word, bool writes, const Clock& now) {
         reader = 0;
     }
     word.writer = self;
+}
+
+// Neighbours have mostly been touched alike, and become alike.
+void touch_words(Word* words, size_t count, bool writes, const Clock& now) {
+    Word before = {}, after = {};
+    for (size_t i = 0; i < count; i++) {
+        if (i && std::memcmp(&words[i], &before, sizeof(Word)) == 0) {
+            words[i] = after;
+            continue;
+        }
+        before = words[i];
+        touch_word(words[i], writes, now);
+        after = words[i];
+    }
 }
 
 Page* page_of(Address word, bool is_wanted) {
@@ -150,8 +163,12 @@ void touch(const void* at, size_t bytes, bool writes) {
     if (!on || !bytes) return;
     const Clock& now = state().clocks[state().works.back().actor];
     const Address first = Address(at) / kWord, last = (Address(at) + bytes - 1) / kWord;
-    for (Address word = first; word <= last; word++)
-        touch_word(page_of(word, true)->words[word % kPageWords], writes, now);
+    for (Address word = first; word <= last;) {
+        const size_t offset = word % kPageWords;
+        const size_t count = std::min(Address(kPageWords - offset), last - word + 1);
+        touch_words(page_of(word, true)->words + offset, count, writes, now);
+        word += count;
+    }
 }
 
 void forget(const void* at, size_t bytes) {

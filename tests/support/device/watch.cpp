@@ -124,6 +124,7 @@ struct Watch {
     bool others = false;
     unsigned ticks = 0;
     std::map<Address, Array> arrays;
+    Array* found = nullptr;
     std::vector<Span> own;
     Run run;
     Thread now;
@@ -215,12 +216,14 @@ void check_race(Array& array, Address at, int touch, const Path& now) {
     add(word.by[touch], now, watch.now);
 }
 
+// Mostly the one that was found before: arrays do not overlap.
 Array* find(Address at) {
+    if (watch.found && at - watch.found->at < watch.found->bytes) return watch.found;
     auto& arrays = watch.arrays;
     auto next = arrays.upper_bound(at);
     if (next == arrays.begin()) return nullptr;
     Array& array = (--next)->second;
-    return at < array.end() ? &array : nullptr;
+    return at < array.end() ? watch.found = &array : nullptr;
 }
 
 bool is_own(Address at, size_t bytes) {
@@ -290,6 +293,7 @@ void check(int touch, Address at, size_t bytes, bool constant) {
 }
 
 void add_array(const char* name, const void* at, size_t bytes, bool written, unsigned shared_by) {
+    watch.found = nullptr;
     Array& array = watch.arrays[Address(at)];
     const size_t copies = shared_by ? watch.run.cluster_blocks : 1;
     if (array.bytes != bytes || array.copies != copies) array.words = nullptr;
@@ -309,7 +313,10 @@ void watch_array(const char* name, const void* at, size_t bytes, bool written) {
 
 void watch_others() { watch.others = true; }
 
-void watch_forget(const void* at) { watch.arrays.erase(Address(at)); }
+void watch_forget(const void* at) {
+    watch.found = nullptr;
+    watch.arrays.erase(Address(at));
+}
 
 void watch_written(const void* at, size_t bytes) {
     Array* array = find(Address(at));
@@ -331,6 +338,7 @@ void watch_launch(const char* kernel, int blocks, int cluster_blocks, int thread
     const size_t warps = size_t(threads + kLanes - 1) / kLanes;
     watch.quiet = true;
     watch.own.clear();
+    watch.found = nullptr;
     for (auto next = watch.arrays.begin(); next != watch.arrays.end();)
         next = next->second.shared_by ? watch.arrays.erase(next) : std::next(next);
     watch.run = {kernel, cluster_blocks, threads, ++watch.ticks, {}, {}, {}, {}, fail};
