@@ -178,6 +178,23 @@ class Unchecked(Pair):
             eng.step()
 
 
+class Seen(Exception):
+    """A race that a test waits for."""
+
+
+class Looking(Unchecked):
+    """Ends with the step in which `is_seen`."""
+
+    def __init__(self, is_seen: Callable[[], bool]) -> None:
+        super().__init__("cuda-cuda", **CASE)
+        self._is_seen = is_seen
+
+    def step(self) -> None:
+        super().step()
+        if self._is_seen():
+            raise Seen
+
+
 def handed(pair):
     """Prompts of which one finds rows that steps have made, one is given up midway, and more than
     the host has pages for: those of the first come from the disk again."""
@@ -235,7 +252,7 @@ MISTAKES = {
 def test_a_touch_that_comes_too_early_is_found(name):
     mistake, says = MISTAKES[name]
     with mistake, watched() as (found, _):
-        for _ in handed(Unchecked("cuda-cuda", **CASE)):
-            if any(re.search(says, sentence) for sentence in found()):
-                return
-    raise AssertionError(found())
+        pair = Looking(lambda: any(re.search(says, sentence) for sentence in found()))
+        with pytest.raises(Seen):
+            for _ in handed(pair):
+                pass
