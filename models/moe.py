@@ -18,7 +18,7 @@ from ess.kernels.backend import ops
 from ess.kernels.cpu import stage as compiled
 from ess.kernels.cpu.stage import Stage, Values, pack
 from ess.kernels.experts import Weights, swiglu
-from ess.kernels.received import gated, taken
+from ess.kernels.received import added, gated, taken
 from ess.models.config import ModelConfig
 from ess.models.indexer import top_k
 from ess.models.layers import Source, linear
@@ -146,8 +146,12 @@ class Moe:
         """
         if self._expert_ranks is not None:
             return self._through_exchange(self._expert_ranks, x, routing, part)
-        limit = self._config.expert_limit
-        return routed.experts(_products, x, *routing, self._gate_up, self._down, limit)
+        if x.is_cpu:
+            limit = self._config.expert_limit
+            return routed.experts(_products, x, *routing, self._gate_up, self._down, limit)
+        inner = self.up(x, routing)
+        self.down(inner, range(self.own_count))
+        return self.collect(inner, routing)
 
     def _through_exchange(
         self, expert_ranks: ExpertRanks, x: Tensor, routing: Routing, part: Part
@@ -200,20 +204,25 @@ class Moe:
         return expert_ranks.depart(kept, *routing, layer=self._number, cut=cut, lengths=lengths)
 
     def up(self, x: Tensor, routing: Routing, received: Received | None = None) -> Inner:
-        weights, scales = self._gate_up
-        if received is None:
-            order, ends = routed.by_expert(routing.experts, self.own_count)
-            tokens = x.to(routed.product_type(weights))[order // routing.experts.shape[1]]
-        else:
-            order, ends = routed.by_expert(received.places, self.own_count)
-            tokens = taken(received.tokens, received.lines[order], ends)
-        both, limit = _products(tokens, ends, weights, scales=scales), self._config.expert_limit
-        if received is None:
-            values = swiglu(both.float(), limit).to(both.dtype)
-        else:
-            values = gated(both, ends, limit)
+        chosen = routing.experts if received is None else received.places
+        order, ends = routed.by_expert(chosen, self.own_count)
+        values = self._inner(x, order, ends, received)
         edges, outer = F.pad(ends, (1, 0)), values.new_empty(len(values), self._config.hidden_dim)
         return Inner(values, order, edges, outer)
+
+    def _inner(self, x: Tensor, order: Tensor, ends: Tensor, received: Received | None) -> Tensor:
+        """By expert: the first product, gated."""
+        weights, scales = self._gate_up
+        if received is None:
+            each = self._config.experts_per_token
+            tokens = x.to(routed.product_type(weights))[order // each]
+        else:
+            tokens = taken(received.tokens, received.lines[order], ends)
+        both, limit = _products(tokens, ends, weights, scales=scales), self._config.expert_limit
+        if both.is_cpu and received is None:
+            return swiglu(both.float(), limit).to(both.dtype)
+        del tokens
+        return gated(both, ends, limit)
 
     def down(self, inner: Inner, experts: range) -> None:
         """These experts' lines of `inner.outer`, one per token that chose them."""
@@ -229,8 +238,9 @@ class Moe:
             lines = _products(inner.values[first:stop], edges[1:] - first, weights, scales=scales)
             inner.outer[first:stop] = lines
             return
+        begin = edges[:1] if experts.start else None
         ops("cuda").expert_products(
-            inner.values, edges[1:], weights, scales=scales, begin=edges[:1], out=inner.outer
+            inner.values, edges[1:], weights, scales=scales, begin=begin, out=inner.outer
         )
 
     def give_back(self, inner: Inner, experts: range, exchange: ExpertExchange | None) -> None:
@@ -242,9 +252,12 @@ class Moe:
         self, inner: Inner, routing: Routing, exchange: ExpertExchange | None = None
     ) -> Tensor:
         """Each token's weighted sum, float32, of what all its experts made for it."""
-        if exchange is None:
+        if exchange is not None:
+            return exchange.collect(inner.outer.dtype, self._config.hidden_dim)
+        if inner.outer.is_cpu:
             return routed.collected(inner.outer, inner.order, routing.weights)
-        return exchange.collect(inner.outer.dtype, self._config.hidden_dim)
+        places = routed.places_in(inner.order).view(routing.weights.shape)
+        return added(inner.outer, places, routing.weights, torch.float32)
 
     def shared(self, x: Tensor) -> Tensor:
         assert self._shared is not None, "this model has no shared experts"

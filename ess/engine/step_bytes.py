@@ -1,26 +1,28 @@
 """What a step takes of a device beside weights and pools: estimated from a model's dimensions.
 
-This counts the largest arrays that live at the same time: logits, index scores over the whole
-context, the attention's queries and partials, the experts' lines, selections. Nothing has been
-measured on a device yet.
+A step and a chunk of prompts each take the most of their moments, which have names here and in
+`layer_bytes`. On the pretended device an engine's arrays and those that launches of our kernels
+make are counted beside it; nothing has been measured on a device yet.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 from ess.comm.experts.sizes import CUT_TOKENS
+from ess.engine.layer_bytes import BF16, F32, LayerBytes
 from ess.kernels.served import ROOM_BYTES_MAX, ROOM_UNIT
 from ess.layout import SCALE_GROUP, ModelLayout
 from ess.models.config import ModelConfig
 from ess.pool.warmup import WINDOW_MAX
 from ess.units import PAGE_ROWS, align_up, div_ceil
 
-F32: Final = 4
-BF16: Final = 2
-LOGITS: Final = 3
-"""Beside the MTP layer: of the model, kept for chances of tokens, and of the layer."""
+KEPT: Final = 1
+"""Lines of logits that are kept for chances of tokens, from one step to the next."""
+MADE: Final = 1
+"""Of the model, until the step has ended."""
 DRAWN: Final = 7
 """Where a token is drawn: as they are made, kept, changed by penalties, over the temperature, cut,
 and noise twice."""
@@ -29,15 +31,14 @@ CANDIDATES: Final = 8192
 SCORED: Final = 640
 """Queries of a prompt that are scored at a time. A prompt is cut into equal pieces, so that none is
 as small as the batches that other kernels score, with other roundings."""
-LISTS: Final = 4
-"""A selection, what it is called among the rows, and two on the way there."""
-PARTIALS: Final = 4
-"""Attention over hits, over fetched rows, over both, and the last in the type of the weights."""
-HIDDENS: Final = 8
-EXCHANGED: Final = 4
-"""Lines that a rank sends and gets, sums that it sends and gets."""
-SUMS: Final = 4
-"""The sum, one expert's part of it, that part weighed, and what is added."""
+EXCHANGED: Final = 3
+"""Lines that come from all ranks, sums that go to them, and sums that come back."""
+OWN_LINES: Final = 3
+"""Of a rank's own tokens, in float32: what it sends, as it was and as it is sent, and the sum."""
+PIECES: Final = 2
+"""Of lists that attention cuts so that its programs have equal shares: of each program."""
+PROGRAMS_MAX: Final = 192
+"""One for each multiprocessor: GPUs that we serve on have up to 188."""
 SIDES: Final = 2
 """Layers whose rows of a prompt are on the device at a time."""
 STAGED_BYTES: Final = 64 << 20
@@ -51,15 +52,41 @@ def decode_bytes(
     *,
     query_max: int,
     length_max: int,
+    value_bytes: int = BF16,
     rank_count: int = 1,
     has_rooms: bool = False,
 ) -> int:
-    """`has_rooms`: a library multiplies the experts' lines."""
-    logits = config.vocab_size * F32
-    layer = LOGITS * logits + _token_bytes(config) + _score_bytes(length_max)
-    each = max(layer, DRAWN * logits + 2 * CANDIDATES * F32)
+    """`value_bytes` are those of a weight that is multiplied; `has_rooms`: a library multiplies the
+    experts' lines."""
+    moments = decode_moments(
+        config, query_max=query_max, length_max=length_max, value_bytes=value_bytes
+    )
     rooms = has_rooms * room_bytes(config, query_max, rank_count)
-    return query_max * each + exchange_bytes(config, query_max, rank_count) + rooms
+    exchanged = exchange_bytes(config, query_max, rank_count, value_bytes=value_bytes)
+    return max(moments.values()) + exchanged + rooms
+
+
+def decode_moments(
+    config: ModelConfig, *, query_max: int, length_max: int, value_bytes: int = BF16
+) -> Mapping[str, int]:
+    """What a step takes at each of its moments."""
+    logits, states = config.vocab_size * F32, (config.residual_dim + config.hidden_dim) * F32
+    layer = LayerBytes(config=config, value_bytes=value_bytes, is_step=True)
+    most = max(layer.most, layer.scored + _score_bytes(length_max))
+    partials = _partial_bytes(layer, query_max)
+    candidates = 2 * CANDIDATES * F32 * (config.vocab_size > CANDIDATES)
+    ending = states + layer.product(config.hidden_dim, config.vocab_size)
+    ending += 2 * logits * (config.logit_cap > 0)
+    behind = (KEPT + MADE) * logits + states
+    moments = {
+        "layers": query_max * (KEPT * logits + most) + partials,
+        "logits": query_max * (KEPT * logits + ending),
+        "drawing": query_max * (DRAWN * logits + candidates + states),
+    }
+    if config.mtp_layer_count:
+        moments["draft"] = query_max * (behind + most) + partials
+        moments["logits of drafts"] = query_max * (behind + ending)
+    return moments
 
 
 def positions_max(length_max: int, *, on_device: bool) -> float:
@@ -75,6 +102,7 @@ def prompt_bytes(
     chunk_tokens: int,
     length_max: int,
     prompt_max: int,
+    value_bytes: int = BF16,
     rank_count: int = 1,
     pack_count: int = 1,
     has_rooms: bool = False,
@@ -86,21 +114,27 @@ def prompt_bytes(
     tokens = min(chunk_tokens, positions)
     windows = pack_count * min(tokens, prompt_max * WINDOW_MAX) + min(tokens, WINDOW_MAX)
     kept = rows + windows * layout.group_count * layout.top_k * F32
-    exchanged = exchange_bytes(config, min(tokens, CUT_TOKENS), rank_count)
+    cut = min(tokens, CUT_TOKENS)
+    exchanged = exchange_bytes(config, cut, rank_count, value_bytes=value_bytes)
     rooms = has_rooms * room_bytes(config, tokens, rank_count)
-    scored = min(tokens, SCORED) * _score_bytes(length_max)
-    return kept + tokens * _token_bytes(config) + scored + exchanged + rooms
+    layer = LayerBytes(config=config, value_bytes=value_bytes)
+    scored = tokens * layer.scored + min(tokens, SCORED) * _score_bytes(length_max)
+    # Behind the main layers their states stay for the MTP module's.
+    states = tokens * config.residual_dim * F32 * (layout.mtp_layer_count > 0)
+    return kept + states + max(tokens * layer.most, scored) + exchanged + rooms
 
 
-def exchange_bytes(config: ModelConfig, token_count: int, rank_count: int) -> int:
-    """Bytes of the exchanges of ranks that divide the experts: tokens of all ranks, a line for each
-    of their experts, whether it is here or not, and the sums that go back."""
+def exchange_bytes(
+    config: ModelConfig, token_count: int, rank_count: int, *, value_bytes: int = BF16
+) -> int:
+    """Of ranks that divide the experts: tokens of all ranks, a line for each of their experts,
+    whether it is here or not, and the sums that go back."""
     if rank_count == 1:
         return 0
-    sums = config.hidden_dim * (EXCHANGED * BF16 + SUMS * F32)
-    outer, inner = config.hidden_dim * (BF16 + F32), 2 * config.expert_dim * (F32 + BF16)
-    lines = config.experts_per_token * (outer + inner)
-    return rank_count * token_count * (lines + sums)
+    outer, inner = config.hidden_dim * value_bytes, config.expert_dim * value_bytes
+    lines = config.experts_per_token * (outer + 3 * inner)
+    here = rank_count * (lines + EXCHANGED * outer)
+    return token_count * (here + OWN_LINES * config.hidden_dim * F32)
 
 
 def room_bytes(config: ModelConfig, token_count: int, rank_count: int) -> int:
@@ -135,6 +169,7 @@ def graph_bytes(
     query_max: int,
     graph_count: int,
     length_max: int,
+    value_bytes: int = BF16,
     rank_count: int = 1,
     pool_bytes: int = 0,
     has_rooms: bool = False,
@@ -147,6 +182,7 @@ def graph_bytes(
         config,
         query_max=query_max,
         length_max=length_max,
+        value_bytes=value_bytes,
         rank_count=rank_count,
         has_rooms=has_rooms,
     )
@@ -161,20 +197,8 @@ def _score_bytes(length_max: int) -> int:
     return (scores + best + 2 * pages) * F32
 
 
-def _token_bytes(config: ModelConfig) -> int:
-    """Bytes of a token, without scores, in the layer that takes the most."""
-    queries = config.head_count * (config.nope_dim + config.rope_dim) * F32
-    absorbed = 2 * config.head_count * config.row_dim * BF16
-    partials = PARTIALS * config.head_count * config.latent_dim * F32
-    hidden = HIDDENS * config.residual_dim * F32
-    lists = LISTS * config.top_k * F32
-    return queries + absorbed + partials + _expert_bytes(config) + hidden + lists
-
-
-def _expert_bytes(config: ModelConfig) -> int:
-    """Bytes of a token, with a line for each of its experts: either the input and its gates, in
-    float32; or the input and the output, the output in order, and weighed."""
-    outer, inner = config.hidden_dim, config.expert_dim
-    gates = outer * BF16 + inner * (3 * BF16 + 6 * F32)
-    sums = outer * 2 * (BF16 + F32) + inner * 3 * BF16
-    return config.experts_per_token * max(gates, sums)
+def _partial_bytes(layer: LayerBytes, query_max: int) -> int:
+    """Partials over pieces of lists, of each program. No program is without a block of a list."""
+    c, (heads, keys) = layer.config, layer.blocks
+    blocks = query_max * div_ceil(c.head_count, heads) * div_ceil(2 * c.top_k, keys)
+    return PIECES * min(PROGRAMS_MAX, blocks) * heads * (c.latent_dim + 1) * F32

@@ -37,6 +37,13 @@ def by_expert(chosen: Tensor, expert_count: int) -> Sorted:
     return Sorted(order, torch.searchsorted(experts, numbers, right=True, out_int32=True))
 
 
+def places_in(order: Tensor) -> Tensor:
+    """Where each pair stands among those that are sorted."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
+
+
 def swiglu(gate_up: Tensor, limit: float = 0.0) -> Tensor:
     """A `limit` that is not 0 bounds both sides, the gate from above alone."""
     gate, up = gate_up.chunk(2, -1)

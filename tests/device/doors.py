@@ -61,7 +61,7 @@ def test_graphs_stay_within_their_bytes():
     """What a graph of one query takes is there, what one of two takes is not."""
     config = engines.model("v32", "cuda").config
     eng = engines.engine("cuda", graphs="many")
-    sizes = {"layout": eng.offload.layout, "length_max": engines.LENGTH_MAX}
+    sizes = {"layout": eng.offload.layout, "length_max": engines.LENGTH_MAX, "value_bytes": 4}
     least = graph_bytes(config, query_max=1, graph_count=1, **sizes)
     eng.offload.close()
     eng = engines.engine("cuda", graphs="many", graph_byte_max=least)

@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_leaves
 from ess.door import Offload
 from ess.engine import step_bytes
 from ess.engine.engine import Engine
+from ess.engine.layer_bytes import F32
 from ess.engine.prompt import downloads, plain_rows
 from ess.engine.prompt.downloads import Downloads
 from ess.engine.step_bytes import (
     CANDIDATES,
     DRAWN,
-    F32,
-    LOGITS,
+    KEPT,
+    MADE,
     decode_bytes,
     prompt_bytes,
     staged_bytes,
@@ -214,5 +215,5 @@ def test_a_draw_has_as_many_logits_at_a_time_as_are_counted():
         with Peak() as peak:
             drawn = draw_all(made.clone(), by, positions)
         assert drawn.shape == (count,)
-    more = 2 * CANDIDATES * F32 * count
-    assert LOGITS * made.nbytes < peak.most <= (DRAWN - 2) * made.nbytes + more
+    more, of_draw = 2 * CANDIDATES * F32 * count, DRAWN - MADE - KEPT
+    assert 2 * made.nbytes < peak.most <= of_draw * made.nbytes + more

@@ -19,6 +19,7 @@ import torch
 
 from ess.comm.local import LocalLink, local_group
 from ess.comm.processes.staged import LEAVING_MAX, SOON_S, StagedGroup, StagedLink
+from ess.engine.layer_bytes import F32
 from ess.engine.prompt.plain_rows import PlainRows
 from ess.engine.prompt.run import Queued
 from ess.engine.step_bytes import prompt_bytes
@@ -278,7 +279,7 @@ def test_two_chunks_take_no_more_than_their_estimate():
         pipe.add(text(700))
         pipe.run()
         layout = pipe.stages[0].offload.layout
-    sizes = {"chunk_tokens": CHUNK, "length_max": 1024, "prompt_max": 1}
+    sizes = {"chunk_tokens": CHUNK, "length_max": 1024, "prompt_max": 1, "value_bytes": F32}
     planned = prompt_bytes(model_of().config, layout, **sizes, pack_count=2)
     assert 4 * 640 * layout.row_bytes < peak.most - before <= planned
     closed(pipe)

@@ -15,7 +15,7 @@ BENCHMARKS = pytest.param("benchmarks", marks=pytest.mark.long)
 
 
 MODULES = (
-    "budgets choices broken memory ranges slices timing",
+    "budgets choices broken memory plans ranges slices timing",
     "libraries loading steps",
     BENCHMARKS,
     pytest.param("grid", marks=pytest.mark.long),

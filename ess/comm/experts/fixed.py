@@ -36,6 +36,7 @@ from ess.comm.experts.expert_ranks import (
 )
 from ess.comm.experts.loads import DeviceLoads, Fetch
 from ess.comm.experts.sizes import WORD_BYTES, WORDS, cuts, line_count
+from ess.kernels.experts import places_in
 from ess.kernels.received import added
 
 if TYPE_CHECKING:
@@ -130,9 +131,7 @@ class FixedExchange:
     def give_back(self, outer: Tensor, order: Tensor, edges: Tensor, block: range) -> None:
         """A sum needs all its experts, so there is one block."""
         assert len(block) == self._place_count, f"experts {block} of {self._place_count}"
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        places = place.view(self._is_here.shape).where(self._is_here, NOWHERE)
+        places = places_in(order).view(self._is_here.shape).where(self._is_here, NOWHERE)
         made = added(outer, places, self._here_weights, outer.dtype)
         sizes = [made.nbytes // self._team.size] * self._team.size
         self._returning = self._expert_ranks.start(made, sizes, sizes, sends="back_bytes")

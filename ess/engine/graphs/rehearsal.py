@@ -2,18 +2,22 @@
 
 There is a step for each way to draw and each vector of modes that a first step may run, with all
 drafts and with none. The largest bucket comes first: the other graphs then work in its memory. A
-rehearsed step has one request; the rest of its bucket is pads. When all kinds are captured, each is
-captured once more as a timed step. Kinds beyond the allowed number or bytes of graphs are left out.
+rehearsed step has one request; the rest of its bucket is pads.
+
+Where ranks divide the experts, a rank without requests stands by with a graph of its own. So two
+ranks decode each bucket in turn while all others stand by: the first rank captures its standing by
+in the second rank's turn. When all kinds are captured, each is captured once more as a timed step.
+Kinds beyond the allowed number or bytes of graphs are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Final
 
-from ess.clock import Clock
 from ess.engine.graphs.replays import EAGER_STEPS, Fit, Replays
 from ess.engine.plan import Turn
 from ess.engine.ranks.agreement import StepNeeds
@@ -24,8 +28,11 @@ from ess.engine.step.runner import Runner
 from ess.engine.step.way import WholeModel
 from ess.engine.tokens.sampling import Sampling
 from ess.overlap.policy import Vector
-from ess.units import counted, format_bytes
 
+STEPS: Final = 1 + EAGER_STEPS
+"""Until a kind is captured."""
+TURNS: Final = (0, 1)
+"""Ranks that decode so that the others stand by, in turn."""
 TEMPERATURES: Final = (1.0, 0.0)
 """The default of a request, and greedy."""
 
@@ -38,36 +45,44 @@ class Kind:
     count: int
     vector: Vector
     sampling: Sampling
-    is_timed: bool
 
 
-def rehearse(
-    launcher: Launcher,
-    replays: Replays,
-    *,
-    width: int,
-    draft_count: int,
-    clock: Clock,
-    tell: Callable[[str], None],
-) -> None:
-    """The rehearsed steps run through the whole model here, whatever way the engine's steps go."""
-    started_s, runner = clock.now_s(), launcher.runner
-    rehearsing = replace(launcher, way=WholeModel())
-    tell(f"graphs of steps: up to {counted(max(replays.sizes, default=0), 'request')} a step")
-    with runner.tuning.uncounted(), runner.verifier.off():
-        for kind in kinds(runner, replays, width):
-            if not replays.is_full and replays.has_bytes(sum(kind.counts)):
-                _capture(rehearsing, kind, draft_count)
-    replays.rehearsed()
-    runner.offload.drain()
-    made, size = replays.captured_count, format_bytes(replays.byte_count)
-    tell(f"graphs of steps: {made} captured in {clock.now_s() - started_s:.1f} s, {size}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """The rehearsed steps run through the whole model here, whatever way the engine's steps go.
+    Requests bring `width` queries with all their drafts."""
+
+    launcher: Launcher
+    replays: Replays
+    width: int
+    draft_count: int
+
+    def parts(self, rank: int | None) -> list[Callable[[], None]]:
+        """Of this rank, of those that divide the experts: all ranks end a part before the next."""
+        turns = () if rank is None else TURNS
+        decoding = [self._for_others if rank == turn else _none for turn in turns]
+        return [self._own, *decoding, partial(self._own, is_timed=True)]
+
+    def _own(self, *, is_timed: bool = False) -> None:
+        """Captures the kinds of this rank's own steps."""
+        for kind in kinds(self.launcher.runner, self.replays, self.width):
+            if not self.replays.is_full and self.replays.has_bytes(sum(kind.counts)):
+                self._run(kind, 1 if is_timed else STEPS)
+
+    def _for_others(self) -> None:
+        """Decodes each bucket as often as the others need to capture their part of it."""
+        for kind in one_of_each_bucket(self.launcher.runner, self.replays, self.width):
+            self._run(kind, STEPS)
+
+    def _run(self, kind: Kind, step_count: int) -> None:
+        whole = replace(self.launcher, way=WholeModel())
+        _run_steps(whole, kind, self.draft_count, step_count)
 
 
 def kinds(runner: Runner, replays: Replays, width: int) -> Iterator[Kind]:
     vectors, widths = runner.tuning.first_vectors(), dict.fromkeys((width, 1))
-    for is_timed, temperature, vector, count, size in product(
-        (False, True), TEMPERATURES, vectors, widths, reversed(replays.sizes)
+    for temperature, vector, count, size in product(
+        TEMPERATURES, vectors, widths, reversed(replays.sizes)
     ):
         counts = replays.bucket((1,) * size, width)
         if counts and max(counts) >= count:
@@ -75,12 +90,19 @@ def kinds(runner: Runner, replays: Replays, width: int) -> Iterator[Kind]:
                 counts=counts,
                 count=count,
                 vector=vector,
-                sampling=Sampling(temperature=temperature, tokens_max=(1 + EAGER_STEPS) * width),
-                is_timed=is_timed,
+                sampling=Sampling(temperature=temperature, tokens_max=STEPS * width),
             )
 
 
-def _capture(launcher: Launcher, kind: Kind, draft_count: int) -> None:
+def one_of_each_bucket(runner: Runner, replays: Replays, width: int) -> list[Kind]:
+    """What the others do follows from how many tokens are decoded, and from nothing else."""
+    found: dict[tuple[int, ...], Kind] = {}
+    for kind in kinds(runner, replays, width):
+        found.setdefault(kind.counts, kind)
+    return list(found.values())
+
+
+def _run_steps(launcher: Launcher, kind: Kind, draft_count: int, step_count: int) -> None:
     """Captures the kind in the step behind the steps that load its kernels; the graph with times is
     captured behind the graph without."""
     request = Request(number=0, prompt=[0], sampling=kind.sampling)
@@ -88,7 +110,7 @@ def _capture(launcher: Launcher, kind: Kind, draft_count: int) -> None:
     request.sequence = opened
     line = opened.line
     launcher.future.stash(line, [0] * kind.count)
-    for _ in range(1 if kind.is_timed else 1 + EAGER_STEPS):
+    for _ in range(step_count):
         flight = launcher.launch(
             (Turn(request, kind.count),),
             brought=StepNeeds(draft_count=draft_count),
@@ -99,3 +121,7 @@ def _capture(launcher: Launcher, kind: Kind, draft_count: int) -> None:
         launcher.learn(flight)
     launcher.future.forget(line)
     opened.close()
+
+
+def _none() -> None:
+    return

@@ -117,6 +117,7 @@ class Replays:
             runner.model.config,
             layout,
             length_max=pools.length_max,
+            value_bytes=runner.model.layers[0].mla.dtype.itemsize,
             rank_count=1 if expert_ranks is None else expert_ranks.team.size,
         )
         self._query_max = pools.query_max

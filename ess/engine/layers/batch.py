@@ -145,7 +145,9 @@ def back(batch: Shared, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -
     """Attended latents -> the layer's output. Where the experts are divided these are tokens of
     prompts: those of a decode batch are exchanged in stages."""
     if not batch.ops.has_stages() or layer.is_divided:
-        return layer.mlp(layer.output(hidden, attended), "chunk")
+        hidden = layer.output(hidden, attended)
+        del attended  # the largest array of a layer: experts work in its memory
+        return layer.mlp(hidden, "chunk")
     return layer.compiled(batch.layout).back(hidden, attended, threads=compute_threads())
 
 

@@ -20,6 +20,8 @@ from ess.engine.layers.front import front
 from ess.engine.prompt.pack import Chosen, Pack, window_of
 from ess.engine.prompt.reading import attend_chosen, top_k
 from ess.engine.prompt.share import Share, Work, joined
+from ess.kernels.merge import Partial
+from ess.kernels.room import new_partial
 from ess.models.decoder import DecoderLayer
 from ess.models.indexer import last_positions
 
@@ -29,19 +31,24 @@ def run_layer(
 ) -> tuple[Tensor, Chosen]:
     if not layer.has_rows:
         return _through_states(work.mine, layer, hidden), given
-    work.mine.rows.enter(layer.number)
-    mine, made, chosen = work.mine, front(work.mine, layer, hidden), given
+    query, chosen = _stored(share, work, layer, hidden, given)
+    return back(work.mine, layer, hidden, _attend(share, work, layer, query, chosen)), chosen
+
+
+def _stored(
+    share: Share, work: Work, layer: DecoderLayer, hidden: Tensor, given: Chosen
+) -> tuple[Tensor, Chosen]:
+    """Stores rows and keys. What asks for rows, and which ones."""
+    mine = work.mine
+    mine.rows.enter(layer.number)
+    made = front(mine, layer, hidden)
     if made.keys is not None:
         mine.rows.put_keys(layer.number, [made.keys[place] for place in mine.places])
     mine.rows.put(layer.number, [made.rows[place] for place in mine.places])
     share.stored(work, layer.number)
     if made.queries is not None and made.weights is not None:
-        chosen = _select(share, work, layer, made.queries, made.weights)
-    elif layer.window:
-        chosen = _last(work, layer)
-    asked = queries(work.asked, layer, share.gathered(made.query))
-    attended = _attend(work.asked, layer, asked, chosen)
-    return back(mine, layer, hidden, share.exchanged(work, layer, attended)), chosen
+        return made.query, _select(share, work, layer, made.queries, made.weights)
+    return made.query, _last(work, layer) if layer.window else given
 
 
 def _through_states(pack: Pack, layer: DecoderLayer, hidden: Tensor) -> Tensor:
@@ -78,13 +85,13 @@ def _last(work: Work, layer: DecoderLayer) -> Chosen:
     return chosen
 
 
-def _attend(pack: Pack, layer: DecoderLayer, asked: Tensor, chosen: Chosen) -> Tensor:
-    latent_dim = pack.layout.row_of(layer.number).latent_dim
-    none = asked.new_empty((0, asked.shape[1], latent_dim), dtype=torch.float32)
-    attended = []
+def _attend(share: Share, work: Work, layer: DecoderLayer, query: Tensor, chosen: Chosen) -> Tensor:
+    """Of all spans, in one array."""
+    pack = work.asked
+    asked = queries(pack, layer, share.gathered(query))
+    into = new_partial(asked, pack.layout.row_of(layer.number).latent_dim)
     for at, _, place in pack.each():
-        selection = chosen[at]
+        selection, part = chosen[at], Partial(into.out[place], into.lse[place])
         assert selection is not None, f"layer {layer.number} shares a selection that was not made"
-        partial = attend_chosen(pack, layer.number, at, asked[place], selection)
-        attended.append(layer.mla.attended(partial))
-    return joined(attended, none)
+        attend_chosen(pack, layer.number, at, asked[place], selection, part)
+    return share.exchanged(work, layer, layer.mla.attended(into))

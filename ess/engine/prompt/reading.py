@@ -45,15 +45,12 @@ def top_k(pack: Pack, at: int, span: Span, layer: int, queries: Tensor, weights:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def attend_chosen(pack: Pack, layer: int, at: int, queries: Tensor, chosen: Tensor) -> Partial:
+def attend_chosen(
+    pack: Pack, layer: int, at: int, queries: Tensor, chosen: Tensor, into: Partial
+) -> None:
     """Span number `at`; some queries at a time, for ops that gather their rows."""
     assert len(queries) == len(chosen), f"{len(chosen)} selections for {len(queries)} queries"
     codec, (rows, codes) = pack.layout.row_of(layer), pack.rows.reading(layer, at, chosen)
-    shape, single = tuple(queries.shape[:2]), torch.float32
-    into = Partial(
-        queries.new_empty((*shape, codec.latent_dim), dtype=single),
-        queries.new_empty(shape, dtype=single),
-    )
     for first in range(0, len(queries), QUERIES):
         some = slice(first, first + QUERIES)
         pack.ops.attend(
@@ -65,4 +62,3 @@ def attend_chosen(pack: Pack, layer: int, at: int, queries: Tensor, chosen: Tens
             into=Partial(into.out[some], into.lse[some]),
             threads=compute_threads(),
         )
-    return into

@@ -138,8 +138,8 @@ def queue_part(
     if runner.offload.layout.mtp_layer_count:
         mtp = runner.model.mtp
         assert mtp is not None, "the layout has an MTP layer, the model has none"
-        embedded = runner.model.embed(_joined([span.following for span in mine], work.mine))
-        joined = join(work.mine, mtp, embedded, runner.model.finish(hidden))
+        following = _joined([span.following for span in mine], work.mine)
+        joined = join(work.mine, mtp, runner.model.embed(following), runner.model.finish(hidden))
         run_layer(meets, work, mtp.layer, joined, [None] * len(work.asked.spans))
         if on_layer is not None:
             work.mine.rows.tell(partial(on_layer, mtp.layer.number))

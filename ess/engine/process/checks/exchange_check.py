@@ -189,7 +189,8 @@ def _exchanged(group: Group, home: torch.device, form: Literal["f32", "bf16"]) -
         torch.cuda.synchronize(home)
         taken_bytes = torch.cuda.max_memory_allocated(home) - held_bytes
     group.team.check()
-    estimated_bytes = exchange_bytes(whole.config, TOKEN_COUNT, group.size)
+    value_bytes = alone.mla.dtype.itemsize
+    estimated_bytes = exchange_bytes(whole.config, TOKEN_COUNT, group.size, value_bytes=value_bytes)
     return _Exchanged(float((came - wanted).abs().max()), taken_bytes, estimated_bytes)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ess.clock import Clock
 from ess.engine import scheduler, tpot_control
 from ess.engine.config import EngineConfig
 from ess.engine.graphs.buckets import bucket_sizes
-from ess.engine.graphs.rehearsal import rehearse
+from ess.engine.graphs.rehearsal import Rehearsal
 from ess.engine.graphs.replays import Replays
 from ess.engine.plan import StepPlan, Turn
 from ess.engine.process.messages import GraphLine
@@ -32,6 +32,7 @@ from ess.engine.step.warmth import Warmth
 from ess.engine.step.way import Way
 from ess.engine.step_bytes import positions_max
 from ess.engine.tpot_control import Seen, drafts_of
+from ess.units import counted, format_bytes
 
 
 class Flights:
@@ -145,25 +146,44 @@ class Flights:
 
     def rehearse(self, tell: Callable[[str], None]) -> None:
         """Captures the usual steps, as far as graphs have room, and reports progress to `tell`.
-        Ranks meet in each of these steps; a rank that has captured all of its own stands by until
-        all ranks have."""
+        Ranks meet in each of these steps; a rank that has done its part stands by until all ranks
+        have."""
         assert not self._flights, "a step is under way"
+        runner, started_s = self._runner, self._clock.now_s()
         self._ranks.counts = False
         if self.replays is not None:
-            verified = self.pace.verified_count
-            rehearse(
-                self._launcher,
-                self.replays,
-                width=verified,
-                draft_count=drafts_of(verified, self._config.mtp),
-                clock=self._clock,
-                tell=tell,
-            )
+            most = counted(max(self.replays.sizes, default=0), "request")
+            tell(f"graphs of steps: up to {most} a step")
+        with runner.tuning.uncounted(), runner.verifier.off():
+            for part in self._parts_of_rehearsal():
+                part()
+                self._stand_by_until_quiet()
+        if self.replays is not None:
+            self.replays.rehearsed()
+            runner.offload.drain()
+            made, size = self.replays.captured_count, format_bytes(self.replays.byte_count)
+            seconds = self._clock.now_s() - started_s
+            tell(f"graphs of steps: {made} captured in {seconds:.1f} s, {size}")
+        self._ranks.counts = True
+
+    def _parts_of_rehearsal(self) -> Sequence[Callable[[], None]]:
+        """As many on every rank."""
+        if self.replays is None:
+            return ()
+        verified, expert_ranks = self.pace.verified_count, self._runner.model.expert_ranks
+        rehearsal = Rehearsal(
+            launcher=self._launcher,
+            replays=self.replays,
+            width=verified,
+            draft_count=drafts_of(verified, self._config.mtp),
+        )
+        return rehearsal.parts(None if expert_ranks is None else expert_ranks.team.rank)
+
+    def _stand_by_until_quiet(self) -> None:
         while self._ranks.rest_s < math.inf:
             self.stand_by(StepNeeds())
             if self._ranks.latest.is_quiet:
-                break
-        self._ranks.counts = True
+                return
 
     def depth_reasons(self, roster: Roster[Request]) -> tuple[str, ...]:
         on_device = self._runner.model.device.type != "cpu"

@@ -16,6 +16,7 @@ import msgspec
 
 from ess.engine.devices import Found
 from ess.engine.graphs.buckets import bucket_sizes
+from ess.engine.layer_bytes import BF16, F32
 from ess.engine.step_bytes import decode_bytes, graph_bytes, prompt_bytes, staged_bytes
 from ess.errors import BadInput
 from ess.layout import ModelLayout
@@ -113,6 +114,11 @@ def has_rooms_of(found: Found, settings: Settings) -> bool:
     return found.has_rooms and settings.form == "stored"
 
 
+def value_bytes_of(settings: Settings) -> int:
+    """Of a number that is multiplied: codes of fp8 are made of numbers in bfloat16."""
+    return F32 if settings.form == "f32" else BF16
+
+
 def host_bytes_of(settings: Settings, layout: ModelLayout, longest: int, free: int) -> int:
     if settings.host_bytes != AUTO:
         return size_of(settings.host_bytes, of=free)
@@ -201,7 +207,11 @@ def _steps(needed: Needed, settings: Settings, length_max: int, *, has_rooms: bo
     queries, tokens = settings.max_running * settings.mtp, settings.chunk_tokens
     rooms_of_prompts = has_rooms and tokens > queries
     rooms_of_steps = has_rooms and not rooms_of_prompts
-    more = {"length_max": length_max, "rank_count": settings.dp_size}
+    more = {
+        "length_max": length_max,
+        "rank_count": settings.dp_size,
+        "value_bytes": value_bytes_of(settings),
+    }
     decode = decode_bytes(config, query_max=queries, has_rooms=rooms_of_steps, **more)
     more |= {"chunk_tokens": tokens, "prompt_max": settings.max_running}
     prompt = prompt_bytes(config, layout, has_rooms=rooms_of_prompts, **more)
@@ -231,6 +241,7 @@ def _graphs(needed: Needed, settings: Settings, length_max: int, found: Found) -
         query_max=max(sizes, default=0) * settings.mtp,
         graph_count=settings.graphs,
         length_max=length_max,
+        value_bytes=value_bytes_of(settings),
         rank_count=settings.dp_size,
         has_rooms=has_rooms_of(found, settings),
     )

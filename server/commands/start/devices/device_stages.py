@@ -16,7 +16,8 @@ import msgspec
 from ess.comm.link import AHEAD_MAX, HELD_MAX
 from ess.engine.chunking.sizer import PROFILE_MARGIN
 from ess.engine.devices import Found, devices_here
-from ess.engine.step_bytes import F32, prompt_bytes, staged_bytes
+from ess.engine.layer_bytes import F32
+from ess.engine.step_bytes import prompt_bytes, staged_bytes
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.weights.expected.kept_bytes import kept_bytes
@@ -29,6 +30,7 @@ from ess.server.commands.start.devices.device_sizing import (
     index_pages_of,
     pool_lines,
     room_of,
+    value_bytes_of,
     weight_line,
 )
 from ess.server.commands.start.files.checkpoint import Checkpoint
@@ -168,6 +170,7 @@ def _lines(
                 part,
                 **sizes,
                 prompt_max=settings.max_running,
+                value_bytes=value_bytes_of(settings),
                 pack_count=PACKS,
                 has_rooms=has_rooms,
             ),

@@ -1,0 +1,204 @@
+"""What a token takes of a device while it is in a layer, at each of the layer's moments.
+
+A moment is one or two calls of torch or of a kernel: what is there when it ends, and what it needs
+for itself. What a moment made for itself has gone at the next one, so a layer takes the most that
+a moment takes and never their sum. Counted are arrays with a line for each token; those of scores
+are counted by their callers, since fewer tokens are scored at a time.
+
+Factors of products are in the type of the weights, bfloat16 or float32. What comes out of a product
+is in that type and is then brought to float32, where it was not: both are there for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ess.layout import SCALE_GROUP
+from ess.models.config import ModelConfig
+from ess.units import div_ceil
+
+F32: Final = 4
+BF16: Final = 2
+LONG: Final = 8
+CHOICES: Final = 5
+"""Lines of numbers in which experts are chosen, in 64 bits: scores, ranks and places among them."""
+CODES: Final = 2
+"""What a selection is called among the rows of a pack, and a mask of it."""
+STEP_LISTS: Final = 5
+"""The same of a step: hits, rows in place, both behind one another, and that without gaps."""
+PIECE: Final = 16
+"""Bytes of a piece of a list that attention has cut."""
+TURNING: Final = 3
+"""A part that is turned: two products, and what they make."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """`value_bytes` are those of a weight that is multiplied; codes are multiplied as bfloat16.
+    A step of decoding keeps more than a chunk of prompts does: its index queries, and behind
+    attention what was attended."""
+
+    config: ModelConfig
+    value_bytes: int = BF16
+    is_step: bool = False
+
+    def moments(self) -> Mapping[str, int]:
+        return {
+            "join": self._joined,
+            "projections": self._hidden + self._projected,
+            "index queries": self._hidden + self._entered + self._asked_keys,
+            "queries": self._hidden + self._selected + self._made_queries,
+            "attention": self._hidden + self._selected + self._attending,
+            "values": self._hidden + self._selected + self._valued,
+            "dense": self._behind + self._block(self.config.dense_dim, self.config.dense_limit),
+            "routing": self._behind + CHOICES * LONG * self.config.expert_count,
+            "experts": self._behind + self._routed,
+            "shared experts": self._behind + self._shared,
+        }
+
+    @property
+    def most(self) -> int:
+        return max(self.moments().values())
+
+    @property
+    def scored(self) -> int:
+        """While index scores are there, beside them."""
+        c = self.config
+        asked = c.index_head_count * (c.index_dim + 1) * F32
+        return self._hidden + self._selected + c.row_dim * F32 + c.key_dim * F32 + asked
+
+    def product(self, depth: int, width: int) -> int:
+        """Beside what is multiplied: in float32 at the end."""
+        if self.value_bytes == F32:
+            return width * F32
+        spare = F32 * depth if depth % SCALE_GROUP else 0
+        coded = depth + F32 * (depth // SCALE_GROUP + 1) + spare
+        return max(depth * self.value_bytes + width * self.value_bytes, coded) + width * F32
+
+    # ---- up to attention
+
+    @property
+    def _joined(self) -> int:
+        """Of the MTP module: two states, normed, side by side, and what they are multiplied to."""
+        if not self.config.mtp_layer_count:
+            return 0
+        hidden = self.config.hidden_dim
+        return 6 * hidden * F32 + self.product(2 * hidden, hidden)
+
+    @property
+    def _hidden(self) -> int:
+        """The layer's input."""
+        return self.config.residual_dim * F32 + self._turned
+
+    @property
+    def _turned(self) -> int:
+        """Cosines and sines of a token's position, and what names the token and its row."""
+        return self.config.rope_dim * F32 + 4 * LONG
+
+    @property
+    def _projected(self) -> int:
+        c = self.config
+        return c.hidden_dim * F32 + self.product(c.hidden_dim, c.query_rank + c.row_dim)
+
+    @property
+    def _entered(self) -> int:
+        """The normed input, what it was projected to, the query's norm, and the new row."""
+        c = self.config
+        return (c.hidden_dim + 2 * (c.query_rank + c.row_dim)) * F32
+
+    @property
+    def _asked_keys(self) -> int:
+        """Index queries, as they come and as they meet the keys; their weights; the key."""
+        c = self.config
+        asked = c.index_head_count * c.index_dim
+        turned = asked * 2 * F32
+        return max(self.product(c.query_rank, asked), turned) + c.index_head_count * F32 + c.key_dim
+
+    @property
+    def _selected(self) -> int:
+        """The low-rank query and the selection; of a step also its index queries."""
+        c = self.config
+        kept = c.index_head_count * c.index_dim * F32 if self.is_step else 0
+        return (c.query_rank + 2 * c.top_k) * F32 + kept
+
+    @property
+    def _heads(self) -> int:
+        """What is multiplied with rows: absorbed queries."""
+        return self.config.head_count * self.config.row_dim * self.value_bytes
+
+    @property
+    def _latents(self) -> int:
+        return self.config.head_count * self.config.latent_dim
+
+    @property
+    def _made_queries(self) -> int:
+        """Queries of all heads; absorbed without the part that is turned; that part on its way, or
+        both behind one another."""
+        c = self.config
+        plain = c.head_count * (c.nope_dim + c.rope_dim)
+        turned = c.head_count * c.rope_dim
+        joined = self._heads + turned * self.value_bytes
+        absorbed = self._latents * self.value_bytes + max(joined, TURNING * turned * F32)
+        return max(self.product(c.query_rank, plain), plain * F32 + absorbed)
+
+    @property
+    def _attending(self) -> int:
+        c = self.config
+        lists = (STEP_LISTS if self.is_step else CODES) * c.top_k * F32
+        sums = (self._latents + c.head_count) * F32
+        pieces = PIECE * self.piece_count if self.is_step else 0
+        return self._heads + lists + pieces + sums * (1 + c.has_sinks)
+
+    @property
+    def piece_count(self) -> int:
+        """The most pieces that a query's list of hits and rows in place is cut into."""
+        heads, keys = self.blocks
+        return div_ceil(self.config.head_count, heads) * (div_ceil(2 * self.config.top_k, keys) + 1)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The heads and the keys of the blocks in which attention works through lists, or fewer."""
+        if self.value_bytes == F32:
+            return 16, 16
+        return (16, 64) if self.config.head_count <= 16 else (64, 32)
+
+    @property
+    def _valued(self) -> int:
+        """What was attended, its factor in the weights' type, values, and the layer's output."""
+        c, size = self.config, self.value_bytes
+        values, attended = c.head_count * c.value_dim, self._latents * F32
+        factor = self._latents * size if size < F32 else 0
+        output = values * size + self.product(values, c.hidden_dim) + c.hidden_dim * F32
+        return attended + max(factor + values * size, 2 * values * size, output)
+
+    # ---- behind attention
+
+    @property
+    def _behind(self) -> int:
+        """The layer's input, with what attention adds, and normed; of a step what was attended."""
+        c = self.config
+        kept = (c.query_rank + self._latents * self.is_step) * F32
+        return kept + 2 * self._hidden + c.hidden_dim * F32
+
+    def _block(self, inner: int, limit: float) -> int:
+        """Gates and what they multiply; silu of the gates; both, multiplied."""
+        hidden = self.config.hidden_dim
+        gates = (2 + 2 + 2 * (limit > 0)) * inner * F32
+        return max(
+            self.product(hidden, 2 * inner), gates, inner * F32 + self.product(inner, hidden)
+        )
+
+    @property
+    def _routed(self) -> int:
+        """A line for each expert of a token: gates, what they let through, and what is made of it;
+        before that what is given in the place of the last two. And the sum."""
+        c = self.config
+        line = (c.hidden_dim + 3 * c.expert_dim) * self.value_bytes
+        return c.experts_per_token * (line + 3 * LONG) + c.hidden_dim * F32
+
+    @property
+    def _shared(self) -> int:
+        c = self.config
+        return 2 * c.hidden_dim * F32 + self._block(c.shared_width, c.shared_limit)
