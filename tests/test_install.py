@@ -144,7 +144,7 @@ def test_the_extension_lists_every_source_and_header() -> None:
     (extension,) = project()["tool"]["setuptools"]["ext-modules"]
     for key, suffix in (("sources", "cpp"), ("depends", "h")):
         folders = ("csrc/cpu", "csrc/residency")
-        paths = (path for name in folders for path in (ROOT / name).glob(f"*.{suffix}"))
+        paths = (path for name in folders for path in (ROOT / name).rglob(f"*.{suffix}"))
         there = sorted(str(path.relative_to(ROOT)) for path in paths)
         assert extension.get(key) == there, f"pyproject.toml, ext-modules: {key} must be {there}"
 

@@ -346,7 +346,7 @@ class EngineLink:
         self.going_on_count = 0
         with contextlib.suppress(Unavailable):
             if self.is_held:
-                self._send(Hold(True, self.place.front))
+                self._socket.send(Hold(True, self.place.front))
             for add in self._journal.again():
                 self._socket.send(add)
                 self.going_on_count += 1
