@@ -22,13 +22,13 @@ class Sharing(TypedDict, total=False):
 
 
 class ModelPart(Sharing, total=False):
-    """Of a model: the run of consecutive `layers`; None: all."""
+    """The part of a model: the run of consecutive `layers`, None for all."""
 
     layers: range | None
 
 
 class LayerPlace(Sharing, total=False):
-    """Of a layer: `first` is where its part of the model begins."""
+    """The place of a layer: `first` is where its part of the model begins."""
 
     first: int
 
