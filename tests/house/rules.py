@@ -235,16 +235,6 @@ def vague_loops(text: str) -> list[str]:
     ]
 
 
-def riddles(text: str) -> list[str]:
-    """A docstring names its subject: one that begins with "Of" continues the name above it."""
-    described = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return [
-        f"{node.lineno}: the docstring of {node.name} begins with Of; begin with the noun"
-        for node in nodes(text)
-        if isinstance(node, described) and (ast.get_docstring(node) or "").startswith("Of ")
-    ]
-
-
 def split_texts(text: str) -> list[str]:
     """Of two strings in a row, which document an attribute, only the first is shown."""
     return [
