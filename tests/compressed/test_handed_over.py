@@ -343,6 +343,39 @@ def test_a_prompt_that_is_all_cached_still_needs_its_state() -> None:
     assert taken.output == V4.told(2 * PAGE + 1)
 
 
+def test_a_request_that_begins_again_is_asked_for_at_once() -> None:
+    """Also while another one runs, and a later one waits for the pages that it has given up. Until
+    it is let in again its prompt is not there, whatever was cached."""
+    pair = pair_of(pools={"lines": 2, "host_pages": 7})
+    engine = pair.decode.engine
+    runs = engine.add(LINE[:20], Sampling(tokens_max=200, ignore_eos=True))
+    pair.until(lambda: runs.state == "decoding")
+    taken = engine.add(LINE[:600], WISH, take=Take(1, 77))
+    later = engine.add(LINE[:900], WISH)
+    pair.step()
+    assert (taken.state, later.state) == ("landing", "waiting")
+    pair.step()
+    assert (taken.state, later.state, runs.state) == ("prefilling", "waiting", "decoding")
+    pair.run()
+    assert (taken.output, later.output) == (V4.told(600), V4.told(900))
+
+
+def test_a_prompt_that_begins_again_is_not_there_until_it_is_let_in() -> None:
+    """A follower that comes meanwhile waits for it, though all rows were cached."""
+    pair = pair_of(pools={"lines": 1})
+    engine, prompt = pair.decode.engine, LINE[: 2 * PAGE + 1]
+    pair.add(LINE[: 2 * PAGE + 5], WISH)
+    pair.run()
+    runs = engine.add(LINE[:20], Sampling(tokens_max=40, ignore_eos=True))
+    pair.until(lambda: runs.state == "decoding")
+    leader = engine.add(prompt, WISH, take=Take(1, 77))
+    pair.until(lambda: leader.takes is None)
+    assert (leader.state, leader.has_prompt, leader.cached_count) == ("waiting", False, 0)
+    follower = engine.add(prompt, WISH, leader=leader)
+    pair.run()
+    assert leader.output == follower.output == V4.told(2 * PAGE + 1)
+
+
 def test_followers_wait_for_a_leader_that_begins_again() -> None:
     pair = pair_of(pools={"lines": 4})
     pair.uid = 3
