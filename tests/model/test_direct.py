@@ -37,7 +37,7 @@ class LateLane(PatientLane):
 
 
 def engine(codec: str, *, mode: str, chunks: int, mtp: int = 2, lengths=(1, 90, 130, 131), **more):
-    made = small("v32", layer_count=3)
+    made = small("v32", layer_count=3, mtp_shares_selection=more.pop("shares", False))
     layout = made.config.layout(row=codec, index="f32" if codec == "f32" else "fp8")
     offload = Offload.create(
         layout,
@@ -142,6 +142,13 @@ def test_logits_are_those_of_the_schedules_and_stay(codec, mode, chunks):
     for one, other in zip(*seen, strict=True):
         assert one.logits.equal(other.logits)
         assert one.hidden.equal(other.hidden)
+
+
+@pytest.mark.parametrize("mode", ["none", "resident"])
+def test_drafts_that_share_the_selection_of_a_native_layer(mode):
+    direct, plain, stops = pair("fp8", mode=mode, chunks=9, mtp=4, shares=True)
+    in_turn(direct, plain)
+    assert stops[Stop.NONE] > 10
 
 
 @pytest.mark.parametrize("evict", ["sieve", "score"])

@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from ess.engine.layers.batch import Batch
+from ess.engine.step import way
+from ess.engine.step.runner import Runner
+from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
 from ess.models.model import Model
 from ess.models.plain import Plain
+from tests.model.test_engine import engine, prompt, run
 from tests.support import checkpoints
+from tests.support.checkpoints import small
 from tests.support.greedy import Drafter, PlainDrafter, greedy, greedy_mtp
 from tests.support.unabsorbed import Unabsorbed
 
@@ -53,6 +60,36 @@ def test_sharing_the_selection_changes_late_drafts(raw: dict[str, Any]) -> None:
         assert drafts[0][0] == drafts[1][0]
         differ += drafts[0] != drafts[1]
     assert differ > 0
+
+
+@pytest.mark.parametrize("mode", ["none", "dba", "resident"])
+@pytest.mark.parametrize(
+    ("family", "length"), [("v32", 9), ("glm", 9), ("glm", 90)], ids=["dense", "shared", "sparse"]
+)
+def test_the_engine_s_drafts_are_those_of_the_plain_module(
+    family: str, length: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each step all of them. GLM's passes share the first one's selection; where each selects
+    for itself, the engine attends to the rows of guesses beside a selection, not within it."""
+    model, text, told = small(family, layer_count=3), prompt(length), list[list[int]]()
+
+    def draft(runner: Runner, batch: Batch, hidden: Tensor, following: Tensor, last: Any, n: int):
+        made = way.drafts_of_a_step(runner, batch, hidden, following, last, n)
+        text.extend(following[: last[0] + 1].tolist())
+        plain = PlainDrafter(model)
+        wanted = plain.draft(text[1:], Plain(model).run(text[:-1]).hidden, n)
+        told.append(wanted)
+        assert made[0].tolist() == wanted, len(told)
+        return made
+
+    monkeypatch.setattr(way, "drafts_of_a_step", way.draft, raising=False)
+    monkeypatch.setattr(way, "draft", draft)
+    eng = engine(family, mtp=4, modes=mode, chunks=30)
+    request = eng.add(text.copy(), Sampling(tokens_max=12))
+    run(eng)
+    assert request.output == text[length:][:12]
+    assert len(told) >= 3
+    assert len(set(map(tuple, told))) > 1
 
 
 class Prompter:

@@ -338,8 +338,8 @@ def model(raw: dict[str, Any], **changes: Any) -> Model:
 
 
 @functools.cache
-def small(family: str = "v32", *, layer_count: int = 2) -> Model:
+def small(family: str = "v32", *, layer_count: int = 2, **changes: bool) -> Model:
     """The random model with sizes SMALL; from here on torch computes in one thread."""
     torch.set_num_threads(1)
     raw = {"v32": V32, "glm": GLM}[family]
-    return model({**raw, **SMALL, "num_hidden_layers": layer_count})
+    return model({**raw, **SMALL, "num_hidden_layers": layer_count}, **changes)

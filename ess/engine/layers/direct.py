@@ -122,6 +122,9 @@ class DirectLayers:
 
     def _note(self, batch: Batch, room: CallMemory, which: range, resident: list[bool]) -> None:
         batch.step.wrote_each(which)
+        if which.stop > batch.layout.layer_count:
+            last = batch.layout.group_of(which.stop - 1)
+            batch.selected[last] = {range(len(room.hidden)): room.selection}
         count, located_count = len(which), sum(resident)
         if located_count in (0, count):
             self._tuning.ran(
@@ -171,6 +174,7 @@ class CallMemory:
 
     def __init__(self, batch: Batch, query_count: int, hidden_dim: int, *, tables: Ints) -> None:
         """`tables` are the page tables of all lines."""
+        self._top_k = batch.layout.top_k
         self.layers = Layers(batch.layout.layer_total)
         self.bound: set[int] = set()
         self.hits = np.zeros(query_count, np.int64)
@@ -247,10 +251,8 @@ class CallMemory:
         shape = self._count, asked.shape[1]
         out = self._tensor("out", (*shape, codec.latent_dim), torch.float32)
         lse = self._tensor("lse", shape, torch.float32)
-        selection, located = (
-            self._tensor(name, (self._count, layout.top_k), torch.int32)
-            for name in ("selection", "located")
-        )
+        selection = self.selection
+        located = self._tensor("located", (self._count, layout.top_k), torch.int32)
         self._stages(record, "front", front.bind([self.hidden], fronts, turns=turns))
         self._stages(record, "ask", ask.bind([query], [asked], turns=turns))
         self._stages(record, "back", back.bind([self.hidden, out], [self.hidden]))
@@ -261,6 +263,11 @@ class CallMemory:
         record.attend = _attend(batch, layer.number, asked, out, lse)
         self.layers.kept.append(compiled)
         self.bound.add(layer.number)
+
+    @property
+    def selection(self) -> Tensor:
+        """That of the layer that ran last, until another one runs."""
+        return self._tensor("selection", (self._count, self._top_k), torch.int32)
 
     @property
     def _count(self) -> int:

@@ -4,7 +4,8 @@ Its row of position p pairs the finished hidden state of p with token p + 1, so 
 step's tokens are known, as the last layer of the same step: every verified position gets its row
 from the main model's own hidden state, and what was rejected goes with the step. The first guess
 comes out of that pass. Further guesses chain on the module's own state; their rows live only here,
-and their attention reads the pool's resident rows: that costs acceptance, never tokens.
+and their attention reads the pool's resident rows: that costs acceptance, never tokens. A model
+whose passes share their selection attends in all of them to the rows that the first one chose.
 """
 
 from __future__ import annotations
@@ -69,17 +70,24 @@ class Chain:
         self._mtp = mtp
         self._last = last
         self._lengths = batch.lengths[last]
+        self._count = 0
         self._own: list[Tensor] = []
+        shares = runner.model.config.mtp_shares_selection
+        self._given = _first_selection(batch, mtp)[last] if shares else None
 
     def next(self, tokens: Tensor, finished: Tensor) -> Tensor:
         layer, runner = self._mtp.layer, self._runner
         hidden = join(self._batch, self._mtp, runner.model.embed(tokens), finished)
-        rotation = runner.model.rotation(self._lengths + len(self._own))
+        rotation = runner.model.rotation(self._lengths + self._count)
+        self._count += 1
         entry = layer.enter(hidden)
-        self._own.append(layer.mla.rows(entry.row, rotation).float())
         queries = layer.mla.queries(entry.query, rotation)
-        selection = self._selected(entry, rotation)
-        partial = self._over_pool(queries, selection, onto=self._over_own(queries))
+        if self._given is not None:
+            partial = self._over_pool(queries, self._given)
+        else:
+            self._own.append(layer.mla.rows(entry.row, rotation).float())
+            selection = self._selected(entry, rotation)
+            partial = self._over_pool(queries, selection, onto=self._over_own(queries))
         attended = runner.heads.joined(self._batch, layer, layer.mla.attended(partial))
         return layer.mlp(layer.output(hidden, attended))
 
@@ -90,7 +98,9 @@ class Chain:
         weights = layer.indexer.weights(entry.hidden)
         return select(batch, layer.number, asked, weights, self._last)
 
-    def _over_pool(self, queries: Tensor, selection: Tensor, *, onto: Partial) -> Partial:
+    def _over_pool(
+        self, queries: Tensor, selection: Tensor, *, onto: Partial | None = None
+    ) -> Partial:
         batch, number = self._batch, self._mtp.layer.number
         slots = batch.step.locate(number, selection, queries=self._last)
         return attend(batch, number, queries, slots, onto=onto)
@@ -102,3 +112,11 @@ class Chain:
         weights = (scores - lse[..., None]).exp()
         latent_dim = self._batch.layout.row_of(self._mtp.layer.number).latent_dim
         return Partial(weights @ rows[..., :latent_dim], lse)
+
+
+def _first_selection(batch: Batch, mtp: Mtp) -> Tensor:
+    """What each query of the step has selected in the module's layer."""
+    parts = batch.selected[batch.layout.group_of(mtp.layer.number)]
+    chosen = torch.cat([parts[part] for part in sorted(parts, key=lambda part: part.start)])
+    assert len(chosen) == len(batch.lengths), f"{len(chosen)} selections of the module's queries"
+    return chosen
