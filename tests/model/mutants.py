@@ -18,6 +18,7 @@ import ast
 import copy
 import functools
 import gc
+import importlib
 import importlib.util
 import os
 import random
@@ -41,7 +42,8 @@ OFFLOAD = "tests/model/test_offload.py"
 SEEDS = "tests/campaign/few_seeds.py"
 RECEIVER = ("tests/handoff/test_receiver.py", "tests/handoff/test_receiver_endings.py")
 LEAD = ("tests/prefill/test_lead.py", "tests/prefill/test_tier.py")
-DOOR = ("tests/unit/door/test_at_once.py", "tests/unit/door/test_door.py")
+NEW_ROWS = "tests/unit/door/test_new_rows.py"
+DOOR = ("tests/unit/door/test_at_once.py", "tests/unit/door/test_door.py", NEW_ROWS)
 SUITES = {
     "ess.kernels.merge": ["tests/kernels/test_merge.py", "tests/kernels/test_merge_drawn.py"],
     "ess.pool.lru.specification": [
@@ -72,8 +74,10 @@ SUITES = {
     "ess.overlap.policy": ["tests/unit/test_policy.py"],
     "ess.door.residency.row_copies": [*DOOR, OFFLOAD],
     "ess.door.residency.slots": [*DOOR, "tests/unit/door/test_door_misuse.py", OFFLOAD],
+    "ess.door.memory.inflight": ["tests/unit/door/test_door_audits.py", *DOOR],
+    "ess.door.sequences.progress": [*DOOR, "tests/unit/door/test_door_misuse.py", OFFLOAD],
     "ess.door.steps.step": [
-        "tests/unit/door/test_door.py",
+        *DOOR,
         "tests/unit/door/test_door_misuse.py",
         OFFLOAD,
     ],
@@ -81,6 +85,15 @@ SUITES = {
     "ess.door.residency.budgets": [
         "tests/unit/pool/test_budgets.py",
         "tests/model/test_budgets_live.py",
+    ],
+    "ess.cost": ["tests/unit/test_cost.py", "tests/unit/test_policy.py"],
+    "ess.comm.experts.balance": ["tests/comm/test_balance.py"],
+    "ess.sim.locality.stack_distances": ["tests/unit/test_policies.py"],
+    "ess.engine.step.drafts": [
+        "tests/model/test_mtp.py",
+        "tests/model/test_engine.py",
+        "tests/model/test_depth.py",
+        "tests/model/test_verify.py",
     ],
     "ess.engine.tpot_control": ["tests/unit/test_pace.py"],
     "ess.engine.step.decode": ["tests/model/test_engine.py", "tests/model/test_depth.py"],
@@ -280,6 +293,7 @@ class Campaign:
 
     def _share(self, module: str, items: list[pytest.Item]) -> float:
         live = Live.of(module)
+        assert live.functions, f"{module} has no function that could be another"
         sound = Mutant(module, 0, "none", compiled(module, ast.parse(source_of(module))))
         assert survives(sound, live, items, LIMIT_S), (
             f"the tests of {module} fail on the unchanged module"
@@ -307,6 +321,7 @@ class Live:
 
     @classmethod
     def of(cls, module: str) -> Live:
+        importlib.import_module(module)  # tests may do so later
         gc.unfreeze()
         held, path = gc.get_objects(), importlib.util.find_spec(module).origin
         plain = [each for each in held if type(each) is FunctionType]
