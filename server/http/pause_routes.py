@@ -56,12 +56,12 @@ async def pause_sglang(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
-    await _service(request).link.hold(False)
+    await _service(request).link.hold(is_on=False)
     return answer({"status": "resumed"})
 
 
 async def resume_sglang(request: Request) -> Response:
-    await _service(request).link.hold(False)
+    await _service(request).link.hold(is_on=False)
     return answer({"status": "ok", "message": "Generation goes on."})
 
 
@@ -83,7 +83,7 @@ def _mode(given: str, *, kept: str) -> str:
 
 async def _pause(service: Service, mode: str) -> None:
     """Holds the engine first: no request makes a token between its end and the pause."""
-    await service.link.hold(True)
+    await service.link.hold(is_on=True)
     if mode == "abort":
         await service.link.abort_ids(None)
 

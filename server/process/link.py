@@ -217,7 +217,7 @@ class EngineLink:
         assert isinstance(answer, Flushed), f"{answer} answers a flush"
         return answer.sentence
 
-    async def hold(self, is_on: bool) -> None:
+    async def hold(self, *, is_on: bool) -> None:
         """Has the engine run no step, or run steps again."""
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}: nothing can be paused or continued")

@@ -100,6 +100,10 @@ def test_errors_have_the_shape_that_is_described():
             assert json.loads(answer.read()) == DOCUMENT
 
 
+LEFT_OUT = {"/v1/events", "/pause", "/pause_generation"}
+"""An endless stream, and routes behind which no request ends."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("examples", "least"), [(6, 500), pytest.param(25, 1500, marks=pytest.mark.long)]
@@ -114,7 +118,7 @@ def test_a_stranger_s_tool_finds_nothing_to_complain_of(tmp_path: Path, examples
                 *("--phases", "examples,coverage,fuzzing", "--max-examples", f"{examples}"),
                 *("--seed", "20261121", "--generation-deterministic", "--no-color"),
                 *("--checks", CHECKS, "--request-timeout", "20"),
-                *("--exclude-path", "/v1/events"),
+                *(word for path in LEFT_OUT for word in ("--exclude-path", path)),
             ],
             cwd=tmp_path,
             capture_output=True,
@@ -122,7 +126,7 @@ def test_a_stranger_s_tool_finds_nothing_to_complain_of(tmp_path: Path, examples
             timeout=300,
         )
         answers = served.service.tally.answers
-        assert {path for path, code in answers if code == 200} >= PATHS - UNMET
+        assert {path for path, code in answers if code == 200} >= PATHS - UNMET - LEFT_OUT
         assert sum(answers.values()) > least
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
         assert served.service.link.open_count == 0

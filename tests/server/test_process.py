@@ -18,8 +18,6 @@ from ess.engine.process.messages import (
     Handoff,
     HandoffLine,
     HandoffStatus,
-    Held,
-    Hold,
     Lost,
     Meet,
     Met,
@@ -265,49 +263,6 @@ def test_a_flush_waits_for_nobody_and_forgets():
     assert wire.pieces(2)[0].cached_count >= 64
     assert wire.pieces(3)[0].cached_count == 0
     assert wire.made(2) == wire.made(3) == wire.made(1)[:2]
-    loop.close()
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_steps_that_are_held_go_on_where_they_were(depth: int):
-    """What a step under way made is told when steps go on; a request that is aborted meanwhile
-    leaves its pages at once."""
-    wire = Script(
-        t1=[Add(1, prompt(20), Sampling(tokens_max=9)), Add(2, prompt(90), Sampling(tokens_max=9))],
-        t6=[Hold(True)],
-        t12=[Add(3, prompt(30), Sampling(tokens_max=5)), Abort(2)],
-        t20=[Hold(False)],
-        t60=[Hold(True), AbortNamed(None, 0), Flush()],
-    )
-    loop = EngineLoop(build(1, depth=depth), wire, ManualClock())
-    for turn in range(1, 70):
-        before, busy = len(wire.given), loop.status().step_count
-        loop.turn()
-        assert (loop.status().step_count == busy) or not loop.status().is_held
-        if 6 < turn < 20:
-            fresh = wire.given[before:]
-            assert not any(isinstance(message, Progress) for message in fresh)
-    assert [m for m in wire.given if isinstance(m, Held)] == [Held(True), Held(False), Held(True)]
-    assert wire.made(1) == greedy(small(), prompt(20), 9)
-    assert wire.made(3) == greedy(small(), prompt(30), 5)
-    assert len(wire.made(2)) < 9
-    assert [m for m in wire.given if isinstance(m, Flushed)] == [Flushed("")]
-    loop.close()
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_what_is_aborted_while_steps_are_held_can_be_flushed(depth: int):
-    wire = Script(
-        t1=[Add(1, prompt(200), Sampling(tokens_max=30))],
-        t8=[Hold(True), AbortNamed(None, 0), Flush()],
-        t9=[Hold(False), Add(2, prompt(200), Sampling(tokens_max=2))],
-    )
-    loop = EngineLoop(build(1, depth=depth), wire, ManualClock())
-    for _ in range(40):
-        loop.turn()
-    assert [m for m in wire.given if isinstance(m, Flushed)] == [Flushed("")]
-    assert wire.pieces(2)[0].cached_count == 0
-    assert wire.made(2) == greedy(small(), prompt(200), 2)
     loop.close()
 
 
