@@ -41,7 +41,7 @@ class History:
     def __init__(self, service: Service, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._shelf: KeptResponses | None = service.kept
         self._joined_max = min(service.limits.body_max, JOINED_BYTES_MAX)
-        self._owner = owner_of(headers)
+        self.owner = owner_of(headers)
         self._asked = b""
         self.previous: str | None = None
         self.is_kept = False
@@ -71,12 +71,14 @@ class History:
         return raw
 
     def _found(self, shelf: KeptResponses, identity: str) -> Kept:
-        found = shelf.find(self._owner, identity)
+        found = shelf.find(self.owner, identity)
         if found is None:
             raise BadInput(
                 f"previous_response_id is {identity!r:.80}, which is not kept, or no longer: send"
                 " all items as input"
             )
+        if found.is_open:
+            raise BadInput(f"previous_response_id is {identity!r:.80}, which is still being made")
         return found
 
     def _check_length(self, size: int) -> None:
@@ -98,14 +100,15 @@ class History:
         self._asked = b""
 
     def keep(self, document: dict[str, Any]) -> None:
-        """Keeps a response that has ended, with its items. The document says whether it is kept:
-        one that is too large is not."""
+        """Keeps a response, with its items, that has ended or is made in the background. The
+        document says whether it is kept: one that is too large is not."""
         if self._shelf is None or not self.is_kept:
             return
         said = msgspec.json.encode([item for item in document["output"] if _is_whole(item)])
         whole = msgspec.json.encode(document)
-        kept = Kept(asked=self._asked, said=said[1:-1], document=whole)
-        self.is_kept = document["store"] = self._shelf.put(self._owner, document["id"], kept)
+        is_open = document["status"] == "in_progress"
+        kept = Kept(asked=self._asked, said=said[1:-1], document=whole, is_open=is_open)
+        self.is_kept = document["store"] = self._shelf.put(self.owner, document["id"], kept)
 
 
 def _identity(given: msgspec.Raw) -> str | None:

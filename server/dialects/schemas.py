@@ -168,6 +168,7 @@ class ResponsesAsk(AddressedSampled, kw_only=True):
     reasoning: dict[str, Any] | None = None
     stream: bool | None = None
     store: bool | None = None
+    background: bool | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
     truncation: str | None = None

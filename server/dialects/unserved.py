@@ -93,7 +93,7 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
             f" {JOINED_BYTES_MAX >> 20} MiB: send all items as input"
         ),
         "conversation": "responses are not kept: send all items as input",
-        "background": "ask for a stream",
+        "background": "/v1/responses has it",
         "context_management": "every request has its whole prompt",
         "max_tool_calls": "the client makes the calls",
         "include_reasoning": _REASONING,

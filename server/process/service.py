@@ -20,6 +20,7 @@ from ess.server.process.board import SUBSCRIBERS_MAX, Board
 from ess.server.process.engines.stages import missing
 from ess.server.process.link import EngineLink
 from ess.server.process.pair.peers import WHOLE, Split
+from ess.server.process.requests.background import Background
 from ess.server.process.requests.call import Call
 from ess.server.process.requests.kept_responses import KeptResponses
 from ess.server.process.tally import Shelf, Tally, together
@@ -94,6 +95,7 @@ class Service:
     layers: tuple[tuple[int, int], ...] = ()
     shelf: Shelf | None = None
     kept: KeptResponses | None = None
+    background: Background = field(default_factory=Background)
 
     def __post_init__(self) -> None:
         self.tally.to_socket = self.link.to_socket

@@ -133,7 +133,7 @@ def test_kept_responses_are_looked_up_and_forgotten(served: Served):
         for look in (asking.retrieve, asking.delete, asking.input_items.list):
             with pytest.raises(openai.NotFoundError, match="is not kept here, or no longer"):
                 look(made.id)
-        with pytest.raises(openai.BadRequestError, match="background is not served"):
+        with pytest.raises(openai.BadRequestError, match="background is false"):
             asking.cancel(second.id)
 
 

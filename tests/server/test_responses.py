@@ -133,7 +133,7 @@ def test_forms_and_calls_become_grammars(calling: Served):
         ({"prompt": {"id": "p"}}, "prompt", "no templates"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not kept"),
         ({"conversation": "c"}, "conversation", "not kept"),
-        ({"background": True}, "background", "stream"),
+        ({"background": True}, "background", "--keep-responses"),
         ({"truncation": "auto"}, "truncation", "truncate_prompt_tokens"),
         ({"include": ["message.output_text.logprobs"]}, "include", "message.output_text.logprobs"),
         ({"top_logprobs": 3}, "top_logprobs", "not served"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -11,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ess.errors import BadInput
+from ess.errors import BadInput, EssError
 from ess.models.chat.reply import ReplyParser
 from ess.server.dialects import sampling_params, schemas
 from ess.server.dialects.answers import begin_reply
@@ -23,7 +25,7 @@ from ess.server.dialects.response_items import Item, Items
 from ess.server.dialects.routes.completions import usage
 from ess.server.dialects.streaming import Answer, EventStream, Writer, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
-from ess.server.http.responses import JSON
+from ess.server.http.responses import JSON, error_body
 from ess.server.process.service import Service
 
 IGNORED_INCLUDE: Final = "reasoning.encrypted_content"
@@ -35,7 +37,7 @@ async def responses(request: Request) -> Response:
     with contextlib.ExitStack() as held:
         held.callback(history.release)
         response = await _respond(request, service, history)
-        if isinstance(response, EventStream):
+        if isinstance(response, EventStream | Begun):
             response.held = held.pop_all()
         return response
 
@@ -45,9 +47,13 @@ async def _respond(request: Request, service: Service, history: History) -> Resp
     ask, [prompt] = prepared.ask, prepared.prompts
     service.check_model(ask.model)
     _refuse_unserved(ask)
+    if ask.background:
+        _check_background(ask, history)
     wanted, rules = _wanted(service, ask, prepared.forms), rules_of(ask)
     grown, [parser] = begin_reply(request, ask, wanted, prompt, rules, named=ask.request_id)
     shape = ResponseShape(service, ask, grown, prompt, parser, history)
+    if ask.background:
+        return _begun(shape)
     writer = ResponseWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
 
@@ -64,6 +70,56 @@ def _refuse_unserved(ask: schemas.ResponsesAsk) -> None:
     wishes = [wish for wish in ask.include or () if wish != IGNORED_INCLUDE]
     if wishes:
         raise BadInput(f"include has {wishes[0]!r:.60}, which is not served")
+
+
+def _check_background(ask: schemas.ResponsesAsk, history: History) -> None:
+    if ask.stream:
+        raise BadInput("background is true and stream too: ask for the response by its id")
+    if not history.is_kept:
+        raise BadInput(
+            "background is served where the response is kept: with --keep-responses, without store:"
+            " false, and while there is room for its items"
+        )
+
+
+class Begun(Response):
+    """A response that a task goes on to make; `held` is closed at its end."""
+
+    held: contextlib.ExitStack
+
+
+def _begun(shape: ResponseShape) -> Begun:
+    """The document as it is at first, which is kept until the end replaces it."""
+    background, owner = shape.service.background, shape.history.owner
+    document = shape.document("in_progress")
+    try:
+        background.check(owner, document["id"])
+        shape.history.keep(document)
+        if not document["store"]:
+            raise BadInput("background: the response is too large to be kept")
+    except BadInput:
+        shape.grown.give_up()
+        raise
+    response = Begun(msgspec.json.encode(document), media_type=JSON)
+    background.start(owner, document["id"], _made(shape, response))
+    return response
+
+
+async def _made(shape: ResponseShape, response: Begun) -> None:
+    """Whatever happens, the document says at the end how the response ended."""
+    try:
+        await shape.grown.collect()
+        shape.whole()
+    except asyncio.CancelledError:
+        shape.broken_off("cancelled")
+    except EssError as error:
+        shape.broken_off("failed", error)
+    except Exception as error:
+        logging.getLogger("ess").error("a response in the background failed", exc_info=error)
+        shape.broken_off("failed", EssError())
+    finally:
+        shape.grown.give_up()
+        response.held.close()
 
 
 def _wanted(service: Service, ask: schemas.ResponsesAsk, forms: Forms) -> sampling_params.Wanted:
@@ -109,6 +165,14 @@ class ResponseShape:
             self.items.take(said)
         return self.last()
 
+    def broken_off(self, status: str, error: EssError | None = None) -> None:
+        """Keeps the document without items, with what has made it end."""
+        document = self.document(status)
+        if error is not None:
+            told = error_body(error)[1]["error"]
+            document["error"] = {"code": "server_error", "message": told["message"]}
+        self.history.keep(document)
+
     def last(self) -> Item:
         """The document at the end of the answer."""
         finish = self.generation.finish
@@ -127,6 +191,7 @@ class ResponseShape:
             "object": "response",
             "created_at": self.created,
             "status": status,
+            "background": bool(ask.background),
             "error": None,
             "incomplete_details": None,
             "instructions": ask.instructions,

@@ -49,15 +49,25 @@ async def input_items(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
+    """One that is still being made ends first."""
     service: Service = request.app.state.service
-    identity = _identity(request)
-    if service.kept is None or not service.kept.drop(owner_of(request.scope["headers"]), identity):
+    identity, owner = _identity(request), owner_of(request.scope["headers"])
+    await service.background.cancel(owner, identity)
+    if service.kept is None or not service.kept.drop(owner, identity):
         raise _absent(service, identity)
     return answer({"id": identity, "object": "response", "deleted": True})
 
 
 async def cancel(request: Request) -> Response:
-    raise BadInput("background is not served: /abort_request ends a response that is under way")
+    """Ends a response that is made in the background; harmless if it has ended."""
+    service: Service = request.app.state.service
+    was_open = await service.background.cancel(
+        owner_of(request.scope["headers"]), _identity(request)
+    )
+    kept = _found(request)
+    if not was_open and not msgspec.json.decode(kept.document)["background"]:
+        raise BadInput("background is false for this response: it has ended")
+    return Response(kept.document, media_type=JSON)
 
 
 def _found(request: Request) -> Kept:
@@ -89,5 +99,5 @@ DOORS: Final = (
         "The items that led to a response.",
         queries=("order", "limit"),
     ),
-    Door("POST", (f"{PATH}/cancel",), cancel, "Refused: no response is made in the background."),
+    Door("POST", (f"{PATH}/cancel",), cancel, "End a response that is made in the background."),
 )

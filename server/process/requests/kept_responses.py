@@ -14,11 +14,13 @@ import msgspec
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """All of it is JSON: `asked` has the items that led to the response, those of the responses
     before it among them; `said` has the items of its answer. Both are the inside of a list: no item
-    is an object of its own, which would take several times as much memory as its JSON."""
+    is an object of its own, which would take several times as much memory as its JSON. One that
+    `is_open` is still being made."""
 
     asked: bytes
     said: bytes
     document: bytes
+    is_open: bool = False
 
     @property
     def size(self) -> int:
