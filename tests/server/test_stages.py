@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -22,7 +23,12 @@ from ess.engine.process.messages import Launch, StageLine, Status
 from ess.errors import BadInput
 from ess.server.commands import cli
 from ess.server.commands.start.settings import resolve
-from ess.server.commands.start.topology import launches_of, ranks_here
+from ess.server.commands.start.topology import (
+    HUGE_PAGES,
+    environment_of,
+    launches_of,
+    ranks_here,
+)
 from ess.server.commands.start.torchrun import cleaned, placed_by_torchrun
 from tests.pd.pairs import SECRET
 from tests.server.harness import PacedEngine, Served, counting, until
@@ -143,6 +149,48 @@ def test_torchrun_says_which_rank_this_is():
     assert cleaned({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "x"}) == {
         "HOME": "x"
     }
+
+
+def test_engines_on_a_cpu_ask_for_huge_pages():
+    ours = {**TORCHRUN, "HOME": "x"}
+    assert environment_of("cpu", ours) == {**HUGE_PAGES, "HOME": "x"}
+    assert environment_of("cuda:1", ours) == {"HOME": "x"}
+    own = {"GLIBC_TUNABLES": "glibc.malloc.check=0"}
+    assert environment_of("cpu", own) == own
+
+
+IS_HUGE = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+at, is_here = libc.malloc(64 << 20), False
+for line in open("/proc/self/smaps"):
+    first, *words = line.split()
+    if not first.endswith(":"):
+        low, high = (int(end, 16) for end in first.split("-"))
+        is_here = low <= at < high
+    elif is_here and first == "VmFlags:":
+        print("hg" in words)
+"""
+HAS_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HAS_HUGE.exists() or "[madvise]" not in HAS_HUGE.read_text(),
+    reason="the system does not leave huge pages to those who ask",
+)
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc"
+    or [int(part) for part in platform.libc_ver()[1].split(".")] < [2, 35],
+    reason="the C library does not ask for huge pages",
+)
+@pytest.mark.parametrize(("device", "is_huge"), [("cpu", "True"), ("cuda", "False")])
+def test_the_c_library_asks_for_huge_pages_where_engines_say_so(device, is_huge):
+    there = environment_of(device, {"PATH": "/usr/bin"})
+    told = subprocess.run(
+        [sys.executable, "-c", IS_HUGE], env=there, check=True, capture_output=True
+    )
+    assert told.stdout.decode().strip() == is_huge
 
 
 @pytest.mark.parametrize(

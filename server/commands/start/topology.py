@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from ess.engine.chunking.partition import counted_costs, partition, read_partition
-from ess.engine.devices import devices_here
+from ess.engine.devices import devices_here, is_device
 from ess.engine.process.messages import Launch, Rank
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
@@ -26,6 +26,8 @@ from ess.server.commands.start.torchrun import cleaned
 from ess.server.process.engines.group import EngineGroup
 
 HERE: Final = "127.0.0.1"
+HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""The C library asks for huge pages where it has 2 MiB to ask for."""
 
 
 def layers_of(
@@ -99,7 +101,17 @@ def starter(
             address = f"{HERE}:{kept.enter_context(kept_port(HERE))}"
         launches = launches_of(settings, launch, layers, number, address)
         return await EngineGroup.start(
-            launches, endpoints_of(number), is_paced=is_paced, environment=cleaned(os.environ)
+            launches,
+            endpoints_of(number),
+            is_paced=is_paced,
+            environment=environment_of(settings.device, os.environ),
         )
 
     return start
+
+
+def environment_of(device: str, ours: Mapping[str, str]) -> dict[str, str]:
+    """The environment of engine processes. On a CPU a step reads all weights, which lie in memory
+    of the C library. Tunables that the caller has set stay as they are."""
+    more = {} if is_device(device) else HUGE_PAGES
+    return {**more, **cleaned(ours)}
