@@ -61,7 +61,7 @@ CLASSES: Final = (
     FaultClass(
         "A control message is lost, or a worker stands still",
         ("cut", "freeze giver", "delay", "never given"),
-        ("transfer/test_peers.py",),
+        ("transfer/test_peers.py", "pd/stops/test_stops.py"),
     ),
     FaultClass(
         "Another worker answers at a known address",
