@@ -198,8 +198,8 @@ class Looking(Unchecked):
 def handed(pair):
     """Prompts of which one finds rows that steps have made, one is given up midway, and more than
     the host has pages for: those of the first come from the disk again."""
-    said = tokens(66, engines.VOCABULARY, seed=6)
-    own = pair.giver.add(said, Sampling(tokens_max=70, ignore_eos=True))
+    said = tokens(118, engines.VOCABULARY, seed=6)
+    own = pair.giver.add(said, Sampling(tokens_max=18, ignore_eos=True))
     pair.run()
     yield own
     pair.add([*said, *own.output, 5, 6], {})
