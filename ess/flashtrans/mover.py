@@ -29,6 +29,8 @@ from ess.kernels.streams import RowCopy
 KernelWay = Literal["flat", "ring"]
 
 INT32_ROWS_MAX: Final = 1 << 31
+BULK_COPIES: Final = 9, 0
+"""The compute capability since which a thread copies a row of any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class RowMover:
             raise BadInput(
                 f"block_count_max is {block_count_max}, must be 1..{device.sm_count} here"
             )
+        if way == "ring" and device.capability < BULK_COPIES:
+            raise BadInput(f"way is ring, and {device.name} has no bulk copies: take flat")
         self._device = device
         self._way = way
         self._block_count_max = block_count_max
@@ -132,7 +136,7 @@ class RowMover:
             count=0 if copy.device_count is None else copy.device_count.address,
             lines_of_target=not copy.target.on_device,
         )
-        form = _form(copy, way)
+        form = _form(copy, way, self._device.shared_bytes)
         kernel = self._device.kernel(form.program, form.entry, shared_bytes=form.shared_bytes)
         return Launch(kernel, record, form, self._block_count_max)
 
@@ -160,10 +164,10 @@ def _list(side: Side) -> int:
     return 0 if side.device_rows is None else side.device_rows.address
 
 
-def _form(copy: CheckedCopy, way: KernelWay) -> MoveForm:
+def _form(copy: CheckedCopy, way: KernelWay, shared_max: int) -> MoveForm:
     sides = (copy.source, copy.target)
     numbers = [number for side in sides for number in (side.address, side.stride_bytes)]
     row_bytes = copy.source.row_bytes
     if way == "ring" and widest_unit(row_bytes, *numbers) == 16:
-        return ring_form(row_bytes, *numbers)
+        return ring_form(row_bytes, *numbers, shared_max=shared_max)
     return flat_form(row_bytes, *numbers)

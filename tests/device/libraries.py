@@ -165,8 +165,9 @@ def test_all_layouts_are_met_before_the_first_request(folder, libraries, monkeyp
     shapes = {each[1:] for each in asked}
     counts = (15, 16, 31, 32, 63, 64, 80)
     assert sorted(asked) == sorted((count, *shape) for count in counts for shape in shapes)
-    assert len(told) == len(shapes) > 4
-    assert told[-1].endswith(f"by up to 80 tokens, shape {len(shapes)} of {len(shapes)}, 0.0 s")
+    assert sum("by up to 80 tokens, shape " in line for line in told) == len(shapes) > 4
+    assert len(told) == len(shapes) + 2, "and two of experts"
+    assert told[-1].endswith(f"shape {len(told)} of {len(told)}, 0.0 s")
 
     met = [{choose(*each) + each[1:] for each in asked} for choose in VERSIONS]
     asked.clear()
@@ -179,6 +180,42 @@ def test_all_layouts_are_met_before_the_first_request(folder, libraries, monkeyp
     assert max(asked)[0] == 80
     for choose, built in zip(VERSIONS, met, strict=True):
         assert {choose(*each) + each[1:] for each in asked} <= built
+
+
+def test_so_are_those_of_experts(folder, libraries, monkeypatch):
+    """By how many tokens an expert is expected to have; in blocks of 64 or more their choice knows
+    no other number."""
+    module, asked = sys.modules["deep_gemm"], set()
+    run = module.m_grouped_fp8_gemm_nt_masked
+
+    def noted(given, weights, out, counts, expected):
+        asked.add((expected, tuple(weights[0].shape)))
+        return run(given, weights, out, counts, expected)
+
+    monkeypatch.setattr(module, "m_grouped_fp8_gemm_nt_masked", noted)
+    eng = engine(folder, mtp=2, modes="none", depth=1, graphs=0, chunk_tokens=80)
+    told = []
+    build_ahead(eng.runner.model, count_max=80, clock=ManualClock(), tell=told.append)
+    built, each = set(asked), eng.runner.model.config.experts_per_token
+    experts = eng.runner.model.config.expert_count
+    assert max(built)[0] == 80 * each // experts
+    assert sum(f"by up to {80 * each} lines, shape " in line for line in told) == 2
+    asked.clear()
+    for count in (3, 17, 70, 180):
+        eng.add(tokens(count, VOCABULARY, seed=count), Sampling(tokens_max=4, ignore_eos=True))
+    while not eng.is_idle:
+        eng.step()
+    eng.offload.close()
+    assert {shape for _, shape in asked} == {shape for _, shape in built}
+    for expected, shape in asked:
+        least = min(count for count, of in built if of == shape and count >= expected)
+        assert {least, expected} <= set(range(*limits_around(expected)))
+
+
+def limits_around(expected):
+    """Between two of these numbers there is one layout."""
+    limits = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128]
+    return max(n for n in limits if n <= expected), min(n for n in limits if n > expected)
 
 
 def test_an_engine_s_process_meets_them_before_it_begins(folder, libraries, monkeypatch):

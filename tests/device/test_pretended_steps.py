@@ -15,7 +15,8 @@ BENCHMARKS = pytest.param("benchmarks", marks=pytest.mark.long)
 
 
 MODULES = (
-    "budgets choices broken memory plans ranges slices timing",
+    "budgets choices broken memory ranges slices timing",
+    "plans",
     "libraries loading steps",
     BENCHMARKS,
     pytest.param("grid", marks=pytest.mark.long),
@@ -29,6 +30,6 @@ def test_an_engine_on_the_pretended_device(modules: str, built: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("modules", ["broken", "steps"])
+@pytest.mark.parametrize("modules", ["broken", "plans", "steps"])
 def test_more_of_it_on_the_pretended_device(modules: str, built: Path) -> None:
     beside.run_tests(f"tests/device/{modules}.py", "-m", "long", built=built)

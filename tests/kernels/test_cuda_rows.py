@@ -203,12 +203,21 @@ def test_the_rival_of_the_benchmark_moves_the_same(unit_bytes, folder):
     np.testing.assert_array_equal(case.target, expected)
 
 
+@pytest.mark.parametrize("shared_max", [99 << 10, rows.SHARED_BYTES_MAX])
 @pytest.mark.parametrize("row_bytes", [528, 656, 1152, 2304, 20_000])
-def test_a_ring_fits_into_shared_memory(row_bytes):
-    form = rows.ring_form(row_bytes)
+def test_a_ring_fits_into_shared_memory(row_bytes, shared_max):
+    form = rows.ring_form(row_bytes, shared_max=shared_max)
     assert 2 <= form.in_flight <= rows.RING_DEPTH_MAX
-    assert form.shared_bytes <= rows.SHARED_BYTES_MAX
+    assert form.shared_bytes <= shared_max
     assert form.shared_bytes % 8 == 0
+
+
+@pytest.mark.parametrize("row_bytes", [656, 1152])
+def test_a_ring_moves_the_same_where_a_block_has_99_KiB(row_bytes, folder):
+    form, case = rows.ring_form(row_bytes, shared_max=99 << 10), Case(row_bytes, 70)
+    expected = case.expected(70)
+    run(form, case, case.record(), folder, threads=form.threads)
+    np.testing.assert_array_equal(case.target, expected)
 
 
 def test_blocks_are_as_many_as_have_something_to_do():

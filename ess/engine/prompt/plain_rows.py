@@ -136,6 +136,6 @@ def _stream(device: torch.device) -> Any:
 @functools.cache
 def _mover(ordinal: int) -> RowMover:
     from ess.flashtrans.mover import RowMover
-    from ess.kernels.cuda.driver import Device
+    from ess.kernels.cuda.driver import shared_device
 
-    return RowMover(Device(ordinal))
+    return RowMover(shared_device(ordinal))

@@ -57,6 +57,7 @@ class Device:
         self.name = call("cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
         self.sm_count = _number(self._handle, "MULTIPROCESSOR_COUNT")
         self.capability = _capability(self._handle)
+        self.shared_bytes = _number(self._handle, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self.has_clusters = _number(self._handle, "CLUSTER_LAUNCH") == 1
         self.host_node = self._host_node()
         self.pinned = PinnedRanges()
@@ -127,6 +128,12 @@ class Device:
         wanted = constant("CUdevice_attribute", "HOST_NUMA_ID")
         status, *answer = attempt("cuDeviceGetAttribute", wanted, self._handle)
         return -1 if status else int(answer[0])
+
+
+@functools.cache
+def shared_device(ordinal: int) -> Device:
+    """The one that pools and movers of this process share: each program is loaded once."""
+    return Device(ordinal)
 
 
 def _number(handle: int, name: str) -> int:

@@ -108,7 +108,7 @@ def flat_form(row_bytes: int, *numbers: int) -> MoveForm:
     )
 
 
-def ring_form(row_bytes: int, *numbers: int) -> MoveForm:
+def ring_form(row_bytes: int, *numbers: int, shared_max: int = SHARED_BYTES_MAX) -> MoveForm:
     """Gives a thread as many rows as shared memory holds, and takes fewer threads where two do not
     fit."""
     if widest_unit(row_bytes, *numbers) != 16:
@@ -116,11 +116,11 @@ def ring_form(row_bytes: int, *numbers: int) -> MoveForm:
             f"rows of {row_bytes} bytes, their strides and addresses must be multiples of 16"
         )
     threads = RING_THREADS
-    while threads > 1 and SHARED_BYTES_MAX // (threads * (row_bytes + 8)) < 2:
+    while threads > 1 and shared_max // (threads * (row_bytes + 8)) < 2:
         threads //= 2
-    depth = min(RING_DEPTH_MAX, SHARED_BYTES_MAX // (threads * (row_bytes + 8)))
+    depth = min(RING_DEPTH_MAX, shared_max // (threads * (row_bytes + 8)))
     if depth < 2:
-        raise BadInput(f"two rows of {row_bytes} bytes do not fit into {SHARED_BYTES_MAX} bytes")
+        raise BadInput(f"two rows of {row_bytes} bytes do not fit into {shared_max} bytes")
     return MoveForm(
         way="ring", row_bytes=row_bytes, unit_bytes=16, in_flight=depth, threads=threads
     )

@@ -42,7 +42,8 @@ EXPORT Result cuDeviceGetName(char* name, int bytes, int) {
     return kOk;
 }
 EXPORT Result cuDeviceGetAttribute(int* value, int attribute, int) {
-    static const std::map<int, int> values = {{16, 132}, {75, 9}, {120, 1}};
+    static const std::map<int, int> values = {
+        {16, 132}, {75, 9}, {97, 227 << 10}, {120, 1}};
     *value = values.count(attribute) ? values.at(attribute) : 0;
     return kOk;
 }

@@ -18,7 +18,7 @@ import torch
 
 from ess.errors import BadState
 from ess.flashtrans.mover import PreparedCopies, RowMover
-from ess.kernels.cuda.driver import Device
+from ess.kernels.cuda.driver import shared_device
 from ess.kernels.cuda.rows import COPY_BLOCKS
 from ess.kernels.cuda.streams import CudaEvent, CudaStream, let_go
 from ess.kernels.streams import RowCopy
@@ -28,7 +28,7 @@ Cuda: Any = torch.cuda
 
 class DeviceLane:
     def __init__(self, ordinal: int, *, block_count_max: int = COPY_BLOCKS) -> None:
-        self.device = Device(ordinal)
+        self.device = shared_device(ordinal)
         self.home = torch.device("cuda", ordinal)
         self.mover = RowMover(self.device, block_count_max=block_count_max)
         self.steps = CudaStream(self.device, priority=-1)

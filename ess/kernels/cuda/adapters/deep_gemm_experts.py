@@ -19,6 +19,7 @@ from ess.errors import BadInput, Unavailable
 from ess.kernels.calls import Products
 from ess.kernels.checks import check_products
 from ess.kernels.cuda.adapters.deep_gemm import CODEC, MODULES
+from ess.kernels.cuda.adapters.layouts import counts_to_build
 from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.kernels.ops import Ops
 from ess.kernels.own import own_ops
@@ -64,6 +65,17 @@ class DeepGemmExperts:
     def takes(self, call: Products) -> bool:
         in_fp8 = call.scales is not None and call.begin is None
         return in_fp8 and not (wrong_size(call.weights) or no_room(len(call.tokens), call.weights))
+
+    def counts_to_build(self, weights: Tensor, line_max: int) -> list[int]:
+        """Lines of tokens, as many for each expert as meet another layout. Where there is no room
+        for as many, our own kernels multiply."""
+        experts, width, depth = weights.shape
+        room = ROOM_BYTES_MAX // (experts * max(depth, 2 * width)) // ROOM_UNIT * ROOM_UNIT
+        most = min(line_max, room)
+        if wrong_size(weights) or not most:
+            return []
+        each = counts_to_build(div_ceil(most, experts))
+        return sorted({min(count * experts, most) for count in each})
 
     def expert_products(
         self,

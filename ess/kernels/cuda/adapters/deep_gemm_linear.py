@@ -4,9 +4,7 @@ Values are quantised here, 128 numbers to a scale of amax / 448, as our own prod
 are given as they are and laid out by the library. A probe compares with the reference over the same
 codes; a GPU for which it would round scales to powers of two fails it.
 
-DeepGEMM compiles a program for each layout of a product that it meets first, for some seconds.
-`counts_to_build` says which numbers of tokens meet all layouts, so that they are met before there
-are requests.
+DeepGEMM compiles a program for each layout of a product that it meets first (`layouts`).
 """
 
 from __future__ import annotations
@@ -29,35 +27,19 @@ from ess.kernels.cuda.adapters.deep_gemm_experts import (
     unsigned,
     wrong_size,
 )
+from ess.kernels.cuda.adapters.layouts import counts_to_build
 from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.kernels.own import own_ops
 from ess.layout import SCALE_GROUP, IndexCodec
 
 FUNCTIONS: Final = ("fp8_gemm_nt",)
 CODEC: Final = IndexCodec(scale_format="f32")
-SINGLE_BLOCKS: Final = (16, 32)
-"""Tokens of the blocks that are chosen only where one of them holds all tokens."""
-BLOCKS: Final = (64, 128, 256)
-CLUSTERED: Final = 512
-"""Tokens from which on versions before 54e2261 join blocks to clusters."""
 SERVES: Final = f"for weights of {WIDTH_UNIT} x {SCALE_GROUP} and multiples; else triton"
 
 
 def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemmLinear:
     """The first of these modules that is there and answers the probe."""
     return first_that(names, FUNCTIONS, lambda library: DeepGemmLinear(library, device))
-
-
-def counts_to_build(count_max: int) -> list[int]:
-    """Numbers of tokens that meet each layout which any number from 1 to `count_max` meets.
-
-    Its choice, in versions from 79f48ee to 54e2261, knows the number of tokens in three ways: how
-    many blocks hold them; whether a block is no larger than they are; whether they are 512. So all
-    numbers between two of these limits have one layout, and the last of them stands for them.
-    """
-    fills = *SINGLE_BLOCKS, *range(BLOCKS[0], count_max + BLOCKS[0], BLOCKS[0])
-    below = (limit - 1 for limit in (*SINGLE_BLOCKS, *BLOCKS, CLUSTERED))
-    return sorted({min(last, count_max) for last in (*fills, *below)})
 
 
 class DeepGemmLinear:
@@ -69,6 +51,9 @@ class DeepGemmLinear:
 
     def takes(self, call: Linear) -> bool:
         return wrong_size(call.weights) is None
+
+    def counts_to_build(self, weights: Tensor, count_max: int) -> list[int]:
+        return [] if wrong_size(weights) else counts_to_build(count_max)
 
     def linear_fp8(
         self, values: Tensor, weights: Tensor, scales: Tensor, *, out: Tensor | None = None

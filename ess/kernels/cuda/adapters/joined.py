@@ -15,8 +15,7 @@ from torch import Tensor
 from ess.kernels.calls import Attend, Backend, IndexQueries, Linear, Products
 from ess.kernels.cuda.adapters.choice import Choice
 from ess.kernels.cuda.adapters.deep_gemm import CODEC
-from ess.kernels.cuda.adapters.deep_gemm_experts import coded, wrong_size
-from ess.kernels.cuda.adapters.deep_gemm_linear import counts_to_build
+from ess.kernels.cuda.adapters.deep_gemm_experts import coded
 from ess.kernels.ops import Ops
 
 
@@ -84,6 +83,7 @@ class Joined:
         return None
 
     def counts_to_build(self, weights: Tensor, count_max: int) -> list[int]:
-        if self._choice.dense is None or wrong_size(weights):
+        theirs = self._choice.dense if weights.dim() == 2 else self._choice.experts
+        if theirs is None:
             return self._ours.counts_to_build(weights, count_max)
-        return counts_to_build(count_max)
+        return theirs.counts_to_build(weights, count_max)
