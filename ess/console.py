@@ -6,7 +6,8 @@ import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -25,6 +26,7 @@ USAGE: Final = 2
 INTERRUPTED: Final = 130
 
 PIPE_WIDTH: Final = 1000
+PATIENCE_S: Final = 1.5
 
 
 def _whole_number(of: Any, tokens: Sequence[cyclopts.Token]) -> int:
@@ -107,7 +109,7 @@ def _too_many(error: cyclopts.UnusedCliTokensError) -> str:
     """Says how many words have no place, and none of them: one may be a secret."""
     count = len(error.unused_tokens or ())
     words = "1 word has" if count == 1 else f"{count} words have"
-    return f"{words} no place; several values of one flag are written with commas, as a,b"
+    return f"{words} no place: a value follows its flag, several with commas, as --flag a,b"
 
 
 def print_json(document: Any) -> None:
@@ -150,6 +152,18 @@ def note(sentence: str) -> None:
     """Prints prose on stderr, for the person who waits; a stderr that is closed is ignored."""
     with contextlib.suppress(OSError, ValueError):
         print(sentence, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def patience(sentence: str) -> Iterator[None]:
+    """Prints the sentence if the block takes long, so that nobody waits before a silent screen."""
+    timer = threading.Timer(PATIENCE_S, note, [sentence])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _refuse(app: cyclopts.App, reason: object, code: int) -> int:

@@ -117,7 +117,9 @@ def load(path: str | Path, layout: ModelLayout) -> Calibrated:
     """Reads the file, which must have been measured of this layout, with all of its layers."""
     try:
         document = msgspec.json.decode(Path(path).read_bytes(), type=_Document)
-    except (OSError, *UNDECODABLE) as error:
+    except OSError as error:
+        raise BadInput(f"calibration {path} cannot be read: {error.strerror}") from None
+    except UNDECODABLE as error:
         raise BadInput(f"calibration {path}: {error}") from None
     rows = document.rows
     values = {row.name.removeprefix(PREFIX): row.value for row in rows if PREFIX in row.name}

@@ -67,11 +67,14 @@ def doctor(*, port: int = 8000, transfer_host: str = "127.0.0.1", json: bool = F
     json
         Print one JSON document.
     """
-    checks = []
+    if not 0 <= port <= 65535:
+        raise BadInput(f"--port {port}: there are ports from 0 to 65535")
+    checks: list[Check] = []
     for check in examined(port, transfer_host):
-        checks.append(check)
         if not json:
-            _print(check)
+            is_told = bool(checks) and checks[-1].hint == check.hint
+            _print(check, hint="" if is_told else check.hint)
+        checks.append(check)
     failed = any(check.grade == "fail" for check in checks)
     console.note(_summary(checks))
     if json:
@@ -155,16 +158,16 @@ def _rows() -> Check:
 
 
 def said_of(choices: Sequence[Choice]) -> str:
-    """The way for most gathers, then each way for others."""
+    """The way for most gathers, then how many of the other sizes have another, and its gain."""
     if not choices:
         return "by NumPy"
     usual = Counter(choice.way for choice in choices).most_common(1)[0][0]
     others = [
-        f"{choice.count:,} rows of {choice.row_bytes:,} B: {choice.way}, x{choice.gain:.2f}"
+        f"{choice.way!r} for {choice.count:,} of {choice.row_bytes:,} B (x{choice.gain:.2f})"
         for choice in choices
         if choice.way != usual
     ]
-    return "; ".join((f"by the way {usual}", *others))
+    return ", ".join((f"gathered as {usual!r}", *others))
 
 
 def _memory() -> Check:
@@ -338,11 +341,11 @@ def judged(trial: dict[str, Any]) -> Check:
     return Check(name="decode", grade="ok", state=state)
 
 
-def _print(check: Check) -> None:
+def _print(check: Check, *, hint: str) -> None:
     table = Table.grid(padding=(0, 2))
     for width in (5, 18, None):
         table.add_column(width=width)
     table.add_row(check.grade, check.name, check.state)
-    if check.hint:
-        table.add_row("", "", f"-> {check.hint}")
+    if hint:
+        table.add_row("", "", f"-> {hint}")
     console.tables().print(table)

@@ -16,7 +16,7 @@ TRIAL_S: Final = 60.0
 HINTS: Final[Mapping[str, str]] = {
     "tcp": "give --transfer-host an address of this machine that the other workers reach",
     "shared": "workers of one user in one namespace of processes; else hand over by tcp",
-    "nixl": "optional, for RDMA: pip install 'ess[nixl]'; tcp needs nothing",
+    "nixl": "optional, for RDMA; tcp needs nothing",
 }
 
 

@@ -163,6 +163,7 @@ class Running:
         if self._service.shelf is not None:
             watching.append(asyncio.ensure_future(tell(self._service)))
         self._fronts.start()
+        began_s = self._clock.now_s()
         console.note("ess: the engine starts and loads; requests get 503 until it is ready ...")
         try:
             await self._server.serve(sockets=listeners)
@@ -172,6 +173,10 @@ class Running:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
             await asyncio.gather(self._end_engine(), self._fronts.stop(within_s=FLUSH_S))
+            count = sum(self._service.tally_of_all.finishes.values())
+            console.note(
+                f"ess: ended after {lasted(self._clock.now_s() - began_s)}, {count:,} answers"
+            )
 
     # ---- the ends
 
@@ -275,6 +280,17 @@ class Running:
     async def _leave(self) -> None:
         if self.registration is not None:
             await self.registration.leave()
+
+
+def lasted(seconds: float) -> str:
+    """
+    >>> lasted(42.3), lasted(600), lasted(90_000)
+    ('42 s', '10 min', '25 h')
+    """
+    unit, size = next(
+        (u, n) for u, n in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= 2 * n or n == 1
+    )
+    return f"{seconds / size:.0f} {unit}"
 
 
 def requests_are(count: int) -> str:

@@ -155,6 +155,7 @@ class Lane:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             asyncio.get_running_loop().call_later(FINISH_S, work.cancel)
+            work.add_done_callback(lambda _: work.cancelled() or work.exception())  # not to the log
             raise
 
     async def _in_turn(self, raw: bytes, kind: str) -> Done:

@@ -233,7 +233,7 @@ def test_another_token_is_a_failure():
 def test_the_ways_of_row_moves_are_said():
     usual = Choice(row_bytes=264, count=512, way="requests", gain=1.0)
     other = Choice(row_bytes=2304, count=65_536, way="staged", gain=1.234)
-    said = "by the way requests; 65,536 rows of 2,304 B: staged, x1.23"
+    said = "gathered as 'requests', 'staged' for 65,536 of 2,304 B (x1.23)"
     assert doctor.said_of([usual, other, usual]) == said
     assert doctor.said_of(()) == "by NumPy"
 

@@ -49,7 +49,7 @@ from ess.server.commands.start.settings import read_file
         (["--seed", "1", "--port", "-1"], "--seed has no effect: a request that wants the same"),
         (["--enable-lora"], "--enable-lora is not served: there are no adapters"),
         (["--kv-transfer-config", "{}"], "--kv-transfer-config is not served: ess prefill"),
-        (["x", "--api-key", "one", "secret"], "1 word has no place; several values of one flag"),
+        (["x", "--api-key", "one", "secret"], "1 word has no place: a value follows its flag"),
         (["x", "--served-model-name", "a", "b", "c"], "2 words have no place"),
         (["--load-format", "dummy"], "--load-format must be auto"),
         (["--disable-log-stats", "--port", "-1"], "--disable-log-stats has no effect: statistics"),

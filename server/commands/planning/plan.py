@@ -231,20 +231,21 @@ def plan(
     ask = _asked(decode, ways or WayFlags(), nodes)
     is_free = ask.parallel is None and ask.batch is None and ask.ratio is None
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
-    planner = planner_of(
-        ask,
-        decode.gpu,
-        nodes.node,
-        model=decode.model,
-        stack=decode.stack,
-        package=decode.perf_db,
-    )
-    if is_free:
-        planner = best_way(planner)
+    question = _question(ask, tiers, nodes.node, is_searched=is_free)
+    with console.patience("ess: searching batches, slots and ways to share the model ..."):
+        planner = planner_of(
+            ask,
+            decode.gpu,
+            nodes.node,
+            model=decode.model,
+            stack=decode.stack,
+            package=decode.perf_db,
+        )
+        if is_free:
+            planner = best_way(planner)
+        answer = answered(planner, question)
     if html is not None:
         _write_page(html, planner, decode.model, decode.gpu)
-    question = _question(ask, tiers, nodes.node, is_searched=is_free)
-    answer = answered(planner, question)
     if json:
         console.print_json(_document(answer, cut))
     else:
@@ -291,7 +292,7 @@ def _asked(decode: DecodeFlags, ways: WayFlags, nodes: NodeFlags) -> Ask:
         gpu_count=decode.gpus,
         device_bytes=decode.device_limit,
         host_bytes=nodes.host_bytes(decode.gpus),
-        token_us_max=None if decode.tpot is None else parse_duration(decode.tpot),
+        token_us_max=None if decode.tpot is None else parse_duration(decode.tpot, "--tpot"),
         batch=decode.batch,
         ratio=decode.ratio,
         parallel=ways.over(decode.gpus),
@@ -301,7 +302,7 @@ def _asked(decode: DecodeFlags, ways: WayFlags, nodes: NodeFlags) -> Ask:
 def _question(ask: Ask, tiers: TierFlags, node: Node, *, is_searched: bool) -> Question:
     wanted = None
     if tiers.rate is not None:
-        wanted = Wanted(rate=tiers.rate, ttft_s=parse_duration(tiers.ttft) / 1e6)
+        wanted = Wanted(rate=tiers.rate, ttft_s=parse_duration(tiers.ttft, "--ttft") / 1e6)
     return Question(
         node=node,
         work=Work(context=ask.context, output_tokens=tiers.out, cached_share=tiers.cached),
@@ -319,7 +320,8 @@ def _document(answer: PlanAnswer, cut: Cut | None) -> dict[str, Any]:
 
 
 def _write_page(html: Path, planner: Planner, model: str, gpu: str) -> None:
-    html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
+    with console.patience("ess: computing the figures that the page interpolates ..."):
+        html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
     console.note(f"written: {html}")
 
 
@@ -351,13 +353,13 @@ def cut_of(model: str, ask: Ask, pp_size: int | None, given: str | None) -> Cut 
     )
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: str, flag: str) -> float:
     """The duration in microseconds.
 
-    >>> parse_duration("50ms")
+    >>> parse_duration("50ms", "--tpot")
     50000.0
     """
     match = DURATION.match(text)
     if match is None or float(match[1]) <= 0:
-        raise BadInput(f"{text!r} is not a time; write 50ms, 800us or 0.05s")
+        raise BadInput(f"{flag} {text}: this is no time above 0; write 50ms, 800us or 0.05s")
     return float(match[1]) * DURATION_US[match[2]]

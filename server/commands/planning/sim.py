@@ -105,7 +105,8 @@ class ServingFlags:
 
     def serving(self, *, seed: int) -> Serving:
         objective = Objective(
-            ttft_s=parse_duration(self.ttft) / 1e6, tpot_s=parse_duration(self.tpot) / 1e6
+            ttft_s=parse_duration(self.ttft, "--ttft") / 1e6,
+            tpot_s=parse_duration(self.tpot, "--tpot") / 1e6,
         )
         return Serving(
             objective=objective,
@@ -146,7 +147,10 @@ def sim(
     longest = max(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals)
     planner = (worker or WorkerFlags()).planner(longest, ways or WayFlags(), nodes)
     wanted = (serving or ServingFlags()).serving(seed=requests.seed)
-    served, replays = serve(planner, arrivals, wanted, node=nodes.node, sustained=sustained)
+    with console.patience(
+        f"ess: replaying {len(arrivals):,} requests, both ways and their bands ..."
+    ):
+        served, replays = serve(planner, arrivals, wanted, node=nodes.node, sustained=sustained)
     if html is not None:
         html.write_text(simpage.page(served, replays, wanted), encoding="utf-8")
         console.note(f"written: {html}")

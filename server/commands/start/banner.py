@@ -8,8 +8,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from rich.table import Table
 
+import ess
 from ess import console
-from ess.server.commands.start.settings import Resolved
+from ess.server.commands.client import URL
+from ess.server.commands.start.files.checkpoint import EMBEDDED
+from ess.server.commands.start.settings import Resolved, Settings
 from ess.server.commands.start.sizing import DevicePlan, MemoryPlan
 from ess.units import format_bytes
 
@@ -46,11 +49,23 @@ def _print(resolved: Resolved, plan: MemoryPlan, *, url: str, json: bool) -> Non
         )
         return
     out = console.tables()
+    for line in _title(resolved.settings):
+        out.print(line)
+    out.print()
     devices = [plan.device] if plan.device is not None else plan.stages
     memory = [_device(device) for device in devices] or [_memory(plan)]
-    for table in (_settings(resolved), *memory, *_host(plan, devices), _rooms(plan), _urls(url)):
+    for table in (_settings(resolved), *memory, *_host(plan, devices), _rooms(plan)):
         out.print(table)
         out.print()
+    out.print(_urls(resolved.settings, url))
+    out.print()
+
+
+def _title(settings: Settings) -> Iterator[str]:
+    place = "the CPU" if settings.device == "cpu" else settings.device
+    yield f"ESS {ess.__version__} serves {settings.served_model_name or 'a model'} on {place}"
+    if settings.model == EMBEDDED:
+        yield "It is the model in the box, and says nonsense; a small real one: `ess serve smollm2`"
 
 
 def _grid(*justify: str) -> Table:
@@ -123,8 +138,11 @@ def _requests_of(count: int) -> str:
     return "request of" if count == 1 else "requests of"
 
 
-def _urls(url: str) -> Table:
+def _urls(settings: Settings, url: str) -> Table:
+    """Where to go next. A worker that only makes or takes prompts is asked through its router."""
     table = _grid("left", "left")
+    if settings.role == "both" and not settings.uds:
+        table.add_row("chat", "ess chat" if url == URL else f"ess chat --url {url}")
     for name, path in PAGES:
         table.add_row(name, url + path)
     return table

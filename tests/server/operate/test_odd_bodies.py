@@ -37,6 +37,12 @@ class Odd:
         self._share = 0.0
 
     def body(self, path: str) -> bytes:
+        """A body that a server reads: a longer one gets a 413, which ends its connection."""
+        while len(drawn := self._drawn(path)) > LIMITS.body_max:
+            pass
+        return drawn
+
+    def _drawn(self, path: str) -> bytes:
         self._share = self._random.choice((0.0, 0.02, 0.1, 0.3))
         document = self._noise.struct(KINDS[path])
         if self._random.random() < 0.3:
@@ -135,6 +141,6 @@ def test_hundreds_of_odd_bodies():
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(10))
-def test_ten_thousand_odd_bodies(seed: int):
-    storm(10_000, seed)
+@pytest.mark.parametrize("seed", range(50))
+def test_thousands_of_odd_bodies(seed: int):
+    storm(2_000, seed)

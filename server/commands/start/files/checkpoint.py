@@ -55,9 +55,12 @@ def read_checkpoint(model: str) -> Checkpoint:
     path = _place(model)
     if not path.is_dir():
         is_name = hub.NAME.fullmatch(model) and not path.parent.exists()
-        how = f"; fetch it: `hf download {model}`, then `ess serve {model}`"
-        sentence = f"the model {model!r} is not a folder with config.json and weights"
-        raise BadInput(sentence + (how if is_name else ""))
+        how = f"fetch it: `hf download {model}`, then `ess serve {model}`"
+        known = f"give one, {', '.join(GUESTS)}, or no name for the model in the box"
+        raise BadInput(
+            f"the model {model!r} is not a folder with config.json and weights; "
+            f"{how if is_name else known}"
+        )
     folder = Folder(path)
     try:
         raw = folder.read_json("config.json")
