@@ -10,6 +10,7 @@ import pytest
 
 from ess.bench.gpu import suite
 from ess.bench.harness.output import table
+from tests.device.measured import END
 from tests.support import beside
 
 TESTS = (
@@ -31,16 +32,18 @@ def test_tests_of_a_device(emulated: Path) -> None:
     assert f"{len(TESTS)} passed" in printed, printed
 
 
-@pytest.mark.parametrize("name", ["rows", "resolve", "layer", "attend", "experts"])
-def test_benchmarks_of_a_device(name: str, emulated: Path, tmp_path: Path) -> None:
-    out = tmp_path / "rows.json"
-    given = "ess.bench.gpu.suite", "--smoke", "--only", name, "--out", out
-    printed = beside.run("tests.support.pretended", *given, built=emulated).stdout.splitlines()
-    rows = json.loads(out.read_text())["rows"]
-    assert rows
-    assert max(map(len, printed)) <= 120
-    shown = [line for row in rows for line in (*table.lines(row), *table.config_lines(row))]
-    assert printed == [*table.heading(), *shown]
+def test_benchmarks_of_a_device(emulated: Path, tmp_path: Path) -> None:
+    names = "rows", "resolve", "layer", "attend", "experts"
+    given = "tests.support.pretended", "tests.device.measured", tmp_path, *names
+    *printed, rest = beside.run(*given, built=emulated).stdout.split(f"{END}\n")
+    assert rest == ""
+    for name, text in zip(names, printed, strict=True):
+        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        assert rows, name
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= 120, name
+        shown = [line for row in rows for line in (*table.lines(row), *table.config_lines(row))]
+        assert lines == [*table.heading(), *shown], name
 
 
 LAUNCHED = ("layer", "attend", "experts", "shapes"), ("step", "slice")
