@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -21,7 +23,8 @@ from ess.models.chat.styles import DeepSeekStyle, style_of
 from ess.server.commands.start.files.checkpoint import embedded_path
 from ess.server.dialects import prompts, schemas
 from ess.server.process.bounds import LOOP_BODY_BYTES, READS_MAX, SHORT_BODY_BYTES
-from ess.server.process.texts import TEMPLATED
+from ess.server.process.text_child import Desk, Failed
+from ess.server.process.texts import PROGRAM, TEMPLATED, Lane
 from tests.attacks.processes import peak_bytes
 from tests.attacks.wire import MIB, listed
 from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, raw, saying, until
@@ -363,3 +366,25 @@ def test_a_refused_text_leaves_nothing_behind():
         assert max(peaks) < 1200 * MIB, peaks
         pids = [process.process.pid, *children(process.process.pid)]
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of them all")
+
+
+def test_a_refusal_whose_client_has_left_is_not_logged():
+    lane = Lane(Desk(model="", length_max=2, vocabulary=8), PROGRAM, read_s=1.0)
+    logged: list[dict] = []
+
+    async def refused(raw: bytes, kind: str) -> Failed:
+        await asyncio.sleep(0.01)
+        return Failed(sentence="no")
+
+    async def leave() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: logged.append(what))
+        asked = asyncio.ensure_future(lane.ask(b"{}", "ChatAsk"))
+        await asyncio.sleep(0)
+        asked.cancel()
+        while lane.sizes or not asked.done():
+            await asyncio.sleep(0.01)
+        gc.collect()
+
+    lane._tried_twice = refused
+    asyncio.run(leave())
+    assert not logged
