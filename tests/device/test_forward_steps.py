@@ -9,7 +9,7 @@ import pytest
 from tests.support import beside
 
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
-MODULES = ("disks verifying", "doors", "drafts gate whole", "handoffs", "pipelines")
+MODULES = ("disks drafts gate verifying whole", "doors", "handoffs", "pipelines")
 MORE = ("disks verifying", "doors", "drafts", "gate", "whole", "handoffs", "pipelines")
 
 

@@ -11,15 +11,15 @@ from tests.support import beside
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
 
+FILES = ("tests/device/races.py", "tests/device/page_locked.py")
+
+
 def test_races_beside_the_pretended_device(built: Path) -> None:
-    beside.run_tests("tests/device/races.py", "-m", "not long", built=built)
+    """Among them those of what the host does to page-locked memory."""
+    beside.run_tests(*FILES, "-m", "not long", built=built)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("named", ["scenario", "not scenario"])
 def test_more_races_beside_the_pretended_device(named: str, built: Path) -> None:
-    beside.run_tests("tests/device/races.py", "-m", "long", "-k", named, built=built)
-
-
-def test_what_the_host_does_to_page_locked_memory(built: Path) -> None:
-    beside.run_tests("tests/device/page_locked.py", built=built)
+    beside.run_tests(*FILES, "-m", "long", "-k", named, built=built)
