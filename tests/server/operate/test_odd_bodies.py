@@ -48,8 +48,7 @@ class Odd:
         if self._random.random() < 0.3:
             document |= self._grown()
         pad = self._random.choice((0, 0, 0, 0, LOOP_BODY_BYTES, SHORT_BODY_BYTES))
-        raw = self._written(document).encode() + b" " * pad
-        return raw if len(raw) <= LIMITS.body_max else self.body(path)  # another, that is read
+        return self._written(document).encode() + b" " * pad
 
     def _grown(self) -> dict[str, Any]:
         """Parts that are long, deep, or lead back to themselves."""

@@ -58,4 +58,5 @@ def test_card_says_the_numbers_it_was_given() -> None:
 
 def test_card_warns_where_recall_is_easy() -> None:
     easy = [{"layer": layer, "captured": 0.99, "best": 1.0} for layer in range(2)]
-    assert "is peaked. In every layer of the trunk 256" in card_text(NUMBERS | {"recall": easy}, TRAINING, "")
+    card = card_text(NUMBERS | {"recall": easy}, TRAINING, "")
+    assert "is peaked. In every layer of the trunk 256" in card
