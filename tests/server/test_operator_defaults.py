@@ -31,9 +31,9 @@ def test_a_given_value_comes_before_a_recommended_one():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "no JSON object"),
-        ("[]", "no JSON object"),
-        ('{"temperature": "hot"}', "no JSON object of numbers"),
+        ("{", "not a JSON object"),
+        ("[]", "not a JSON object"),
+        ('{"temperature": "hot"}', "not a JSON object of numbers"),
         ('{"temperature": -1}', "default_sampling: temperature is -1.0"),
         ('{"top_p": 0}', "default_sampling: top_p is 0"),
         ('{"max_new_tokens": 5}', "default_sampling: has 'max_new_tokens'; known are temperature"),
