@@ -128,13 +128,13 @@ CLASSES: Final = (
         ("model/test_broken.py", "device/broken.py", "server/test_broken_answers.py"),
     ),
     FaultClass(
-        "Bytes are changed on the way, on the disk or in memory",
+        "Bytes change on the way, on the disk or in memory",
         ("corrupt", "rotten read", "torn write", "stray write", "lost write", "slab noise"),
         ("transfer/test_arrivals.py::test_every_flip_of_a_bit_is_found", "disk/test_tier.py"),
         "host memory itself is checked only where `--verify-every` asks for it",
     ),
     FaultClass(
-        "A prompt or a wish beyond every limit",
+        "A prompt or an option beyond every limit",
         ("too long",),
         ("server/test_limits.py", "fuzz/bodies.py"),
     ),

@@ -362,7 +362,10 @@ def test_a_taken_address_is_named(context, tmp_path):
         ({"kv_events": "tcp://127.0.0.1:70000"}, "must be tcp://HOST:PORT"),
         ({"kv_events": "udp://127.0.0.1:7000"}, "must be tcp://HOST:PORT"),
         ({"kv_events_replay": "tcp://127.0.0.1:5558"}, "without kv_events"),
-        ({"kv_events": "ipc:///tmp/x", "engine": "paced"}, "the paced engine has no pages to report"),
+        (
+            {"kv_events": "ipc:///tmp/x", "engine": "paced"},
+            "the paced engine has no pages to report",
+        ),
     ],
 )
 def test_an_address_that_would_show_prompts_must_be_asked_for(given, sentence):
