@@ -173,10 +173,12 @@ class Running:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
             await asyncio.gather(self._end_engine(), self._fronts.stop(within_s=FLUSH_S))
-            count = sum(self._service.tally_of_all.finishes.values())
-            console.note(
-                f"ess: ended after {lasted(self._clock.now_s() - began_s)}, {count:,} answers"
-            )
+            if self._service.draining:  # else the reason why the engine is lost is the last line
+                self._note_end(self._clock.now_s() - began_s)
+
+    def _note_end(self, seconds: float) -> None:
+        count = sum(self._service.tally_of_all.finishes.values())
+        console.note(f"ess: ended after {lasted(seconds)}, {count:,} answers")
 
     # ---- the ends
 
