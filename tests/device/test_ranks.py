@@ -90,8 +90,9 @@ def test_two_ranks_say_the_tokens_of_one(cases: Sequence[dict], built: Path):
         assert ranks[0]["chosen"] == ranks[1]["chosen"] > 0
         if "tbo" in case:
             assert all(rank["splits"] for rank in ranks), "two halves"
+            assert ranks[1]["by_graph"], "it stands by as it has rehearsed"
         if case["tasks"][0] == "picky":
-            assert ranks[0]["eager"].keys() == {"host logits", "first steps"}
+            assert ranks[0]["eager"].keys() == {"host logits"}, "what it stands by for is rehearsed"
         if case.get("depth"):
             steady = [names for rank in ranks for names in rank["waited"][1:]]
             assert {name for names in steady for name in names} == {"an earlier moment"}
