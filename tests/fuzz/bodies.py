@@ -43,6 +43,8 @@ TOKENS = (
 )
 RAW_CHARS_MAX = 200_000
 MESSAGES = "/v1/messages"
+PAUSES = ("/pause", "/pause_generation")
+RESUME = b"POST /resume HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
 MESSAGE_ENDS = (b"event: message_stop", b"event: error")
 LEAKS = (b"Traceback", b"site-packages", b"object at 0x", b"msgspec.", b'.py"', b"/ess/")
 
@@ -90,7 +92,10 @@ class Bodies(ServedTarget):
         raw = value["raw"].encode("latin-1", "replace")
         head = f"POST {value['path']} HTTP/1.1\r\nhost: localhost\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
-        return [await self.exchange(head.encode() + raw)]
+        answers = [await self.exchange(head.encode() + raw)]
+        if value["path"] in PAUSES:
+            await self.exchange(RESUME)  # or requests that follow would wait
+        return answers
 
     def judge(self, value: Value, answers: list[Response]) -> None:
         [answer] = answers

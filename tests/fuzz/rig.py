@@ -88,7 +88,7 @@ class InlineWire:
     def bind(self, endpoint: str) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, *, linger: int | None = None) -> None:
         pass
 
     def send(self, raw: bytes, flags: int = 0) -> asyncio.Future[None]:
