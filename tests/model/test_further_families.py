@@ -173,8 +173,8 @@ def test_what_a_family_adds_changes_its_logits(family: str, part: str) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("axk2", {"n_group": None}, "has topk_group but not n_group"),
-    ("axk2", {"topk_group": None}, "has n_group but not topk_group"),
+    ("axk2", {"n_group": None}, "topk_group is given without n_group"),
+    ("axk2", {"topk_group": None}, "n_group is given without topk_group"),
     ("axk2", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1 is not supported"),
     ("axk2", {"gated_norm_rank": "x"}, "gated_norm_rank"),
     ("axk2", {"index_topk_freq": 2}, "index_topk_freq 2 lets layers share an indexer"),
