@@ -78,7 +78,7 @@ def test_weights_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_name_of_the_hub_is_not_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BadInput, match="`hf download deepseek-ai/V3`, then `ess serve d"):
         read_checkpoint("deepseek-ai/V3")
-    with pytest.raises(BadInput, match="no name for the model in the box$"):
+    with pytest.raises(BadInput, match=r"no name for the model in the box$"):
         read_checkpoint("/no/folder")
 
 
