@@ -156,7 +156,7 @@ def note(sentence: str) -> None:
 
 @contextlib.contextmanager
 def patience(sentence: str) -> Iterator[None]:
-    """Prints the sentence if the block takes long, so that nobody waits before a silent screen."""
+    """Prints the sentence if the block takes long, so that the screen is not silent for long."""
     timer = threading.Timer(PATIENCE_S, note, [sentence])
     timer.daemon = True
     timer.start()

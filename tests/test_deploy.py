@@ -19,9 +19,9 @@ from ess.errors import BadInput
 from ess.server.commands import cli
 from ess.server.commands.start import begin
 from ess.server.commands.start.settings import Settings, resolve
-from ess.server.http import status_routes
 from ess.server.http.origins import check_page
 from ess.server.http.responses import Foreign
+from ess.server.http.routes import status_routes
 from tests.house.tree import ROOT
 
 DEPLOY = ROOT / "docs" / "deploy"

@@ -38,7 +38,7 @@ from ess.engine.engine import Engine, EngineConfig
 from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
-from ess.free_memory import memory_free
+from ess.free_resources import memory_free
 from ess.kernels.backend import ops
 from ess.kernels.ops import Ops
 from ess.layout import ModelLayout

@@ -27,7 +27,7 @@ from ess.bench.headline.plan import HeadlineRun, Outcome
 from ess.bench.headline.predicted import check_predicted, predict
 from ess.console import Whole
 from ess.errors import BadInput
-from ess.free_memory import memory_free
+from ess.free_resources import memory_free
 from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS, format_bytes, parse_size
 

@@ -27,7 +27,7 @@ CHOICES: Final = 5
 CODES: Final = 2
 """What a selection is called among the rows of a pack, and a mask of it."""
 STEP_LISTS: Final = 5
-"""The same of a step: hits, rows in place, both behind one another, and that without gaps."""
+"""The same of a step: hits, rows in place, the two lists joined, and the joined list packed."""
 PIECE: Final = 16
 """Bytes of a piece of a list that attention has cut."""
 TURNING: Final = 3
@@ -135,7 +135,7 @@ class LayerBytes:
     @property
     def _made_queries(self) -> int:
         """Queries of all heads; absorbed without the part that is turned; that part on its way, or
-        both behind one another."""
+        the two parts joined."""
         c = self.config
         plain = c.head_count * (c.nope_dim + c.rope_dim)
         turned = c.head_count * c.rope_dim

@@ -24,7 +24,7 @@ from rich.table import Table
 from ess import console
 from ess.errors import BadInput, Unavailable
 from ess.flashtrans.ways import Choice, settle
-from ess.free_memory import memory_free
+from ess.free_resources import memory_free
 from ess.kernels.cpu import native
 from ess.kernels.cuda import driver
 from ess.server.commands.start.devices.device_probing import ask

@@ -38,22 +38,20 @@ from ess.server.dialects.routes import (
     openai_responses,
     past_responses,
 )
-from ess.server.http import (
-    dashboard,
-    events,
-    pause_routes,
-    peer_routes,
-    status_routes,
-    telemetry,
-    text_routes,
-    trace_routes,
-)
+from ess.server.http import dashboard, events, telemetry
 from ess.server.http.auth_limits import Gate, Keys
 from ess.server.http.connection.outlets import STRAIGHT
 from ess.server.http.openapi import pages
 from ess.server.http.openapi.document import completed, operation, operation_id
 from ess.server.http.openapi.door import DirectRoute, Door
 from ess.server.http.responses import Absent, error_answer
+from ess.server.http.routes import (
+    pause_routes,
+    peer_routes,
+    status_routes,
+    text_routes,
+    trace_routes,
+)
 from ess.server.process.service import Service
 
 if TYPE_CHECKING:

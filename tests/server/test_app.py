@@ -18,9 +18,9 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
 
 from ess.server.dialects.response_history import owner_of
-from ess.server.http import peer_routes
 from ess.server.http.app import DOORS, Application
 from ess.server.http.connection.outlets import Straight
+from ess.server.http.routes import peer_routes
 from ess.server.process.requests.kept_responses import Kept, KeptResponses
 from tests.server.harness import PacedEngine, Served, counting, raw, saying, until
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ess.engine.process.messages import Status, Traced, TraceSpan
 from ess.server.commands.cli import main
-from ess.server.http.trace_routes import trace_document
+from ess.server.http.routes.trace_routes import trace_document
 from ess.server.process.service import Limits
 from tests.server import screens
 from tests.server.harness import PacedEngine, Served, counting, raw, until

@@ -74,7 +74,7 @@ def test_sigterm_ends_a_server_with_a_stopped_engine_and_a_client_that_reads_not
 STUCK = """
 import time
 from ess.server.commands import cli
-from ess.server.http import status_routes
+from ess.server.http.routes import status_routes
 from ess.server.process import lifecycle
 
 lifecycle.HANG_S = 1.0

@@ -14,7 +14,7 @@ from ess.engine.config import ProcessConfig
 from ess.engine.devices import DEFAULTS
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
-from ess.free_memory import memory_free
+from ess.free_resources import memory_free
 from ess.layout import ModelLayout
 from ess.server.commands import cli
 from ess.server.commands.serve import shown_default

@@ -24,8 +24,7 @@ from ess.engine.config import ProcessConfig
 from ess.engine.entries.refusals import check_settings
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
-from ess.free_cores import cores_free
-from ess.free_memory import memory_free
+from ess.free_resources import cores_free, memory_free
 from ess.layout import ModelLayout
 from ess.models.chat.reply import PlainParser
 from ess.models.weights.expected.kept_bytes import kept_bytes

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from ess.errors import BadInput
-from ess.free_memory import memory_free
+from ess.free_resources import memory_free
 from ess.layout import ModelLayout
 from ess.pool.capacity import (
     HOST_PAGES,

@@ -27,7 +27,7 @@ class Background:
         task = self._tasks.get((owner, identity))
         if task is None:
             return False
-        await asyncio.sleep(0)  # one that is cancelled before its first step would do nothing
+        await asyncio.sleep(0)  # a task cancelled before its first step would do nothing
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return True

@@ -14,7 +14,8 @@ FILES_S: Final = 10
 
 class Watched:
     """Files that are read again when they have changed. `use` reads them and returns what is true
-    from then on. What it refuses is not used, as when only one of two files has changed yet."""
+    from then on. Files that it refuses are not used, as when only the first of two files has
+    changed so far."""
 
     def __init__(self, what: str, paths: Sequence[str], use: Callable[[], str]) -> None:
         self._what = what
@@ -24,10 +25,10 @@ class Watched:
 
     def refresh(self) -> bool:
         """Whether they have changed, and are used."""
-        found = self._stamps()
-        if found == self._seen:
+        stamps = self._stamps()
+        if stamps == self._seen:
             return False
-        self._seen = found
+        self._seen = stamps
         try:
             console.note(f"ess: {self._what} has changed: {self._use()}")
         except (BadInput, OSError) as error:

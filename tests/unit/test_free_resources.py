@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ess import free_cores
-from ess.free_cores import cores_free
+from ess import free_resources
+from ess.free_resources import cores_free
 
 VERSION_2 = "sys/fs/cgroup/cpu.max"
 VERSION_1 = "sys/fs/cgroup/cpu/cpu.cfs_{}_us"
@@ -56,6 +56,6 @@ def test_so_does_one_in_two_files(tmp_path: Path, quota: int, cores: int) -> Non
 def test_where_the_system_does_not_say_all_cores_are_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(free_cores.os, "sched_getaffinity")
-    monkeypatch.setattr(free_cores.os, "cpu_count", lambda: None)
+    monkeypatch.delattr(free_resources.os, "sched_getaffinity")
+    monkeypatch.setattr(free_resources.os, "cpu_count", lambda: None)
     assert cores_free(tmp_path) == 1

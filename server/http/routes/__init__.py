@@ -1,0 +1,1 @@
+"""The routes beside the dialects: status, texts, traces, peers and pauses."""
