@@ -4,9 +4,8 @@
 
 It takes the place of an engine: requests go in, and each ends as "sent" when the last stage has run
 its last chunk. Several requests are under way at once, in order of rank, in at most
-`stage count + AHEAD` micro-batches. The lead obeys every decision first, with its own part of the
-model, and then orders it of the others; so it never orders what this stage cannot do. A micro-batch
-is ordered as soon as its last layer here is queued: what could be refused has been done by then.
+`stage count + AHEAD` micro-batches. `Openings` opens their prompts on every stage, and `Issuer`
+gives the orders.
 
 A request that has ended leaves its prompt in place until every stage has reported that its handoff
 is over; then all stages close the prompt.
@@ -19,8 +18,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol, Unpack
 
-from torch import Tensor
-
 from ess.clock import Clock
 from ess.comm.group import Group
 from ess.engine.config import EngineConfig
@@ -30,23 +27,22 @@ from ess.engine.process.messages import StageLine
 from ess.engine.requests.admission import Admission
 from ess.engine.requests.entry import check_prompt
 from ess.engine.requests.intake import Intake, RequestOptions
-from ess.engine.requests.request import FinishReason, Request, State
+from ess.engine.requests.request import FinishReason, Request
 from ess.engine.requests.roster import Roster
 from ess.engine.step.warmth import Warmth
 from ess.engine.step_bytes import positions_max
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState, PoolFull
 from ess.prefill import orders
-from ess.prefill.batches import Batch, Batches
+from ess.prefill.batches import Batches
+from ess.prefill.issuer import Issuer
+from ess.prefill.openings import Openings
 from ess.prefill.orders import (
     SALT_BYTES_MAX,
     Close,
-    Enter,
     Forget,
     GiveUp,
-    Load,
     Meet,
-    Open,
     Part,
     Profile,
     Run,
@@ -56,10 +52,8 @@ from ess.prefill.reports import Counted, Ran, Released, Report
 from ess.prefill.stage import Stage
 from ess.prefill.stages import Stages
 from ess.transfer.messages import UID_MAX
-from ess.units import PAGE_ROWS
 
 AHEAD: Final = 2
-OPEN_MAX: Final = 2048
 POLL_S: Final = 0.05
 
 
@@ -74,6 +68,9 @@ class Sizer(Protocol):
 class Lead:
     """`stage` is this rank's own; `layers` are the main layers of every stage."""
 
+    preempted_count = 0
+    depth = 0
+
     def __init__(
         self,
         stage: Stage,
@@ -87,29 +84,31 @@ class Lead:
     ) -> None:
         self.offload = stage.offload
         self.step_count = 0
-        self.preempted_count = 0
         self.stages = Stages(group, layers, timeout_s=stage_timeout_s, free=stage.free)
         self.tuning = stage.runner.tuning
         self.verifier = stage.runner.verifier
         self.warmth = Warmth()
-        self.depth = 0
         self.ended_handoffs: deque[Ended] = deque(maxlen=ENDED_MAX)
-        self._stage = stage
-        self._group = group
+        self._issuer = Issuer(stage, self.stages, group)
         self._sizer = sizer
         self._clock = clock
         self._roster: Roster[Request] = Roster()
+        self._prompts = Prompts()
+        openings = Openings(
+            self._issuer,
+            self._prompts,
+            self._roster,
+            clock=clock,
+            refused=lambda request: self._finish(request, "refused"),
+        )
+        self._openings = openings
         self._admission = Admission(
-            self._roster, opens=self._open, resumes=self._resume, tpot_ms=0.0
+            self._roster, opens=openings.open, resumes=openings.resume, tpot_ms=0.0
         )
         self._intake = Intake(self, self._roster, on_first=self._ask_again)
-        self._prompts = Prompts()
         self._batches = Batches(self.stages.count)
         self._running_max = config.max_running
         self._may_admit = False
-        self._unsent: orders.Order | None = None
-        stage.between = self._between
-        stage.leaves = self._pass_on
 
     # ---- requests
 
@@ -123,7 +122,7 @@ class Lead:
         here."""
         request = self._intake.made(prompt, sampling, **options)
         _check_options(request)
-        vocabulary = self._stage.runner.model.config.vocab_size
+        vocabulary = self._issuer.stage.runner.model.config.vocab_size
         check_prompt(request, vocabulary=vocabulary, longest=self.offload.sizes.length_max)
         self._intake.enter(request)
         return request
@@ -158,7 +157,7 @@ class Lead:
     @property
     def is_handing_over(self) -> bool:
         """Whether `pump` should be called soon: reports are due, or rows are under way."""
-        return len(self._prompts) > 0 or len(self._batches) > 0 or self._stage.is_busy
+        return len(self._prompts) > 0 or len(self._batches) > 0 or self._issuer.stage.is_busy
 
     def depth_reasons(self) -> tuple[str, ...]:
         return ()
@@ -186,7 +185,7 @@ class Lead:
         """Forgets cached prefixes on every stage."""
         if len(self._prompts):
             raise BadState(f"{len(self._prompts)} prompts are made, or handed over")
-        self._order(Forget())
+        self._issuer.order(Forget())
 
     def meet(self, metadata: bytes) -> None:
         """Makes the other stages meet the worker that this stage has met."""
@@ -194,11 +193,11 @@ class Lead:
 
     def close(self) -> None:
         """Ends the other ranks in order; returns when all have obeyed."""
-        self._order(orders.Stop())
+        self._issuer.order(orders.Stop())
         self.stages.finish()
 
     def check(self) -> None:
-        for owner in (self._stage, self._roster, self._intake.followers, self._prompts):
+        for owner in (self._issuer.stage, self._roster, self._intake.followers, self._prompts):
             owner.check()
         self._batches.check()
         self.stages.check()
@@ -213,7 +212,7 @@ class Lead:
         assert self.is_idle, "a measurement beside requests"
         batch = self._batches.begin()
         try:
-            self._order(Profile(batch.number, count))
+            self._issuer.order(Profile(batch.number, count))
         except (PoolFull, BadInput):
             self._batches.drop(batch)
             return None
@@ -233,7 +232,8 @@ class Lead:
         parts = self._next_parts()
         chunks = tuple(map(self._chunk, [part for part in parts if part.stop > part.start]))
         if parts:
-            self._run(self._batches.begin(parts))
+            batch = self._batches.begin(parts)
+            self._issuer.order(Run(batch.number, batch.parts))
         self.pump()
         self.step_count += 1
         return StepResult((), chunks, 0, ((),) * len(chunks))
@@ -245,7 +245,7 @@ class Lead:
         first = self._prompts.first()
         done = 0 if first is None else first.prefilled_count
         longest = self.offload.sizes.length_max
-        on_device = self._stage.runner.model.device.type != "cpu"
+        on_device = self._issuer.stage.runner.model.device.type != "cpu"
         most = positions_max(longest, on_device=on_device)
         return self._prompts.parts(self._sizer.next(done, longest - done), most)
 
@@ -254,29 +254,6 @@ class Lead:
         assert prompt is not None, f"a chunk of prompt {part.number}, which is not open"
         return Chunk(prompt.request, part.start, part.stop)
 
-    def _run(self, batch: Batch) -> None:
-        self._order(Run(batch.number, batch.parts))
-
-    def _order(self, order: orders.Order) -> None:
-        """Obeys the order here, then sends it to the other stages."""
-        self._unsent = order
-        self._stage.obey(order)
-        if self._unsent is not None:
-            self.stages.order(order)
-        self.stages.obeyed()
-
-    def _pass_on(self, hidden: Tensor) -> None:
-        """The micro-batch that is being obeyed, with what was made of it here."""
-        assert self._unsent is not None, "a state without an order"
-        self.stages.order(self._unsent, hidden, is_obeyed=False)
-        self._unsent = None
-        self.stages.flush()
-
-    def _between(self) -> None:
-        """Between two layers: takes reports; they are acted on after the step."""
-        self._group.advance()
-        self.stages.listen()
-
     # ---- admission
 
     def _ask_again(self) -> None:
@@ -284,89 +261,12 @@ class Lead:
         self._may_admit = True
         self._admission.ask_again()
 
-    def _open(self, request: Request) -> None:
-        """Opens the prompt; PoolFull if it must wait. A prompt that can never fit ends as
-        refused."""
-        assert request.gives is not None, f"request {request.number} gives no rows"
-        if len(self._prompts) >= OPEN_MAX:
-            sentence = f"all {OPEN_MAX} prompts are open; wait until a handoff has ended"
-            raise PoolFull(limiter="handoffs", needed=1, free=0, sentence=sentence)
-        try:
-            if self._prompts.has_uid(request.gives):
-                raise BadInput(f"handoff {request.gives} is open already")
-            load_max = self.offload.count_on_disk(request.prompt, salt=request.salt)
-            count = self._stage.open(
-                request.number,
-                request.prompt,
-                uid=request.gives,
-                salt=request.salt,
-                load_max=load_max,
-            )
-        except (PoolFull, BadInput) as refusal:
-            self._refuse(request, refusal)
-            return
-        self._opened(request, count, load_max)
-
-    def _refuse(self, request: Request, refusal: PoolFull | BadInput) -> None:
-        """Ends the request as refused, unless it may wait: then raises the refusal."""
-        if isinstance(refusal, PoolFull) and not refusal.permanent:
-            raise refusal
-        request.refusal = refusal
-        self._finish(request, "refused")
-
-    def _resume(self, request: Request) -> None:
-        """The prompt has loaded: enters it. PoolFull if it must wait for room on the device."""
-        prompt = self._prompts.get(request.number)
-        assert prompt is not None, f"request {request.number} has loaded, and is not open"
-        try:
-            self._stage.enter(request.number)
-        except (PoolFull, BadInput) as refusal:
-            self._refuse(request, refusal)
-            return
-        self.stages.order(Enter(request.number))
-        request.has_loaded = False
-        self._roster.move(request, "prefilling")
-        self._prompts.enter(prompt)
-
-    def _opened(self, request: Request, cached_count: int, load_max: int) -> None:
-        assert request.gives is not None, f"request {request.number} gives no rows"
-        *texts, last = orders.cut(request.prompt)
-        for text in texts:
-            self.stages.order(orders.Text(request.number, text))
-        self.stages.order(
-            Open(
-                number=request.number,
-                uid=request.gives,
-                cached_count=cached_count,
-                load_max=load_max,
-                salt=request.salt,
-                tokens=last,
-            )
-        )
-        request.cached_count = request.prefilled_count = cached_count
-        state: State = "loading" if load_max else "prefilling"
-        self._roster.move(request, state)
-        self._prompts.add(
-            Prompt(
-                number=request.number,
-                request=request,
-                uid=request.gives,
-                prefilled_count=cached_count,
-                opened_s=self._clock.now_s(),
-                state=state,
-            )
-        )
-
     # ---- reports
 
     def pump(self) -> None:
         """Moves handoffs on, and acts on the stages' reports."""
-        self._group.advance()
-        self.stages.listen()
-        for stage, report in self.stages.heard():
+        for stage, report in self._issuer.reports():
             self._handle(stage, report)
-        for report in self._stage.pump():
-            self._handle(0, report)
         self.stages.flush()
 
     def learn(self) -> None:
@@ -383,32 +283,13 @@ class Lead:
         match report:
             case Ran(number, seconds):
                 self._on_ran(stage, number, seconds)
-            case Counted(number, page_count):
-                self._on_counted(stage, number, page_count)
+            case Counted():
+                if self._openings.counted(stage, report):
+                    self._ask_again()
             case Released():
                 self._on_released(stage, report)
             case _:
                 raise AssertionError(f"stage {stage} reports {report} in the middle")
-
-    def _on_counted(self, stage: int, number: int, page_count: int) -> None:
-        """Loads the pages that all stages have on disk; the others are computed. The prompt may
-        have been given up while its pages came."""
-        prompt = self._prompts.get(number)
-        if prompt is None:
-            return
-        assert stage not in prompt.counted, f"stage {stage} counted the pages of {number} twice"
-        prompt.counted[stage] = page_count
-        if len(prompt.counted) == self.stages.count:
-            self._load(prompt, min(prompt.counted.values()))
-
-    def _load(self, prompt: Prompt, page_count: int) -> None:
-        self._order(Load(prompt.number, page_count))
-        request = prompt.request
-        request.cached_count += page_count * PAGE_ROWS
-        prompt.prefilled_count = request.prefilled_count = request.cached_count
-        request.has_loaded = True
-        self._roster.move(request, "preempted")
-        self._ask_again()
 
     def _on_ran(self, stage: int, number: int, seconds: float) -> None:
         batch = self._batches.ran(stage, number, seconds, now_s=self._clock.now_s())
@@ -439,7 +320,7 @@ class Lead:
                 self._finish(follower, "sent")
 
     def _give_up(self, prompt: Prompt) -> None:
-        self._order(GiveUp(prompt.number))
+        self._issuer.order(GiveUp(prompt.number))
         self._prompts.give_up(prompt)
 
     def _on_released(self, stage: int, report: Released) -> None:
@@ -450,7 +331,7 @@ class Lead:
         prompt.released[stage] = report
         if len(prompt.released) == self.stages.count:
             self.ended_handoffs.append(prompt.ending(self._clock.now_s()))
-            self._order(Close(prompt.number))
+            self._issuer.order(Close(prompt.number))
             self._prompts.remove(prompt)
             self._ask_again()
 
