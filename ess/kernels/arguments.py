@@ -109,17 +109,8 @@ class Checks:
             self.place(name, tensor)
             require_dense(name, tensor)
 
-    def index_queries(
-        self,
-        queries: Tensor,
-        weights: Tensor,
-        pages: Tensor,
-        page_table: Tensor,
-        lengths: Tensor,
-        codec: IndexCodec,
-        threads: int,
-        queries_per_request: int = 1,
-    ) -> IndexQueries:
+    def index_queries(self, asked: IndexQueries) -> IndexQueries:
+        queries, weights, pages, page_table, lengths, codec, threads, each = asked
         self.bytes_of("pages", pages, None, require_single(codec).page_bytes)
         self.tensor("queries", queries, (None, None, codec.key_dim), QUERIES)
         count, heads, _ = queries.shape
@@ -127,16 +118,15 @@ class Checks:
         self.tensor("page_table", page_table, (count, None), COUNTS)
         self.tensor("lengths", lengths, (count,), COUNTS)
         check_threads(threads)
-        check_shared(count, queries_per_request)
-        width = page_table.shape[1] * PAGE_ROWS
-        lengths = self.ids("lengths", lengths, 0, width + 1)
+        check_shared(count, each)
+        lengths = self.ids("lengths", lengths, 0, asked.width + 1)
         if self.backend.checked_before("page_table", page_table):
-            starts = torch.arange(0, width, PAGE_ROWS, device=page_table.device)
+            starts = torch.arange(0, asked.width, PAGE_ROWS, device=page_table.device)
             seen = page_table[starts < lengths[:, None]]
             require_within("page_table", seen, low=0, limit=len(pages))
         return IndexQueries(
             *(plain(queries), weights.contiguous(), pages, int32(page_table), lengths),
-            *(codec, threads, queries_per_request),
+            *(codec, threads, each),
         )
 
     def selection(self, queries: Tensor, k: int, out: Tensor | None) -> Tensor:

@@ -22,6 +22,7 @@ from ess.kernels.calls import (
     Angles,
     Attend,
     Backend,
+    IndexQueries,
     KeyFinish,
     Keys,
     Linear,
@@ -256,9 +257,8 @@ class Ops:
         Query q sees the first lengths[q] positions of the pages in page_table[q]; -inf is beyond
         them. Query scales belong in the weights.
         """
-        call = self.checks.index_queries(
-            queries, weights, pages, page_table, lengths, codec, threads
-        )
+        asked = IndexQueries(queries, weights, pages, page_table, lengths, codec, threads, 1)
+        call = self.checks.index_queries(asked)
         shape = queries.shape[0], call.width
         if out is None:
             out = empty(queries, *shape)
@@ -284,9 +284,8 @@ class Ops:
     ) -> Tensor:
         """`index_logits`, then `top_k`. Queries of a request lie beside each other and name the
         same pages: a device reads their keys once. What each gets is what it would get alone."""
-        call = self.checks.index_queries(
-            queries, weights, pages, page_table, lengths, codec, threads, queries_per_request
-        )
+        named = queries, weights, pages, page_table, lengths, codec, threads
+        call = self.checks.index_queries(IndexQueries(*named, queries_per_request))
         out = self.checks.selection(queries, k, out)
         self.backend.index_top_k(call, out)
         return out

@@ -33,34 +33,6 @@ else:
 
 CHECKED: Final = ("slots", "lengths", "page_table") if native.available() else ()
 
-__all__ = [
-    "add_received",
-    "attend",
-    "checked_before",
-    "counts_to_build",
-    "cut",
-    "decode_rows",
-    "encode_keys",
-    "encode_rows",
-    "expert_products",
-    "finish_keys",
-    "finish_rows",
-    "gate_received",
-    "hadamard",
-    "has_stages",
-    "implementation",
-    "index_logits",
-    "index_top_k",
-    "linear_fp8",
-    "merge",
-    "reaches",
-    "store_keys",
-    "store_rows",
-    "take_received",
-    "top_k",
-    "turn_queries",
-]
-
 
 def implementation() -> str:
     tiles = " with tiles" if native.available() and native.has_tiles() else ""

@@ -23,34 +23,6 @@ from ess.kernels.reference.received import add_received, gate_received, take_rec
 from ess.layout import BYTE_SCALED, SCALE_GROUP, IndexCodec, RowCodec
 from ess.units import PAGE_ROWS
 
-__all__ = [
-    "add_received",
-    "attend",
-    "checked_before",
-    "counts_to_build",
-    "cut",
-    "decode_rows",
-    "encode_keys",
-    "encode_rows",
-    "expert_products",
-    "finish_keys",
-    "finish_rows",
-    "gate_received",
-    "hadamard",
-    "has_stages",
-    "implementation",
-    "index_logits",
-    "index_top_k",
-    "linear_fp8",
-    "merge",
-    "reaches",
-    "store_keys",
-    "store_rows",
-    "take_received",
-    "top_k",
-    "turn_queries",
-]
-
 
 def implementation() -> str:
     return "torch"

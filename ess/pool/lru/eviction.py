@@ -75,7 +75,7 @@ class Evictions:
     _spared: npt.NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
-        check_policy("evict", self.name)
+        check_policy(self.name)
         count = self.slot_count if self.name == "sieve" else 0
         self._came, self._spared = np.zeros(count, np.int64), np.zeros(count, np.int32)
 
@@ -98,9 +98,9 @@ class Evictions:
         )
 
 
-def check_policy(name: str, value: str) -> None:
-    if value not in POLICIES:
-        raise BadInput(f"{name} is {value!r}, must be one of {', '.join(POLICIES)}")
+def check_policy(evict: str) -> None:
+    if evict not in POLICIES:
+        raise BadInput(f"evict is {evict!r}, must be one of {', '.join(POLICIES)}")
 
 
 def scored(logits: npt.NDArray[np.float32], selection: npt.NDArray[np.int32]) -> Longs:

@@ -18,26 +18,7 @@ import numpy.typing as npt
 from ess.kernels.cpu import native
 from ess.pool.lru import specification
 from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Ints, Lookup, Split, make_scratch
-from ess.pool.lru.specification import check
-
-__all__ = [
-    "addresses",
-    "check",
-    "claim_each",
-    "claim_new",
-    "clear_block",
-    "drop",
-    "drop_each",
-    "fill",
-    "land",
-    "locate",
-    "observe",
-    "plan",
-    "resolve",
-    "settle",
-    "translate",
-    "warm",
-]
+from ess.pool.lru.specification import check as check
 
 _REFUSALS: Final = (
     "",

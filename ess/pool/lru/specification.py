@@ -29,38 +29,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput
-from ess.pool.lru.arena import (
-    AGE_MAX,
-    BLOCK_SLOTS,
-    Arena,
-    FetchPlan,
-    Ints,
-    Lookup,
-    Split,
-    check,
-)
+from ess.pool.lru.arena import AGE_MAX, BLOCK_SLOTS, Arena, FetchPlan, Ints, Lookup, Split
+from ess.pool.lru.arena import check as check
 from ess.pool.lru.eviction import follow, scored
 from ess.pool.lru.victims import admit, age, oldest, pass_by
 from ess.pool.lru.victims import victims as claimable
 from ess.units import PAGE_ROWS
-
-__all__ = [
-    "check",
-    "claim_each",
-    "claim_new",
-    "clear_block",
-    "drop",
-    "drop_each",
-    "fill",
-    "land",
-    "locate",
-    "observe",
-    "plan",
-    "resolve",
-    "settle",
-    "translate",
-    "warm",
-]
 
 
 def translate(

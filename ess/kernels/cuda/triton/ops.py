@@ -32,35 +32,6 @@ from ess.kernels.reference.keys import encode_keys as keep_keys
 from ess.kernels.reference.ops import counts_to_build, has_stages
 from ess.layout import IndexCodec
 
-__all__ = [
-    "add_received",
-    "attend",
-    "checked_before",
-    "counts_to_build",
-    "cut",
-    "decode_rows",
-    "encode_keys",
-    "encode_rows",
-    "expert_products",
-    "finish_keys",
-    "finish_rows",
-    "gate_received",
-    "hadamard",
-    "has_stages",
-    "implementation",
-    "index_logits",
-    "index_top_k",
-    "linear_fp8",
-    "merge",
-    "reaches",
-    "require_device",
-    "store_keys",
-    "store_rows",
-    "take_received",
-    "top_k",
-    "turn_queries",
-]
-
 
 def implementation() -> str:
     where = "interpreted" if interpreted() else torch.cuda.get_device_name()
