@@ -7,20 +7,6 @@ from collections.abc import Sequence
 from ess.errors import BadInput
 
 
-def shared_groups(
-    *, layer_count: int, index_freq: int, index_skip_offset: int
-) -> tuple[tuple[int, ...], ...]:
-    """Layer i shares the selection before it when max(i - offset + 1, 0) % freq != 0."""
-    groups: list[list[int]] = []
-    for layer in range(layer_count):
-        shared = max(layer - index_skip_offset + 1, 0) % index_freq != 0
-        if shared and groups:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    return tuple(tuple(group) for group in groups)
-
-
 def check_part(groups: Sequence[Sequence[int]], layer_count: int, first: int, stop: int) -> None:
     """May main layers first..stop-1 stand alone? Layers that share a selection stay together."""
     if not 0 <= first < stop <= layer_count:

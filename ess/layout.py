@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Final, Literal
 
 from ess.errors import BadInput
-from ess.layer_groups import check_part, shared_groups
+from ess.layer_groups import check_part
 from ess.row_codec import BYTE_SCALED as BYTE_SCALED
 from ess.row_codec import SCALE_BYTES as SCALE_BYTES
 from ess.row_codec import SCALE_GROUP as SCALE_GROUP
@@ -430,8 +430,8 @@ class ModelLayout:
     @classmethod
     def glm_52(cls, *, row: RowCodec | None = None, mtp: bool = True) -> ModelLayout:
         """GLM-5.2 and 5.3: indexers on 21 of 78 layers, groups of four from layer 2 on."""
-        shared = shared_groups(layer_count=78, index_freq=4, index_skip_offset=3)
-        groups = shared + (((78,),) if mtp else ())
+        groups = ((0,), (1,), *(tuple(range(first, first + 4)) for first in range(2, 78, 4)))
+        groups += ((78,),) if mtp else ()
         return replace(cls.glm_5(row=row, mtp=mtp), name="glm-5.2", groups=groups)
 
     @classmethod

@@ -85,7 +85,7 @@ def vs_llama_benchmark(
     if smoke:
         task = Task(prompt=list(range(64)), tokens=8)
         return _rows(random_model(), task, library, Path("smoke.gguf"), [1], repeats=1)
-    guest, counts = guest_named(model, flag="--model"), sizes("--threads", threads)
+    guest, counts = guest_named(model), sizes("--threads", threads)
     length, made = size("--prompt", prompt), size("--tokens", tokens)
     amount("--repeats", repeats)
     file, folder = gguf_file(guest), checkpoint_folder(guest)

@@ -105,7 +105,7 @@ def guest_benchmark(
         return quality_rows(random_model(), [Excerpt(ids, 32)], [16])
     widths, length, excerpts = sizes("--k", k), size("--ctx", ctx), amount("--excerpts", excerpts)
     written, _ = text_of(text)
-    folder = checkpoint_folder(guest_named(model, flag="--model"))
+    folder = checkpoint_folder(guest_named(model))
     ids = Tokenizer(folder).encode(written)
     starts = np.linspace(0, len(ids) - length - 1, excerpts + 2)[1:-1].astype(int).tolist()
     if len(ids) <= length or max(widths) >= length:

@@ -55,7 +55,7 @@ class GuestRecording:
 
 @compute_threads()
 def guest_rows(plan: GuestRecording) -> list[Row]:
-    folder = checkpoint_folder(guest_named(plan.model, flag="--model"))
+    folder = checkpoint_folder(guest_named(plan.model))
     written, name = text_of(plan.text)
     ids = Tokenizer(folder).encode(written)
     model = load_model(folder, top_k=plan.top_k)

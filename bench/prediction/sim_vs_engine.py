@@ -39,7 +39,7 @@ class Recording(Around):
 
     def warm(self, sequence: Sequence, windows: Array) -> None:
         self.windows, self.start = windows.copy(), sequence.length
-        super().warm(sequence, windows)
+        self.slots.warm(sequence, windows)
 
     def before_resolve(self, step: Step, group: int, queries: range, selection: Array) -> None:
         if self.writer is not None:
@@ -54,7 +54,7 @@ class Recording(Around):
                 accepted=int(accepted[0]),
             )
             self.writer.commit_step(step.number, [seen])
-        super().seal(step, accepted)
+        self.slots.seal(step, accepted)
 
 
 def least_slots(layout: ModelLayout, mtp: int) -> int:

@@ -18,14 +18,15 @@ from ess.bench.harness.report import Row, compare
 from ess.door.memory.common_host import NAME
 from ess.kernels.mappings import Mapping, mappings
 
+TP_SIZE: Final = 2
 PROMPTS: Final = 6
 TOKENS: Final = 1500
 MIB: Final = 1 << 20
 
 
-def member_rows(tp_size: int = 2, *, smoke: bool = False) -> list[Row]:
+def member_rows(*, smoke: bool = False) -> list[Row]:
     count, tokens = (1, 100) if smoke else (PROMPTS, TOKENS)
-    flags = ("--tp-size", str(tp_size), "--host-bytes", "256MiB", "--max-model-len", "2k")
+    flags = ("--tp-size", str(TP_SIZE), "--host-bytes", "256MiB", "--max-model-len", "2k")
     with started("serve", *flags, "--threads", "1") as (process, url):
         for first in range(count):
             read_prompt(url, [(first + at) % 90 + 5 for at in range(tokens)])
@@ -39,7 +40,7 @@ def member_rows(tp_size: int = 2, *, smoke: bool = False) -> list[Row]:
             ours=[sum(shares)],
             baseline=("one for each process", [max(resident) * len(found)]),
             config={
-                "tp_size": tp_size,
+                "tp_size": TP_SIZE,
                 "share_mib": [round(mib, 1) for mib in shares],
                 "resident_mib": [round(mib, 1) for mib in resident],
                 "files": len({each.inode for mapped in found for each in mapped}),

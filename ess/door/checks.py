@@ -81,11 +81,6 @@ def in_range(name: str, value: Any, low: int, high: int) -> int:
     return number
 
 
-def in_list(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise BadInput(f"{name} is {value!r}, must be {' or '.join(map(repr, allowed))}")
-
-
 def counts(name: str, values: Any, size: int) -> list[int]:
     """A whole number for each sequence."""
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ess.clock import Clock, RealClock
-from ess.door.checks import counts, in_list, in_range, token_ids
+from ess.door.checks import counts, in_range, token_ids
 from ess.door.memory.pools import PoolSizes, build_pools
 from ess.door.owner import Owner
 from ess.door.sequences.opening import Opening, count_on_disk, open_sequence
@@ -214,7 +214,8 @@ class Offload:
         """
         self.owner.require()
         ids, longest = token_ids("tokens", tokens), self.sizes.length_max
-        in_list("promise", promise, ("all", "some"))
+        if promise not in ("all", "some"):
+            raise BadInput(f"promise is {promise!r}, must be 'all' or 'some'")
         if not isinstance(salt, bytes):
             raise BadInput(f"salt is a {type(salt).__name__}, must be bytes")
         if reuse_max is not None:
@@ -411,7 +412,7 @@ def _bytes(name: str, size: int | str) -> int:
 
 
 def _check_eviction(evict: str, device: str) -> None:
-    check_policy("evict", evict)
+    check_policy(evict)
     if device != "cpu" and evict != "lru":
         raise BadInput(f"evict is {evict!r}: on {device} rows give way by lru alone")
 

@@ -47,7 +47,7 @@ SMOLLM2: Final = Guest(
 GUESTS: Final[Mapping[str, Guest]] = MappingProxyType({SMOLLM2.name: SMOLLM2})
 
 
-def guest_named(name: str, *, flag: str) -> Guest:
+def guest_named(name: str) -> Guest:
     if name not in GUESTS:
-        raise BadInput(f"{flag} {name}: no such guest; there is {', '.join(GUESTS)}")
+        raise BadInput(f"--model {name}: no such guest; there is {', '.join(GUESTS)}")
     return GUESTS[name]

@@ -71,7 +71,7 @@ def version(*, json: bool = False) -> None:
         "ess": ess.__version__,
         "python": platform.python_version(),
         "numpy": metadata.version("numpy"),
-        "torch": _installed("torch"),
+        "torch": _torch_version(),
         "native": native.isa() if native.available() else None,
     }
     if json:
@@ -204,8 +204,8 @@ def _bytes_of(row_sizes: tuple[int, ...]) -> str:
     return " or ".join(f"{size:,} B" for size in row_sizes[::-1])
 
 
-def _installed(name: str) -> str | None:
+def _torch_version() -> str | None:
     try:
-        return metadata.version(name)
+        return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return None

@@ -130,7 +130,7 @@ class PromptReader:
     # ---- by form
 
     def _completion(self, ask: schemas.CompletionAsk) -> list[list[int]]:
-        given = schemas.read_texts(ask.prompt, where="prompt")
+        given = schemas.read_texts(ask.prompt)
         add_special = ask.add_special_tokens is not False
         is_cut = ask.truncate_prompt_tokens is not None
         return self._encoded(given, where="prompt", add_special=add_special, is_cut=is_cut)

@@ -360,7 +360,7 @@ def is_many(raw: msgspec.Raw) -> bool:
     return bytes(raw).lstrip()[1:].lstrip()[:1] == b"["
 
 
-def read_texts(raw: msgspec.Raw, *, where: str) -> list[str] | list[list[int]]:
+def read_texts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
     """A prompt as OpenAI has it: a text, texts, ids, or several lists of ids."""
     try:
         texts = msgspec.json.decode(raw, type=str | list[str])
@@ -369,10 +369,10 @@ def read_texts(raw: msgspec.Raw, *, where: str) -> list[str] | list[list[int]]:
     else:
         return [texts] if isinstance(texts, str) else texts
     if bytes(raw).startswith(b"["):
-        _count_ids(bytes(raw), where=where)
+        _count_ids(bytes(raw), where="prompt")
     try:
-        return read_ids(raw, where=where)
+        return read_ids(raw, where="prompt")
     except BadInput:
         raise BadInput(
-            f"{where} must be a text, a list of texts, token ids or lists of token ids"
+            "prompt must be a text, a list of texts, token ids or lists of token ids"
         ) from None

@@ -70,7 +70,7 @@ def shape(name: str) -> jsonschema_rs.Validator:
 def test_what_is_read_later_is_described_as_it_is_read(prompt: object):
     is_right = shape("CompletionAsk").is_valid({"prompt": prompt})
     try:
-        schemas.read_texts(msgspec.Raw(json.dumps(prompt).encode()), where="prompt")
+        schemas.read_texts(msgspec.Raw(json.dumps(prompt).encode()))
     except schemas.BadInput:
         assert not is_right
     else:
