@@ -107,7 +107,7 @@ def select(probe: Probe, keys: Tensor, lengths: Tensor, k: int) -> Tensor:
 
 
 def select_units(probe: Probe, keys: Tensor, lengths: Tensor, k: int, unit: int) -> Tensor:
-    """`select` of units, each of so many neighbouring keys (`pooled`): int32 [tokens, k]."""
+    """`select` of units, each of `unit` neighbouring keys (`pooled`): int32 [tokens, k]."""
     chosen = select(probe, pooled(keys, unit), lengths // unit, k // unit)
     return rows_of_units(chosen, lengths, k, unit)
 

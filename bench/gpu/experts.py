@@ -103,7 +103,7 @@ def point_rows(
 
 
 def ours(given: Given, timed: Timed) -> tuple[dict[str, list[float]], Tensor]:
-    """Weights in e4m3, by every shape for so many tokens; the first is the one in use."""
+    """Weights in e4m3, by every shape for this number of tokens; the first shape is in use."""
     tokens, ends, coded, scales, _ = given
     out = torch.zeros(len(tokens), coded.shape[1], dtype=torch.bfloat16, device=tokens.device)
     taken = {}
@@ -122,7 +122,7 @@ def torch_products(given: Given) -> Tensor:
 
 
 def others(theirs: DeepGemmExperts, given: Given, out: Tensor, timed: Timed) -> list[float] | None:
-    """None where the library does not take so many tokens."""
+    """None where the library does not take this many tokens."""
     tokens, ends, coded, scales, _ = given
 
     def work() -> Tensor:

@@ -34,7 +34,7 @@ SLOT_SHARE: Final = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One measurement: so many requests, tokens verified by each, positions of each, slots."""
+    """One measurement: requests, tokens that each verifies, positions of each, slots."""
 
     batch: int
     queries: int

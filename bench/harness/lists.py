@@ -40,7 +40,7 @@ def size(option: str, text: str) -> int:
 
 
 def amount(option: str, value: int) -> int:
-    """A number of things to do, which is not so many that they would never end."""
+    """A number of repetitions; refused where they would never end."""
     if not 1 <= value <= COUNT_MAX:
         raise BadInput(f"{option} {value}: between 1 and {COUNT_MAX:,}")
     return value

@@ -64,7 +64,8 @@ def _pipeline_rows(context: int, chunk: int, *, rounds: int) -> list[Row]:
 
 
 def _served_rows(context: int, *, rounds: int) -> list[Row]:
-    """A server's first turns and second turns from host, then another's second turns from disk."""
+    """A server's first turns and its second turns from the host; then a new server's second turns
+    from disk."""
     talks = [turns_of(context, number) for number in range(rounds)]
     with tempfile.TemporaryDirectory(prefix="ess-turns-") as folder:
         flags = ("--threads", "1", "--prefix-cache-dir", folder, "--prefix-cache-disk", DISK)

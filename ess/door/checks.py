@@ -49,7 +49,7 @@ def _view(value: Any, name: str, dtype: str) -> npt.NDArray[Any]:
 def check_sets(
     sets: Sequence[WindowSet], *, group_count: int, length: int, window_count: int
 ) -> None:
-    """Sets of windows over so many positions, for each group."""
+    """Checks a set of windows for each group, over `length` positions."""
     if len(sets) != group_count:
         raise BadInput(f"sets has {len(sets)} entries, must have {group_count}, for each group")
     in_range("window_count", window_count, 0, WINDOW_MAX)
@@ -95,7 +95,7 @@ def counts(name: str, values: Any, size: int) -> list[int]:
 
 
 def part_of(queries: range | None, count: int) -> range:
-    """A part of neighbours among so many, None: all of them."""
+    """Checks `queries`, a range of step 1 within 0..count; None means all of them."""
     if queries is None:
         return range(count)
     if not isinstance(queries, range) or queries.step != 1:

@@ -314,8 +314,8 @@ class Offload:
         return step
 
     def refill(self, sequences: Many[Sequence]) -> int:
-        """Called after a step: copies some absent rows of one of these into free slots; returns how
-        many."""
+        """Called after a step: copies some absent rows of one of these sequences into free slots;
+        returns how many."""
         self.owner.require_between_steps()
         return self._side.refill(self.owner.own(sequences))
 

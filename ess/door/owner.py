@@ -42,7 +42,7 @@ class Owner:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one that it was created in."""
+        """Whether this process was forked from the process that created the offload."""
         return os.getpid() != self._process_id
 
     def require(self) -> None:

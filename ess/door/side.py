@@ -41,7 +41,7 @@ class DifferingSlots:
 
 
 class Side(Protocol):
-    """The slots of an offload, and what is known of them."""
+    """The slots of an offload, and the host's knowledge of them."""
 
     @property
     def pools(self) -> Pools: ...
@@ -69,7 +69,8 @@ class Side(Protocol):
     def rebalance(self) -> int: ...
 
     def compare(self, layer: int, *, most: int) -> Differing:
-        """Clean slots beside their rows on the host: those that differ, at most so many listed."""
+        """Compares clean slots with their rows on the host; lists at most `most` of those that
+        differ."""
 
     def drain(self) -> None:
         """Waits until every copy under way has landed."""

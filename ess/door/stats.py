@@ -122,7 +122,7 @@ class Counters:
         self._counts["fetched_bytes"][plan.group] += len(plan.rows) * self._row_bytes[plan.group]
 
     def stored(self, groups: Sequence[int], row_count: int) -> None:
-        """So many rows of each layer of these groups."""
+        """Counts `row_count` stored rows for each layer of these groups."""
         if not groups or not row_count:
             return
         mine: Any = list(groups)

@@ -190,7 +190,8 @@ class Engine:
         return self._flights.pace
 
     def depth_reasons(self) -> tuple[str, ...]:
-        """Why the next step runs at depth 0, whatever is configured; none if it need not."""
+        """Why the next step must run at depth 0, though a greater depth may be configured; empty if
+        it need not."""
         return self._flights.depth_reasons(self._roster)
 
     @property
@@ -266,12 +267,12 @@ class Engine:
 
     @property
     def ended_handoffs(self) -> Iterable[Ended]:
-        """The last ones, the newest last."""
+        """The most recent handoffs that have ended, the newest last."""
         return self._handoffs.ended
 
     @property
     def is_handing_over(self) -> bool:
-        """The next `pump` should come soon, whatever else there is to do."""
+        """Whether the next `pump` should come soon, even if no request can run."""
         return self._handoffs.is_busy or self._loads.is_busy
 
     def run(self) -> Iterable[StepResult]:

@@ -1,12 +1,12 @@
-"""What a token takes of a device while it is in a layer, at each of the layer's moments.
+"""The device memory that a token takes while it is in a layer, at each of the layer's moments.
 
-A moment is one or two calls of torch or of a kernel: what is there when it ends, and what it needs
-for itself. What a moment made for itself has gone at the next one, so a layer takes the most that
-a moment takes and never their sum. Counted are arrays with a line for each token; those of scores
-are counted by their callers, since fewer tokens are scored at a time.
+A moment is one or two calls of torch or of a kernel. It takes the arrays that are there when it
+ends, and those that it needs for itself. The latter are gone at the next moment, so a layer takes
+as much as its largest moment, not the sum of all. Arrays with a line for each token are counted
+here; arrays of scores are counted by the callers, since fewer tokens are scored at a time.
 
-Factors of products are in the type of the weights, bfloat16 or float32. What comes out of a product
-is in that type and is then brought to float32, where it was not: both are there for a while.
+Factors of products are in the type of the weights, bfloat16 or float32. So are the results, which
+are then converted to float32: for a while both are there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONG: Final = 8
 CHOICES: Final = 5
 """Lines of numbers in which experts are chosen, in 64 bits: scores, ranks and places among them."""
 CODES: Final = 2
-"""What a selection is called among the rows of a pack, and a mask of it."""
+"""Numbers of a selected row: its place among the rows of a pack, and a mask."""
 STEP_LISTS: Final = 5
 """The same of a step: hits, rows in place, the two lists joined, and the joined list packed."""
 PIECE: Final = 16
@@ -64,13 +64,13 @@ class LayerBytes:
 
     @property
     def scored(self) -> int:
-        """While index scores are there, beside them."""
+        """Bytes beside the index scores, while those are there."""
         c = self.config
         asked = c.index_head_count * (c.index_dim + 1) * F32
         return self._hidden + self._selected + c.row_dim * F32 + c.key_dim * F32 + asked
 
     def product(self, depth: int, width: int) -> int:
-        """Beside what is multiplied: in float32 at the end."""
+        """What a product takes beside its factors; its result is float32 at the end."""
         if self.value_bytes == F32:
             return width * F32
         spare = F32 * depth if depth % SCALE_GROUP else 0
@@ -81,7 +81,7 @@ class LayerBytes:
 
     @property
     def _joined(self) -> int:
-        """Of the MTP module: two states, normed, side by side, and what they are multiplied to."""
+        """The MTP module's two states: as given, normed, side by side, and their product."""
         if not self.config.mtp_layer_count:
             return 0
         hidden = self.config.hidden_dim
@@ -94,7 +94,7 @@ class LayerBytes:
 
     @property
     def _turned(self) -> int:
-        """Cosines and sines of a token's position, and what names the token and its row."""
+        """Cosines and sines of a token's position, and the ids of the token and its row."""
         return self.config.rope_dim * F32 + 4 * LONG
 
     @property
@@ -177,13 +177,14 @@ class LayerBytes:
 
     @property
     def _behind(self) -> int:
-        """The layer's input, with what attention adds, and normed; of a step what was attended."""
+        """The layer's input, its sum with what attention adds, and that normed; in a step also the
+        attention's result."""
         c = self.config
         kept = (c.query_rank + self._latents * self.is_step) * F32
         return kept + 2 * self._hidden + c.hidden_dim * F32
 
     def _block(self, inner: int, limit: float) -> int:
-        """Gates and what they multiply; silu of the gates; both, multiplied."""
+        """The gates and their factors, the silu of the gates, and the products of both."""
         hidden = self.config.hidden_dim
         gates = (2 + 2 + 2 * (limit > 0)) * inner * F32
         return max(
@@ -192,8 +193,8 @@ class LayerBytes:
 
     @property
     def _routed(self) -> int:
-        """A line for each expert of a token: gates, what they let through, and what is made of it;
-        before that what is given in the place of the last two. And the sum."""
+        """A line for each expert of a token: its gates, their product, and the expert's result;
+        before these exist, its input lies in the place of the last two. And the sum."""
         c = self.config
         line = (c.hidden_dim + 3 * c.expert_dim) * self.value_bytes
         return c.experts_per_token * (line + 3 * LONG) + c.hidden_dim * F32

@@ -1,6 +1,7 @@
 """What one engine step will do and what it has done: frozen, handed from part to part.
 
-What is made for each request of a step is a tuple: a frozen dataclass takes three times as long.
+Objects that are made for each request of a step are tuples: a frozen dataclass takes three times as
+long.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the host has learned in this step, and what it has launched. `scored` are, for each
-    chunk, the chances of tokens of its prompt, if the request asks for them."""
+    """The results that the host has learned in this step, and the work that it has launched.
+    `scored` holds, for each chunk, the log probabilities of its prompt's tokens, if the request
+    asks for them."""
 
     made: tuple[Made, ...]
     chunks: tuple[Chunk, ...]

@@ -64,11 +64,11 @@ def plan_batch(
 def plan_chunks(
     roster: Roster[AnyRequest], chunk_tokens: int, positions_max: float = math.inf
 ) -> list[tuple[AnyRequest, int, int]]:
-    """The requests to prefill, each with its chunk's first prompt position and the one behind it.
+    """The requests to prefill, each with its chunk's first prompt position and its end.
 
-    A prompt is cut only if it does not fit into what the step has left, and then no other one comes
-    behind it. So among requests of one priority, each younger than the one before, at most one
-    prompt is prefilled in part, and its rest comes first in the next step.
+    A prompt is cut only if it does not fit into what the step has left, and then no other prompt
+    comes behind it. So among requests of one priority, each younger than the one before, at most
+    one prompt is prefilled in part, and its rest comes first in the next step.
 
     Several prompts have at most `positions_max` positions together, in whole pages, up to the ends
     of their chunks: few new tokens may stand behind long cached prefixes, whose rows are needed.

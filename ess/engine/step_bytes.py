@@ -22,27 +22,27 @@ from ess.units import PAGE_ROWS, align_up, div_ceil
 KEPT: Final = 1
 """Lines of logits that are kept for chances of tokens, from one step to the next."""
 MADE: Final = 1
-"""Of the model, until the step has ended."""
+"""Lines of logits that the model makes; they stay until the step has ended."""
 DRAWN: Final = 7
-"""Where a token is drawn: as they are made, kept, changed by penalties, over the temperature, cut,
-and noise twice."""
+"""Lines of logits while a token is drawn: as made, kept, changed by penalties, over the
+temperature, cut, and noise twice."""
 CANDIDATES: Final = 8192
-"""What a kernel that looks for the best of a line keeps of it, with their places."""
+"""How many logits of a line the kernel that looks for the best keeps, with their places."""
 SCORED: Final = 640
 """Queries of a prompt that are scored at a time. A prompt is cut into equal pieces, so that none is
 as small as the batches that other kernels score, with other roundings."""
 EXCHANGED: Final = 3
 """Lines that come from all ranks, sums that go to them, and sums that come back."""
 OWN_LINES: Final = 3
-"""Of a rank's own tokens, in float32: what it sends, as it was and as it is sent, and the sum."""
+"""Lines of a rank's own tokens, in float32: as made, as sent, and the sum."""
 PIECES: Final = 2
-"""Of lists that attention cuts so that its programs have equal shares: of each program."""
+"""Pieces, for each program, of lists that attention cuts so that its programs have equal shares."""
 PROGRAMS_MAX: Final = 192
-"""One for each multiprocessor: GPUs that we serve on have up to 188."""
+"""A program for each multiprocessor: GPUs that we serve on have up to 188."""
 SIDES: Final = 2
 """Layers whose rows of a prompt are on the device at a time."""
 STAGED_BYTES: Final = 64 << 20
-"""Bytes of a prompt's rows and keys on their way to the host: at so many the host waits."""
+"""The most bytes of a prompt's rows and keys on their way to the host; beyond it the host waits."""
 GRAPH_LAYER_BYTES: Final = 64 << 10
 """What the driver keeps of a captured layer, beside the memory that all graphs share."""
 

@@ -79,7 +79,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pace:
-    """Fitted time, chances by place of the draft, and what has been decided from them.
+    """Fitted times, chances by place of the draft, and the decisions that follow from them.
 
     `moments` are sums of products of 1, queries, draft passes and requests of the steps seen.
     `times` are seconds: fixed, per query, per draft pass. `prior` are the times that the fit leans

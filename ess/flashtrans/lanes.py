@@ -28,7 +28,7 @@ from ess.kernels.streams import Event, Lane, RowCopy, closed_lane
 # Waits are cut into slices so that a signal, Ctrl-C above all, reaches Python.
 SLICE_S: Final = 0.2
 
-# A copy of so many bytes takes as long as waking a worker and waiting for it (docs/log.md).
+# A copy of this size takes as long as waking a worker and waiting for it (docs/log.md).
 AT_ONCE_BYTES: Final = 512 << 10
 
 

@@ -8,4 +8,5 @@ BackendName = Literal["reference", "cpu", "cuda"]
 
 ROOM_UNIT: Final = 256
 ROOM_BYTES_MAX: Final = 1 << 30
-"""Of codes that DeepGEMM's products of experts multiply, and of what they make: as much each."""
+"""The most bytes of codes that DeepGEMM's products of experts multiply; their results take as
+many."""

@@ -67,7 +67,7 @@ DEFAULT: Final = Calibrated(
     bytes_per_us=4400.0,
     misses={},
 )
-"""Of a CPU, until a calibration is given."""
+"""Constants of a CPU, used until a calibration is given."""
 
 DEVICE: Final = Calibrated(
     constants=Calibration(
@@ -83,7 +83,7 @@ DEVICE: Final = Calibrated(
     bytes_per_us=40000.0,
     misses={},
 )
-"""Of an H100 (`bench/results/gpu-h100.json`), until a calibration is given."""
+"""Constants of an H100 (`bench/results/gpu-h100.json`), used until a calibration is given."""
 
 
 class _Row(msgspec.Struct):

@@ -94,7 +94,7 @@ class Timeline:
             )
 
     def took(self, stage: str, run_count: int, taken_ns: int) -> None:
-        """Adds runs of the stage in so many layers, over all queries; their spans are not kept."""
+        """Adds runs of the stage in `run_count` layers, over all queries, without their spans."""
         assert taken_ns >= 0, f"{stage} ends before it starts"
         assert not self.keeps_spans, f"{stage} in {run_count} layers, without their spans"
         self.total_ns[stage] = self.total_ns.get(stage, 0) + taken_ns

@@ -167,7 +167,7 @@ def even_slabs(layout: ModelLayout, byte_count: int, slots_each: int | None = No
 
 
 def least_chunks(layout: ModelLayout) -> int:
-    """The fewest chunks, of `chunk_bytes` each, in which every group has one."""
+    """The fewest chunks, of `chunk_bytes` each, with which every group has at least one."""
     return div_ceil(least_bytes(layout), layout.chunk_bytes)
 
 

@@ -33,7 +33,7 @@ class Chunks:
 
     @classmethod
     def of_one_size(cls, layout: ModelLayout, count: int, most: Sequence[int]) -> Chunks:
-        """So many chunks for rows of one size, shared out evenly."""
+        """`count` chunks for rows of one size, shared out evenly."""
         slab = Slab(
             row_bytes=layout.row_bytes,
             groups=tuple(range(layout.group_count)),

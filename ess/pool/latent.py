@@ -50,7 +50,7 @@ class Common(Protocol):
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes; only one does."""
+        """Whether this process writes to the pool; only one process does."""
 
     def memory(self, page_count: int) -> CommonMemory: ...
 

@@ -39,7 +39,7 @@ class Text:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
     """Opens a prompt whose rows handoff `uid` gives. With `load_max` every stage reads from its
-    disk at most so many pages behind the cached rows, and reports how many came (Counted)."""
+    disk at most that many pages behind the cached rows, and reports how many came (Counted)."""
 
     number: int
     uid: int

@@ -121,8 +121,8 @@ class Prompts:
 
     def parts(self, chunk_tokens: int, positions_max: float) -> tuple[Part, ...]:
         """Takes the parts of the next micro-batch, `chunk_tokens` tokens together, of prompts with
-        so many positions. It includes prompts that were cached whole, which run through no
-        layer."""
+        at most `positions_max` positions. It includes prompts that were cached whole, which run
+        through no layer."""
         empty, self._empty = self._empty, []
         cached = [Part(p.number, p.prefill_count, p.prefill_count, True) for p in empty]
         if not self._left.count("prefilling"):

@@ -60,7 +60,7 @@ from ess.transfer.messages import Reason
 
 PROFILE_SALT: Final = b"\xffprofile"
 LAYERS_AT_ONCE: Final = SIDES
-"""So many layers' rows a chunk copies from the host when it begins."""
+"""How many layers' rows a chunk copies from the host when it begins."""
 
 
 class Disagreement(EssError):

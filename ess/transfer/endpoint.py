@@ -169,7 +169,7 @@ class Endpoint(ABC):
         """Begins to move bytes; `here` and `there` are checked and merged."""
 
     def _fault(self, runs: Runs, ticket: int) -> str | None:
-        """Why a peer's transfer may not touch these runs of ours; None if it may."""
+        """Why a peer's transfer may not touch these runs of our memory; None if it may."""
         if ticket not in self._tickets:
             self._underway.stats.refused_count += 1
             return f"ticket {ticket} is not allowed here"

@@ -23,7 +23,7 @@ REGION_NUMBER_MAX: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Numbered memory that peers may read and write. If it lies in a memory file of ours, `fd` is
+    """Numbered memory that peers may read and write. If it lies in one of our memory files, `fd` is
     that file, and the memory starts at its byte `begin`."""
 
     number: int

@@ -32,9 +32,9 @@ class Gain:
     batch_offloaded: int
     step_us_resident: float
     step_us_offloaded: float
-    """Without a miss."""
+    """A step without a miss."""
     miss_us: float
-    """Of a step whose selected entries are all missing."""
+    """What a step waits for when all its selected entries are missing."""
 
     def at(self, missing: float) -> float:
         """Tokens a second over those of a resident batch, if this share of selections misses."""

@@ -19,7 +19,7 @@ KEY_SCALE_BYTES: Final = 4
 MAP_BYTES: Final = 4
 STATE_VALUE_BYTES: Final = 2
 SLOTS: Final = 1600
-"""Of each layer and request: 25/8 of the 512 entries that a token selects, as for rows."""
+"""Slots of each layer and request: 25/8 of the 512 entries that a token selects, as for rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Needs:
     resident: int
     """On the device, with all its entries."""
     state: int
-    """Of both: what is beside the entries."""
+    """What both take beside the entries."""
 
 
 def entry_bytes(config: ModelConfig) -> int:

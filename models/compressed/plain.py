@@ -158,7 +158,7 @@ class Plain:
         return PlainLayer(self._model, layer, self.state)
 
     def begin(self, count: int) -> None:
-        """So many tokens are about to be run. For others, who keep entries elsewhere."""
+        """Called before `count` tokens are run; for memories that keep entries elsewhere."""
 
     @property
     def length(self) -> int:

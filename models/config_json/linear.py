@@ -23,8 +23,8 @@ VALUE_BYTES: Final = 4
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
-    """Indexers that choose neighbouring tokens together, by one key that is mixed of theirs; and
-    residual streams that are mixed around each block."""
+    """Indexers that choose neighbouring tokens together, by one key mixed from the tokens' keys;
+    and residual streams that are mixed around each block."""
 
     unit: Annotated[int, Meta(ge=1, le=PAGE_ROWS)] = field(name="index_kpool")
     mixing_rounds: Size = field(name="hc_sinkhorn_iters")
@@ -38,7 +38,7 @@ class Recurrent(msgspec.Struct, frozen=True, kw_only=True):
     kernel: Annotated[int, Meta(ge=1, le=64)] = field(name="linear_conv_kernel_dim")
     """Tokens that a channel of queries, keys and values is made of."""
     decay_bound: Annotated[float, Meta(ge=-1e3, lt=0.0)] | None = field(name="linear_lower_bound")
-    """Of the logarithm of what a state keeps a token; None: none."""
+    """A bound of the logarithm of the share that a state keeps per token; None: no bound."""
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from ess.models.guest.heads import HEADS
 from ess.models.guest.pins import Guest
 
 FORM: Final = 2
-"""Of what `convert` writes: counted up when that changes."""
+"""The version of what `convert` writes, raised when that changes."""
 PIP: Final = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 READ_BYTES: Final = 1 << 20
 

@@ -46,7 +46,7 @@ def messages_of(given: Sequence[Mapping[str, Any]], system: object) -> list[Item
 
 
 def _joined(messages: Sequence[Item]) -> Iterator[Item]:
-    """Turns of the user that follow one another are one, as they are for Anthropic."""
+    """Joins consecutive turns of the user, as Anthropic does."""
     for role, found in itertools.groupby(messages, key=itemgetter("role")):
         turns = list(found)
         if role in ("user", "system"):

@@ -101,7 +101,7 @@ class History:
 
     def keep(self, document: dict[str, Any]) -> None:
         """Keeps a response, with its items, that has ended or is made in the background. The
-        document says whether it is kept: one that is too large is not."""
+        document says whether it is kept: a response that is too large is not."""
         if self._shelf is None or not self.is_kept:
             return
         said = msgspec.json.encode([item for item in document["output"] if _is_whole(item)])
@@ -119,7 +119,8 @@ def _identity(given: msgspec.Raw) -> str | None:
 
 
 def _inside(given: msgspec.Raw) -> bytes:
-    """The input as items, without the brackets around them; a text is what the user says."""
+    """The input as items, without the brackets around them; a plain text is a message of the
+    user."""
     text = bytes(given)
     if text.startswith(b'"'):
         return b'{"type":"message","role":"user","content":%b}' % text

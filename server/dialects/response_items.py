@@ -110,7 +110,7 @@ class Items:
         return [*events, done]
 
     def end(self, status: str) -> list[Item]:
-        """The text has ended: a call that has not is cut, whatever ended the text."""
+        """Ends the text. A call that is still open counts as cut, for any reason of the end."""
         is_cut = self._pending is not None and self._pending["type"] == "function_call"
         return self.close("incomplete" if is_cut else status)
 

@@ -136,7 +136,7 @@ def _refusal(piece: Piece) -> EssError:
 
 
 async def first_of(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> bool:
-    """Runs `work` until it or one of the others ends; True if `work` ended first."""
+    """Runs `work` until it or any of `others` ends; True if `work` ended first."""
     working, *watching = [asyncio.ensure_future(work_item) for work_item in (work, *others)]
     try:
         await asyncio.wait((working, *watching), return_when=asyncio.FIRST_COMPLETED)

@@ -1,1 +1,1 @@
-"""The HTTP application: routes, limits, and what the server says about itself."""
+"""The HTTP application: routes, limits, and the server's reports about itself."""

@@ -36,8 +36,8 @@ PREFLIGHT: Final = b"access-control-request-method"
 
 
 class Keys:
-    """The API keys, of which a request needs one; without keys no request needs one. They may be
-    replaced while the server runs."""
+    """The API keys. A request needs one of them, unless there are none. They may be replaced while
+    the server runs."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.replace(keys)
@@ -183,7 +183,7 @@ class Bodies:
 
 
 class Received:
-    """Gives a received body, then whatever else comes from the connection."""
+    """Gives a received body, then everything else that comes from the connection."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body

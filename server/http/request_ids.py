@@ -1,8 +1,8 @@
 """The id, session and trace of a request: read from it, returned in the answer's headers.
 
-The API key is read here too: for its check, and to tell one client's responses from another's. An
-id and a session are taken from headers or bodies and come back as headers. A W3C traceparent keeps
-its trace, but its parent becomes ours: in the answer and in the log.
+The API key is read here too: for its check, and to tell the responses of different clients apart.
+An id and a session are taken from headers or bodies and come back as headers. A W3C traceparent
+keeps its trace, but its parent becomes ours: in the answer and in the log.
 """
 
 from __future__ import annotations

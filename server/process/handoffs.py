@@ -35,7 +35,7 @@ class Handoffs:
         self.gb_per_s = _gb_per_s(recent)
 
     def _count(self, line: HandoffLine) -> None:
-        """Counts one. A sender's transfer time excludes its wait for the receiver."""
+        """Counts a handoff. A sender's transfer time excludes its wait for the receiver."""
         marks = dict(line.marks)
         if line.outcome in ENDED_WELL and marks:
             end_s = marks.get("landed", max(marks.values()))

@@ -257,7 +257,7 @@ class Running:
     async def _keep_engine(self) -> None:
         try:
             sentence = await self._engines.run()
-        except Exception as error:  # no other engine would come, and nobody would be told
+        except Exception as error:  # no other engine would start, and no client would get an answer
             sentence = f"the engine is gone, and no other starts: {type(error).__name__}: {error}"
         if not self._service.draining:
             await self._give_up(sentence)

@@ -233,7 +233,7 @@ class EngineLink:
         return answer
 
     async def start_trace(self) -> None:
-        """Starts the one trace of all clients of all fronts."""
+        """Starts the only trace that all clients of all fronts share."""
         answer = await self._trace(True)
         assert isinstance(answer, Tracing), f"{answer} answers the start of a trace"
         if answer.sentence:

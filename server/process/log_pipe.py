@@ -1,7 +1,7 @@
 """The server's own stderr: no write to it waits or fails, whatever happens to the log.
 
 The log's reader may end (EPIPE), its disk may be full (ENOSPC), or it is a full pipe that is not
-read (a write that never returns). So descriptor 2 becomes the end of a pipe of ours that does not
+read (a write that never returns). So descriptor 2 becomes the end of our own pipe, which does not
 block, and a thread copies from it to the original stderr. What cannot be written is kept up to
 `KEPT_BYTES`; more is dropped and counted, and the count is written once there is room. Everything
 passes here: notes, logging, tracebacks, output of libraries, and the engine process, which inherits

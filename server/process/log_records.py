@@ -2,7 +2,8 @@
 
 Text becomes a record line by line, wherever it comes from: notes, libraries, the engine process. A
 traceback is one record, of the level "error". A line that is a record already, as `request_log`
-writes them, passes as it is. What a process of ours has passed on, under its name, gets that name.
+writes them, passes as it is. A record that one of our processes has passed on gets the name of that
+process.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Groups:
 
 
 def _passed(line: bytes) -> bytes:
-    """A line that is a record, with the name of the process that it is from; else nothing."""
+    """A line that is already a record, with the name of its process added; else empty."""
     if _is_record(line):
         return line + b"\n"
     name, _, rest = line.partition(b": ")

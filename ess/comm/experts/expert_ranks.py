@@ -16,7 +16,7 @@ of a step follow from what the ranks agreed on at its head (`engine.ranks.agreem
 layers, never from a rank's own tokens; a rank without tokens joins every exchange and sends no
 tokens. Should a rank fall out of step all the same, the counts reveal it: each carries its sender's
 step, the number of the exchange in the step, and the layer. A rank that receives another place ends
-the group instead of taking one layer's tokens for another's.
+the group instead of mistaking the tokens of one layer for those of another.
 
 Sizes are known before data is received: of lines by their counts, of outputs because the receiver
 has asked for them. Nothing waits for a count of outputs. On a device the host learns no count in a
@@ -144,8 +144,8 @@ class ExpertRanks:
         self.rooms = rooms
 
     def cuts(self, count: int, part: Part) -> list[range]:
-        """How so many tokens of a part are cut, one exchange for each piece: as many pieces on
-        every rank, one of a batch or half."""
+        """How `count` tokens of a part are cut, with an exchange for each piece. Every rank has
+        equally many pieces; a batch or a half is one piece."""
         return [range(count)]
 
     def depart(

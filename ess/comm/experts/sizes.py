@@ -7,10 +7,10 @@ from typing import Final
 from ess.units import div_ceil
 
 CUT_TOKENS: Final = 128
-"""Of prompts, the tokens of a rank that are exchanged at a time."""
+"""How many tokens of a prompt a rank exchanges at a time."""
 WORD_BYTES: Final = 4
 WORDS: Final = 2
-"""Of each choice: its place and its weight."""
+"""Numbers for each choice: its place and its weight."""
 
 
 def cuts(chunk: int) -> list[range]:

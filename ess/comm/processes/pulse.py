@@ -1,6 +1,6 @@
 """A thread that twice a second sends a heartbeat to the peers and reads theirs.
 
-Silence counts only while this rank was running: after a pause of ours the count starts anew.
+Silence counts only while this rank runs: after this rank has paused, the count starts anew.
 """
 
 from __future__ import annotations

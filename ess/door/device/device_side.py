@@ -1,4 +1,4 @@
-"""The slots of an offload on a CUDA device, and what the host knows of them."""
+"""The slots of an offload on a CUDA device, and the host's knowledge of them."""
 
 from __future__ import annotations
 

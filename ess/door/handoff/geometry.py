@@ -76,12 +76,13 @@ def slot_bytes(layout: ModelLayout, length: int) -> int:
 
 
 def window_bytes(layout: ModelLayout, group_count: int, length: int) -> int:
-    """The most that windows of a prompt of so many tokens take: they select rows."""
+    """The most bytes that the windows of a prompt of `length` tokens take; windows select rows."""
     return window_bytes_max(group_count, layout.rows_of(length), layout.top_k)
 
 
 def state_span(layout: ModelLayout, length: int, units: range) -> slice:
-    """Bytes of the state of a prompt of so many tokens; its last unit may be shorter."""
+    """The bytes of these units in the state of a prompt of `length` tokens; its last unit may be
+    shorter."""
     end = min(units.stop * STATE_UNIT_BYTES, layout.request_state_bytes(length))
     return slice(units.start * STATE_UNIT_BYTES, end)
 
@@ -102,7 +103,7 @@ def slot_runs(
 
 
 def row_pages(layout: ModelLayout, length: int) -> int:
-    """Pages with rows of a prompt of so many tokens."""
+    """How many pages hold the rows of a prompt of `length` tokens."""
     return div_ceil(layout.rows_of(length), PAGE_ROWS)
 
 
@@ -179,8 +180,8 @@ def unit_runs(
     *,
     is_whole: bool = False,
 ) -> Runs:
-    """These pages in each of the layers, layer by layer, in a pool of so many pages: the pool of a
-    worker with these layers, or the pool of the whole model."""
+    """Where these pages lie in each of the layers, layer by layer, in a pool of `pool_pages` pages:
+    the pool of a worker with these layers, or the pool of the whole model."""
     if kind is PieceKind.ROWS:
         return _row_runs(layout, layers, pages, pool_pages, is_whole=is_whole)
     first = layout.first_key_layer if is_whole else 0

@@ -108,8 +108,8 @@ class Port:
 
     def meet(self, metadata: bytes) -> int:
         """The epoch of the peer, or of the lead of several. Both sides meet each other; meeting
-        again only restores lost connections. BadInput where the metadata is not of peers of ours,
-        or they do not have each layer once."""
+        again only restores lost connections. BadInput where the metadata is not of our peers, or
+        they do not have each layer once."""
         members = members_of(self._mail.seal, metadata)
         origins = self.receiver.origins.of(members)
         fresh = [each for each in members if each.epoch not in self._heard_s]
@@ -141,7 +141,7 @@ class Port:
 
     @property
     def is_busy(self) -> bool:
-        """Handoffs are under way: what they wait for comes by `pump`."""
+        """Whether handoffs are under way; `pump` moves them on."""
         return len(self.receiver) + len(self.sender) > 0
 
     def peers(self) -> list[PeerLine]:

@@ -104,7 +104,7 @@ class Arenas(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools(ABC):
-    """The owners, whatever memory the slots and the active pages are in."""
+    """The owners of the pools, for any memory that slots and active pages may be in."""
 
     layout: ModelLayout
     sizes: PoolSizes

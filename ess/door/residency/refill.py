@@ -59,7 +59,7 @@ class Refill:
     _walks: dict[int, _Walk] = field(default_factory=dict)
 
     def go_on(self, sequences: Many[Sequence]) -> list[FetchPlan]:
-        """Starts copies for one of the sequences and returns them."""
+        """Starts copies for one sequence and returns them."""
         spare = self.resident.rooms()
         active = [sequence for sequence in sequences if sequence.state == "active"]
         if not active or not (spare > 0).any():

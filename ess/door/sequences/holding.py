@@ -112,7 +112,7 @@ class Holding:
         self._enter(self.host_pages, 0, length, text)
 
     def _enter(self, held: PageIds, fresh_count: int, length: int, text: int) -> None:
-        """Reserve, take `fresh_count` host pages behind the `held` ones, become active."""
+        """Reserve, take `fresh_count` host pages behind the `held` pages, become active."""
         pools = self._pools
         assert self.line == NONE, f"line {self.line} is on the device already"
         if pools.tables.free_count == 0:
@@ -310,7 +310,7 @@ def _reserve(pools: Pools, needs: dict[str, int], held: Reservation | None = Non
 
 
 def _reserved(pools: Pools, needs: dict[str, int], held: Reservation | None) -> Reservation:
-    """A reservation of `needs`, or the `held` one with what it lacks of them."""
+    """A reservation of `needs`, or `held`, extended by what it lacks of them."""
     if held is None:
         return pools.ledger.reserve(needs)
     lacking = {name: max(0, count - held.promised[name]) for name, count in needs.items()}

@@ -36,7 +36,7 @@ class KeptStates:
         return len(self._state_of)
 
     def keep(self, content: bytes, state: Bytes) -> None:
-        """A copy of it, unless there is one of this text."""
+        """Keeps a copy of the state, unless there is already a copy for this text."""
         if content in self._state_of:
             self._state_of.move_to_end(content)
             return
@@ -86,8 +86,8 @@ class KeptStates:
 
 
 def kept_ends(start: int, stop: int, *, prompt_end: int, page_tokens: int) -> list[int]:
-    """Where states are kept, behind `start` up to `stop` tokens, of a prompt with so many to make
-    rows of."""
+    """The token counts behind which states are kept, from `start` up to `stop`, in a prompt whose
+    rows are made of `prompt_end` tokens."""
     every = -(-KEPT_TOKENS // page_tokens) * page_tokens
     ends = set(range(start // every * every + every, stop + 1, every))
     last = prompt_end // page_tokens * page_tokens

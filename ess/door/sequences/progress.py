@@ -57,11 +57,11 @@ class Progress:
 
     @property
     def text_length(self) -> int:
-        """How many tokens the rows are of, and what is kept beside them."""
+        """How many tokens the rows, and the state beside them, cover."""
         return self.length if self._layout.row_tokens == 1 else self._text_length
 
     def reached(self, text_length: int) -> None:
-        """Rows of so many tokens have been imported, and what is beside them is of as many."""
+        """Notes that rows of `text_length` tokens have been imported, and the state beside them."""
         self.refresh()
         wanted = self._layout.rows_of(text_length)
         if self.length != wanted or not self._text_length <= text_length <= len(self.tokens):
@@ -74,7 +74,7 @@ class Progress:
         self.keep_state(prompt_end=len(self.tokens) - 1)
 
     def keep_state(self, *, prompt_end: int) -> None:
-        """Where one is to be kept, unless a step that is not learned has changed it."""
+        """Where a state is to be kept, unless a step that is not learned has changed it."""
         end, size, states = self.text_length, self._layout.page_tokens, self._pools.states
         if states is None or self.is_withheld:
             return
@@ -111,7 +111,8 @@ class Progress:
         self.refresh()
 
     def landed(self) -> None:
-        """All rows before the last token have come from another worker, and what is beside them."""
+        """Notes that all rows before the last token, and the state beside them, have come from
+        another worker."""
         self.arrival_count += 1
         self._text_length = len(self.tokens) - 1
         self.refresh()

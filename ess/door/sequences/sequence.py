@@ -113,7 +113,7 @@ class Sequence:
 
     @property
     def step_numbers(self) -> tuple[int, ...]:
-        """Steps that it is in and that are not learned yet."""
+        """The steps of this sequence that are not learned yet."""
         return self.progress.step_numbers
 
     @property

@@ -25,7 +25,8 @@ class States:
         self.kept = KeptStates(self.lines.nbytes)
 
     def line(self, line: int, length: int | None) -> Bytes:
-        """That of a sequence of at most so many tokens, None: of as many as any may have."""
+        """The state in this line, of a sequence of at most `length` tokens; None: the whole
+        line."""
         if length is None:
             whole: Bytes = self.lines[line]
             return whole

@@ -50,21 +50,22 @@ class Brought:
         return [text // self.rate + count for text, count in pairs]
 
     def rows_of(self, accepted: Many[int]) -> list[int]:
-        """How many new rows are kept with the first so many tokens of each sequence."""
+        """How many new rows each sequence keeps with its first `accepted` tokens."""
         rate = self.rate
         pairs = zip(self.texts, accepted, strict=True)
         return [(text + count) // rate - text // rate for text, count in pairs]
 
 
 def rows_of(brought: Brought | None, kept: Kept) -> Kept:
-    """How many new rows are kept with so many tokens; what a device counts are rows already."""
+    """How many new rows are kept with the `kept` tokens. A device already counts rows, not
+    tokens."""
     if brought is None or not isinstance(kept, list):
         return kept
     return brought.rows_of(kept)
 
 
 class StepArrays(Protocol):
-    """The arrays of `Step`, int32 with an entry for each query or new row, and what is done with
+    """The arrays of `Step`: int32, with an entry for each query or new row; and the operations on
     them."""
 
     query_line: Array
@@ -82,7 +83,7 @@ class StepArrays(Protocol):
         """[queries, pages] active pages, -1 padded."""
 
     def lengths(self, appended_count: int) -> Array:
-        """What each query may select from when so many of the new rows have been appended."""
+        """How many rows each query may select from once `appended_count` new rows are appended."""
 
     def given(self, value: Any, name: str, dtype: str, shape: tuple[int | None, ...]) -> Array:
         """What a verb was given, checked for place, type and shape."""

@@ -61,7 +61,7 @@ def begin(
 def _brought(
     owner: Owner, sequences: tuple[Sequence, ...], query_counts: list[int]
 ) -> Brought | None:
-    """A token brings the row that it is the last token of."""
+    """A token brings the row whose last token it is."""
     layout, sizes, tables = owner.pools.layout, owner.pools.sizes, owner.pools.tables
     if layout.row_tokens == 1:
         return None

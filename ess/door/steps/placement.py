@@ -1,4 +1,4 @@
-"""Where the rows of a step are: what stands between a step and the memory that attention reads.
+"""Where the rows of a step are: the layer between a step and the memory that attention reads.
 
 A `Step` checks its arguments and knows what has been asked of it; a `Placement` puts new rows into
 memory, finds selected rows and ends the step. This library's placement is `Slots`: rows in slots of
@@ -135,7 +135,7 @@ class Placement(Protocol):
         """`locate`, as an answer that is attended: None when a selected row is absent."""
 
     def host_codes(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor:
-        """Codes that read the truth, whatever is resident."""
+        """Codes that read the truth on the host, even where a row is resident."""
 
     def record(self, step: Step) -> object:
         """What the step's calls have queued, for steps that replay it."""

@@ -365,7 +365,8 @@ class Step:
         return self.owner.placement.locate_all(self, layer, part, array)
 
     def host_codes(self, layer: int, selection: Any, *, queries: range | None = None) -> Tensor:
-        """The selection as codes that read the host's rows, whatever is resident: for checks."""
+        """The selection as codes that read the host's rows, even where a row is resident: for
+        checks."""
         self._require_open()
         self.owner.pools.layout.check_layer(layer)
         part = self._part(queries)
@@ -407,7 +408,7 @@ class Step:
 
     def commit(self, *, accepted: Many[int], tokens: Tokens = None) -> None:
         """Keep the first `accepted` new rows of each sequence; the others are gone. Where a row is
-        of several tokens, it is so many tokens, and the rows that they complete.
+        of several tokens, `accepted` counts tokens, and the rows that they complete are kept.
 
         `tokens` are the ids that the kept rows were computed from: of each sequence exactly
         `accepted` ids. The first is the pending token, known already; a bonus token, sampled by

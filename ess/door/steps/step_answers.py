@@ -1,4 +1,4 @@
-"""What a placement answered in a step, and what of a step another one may replay."""
+"""The answers of a placement in a step, and the parts of a step that a later step may replay."""
 
 from __future__ import annotations
 

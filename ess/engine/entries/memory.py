@@ -72,8 +72,8 @@ class Memory:
         self.rows.view(torch.float32)[rows] = entries
 
     def keep(self, step: Step, accepted: list[int]) -> None:
-        """Called when all layers have the tokens of the step: each sequence keeps so many of
-        them."""
+        """Called when all layers have the tokens of the step: each sequence keeps its first
+        `accepted`."""
         lines = torch.as_tensor(step.query_line).long()[list(step.firsts)]
         lengths, written = self.headers[lines].unbind(1)
         ends = torch.maximum(written, lengths + torch.tensor(step.query_counts))

@@ -16,7 +16,7 @@ STRIDE: Final = 8
 
 
 def default_sizes(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, then every eighth up to the largest batch, which is one of them.
+    """1, 2, 4, then every eighth, up to the largest batch, which is always included.
 
     >>> default_sizes(20)
     (1, 2, 4, 8, 16, 20)

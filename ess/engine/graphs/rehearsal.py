@@ -49,8 +49,8 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """The rehearsed steps run through the whole model here, whatever way the engine's steps go.
-    Requests bring `width` queries with all their drafts."""
+    """The rehearsed steps run through the whole model here, even where the engine's own steps do
+    not. Requests bring `width` queries with all their drafts."""
 
     launcher: Launcher
     replays: Replays
@@ -58,7 +58,8 @@ class Rehearsal:
     draft_count: int
 
     def parts(self, rank: int | None) -> list[Callable[[], None]]:
-        """Of this rank, of those that divide the experts: all ranks end a part before the next."""
+        """The parts that this rank runs. Ranks that divide the experts all end a part before any
+        begins the next."""
         turns = () if rank is None else TURNS
         decoding = [self._for_others if rank == turn else _none for turn in turns]
         return [self._own, *decoding, partial(self._own, is_timed=True)]

@@ -1,4 +1,4 @@
-"""Graphs of decode steps: which step runs as one, which eagerly, and why.
+"""Graphs of decode steps: which steps run as graphs, which eagerly, and why.
 
     eager     the first steps of a kind: kernels load, copies are prepared
     captured  then all that is queued between a step's beginning and its seal becomes a graph
@@ -81,7 +81,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """`step` is what a step of this rank's own has made, and what replays it at the door."""
+    """A graph. `step` is set for a step of this rank's own requests: its results, and its recording
+    at the door."""
 
     graph: Any
     ran: npt.NDArray[np.int64]
@@ -155,8 +156,8 @@ class Replays:
     def run(
         self, step: Step, fit: Fit, course: Course, more: Hashable, compute: Callable[[], Made]
     ) -> Made:
-        """Runs `compute`, as a graph if it may be one. `more` names what else decides which work it
-        queues."""
+        """Runs `compute`, as a graph where that is allowed. `more` holds everything else that
+        decides which work is queued."""
         kind = _timed(course, more, is_timed=False)
         cause = fit.cause or ("verified" if course.verified_layer is not None else None)
         cause = cause or self._cause(kind, sum(course.counts))

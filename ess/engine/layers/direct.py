@@ -169,8 +169,8 @@ def _is_alike(layout: ModelLayout, layer: DecoderLayer) -> bool:
 
 
 class CallMemory:
-    """Memory for batches of so many queries, and the records of layers over it. What one layer
-    hands from part to part the next one writes over; `hidden` goes through all of them."""
+    """Memory for batches of `query_count` queries, and the records of layers over it. Each layer
+    writes over what the layer before has passed between its parts; `hidden` goes through all."""
 
     def __init__(self, batch: Batch, query_count: int, hidden_dim: int, *, tables: Ints) -> None:
         """`tables` are the page tables of all lines."""

@@ -29,7 +29,8 @@ class Asking(NamedTuple):
 
 
 class NewRowPlaces(NamedTuple):
-    """Where new rows go, and index keys: one behind the other without `places` and `row_ids`."""
+    """Where new rows and index keys go; without `places` and `row_ids` each goes behind the one
+    before."""
 
     rows: Tensor
     keys: Tensor | None

@@ -1,4 +1,4 @@
-"""Selections of units: neighbouring rows that are chosen together, by a key mixed of theirs.
+"""Selections of units: neighbouring rows that are chosen together, by a key mixed from theirs.
 
 The pools keep a key of each unit, which the last of its tokens brings. The sums over the tokens of
 an open unit lie beside the rows (`Carried.unit_keys`). Plain torch.

@@ -1,10 +1,10 @@
 """Verify mode: now and then a layer is computed again from the truth and compared.
 
 Two comparisons, on one layer of every n-th step, another layer each time. Every clean slot must
-hold the bytes of its row on the host. And the layer's attention, over whatever mix of hits, fetched
-rows and rows in place its schedule used, must equal one pass over the host's own rows. The first
-finds a wrong copy even if no query selects it; the second finds a right copy that is read for the
-wrong row.
+hold the bytes of its row on the host. And the layer's attention, over any mix of hits, fetched rows
+and rows in place its schedule used, must equal one pass over the host's own rows. The first finds a
+wrong copy even if no query selects it; the second finds a right copy that is read for the wrong
+row.
 
 On a device both are queued with the step, and the host does not wait: it reads the findings when it
 learns the step. There a row's weight is rounded to bf16, by 2^-9 of it at most, and two passes over

@@ -187,7 +187,7 @@ class Follower:
         self._requests[request.number] = request
 
     def _forget_ended(self) -> None:
-        """Where rank 0 names one of them later, nothing follows from it."""
+        """If rank 0 names such a request later, nothing is done."""
         self._requests = {
             number: request
             for number, request in self._requests.items()

@@ -276,7 +276,7 @@ class Post:
             self._replays[who] = number
 
     def _kept_from(self, number: int) -> tuple[int, bytes] | None:
-        """The first batch kept with this number or a later one; numbers may have gaps."""
+        """The first kept batch whose number is at least this one; numbers may have gaps."""
         if not self._kept or self._kept[-1][0] < number:
             return None
         at = max(0, len(self._kept) - 1 - (self._kept[-1][0] - number))

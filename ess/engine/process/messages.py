@@ -85,7 +85,7 @@ class Trace(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Meet(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Another worker, which its server reaches at `address`, and what it says of itself, sealed."""
+    """Another worker, whose server is at `address`, and its sealed description of itself."""
 
     address: str
     metadata: bytes
@@ -240,9 +240,9 @@ class DiskLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class GraphLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Graphs of steps on a device: `held` of at most `most`, in so many bytes of `byte_max`. Since
-    the start steps that were replayed, and captured, graphs that gave way to others, and steps that
-    ran eagerly, by cause."""
+    """Graphs of steps on a device: `held` of at most `most` graphs, and the bytes that they take of
+    `byte_max`. Then, since the start: steps that were replayed, steps that were captured, graphs
+    that gave way to others, and steps that ran eagerly, by cause."""
 
     held: int
     most: int
@@ -319,7 +319,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
 
     @property
     def fullness(self) -> float:
-        """The used share of the fullest pool; slots are not counted, they are meant to be full."""
+        """The used share of the fullest pool. Slots do not count: they should be full."""
         return max((pool.used / max(pool.capacity, 1) for pool in self.pools), default=0.0)
 
 
@@ -379,8 +379,9 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """Which process of a pipelined worker this one is, of `size`: `rank` is its stage times `team`
-    plus its place in the stage's team. All processes get the same values, except for the rank.
+    """The place of this process among the `size` processes of a pipelined worker: `rank` is its
+    stage times `team` plus its place in the stage's team. All processes get the same values, except
+    for the rank.
 
     `layers` are the main layers of each stage: the first, and the one behind the last. Rank 0 is
     met at `init`, a "tcp://HOST:PORT". Processes of another `generation` are of another start of
@@ -402,9 +403,9 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an engine process needs at its start; the sizes are those of its pools. The `secret`
-    is that of all workers that hand over to one another; it seals what they say. `rank` is there
-    for a process of a pipelined worker."""
+    """All that an engine process needs at its start; the sizes are those of its pools. All workers
+    between which requests are handed over share the `secret`, which seals their messages. `rank` is
+    there for a process of a pipelined worker."""
 
     model: str
     config: ProcessConfig
@@ -446,6 +447,6 @@ class Packer:
 
 
 def as_dict(value: object) -> object:
-    """Encodes the one kind of value in our messages that msgpack does not know."""
+    """Encodes the only type in our messages that msgpack does not know."""
     assert isinstance(value, MappingProxyType), f"a message holds a {type(value).__name__}"
     return dict(value)

@@ -71,9 +71,9 @@ def layout_digest(launch: Launch, layout: ModelLayout) -> bytes:
 
 
 class Peers:
-    """The workers that this one has met, by the address of their server. It is met itself as the
-    lead of its `stages`, if it has any: of each the metadata and the layers, its own first; then
-    `on_meet` is called with the metadata of each worker that was met."""
+    """The workers that this worker has met, by the addresses of their servers. A worker of several
+    stages is met as their lead: `stages` holds the metadata and the layers of each, its own first,
+    and `on_meet` is called with the metadata of each worker that was met."""
 
     def __init__(
         self,

@@ -3,8 +3,8 @@
     python -m ess.engine.process.worker ENDPOINT...     (a Launch as one JSON line on stdin)
 
 Between two steps all messages that have arrived are obeyed; after a step its tokens leave in one
-message. The parent process holds our stdin open: when the parent ends, in whatever way, stdin
-closes and this process ends too.
+message. The parent process holds our stdin open: however the parent ends, stdin closes then, and
+this process ends too.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ Coming = list[tuple[Tensor, Callable[[Tensor], None]]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Copies that have landed when an event has passed, and what to call when they are handed
-    on."""
+    """Copies that have landed once an event has passed, and the functions to call then."""
 
     landed: Any
     coming: Coming

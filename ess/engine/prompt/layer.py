@@ -38,7 +38,7 @@ def run_layer(
 def _stored(
     share: Share, work: Work, layer: DecoderLayer, hidden: Tensor, given: Chosen
 ) -> tuple[Tensor, Chosen]:
-    """Stores rows and keys. What asks for rows, and which ones."""
+    """Stores rows and keys. Returns the queries, and the rows that they select."""
     mine = work.mine
     mine.rows.enter(layer.number)
     made = front(mine, layer, hidden)
@@ -86,7 +86,7 @@ def _last(work: Work, layer: DecoderLayer) -> Chosen:
 
 
 def _attend(share: Share, work: Work, layer: DecoderLayer, query: Tensor, chosen: Chosen) -> Tensor:
-    """Of all spans, in one array."""
+    """Attends for the queries of all spans, into one array."""
     pack = work.asked
     asked = queries(pack, layer, share.gathered(query))
     into = new_partial(asked, pack.layout.row_of(layer.number).latent_dim)

@@ -1,4 +1,4 @@
-"""What runs through the model together: spans of prompts, packed one behind the other."""
+"""Spans of prompts, packed one behind the other, that run through the model together."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ class Span:
     """`tokens` of an open sequence, from position `start` on, that run through the model together.
 
     `following[i]` is the token behind `tokens[i]`: what the MTP module pairs with i. `windows` are
-    found on the way, one for each layer group. `carried` is its state, of a sequence that has one.
-    Of a part of a span `behind_count` are the tokens behind it, which another rank runs.
+    filled during the run, one for each layer group. `carried` is the sequence's state, if it has
+    any. If this is part of a longer span, `behind_count` is how many tokens follow that another
+    rank runs.
     """
 
     sequence: Rows

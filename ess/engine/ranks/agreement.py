@@ -1,14 +1,14 @@
 """What the ranks that divide the experts agree on at the head of each step, and what follows.
 
-Each rank has its own requests, pools and schedules. Of a step the ranks share the exchanges of the
-layers with experts, so all must know which of them there will be:
+Each rank has its own requests, pools and schedules. The ranks share the exchanges of the layers
+with experts, so all must know which exchanges a step will have:
 
     decode   the layers with experts in order, if any rank has a decode batch: each exchanged once,
              or twice in turn where the step `splits`
-    drafts   so many times the MTP module's layer
+    drafts   the MTP module's layer, once for each draft
     prompts  the layers with experts, and the MTP module's, if any rank has a prompt chunk
 
-and on a device also how large they are: as the largest batch, half and chunk of any rank.
+On a device all must also know how large they are: as the largest batch, half and chunk of any rank.
 
 Each rank sends what it needs and gets what all ranks need. All derive the agreement by the same
 function of the same table, so one round is enough. The step's halves are those of the rank with the
@@ -140,8 +140,8 @@ class Alone:
 
 
 class Many:
-    """Every rank meets the others once in each step, with requests or without. `on_census` is
-    called when the ranks have told one another how often each expert was chosen."""
+    """Every rank meets the others once in each step, even without requests. `on_census` is called
+    when all ranks know how often each expert was chosen."""
 
     def __init__(
         self,

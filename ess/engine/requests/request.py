@@ -169,7 +169,8 @@ class Request:
 
     @property
     def prefill_count(self) -> int:
-        """Tokens to prefill: the last one of the prompt, or of what was said, is left to decode."""
+        """Tokens to prefill: all but the last token of the prompt, or of `said`, which decode runs
+        first."""
         return len(self.prompt) + len(self.said) - 1
 
     @property

@@ -1,4 +1,4 @@
-"""A batch, or one half of it: some sequences of a step in batch order, and what is theirs alone."""
+"""A batch, or one half of it: some sequences of a step in batch order, and their own tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def whole(batch: Batch) -> Half:
 
 
 def half_tokens(counts: Sequence[int]) -> int:
-    """The tokens of the larger half of a batch of so many queries each.
+    """The tokens of the larger half of a batch whose sequences bring `counts` queries.
 
     >>> half_tokens((2, 2, 2)), half_tokens((4,))
     (4, 4)
@@ -58,8 +58,8 @@ def half_tokens(counts: Sequence[int]) -> int:
 
 
 def halves(batch: Batch, first_count: int) -> tuple[Half | None, Half]:
-    """The first so many sequences, and the others. The first half may be empty, where another rank
-    has requests for two halves."""
+    """The first sequences, and the others. The first half may be empty, if only another rank has
+    requests for two halves."""
     counts = batch.course.counts
     assert 0 <= first_count < len(counts), f"{first_count} of {len(counts)} sequences are no half"
     if not first_count:

@@ -1,4 +1,4 @@
-"""Rows of a prompt that was not computed: valid ones, to measure decoding by itself."""
+"""Valid rows of a prompt that was not computed, to measure decoding by itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def invent(runner: Runner, sequence: Sequence) -> None:
 
 
 def _records(ops: Ops, codec: IndexCodec) -> Tensor:
-    """One per key: values, then the scale where the form has one."""
+    """A record for each key: values, then the scale where the form has one."""
     encoded = ops.encode_keys(_noise(codec.key_dim), codec)
     if not codec.scale_bytes:
         return encoded.values

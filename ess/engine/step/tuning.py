@@ -168,7 +168,8 @@ class Tuning:
     def reasons_whole(
         self, counts: Sequence[int], vector: Vector, *, has_experts: bool
     ) -> tuple[str, ...]:
-        """Why a step of so many queries a sequence is not run in two halves; none if it is."""
+        """Why a step with `counts` queries per sequence is not run in two halves; empty if it
+        is."""
         assert len(vector) == self._offload.layout.layer_total, f"{len(vector)} modes"
         self.reasons = reasons_off(self._tbo, counts=counts, vector=vector, has_experts=has_experts)
         self.split_count += not self.reasons

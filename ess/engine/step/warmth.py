@@ -46,7 +46,7 @@ class HitCounter(Protocol):
 
 
 def hit_counter(lengths: Any, layout: ModelLayout) -> HitCounter:
-    """For a step whose queries may select from so many rows each."""
+    """The counter for a step whose queries may each select from `lengths` rows."""
     unit, most = layout.select_unit, layout.units_max
     if isinstance(lengths, Tensor):
         return DeviceHits(lengths - (lengths // unit - most).clamp_min(0) * unit)

@@ -6,7 +6,8 @@ import msgspec
 
 
 class Chance(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Rank 1 is the likeliest; `top` is (id, logprob), likeliest first, equal ones by id."""
+    """Rank 1 is the likeliest. `top` holds (id, logprob), the likeliest first, equally likely
+    tokens by id."""
 
     logprob: float
     rank: int

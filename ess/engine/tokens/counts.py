@@ -58,7 +58,7 @@ class Tally:
         return Ahead(np.append(self._ids[:known], np.array([*fresh], np.int64)), said, seen)
 
     def check(self, output: Sequence[int]) -> None:
-        """`output` is what `follow` was given last, or what has become of it since."""
+        """`output` is the list that `follow` was given last, perhaps grown since."""
         known, counted = len(self._place), output[: self._followed_count]
         assert len(counted) == self._followed_count, "more tokens were counted than were made"
         assert known <= len(self._ids) == len(self._said), f"{known} tokens in {len(self._ids)}"

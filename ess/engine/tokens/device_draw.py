@@ -34,7 +34,7 @@ UNCUT: Final = (1 << 31) - 1
 
 
 class Ways(NamedTuple):
-    """What the queries of a step need; a graph is captured for one of these."""
+    """What the queries of a step need; each graph is captured for one such set."""
 
     kind: Kind
     has_floor: bool

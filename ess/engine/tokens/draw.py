@@ -58,7 +58,7 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Logits over temperature [rows, vocabulary], and what each row is drawn by."""
+    """Logits over temperature [rows, vocabulary], and the sampling parameters of each row."""
 
     scores: Tensor
     keys: Tensor
@@ -155,7 +155,8 @@ def best(scores: Tensor, reach: int) -> tuple[Tensor, Tensor]:
 
 
 def _kept(rows: Rows, scores: Tensor, chances: Tensor) -> Tensor:
-    """Which of the best survive top-k, top-p and min-p: a first part, whatever sums are rounded."""
+    """Which of the best survive top-k, top-p and min-p: always a first part, however sums are
+    rounded."""
     rank = torch.arange(scores.shape[1], device=scores.device)
     kept = (rank < rows.top_k[:, None]) & (scores > -torch.inf)
     summed = chances.cumsum(-1)

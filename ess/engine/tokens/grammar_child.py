@@ -3,10 +3,10 @@
 A grammar of a hundred bytes may take years to compile or to follow, and the library's own limits do
 not count all of that work. So every grammar has a process of its own, forked from this one, which
 has read the vocabulary: memory is shared until it is written. The system limits its memory, and
-counts its processor time: a signal ends it in the middle of whatever it does. Time that a busy
-machine spends elsewhere does not count.
+counts its processor time: a signal ends it in the middle of its work. Time that a busy machine
+spends elsewhere does not count.
 
-The processes end with this one, and this one when its parent closes the channel, in whatever way.
+The processes end with this one, and this one ends when its parent closes the channel or ends.
 
     to the first process:  {"verb": "fork"} with a socket, {"verb": "end", "process"}
     to a grammar's:        {"verb": "compile", "grammar"} once, then, by numbers of requests,
@@ -265,7 +265,7 @@ def end_with_parent() -> None:
 def end(process: int) -> dict[str, Any]:
     """Ends the process and says by which signal it has ended. A process that was ending already
     keeps its own signal: its channel closes a moment before it can be reaped. Only we reap our
-    children, so the number cannot have become another's; a child of the process that was here
+    children, so the number cannot belong to another process; a child of the process that was here
     before us has ended with that."""
     try:
         ended, status = os.waitpid(process, os.WNOHANG)

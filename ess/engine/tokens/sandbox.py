@@ -114,7 +114,7 @@ class Sandbox:
             raise
 
     def wait(self, sockets: list[socket.socket], seconds: float) -> None:
-        """Until one of them or one of ours has something to read."""
+        """Waits until one of `sockets`, or of the grammars' processes, has something to read."""
         if self._describing.is_alive():
             self._describing.join(seconds)
             return

@@ -360,7 +360,7 @@ class Stage:
         return results
 
     def made(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each result for so many tokens."""
+        """Shape and type of each result for this many tokens."""
         given = [side for side in self._sides if not isinstance(side, int)]
         return [((tokens, *side.shape), side.dtype) for side in given]
 

@@ -1,1 +1,1 @@
-"""Kernels of ours for NVIDIA devices, through cuda-python; importing this package needs neither."""
+"""Our kernels for NVIDIA devices, through cuda-python; importing this package needs neither."""

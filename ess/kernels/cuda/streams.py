@@ -1,6 +1,6 @@
 """Streams and events of a device, for copies that run beside compute.
 
-A stream of torch and a stream of ours are the same kind of handle: events order work on either.
+Torch's streams and ours are the same kind of handle: events order work on either.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A stream of ours; a `priority` below zero goes first."""
+    """A new stream; a `priority` below zero goes first."""
 
     def __init__(self, device: Device, *, priority: int = 0) -> None:
         device.make_current()

@@ -77,7 +77,7 @@ class DiskFolder:
 
 
 def _locked(path: Path) -> int:
-    """Opens and locks a file for this process, until the process ends in whatever way."""
+    """Opens and locks a file for this process, until the process ends, however it ends."""
     held = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -37,7 +37,8 @@ def make_scratch(slot_count: int) -> Ints:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Arena:
-    """What one layer group knows: the slot of each row, its last use, and the rows that must stay.
+    """The residency of one layer group: the slot of each row, its last use, and the rows that must
+    stay.
 
     `group` is its number in the layout, which its plans carry.
     `scratch` is working room of the native twin (`make_scratch`). The groups of one slab may share

@@ -135,7 +135,7 @@ class ResolveShape:
 
     @property
     def scratch(self) -> dict[str, int]:
-        """int32 numbers by name: what the phases of a call hand to one another."""
+        """The int32 numbers, by name, that each phase of a call leaves for the next."""
         return {
             "first_count": self.query_max * self.parts_each,
             "bin_count": BINS * self.tile_max,

@@ -419,7 +419,7 @@ def land(arena: Arena, slots: Ints, *, ticket: int) -> None:
 
 @_twin_of(specification.drop)
 def drop(arena: Arena, rows: Ints) -> int:
-    """These rows leave, whatever their state; absent ones are ignored. Returns how many left."""
+    """Drops these rows in any state; absent rows are ignored. Returns how many were dropped."""
     _assert_ids(1, rows)
     at = _bound_arena(arena).at
     return _accepted(_symbol("ess_drop", 2, 1)(at, native.address(rows), rows.size))

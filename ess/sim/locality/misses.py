@@ -92,7 +92,7 @@ class MissCurves:
 
 
 def published(*, layer_count: int | None = None) -> MissCurves:
-    """The published curves; `layer_count` stretches their shape over a model of so many layers."""
+    """The published curves, their shape stretched over a model of `layer_count` layers."""
     return MissCurves(
         means={
             context: Curve(tuple(points), tuple(math.log(miss) for miss in points.values()))

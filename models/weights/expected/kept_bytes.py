@@ -29,7 +29,7 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 COMPUTED: Final = {"bf16": BF16_BYTES, "f32": F32_BYTES}
 IN_F32: Final = ("mlp.gate.weight", "indexer.weights_proj.weight")
 UNREAD: Final = (".embed_tokens.weight", ".shared_head.head.weight")
-"""Of the MTP layer: it uses those of the whole model."""
+"""Weights of the MTP layer that are not read: the layer uses those of the whole model."""
 
 REORDERED: Final = ("q_b_proj", "kv_a_proj_with_mqa", "wq_b", "wk")
 """Products whose rows are put in our order, where a configuration `reorders`."""

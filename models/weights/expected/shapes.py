@@ -6,8 +6,8 @@ and a plan can be made without one.
 
 The families share one table. DeepSeek and GLM differ in sizes, in which layers own an indexer, and
 in the MTP layer, where DeepSeek stores copies of the embedding and the head and GLM does not; a
-guest has Llama's attention in the place of theirs, and no experts. A.X-K2 and Hy4 have gates, Hy4
-also sinks and residual streams. DeepSeek-V4 has a table of its own, in `ess.models.compressed`.
+guest has Llama's attention instead, and no experts. A.X-K2 and Hy4 have gates, Hy4 also sinks and
+residual streams. DeepSeek-V4 has a table of its own, in `ess.models.compressed`.
 """
 
 from __future__ import annotations

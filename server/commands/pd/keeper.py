@@ -1,8 +1,8 @@
 """A worker or a router as a process that is started again when it ends.
 
-Pauses between starts grow. A program that was never ready is not started again after its first
-start: whatever stopped it would stop it again. Later, `STARTS_MAX` such starts in a row are the
-last. Then `why_lost` says how it ended, with its last lines.
+Pauses between starts grow. A program that ends before it was ever ready is not started again: the
+same cause would end it again. Later, `STARTS_MAX` such starts in a row are the last. Then
+`why_lost` says how it ended, with its last lines.
 """
 
 from __future__ import annotations

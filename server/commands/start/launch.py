@@ -182,8 +182,8 @@ def run_node(told: Told) -> int:
 
 
 def check_kept(folder: str) -> None:
-    """Makes the folder of pages, as the engine would, so that it is refused before anything starts
-    where it cannot be made."""
+    """Makes the folder of pages, as the engine would: if that fails, the start is refused at
+    once."""
     try:
         if folder:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)

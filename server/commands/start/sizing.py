@@ -30,7 +30,8 @@ HOST_SHARE: Final = 4  # of free memory, at most, unless host_bytes says how muc
 HOST_BYTES_MAX: Final = 4 << 30
 LENGTHS: Final = (2048, 8192, 32768, 131072)
 STATE_COPIES: Final = {"both": 2, "prefill": 3, "decode": 3}
-"""Of what requests keep beside their rows: running ones, for prompts to come, handed over."""
+"""Copies of the state beside the rows, by role: of running requests, of cached prompts, and of
+handoffs."""
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):

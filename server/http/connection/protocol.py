@@ -102,7 +102,8 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._is_extra and is_waiting and not self.transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells all requests: uvicorn tells the newest, but an older one may be being answered."""
+        """Tells all requests: uvicorn tells only the newest, but an older request may still be
+        answered."""
         self._stop_deadline()
         self._reader.end()
         self._disconnect(self._running)

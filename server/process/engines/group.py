@@ -102,7 +102,7 @@ class EngineGroup:
         return loss
 
     def _first(self) -> Loss:
-        """A process that a signal ended, if there is one; else any that has ended."""
+        """A process that a signal has ended, if any; else any process that has ended."""
         ends = [(member, task.result()) for task, member in self._ends.items() if task.done()]
         losses = [Loss(member.lost(end.how), end.is_by_code) for member, end in ends]
         return min(losses, key=lambda loss: loss.is_said)

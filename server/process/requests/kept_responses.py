@@ -69,7 +69,7 @@ class KeptResponses:
         return found
 
     def drop(self, owner: bytes, identity: str) -> bool:
-        """Whether there was one."""
+        """Removes the response; returns whether it was there."""
         found = self._kept.pop((owner, identity), None)
         self._bytes -= 0 if found is None else found.size
         return found is not None

@@ -27,8 +27,8 @@ WORD: Final = 4
 
 
 class KeyPlaces(NamedTuple):
-    """Where keys lie in a layer's pages: values by pieces of equal size, of which a key has
-    `pieces`, and scales by words, of which it has one."""
+    """Where keys lie in a layer's pages: the values of a key as `pieces` pieces of equal size, its
+    scale as one word."""
 
     values: Tensor
     scales: Tensor

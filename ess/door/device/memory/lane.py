@@ -64,7 +64,7 @@ class DeviceLane:
         return event
 
     def keep(self, what: object, until: CudaEvent) -> None:
-        """Keeps torch from giving this memory to others while a stream of ours reads it."""
+        """Keeps torch from reusing this memory while one of our streams reads it."""
         while self._kept and self._kept[0][0].done():
             self._kept.popleft()
         self._kept.append((until, what))

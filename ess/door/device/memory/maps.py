@@ -62,7 +62,7 @@ class Maps:
         return rows
 
     def places_of_line(self, page_count: int) -> torch.Tensor:
-        """0, 1, ..., for all positions of so many pages."""
+        """0, 1, ..., for all positions of `page_count` pages."""
         count = page_count * PAGE_ROWS
         return torch.arange(count, dtype=torch.int32, device=self._home)
 

@@ -89,8 +89,8 @@ class Behind:
 
 
 class Download:
-    """The values of a tensor of a device, once that device has made them: it need not be the
-    current one of the caller's thread."""
+    """The values of a tensor of a device, once that device has made them; it need not be the
+    current device of the caller's thread."""
 
     def __init__(self, there: Tensor) -> None:
         self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)

@@ -38,7 +38,7 @@ class DeviceDiffering:
 
 
 def compare(pools: DevicePools, layer: int, *, most: int) -> DeviceDiffering:
-    """All that differ are counted, at most so many are listed."""
+    """Counts all slots that differ from their rows and lists at most `most` of them."""
     assert most > 0, "what differs is to be named"
     pools.lane.hold_for_copies()
     pools.tables.maps.flush()

@@ -129,9 +129,9 @@ class Landings:
         return self._landed
 
     def hold_for(self, new_rows: int) -> int:
-        """As `behind`, for a step that claims slots for so many new rows in each group. Compute
-        waits for the oldest pieces, for as many as it takes until those under way leave that many
-        slots of their group; the host does not."""
+        """As `behind`, for a step that claims slots for `new_rows` rows in each group. Compute
+        waits for the oldest pieces, until those still under way leave enough slots in their group;
+        the host does not wait."""
         landed, last, filling = self.behind(), None, Counter[int]()
         for piece in self._under_way:
             filling[piece.group] += piece.row_count
@@ -165,7 +165,7 @@ class Landings:
                 self._start(self._free.pop(), piece)
 
     def restart(self) -> bool:
-        """Tickets start over, if no landing is under way that has one."""
+        """Starts tickets over, if no landing with a ticket is under way."""
         if self.is_busy:
             return False
         self._ticket = self._landed = 1

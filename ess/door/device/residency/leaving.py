@@ -46,8 +46,8 @@ class Leaving:
         pools.counting.add("leave", self._works.reports.view(1, pools.layout.group_count, -1))
 
     def clear(self, group: int, blocks: Ints) -> bool:
-        """Clears slots whatever their ticket: called after a step has ended and all copies have
-        landed."""
+        """Clears slots without regard to their tickets: called after a step has ended and all
+        copies have landed."""
         pools, stream, works = self._pools, self._pools.lane.compute, self._works
         now = now_of(
             step=pools.sparse.now,

@@ -23,7 +23,8 @@ LOOK_PAGES: Final = 64
 
 @dataclass(slots=True)
 class _Walk:
-    """Goes on at `page` and `group`. It rests where it came around with so many rows evicted."""
+    """Continues at `page` and `group`. `rests_at` is how many rows had been evicted since the start
+    when the walk last came around: it rests until further rows are evicted."""
 
     arrival_count: int
     page: int = 0

@@ -144,8 +144,9 @@ class Sealing:
             )
 
     def _rows(self, place: SealPlace, kept: range, count: int) -> Iterator[RowCopy]:
-        """The kept rows of all layers of these groups: slots of all members are rows of one slab,
-        and rows of so many layers as 31 bits can name lie in one matrix behind one another."""
+        """The kept rows of all layers of these groups. Slots of all members are rows of one slab;
+        the host's rows of as many layers as 31 bits can name lie in one matrix, layer behind
+        layer."""
         groups, each = self._pools.layout.groups, self._layers_each
         first, stop = groups[kept.start][0], groups[kept.stop - 1][-1] + 1
         for at in range(first // each, div_ceil(stop, each)):
@@ -250,7 +251,7 @@ class SealedStep:
 
 
 def _arrays(pools: DevicePools) -> dict[str, Any]:
-    """What a seal changes and what it reads, in all steps."""
+    """The arrays that a seal reads and changes, in all steps."""
     sparse, maps, counting = pools.sparse, pools.tables.maps, pools.counting
     layout = pools.layout
     firsts = [*(group[0] for group in layout.groups), layout.layer_total]
@@ -270,7 +271,7 @@ def _arrays(pools: DevicePools) -> dict[str, Any]:
 
 
 def _layers_each(pools: DevicePools) -> int:
-    """For how many layers one list can name the rows on the host."""
+    """How many layers' rows on the host one list can name."""
     each: int = INT32_ROWS_MAX // pools.latent.rows.shape[1]
     return min(pools.layout.layer_total, each)
 

@@ -31,7 +31,8 @@ class Arriving:
         return all(leg.is_over for leg in self.legs)
 
     def windows(self) -> tuple[list[WindowSet], int]:
-        """The windows of all layer groups. A worker may have fewer than others: the latest ones."""
+        """The windows of all layer groups. A worker may have fewer windows than the others: the
+        latest of them."""
         known = [leg.windows for leg in sorted(self.legs, key=lambda leg: leg.origin.groups.start)]
         parts = [windows for windows in known if windows is not None]
         assert len(parts) == len(known), f"handoff {self.uid}: windows of {len(parts)} legs"

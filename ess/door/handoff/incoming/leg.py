@@ -16,9 +16,9 @@ NAG_S_MAX: Final = 8.0
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """`ending` is why it ends, while the peer has yet to answer that. When it `is_over` nothing
-    lands under its ticket any more; it `is_whole` if all had come by then, and `sentence` says why
-    not. `moments` are seconds of the clock."""
+    """`ending` is why it ends, as long as the peer has not answered that. When it `is_over`,
+    nothing lands under its ticket any more; it `is_whole` if everything had arrived by then, else
+    `sentence` says why not. `moments` are seconds of the clock."""
 
     origin: Origin
     room: Reserved

@@ -26,7 +26,7 @@ class Origin:
     key_layers: range
 
     def has(self, piece: Piece) -> bool:
-        """It is of these layers, whatever pages it brings, or of no layer."""
+        """Whether the piece is of these layers, with any pages, or of no layer."""
         if not piece.kind.is_of_layers:
             return True
         mine = self.layers if piece.kind is PieceKind.ROWS else self.key_layers

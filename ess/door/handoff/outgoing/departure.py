@@ -121,7 +121,7 @@ class Departure:
         return sum(units.wanted_count for units in self.units.values())
 
     def fault_of(self, target: Target) -> Reason | None:
-        """Why rows of ours may not go there."""
+        """Why our rows may not go there."""
         room, pages = target.room, target.pages
         if room.token_count != self.token_count or room.text != self.text:
             return Reason.WRONG_TEXT

@@ -1,4 +1,4 @@
-"""Where the pages of a prompt that leaves come from: of a sequence of ours, or of another engine.
+"""Where the pages of a prompt that leaves come from: one of our sequences, or another engine.
 
 What is lent lies in registered memory and stays as it is until it is given back. A sender takes the
 pages over when the prompt is made (`keep`) and closes them when nothing of them is under way.

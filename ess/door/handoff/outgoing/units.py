@@ -58,7 +58,7 @@ class Units:
         return int(np.count_nonzero(self._stages[:, self._first_page :]))
 
     def want(self, first_page: int) -> None:
-        """The receiver has the pages before this one."""
+        """Notes that the receiver has the pages before this one."""
         assert not self.posted_count, "what is wanted is known before anything leaves"
         self._first_page = first_page
         self.wanted_count = len(self.made) * (self._stages.shape[1] - first_page)

@@ -35,7 +35,7 @@ TOKEN_COUNT: Final = 96
 WORDS_MAX: Final = 300
 RANK: Final = (sys.executable, "-m", "ess.engine.process.checks.exchange_check")
 TOLERANCE: Final = 1e-4
-"""Of float32: ranks add the experts up in another order than one device does."""
+"""The tolerance in float32: ranks add experts up in another order than a single device does."""
 
 
 class RankTrial(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,8 +3,8 @@
 The host plans and launches step s + 1 before it has learned step s. What s + 1 starts from (the
 newest token and the drafts behind it) lies here by line, on the device: a launch stashes it, the
 next launch of that line takes it. The results of s lie here by step, in order, until the host
-learns them. Both are there once, and taking what is not there is a mistake of ours. Lengths are
-device data too; the page tables have them.
+learns them. Each can be taken once; taking what is not there is our own mistake. Lengths are device
+data too; the page tables have them.
 
 Everything in a launch may read this map, for a launch runs in device order, behind the step before.
 Nothing else may: the plan, admission and pages follow from learned counts and from bounds. A step

@@ -49,7 +49,7 @@ class Coded(NamedTuple):
 
 
 def coded(ops: Ops, values: Tensor, codec: IndexCodec) -> Coded:
-    """Values [n, depth] of any type, whose depth is so many groups of 128."""
+    """The codes of values [n, depth] of any type; the depth is a multiple of 128."""
     keys = ops.encode_keys(values.reshape(-1, SCALE_GROUP), codec)
     codes = keys.values.view(torch.float8_e4m3fn).view(values.shape)
     return Coded(codes, keys.scales.view(len(values), -1))
@@ -154,7 +154,7 @@ def wrong_size(weights: Tensor) -> str | None:
 
 
 def no_room(count: int, weights: Tensor) -> str | None:
-    """Why there is no room for so many tokens; None if there is."""
+    """Why there is no room for `count` tokens; None if there is."""
     experts, width, depth = weights.shape
     room = experts * align_up(count, ROOM_UNIT) * max(depth, 2 * width)
     if room <= ROOM_BYTES_MAX:

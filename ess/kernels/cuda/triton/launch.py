@@ -20,7 +20,7 @@ UNFUSED: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 INTERPRETED_SMS: Final = 3
 INTERPRETED_AS: Final = 9
 SHARED_BYTES: Final = 227 << 10
-"""Of a block on Hopper and on Blackwell of data centres: shapes are made for it."""
+"""Shared memory of a block on Hopper and on data-centre Blackwell, which shapes are made for."""
 STAGES_OF_LITTLE: Final = 2
 
 

@@ -63,7 +63,7 @@ def store_keys(values: Tensor, codec: IndexCodec, pages: Tensor, row_ids: Tensor
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [n, depth] and scales [n, depth / 128] of values whose depth is so many groups."""
+    """Codes [n, depth] and scales [n, depth / 128] of values; the depth is a multiple of 128."""
     count, depth = values.shape
     codes = torch.empty(count, depth, dtype=torch.uint8, device=values.device)
     scales = torch.empty(count, depth // SCALE_GROUP, device=values.device)

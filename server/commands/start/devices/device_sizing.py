@@ -38,10 +38,10 @@ from ess.units import PAGE_ROWS, counted, div_ceil, format_bytes
 
 HOST_SHARE: Final = 2  # of free memory, at most, unless host_bytes says how much
 RESERVED: Final = 1 << 30
-"""Of what is free, for each process: programs as they are loaded, workspaces of libraries, what the
-allocator rounds up; of further processes on one device also what opening it takes. Processes that
-meet take as much again for buffers of NCCL. An estimate: the usual share of `device_bytes` leaves
-more."""
+"""Free memory that each process leaves alone: for programs as they are loaded, workspaces of
+libraries, what the allocator rounds up, and what further processes take to open the same device.
+Processes that meet leave as much again for buffers of NCCL. An estimate: the usual share of
+`device_bytes` leaves more."""
 NOTES: Final[Mapping[str, str]] = {
     "slots": "the working set of rows",
     "index keys": "of running requests, and the map from their rows to slots",
@@ -115,7 +115,7 @@ def has_rooms_of(found: Found, settings: Settings) -> bool:
 
 
 def value_bytes_of(settings: Settings) -> int:
-    """Of a number that is multiplied: codes of fp8 are made of numbers in bfloat16."""
+    """Bytes of a number that is multiplied: codes of fp8 are made from numbers in bfloat16."""
     return F32 if settings.form == "f32" else BF16
 
 
