@@ -6,8 +6,8 @@ and SGLang are added for routers and dashboards that know those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -29,6 +29,10 @@ from ess.server.process.tally import WAIT_BOUNDS_S, Waits
 from ess.units import PAGE_ROWS
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+
+Values = Mapping[Any, float]
+"""Numbers by the values of their labels, a tuple of texts."""
+Labelled = GaugeMetricFamily | CounterMetricFamily
 
 
 def exposition(service: Service) -> bytes:
@@ -58,56 +62,42 @@ class Written(Collector):
 
 
 def _own(service: Service) -> Iterator[Metric]:
-    status, tally = service.board.status, service.tally_of_all
-    link = service.link
+    status, tally, link = service.board.status, service.tally_of_all, service.link
     yield _gauge("ess_up", "1 while the engine is there", not link.why_lost)
     yield _count("ess_engine_restarts", "engines that were lost and replaced", link.restart_count)
     yield _count("ess_resumed", "requests that went on in another engine", link.resumed_count)
     yield _gauge("ess_draining", "1 while the server drains", service.draining)
     yield _gauge("ess_paused", "1 while generation is paused", link.is_held)
-    yield _labelled(
-        "ess_build_info", "1, with the version of ESS", ["version"], [((ess.__version__,), 1)]
-    )
+    version = {(ess.__version__,): 1.0}
+    yield _gauges("ess_build_info", "1, with the version of ESS", ["version"], version)
     yield _gauge("ess_requests_running", "requests in the engine's batch", status.running_count)
     yield _gauge("ess_requests_waiting", "requests that wait for room", service.waiting_count)
-    yield _gauge(
-        "ess_oldest_wait_seconds",
-        "the longest that an open request has had no token",
-        link.oldest_wait_s,
-    )
+    sentence = "the longest that an open request has had no token"
+    yield _gauge("ess_oldest_wait_seconds", sentence, link.oldest_wait_s)
     yield _gauge("ess_connections", "open HTTP connections", tally.connection_count)
     yield _gauge("ess_requests_preempted", "requests set aside now", status.preempted_count)
     yield _count("ess_preemptions", "times a request was set aside", status.preemption_count)
-    yield _gauge(
-        "ess_tokens_per_second", "tokens made a second, of late", service.board.tokens_per_s
-    )
+    speed = service.board.tokens_per_s
+    yield _gauge("ess_tokens_per_second", "tokens made a second, of late", speed)
     yield _gauge("ess_step_seconds", "duration of the last step", status.step_s)
     yield _count("ess_steps", "engine steps", status.step_count)
     yield _count("ess_turns", "requests in steps, each step counted", status.turn_count)
-    yield _count(
-        "ess_verified_layers", "layers checked against the host's rows", status.verified_count
-    )
-    yield _count(
-        "ess_verify_mismatch",
-        "checked layers that differed from the host's rows",
-        status.mismatch_count,
-    )
+    sentence = "layers checked against the host's rows"
+    yield _count("ess_verified_layers", sentence, status.verified_count)
+    sentence = "checked layers that differed from the host's rows"
+    yield _count("ess_verify_mismatch", sentence, status.mismatch_count)
     yield _count("ess_tokens", "tokens made", status.made_count)
     yield _count("ess_prompt_tokens", "prompt tokens, cached ones included", status.prompt_count)
-    yield _count(
-        "ess_cached_tokens", "prompt tokens found in the prefix cache", status.cached_count
-    )
-    yield _count(
-        "ess_disconnects", "clients that left before their answer's end", tally.disconnect_count
-    )
-    answers = CounterMetricFamily("ess_answers", "HTTP answers", labels=["route", "status"])
-    for (route, code), count in sorted(tally.answers.items()):
-        answers.add_metric([route, str(code)], count)
-    yield answers
+    sentence = "prompt tokens found in the prefix cache"
+    yield _count("ess_cached_tokens", sentence, status.cached_count)
+    sentence = "clients that left before their answer's end"
+    yield _count("ess_disconnects", sentence, tally.disconnect_count)
+    answers = {(route, str(code)): n for (route, code), n in sorted(tally.answers.items())}
+    yield _counts("ess_answers", "HTTP answers", ["route", "status"], answers)
     yield _by_name("ess_refusals", "requests answered 503", "reason", tally.refusals)
     yield _by_name("ess_finished", "answers ended", "how", tally.finishes)
-    shown = [((name,), float(name == status.limiter)) for name in LIMITERS]
-    yield _labelled("ess_limiter", "1 for what waiting requests are short of", ["limiter"], shown)
+    short = {(name,): float(name == status.limiter) for name in LIMITERS}
+    yield _gauges("ess_limiter", "1 for what waiting requests are short of", ["limiter"], short)
 
 
 MODES: Final = ("resident", "none", "da", "dba")
@@ -116,65 +106,46 @@ LIMITERS: Final = (SLOTS, WINDOW_SLOTS, INDEX_PAGES, HOST_PAGES, SEQUENCES, TPOT
 
 def _pools(service: Service) -> Iterator[Metric]:
     pools = service.board.status.pools
-    used = [((pool.name,), float(pool.used)) for pool in pools]
-    yield _labelled("ess_pool_used", "pages in use", ["pool"], used)
-    capacity = [((pool.name,), float(pool.capacity)) for pool in pools]
-    yield _labelled("ess_pool_capacity", "pages there are", ["pool"], capacity)
+    used = {(pool.name,): float(pool.used) for pool in pools}
+    yield _gauges("ess_pool_used", "pages in use", ["pool"], used)
+    capacity = {(pool.name,): float(pool.capacity) for pool in pools}
+    yield _gauges("ess_pool_capacity", "pages there are", ["pool"], capacity)
 
 
 def _groups(service: Service) -> Iterator[Metric]:
     status = service.board.status
-    for name, sentence, values in (
-        ("ess_row_hits", "selected rows that were resident", status.hits),
-        ("ess_row_misses", "selected rows that were fetched", status.misses),
-        ("ess_row_places", "selected rows read in host memory", status.places),
-        ("ess_fetched_bytes", "bytes copied to slots", status.fetched_bytes),
-        ("ess_stored_bytes", "bytes copied to the host", status.stored_bytes),
+    for make, label, name, sentence, values in (
+        (_counts, "group", "ess_row_hits", "selected rows that were resident", status.hits),
+        (_counts, "group", "ess_row_misses", "selected rows that were fetched", status.misses),
+        (_counts, "group", "ess_row_places", "selected rows read in host memory", status.places),
+        (_counts, "group", "ess_fetched_bytes", "bytes copied to slots", status.fetched_bytes),
+        (_counts, "group", "ess_stored_bytes", "bytes copied to the host", status.stored_bytes),
+        (_counts, "layer", "ess_transfer_us", "microseconds of fetches", status.transfer_us),
+        (
+            *(_counts, "layer", "ess_exposed_us"),
+            *("microseconds of fetches that a step waited for", status.exposed_us),
+        ),
+        (_gauges, "group", "ess_slots_used", "slots that hold a row", status.slots_used),
+        (_gauges, "group", "ess_slots", "slots there are", status.slots),
     ):
-        metric = CounterMetricFamily(name, sentence, labels=["group"])
-        for group, value in enumerate(values):
-            metric.add_metric([str(group)], value)
-        yield metric
-    modes = CounterMetricFamily(
-        "ess_layer_mode", "runs of a layer in a mode", labels=["layer", "mode"]
-    )
-    for layer, counts in enumerate(status.modes):
-        for mode, count in zip(MODES, counts, strict=True):
-            modes.add_metric([str(layer), mode], count)
-    yield modes
-    for name, sentence, values in (
-        ("ess_transfer_us", "microseconds of fetches", status.transfer_us),
-        ("ess_exposed_us", "microseconds of fetches that a step waited for", status.exposed_us),
-    ):
-        metric = CounterMetricFamily(name, sentence, labels=["layer"])
-        for layer, value in enumerate(values):
-            metric.add_metric([str(layer)], value)
-        yield metric
-    for name, sentence, values in (
-        ("ess_slots_used", "slots that hold a row", status.slots_used),
-        ("ess_slots", "slots there are", status.slots),
-    ):
-        shown = [((str(group),), float(value)) for group, value in enumerate(values)]
-        yield _labelled(name, sentence, ["group"], shown)
+        yield make(name, sentence, [label], {(str(at),): v for at, v in enumerate(values)})
+    modes = {
+        (str(layer), mode): count
+        for layer, counts in enumerate(status.modes)
+        for mode, count in zip(MODES, counts, strict=True)
+    }
+    yield _counts("ess_layer_mode", "runs of a layer in a mode", ["layer", "mode"], modes)
 
 
 def _waits(service: Service) -> Iterator[Metric]:
     tally = service.tally_of_all
     for name, sentence, waits in (
-        ("ess_first_token_seconds", "from a request to its first token", tally.first_token),
-        (
-            "ess_between_tokens_seconds",
-            "from a token of an answer to its next",
-            tally.between_tokens,
-        ),
-        ("ess_request_seconds", "from a request to the end of its answer", tally.whole),
-        (
-            "ess_token_to_socket_seconds",
-            "of a token from the engine to the socket",
-            tally.to_socket,
-        ),
+        ("first_token", "from a request to its first token", tally.first_token),
+        ("between_tokens", "from a token of an answer to its next", tally.between_tokens),
+        ("request", "from a request to the end of its answer", tally.whole),
+        ("token_to_socket", "of a token from the engine to the socket", tally.to_socket),
     ):
-        yield _histogram(name, sentence, waits)
+        yield _histogram(f"ess_{name}_seconds", sentence, waits)
 
 
 def _stages(service: Service) -> Iterator[Metric]:
@@ -182,19 +153,14 @@ def _stages(service: Service) -> Iterator[Metric]:
     lines = service.board.status.stages
     if not lines:
         return
-    busy = [((str(line.rank),), line.busy_share) for line in lines]
-    yield _labelled(
-        "ess_stage_busy_share",
-        "share of its time, of late, in which a stage ran chunks",
-        ["stage"],
-        busy,
-    )
+    busy = {(str(line.rank),): line.busy_share for line in lines}
+    sentence = "share of its time, of late, in which a stage ran chunks"
+    yield _gauges("ess_stage_busy_share", sentence, ["stage"], busy)
     ran = {str(line.rank): line.chunk_count for line in lines}
     yield _by_name("ess_stage_chunks", "chunks that a stage has run", "stage", ran)
-    silent = [((str(line.rank),), line.beat_s) for line in lines]
-    yield _labelled(
-        "ess_stage_silent_seconds", "since a stage's last sign of life", ["stage"], silent
-    )
+    silent = {(str(line.rank),): line.beat_s for line in lines}
+    sentence = "since a stage's last sign of life"
+    yield _gauges("ess_stage_silent_seconds", sentence, ["stage"], silent)
 
 
 def _handoffs(service: Service) -> Iterator[Metric]:
@@ -208,23 +174,19 @@ def _handoffs(service: Service) -> Iterator[Metric]:
         "lapsed": said.lapsed_count,
     }
     yield _by_name("ess_handoffs", "handoffs ended", "how", ended)
-    under_way = [
-        (("arrival",), float(said.open_arrival_count)),
-        (("departure",), float(said.open_departure_count)),
-    ]
-    yield _labelled("ess_handoffs_open", "handoffs under way", ["way"], under_way)
+    arrivals, departures = said.open_arrival_count, said.open_departure_count
+    under_way = {("arrival",): float(arrivals), ("departure",): float(departures)}
+    yield _gauges("ess_handoffs_open", "handoffs under way", ["way"], under_way)
     moved = {"received": said.received_bytes, "sent": said.sent_bytes}
-    yield _by_name(
-        "ess_kv_transfer_bytes", "bytes of handoffs: rows, keys and windows", "way", moved
-    )
+    sentence = "bytes of handoffs: rows, keys and windows"
+    yield _by_name("ess_kv_transfer_bytes", sentence, "way", moved)
     yield _count("ess_handoff_pieces_again", "pieces of handoffs asked for again", said.again_count)
     yield _count("ess_handoff_refused", "messages of handoffs refused", said.refused_count)
-    ups = [((peer.address,), float(peer.is_up)) for peer in said.peers]
-    yield _labelled("ess_peer_up", "1 while another worker is heard", ["address"], ups)
-    silent = [((peer.address,), peer.heard_s) for peer in said.peers]
-    yield _labelled(
-        "ess_peer_silent_seconds", "since another worker's last sign of life", ["address"], silent
-    )
+    ups = {(peer.address,): float(peer.is_up) for peer in said.peers}
+    yield _gauges("ess_peer_up", "1 while another worker is heard", ["address"], ups)
+    silent = {(peer.address,): peer.heard_s for peer in said.peers}
+    sentence = "since another worker's last sign of life"
+    yield _gauges("ess_peer_silent_seconds", sentence, ["address"], silent)
     yield from _transfers(service, said, "ess_", {})
 
 
@@ -235,20 +197,14 @@ def _disk(service: Service) -> Iterator[Metric]:
     yield _gauge("ess_disk_pages", "pages of prompts on disk", said.page_count)
     yield _gauge("ess_disk_pages_max", "pages of prompts that may be on disk", said.page_max)
     yield _gauge("ess_disk_queue", "pages that wait to be stored on disk", said.queue_count)
-    counts = {
-        "stored": said.stored_count,
-        "dropped": said.dropped_count,
-        "loaded": said.loaded_count,
-        "damaged": said.damaged_count,
-    }
-    yield _by_name("ess_disk_moved_pages", "pages to and from the disk", "how", counts)
     moved = {"stored": said.stored_count, "loaded": said.loaded_count}
+    counts = {**moved, "dropped": said.dropped_count, "damaged": said.damaged_count}
+    yield _by_name("ess_disk_moved_pages", "pages to and from the disk", "how", counts)
     sizes = {how: count * said.page_bytes for how, count in moved.items()}
     yield _by_name("ess_disk_bytes", "bytes to and from the disk", "how", sizes)
     seconds = {"stored": said.store_s, "loaded": said.load_s}
-    yield _by_name(
-        "ess_disk_seconds", "seconds that pages to and from the disk took", "how", seconds
-    )
+    sentence = "seconds that pages to and from the disk took"
+    yield _by_name("ess_disk_seconds", sentence, "how", seconds)
     yield _gauge("ess_disk_failed", "1 when no page is stored on disk any more", bool(said.fault))
 
 
@@ -272,13 +228,11 @@ def _experts(service: Service) -> Iterator[Metric]:
     said = service.board.status.experts
     if said is None:
         return
-    yield _gauge(
-        "ess_expert_steps", "steps in which choices of experts were counted", said.step_count
-    )
+    sentence = "steps in which choices of experts were counted"
+    yield _gauge("ess_expert_steps", sentence, said.step_count)
     yield _gauge("ess_experts_chosen", "how often a token chose an expert", said.chosen_count)
-    yield _gauge(
-        "ess_expert_balance", "mean work of a rank, as a share of the busiest rank's", said.balance
-    )
+    sentence = "mean work of a rank, as a share of the busiest rank's"
+    yield _gauge("ess_expert_balance", sentence, said.balance)
 
 
 def _transfers(
@@ -286,9 +240,8 @@ def _transfers(
 ) -> Iterator[Metric]:
     """Transfers under SGLang's names: recent speed, and the times of successful handoffs."""
     seen, count = service.board.handoffs, said.landed_count + said.sent_count
-    speed = [(tuple(labels.values()), seen.gb_per_s)]
-    sentence = "GB a second of handoffs, of late"
-    yield _labelled(f"{prefix}kv_transfer_speed_gb_s", sentence, list(labels), speed)
+    speed, sentence = {tuple(labels.values()): seen.gb_per_s}, "GB a second of handoffs, of late"
+    yield _gauges(f"{prefix}kv_transfer_speed_gb_s", sentence, list(labels), speed)
     for name, sentence, waits in (
         ("latency_ms", "milliseconds of handoffs", seen.latency),
         ("bootstrap_ms", "milliseconds until the pages of a handoff were reserved", seen.bootstrap),
@@ -301,31 +254,22 @@ def _transfers(
 
 def _as_vllm(service: Service) -> Iterator[Metric]:
     status, tally, name = service.board.status, service.tally_of_all, service.name
-    for metric, sentence, value in (
-        ("vllm:num_requests_running", "as ess_requests_running", status.running_count),
-        ("vllm:num_requests_waiting", "as ess_requests_waiting", service.waiting_count),
-        ("vllm:kv_cache_usage_perc", "the fullest pool, 0 to 1", status.fullness),
+    for make, metric, sentence, value in (
+        (_gauges, "num_requests_running", "as ess_requests_running", status.running_count),
+        (_gauges, "num_requests_waiting", "as ess_requests_waiting", service.waiting_count),
+        (_gauges, "kv_cache_usage_perc", "the fullest pool, 0 to 1", status.fullness),
+        (_counts, "prompt_tokens", "as ess_prompt_tokens", status.prompt_count),
+        (_counts, "generation_tokens", "as ess_tokens", status.made_count),
+        (_counts, "prefix_cache_queries", "as ess_prompt_tokens", status.prompt_count),
+        (_counts, "prefix_cache_hits", "as ess_cached_tokens", status.cached_count),
+        (_counts, "num_preemptions", "as ess_preemptions", status.preemption_count),
     ):
-        yield _labelled(metric, sentence, ["model_name"], [((name,), float(value))])
-    for metric, sentence, value in (
-        ("vllm:prompt_tokens", "as ess_prompt_tokens", status.prompt_count),
-        ("vllm:generation_tokens", "as ess_tokens", status.made_count),
-        ("vllm:prefix_cache_queries", "as ess_prompt_tokens", status.prompt_count),
-        ("vllm:prefix_cache_hits", "as ess_cached_tokens", status.cached_count),
-        ("vllm:num_preemptions", "as ess_preemptions", status.preemption_count),
-    ):
-        family = CounterMetricFamily(metric, sentence, labels=["model_name"])
-        family.add_metric([name], value)
-        yield family
-    ended = CounterMetricFamily(
-        "vllm:request_success", "as ess_finished", labels=["model_name", "finished_reason"]
-    )
-    for how, count in sorted(tally.finishes.items()):
-        ended.add_metric([name, how], count)
-    yield ended
-    blocks = str(service.token_capacity // PAGE_ROWS)
-    sizes = [((str(PAGE_ROWS), blocks), 1.0)]
-    yield _labelled("vllm:cache_config_info", "pages", ["block_size", "num_gpu_blocks"], sizes)
+        yield make(f"vllm:{metric}", sentence, ["model_name"], {(name,): value})
+    ended = {(name, how): count for how, count in sorted(tally.finishes.items())}
+    labels = ["model_name", "finished_reason"]
+    yield _counts("vllm:request_success", "as ess_finished", labels, ended)
+    sizes = {(str(PAGE_ROWS), str(service.token_capacity // PAGE_ROWS)): 1.0}
+    yield _gauges("vllm:cache_config_info", "pages", ["block_size", "num_gpu_blocks"], sizes)
     for metric, waits in (
         ("vllm:time_to_first_token_seconds", tally.first_token),
         ("vllm:inter_token_latency_seconds", tally.between_tokens),
@@ -347,35 +291,29 @@ def _transfers_as_vllm(service: Service, labels: dict[str, str]) -> Iterator[Met
         ("vllm:nixl_num_failed_transfers", "handoffs missed", said.missed_count),
         ("vllm:nixl_num_kv_expired_reqs", "handoffs lapsed", said.lapsed_count),
     ):
-        family = CounterMetricFamily(metric, sentence, labels=list(labels))
-        family.add_metric(list(labels.values()), value)
-        yield family
+        yield _counts(metric, sentence, list(labels), {tuple(labels.values()): value})
 
 
 def _as_sglang(service: Service) -> Iterator[Metric]:
-    status, name = service.board.status, service.name
-    for metric, value in (
-        ("sglang:num_running_reqs", status.running_count),
-        ("sglang:num_queue_reqs", service.waiting_count),
-        ("sglang:token_usage", status.fullness),
-        ("sglang:gen_throughput", service.board.tokens_per_s),
-        ("sglang:cache_hit_rate", status.cached_count / max(status.prompt_count, 1)),
-    ):
-        yield _labelled(metric, "SGLang's name", ["model_name"], [((name,), float(value))])
-    pages = str(service.token_capacity // PAGE_ROWS)
-    sizes = [((str(PAGE_ROWS), pages), 1.0)]
-    yield _labelled("sglang:cache_config_info", "pages", ["page_size", "num_pages"], sizes)
-    said = status.handoff
-    if said is None:
-        return
-    for metric, value in (
-        ("sglang:num_prefill_inflight_queue_reqs", said.open_departure_count),
-        ("sglang:num_decode_transfer_queue_reqs", said.open_arrival_count),
-    ):
-        yield _labelled(metric, "SGLang's name", ["model_name"], [((name,), float(value))])
-    failed = {name: said.missed_count + said.lapsed_count}
-    yield _by_name("sglang:num_transfer_failed_reqs", "SGLang's name", "model_name", failed)
-    yield from _transfers(service, said, "sglang:", {"model_name": name})
+    status, name, said = service.board.status, service.name, service.board.status.handoff
+    values = {
+        "num_running_reqs": status.running_count,
+        "num_queue_reqs": service.waiting_count,
+        "token_usage": status.fullness,
+        "gen_throughput": service.board.tokens_per_s,
+        "cache_hit_rate": status.cached_count / max(status.prompt_count, 1),
+    }
+    if said is not None:
+        values["num_prefill_inflight_queue_reqs"] = said.open_departure_count
+        values["num_decode_transfer_queue_reqs"] = said.open_arrival_count
+    for metric, value in values.items():
+        yield _gauges(f"sglang:{metric}", "SGLang's name", ["model_name"], {(name,): value})
+    sizes = {(str(PAGE_ROWS), str(service.token_capacity // PAGE_ROWS)): 1.0}
+    yield _gauges("sglang:cache_config_info", "pages", ["page_size", "num_pages"], sizes)
+    if said is not None:
+        failed = {name: said.missed_count + said.lapsed_count}
+        yield _by_name("sglang:num_transfer_failed_reqs", "SGLang's name", "model_name", failed)
+        yield from _transfers(service, said, "sglang:", {"model_name": name})
 
 
 COMPAT: Final = {"vllm": _as_vllm, "sglang": _as_sglang}
@@ -389,19 +327,21 @@ def _count(name: str, sentence: str, value: float) -> Metric:
     return CounterMetricFamily(name, sentence, value=float(value))
 
 
-def _labelled(
-    name: str, sentence: str, labels: list[str], values: Iterable[tuple[tuple[str, ...], float]]
-) -> Metric:
-    metric = GaugeMetricFamily(name, sentence, labels=labels)
-    for keys, value in values:
-        metric.add_metric(list(keys), value)
-    return metric
+def _gauges(name: str, sentence: str, labels: Sequence[str], values: Values) -> Metric:
+    return _filled(GaugeMetricFamily(name, sentence, labels=labels), values)
+
+
+def _counts(name: str, sentence: str, labels: Sequence[str], values: Values) -> Metric:
+    return _filled(CounterMetricFamily(name, sentence, labels=labels), values)
 
 
 def _by_name(name: str, sentence: str, label: str, counts: Mapping[str, float]) -> Metric:
-    metric = CounterMetricFamily(name, sentence, labels=[label])
-    for key, count in sorted(counts.items()):
-        metric.add_metric([key], count)
+    return _counts(name, sentence, [label], {(key,): counts[key] for key in sorted(counts)})
+
+
+def _filled(metric: Labelled, values: Values) -> Metric:
+    for keys, value in values.items():
+        metric.add_metric(keys, float(value))
     return metric
 
 
