@@ -5,33 +5,34 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Final
 
-_COUNT: Final = ctypes.c_int64
-_POINTER: Final = ctypes.c_void_p
+COUNT: Final = ctypes.c_int64
+POINTER: Final = ctypes.c_void_p
 
 PART_COUNT: Final = 6
 """Parts of `Layer`."""
 
 
-def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Neighbouring fields of one type."""
     return [(name, kind) for name in names]
 
 
 class Matrix(ctypes.Structure):
     """`ess::Matrix` of kernels.h."""
 
-    _fields_ = [*_fields(_POINTER, "base"), *_fields(_COUNT, "stride", "count")]
+    _fields_ = [*fields(POINTER, "base"), *fields(COUNT, "stride", "count")]
 
 
 class Attend(ctypes.Structure):
     """`ess::Attend` of kernels.h."""
 
     _fields_ = [
-        *_fields(_COUNT, "query_count", "head_count", "latent_dim", "rope_dim"),
-        *_fields(_COUNT, "row_form", "query_form", "query_stride", "head_stride"),
-        *_fields(_COUNT, "slot_count", "slot_stride", "plain_dim"),
-        *_fields(Matrix, "rows", "placed"),
-        *_fields(_POINTER, "queries", "slots", "out", "lse"),
-        *_fields(ctypes.c_float, "scale"),
+        *fields(COUNT, "query_count", "head_count", "latent_dim", "rope_dim"),
+        *fields(COUNT, "row_form", "query_form", "query_stride", "head_stride"),
+        *fields(COUNT, "slot_count", "slot_stride", "plain_dim"),
+        *fields(Matrix, "rows", "placed"),
+        *fields(POINTER, "queries", "slots", "out", "lse"),
+        *fields(ctypes.c_float, "scale"),
     ]
 
 
@@ -39,9 +40,9 @@ class Merge(ctypes.Structure):
     """`ess::Merge` of kernels.h."""
 
     _fields_ = [
-        *_fields(_COUNT, "count", "dim"),
-        *_fields(_POINTER * 2, "out", "lse"),
-        *_fields(_POINTER, "into_out", "into_lse"),
+        *fields(COUNT, "count", "dim"),
+        *fields(POINTER * 2, "out", "lse"),
+        *fields(POINTER, "into_out", "into_lse"),
     ]
 
 
@@ -49,10 +50,10 @@ class Index(ctypes.Structure):
     """`ess::Index` of kernels.h."""
 
     _fields_ = [
-        *_fields(_COUNT, "query_count", "head_count", "key_dim", "key_form", "query_form"),
-        *_fields(_COUNT, "query_stride", "head_stride", "table_width", "table_stride"),
-        *_fields(Matrix, "pages"),
-        *_fields(_POINTER, "queries", "weights", "table", "lengths"),
+        *fields(COUNT, "query_count", "head_count", "key_dim", "key_form", "query_form"),
+        *fields(COUNT, "query_stride", "head_stride", "table_width", "table_stride"),
+        *fields(Matrix, "pages"),
+        *fields(POINTER, "queries", "weights", "table", "lengths"),
     ]
 
 
@@ -60,10 +61,10 @@ class Op(ctypes.Structure):
     """`ess::Op` of kernels.h."""
 
     _fields_ = [
-        *_fields(_COUNT, "kind", "from_", "to", "from_at", "to_at", "in_dim", "out_dim"),
-        *_fields(_COUNT, "count", "from_step", "to_step", "half", "bits"),
-        *_fields(_POINTER, "weight", "more"),
-        *_fields(ctypes.c_float, "value"),
+        *fields(COUNT, "kind", "from_", "to", "from_at", "to_at", "in_dim", "out_dim"),
+        *fields(COUNT, "count", "from_step", "to_step", "half", "bits"),
+        *fields(POINTER, "weight", "more"),
+        *fields(ctypes.c_float, "value"),
     ]
 
 
@@ -71,10 +72,10 @@ class Experts(ctypes.Structure):
     """`ess::Experts` of kernels.h."""
 
     _fields_ = [
-        *_fields(_COUNT, "expert_count", "group_count", "groups_kept", "per_token", "is_normed"),
-        *_fields(_COUNT, "inner", "logits"),
-        *_fields(_POINTER, "correction", "gate_up", "down"),
-        *_fields(ctypes.c_float, "scale"),
+        *fields(COUNT, "expert_count", "group_count", "groups_kept", "per_token", "is_normed"),
+        *fields(COUNT, "inner", "logits"),
+        *fields(POINTER, "correction", "gate_up", "down"),
+        *fields(ctypes.c_float, "scale"),
     ]
 
 
@@ -83,46 +84,46 @@ class Stage(ctypes.Structure):
 
     _fields_ = [
         ("ops", ctypes.POINTER(Op)),
-        ("op_count", _COUNT),
-        ("widths", ctypes.POINTER(_COUNT)),
-        ("register_count", _COUNT),
+        ("op_count", COUNT),
+        ("widths", ctypes.POINTER(COUNT)),
+        ("register_count", COUNT),
     ]
 
 
 class Bound(ctypes.Structure):
     """`ess::Bound` of kernels.h."""
 
-    _fields_ = [*_fields(_POINTER, "base"), *_fields(_COUNT, "stride", "form")]
+    _fields_ = [*fields(POINTER, "base"), *fields(COUNT, "stride", "form")]
 
 
 class Strides(ctypes.Structure):
     """`ess::Strides` of encoding.h."""
 
     _fields_ = [
-        *_fields(_COUNT, "row_count", "group_count", "group_size", "tail_count"),
-        *_fields(_COUNT, "power_of_two", "value_is_bf16"),
-        *_fields(_COUNT, "value_stride", "row_stride", "scale_stride", "scale_is_byte"),
+        *fields(COUNT, "row_count", "group_count", "group_size", "tail_count"),
+        *fields(COUNT, "power_of_two", "value_is_bf16"),
+        *fields(COUNT, "value_stride", "row_stride", "scale_stride", "scale_is_byte"),
     ]
 
 
 class Encoding(ctypes.Structure):
     """`ess::Encoding` of encoding.h."""
 
-    _fields_ = [("strides", Strides), *_fields(_COUNT, "scale_at", "tail_at")]
+    _fields_ = [("strides", Strides), *fields(COUNT, "scale_at", "tail_at")]
 
 
 class Append(ctypes.Structure):
     """`ess::Append` of keys.h."""
 
     _fields_ = [
-        *_fields(_POINTER, "slab"),
-        *_fields(_COUNT, "slot_count"),
-        *_fields(_POINTER, "slots", "rows"),
-        *_fields(_COUNT, "row_bytes", "count"),
-        *_fields(_POINTER, "pages"),
-        *_fields(_COUNT, "page_count"),
-        *_fields(_POINTER, "row_ids", "keys"),
-        *_fields(_COUNT, "value_bytes", "scale_bytes"),
+        *fields(POINTER, "slab"),
+        *fields(COUNT, "slot_count"),
+        *fields(POINTER, "slots", "rows"),
+        *fields(COUNT, "row_bytes", "count"),
+        *fields(POINTER, "pages"),
+        *fields(COUNT, "page_count"),
+        *fields(POINTER, "row_ids", "keys"),
+        *fields(COUNT, "value_bytes", "scale_bytes"),
     ]
 
 
@@ -130,14 +131,14 @@ class StepSide(ctypes.Structure):
     """`ess::StepSide` of layer.cpp."""
 
     _fields_ = [
-        *_fields(_POINTER, "table"),
-        *_fields(_COUNT, "table_width", "table_stride"),
-        *_fields(_POINTER, "lengths", "lines", "row_ids", "hits"),
-        *_fields(_COUNT, "query_count", "number"),
-        *_fields(_COUNT * PART_COUNT, "taken"),
-        *_fields(_COUNT, "planned_ns", "claimed_total"),
-        *_fields(_POINTER, "ending", "ending_sides"),
-        *_fields(_COUNT, "ending_ns"),
+        *fields(POINTER, "table"),
+        *fields(COUNT, "table_width", "table_stride"),
+        *fields(POINTER, "lengths", "lines", "row_ids", "hits"),
+        *fields(COUNT, "query_count", "number"),
+        *fields(COUNT * PART_COUNT, "taken"),
+        *fields(COUNT, "planned_ns", "claimed_total"),
+        *fields(POINTER, "ending", "ending_sides"),
+        *fields(COUNT, "ending_ns"),
     ]
 
 
@@ -145,12 +146,12 @@ class Opening(ctypes.Structure):
     """`ess::Opening` of step.cpp."""
 
     _fields_ = [
-        *_fields(_POINTER, "tables"),
-        *_fields(_COUNT, "line_count", "table_width"),
-        *_fields(_POINTER, "lines", "table", "turns"),
-        *_fields(_COUNT, "turn_count", "turn_width"),
-        *_fields(_POINTER, "positions", "cos", "sin"),
-        *_fields(_COUNT, "query_count"),
+        *fields(POINTER, "tables"),
+        *fields(COUNT, "line_count", "table_width"),
+        *fields(POINTER, "lines", "table", "turns"),
+        *fields(COUNT, "turn_count", "turn_width"),
+        *fields(POINTER, "positions", "cos", "sin"),
+        *fields(COUNT, "query_count"),
     ]
 
 
@@ -158,16 +159,16 @@ class Layer(ctypes.Structure):
     """`ess::Layer` of layer.cpp."""
 
     _fields_ = [
-        *_fields(_POINTER, "front", "front_sides", "ask", "ask_sides", "back", "back_sides"),
+        *fields(POINTER, "front", "front_sides", "ask", "ask_sides", "back", "back_sides"),
         ("append", Append),
         ("index", Index),
         ("attend", Attend),
-        *_fields(_COUNT, "top_k"),
-        *_fields(_POINTER, "selection", "located"),
-        *_fields(_COUNT, "find"),
-        *_fields(_POINTER, "arena", "split", "lookup", "host"),
-        *_fields(_COUNT, "number", "ticket", "part", "stop"),
-        *_fields(_COUNT, "claimed", "hit_total", "evicted_count"),
-        *_fields(_COUNT * 2, "copied"),
-        *_fields(_COUNT * PART_COUNT, "began", "ended"),
+        *fields(COUNT, "top_k"),
+        *fields(POINTER, "selection", "located"),
+        *fields(COUNT, "find"),
+        *fields(POINTER, "arena", "split", "lookup", "host"),
+        *fields(COUNT, "number", "ticket", "part", "stop"),
+        *fields(COUNT, "claimed", "hit_total", "evicted_count"),
+        *fields(COUNT * 2, "copied"),
+        *fields(COUNT * PART_COUNT, "began", "ended"),
     ]

@@ -11,37 +11,30 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from ess.errors import BadInput
+from ess.kernels.cpu.records import COUNT, POINTER, fields
 from ess.pool.lru.cuda_shape import FIRST, NOW, Moment, ResolveShape
 
 Purpose = Literal["select", "write", "warm"]
 PURPOSES: Final[tuple[Purpose, ...]] = ("select", "write", "warm")
 
 
-def _pointers(*names: str) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, ctypes.c_void_p) for name in names)
-
-
-def _sizes(*names: str) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, ctypes.c_int64) for name in names)
-
-
 class ArenaRecord(ctypes.Structure):
     _fields_ = (
-        *_pointers("slot_of", "row_of", "last_use", "ticket_of", "dirty"),
-        *_pointers("blocks", "block_count", "hit_age"),
+        *fields(POINTER, "slot_of", "row_of", "last_use", "ticket_of", "dirty"),
+        *fields(POINTER, "blocks", "block_count", "hit_age"),
     )
 
 
 class MomentRecord(ctypes.Structure):
     """Moment of csrc/residency/resolve.cuh."""
 
-    _fields_ = (*_pointers("now"), *_sizes("copy", "waited"))
+    _fields_ = (*fields(POINTER, "now"), *fields(COUNT, "copy", "waited"))
 
 
 class SelectionRecord(ctypes.Structure):
     _fields_ = (
-        *_pointers("positions", "page_table", "table_row", "length", "rows"),
-        *_sizes("table_width", "width", "row_count"),
+        *fields(POINTER, "positions", "page_table", "table_row", "length", "rows"),
+        *fields(COUNT, "table_width", "width", "row_count"),
     )
 
 
@@ -52,20 +45,20 @@ class ResolveRecord(ctypes.Structure):
         ("arena", ArenaRecord),
         ("selection", SelectionRecord),
         ("moment", MomentRecord),
-        *_pointers("queries", "report"),
-        *_pointers("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"),
-        *_pointers("claimed_slots", "claimed_host_rows", "host_page_of"),
-        *_pointers("stored", "ages", "list_count"),
-        *_pointers("first_count", "bin_count", "bin_total"),
-        *_sizes("query_first", "query_max", "tile_max", "split_width", "stored_width"),
-        *_sizes("layer_count", "list_max", "purpose"),
+        *fields(POINTER, "queries", "report"),
+        *fields(POINTER, "slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count"),
+        *fields(POINTER, "claimed_slots", "claimed_host_rows", "host_page_of"),
+        *fields(POINTER, "stored", "ages", "list_count"),
+        *fields(POINTER, "first_count", "bin_count", "bin_total"),
+        *fields(COUNT, "query_first", "query_max", "tile_max", "split_width", "stored_width"),
+        *fields(COUNT, "layer_count", "list_max", "purpose"),
     )
 
 
 class EachRecord(ctypes.Structure):
     """Each of csrc/residency/each.cu."""
 
-    _fields_ = (*_pointers("calls"), *_sizes("each"))
+    _fields_ = (*fields(POINTER, "calls"), *fields(COUNT, "each"))
 
 
 class LocateRecord(ctypes.Structure):
@@ -75,8 +68,8 @@ class LocateRecord(ctypes.Structure):
         ("arena", ArenaRecord),
         ("selection", SelectionRecord),
         ("moment", MomentRecord),
-        *_pointers("queries", "report", "slots"),
-        *_sizes("query_first", "split_width"),
+        *fields(POINTER, "queries", "report", "slots"),
+        *fields(COUNT, "query_first", "split_width"),
     )
 
 
@@ -85,10 +78,10 @@ class UpkeepRecord(ctypes.Structure):
 
     _fields_ = (
         ("arena", ArenaRecord),
-        *_pointers("list", "count"),
+        *fields(POINTER, "list", "count"),
         ("moment", MomentRecord),
-        *_pointers("report"),
-        *_sizes("count_max"),
+        *fields(POINTER, "report"),
+        *fields(COUNT, "count_max"),
     )
 
 
@@ -98,8 +91,8 @@ class AuditRecord(ctypes.Structure):
     _fields_ = (
         ("arena", ArenaRecord),
         ("moment", MomentRecord),
-        *_pointers("found", "first", "used", "resident"),
-        *_sizes("row_count", "slot_count"),
+        *fields(POINTER, "found", "first", "used", "resident"),
+        *fields(COUNT, "row_count", "slot_count"),
     )
 
 

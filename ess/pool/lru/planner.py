@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.kernels.cpu import native
+from ess.kernels.cpu.records import COUNT, POINTER, fields
 from ess.pool.lru import specification
 from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Ints, Lookup, Split, make_scratch
 from ess.pool.lru.specification import check as check
@@ -44,23 +45,15 @@ def _twin_of(specification: F) -> Callable[[F], F]:
     return lambda twin: twin if native.available() else specification
 
 
-def _pointer_fields(*names: str) -> list[tuple[str, Any]]:
-    return [(name, ctypes.c_void_p) for name in names]
-
-
 class _ArenaRecord(ctypes.Structure):
     """`ess::Arena` in csrc/residency/arena.h."""
 
     _fields_ = (
-        *_pointer_fields("slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks"),
-        *_pointer_fields("hit_age", "scratch"),
-        ("row_count", ctypes.c_int64),
-        ("slab_count", ctypes.c_int64),
-        ("block_count", ctypes.c_int64),
-        ("evicted_count", ctypes.c_int64),
-        *_pointer_fields("came", "spared", "hand", "rank_of"),
-        ("policy", ctypes.c_int64),
-        ("free_from", ctypes.c_int64),  # 0: not looked for yet
+        *fields(POINTER, "slot_of", "row_of", "last_use", "ticket_of", "dirty", "blocks"),
+        *fields(POINTER, "hit_age", "scratch"),
+        *fields(COUNT, "row_count", "slab_count", "block_count", "evicted_count"),
+        *fields(POINTER, "came", "spared", "hand", "rank_of"),
+        *fields(COUNT, "policy", "free_from"),  # free_from 0: not looked for yet
     )
 
 
@@ -68,13 +61,9 @@ class _SplitRecord(ctypes.Structure):
     """`ess::Split` in csrc/residency/planner.cpp."""
 
     _fields_ = (
-        *_pointer_fields("slots", "hit", "miss", "place"),
-        *_pointer_fields("hit_count", "miss_count", "place_count", "claimed", "pending"),
-        ("width", ctypes.c_int64),
-        ("entry_count", ctypes.c_int64),
-        ("hit_total", ctypes.c_int64),
-        ("place_total", ctypes.c_int64),
-        ("late_ticket", ctypes.c_int64),
+        *fields(POINTER, "slots", "hit", "miss", "place"),
+        *fields(POINTER, "hit_count", "miss_count", "place_count", "claimed", "pending"),
+        *fields(COUNT, "width", "entry_count", "hit_total", "place_total", "late_ticket"),
     )
 
 
@@ -82,17 +71,11 @@ class _LookupRecord(ctypes.Structure):
     """`ess::Lookup` in csrc/residency/planner.cpp."""
 
     _fields_ = (
-        *_pointer_fields("lines", "host_page_of", "stored", "rows", "host_rows"),
-        ("host", ctypes.c_int64),  # of a group's first layer; set in each call
-        *_pointer_fields("slab", "times"),
-        ("line_count", ctypes.c_int64),
-        ("page_max", ctypes.c_int64),
-        ("host_page_count", ctypes.c_int64),
-        ("slab_count", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
-        ("at_once_bytes", ctypes.c_int64),
-        ("unwritten_count", ctypes.c_int64),
-        ("is_landed", ctypes.c_int64),
+        *fields(POINTER, "lines", "host_page_of", "stored", "rows", "host_rows"),
+        *fields(COUNT, "host"),  # of a group's first layer; set in each call
+        *fields(POINTER, "slab", "times"),
+        *fields(COUNT, "line_count", "page_max", "host_page_count", "slab_count"),
+        *fields(COUNT, "row_bytes", "at_once_bytes", "unwritten_count", "is_landed"),
     )
 
 
@@ -116,7 +99,7 @@ def _accepted(status: int) -> int:
 def _bind(record: ctypes.Structure, *owners: Any, **numbers: int) -> _Bound:
     """Fills each pointer of the record from the owner that has an array of that name."""
     for name, kind in record._fields_:  # type: ignore[misc]
-        if kind is ctypes.c_void_p:
+        if kind is POINTER:
             owner = next(owner for owner in owners if hasattr(owner, name))
             setattr(record, name, native.address(getattr(owner, name)))
     for name, number in numbers.items():
@@ -205,16 +188,23 @@ def plan(arena: Arena, rows: Ints, *, step: int, ticket: int, split: Split) -> F
     home, into = _bound_arena(arena), _bound_split(split)
     call = _symbol("ess_plan", 3, 4)
     claimed = _accepted(call(home.at, into.at, native.address(rows), *rows.shape, step, ticket))
-    slots, missing = split.claimed[:, :claimed].copy()
+    return _planned(arena, split, *split.claimed[:, :claimed].copy(), ticket=ticket)
+
+
+def _planned(
+    arena: Arena, split: Split, slots: Ints, rows: Ints, *, ticket: int, is_landed: bool = False
+) -> FetchPlan:
+    home, into = arena.native.record, split.native.record
     return FetchPlan(
         group=arena.group,
         ticket=ticket,
         slots=slots,
-        rows=missing,
-        hit_count=into.record.hit_total,
-        place_count=into.record.place_total,
-        late_ticket=into.record.late_ticket,
-        evicted_count=home.record.evicted_count,
+        rows=rows,
+        hit_count=into.hit_total,
+        place_count=into.place_total,
+        late_ticket=into.late_ticket,
+        evicted_count=home.evicted_count,
+        is_landed=is_landed,
     )
 
 
@@ -258,21 +248,10 @@ def resolve(
 
 def resolved(arena: Arena, lookup: Lookup, split: Split, *, ticket: int, claimed: int) -> FetchPlan:
     """The plan that the latest native `resolve` made, called from Python or from a native layer."""
-    home, into, room = arena.native, split.native, lookup.native
-    lookup.unwritten_count = room.record.unwritten_count
-    claims = split.claimed[:, :claimed]
-    slots, missing = claims if room.record.is_landed else claims.copy()
-    return FetchPlan(
-        group=arena.group,
-        ticket=ticket,
-        slots=slots,
-        rows=missing,
-        hit_count=into.record.hit_total,
-        place_count=into.record.place_total,
-        late_ticket=into.record.late_ticket,
-        evicted_count=home.record.evicted_count,
-        is_landed=bool(room.record.is_landed),
-    )
+    lookup.unwritten_count = lookup.native.record.unwritten_count
+    claims, is_landed = split.claimed[:, :claimed], bool(lookup.native.record.is_landed)
+    claims = claims if is_landed else claims.copy()
+    return _planned(arena, split, *claims, ticket=ticket, is_landed=is_landed)
 
 
 @_twin_of(specification.locate)
