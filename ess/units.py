@@ -54,6 +54,16 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def shown(value: object, most: int = 60) -> str:
+    """The value as Python writes it, cut to so many characters; Python writes no number of more
+    than 4,300 digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"too long a {type(value).__name__} to print"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """
     >>> counted(1, "query", "queries"), counted(2, "query", "queries"), counted(1200, "layer")

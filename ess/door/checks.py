@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from ess.errors import BadInput, BadState
 from ess.kernels.checks import fits
 from ess.layout import ModelLayout
 from ess.pool.warmup import WINDOW_MAX, WindowSet
+from ess.units import shown
 
 TYPES: Final = {"uint8": torch.uint8, "int32": torch.int32, "float32": torch.float32}
 DTYPES: Final = {name: np.dtype(name) for name in TYPES}
@@ -67,28 +68,28 @@ def check_sets(
 
 
 def whole(name: str, value: Any) -> int:
+    """True is a number in Python, and no count of anything."""
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise BadInput(f"{name} is {value!r}, must be a whole number") from None
+        pass
+    raise BadInput(f"{name} is {shown(value)}, must be a whole number")
 
 
 def in_range(name: str, value: Any, low: int, high: int) -> int:
     """low <= value <= high."""
     number = value if type(value) is int else whole(name, value)
     if not low <= number <= high:
-        raise BadInput(f"{name} is {number}, must be {low}..{high}")
+        raise BadInput(f"{name} is {shown(number)}, must be {low}..{high}")
     return number
 
 
 def counts(name: str, values: Any, size: int) -> list[int]:
     """A whole number for each sequence."""
-    try:
-        listed = list(map(operator.index, values))
-    except TypeError:
-        raise BadInput(
-            f"{name} is {values!r}, must have whole numbers, for each sequence"
-        ) from None
+    listed = _whole_numbers(values)
+    if listed is None:
+        raise BadInput(f"{name} is {shown(values)}, must have whole numbers, for each sequence")
     if len(listed) != size:
         raise BadInput(f"{name} has {len(listed)} entries for {size} sequences")
     return listed
@@ -120,18 +121,25 @@ def token_ids(name: str, tokens: Any) -> list[int]:
         if tokens.ndim != 1:
             raise BadInput(f"{name} has shape {list(tokens.shape)}, must have one dimension")
         tokens = tokens.tolist()
-    try:
-        ids = list(map(operator.index, tokens))
-    except TypeError:
-        raise BadInput(f"{name} must be a list of whole numbers: {_shown(tokens)}") from None
+    ids = _whole_numbers(tokens)
+    if ids is None:
+        raise BadInput(f"{name} must be a list of whole numbers: {shown(tokens)}")
     if ids and not 0 <= min(ids) <= max(ids) <= TOKEN_MAX:
-        raise BadInput(f"{name} has ids {min(ids)}..{max(ids)}, must be 0..2**63 - 1")
+        raise BadInput(f"{name} has ids {shown(min(ids))}..{shown(max(ids))}, must be 0..2**63 - 1")
     return ids
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _whole_numbers(values: Any) -> list[int] | None:
+    """None if one of them is none, as True and False are, and for bytes and what has no order."""
+    if isinstance(values, bytes | bytearray | Set | Mapping):
+        return None
+    try:
+        given = list(values)
+        kinds = set(map(type, given))
+        listed = given if kinds <= {int} else list(map(operator.index, given))
+    except TypeError:
+        return None
+    return None if bool in kinds else listed
 
 
 def named(queries: range) -> str:

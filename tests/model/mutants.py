@@ -4,7 +4,7 @@
     [--floor 0.9]
 
 Each mutant changes one thing in one module: a comparison, an arithmetic sign, a constant, a
-condition, or it drops a statement. A forked child gives the mutated function its code and runs the
+condition, or it drops a statement; functions with `async` are changed too. A forked child gives the mutated function its code and runs the
 module's tests until the first failure. Asserts, audits (`check`, also where they are
 called) and error texts are not mutated: they watch, they do not decide. A mutant that runs into the
 time limit counts as killed. Survivors are printed with the changed line: each is a missing test or
@@ -103,6 +103,22 @@ SUITES = {
         "tests/model/test_pressure.py",
         SEEDS,
     ],
+    "ess.engine.requests.entry": ["tests/model/test_wishes.py", "tests/model/test_said.py"],
+    "ess.engine.requests.intake": ["tests/model/test_engine.py", "tests/model/test_choices.py"],
+    "ess.engine.requests.transitions": [
+        "tests/model/test_engine.py",
+        "tests/model/test_choices.py",
+        "tests/model/test_pressure.py",
+        "tests/disk/test_shelved.py",
+        "tests/handoff/test_states.py",
+        "tests/families/test_handed_over.py",
+        SEEDS,
+    ],
+    "ess.engine.tokens.sampling": ["tests/unit/tokens/test_sampling.py"],
+    "ess.door.checks": ["tests/unit/door/test_door_misuse.py", *DOOR],
+    "ess.models.weights.ahead": ["tests/device/libraries.py"],
+    "ess.server.process.link": ["tests/server/test_link.py", "tests/server/test_recover.py"],
+    "ess.server.http.routes.pause_routes": ["tests/server/operate/test_pause.py"],
     "ess.engine.requests.followers": ["tests/model/test_choices.py", SEEDS],
     "ess.engine.handoff": ["tests/pd/test_engine_handoff.py", SEEDS],
     "ess.engine.requests.loads": [
@@ -150,7 +166,12 @@ FLIPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Or: ast.And,
     ast.USub: ast.UAdd,
 }
-DROPPED = (ast.Assign, ast.AugAssign, ast.Expr)
+DROPPED = (ast.Assign, ast.AugAssign, ast.Delete, ast.Expr)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+BLOCKS = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.For, ast.AsyncFor, ast.While),
+    *(ast.With, ast.AsyncWith, ast.Try, ast.ExceptHandler),
+)
 
 
 @dataclass(frozen=True)
@@ -190,9 +211,9 @@ def sites(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int]]:
             yield node, "value", 0
         elif isinstance(node, (ast.If, ast.While, ast.IfExp)):
             yield node, "test", 0
-        for name in ("body", "orelse"):
+        for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)
-            if isinstance(block, list) and isinstance(node, (ast.FunctionDef, ast.If, ast.For)):
+            if isinstance(block, list) and isinstance(node, BLOCKS):
                 yield from (
                     (node, name, i)
                     for i, statement in enumerate(block)
@@ -209,9 +230,9 @@ def deciding(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from walk(statement)
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+def functions(tree: ast.AST) -> Iterator[Function]:
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, Function):
             yield node
         elif isinstance(node, ast.ClassDef):
             yield from functions(node)
@@ -230,7 +251,9 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 def is_silent(node: ast.AST) -> bool:
     """What watches, and what is only read by people."""
     match node:
-        case ast.Assert() | ast.Raise() | ast.JoinedStr() | ast.FunctionDef():
+        case ast.Assert() | ast.Raise() | ast.JoinedStr():
+            return True
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
             return True
         case ast.Expr(value=ast.Constant()):
             return True

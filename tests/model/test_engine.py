@@ -9,6 +9,7 @@ import pytest
 
 from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
+from ess.engine.requests.request import Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
 from tests.support.checkpoints import small, tokens
@@ -201,3 +202,26 @@ def test_wrong_arguments_of_an_engine():
         EngineConfig(chunk_tokens=0)
     with pytest.raises(BadInput, match="prompt must be a list of whole numbers"):
         engine("v32").add([1.0, 2.0], Sampling(tokens_max=4))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *({"priority": wrong} for wrong in (None, "1", True, 0.5, 1 << 31)),
+        *({"said": wrong} for wrong in ([True], [1.5], "ab", b"ab", 3, None, [512], [-1])),
+        *({"salt": wrong} for wrong in ("a", None, 3)),
+        *({"leader": wrong} for wrong in (3, "a")),
+        *({"give": wrong} for wrong in ("a", True, 1.5, 7)),
+        *({"take": wrong} for wrong in (7, Take("a"), Take(7, 1.5), Take(True), Take(7))),
+        {"colour": 3},
+    ],
+    ids=repr,
+)
+def test_options_of_a_wrong_kind_leave_the_engine_as_it_was(option):
+    eng = engine("v32", modes="none")
+    kept = eng.add(prompt(20), Sampling(tokens_max=4))
+    with pytest.raises(BadInput):
+        eng.add(prompt(20), Sampling(tokens_max=4), **option)
+    eng.check()
+    run(eng)
+    assert kept.output == expected("v32", 20, 4)

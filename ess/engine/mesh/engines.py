@@ -27,7 +27,7 @@ from ess.engine.mesh.words import (
     Stepped,
 )
 from ess.engine.plan import StepResult
-from ess.engine.requests.intake import RequestOptions
+from ess.engine.requests.intake import RequestOptions, check_kinds
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState, PoolFull
@@ -74,7 +74,9 @@ class Lead(MeshEngine):
         sampling: Sampling | None = None,
         **options: Unpack[RequestOptions],
     ) -> Request:
-        asked = sampling or Sampling()
+        check_kinds(sampling, options)
+        prompt, asked = token_ids("prompt", prompt), sampling or Sampling()
+        options["said"] = token_ids("said", options.get("said", ()))
         _check(asked, options)
         leader, take = options.get("leader"), options.get("take")
         if take is not None and (take.fake or self._arrivals is None):
@@ -82,12 +84,12 @@ class Lead(MeshEngine):
         if leader is not None:
             self._intake.require_own(leader)
         added = Added(
-            token_ids("prompt", prompt),
+            prompt,
             asked,
             options.get("priority", 0),
             None if leader is None else leader.number,
             options.get("salt", b""),
-            list(options.get("said", ())),
+            list(options["said"]),
             None if take is None else (take.uid, take.peer),
         )
         self.lockstep.say(added)

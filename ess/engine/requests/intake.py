@@ -7,14 +7,15 @@ the leader has ended, or where it is not forked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
-from ess.door.checks import token_ids
+from ess.door.checks import token_ids, whole
 from ess.engine.requests.followers import Followers
 from ess.engine.requests.request import Request, Take
 from ess.engine.requests.roster import Roster
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
+from ess.units import shown
 
 
 class RequestOptions(TypedDict, total=False):
@@ -35,6 +36,24 @@ class RequestOptions(TypedDict, total=False):
     said: Sequence[int]
 
 
+def check_kinds(sampling: Sampling | None, options: RequestOptions) -> None:
+    """BadInput where a request's sampling, or one of its options, is of the wrong kind."""
+    for name in options.keys() - RequestOptions.__annotations__.keys():
+        raise BadInput(f"{name} is no option of a request")
+    given = {"sampling": sampling, **options}
+    for name, kind in (("sampling", Sampling), ("leader", Request), ("take", Take)):
+        if not isinstance(value := given.get(name), kind | None):
+            raise BadInput(f"{name} is {shown(value)}, must be a {kind.__name__} or None")
+    if not isinstance(salt := given.get("salt", b""), bytes):
+        raise BadInput(f"salt is a {type(salt).__name__}, must be bytes")
+    whole("priority", given.get("priority", 0))
+    if (give := given.get("give")) is not None:
+        whole("give", give)
+    if isinstance(take := given.get("take"), Take):
+        whole("take.uid", take.uid)
+        whole("take.peer", take.peer)
+
+
 class Intake:
     """The waiting requests of one `owner`; `on_first` is called when a request has become the
     first that waits."""
@@ -52,27 +71,23 @@ class Intake:
         self,
         prompt: Sequence[int],
         sampling: Sampling | None,
-        *,
-        priority: int = 0,
-        leader: Request | None = None,
-        salt: bytes = b"",
-        give: int | None = None,
-        take: Take | None = None,
-        said: Sequence[int] = (),
+        **options: Unpack[RequestOptions],
     ) -> Request:
         """A request that has yet to `enter`. The later one has the higher number."""
+        check_kinds(sampling, options)
+        leader = options.get("leader")
         if leader is not None:
             self.require_own(leader)
         request = Request(
             number=self._made_count,
             prompt=token_ids("prompt", prompt),
             sampling=sampling or Sampling(),
-            priority=priority,
+            priority=options.get("priority", 0),
             leader=leader,
-            salt=salt,
-            gives=give,
-            takes=take,
-            said=tuple(said),
+            salt=options.get("salt", b""),
+            gives=options.get("give"),
+            takes=options.get("take"),
+            said=tuple(token_ids("said", options.get("said", ()))),
             owner=self._owner,
         )
         self._made_count += 1

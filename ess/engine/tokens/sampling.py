@@ -7,14 +7,15 @@ one before left, and always leave the best one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from ess.engine.tokens.grammar import Grammar
 from ess.engine.tokens.stops import check_stops
 from ess.errors import BadInput
+from ess.units import shown
 
 BIAS_MAX: Final = 100.0
 LOGPROBS_MAX: Final = 20
@@ -59,41 +60,58 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        _within("max_tokens", self.tokens_max, 1, 1 << 24)
-        _within("min_tokens", self.tokens_min, 0, self.tokens_max)
+        _whole("max_tokens", self.tokens_max, 1, 1 << 24)
+        _whole("min_tokens", self.tokens_min, 0, self.tokens_max)
         _within("temperature", self.temperature, 0.0, 100.0)
         _within("top_p", self.top_p, 1e-9, 1.0)
-        _within("top_k", self.top_k, 0, 1 << 24)
+        _whole("top_k", self.top_k, 0, 1 << 24)
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         _within("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _within("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _within("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        if not all(-BIAS_MAX <= bias <= BIAS_MAX for bias in self.logit_bias.values()):
-            for token, bias in self.logit_bias.items():
-                _within(f"logit_bias of id {token}", bias, -BIAS_MAX, BIAS_MAX)
+        _whole("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
-                _within(name, count, 0, LOGPROBS_MAX)
-        _within("prompt_start", self.prompt_start, 0, 1 << 24)
+                _whole(name, count, 0, LOGPROBS_MAX)
+        _whole("prompt_start", self.prompt_start, 0, 1 << 24)
+        _of_kind("ignore_eos", self.ignore_eos, bool, "True or False")
+        if self.grammar is not None:
+            _of_kind("grammar", self.grammar, Grammar, "a Grammar")
         if self.grammar is not None and self.ignore_eos:
             raise BadInput("ignore_eos is not served with a grammar: a complete text ends")
+        _of_kind("stop", self.stop, tuple | list, "texts")
+        for text in self.stop:
+            _of_kind("stop", text, str, "texts")
         check_stops(self.stop)
+        self._check_ids()
+
+    def _check_ids(self) -> None:
+        _of_kind("logit_bias", self.logit_bias, Mapping, "a number for each id")
+        _ids("logit_bias", self.logit_bias)
+        for token, bias in self.logit_bias.items():
+            _within(f"logit_bias of id {token}", bias, -BIAS_MAX, BIAS_MAX)
+        _of_kind("stop_token_ids", self.stop_ids, Set, "a set of ids")
+        _ids("stop_token_ids", self.stop_ids)
         self._check_bad_words()
         if self.allowed_ids is not None:
+            _of_kind("allowed_token_ids", self.allowed_ids, Set, "a set of ids")
+            _ids("allowed_token_ids", self.allowed_ids)
             self._check_allowed(self.allowed_ids)
 
     def _check_bad_words(self) -> None:
+        _of_kind("bad_words", self.bad_words, tuple | list, "a tuple of ids for each word")
         if len(self.bad_words) > BAD_SEQUENCES_MAX:
             count = len(self.bad_words)
             raise BadInput(f"bad_words make {count} sequences; at most {BAD_SEQUENCES_MAX}")
         for word in self.bad_words:
+            _of_kind("bad_words", word, tuple | list, "a tuple of ids for each word")
+            _ids("bad_words", word)
             if not 0 < len(word) <= BAD_SEQUENCE_IDS_MAX:
                 raise BadInput(
                     f"bad_words: {len(word)} ids in a word, not 1..{BAD_SEQUENCE_IDS_MAX}"
                 )
 
-    def _check_allowed(self, allowed: frozenset[int]) -> None:
+    def _check_allowed(self, allowed: Set[int]) -> None:
         if self.grammar is not None:
             raise BadInput("allowed_token_ids is not served with a grammar: give one of them")
         if not 0 < len(allowed) <= ALLOWED_IDS_MAX:
@@ -149,12 +167,32 @@ class Sampling:
         return not self.is_plain
 
 
-def _within(name: str, value: float, low: float, high: float) -> None:
+def _of_kind(name: str, value: Any, kind: Any, words: str) -> None:
+    if not isinstance(value, kind):
+        raise BadInput(f"{name} is {shown(value)}, must be {words}")
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    """True is a number in Python, and no count."""
+    if type(value) is not int:
+        raise BadInput(f"{name} is {shown(value)}, must be a whole number")
+    _within(name, value, low, high)
+
+
+def _within(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadInput(f"{name} is {shown(value)}, must be a number")
     if not low <= value <= high:
-        raise BadInput(f"{name} is {value}, must be {low}..{high}")
+        raise BadInput(f"{name} is {shown(value)}, must be {low}..{high}")
+
+
+def _ids(name: str, ids: Iterable[Any]) -> None:
+    for token in ids:
+        if type(token) is not int:
+            raise BadInput(f"{name} id {shown(token)}, must be a whole number")
 
 
 def _known(name: str, ids: Iterable[int], vocabulary: int) -> None:
     for token in ids:
         if not 0 <= token < vocabulary:
-            raise BadInput(f"{name} {token}: the vocabulary has {vocabulary} ids")
+            raise BadInput(f"{name} {shown(token)}: the vocabulary has {vocabulary} ids")

@@ -123,9 +123,12 @@ def raised_by(call) -> BaseException | None:
 def test_token_ids_are_whole_numbers_in_one_dimension(offload):
     for tokens in (torch.ones(1, 5, dtype=torch.int64), np.ones((2, 3), np.int32)):
         refused(offload, BadInput, "one dimension", lambda tokens=tokens: offload.open(tokens))
-    for tokens in ([1.5, 2.0], torch.ones(4), "text", 7, [[1, 2]], None):
+    wrong = ([1.5, 2.0], torch.ones(4), "text", 7, [[1, 2]], None, b"text", {1, 2}, {1: 2})
+    truths = ([True, False], [7, True], torch.ones(3, dtype=torch.bool), np.ones(3, np.bool_))
+    for tokens in (*wrong, *truths):
         refused(offload, BadInput, "whole numbers", lambda tokens=tokens: offload.open(tokens))
     refused(offload, BadInput, "ids -1..2", lambda: offload.open([2, -1]))
+    refused(offload, BadInput, "too long a int to print", lambda: offload.open([2, 10**5000]))
     assert offload.open(torch.arange(4)).tokens == [0, 1, 2, 3]
 
 
@@ -134,6 +137,8 @@ def test_token_ids_are_whole_numbers_in_one_dimension(offload):
     [
         ({"length_max": 0}, "length_max is 0, must be 1..256"),
         ({"length_max": 2.5}, "length_max is 2.5, must be a whole number"),
+        ({"length_max": True}, "length_max is True, must be a whole number"),
+        ({"length_max": 10**5000}, "length_max is too long a int to print, must be 1..256"),
         ({"promise": "most"}, "promise is 'most', must be 'all' or 'some'"),
         ({"salt": "tenant"}, "salt is a str, must be bytes"),
         ({"reuse_max": -1}, "reuse_max is -1"),
@@ -312,6 +317,7 @@ def test_what_was_accepted_are_whole_numbers(offload):
     step.append(1, rows(1))
     for accepted, match in (
         ([1.7], "accepted is .1.7., must have whole"),
+        ([True], "accepted is .True., must have whole"),
         (1, "accepted is 1, must have"),
     ):
         for verb in (step.commit, step.seal):

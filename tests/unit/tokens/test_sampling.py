@@ -3,7 +3,9 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import fields
 
+import numpy as np
 import pytest
 
 from ess.engine.tokens.grammar import GRAMMAR_BYTES_MAX, Grammar
@@ -35,6 +37,39 @@ def test_settings_out_of_range_name_themselves(bad):
     name = next(iter(bad)).replace("tokens_m", "m")
     with pytest.raises(BadInput, match=rf"{name}.* is .*, must be"):
         Sampling(**bad)
+
+
+WRONG = [None, True, "1", "", b"1", 1.5, math.nan, math.inf, -math.inf, 10**5000, -(10**5000)]
+WRONG += [np.int64(1), object(), 1j, [1], [True], [[1.5]], ["a"], {1.5}, {"a"}, {None}, {True}]
+WRONG += [(("a",),), ((True,),), (None,), {1: math.nan}, {1: "a"}, {"1": 1.0}, {1.5: 1.0}, range(3)]
+RIGHT: dict[str, list[object]] = {
+    "temperature": [1.5],
+    "top_p": [],
+    "min_p": [],
+    "repetition_penalty": [1.5],
+    "presence_penalty": [1.5],
+    "frequency_penalty": [1.5],
+    "allowed_ids": [None],
+    "bad_words": [[1]],
+    "stop": [["a"]],
+    "ignore_eos": [True],
+    "logprobs": [None],
+    "prompt_logprobs": [None],
+    "grammar": [None],
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Sampling)])
+def test_values_of_a_wrong_kind_are_refused(name):
+    """Any of them would end in an error in the middle of a step."""
+    refused_count = 0
+    for value in WRONG:
+        if any(value is right or value == right for right in RIGHT.get(name, [])):
+            continue
+        with pytest.raises(BadInput, match=r"^[a-z_]+ .*(must be|has a string|None)"):
+            Sampling(**{name: value})
+        refused_count += 1
+    assert refused_count > 25
 
 
 def test_ids_that_the_model_lacks_are_named_with_the_vocabulary():
