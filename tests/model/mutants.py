@@ -4,11 +4,11 @@
     [--floor 0.9]
 
 Each mutant changes one thing in one module: a comparison, an arithmetic sign, a constant, a
-condition, or it drops a statement; functions with `async` are changed too. A forked child gives the mutated function its code and runs the
-module's tests until the first failure. Asserts, audits (`check`, also where they are
-called) and error texts are not mutated: they watch, they do not decide. A mutant that runs into the
-time limit counts as killed. Survivors are printed with the changed line: each is a missing test or
-an equivalent.
+condition, or it drops a statement, in functions with `async` too. A forked child gives the mutated
+function its code and runs the module's tests until the first failure. Asserts, audits (`check`,
+also where they are called) and error texts are not mutated: they watch, they do not decide. A
+mutant that runs into the time limit counts as killed. Survivors are printed with the changed line:
+each is a missing test or an equivalent.
 """
 
 from __future__ import annotations
