@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Name = Literal["window", "entries", "keys"]
 HEADER_BYTES: Final = 16
 """Two whole numbers: the length, and how far lines were ever written."""
+HEADER_ALIGNMENT: Final = 8
 VALUE_BYTES: Final = 4
 
 

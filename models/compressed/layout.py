@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from ess.errors import BadInput
 from ess.layout import BYTE_SCALED, IndexCodec, IndexForm, ModelLayout, RowCodec, RowForm
-from ess.models.compressed.form import HEADER_BYTES, VALUE_BYTES, entry_pages, state_form
+from ess.models.compressed.form import (
+    HEADER_ALIGNMENT,
+    HEADER_BYTES,
+    VALUE_BYTES,
+    entry_pages,
+    state_form,
+)
 
 if TYPE_CHECKING:
     from ess.models.config import ModelConfig
@@ -33,8 +39,8 @@ def layout_of(config: ModelConfig, *, name: str, row: RowForm, index: IndexForm)
             f"{where}: the {config.nope_dim} dimensions of an entry that are not turned are no"
             f" multiple of {BYTE_SCALED}, which fp8 rows need: choose row bf16 or f32"
         )
-    if unit_bytes < HEADER_BYTES:
-        raise BadInput(f"{where}: head_dim {config.value_dim} is less than 4")
+    if unit_bytes < HEADER_BYTES or unit_bytes % HEADER_ALIGNMENT:
+        raise BadInput(f"{where}: head_dim {config.value_dim} is no even number from 4 on")
     return ModelLayout(
         name=name or config.family,
         layer_count=count,

@@ -177,6 +177,10 @@ def test_what_cannot_lie_in_pages_is_refused() -> None:
     plain = {**world.LISTED, "layer_types": ["sliding_attention"] * 5}
     with pytest.raises(BadInput, match="no layer has an indexer that chooses entries"):
         read_config(plain).layout(row="f32")
+    for dim, rope_dim in ((35, 8), (3, 2)):
+        other = {**world.LISTED, "head_dim": dim, "qk_rope_head_dim": rope_dim}
+        with pytest.raises(BadInput, match=f"head_dim {dim} is no even number from 4 on"):
+            read_config(other).layout(row="f32")
 
 
 def test_it_is_built_whole() -> None:

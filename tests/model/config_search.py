@@ -32,8 +32,13 @@ from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput
+from ess.models.compressed import plain as compressed_plain
+from ess.models.compressed.model import CompressedModel
+from ess.models.families import deepseek_v4 as compressed_family
 from ess.models.model import Model
 from ess.models.plain import Plain
+from ess.models.registry import read_config
+from tests.compressed import world as compressed_world
 from tests.model.grid import slot_bytes
 from tests.support import checkpoints
 from tests.support.greedy import greedy
@@ -210,10 +215,75 @@ def glm5_next(draw: random.Random) -> Raw:
     return checkpoints.tiny_glm5_next(kinds, **drawn)
 
 
+def deepseek_v4(draw: random.Random) -> Raw:
+    """Entries of few tokens, so that a text of 90 has many."""
+    count, groups = draw.randint(1, 5), draw.choice((1, 2, 3))
+    experts, rope_dim = draw.choice((2, 3, 8)), draw.choice((2, 6, 8, 16))
+    kinds, routings = [*compressed_family.KINDS], [*compressed_family.ROUTINGS]
+    _, sparse, heavy = kinds
+    yarn = {"rope_type": "yarn", "factor": draw.choice((1.0, 4.0, 16.0))}
+    yarn["original_max_position_embeddings"] = draw.choice((32, 64, 1024))
+    return {
+        **compressed_world.TINY,
+        "vocab_size": draw.choice((65, 96, 131)),
+        "hidden_size": draw.choice((40, 64, 104)),
+        "moe_intermediate_size": draw.choice((8, 32, 40)),
+        "num_hidden_layers": count,
+        "num_attention_heads": groups * draw.choice((1, 2, 3)),
+        "head_dim": rope_dim + draw.choice((2, 8, 24, 32)),
+        "qk_rope_head_dim": rope_dim,
+        "q_lora_rank": draw.choice((8, 33, 64)),
+        "o_groups": groups,
+        "o_lora_rank": draw.choice((3, 16, 40)),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": draw.randint(1, experts),
+        "routed_scaling_factor": draw.choice((1.0, 1.5, 0.3)),
+        "rms_norm_eps": draw.choice((1e-6, 1e-2)),
+        "swiglu_limit": draw.choice((0.3, 1.0, 10.0)),
+        "index_n_heads": draw.choice((12, 16, 64)),
+        "index_head_dim": draw.choice((16, 64, 128)),
+        "index_topk": draw.choice((1, 2, 3, 16)),
+        "sliding_window": draw.choice((1, 2, 5, 6, 20)),
+        "hc_mult": draw.choice((2, 3, 4)),
+        "hc_sinkhorn_iters": draw.choice((1, 5, 20)),
+        "layer_types": [sparse, *(draw.choice(kinds) for _ in range(count - 1))],
+        "compress_rates": {sparse: draw.choice((2, 4, 8)), heavy: draw.choice((4, 8, 16, 32))},
+        "mlp_layer_types": [draw.choice(routings) for _ in range(count)],
+        "num_nextn_predict_layers": draw.choice((0, 1)),
+        "rope_theta": draw.choice((500.0, 10000.0)),
+        "compress_rope_theta": draw.choice((500.0, 160000.0)),
+        "rope_parameters": draw.choice((yarn, {"rope_type": "default"})),
+    }
+
+
 FAMILIES: Final[dict[str, Callable[[random.Random], Raw]]] = {
     each.__name__: each
-    for each in (*(deepseek_v32, glm_moe_dsa, axk2, hy_v4, mistral_large4, dots3, glm5_next),)
+    for each in (
+        *(deepseek_v32, glm_moe_dsa, axk2, hy_v4, mistral_large4, dots3, glm5_next),
+        deepseek_v4,
+    )
 }
+
+
+def made(family: str, raw: Raw) -> Any:
+    """The model, of drawn weights."""
+    if family != "deepseek_v4":
+        return checkpoints.model(raw, latent_norm_eps=EPS.get(family))
+    config = read_config(raw)
+    return CompressedModel(config, compressed_world.weights(config).__getitem__)
+
+
+def stored(model: Any) -> dict[str, torch.Tensor]:
+    """Its weights by the names that a checkpoint has."""
+    if isinstance(model, CompressedModel):
+        return compressed_world.published(compressed_world.weights(model.config))
+    return checkpoints.published(checkpoints.tensors(model.config), model.config)
+
+
+def logits_of(model: Any, text: list[int]) -> torch.Tensor:
+    if isinstance(model, CompressedModel):
+        return compressed_plain.Plain(model).run(text)
+    return Plain(model).run(text).logits
 
 
 def far(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -224,12 +294,11 @@ def unlike_transformers(family: str, raw: Raw, model: Model, folder: Path) -> st
     """A sentence where logits of the same tokens differ."""
     from tests.support.oracle import Oracle
 
-    weights = checkpoints.published(checkpoints.tensors(model.config), model.config)
-    oracle = Oracle(folder, raw, weights)
+    oracle = Oracle(folder, raw, stored(model))
     least = float("inf")
     for seed in range(TEXTS):
         text = checkpoints.tokens(LENGTH, model.config.vocab_size, seed=seed)
-        distance = far(Plain(model).run(text).logits, oracle.logits(text, PIECES))
+        distance = far(logits_of(model, text), oracle.logits(text, PIECES))
         least = min(least, distance)
         if least < TOLERANCE:
             return ""
@@ -252,11 +321,12 @@ def unlike_plain(model: Model, draw: random.Random) -> str:
         lane=ManualLane(seed=1, delay_max=3),
         poison=True,
     )
+    has_stages = not isinstance(model, CompressedModel)
     settings = EngineConfig(
         modes=draw.choice(("resident", "none", "da", "dba", "layerwise")),
         mtp=mtp,
-        tbo=draw.choice(("off", "on")),
-        sbo=draw.choice(("off", "combine-down", "dispatch-shared")),
+        tbo=draw.choice(("off", "on") if has_stages else ("off",)),
+        sbo=draw.choice(("off", "combine-down", "dispatch-shared") if has_stages else ("off",)),
         depth=draw.choice((0, 1)),
         chunk_tokens=draw.choice((7, 32, 64, 96)),
     )
@@ -282,7 +352,8 @@ def tried(seed: int, family: str, folder: Path) -> tuple[str, str]:
     draw = random.Random(seed)
     raw = FAMILIES[family](draw)
     try:
-        model = checkpoints.model(raw, latent_norm_eps=EPS.get(family))
+        model = made(family, raw)
+        model.config.layout(row="f32", index="f32")
     except BadInput as refusal:
         return f"refused: {str(refusal).partition(': ')[2]}", ""
     try:

@@ -104,7 +104,11 @@ SUITES = {
         SEEDS,
     ],
     "ess.engine.requests.entry": ["tests/model/test_wishes.py", "tests/model/test_said.py"],
-    "ess.engine.requests.intake": ["tests/model/test_engine.py", "tests/model/test_choices.py"],
+    "ess.engine.requests.intake": [
+        "tests/model/test_engine.py",
+        "tests/model/test_choices.py",
+        "tests/model/test_priority.py",
+    ],
     "ess.engine.requests.transitions": [
         "tests/model/test_engine.py",
         "tests/model/test_choices.py",

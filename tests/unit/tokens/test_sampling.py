@@ -72,6 +72,27 @@ def test_values_of_a_wrong_kind_are_refused(name):
     assert refused_count > 25
 
 
+def test_each_bound_is_the_last_that_is_served():
+    edges = {
+        "tokens_max": (1, 1 << 24),
+        "top_k": (0, 1 << 24),
+        "seed": (-(1 << 63), (1 << 64) - 1),
+        "logprobs": (0, 20),
+        "prompt_logprobs": (0, 20),
+        "prompt_start": (0, 1 << 24),
+    }
+    for name, (low, high) in edges.items():
+        for value in (low, high):
+            assert getattr(Sampling(**{name: value}), name) == value
+        for value in (low - 1, high + 1):
+            with pytest.raises(BadInput, match="must be"):
+                Sampling(**{name: value})
+    assert Sampling(tokens_max=5, tokens_min=5).tokens_min == 5
+    assert not Sampling(temperature=1e-5).is_greedy
+    assert Sampling(temperature=9e-6).is_greedy
+    assert Sampling(allowed_ids=frozenset({1})).is_plain is False
+
+
 def test_ids_that_the_model_lacks_are_named_with_the_vocabulary():
     with pytest.raises(BadInput, match="stop_token_ids id 512: the vocabulary has 512 ids"):
         Sampling(stop_ids=frozenset({3, 512})).check_ids(512)
