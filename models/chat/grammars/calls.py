@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ess.errors import BadInput
+from ess.models.chat.schemas import Schema, listed_values, resolved
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer
 
-Schema = Mapping[str, Any]
-REFERENCES_MAX: Final = 16
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 
 
@@ -185,37 +184,6 @@ def root_of(tool: Mapping[str, Any]) -> Schema:
 
 def is_strict(tool: Mapping[str, Any]) -> bool:
     return tool.get("strict") is True
-
-
-def resolved(schema: Any, root: Schema) -> Schema:
-    """The schema itself instead of a reference to one of the root's definitions."""
-    for _ in range(REFERENCES_MAX):
-        path = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(path, str) or not path.startswith("#/"):
-            break
-        meant: Any = root
-        for step in path[2:].split("/"):
-            meant = meant.get(step) if isinstance(meant, Mapping) else None
-        if not isinstance(meant, Mapping):
-            break
-        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        schema = {**shared, **meant}
-    return schema if isinstance(schema, Mapping) else {}
-
-
-def branches(schema: Schema, root: Schema) -> list[Schema]:
-    """The alternatives of anyOf or oneOf, or the schema itself."""
-    for name in ("anyOf", "oneOf"):
-        options = schema.get(name)
-        if isinstance(options, list) and options:
-            return [resolved(option, root) for option in options]
-    return [schema]
-
-
-def listed_values(schema: Schema) -> list[Any] | None:
-    """What `enum` or `const` allows; None if neither is there."""
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    return listed if isinstance(listed, list) else None
 
 
 def string_values(schema: Schema) -> list[str] | None:

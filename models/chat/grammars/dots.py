@@ -9,7 +9,6 @@ from ess.models.chat.grammars.calls import (
     Calls,
     Parameter,
     Rules,
-    Schema,
     any_name,
     any_of,
     call_parameters,
@@ -29,6 +28,7 @@ from ess.models.chat.parsers.dots import (
     THINK,
     THINK_END,
 )
+from ess.models.chat.schemas import TEXT, Schema, types_of
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer
@@ -57,7 +57,8 @@ def _invoke(rules: Rules, rule: str, tool: Mapping[str, Any], *, bound: bool) ->
 def _parameter(rules: Rules, rule: str, part: Parameter, root: Schema, *, lenient: bool) -> str:
     """The reader takes what has no other type as a string, and that as it is."""
     values, end = string_values(part.schema), rules.mark(PARAMETER_END)
-    if part.schema.get("type", "string") != "string":
+    types = types_of(part.schema, root) or TEXT
+    if "string" not in types or part.schema.get("type", "string") != "string":
         value = f"{json_of(part.schema, root, lenient=lenient)} {end}"
     elif values:
         value = f"{any_of(map(literal, values))} {end}"

@@ -19,18 +19,16 @@ from ess.models.chat.grammars.calls import (
     Calls,
     Parameter,
     Rules,
-    Schema,
     any_name,
     any_of,
-    branches,
     call_parameters,
     checked_name,
     json_of,
     lines_of_calls,
-    listed_values,
     literal,
     string_values,
 )
+from ess.models.chat.schemas import Schema, branches, listed_values
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer

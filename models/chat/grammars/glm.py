@@ -12,7 +12,6 @@ from ess.models.chat.grammars.calls import (
     Calls,
     Parameter,
     Rules,
-    Schema,
     any_name,
     any_of,
     call_parameters,
@@ -23,6 +22,7 @@ from ess.models.chat.grammars.calls import (
     string_values,
 )
 from ess.models.chat.parsers.glm import GLM, Tags
+from ess.models.chat.schemas import Schema
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer

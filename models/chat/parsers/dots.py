@@ -8,7 +8,8 @@
     </invoke>
     </dots_function_call>
 
-A value is a string unless the tool's schema says something else; then it is JSON if it reads so.
+A value is a string unless the tool's schema says something else; then it is JSON if it reads as
+JSON of a type that the schema allows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ess.models.chat.parsers.tagged import TaggedParser, Tags
+from ess.models.chat.schemas import TEXT, Types, parameter_types
 
 THINK, THINK_END = "<think>", "</think>"
 CALLS, CALLS_END = "<dots_function_call>", "</dots_function_call>"
@@ -37,10 +39,13 @@ class DotsParser(TaggedParser):
         super().__init__(
             _TAGS, thinking=False, think_end=THINK_END, ends=(), calls=(CALLS,), think=THINK
         )
-        self._others = _other_parameters(tools)
+        self._said = parameter_types(tools)
 
     def _is_text(self, tag: re.Match[str]) -> bool:
-        return (self._called, tag[1]) not in self._others
+        return self._said.get((self._called, tag[1]), TEXT) == TEXT
+
+    def _types_of(self, tag: re.Match[str]) -> Types | None:
+        return self._said.get((self._called, tag[1]))
 
     def _after_calls(self) -> bool:
         """White space before another block is not content; anything else is."""
@@ -49,15 +54,3 @@ class DotsParser(TaggedParser):
         if self._literal(CALLS):
             return self._enter(self._between_calls)
         return not CALLS.startswith(self._text) and self._enter(self._content)
-
-
-def _other_parameters(tools: Sequence[Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
-    """(tool, parameter) pairs whose schema says a type that is not plainly "string"."""
-    pairs = set()
-    for tool in tools:
-        schema = tool.get("parameters")
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        for name, described in properties.items() if isinstance(properties, Mapping) else ():
-            if isinstance(described, Mapping) and described.get("type", "string") != "string":
-                pairs.add((str(tool.get("name")), str(name)))
-    return frozenset(pairs)

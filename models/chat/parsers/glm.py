@@ -4,7 +4,8 @@
     <arg_key>days</arg_key><arg_value>3</arg_value></tool_call>
 
 The text does not say whether a value is a string or JSON: the tool's schema does. A value whose
-schema is a plain string streams as it is; any other is JSON if it reads as JSON, else a string.
+schema is a plain string streams as it is; any other is JSON if it reads as JSON of a type that the
+schema allows, else a string.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from ess.models.chat.parsers.stream import State, StreamParser
 from ess.models.chat.reply import CallBegin, CallEnd
+from ess.models.chat.schemas import parameter_types
 from ess.models.text.marks import first_mark
 
 THINK_END: Final = "</think>"
@@ -66,7 +68,9 @@ class GlmParser(StreamParser):
             think=tags.think,
         )
         self._strings = string_parameters(tools)
+        self._types = parameter_types(tools)
         self._name = ""
+        self._parameter = ""
         self._is_string = False
 
     def _quiet_states(self) -> tuple[State, ...]:
@@ -115,8 +119,9 @@ class GlmParser(StreamParser):
         if at < 0:
             return False
         name, _, self._text = self._text.partition(end)
-        self._is_string = (self._name, name.strip()) in self._strings
-        self._name_parameter(name.strip(), is_string=self._is_string)
+        self._parameter = name.strip()
+        self._is_string = (self._name, self._parameter) in self._strings
+        self._name_parameter(self._parameter, is_string=self._is_string)
         return self._enter(self._before_value)
 
     def _before_value(self) -> bool:
@@ -125,7 +130,8 @@ class GlmParser(StreamParser):
         return not self._may_become(self._tags.value) and self._give_up(self._tags.value)
 
     def _value(self) -> bool:
-        done = self._value_up_to(self._tags.value_end, is_string=self._is_string)
+        types = self._types.get((self._name, self._parameter))
+        done = self._value_up_to(self._tags.value_end, is_string=self._is_string, types=types)
         return done and self._enter(self._between_parameters)
 
     def _after_call(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from ess.errors import BadInput
 from ess.models.chat.messages import write_json
 from ess.models.chat.reply import CallArguments, Content, Event, Flaw, Reasoning
+from ess.models.chat.schemas import Types, type_of
 from ess.models.text.marks import first_mark, held_chars
 
 State = Callable[[], bool]
@@ -112,9 +113,10 @@ class StreamParser:
         self._text = self._text[cut + len(first[1]) :]
         return first[1]
 
-    def _value_up_to(self, mark: str, *, is_string: bool) -> bool:
-        """A parameter's value. A string streams, escaped as JSON; any other is held to its end,
-        because only then is it known to be JSON. False if the mark is not there yet."""
+    def _value_up_to(self, mark: str, *, is_string: bool, types: Types | None = None) -> bool:
+        """A parameter's value, of one of these `types`. A string streams, escaped as JSON; any
+        other is held to its end, because only then is it known to be JSON. False if the mark is
+        not there yet."""
         at = self._text.find(mark)
         if is_string:
             held = held_chars(self._text, (mark,)) if at < 0 else len(self._text) - at
@@ -124,7 +126,7 @@ class StreamParser:
         if at < 0:
             return False
         value, _, self._text = self._text.partition(mark)
-        self._argue('"' if is_string else as_json(value))
+        self._argue('"' if is_string else as_json(value, types))
         return True
 
     def _name_parameter(self, name: str, *, is_string: bool) -> None:
@@ -146,13 +148,15 @@ class StreamParser:
         return self._enter(self._content)
 
 
-def as_json(text: str) -> str:
-    """A value that claims to be JSON; one that is not becomes a string, so the whole stays JSON."""
+def as_json(text: str, types: Types | None = None) -> str:
+    """A value that claims to be JSON; one that is not becomes a string, so the whole stays JSON.
+    So does one whose type is not among `types`, if strings are."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return write_json(text)
-    return text
+    is_text = types is not None and "string" in types and type_of(value) not in types
+    return write_json(text) if is_text else text
 
 
 def _refuse(text: str) -> None:

@@ -15,6 +15,7 @@ from typing import Final
 
 from ess.models.chat.parsers.stream import State, StreamParser
 from ess.models.chat.reply import CallBegin, CallEnd
+from ess.models.chat.schemas import Types
 
 # No ">" inside a name: then the first ">" decides, in whatever pieces a tag arrives.
 _NAME: Final = r' name="([^">]{0,512})"'
@@ -58,10 +59,15 @@ class TaggedParser(StreamParser, ABC):
         self._parameter = re.compile(f"{re.escape(tags.parameter)}{_NAME}{tags.kind}>")
         self._called = ""
         self._is_string = False
+        self._types: Types | None = None
 
     @abstractmethod
     def _is_text(self, tag: re.Match[str]) -> bool:
         """Whether the parameter of this tag, of the call `_called`, is a string."""
+
+    def _types_of(self, tag: re.Match[str]) -> Types | None:
+        """The types that the parameter may have, where something is known of them."""
+        return None
 
     @abstractmethod
     def _after_calls(self) -> bool:
@@ -86,7 +92,7 @@ class TaggedParser(StreamParser, ABC):
     def _between_parameters(self) -> bool:
         tags = self._tags
         if (tag := self._tag(self._parameter)) is not None:
-            self._is_string = self._is_text(tag)
+            self._is_string, self._types = self._is_text(tag), self._types_of(tag)
             self._name_parameter(tag[1], is_string=self._is_string)
             return self._enter(self._value)
         if self._literal(tags.invoke_end):
@@ -96,7 +102,8 @@ class TaggedParser(StreamParser, ABC):
         return self._await(tags.parameter, tags.invoke_end)
 
     def _value(self) -> bool:
-        done = self._value_up_to(self._tags.parameter_end, is_string=self._is_string)
+        end = self._tags.parameter_end
+        done = self._value_up_to(end, is_string=self._is_string, types=self._types)
         return done and self._enter(self._between_parameters)
 
     def _tag(self, pattern: re.Pattern[str]) -> re.Match[str] | None:

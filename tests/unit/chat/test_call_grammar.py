@@ -62,7 +62,8 @@ HERMES = (
 MISTRAL = '[TOOL_CALLS]tide[ARGS]{"city": "Ulm", "days": [1, 2]}[TOOL_CALLS]now[ARGS]{}'
 DOTS = (
     '<dots_function_call>\n<invoke name="tide">\n<parameter name="city">Ulm < </p</parameter>\n'
-    '<parameter name="unit">ft</parameter>\n<parameter name="days">[1, 2]</parameter>\n</invoke>\n'
+    '<parameter name="unit">ft</parameter>\n<parameter name="days">[1, 2]</parameter>\n'
+    '<parameter name="note">no < quotes</parameter>\n</invoke>\n'
     '<invoke name="now">\n</invoke>\n</dots_function_call>'
 )
 FORMATS = [
