@@ -77,6 +77,34 @@ def read_messages(
     return messages
 
 
+def with_values(raw: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with the arguments of calls as values, where their JSON has escapes. What is not
+    as it should be stays for `read_messages` to refuse."""
+    return [_with_values(message) for message in raw]
+
+
+def _with_values(message: Any) -> Any:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_call_with_values(call) for call in calls]}
+
+
+def _call_with_values(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str) or "\\" not in arguments:
+        return call
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call
+    is_read = isinstance(values, dict)
+    return {**call, "function": {**function, "arguments": values}} if is_read else call
+
+
 def text_of(content: Any, *, where: str) -> str:
     """A content is a string, nothing, or a list of text parts."""
     if content is None:

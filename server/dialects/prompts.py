@@ -16,7 +16,7 @@ from typing import Any, Final, Generic
 import msgspec
 
 from ess.errors import BadInput
-from ess.models.chat.messages import Conversation, read_messages
+from ess.models.chat.messages import Conversation, read_messages, with_values
 from ess.models.chat.quoting import Quoting
 from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
@@ -201,6 +201,7 @@ class PromptReader:
         is_cut: bool = False,
         names: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
+        messages = with_values(messages)
         quoting = Quoting([messages, tools, names], self._tokenizer.special_texts)
         said = read_messages(quoting.split(messages), tools=quoting.split(tools))
         if not self._style.has_tools and any(message.tools for message in said):
