@@ -1,7 +1,8 @@
 """DeepSeek-V4's prompt, from its published description.
 
-It differs from V3.2's in four ways. Results of tools are blocks within a user's turn, and turns of
-users and results that follow each other are one. A developer's turn begins with its text. Calls are
+It differs from V3.2's in five ways. Results of tools are blocks within a user's turn, in the order
+of their calls, and turns of users and results that follow each other are one. A prompt for the most
+reasoning begins with words that ask for it. A developer's turn begins with its text. Calls are
 in a block of another name, and tools are shown in other words. And where any tools are shown, all
 reasoning stays; else what is before the last user's turn has lost it, and the developers' turns
 with it.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, Final
 
 from ess.errors import BadInput
@@ -65,14 +67,26 @@ _TOOLS_END: Final = (
     "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool"
     " calls.\n"
 )
+_MOST: Final = (
+    "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
+    "You MUST be very thorough in your thinking and comprehensively decompose the problem to"
+    " resolve the root cause, rigorously stress-testing your logic against all potential paths,"
+    " edge cases, and adversarial scenarios.\n"
+    "Explicitly write out your entire deliberation process, documenting every intermediate step,"
+    " considered alternative, and rejected hypothesis to ensure absolutely no assumption is left"
+    " unchecked.\n\n"
+)
+MOST_EFFORTS: Final = ("max", "xhigh")
 _SPEAKERS: Final = ("user", "developer")
 
 
-def encode(messages: Sequence[Message], *, thinking: bool, reply: bool = True) -> str:
+def encode(
+    messages: Sequence[Message], *, thinking: bool, reply: bool = True, effort: object = None
+) -> str:
     """The prompt. With `reply` the conversation must end where the model speaks next."""
     check_results(messages)
     keeps = any(message.tools for message in messages)
-    turns = _merged(messages)
+    turns = _merged(_by_call(messages))
     if thinking and not keeps:
         last = _last_asked(turns)
         turns = [m for i, m in enumerate(turns) if i >= last or m.role != "developer"]
@@ -83,11 +97,24 @@ def encode(messages: Sequence[Message], *, thinking: bool, reply: bool = True) -
     for at, message in enumerate(turns):
         answered = at + 1 == len(turns) or turns[at + 1].role == "assistant"
         parts.append(_turn(message, thinking=thinking and at >= last, answered=answered))
-    return BEGIN + "".join(parts)
+    most = _MOST if thinking and effort in MOST_EFFORTS else ""
+    return BEGIN + most + "".join(parts)
 
 
 def write_tools(tools: Iterable[Mapping[str, Any]]) -> str:
     return _TOOLS + "\n".join(write_json(tool) for tool in tools) + _TOOLS_END
+
+
+def _by_call(messages: Sequence[Message]) -> list[Message]:
+    """Each run of results in the order of the calls that they name; those that name none of them
+    come first."""
+    ordered: list[Message] = []
+    places: dict[str | None, int] = {}
+    for is_result, run in groupby(messages, lambda message: message.role == "tool"):
+        if is_result:
+            places = {call.id: place for place, call in enumerate(ordered[-1].tool_calls)}
+        ordered += sorted(run, key=lambda m: places.get(m.call_id, 0) if is_result else 0)
+    return ordered
 
 
 def _merged(messages: Sequence[Message]) -> list[Message]:

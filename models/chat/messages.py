@@ -29,6 +29,8 @@ class Message:
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    call_id: str | None = None
+    """Of a tool's result: the call that it answers, if the client says so."""
     tools: tuple[Mapping[str, Any], ...] = ()
     response_format: Mapping[str, Any] | None = None
 
@@ -36,7 +38,8 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """What a prompt is written from: the prompt of a reply, or of the rest of the last message,
-    which `goes_on`. A template also gets `names`; the other formats have no use for them."""
+    which `goes_on`. A template also gets `names`; of the other formats, DeepSeek-V4's reads
+    `reasoning_effort`."""
 
     messages: Sequence[Message]
     _: KW_ONLY
@@ -138,6 +141,7 @@ def _message(index: int, item: Any) -> Message:
         content=text_of(item.get("content"), where=f"{where}.content"),
         reasoning=text_of(reasoning, where=f"{where}.reasoning_content"),
         tool_calls=_tool_calls(where, item.get("tool_calls")),
+        call_id=_identity(item.get("tool_call_id"), f"{where}.tool_call_id"),
         tools=_tools(f"{where}.tools", item.get("tools") or ()),
         response_format=response_format,
     )
@@ -174,12 +178,15 @@ def _tool_call(where: str, call: Any) -> ToolCall:
     elif arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = "{}"  # what some servers say of a call without arguments
     name = _text(function.get("name"), f"{where}.function.name")
-    call_id = call.get("id")
     return ToolCall(
         name=name,
         arguments=_text(arguments, f"{where}.function.arguments"),
-        id=None if call_id is None else _text(call_id, f"{where}.id"),
+        id=_identity(call.get("id"), f"{where}.id"),
     )
+
+
+def _identity(value: Any, where: str) -> str | None:
+    return None if value is None else _text(value, where)
 
 
 def _text(value: Any, where: str) -> str:

@@ -47,7 +47,8 @@ class ChatStyle(Protocol):
 
 
 class DeepSeekStyle:
-    """`write` writes prompts; `opening` and `closing` are around a block of calls."""
+    """`write` writes prompts, in other words for other efforts if it `knows_effort`; `opening` and
+    `closing` are around a block of calls."""
 
     stops: tuple[str, ...] = (dsml.END,)
     waits = False
@@ -59,16 +60,20 @@ class DeepSeekStyle:
         *,
         opening: str = dsml.CALLS,
         closing: str = dsml.CALLS_END,
+        knows_effort: bool = False,
     ) -> None:
         self._write = write
+        self._knows_effort = knows_effort
         self._marks = {"opening": opening, "closing": closing}
 
     @classmethod
     def v4(cls) -> DeepSeekStyle:
-        return cls(deepseek_v4.encode, opening=dsml.CALLS_V4, closing=dsml.CALLS_V4_END)
+        marks = {"opening": dsml.CALLS_V4, "closing": dsml.CALLS_V4_END}
+        return cls(deepseek_v4.encode, knows_effort=True, **marks)
 
     def encode(self, asked: Conversation) -> str:
-        text = self._write(asked.messages, thinking=asked.thinking, reply=not asked.goes_on)
+        more = {"effort": asked.names.get("reasoning_effort")} if self._knows_effort else {}
+        text = self._write(asked.messages, thinking=asked.thinking, reply=not asked.goes_on, **more)
         return text.removesuffix(dsml.END) if asked.goes_on else text
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
@@ -187,11 +192,17 @@ def _template_source(folder: Folder) -> str | None:
 def _as_openai(message: Message) -> Mapping[str, Any]:
     """The form that templates expect: arguments as an object."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.call_id is not None:
+        turn["tool_call_id"] = message.call_id
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
     if message.tool_calls:
         turn["tool_calls"] = [
-            {"type": "function", "function": {"name": c.name, "arguments": arguments_of(c)}}
-            for c in message.tool_calls
+            {
+                **({} if call.id is None else {"id": call.id}),
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments_of(call)},
+            }
+            for call in message.tool_calls
         ]
     return turn

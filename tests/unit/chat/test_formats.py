@@ -237,3 +237,42 @@ def test_v4_drops_developers_before_the_last_question_only_while_it_thinks() -> 
     messages = {"role": "developer", "content": "d"}, said("b"), user("c")
     assert "<｜User｜>d" not in v4(*messages)
     assert "<｜User｜>d<｜Assistant｜></think>b" in v4(*messages, thinking=False)
+
+
+def test_v4_orders_results_by_their_calls() -> None:
+    calls = [{"id": name, "function": {"name": "tide", "arguments": "{}"}} for name in "abc"]
+    results = [{"role": "tool", "tool_call_id": name, "content": name} for name in "cab"]
+    text = v4(user("u"), said("", reasoning_content="r", tool_calls=calls), *results)
+    assert [text.index(f"<tool_result>{name}<") for name in "abc"] == sorted(
+        text.index(f"<tool_result>{name}<") for name in "abc"
+    )
+    unnamed = [{"role": "tool", "content": name} for name in "cab"]
+    text = v4(user("u"), said("", reasoning_content="r", tool_calls=calls), *unnamed)
+    assert text.index("<tool_result>c<") < text.index("<tool_result>a<")
+
+
+@pytest.mark.parametrize(
+    ("effort", "thinking", "asks"),
+    [("max", True, True), ("xhigh", True, True), ("max", False, False), ("high", True, False)],
+)
+def test_v4_asks_for_the_most_reasoning(effort: str, thinking: bool, asks: bool) -> None:
+    names = {"reasoning_effort": effort}
+    asked = Conversation(read_messages([user("u")]), thinking=thinking, names=names)
+    text = DeepSeekStyle.v4().encode(asked)
+    assert ("no assumption is left unchecked.\n\n<｜User｜>u" in text) == asks
+    assert text.startswith("<｜begin▁of▁sentence｜>Reasoning Effort: Absolute") == asks
+
+
+def test_a_template_gets_the_ids_of_calls() -> None:
+    source = (
+        "{%- for m in messages %}{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}"
+        "{{ m.tool_call_id }};{% endfor %}"
+    )
+    call = {"id": "c1", "function": {"name": "tide", "arguments": "{}"}}
+    answer = {"role": "tool", "tool_call_id": "c1", "content": "7"}
+    template = TemplateStyle(source)
+    messages = read_messages([user("u"), said("", tool_calls=[call]), answer])
+    try:
+        assert template.encode(Conversation(messages, thinking=False)) == ";c1;c1;"
+    finally:
+        template.close()
