@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ess.errors import BadInput
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 CONFIG_FILE: Final = "config.json"
+# What templates may ask for by name, as in transformers.
+MARKS: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -84,7 +87,7 @@ class DeepSeekStyle:
 
 
 class PlainStyle:
-    """For models without a format of their own, as the embedded one: a line per turn."""
+    """For models without a format of their own: a line per turn."""
 
     stops: tuple[str, ...] = ("\nuser:",)
     waits = False
@@ -104,13 +107,21 @@ class PlainStyle:
 
 
 class TemplateStyle:
-    """A checkpoint's own Jinja template, and how its replies are marked up, if at all."""
+    """A checkpoint's own Jinja template, and how its replies are marked up, if at all. `marks` are
+    the checkpoint's own, by the names that templates have for them."""
 
     stops: tuple[str, ...] = ()
     waits = True
 
-    def __init__(self, source: str, *, replies: Replies = PLAIN) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        replies: Replies = PLAIN,
+        marks: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._template = ChatTemplate(source)
+        self._marks = marks
         self.replies = replies
         self.has_tools = "tools" in source
 
@@ -120,6 +131,7 @@ class TemplateStyle:
         tools = [{"type": "function", "function": dict(t)} for m in messages for t in m.tools]
         text = self._template.render(
             {
+                **self._marks,
                 **asked.names,
                 "messages": [_as_openai(message) for message in messages],
                 "tools": tools or None,
@@ -152,20 +164,23 @@ def style_of(
 ) -> ChatStyle:
     """DeepSeek's if the vocabulary has its marks, else the folder's template, else plain; a
     template that is given comes before all of these."""
-    if template is not None:
-        return TemplateStyle(template, replies=replies_of(tokenizer, template))
     is_deepseek = all(tokenizer.id_of(mark) is not None for mark in (dsml.USER, dsml.ASSISTANT))
     folder = Folder(path)
     try:
-        if is_deepseek:
+        if template is None and is_deepseek:
             is_v4 = _model_type(folder) == "deepseek_v4"
             return DeepSeekStyle.v4() if is_v4 else DeepSeekStyle()
-        source = _template_source(folder)
+        known = folder.read_json(TOKENIZER_CONFIG_FILE) if _has_config(folder) else {}
+        source = template if template is not None else _template_source(folder, known)
     finally:
         folder.close()
     if source is None:
         return PlainStyle()
-    return TemplateStyle(source, replies=replies_of(tokenizer, source))
+    return TemplateStyle(source, replies=replies_of(tokenizer, source), marks=_marks(known))
+
+
+def _has_config(folder: Folder) -> bool:
+    return TOKENIZER_CONFIG_FILE in folder.names()
 
 
 def _model_type(folder: Folder) -> object:
@@ -173,20 +188,29 @@ def _model_type(folder: Folder) -> object:
     return folder.read_json(CONFIG_FILE).get("model_type") if CONFIG_FILE in names else None
 
 
-def _template_source(folder: Folder) -> str | None:
-    names = folder.names()
-    if TEMPLATE_FILE in names:
+def _template_source(folder: Folder, known: Mapping[str, Any]) -> str | None:
+    """`known` is the tokenizer's configuration."""
+    if TEMPLATE_FILE in folder.names():
         raw = folder.read(TEMPLATE_FILE, bytes_max=SOURCE_BYTES_MAX)
         try:
             return raw.decode("utf-8")
         except UnicodeError as error:
             raise BadInput(f"{TEMPLATE_FILE} is not UTF-8: {error}") from None
-    if TOKENIZER_CONFIG_FILE not in names:
-        return None
-    source = folder.read_json(TOKENIZER_CONFIG_FILE).get("chat_template")
+    source = known.get("chat_template")
     if source is not None and not isinstance(source, str):
         raise BadInput(f"{TOKENIZER_CONFIG_FILE}: chat_template is a {type(source).__name__}")
     return source
+
+
+def _marks(known: Mapping[str, Any]) -> dict[str, str]:
+    """A mark is a text, or an object with its text and how it is recognised."""
+    marks = {}
+    for name in MARKS:
+        mark = known.get(name)
+        text = mark.get("content") if isinstance(mark, Mapping) else mark
+        if isinstance(text, str):
+            marks[name] = text
+    return marks
 
 
 def _as_openai(message: Message) -> Mapping[str, Any]:

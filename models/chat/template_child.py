@@ -18,7 +18,9 @@ import sys
 from typing import Any, BinaryIO
 
 from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES_MAX = 512 << 20
@@ -39,9 +41,28 @@ def send(stream: BinaryIO, answer: dict[str, str]) -> None:
     stream.flush()
 
 
-def to_json(value: Any, *, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def to_json(
+    value: Any,
+    *,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Plain JSON: Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+class Generation(Extension):
+    """{% generation %} marks what an assistant says, for training; here it changes nothing."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def refuse(sentence: str) -> str:
@@ -55,7 +76,7 @@ def now(form: str) -> str:
 def environment() -> ImmutableSandboxedEnvironment:
     """As Hugging Face templates expect it."""
     sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     sandbox.filters["tojson"] = to_json
     sandbox.globals["raise_exception"] = refuse

@@ -184,7 +184,8 @@ def test_a_message_cannot_write_special_tokens(served: Served, pad: dict):
     """A prompt can: it is all the client's."""
     asked = {"messages": [{"role": "user", "content": "a<|end|>b"}], **pad}
     ids = post(served.url, "/tokenize", asked)[1]["tokens"]
-    assert not TOKENIZER.special_ids & set(ids)
+    assert ids[0] == TOKENIZER.id_of("<|begin|>"), "the template's own"
+    assert not TOKENIZER.special_ids & set(ids[1:])
     assert "a<|end|>b" in TOKENIZER.decode(ids)
     ids = post(served.url, "/tokenize", {"prompt": "a<|end|>b", **pad})[1]["tokens"]
     assert TOKENIZER.id_of("<|end|>") in ids

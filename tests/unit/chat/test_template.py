@@ -205,3 +205,36 @@ def test_the_plain_style() -> None:
     assert parse(style.parser(thinking=False), " yes").content == " yes"
     with pytest.raises(BadInput, match="no tools"):
         style.encode(Conversation(read_messages(messages, tools=[TOOL]), thinking=False))
+
+
+def test_a_template_gets_the_marks_of_its_checkpoint(tmp_path: Path) -> None:
+    """Also a template that is given beside it. Clients may give other texts, which stay texts."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.save(str(tmp_path / "tokenizer.json"))
+    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token is defined }}"
+    known = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None, "x": 1}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**known, "chat_template": source}))
+    said = Conversation(read_messages([{"role": "user", "content": "Hi"}]), thinking=False)
+    for template, want in ((None, "<s>Hi</s>False"), ("{{ eos_token }}", "</s>")):
+        made = style_of(tmp_path, Tokenizer(tmp_path), template=template)
+        assert isinstance(made, TemplateStyle)
+        try:
+            assert made.encode(said) == want
+            named = Conversation(said.messages, thinking=False, names={"eos_token": "!"})
+            assert made.encode(named) == want.replace("</s>", "!")
+        finally:
+            made.close()
+
+
+def test_what_templates_of_others_use() -> None:
+    """Of the language as transformers has it."""
+    source = (
+        "{% generation %}{{ a | tojson(separators=(',', ':'), sort_keys=true) }}"
+        "{% endgeneration %}{{ b | tojson(ensure_ascii=true) }}"
+    )
+    template = ChatTemplate(source)
+    try:
+        assert template.render({"a": {"y": 1, "x": [2]}, "b": "ä"}) == '{"x":[2],"y":1}"\\u00e4"'
+    finally:
+        template.close()
