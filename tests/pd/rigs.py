@@ -52,7 +52,24 @@ def offload_of(
     )
 
 
-class Worker:
+class Stepped:
+    """An engine with a port, which moves by steps."""
+
+    engine: Engine
+    port: Port
+
+    def step(self) -> None:
+        self.engine.step()
+        self.engine.check()
+        self.port.receiver.check()
+        self.port.sender.check()
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.engine.is_idle and not self.engine.is_handing_over
+
+
+class Worker(Stepped):
     """An engine with a port. `offload` has the pools named by `pools`. What `wrap` makes of the
     transport is what the port is given."""
 
@@ -85,16 +102,6 @@ class Worker:
             arrivals_max=arrivals_max,
         )
         self.engine = Engine(model, self.offload, config, port=self.port, clock=clock)
-
-    def step(self) -> None:
-        self.engine.step()
-        self.engine.check()
-        self.port.receiver.check()
-        self.port.sender.check()
-
-    @property
-    def is_quiet(self) -> bool:
-        return self.engine.is_idle and not self.engine.is_handing_over
 
 
 class Pair:

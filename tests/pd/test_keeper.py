@@ -35,6 +35,17 @@ def made(program: str, *words: str, is_ready: Callable[[str], Awaitable[bool]] =
     return Keeper(order, environment=ENVIRONMENT, is_ready=is_ready, clock=RealClock())
 
 
+async def between_two_lives() -> tuple[Keeper, asyncio.Task[None]]:
+    """A program that was killed and has not started again, and what keeps it."""
+    kept = made("listens")
+    keeping = kept.start()
+    await kept.ready.wait()
+    os.kill(kept.pid, signal.SIGKILL)
+    while kept.ready.is_set():
+        await asyncio.sleep(0.01)
+    return kept, keeping
+
+
 def run(work: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(60):
@@ -114,12 +125,7 @@ def test_what_retires_between_two_lives_does_not_start_again(
     monkeypatch.setattr(keepers, "AGAIN_S", 0.2)
 
     async def work() -> None:
-        kept = made("listens")
-        keeping = kept.start()
-        await kept.ready.wait()
-        os.kill(kept.pid, signal.SIGKILL)
-        while kept.ready.is_set():
-            await asyncio.sleep(0.01)
+        kept, keeping = await between_two_lives()
         kept.retire()
         await keeping
         assert not kept.why_lost
@@ -188,12 +194,7 @@ def test_who_does_not_end_is_killed():
 
 def test_an_end_in_a_pause_needs_no_wait():
     async def work() -> None:
-        kept = made("listens")
-        keeping = kept.start()
-        await kept.ready.wait()
-        os.kill(kept.pid, signal.SIGKILL)
-        while kept.ready.is_set():
-            await asyncio.sleep(0.01)
+        kept, keeping = await between_two_lives()
         await kept.end(within_s=600)
         assert keeping.done()
 

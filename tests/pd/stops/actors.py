@@ -20,7 +20,7 @@ from ess.transfer.transports.inprocess import Exchange, InProcessTransport
 from ess.transfer.transports.shared import SharedTransport
 from ess.transfer.transports.streams import StreamTransport
 from ess.transfer.transports.tcp import TcpTransport
-from tests.pd.rigs import LAYOUT, SEAL, offload_of
+from tests.pd.rigs import LAYOUT, SEAL, Stepped, offload_of
 from tests.support.checkpoints import small
 from tests.support.manual_clock import ManualClock
 
@@ -55,7 +55,7 @@ class Watched:
         return called
 
 
-class Worker:
+class Worker(Stepped):
     def __init__(
         self,
         transport: str,
@@ -81,16 +81,6 @@ class Worker:
         limits = {"wait_s": limit_s, "lease_s": limit_s}
         self.port = Port(self.offload, watched, SEAL, clock=clock, **limits)
         self.engine = Engine(small(), self.offload, config, port=self.port, clock=clock)
-
-    def step(self) -> None:
-        self.engine.step()
-        self.engine.check()
-        self.port.receiver.check()
-        self.port.sender.check()
-
-    @property
-    def is_quiet(self) -> bool:
-        return self.engine.is_idle and not self.engine.is_handing_over
 
     def left(self) -> dict[str, object]:
         """What it still has when all requests are over and cached prefixes are forgotten."""
