@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.device.test_served import FLAGS, FOLDER, MADE, PROMPT
 from tests.device.test_served import expected as served_alone
 from tests.server.harness import TOKENIZER, until
 from tests.support import beside
+from tests.support.forked import started
 from tests.support.process import ROOT, Process
 from tests.support.routers import ask
 
@@ -37,9 +37,9 @@ def processes(
         try:
             for rank in range(size):
                 words = (rank, size, port, json.dumps(cases))
-                command = [sys.executable, "-m", "tests.device.rank_process", *map(str, words)]
+                words = ["-m", "tests.device.rank_process", *map(str, words)]
                 made.append(
-                    subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+                    started("interpreted", words, env=env, stdout=subprocess.PIPE, text=True)
                 )
             yield made
         finally:

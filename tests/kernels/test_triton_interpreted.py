@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
+from tests.support import forked
+
 pytest.importorskip("triton", reason="triton is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK = (
     "test_attend.py::test_agrees_for_every_form[cuda-f32-28-dtype0]",
     "test_attend.py::test_one_key_returns_its_value[cuda-656-dtype1]",
@@ -69,11 +67,8 @@ FEW = 8
 
 
 def run_interpreted(*arguments: str, **environment: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.interpreted", *arguments]
-    env = {**os.environ, **environment}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    return run.stdout
+    words = "-m", "pytest", "-p", "tests.support.interpreted", *arguments
+    return forked.run("interpreted", *words, env={**os.environ, **environment})
 
 
 def test_the_interpreter_agrees_on_a_few() -> None:

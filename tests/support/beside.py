@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ess.kernels.cpu import native
 from tests.support.emulate import needs_compiler
+from tests.support.forked import finished
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = (
@@ -39,8 +39,7 @@ def run_script(text: str, *, built: Path) -> subprocess.CompletedProcess[str]:
 
 def _done(*given: object, built: Path, path: str = "") -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "ESS_EMULATED": str(built), **({"PYTHONPATH": path} if path else {})}
-    command = [sys.executable, *map(str, given)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    return finished("interpreted", *given, env=env)
 
 
 def run_tests(*tests: str, built: Path) -> str:

@@ -42,10 +42,20 @@ STANDING = f"{ROOT / 'tests' / 'support' / 'standing'}:{ROOT}"
 """Where Python finds modules so that what a server starts is a fork."""
 IMPORTS = {
     "engine": ("ess.engine.process.rank", "ess.prefill.worker", "ess.comm.processes.joined"),
+    "interpreted": (
+        "triton.experimental.gluon",
+        "ess.kernels.cuda.triton.copy",
+        "ess.kernels.cuda.triton.ops",
+        "ess.engine.process.build",
+        "ess.comm.processes.joined",
+        "ess.prefill.stage",
+    ),
     "disk": ("tests.disk.bytes_of",),
     "server": ("ess.server.commands.start.begin", "ess.server.commands.serve", "uvloop"),
 }
-"""By kind; only an engine's have torch."""
+"""By kind; the first two have torch. The second is for Triton's interpreter."""
+AT_IMPORTS = {"interpreted": {"TRITON_INTERPRET": "1"}}
+"""What kernels are is decided when they are imported."""
 STARTED = dict(os.environ)
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "MALLOC_", "TORCH", "ESS_ISA")
 MAY_DIFFER = ("TORCHINDUCTOR_CACHE_DIR", "MALLOC_ARENA_MAX")
@@ -64,6 +74,21 @@ def started(
     if not _starts_alike(told):
         return subprocess.Popen(command, cwd=ROOT, env=told, **given)
     return Forked(command, kind=kind, cwd=ROOT, env=told, **given)
+
+
+def finished(kind: str, *words: object, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run`, of one that is started here; what it printed and said is kept."""
+    given, pipes = [*map(str, words)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started(kind, given, env=env, text=True, **pipes) as process:
+        printed, said = process.communicate()
+    return subprocess.CompletedProcess(given, process.returncode, printed, said)
+
+
+def run(kind: str, *words: object, env: Mapping[str, str]) -> str:
+    """What it printed, which ended well."""
+    done = finished(kind, *words, env=env)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def forking(kind: str) -> SimpleNamespace:
@@ -137,7 +162,11 @@ class Nursery:
             self.process = subprocess.Popen(
                 [sys.executable, *words],
                 cwd=ROOT,
-                env={**STARTED, "OPENBLAS_NUM_THREADS": "1"},  # NumPy starts no threads
+                env={
+                    **STARTED,
+                    "OPENBLAS_NUM_THREADS": "1",  # NumPy starts no threads
+                    **AT_IMPORTS.get(kind, {}),
+                },
                 stdin=subprocess.DEVNULL,
                 pass_fds=files,
             )
