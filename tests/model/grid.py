@@ -227,7 +227,7 @@ def section(cases: list[Case], passed: Counter[tuple[str, str]], failed: list[st
         "1 to 300 tokens join, leave, are preempted, cancelled and share a prefix midway; copies",
         "come late, and slots that have not landed are poisoned. The plain model agrees with",
         "transformers (`tests/model/test_oracle.py`). `make test` covers every pair of settings",
-        "(`tests/model/test_exactness.py`), contexts of 4K and 16K tokens, and what must be",
+        "(`tests/model/test_exactness.py`), contexts of 4K and 8K tokens, and what must be",
         "bitwise equal.",
         "",
         *(f"- {name}: {', '.join(values)}" for name, values in FACTORS.items()),

@@ -1,4 +1,4 @@
-"""Long contexts in fp32: 4K and 16K tokens through a tight arena, the plain model's tokens; and
+"""Long contexts in fp32: 4K to 16K tokens through a tight arena, the plain model's tokens; and
 prompts as long as the selection that models have, to the token."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.models.model import Model
 from ess.models.plain import Plain
 from tests.support.checkpoints import TINY_GLM, TINY_V32, model, tokens
+from tests.support.few import few
 
 pytestmark = pytest.mark.slow
 SMALL = {"index_n_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 32768}
@@ -41,9 +42,10 @@ def continued(made: Model, prompt: list[int], count: int = COUNT) -> list[int]:
 
 
 WAYS = [("deepseek_v32", "da"), ("deepseek_v32", "resident"), ("glm_moe_dsa", "dba")]
-CASES = [(*way, 4096) for way in WAYS] + [
-    pytest.param(*way, 16384, marks=pytest.mark.long if way[1:] != ("da",) else ()) for way in WAYS
-]
+CASES = few(
+    [(*WAYS[0], 8192), (*WAYS[1], 4096), (*WAYS[2], 4096)],
+    all_of=[(*way, length) for way in WAYS for length in (4096, 8192, 16384)],
+)
 
 
 @pytest.mark.parametrize(("family", "mode", "length"), CASES)

@@ -364,21 +364,26 @@ def pools(stage: Stage) -> dict[str, object]:
     }
 
 
-def engine_given(
-    prompts: Sequence[Sequence[int]],
+def engine_given(prompts: Sequence[Sequence[int]], **given) -> list[Given]:
+    """What one engine makes of the prompts, added at once. Cases in turn ask for the same."""
+    return _engine_given(tuple(map(tuple, prompts)), **given)
+
+
+@functools.lru_cache(maxsize=8)
+def _engine_given(
+    prompts: tuple[tuple[int, ...], ...],
     *,
     deterministic: bool = False,
     chunk: int = CHUNK,
     **room,
 ) -> list[Given]:
-    """What one engine makes of the prompts, added at once."""
     shelf = Shelf()
     offload = room_of((0, LAYER_COUNT), **room)
     config = EngineConfig(max_running=8, chunk_tokens=chunk, deterministic=deterministic)
     engine = Engine(model_of(), offload, config, port=shelf)
     uids = range(1, len(prompts) + 1)
     for uid, prompt in zip(uids, prompts, strict=True):
-        engine.add(prompt, Sampling(tokens_max=1), give=uid)
+        engine.add(list(prompt), Sampling(tokens_max=1), give=uid)
     while not engine.is_idle:
         engine.step()
     engine.check()

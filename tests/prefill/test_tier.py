@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -104,9 +106,14 @@ class Tier:
         raise AssertionError("it never ends")
 
 
-def alone(prompts: list[list[int]], mtp: int) -> list[list[int]]:
+def alone(prompts: Sequence[Sequence[int]], mtp: int) -> list[list[int]]:
+    return _alone(tuple(map(tuple, prompts)), mtp)
+
+
+@functools.lru_cache(maxsize=8)
+def _alone(prompts: tuple[tuple[int, ...], ...], mtp: int) -> list[list[int]]:
     engine = decoder(offload_of(mtp), mtp)
-    requests = [engine.add(prompt, WISH) for prompt in prompts]
+    requests = [engine.add(list(prompt), WISH) for prompt in prompts]
     for _ in engine.run():
         pass
     return [request.output for request in requests]

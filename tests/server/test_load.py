@@ -207,6 +207,7 @@ def test_it_speaks_https(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_servers")
 def test_the_cost_of_a_token_is_measured():
     rows = bench.serve_benchmark(smoke=True)
     units = [row.unit for row in rows]
