@@ -96,8 +96,11 @@ class DeepGemm:
         lengths: Tensor,
         together: int,
     ) -> Tensor:
+        """For a request without keys, which is a pad, it is asked for one, in whatever page the
+        request's line of the table begins with: where no request has a key, its kernel of schedules
+        reads beyond its memory (2.6.1, multiples of 32 requests), and the context is lost."""
         width = table.shape[1] * PAGE_ROWS
-        counts = lengths.to(torch.int32).view(-1, together).contiguous()
+        counts = lengths.to(torch.int32).clamp(min=1).view(-1, together).contiguous()
         counts = counts[:, -1].contiguous() if self._flat_lengths else counts
         sm_count = self._module.get_num_sms()
         schedule = self._module.get_paged_mqa_logits_metadata(counts, PAGE_ROWS, sm_count)

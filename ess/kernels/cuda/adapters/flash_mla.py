@@ -21,7 +21,7 @@ from ess.kernels.checks import BYTES, COUNTS, require
 from ess.kernels.cuda.adapters.modules import Library, first_that
 from ess.kernels.merge import Partial, adapt
 from ess.layout import RowCodec
-from ess.units import PAGE_ROWS, align_up
+from ess.units import PAGE_ROWS
 
 MODULES: Final = ("flash_mla", "sgl_flash_mla", "sgl_kernel.flash_mla")
 FUNCTIONS: Final = ("flash_mla_with_kvcache", "get_mla_metadata")
@@ -43,7 +43,13 @@ def load(device: torch.device, *, names: Sequence[str] = MODULES) -> FlashMla:
 
 
 class FlashMla:
-    """Owns its schedules: one for each shape, shared by all layers."""
+    """Owns its schedules: one for each shape, shared by all layers and graphs.
+
+    A schedule is written by a kernel: in the call that asks for it or, since 082094b, in the first
+    attention that is given it. In a capture that kernel runs whenever that graph is replayed, and
+    not before: another graph, replayed earlier, would read what is no schedule. So what a capture
+    asks for is not kept for others.
+    """
 
     def __init__(self, library: Library, device: torch.device) -> None:
         self._module: Any = library.module
@@ -105,13 +111,17 @@ class FlashMla:
         return torch.nn.functional.pad(queries, (0, 0, 0, wanted - heads)).contiguous()
 
     def _schedule(self, count: int, heads: int, width: int, rows: Tensor) -> tuple[Any, Any]:
-        shape = count, heads, align_up(width, LIST_UNIT)
-        if shape not in self._schedules:
+        shape = count, heads, width
+        schedule = self._schedules.get(shape)
+        if schedule is None:
             lengths = rows.new_full((count,), width, dtype=torch.int32)
-            self._schedules[shape] = self._module.get_mla_metadata(
+            schedule = self._module.get_mla_metadata(
                 lengths, heads, 1, num_heads_q=heads, is_fp8_kvcache=True, topk=width
             )
-        return self._schedules[shape]
+            if not is_captured(rows):
+                self._schedules[shape] = schedule
+        made: tuple[Any, Any] = schedule
+        return made
 
     def _probe(self, device: torch.device) -> tuple[Literal["e", "2"], Literal["-inf", "+inf"]]:
         """A list of one key, with logit and value 1.5, and a list without keys. The row's scale is
@@ -134,3 +144,8 @@ class FlashMla:
             f"the probe got value {value} and lse {lse_full} where 1.5 and 1.5 (or 2.164, base 2) "
             f"were due, and lse {lse_empty} for an empty list, due +inf or -inf"
         )
+
+
+def is_captured(rows: Tensor) -> bool:
+    """Whether work on these rows, queued now, becomes part of a graph."""
+    return rows.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,406 @@
+"""Our calls of FlashMLA and DeepGEMM against their own signatures and what they refuse.
+
+Written down after their sources: deepseek-ai/FlashMLA c28eca9 and 9241ae3, sgl-project/sglang
+176ee5c (`sgl_kernel.flash_mla`), deepseek-ai/DeepGEMM 54e2261 (2.6.1) and 38f8ef7, of which
+sgl-project's builds are forks. A call goes first to the signature, which binds it as Python or
+pybind would, then to what the sources ask of shapes, types and strides, then to the stand-in that
+computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ess.kernels.cuda.adapters import deep_gemm, deep_gemm_experts, deep_gemm_linear, flash_mla
+from tests.kernels import test_adapter_experts, test_adapter_linear
+from tests.kernels.sets import reference
+from tests.kernels.test_adapters import (
+    CPU,
+    DeepGemmStandIn,
+    FlashMlaStandIn,
+    Install,
+    index_case,
+    install,
+    whole_case,
+)
+
+__all__ = ["install"]
+
+Call = Callable[..., Any]
+
+
+def signed(signature: Call, checked: Call, computed: Call) -> Call:
+    """`computed`, for calls that the signature binds and that the check lets pass."""
+
+    @functools.wraps(computed)
+    def call(*given: Any, **named: Any) -> Any:
+        bound = inspect.signature(signature).bind(*given, **named)
+        bound.apply_defaults()
+        checked(**bound.arguments)
+        return computed(*given, **named)
+
+    return call
+
+
+# ---- FlashMLA: schedules that are tensors, and since 082094b objects that the first call fills
+
+
+def schedules_at_once(
+    cache_seqlens: Any,
+    num_q_tokens_per_head_k: Any,
+    num_heads_k: Any,
+    num_heads_q: Any = None,
+    is_fp8_kvcache: Any = False,
+    topk: Any = None,
+) -> None: ...
+
+
+def schedules_by_the_first_call(*args: Any, **kwargs: Any) -> None: ...
+
+
+def attention_at_once(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    head_dim_v: Any,
+    tile_scheduler_metadata: Any,
+    num_splits: Any,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    is_fp8_kvcache: Any = False,
+    indices: Any = None,
+) -> None: ...
+
+
+def attention_of_sglang(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    head_dim_v: Any,
+    tile_scheduler_metadata: Any,
+    num_splits: Any,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    descale_q: Any = None,
+    descale_k: Any = None,
+    is_fp8_kvcache: Any = False,
+    indices: Any = None,
+) -> None: ...
+
+
+def attention_by_the_first_call(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    head_dim_v: Any,
+    tile_scheduler_metadata: Any,
+    num_splits: Any = None,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    is_fp8_kvcache: Any = False,
+    indices: Any = None,
+    attn_sink: Any = None,
+    extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None,
+    topk_length: Any = None,
+    extra_topk_length: Any = None,
+) -> None: ...
+
+
+FLASH = {
+    "c28eca9": (schedules_at_once, attention_at_once),
+    "sglang": (schedules_at_once, attention_of_sglang),
+    "9241ae3": (schedules_by_the_first_call, attention_by_the_first_call),
+}
+
+
+def check_schedule(**given: Any) -> None:
+    """`get_mla_decoding_metadata` of c28eca9; since 082094b nothing is asked."""
+    if "cache_seqlens" not in given:
+        return
+    lengths, heads = given["cache_seqlens"], given["num_heads_q"]
+    assert lengths.is_contiguous()
+    assert lengths.dtype == torch.int32
+    assert heads % given["num_heads_k"] == 0
+    assert given["num_q_tokens_per_head_k"] == heads // given["num_heads_k"]
+    assert given["is_fp8_kvcache"]
+    assert given["topk"] % 64 == 0
+
+
+def check_attention(**given: Any) -> None:
+    q, k, table, lengths = (
+        given[name] for name in ("q", "k_cache", "block_table", "cache_seqlens")
+    )
+    count, queries, heads, dim = q.shape
+    assert count > 0
+    assert queries == 1
+    assert heads in (64, 128)
+    assert (dim, given["head_dim_v"]) == (576, 512)
+    assert q.dtype == torch.bfloat16
+    assert k.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
+    assert k.shape[1:] == (64, 1, 656)
+    assert (k.stride(1), k.stride(3)) == (656, 1)
+    assert k.data_ptr() % 16 == 0
+    names = given["indices"]
+    assert names.shape == (count, 1, names.shape[2])
+    assert names.dtype == table.dtype == lengths.dtype == torch.int32
+    assert names.shape[2] > 0
+    assert names.shape[2] % 64 == 0
+    assert names.stride(2) == q.stride(3) == table.stride(1) == 1
+    assert len(table) == len(lengths) == count
+    assert not given["causal"]
+    assert given["is_fp8_kvcache"]
+
+
+class Schedule:
+    """`FlashMLASchedMeta`: empty until the first call, then for calls of that form alone."""
+
+    form: tuple[int, ...] | None = None
+
+
+class FlashMla(FlashMlaStandIn):
+    """One edition."""
+
+    def __init__(self, edition: str) -> None:
+        super().__init__()
+        scheduled, attended = FLASH[edition]
+        self.fills = scheduled is schedules_by_the_first_call
+        self.made: list[Schedule] = []
+        self.get_mla_metadata = signed(scheduled, check_schedule, self.schedule)  # type: ignore[method-assign]
+        self.flash_mla_with_kvcache = signed(attended, check_attention, self.attend)  # type: ignore[method-assign]
+
+    def schedule(self, *given: Any, **named: Any) -> tuple[Any, Any]:
+        self.schedules += 1
+        self.made.append(Schedule())
+        return self.made[-1], None if self.fills else torch.zeros(3, dtype=torch.int32)
+
+    def attend(self, q: Any, k: Any, table: Any, lengths: Any, width: int, plan: Any, splits: Any,
+               **named: Any) -> Any:  # fmt: skip
+        form = *q.shape[:3], k.shape[1], named["indices"].shape[2]
+        assert isinstance(plan, Schedule)
+        assert (splits is None) == self.fills
+        assert plan.form in (None, form), "inputs are inconsistent with sched_meta"
+        plan.form = form
+        answered = FlashMlaStandIn.flash_mla_with_kvcache
+        asked = q.shape[2], named["indices"].shape[2]
+        return answered(self, q, k, table, lengths, width, asked, splits, **named)
+
+
+def flash(edition: str, install: Install) -> FlashMla:
+    stand_in = FlashMla(edition)
+    install("flash_mla", **{name: getattr(stand_in, name) for name in flash_mla.FUNCTIONS})
+    return stand_in
+
+
+@pytest.mark.parametrize("edition", FLASH)
+@pytest.mark.parametrize("heads", [5, 64, 128])
+def test_flash_mla_is_called_as_its_editions_ask(
+    install: Install, edition: str, heads: int
+) -> None:
+    flash(edition, install)
+    adapter, case = flash_mla.load(CPU), whole_case(heads)
+    for slots in (case.slots, case.slots[:, :64].contiguous(), case.slots[:, :0]):
+        ours = adapter.attend(case.queries, case.rows, slots, scale=case.scale)
+        want = reference.attend(case.queries, case.rows, slots, case.codec, scale=case.scale)
+        torch.testing.assert_close(ours.out, want.out, atol=8e-3, rtol=8e-3)
+
+
+@pytest.mark.parametrize("edition", FLASH)
+def test_a_schedule_of_a_capture_is_no_other_s(
+    install: Install, edition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written when that graph is replayed. One that was made before is everybody's."""
+    stand_in = flash(edition, install)
+    adapter, case = flash_mla.load(CPU), whole_case(64)
+    capturing = True
+    monkeypatch.setattr(flash_mla, "is_captured", lambda _: capturing)
+
+    def asked() -> int:
+        before = stand_in.schedules
+        for _ in range(2):
+            adapter.attend(case.queries, case.rows, case.slots, scale=case.scale)
+        return stand_in.schedules - before
+
+    assert asked() == 2
+    capturing = False
+    assert asked() == 1
+    capturing = True
+    assert asked() == 0
+
+
+# ---- DeepGEMM: csrc/apis/attention.hpp, gemm.hpp, layout.hpp
+
+
+def schedule_of_logits(
+    context_lens: Any, block_kv: Any, num_sms: Any, indices: Any = None
+) -> None: ...
+
+
+def paged_logits(
+    q: Any,
+    kv_cache: Any,
+    weights: Any,
+    context_lens: Any,
+    block_table: Any,
+    schedule_meta: Any,
+    max_context_len: Any,
+    clean_logits: Any = False,
+    indices: Any = None,
+) -> None: ...
+
+
+def product(
+    a: Any,
+    b: Any,
+    d: Any,
+    c: Any = None,
+    recipe: Any = None,
+    recipe_a: Any = None,
+    recipe_b: Any = None,
+    compiled_dims: Any = "nk",
+    disable_ue8m0_cast: Any = False,
+) -> None: ...
+
+
+def products_of_experts(
+    a: Any,
+    b: Any,
+    d: Any,
+    masked_m: Any,
+    expected_m: Any,
+    recipe: Any = None,
+    recipe_a: Any = None,
+    recipe_b: Any = None,
+    compiled_dims: Any = "nk",
+    disable_ue8m0_cast: Any = False,
+) -> None: ...
+
+
+def check_lengths(**given: Any) -> None:
+    lengths = given["context_lens"]
+    assert lengths.dtype == torch.int32
+    assert lengths.is_contiguous()
+    assert given["block_kv"] == 64
+
+
+def check_logits(**given: Any) -> None:
+    q, pages, weights, lengths, table = (
+        given[name] for name in ("q", "kv_cache", "weights", "context_lens", "block_table")
+    )
+    batch, together, heads, dim = q.shape
+    assert heads in (32, 64)
+    assert dim == 128
+    assert q.dtype == torch.float8_e4m3fn
+    assert q.is_contiguous()
+    assert pages.shape[1:] == (64, 1, 132)
+    assert (pages.stride(1), pages.stride(3)) == (132, 1)
+    assert pages.stride(0) % 16 == 0
+    assert pages.dtype == torch.uint8
+    assert weights.shape == (batch * together, heads)
+    assert weights.dtype == torch.float32
+    assert weights.is_contiguous()
+    assert table.stride(1) == 1
+    assert table.dtype == lengths.dtype == torch.int32
+    assert lengths.is_contiguous()
+    assert 0 <= int(table.min()) <= int(table.max()) < len(pages)
+    assert len(table) == batch
+    assert given["max_context_len"] == table.shape[1] * 64
+
+
+def is_major(tensor: torch.Tensor) -> bool:
+    """`major_check`, and K-major, which Hopper asks of fp8."""
+    dense = tensor.dim() == 2 or tensor.stride(0) == tensor.shape[-2] * tensor.shape[-1]
+    return dense and tensor.stride(-1) == 1
+
+
+def check_product(**given: Any) -> None:
+    """TMA reads lines whose strides are multiples of 16 bytes, from places that are."""
+    (values, value_scales), (weights, scales), d = given["a"], given["b"], given["d"]
+    assert type(given["a"]) is type(given["b"]) is tuple
+    assert given["c" if "c" in given else "recipe"] is None
+    assert values.dtype == weights.dtype == torch.float8_e4m3fn
+    assert value_scales.dtype == scales.dtype == torch.float32
+    (m, k), (n, _) = values.shape[-2:], weights.shape[-2:]
+    assert m > 0
+    assert weights.shape[-1] == k
+    assert value_scales.shape == (*values.shape[:-2], m, -(-k // 128))
+    assert scales.shape == (*weights.shape[:-2], -(-n // 128), -(-k // 128))
+    assert d.shape == (*values.shape[:-1], n)
+    assert d.dtype == torch.bfloat16
+    assert all(map(is_major, (values, weights, d)))
+    assert scales.is_contiguous()
+    for one in (values, weights, d):
+        assert one.stride(-2) * one.element_size() % 16 == 0
+        assert one.data_ptr() % 16 == 0
+
+
+def check_experts(**given: Any) -> None:
+    """Blocks of up to 128 tokens are stored whole, into the room of one expert."""
+    counts = given.pop("masked_m")
+    check_product(**given)
+    assert counts.is_contiguous()
+    assert counts.dtype == torch.int32
+    assert len(counts) == len(given["a"][0]) == len(given["b"][0])
+    assert type(given["expected_m"]) is int
+    assert given["expected_m"] > 0
+    assert given["d"].shape[1] % 128 == 0
+
+
+@pytest.mark.parametrize("each", [1, 2, 3])
+def test_index_logits_are_asked_as_deep_gemm_takes_them(install: Install, each: int) -> None:
+    stand_in = DeepGemmStandIn()
+    install(
+        "deep_gemm",
+        get_num_sms=stand_in.get_num_sms,
+        get_paged_mqa_logits_metadata=signed(
+            schedule_of_logits, check_lengths, stand_in.get_paged_mqa_logits_metadata
+        ),
+        fp8_paged_mqa_logits=signed(paged_logits, check_logits, stand_in.fp8_paged_mqa_logits),
+    )
+    adapter, case = deep_gemm.load(CPU), index_case(32, each)
+    case["page_table"][:, 3:] = -1
+    case["lengths"].clamp_(max=192)
+    ours = adapter.index_logits(**case, queries_per_request=each)
+    want = reference.index_logits(**case, codec=deep_gemm.CODEC)
+    seen = want > -torch.inf
+    torch.testing.assert_close(ours[seen], want[seen], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_batch_of_pads_alone_has_a_key_each(install: Install, flat: bool) -> None:
+    """Its kernel of schedules reads beyond its memory where no request has a key."""
+    stand_in = DeepGemmStandIn(flat=flat, together=(1,))
+    install("deep_gemm", **{name: getattr(stand_in, name) for name in deep_gemm.FUNCTIONS})
+    adapter, case = deep_gemm.load(CPU), index_case(32, 1)
+    case |= {"lengths": torch.zeros_like(case["lengths"])}
+    case |= {"page_table": torch.full_like(case["page_table"], -1)}
+    logits = adapter.index_logits(**case)
+    chosen = reference.top_k(logits, case["lengths"], k=9)
+    assert (chosen == -1).all()
+
+
+def test_products_are_asked_as_deep_gemm_takes_them(install: Install) -> None:
+    dense = test_adapter_linear.StandIn().fp8_gemm_nt
+    grouped = test_adapter_experts.StandIn().m_grouped_fp8_gemm_nt_masked
+    install(
+        "deep_gemm",
+        fp8_gemm_nt=signed(product, check_product, dense),
+        m_grouped_fp8_gemm_nt_masked=signed(products_of_experts, check_experts, grouped),
+    )
+    linear = deep_gemm_linear.load(CPU)
+    for count in (1, 5, 130):
+        values, weights, scales = test_adapter_linear.given(count)
+        linear.linear_fp8(values, weights, scales)
+    experts = deep_gemm_experts.load(CPU)
+    for counts in ([3, 0, 4], [0, 0, 1], [300, 1, 0]):
+        case = test_adapter_experts.case_of(counts, torch.bfloat16)
+        assert test_adapter_experts.run(experts, case).isfinite().all()
