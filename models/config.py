@@ -316,7 +316,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
 
     @property
     def usual_row(self) -> RowForm:
-        """The form of rows where no setting says one."""
+        """The form of rows unless a setting says otherwise."""
         return "bf16" if self.compressed is not None else "fp8"
 
     @property

@@ -40,7 +40,7 @@ State = Mapping[str, Tensor]
 
 
 class Entry(NamedTuple):
-    """A layer's normed input and what it is projected down to."""
+    """A layer's normed input and its down-projections."""
 
     hidden: Tensor
     query: Tensor

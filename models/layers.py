@@ -55,7 +55,7 @@ class Source:
         return plain(self.weight(name, out_dim, in_dim))
 
     def vector(self, name: str, dim: int) -> Tensor:
-        """Norm weights and biases are kept in float32 whatever the file holds."""
+        """Norm weights and biases are kept in float32, in whatever type the file has them."""
         return self.values(name, dim)
 
     def table(self, name: str, *shape: int) -> Tensor:

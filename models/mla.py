@@ -27,8 +27,8 @@ class Mla:
     """A logit per head that attention spreads its weight over too, with nothing to gain there."""
 
     def __init__(self, config: ModelConfig, source: Source, *, tp: int = 1) -> None:
-        """With `tp` ranks `source` has the share of one of them of the weights that make queries
-        and values: `head_count` heads of all."""
+        """With `tp` ranks `source` has one rank's share of the weights that make queries and
+        values: `head_count` of all heads."""
         c = config
         self._config = c
         self.head_count = heads = c.head_count // tp

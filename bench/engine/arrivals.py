@@ -147,7 +147,8 @@ def _engine(model: Model, load: ArrivingPrompts, chunk_tokens: int) -> Engine:
 def _prefilled(
     model: Model, load: ArrivingPrompts, prompts: Sequence[Sequence[int]]
 ) -> tuple[list[float], list[float]]:
-    """Seconds for one pack of prompts, one by one and together, in turn, after a warm-up."""
+    """Seconds for a pack of prompts, one prompt at a time and all together, in turn, after a
+    warm-up."""
     eng = _engine(model, load, load.chunk_tokens)
     seconds: dict[int, list[float]] = {1: [], load.pack: []}
     chosen = prompts[: load.pack]

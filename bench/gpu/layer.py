@@ -225,7 +225,7 @@ class LayerStages:
         return self._attend(self._layer.resident, where, 0, spare_sms=self._spare)
 
     def attend_fetched(self, where: Where, resident: Partial | None = None) -> Partial:
-        """Onto what is in the partial of side 0, which is the resident one."""
+        """Adds to the partial of side 0, which holds the resident rows."""
         spare_sms = self._spare if where.queries.stop < len(self._layer.queries) else 0
         return self._attend(self._layer.fetched, where, 0, spare_sms=spare_sms, adds=True)
 
@@ -372,8 +372,8 @@ def measure(layer: Layer, *, replays: int = REPLAYS) -> dict[str, list[float]]:
 def under_copies_us(
     layer: Layer, attend: Callable[[], Any], turns: int, *, replays: int
 ) -> list[float]:
-    """Attn0 from its own start to its own end, while so many copies that it cannot outlast them run
-    one after the other. All is queued behind a gate, so no launch is in the time."""
+    """The time of Attn0 from its own start to its own end, while copies run one after the other,
+    enough of them to outlast it. All is queued behind a gate, so no launch is in the time."""
     gate, whole = _gate(), range(layer.point.batch)
     copies = captured(lambda: copy_missing(layer, whole), layer.copies)
     attention = captured(attend, layer.compute)
@@ -400,7 +400,7 @@ def under_copies_us(
 def in_both_orders(
     layer: Layer, stages: dict[str, LayerStages], where: Where, replays: int
 ) -> dict[str, list[float]]:
-    """Attn0 on so many multiprocessors and the copy, two graphs on two streams."""
+    """Attn0 on a number of multiprocessors and the copy: two graphs on two streams."""
     taken = {}
     copy = captured(lambda: copy_missing(layer, where.requests), layer.copies), layer.copies
     for sms, spared in stages.items():
@@ -462,7 +462,7 @@ def layer_kernels() -> None:
 
 
 def layers(at: Iterable[Point]) -> Iterator[Layer]:
-    """One at a time: a caller lets go of one before it asks for the next."""
+    """Yields a layer at a time: the caller lets go of it before it asks for the next."""
     backend.ops("cuda")
     if not torch.cuda.is_available():
         raise Unavailable("the one-layer benchmark needs a GPU, and this machine has none")

@@ -276,7 +276,7 @@ def compare(moves: Moves, loop: Callable[..., int] | None) -> Iterator[Row]:
 
 
 def sizes(rig: GpuRig, raw: Bytes, byte_count: int) -> Iterator[Row]:
-    """The same bytes in small and in large rows: is the limit one of bytes or of requests?"""
+    """The same bytes in small and in large rows, to see whether bytes or requests are the limit."""
     for row_bytes in (128, ROW_BYTES, 4096):
         pool = raw[: raw.size // row_bytes * row_bytes].reshape(-1, row_bytes)
         moves = Moves(rig, "gather", byte_count // row_bytes, pool)

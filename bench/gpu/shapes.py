@@ -1,4 +1,4 @@
-"""Which of the shapes that compile well is the fastest here, and whether it is the one in use.
+"""Which of the shapes that compile well is the fastest here, and whether it is in use.
 
 Attention over 2,048 random rows of a slab, at the batches of the paper; index logits shared by the
 queries of a request against each alone; top-k with a list shared among programs against one program
@@ -101,7 +101,7 @@ def attention_rows(point: Point, timed: Timed, *, device: str) -> Iterator[Row]:
 
 
 def verdict(of: str, taken: dict[str, list[float]], config: dict[str, Any]) -> Iterator[Row]:
-    """A row for each, and whether the first one, which is in use, keeps up with the fastest."""
+    """A row for each shape, and whether the first, which is in use, keeps up with the fastest."""
     for name, samples in taken.items():
         yield row(f"{of}: {name}", "us", samples, **config)
     used = next(iter(taken))

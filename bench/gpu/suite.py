@@ -157,7 +157,7 @@ def load(place: str) -> Callable[..., Any]:
 
 
 def measure_one(name: str, *, smoke: bool, brief: bool, out: Path | None) -> bool:
-    """Written after every row: what is measured is kept, whatever comes then."""
+    """Writes the results after every row, so that a later failure loses none."""
     try:
         benchmark = load((BENCHMARKS | BRIEF if brief else BENCHMARKS)[name])
     except ImportError as error:
@@ -179,7 +179,8 @@ def measure_one(name: str, *, smoke: bool, brief: bool, out: Path | None) -> boo
 
 
 def measure_all(names: Sequence[str], *, smoke: bool, out: Path | None) -> bool:
-    """Each in a process of its own: a fault or a hang of the device ends one, and not the next."""
+    """Runs each benchmark in a process of its own: a fault or a hang of the device ends only that
+    benchmark."""
     rows: list[Row] = []
     finished = []
     if not smoke:

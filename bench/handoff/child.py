@@ -23,7 +23,7 @@ def next_line(asked: FileIO, meanwhile: Callable[[], None]) -> bytes:
 
 
 class Child:
-    """Runs `python -m module words...`; the process ends with the block, whatever it is doing.
+    """Runs `python -m module words...`; at the end of the block the process is ended.
 
     Our side buffers nothing: a line that was read ahead would not show in `select`.
     """

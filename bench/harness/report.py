@@ -1,4 +1,4 @@
-"""The one form of all benchmark results: rows with a ratio against a named baseline."""
+"""The form that all benchmark results share: rows with a ratio against a named baseline."""
 
 from __future__ import annotations
 

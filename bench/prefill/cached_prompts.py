@@ -1,4 +1,4 @@
-"""`ess-bench prefix`: the second turn of a conversation, with nine tenths of it cached.
+"""`ess-bench prefix`: the second turn of a conversation, nine tenths of which are cached.
 
     none    all of the prompt is computed
     host    the first turn's pages are in the host pool

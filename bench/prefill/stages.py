@@ -167,7 +167,7 @@ def _predictions(arm: StagesArm, name: str) -> list[Row]:
 
 def _middle(rans: Sequence[Ran], kind: Kind) -> list[list[float]]:
     """The median over rounds for each chunk in each stage. A clock with the times of one round
-    waits for whatever was slow in it, in any stage: noise does not cancel out there."""
+    waits for the slowest stage of that round: noise does not cancel out there."""
     rounds = np.array([stage_s(ran, kind) for ran in rans])
     middle: list[list[float]] = np.median(rounds, axis=0).tolist()
     return middle

@@ -90,7 +90,7 @@ def _served_rows(context: int, *, rounds: int) -> list[Row]:
 
 
 def _last_changed(prompt: Sequence[int]) -> list[int]:
-    """Another second turn, so that the one from disk was never computed before."""
+    """A different second turn, so that the turn from disk was never computed before."""
     shared = int(CACHED * len(prompt))
     return [*prompt[:shared], *reversed(prompt[shared:])]
 

@@ -1,1 +1,1 @@
-"""Ranks that divide the experts: what they send one another, and what hides it."""
+"""Ranks that divide the experts: what they send to each other, and what hides it."""

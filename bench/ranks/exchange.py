@@ -141,8 +141,8 @@ def volumes(ranks: list[Decoded], config: ModelConfig) -> list[Row]:
 
 
 def even_bytes(config: ModelConfig, ranks: int) -> tuple[float, float]:
-    """Out goes a line in bfloat16, and 2 bytes for each choice, to each other rank that has one of
-    the token's experts; back comes a line for each of its experts on other ranks."""
+    """A token sends a line in bfloat16, and 2 bytes for each choice, to each other rank that has
+    one of its experts; it gets back a line for each of its experts on other ranks."""
     total, chosen = config.expert_count, config.experts_per_token
     missed = math.comb(total - total // ranks, chosen) / math.comb(total, chosen)
     line = 2 * config.hidden_dim

@@ -257,7 +257,7 @@ def _judged(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Row:
-    """Met below `at_most`, whatever the sign, or above `at_least`."""
+    """Met if the absolute value is at most `at_most`, or the value at least `at_least`."""
     if at_least is not None:
         how, wanted, ratio = "at least", at_least, value / at_least
     else:

@@ -228,7 +228,7 @@ def config_of(plan: SliceRun, arm: DecodeArm, tokens: float) -> dict[str, Any]:
 
 
 def rate_row(plan: SliceRun, ours: Measured, rival: Measured | None = None) -> Row:
-    """Both outputs must agree wherever both have the request and the token."""
+    """Both outputs must agree for every request and token that both have."""
     if rival is None:
         value = statistics.median(ours.rates)
         return Row(

@@ -1,4 +1,4 @@
-"""How the ranks of one group communicate: links between stages, teams inside a stage.
+"""Communication between the ranks of a group: links between stages, teams inside a stage.
 
 link      frames sent in order to one peer, and what happens when the peer is lost
 team      the ranks of one stage: barrier, gather, exchange

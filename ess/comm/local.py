@@ -74,7 +74,8 @@ class _House:
             raise LinkLost(self.lost.rank, str(self.lost))
 
     def gathered(self, posts: dict[int, _Post], number: int, rank: int, size: int) -> list[Tensor]:
-        """The parts of all members for this one. The last member to call this drops the post."""
+        """The parts that all members sent to this member. The last member to call this drops the
+        post."""
         with self.changed:
             post = posts[number]
             if not self.wait(lambda: len(post.parts) == size, self.patience_s):

@@ -305,7 +305,7 @@ def _check_mesh(config: ProcessConfig) -> None:
 
 
 def _check_ranks(config: ProcessConfig) -> None:
-    """What engines that divide the experts can be."""
+    """Checks the settings of engines that divide the experts."""
     size, rank = config.dp_size, config.dp_rank
     if config.ep_size not in (0, size):
         raise BadInput(

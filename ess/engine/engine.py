@@ -313,7 +313,8 @@ class Engine:
             self.moved_count += self.offload.rebalance()
 
     def _launch(self) -> StepPlan:
-        """Where a request needs a page and none is free, makes room and tries again."""
+        """Launches a step. If a request needs a page and none is free, makes room and tries
+        again."""
         while True:
             try:
                 return self._flights.launch(self._roster)

@@ -210,7 +210,7 @@ class Handoffs:
             self._told.append((request, f"handoff {outcome.uid}: {outcome.sentence}"))
 
     def mark(self, request: Request, moment: str) -> None:
-        """What has happened to the request whose rows have landed, for the handoff's time line."""
+        """Notes an event of a request whose rows have landed, for the handoff's time line."""
         landed = self._landed.get(request.number)
         if landed is not None:
             assert self._port is not None, f"request {request.number} has landed without a port"
@@ -230,7 +230,7 @@ class Handoffs:
             self.ended.append(landed)
 
     def while_made(self, chunks: Sequence[Chunk]) -> Callable[[int], None] | None:
-        """What is to be called with each layer whose rows of these chunks are stored."""
+        """The function to call with each layer whose rows of these chunks are stored."""
         port = self._port
         if port is None:
             return None

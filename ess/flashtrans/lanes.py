@@ -49,8 +49,8 @@ def open_lane(*, device: str = "cpu", threads: int = 1, at_once_bytes: int = AT_
 
 
 def _stream_lane(ordinal: int, threads: int) -> Lane:
-    """A lane whose jobs follow the stream that is torch's current one at submission, or the default
-    stream where torch is not loaded."""
+    """A lane whose jobs follow torch's current stream at submission, or the default stream if torch
+    is not loaded."""
     from ess.flashtrans.stream_lane import StreamLane
     from ess.kernels.cuda.driver import Device
 

@@ -108,7 +108,7 @@ class LatentPool:
         self.is_unsaid = self.is_common
 
     def say(self) -> None:
-        """When this returns, every process may read what has changed."""
+        """Publishes the changes: when this returns, every process may read them."""
         if self._common is not None and self.is_unsaid:
             self.is_unsaid = False
             self._common.written()

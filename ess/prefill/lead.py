@@ -118,8 +118,7 @@ class Lead:
         sampling: Sampling | None = None,
         **options: Unpack[RequestOptions],
     ) -> Request:
-        """As an engine's `add`. Every request hands over its rows; none is decoded or scored
-        here."""
+        """Like `Engine.add`. Every request hands over its rows; none is decoded or scored here."""
         request = self._intake.made(prompt, sampling, **options)
         _check_options(request)
         vocabulary = self._issuer.stage.runner.model.config.vocab_size

@@ -42,7 +42,8 @@ class Compressor:
 
     @property
     def span(self) -> int:
-        """How many tokens an entry is made of; of the first one, which none overlap, fewer."""
+        """How many tokens an entry is made of; the first entry has fewer, as no entry overlaps
+        it."""
         return (1 + self.overlaps) * self.rate
 
     def first_token(self, entry: int) -> int:

@@ -21,7 +21,8 @@ from ess.models.weights.kept import plain
 
 
 class Indexer:
-    """Keys are entries of a compressor of its own; queries are made of attention's low-rank one."""
+    """Its keys are entries of its own compressor; its queries are made from attention's low-rank
+    query."""
 
     def __init__(self, config: ModelConfig, source: Source, rate: int) -> None:
         c, heads = config, config.index_head_count
@@ -142,7 +143,7 @@ class CompressedModel(Model):
         return self.positions.at(positions)
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """The streams as one, normed."""
+        """Joins the streams and norms the result."""
         return self._last_norm(self._joining(hidden))
 
     def logits(self, finished: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""One short file per family: what of a configuration it reads, and what its layers do."""
+"""A short file for each family: which keys of a configuration it reads, and what its layers do."""

@@ -211,7 +211,7 @@ def _kinds(said: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _module_count(said: Mapping[str, Any]) -> Any:
-    """One MTP module is read. Several of them, or the ones of DSpark, draft in ways that are not
+    """One MTP module is read. Several modules, or those of DSpark, draft in ways that are not
     computed here: such a model is served without drafts."""
     count = said.get(MODULES, 0)
     if said.get("dspark_block_size") or (_is_count(count) and count > 1):

@@ -93,7 +93,7 @@ def _recurrent(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows_chosen(said: Mapping[str, Any]) -> object:
-    """Those of the chosen units, and the most that are behind the last whole one."""
+    """Rows of the chosen units, and the most rows behind the last whole unit."""
     rows, unit = said.get("index_topk"), said.get("index_kpool", POOLED["index_kpool"])
     for count in (rows, unit):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:

@@ -1,4 +1,4 @@
-"""Which guests there are, and what exactly is fetched for each. Needs no torch."""
+"""The guests there are, and exactly which files are fetched for each. Needs no torch."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ EXPERTS: Final = 3
 
 @torch.inference_mode()
 def build_ahead(model: Model, *, count_max: int, clock: Clock, tell: Callable[[str], None]) -> None:
-    """For products of 1 to `count_max` tokens, and of the lines that experts have of so many.
-    `tell` is given a line for each shape, since a first start may take minutes of which nothing
-    else is seen."""
+    """Builds the programs for products of 1 to `count_max` tokens, and of the lines that their
+    experts get. `tell` is given a line for each shape, since a first start may take minutes of
+    which nothing else is seen."""
     started_s, found = clock.now_s(), one_of_each_shape(model)
     for number, weight in enumerate(found, start=1):
         if weight.values.is_cpu:

@@ -49,7 +49,7 @@ class Records:
         return b"".join(map(self._of_line, lines))
 
     def end(self) -> bytes:
-        """What is left of the text, which has ended."""
+        """Ends the text; returns what is left of it."""
         return self._of_line(self._rest) + self._of_fault()
 
     def _of_line(self, line: bytes) -> bytes:

@@ -181,7 +181,7 @@ class Service:
 
     @property
     def state(self) -> str:
-        """What the server does, in a word."""
+        """The state of the server, in a word."""
         if self.link.state == "lost":
             return "lost"
         if self.draining:

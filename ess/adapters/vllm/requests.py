@@ -23,7 +23,7 @@ SENT_STATES: Final = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 @dataclass(frozen=True, slots=True)
 class Order:
     """The first `stop` tokens of the prompt have rows when the step ends. With a `prompt` the
-    request begins, or begins anew in other blocks; without, `blocks` are further ones."""
+    request begins, or begins anew in other blocks; without it, `blocks` are added."""
 
     name: str
     uid: int
@@ -111,7 +111,7 @@ class Requests:
         return StepOrders(tuple(orders), tuple(news.finished), tuple(news.given_up), preempted)
 
     def finished(self, request: Any, blocks: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM is to keep the blocks, and what its answer carries."""
+        """Whether vLLM is to keep the blocks, and the parameters that its answer carries."""
         name = request.request_id
         leaving = self._leaving.pop(name, None)
         if leaving is None:

@@ -1,4 +1,4 @@
-"""Settings of `kv_connector_extra_config`, and what is read from vLLM's own configuration."""
+"""Settings of `kv_connector_extra_config`, and values read from vLLM's own configuration."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """The most tokens that any rank brings to an exchange of each part of this step: of halves, to
-    the larger one."""
+    """The most tokens that any rank brings to an exchange, for each part of this step; for halves,
+    to the exchange of the larger half."""
 
     batch: int = 0
     half: int = 0

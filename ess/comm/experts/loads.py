@@ -70,7 +70,7 @@ class Loads:
 
 
 class DeviceLoads(Loads):
-    """A count for each of the layers that it is told to `expect`, in memory that stays: graphs add
+    """A count for each of the layers given to `expect`, in memory that stays in place: graphs add
     to it."""
 
     def __init__(self, expert_count: int, device: torch.device, fetch: Fetch) -> None:

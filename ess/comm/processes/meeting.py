@@ -1,4 +1,4 @@
-"""How processes become a group: they meet at the lead's store, then connect to one another.
+"""How processes become a group: they meet at the lead's store, then connect to each other.
 
     store    the lead's, at `init`: the address of every rank; all leave it when all have met
     wires    the higher rank dials the lower: its reports to the lead, its stage to the one before
@@ -252,7 +252,7 @@ class Meeting:
             raise Unavailable(f"{name} cannot be reached at {host}:{port}: {wrong}") from wrong
 
     def _answer(self, listener: socket.socket) -> None:
-        """Waits for all ranks that dial this one; refuses strangers."""
+        """Waits for all ranks that dial this rank; refuses strangers."""
         place = self._place
         expected = {ends for ends in _wires_of(place) if ends.answerer == place.rank}
         while expected:
@@ -357,7 +357,8 @@ class Meeting:
 
 
 def _wires_of(place: RankPlace) -> list[Ends]:
-    """The connections of this rank: of every rank to rank 0, of each stage to the one before."""
+    """The connections of this rank: every rank connects to rank 0, each stage to the stage
+    before."""
     pairs = [(REPORT, rank, 0) for rank in range(1, place.size)]
     pairs += [(STAGE, rank, rank - place.team) for rank in range(place.team, place.size)]
     return [

@@ -149,7 +149,7 @@ class WiredTeam:
         return [int(count) for count in counts]
 
     def _shapes(self, tensors: list[Tensor]) -> list[torch.Size]:
-        """The shapes of all tensors that the members send to this one, by member."""
+        """The shapes of all tensors that the members send to this member, by sender."""
         mine = torch.zeros(self.size, _SIZES, dtype=torch.int64)
         for to, tensor in enumerate(tensors):
             mine[to, : tensor.dim() + 1] = torch.tensor([tensor.dim(), *tensor.shape])

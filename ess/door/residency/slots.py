@@ -146,7 +146,8 @@ class Slots:
     def started(
         self, plan: FetchPlan, lookup: Lookup, split: Split, query_count: int
     ) -> tuple[TimedFetch | None, ...]:
-        """What each layer of the plan's group has to wait for; rows in place go by host row."""
+        """The fetch that each layer of the plan's group has to wait for; rows in place are named by
+        host row."""
         if plan.place_count or lookup.unwritten_count:
             self._refuse_unwritten(plan, split, query_count)
             assert not lookup.unwritten_count, "a row never written is to be fetched"
@@ -166,7 +167,7 @@ class Slots:
     def _fetches(
         self, plan: FetchPlan, lookup: Lookup, layers: tuple[int, ...]
     ) -> tuple[TimedFetch | None, ...]:
-        """What each layer of the group has to wait for."""
+        """The fetch that each layer of the group has to wait for."""
         if plan.is_landed:
             times = lookup.times[: len(layers) + 1].tolist()
             self.timings.copied(layers, list(pairwise(times)))

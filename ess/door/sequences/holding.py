@@ -252,7 +252,7 @@ class Holding:
         return {name: max(0, count - promised[name]) for name in (HOST_PAGES, INDEX_PAGES)}
 
     def add(self, count: int, short: dict[str, int]) -> None:
-        """What is `short` of the promise fits: `grow` has checked it."""
+        """Adds the pages that are `short` of the promise; `grow` has checked that they fit."""
         pools, first = self._pools, self.page_count
         assert self._reservation is not None, "what grows is active"
         assert 0 < count <= pools.tables.page_max - first, f"{count} pages behind {first}"

@@ -149,10 +149,10 @@ class Sequence:
 
     @property
     def beside(self) -> Tensor:
-        """What its engine keeps beside its rows, uint8 [layout.request_state_bytes(length_max)]:
-        for the engine to write; zeros at first, the first layout.state_bytes of them. It is there
-        while the sequence is active; a fork has a copy, and preemption takes it to the host. With a
-        cached prefix it is what was kept there."""
+        """The state that its engine keeps beside its rows, uint8
+        [layout.request_state_bytes(length_max)]: for the engine to write; zeros at first, the first
+        layout.state_bytes of them. It is there while the sequence is active; a fork has a copy, and
+        preemption takes it to the host. With a cached prefix it is what was kept there."""
         require_state(self, "active")
         if self.owner.pools.states is None:
             raise BadInput(f"{self.owner.pools.layout.name!r} keeps nothing beside its rows")

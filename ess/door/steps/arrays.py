@@ -77,7 +77,7 @@ class StepArrays(Protocol):
 
     @property
     def positions(self) -> Array:
-        """Where the token of each query is in its sequence's text."""
+        """The position of each query's token in its sequence's text."""
 
     def page_table(self) -> Tensor:
         """[queries, pages] active pages, -1 padded."""

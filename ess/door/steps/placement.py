@@ -126,7 +126,8 @@ class Placement(Protocol):
     def observe(
         self, step: Step, layer: int, queries: range, selection: Array, logits: Array
     ) -> None:
-        """What the indexer gave every position of these queries, before they are resolved."""
+        """Takes the indexer's logits for every position of these queries, before they are
+        resolved."""
 
     def locate(self, step: Step, layer: int, queries: Many[int], selection: Array) -> Tensor:
         """Slots of the selected rows, -1 where one is absent. Nothing is fetched."""
@@ -138,10 +139,10 @@ class Placement(Protocol):
         """Codes that read the truth on the host, even where a row is resident."""
 
     def record(self, step: Step) -> object:
-        """What the step's calls have queued, for steps that replay it."""
+        """A recording of the step's queued calls, for steps that replay them."""
 
     def replay(self, step: Step, recorded: object) -> None:
-        """A graph has queued it again."""
+        """Notes that a graph has queued the recorded calls again."""
 
     def seal(self, step: Step, accepted: Kept) -> None:
         """Keeps the first `accepted` new rows of each sequence and drops the others."""

@@ -258,7 +258,7 @@ class Step:
     def observe(
         self, layer: int, selection: Any, logits: Any, *, queries: range | None = None
     ) -> None:
-        """What the indexer gave every position, and the selection that it led to.
+        """Takes the indexer's logits for every position, and the selection made from them.
 
         `logits` is float32 [queries, positions]. Slots that give way by score follow it, so it
         comes before `resolve`; an offload that does not want scores refuses it.
@@ -383,8 +383,8 @@ class Step:
     # ---- graphs of a device
 
     def record(self) -> Recording:
-        """What has been called, for steps that replay the graph that it was captured into. Compute
-        waits for all fetches: the last call of a capture."""
+        """A recording of the step's calls, for steps that replay the graph into which they were
+        captured. Compute waits for all fetches: the last call of a capture."""
         self._require_open()
         counts = dict(self._row_counts), dict(self._key_counts)
         placed = self.owner.placement.record(self)

@@ -27,7 +27,7 @@ class PartAnswer(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What the calls of a step were, between `begin` and `seal`."""
+    """The calls of a step between `begin` and `seal`."""
 
     query_count: int
     row_counts: dict[int, int]

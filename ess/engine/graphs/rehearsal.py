@@ -96,7 +96,7 @@ def kinds(runner: Runner, replays: Replays, width: int) -> Iterator[Kind]:
 
 
 def one_of_each_bucket(runner: Runner, replays: Replays, width: int) -> list[Kind]:
-    """What the others do follows from how many tokens are decoded, and from nothing else."""
+    """A kind for each bucket. What other ranks do depends only on how many tokens are decoded."""
     found: dict[tuple[int, ...], Kind] = {}
     for kind in kinds(runner, replays, width):
         found.setdefault(kind.counts, kind)

@@ -63,7 +63,7 @@ Key: TypeAlias = tuple[Course | None, Hashable]
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a step has made, on its device."""
+    """The results of a step, on its device."""
 
     said: Said
     hits: HitCounter

@@ -122,7 +122,7 @@ class Batch:
 
 
 class Shared(Protocol):
-    """What the stages of a layer need of a batch or a prompt chunk."""
+    """The parts of a batch or a prompt chunk that the stages of a layer need."""
 
     @property
     def layout(self) -> ModelLayout: ...

@@ -83,8 +83,8 @@ class Carried:
         self.beside.lengths[self.lines] = self.starts + count
 
     def through(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        """What the tokens read of the layer's states, [tokens, ...]: those of the first sequence,
-        then those of the next."""
+        """The values that the tokens read from the layer's states, [tokens, ...], sequence after
+        sequence."""
         held = self.beside.of(layer)
         state = {name: lines[self.lines] for name, lines in held.items()}
         read, after = layer.carry(hidden.view(len(self.lines), -1, hidden.shape[1]), state)

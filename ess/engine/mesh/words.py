@@ -88,7 +88,7 @@ class Holds(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Full(msgspec.Struct, frozen=True, array_like=True):
-    """What a PoolFull says."""
+    """The fields of a PoolFull."""
 
     limiter: str
     needed: int

@@ -45,8 +45,8 @@ def disk_of(
 
 
 def _arithmetic(chosen: ProcessConfig) -> str:
-    """What rounds otherwise. Where answers are the same to the last bit, pages of another release
-    or other instructions are others too."""
+    """Names everything that may round differently. Where answers are the same to the last bit,
+    pages made by another release or with other instructions do not count as the same."""
     if not chosen.deterministic:
         return chosen.backend
     kernels = f"{native.kernels()} {native.has_tiles()}" if native.available() else ""

@@ -45,7 +45,8 @@ class Driven(Protocol):
     def pump(self) -> None: ...
 
     def stand_by(self) -> None:
-        """When it is idle: what other engines, with which it divides the experts, wait for."""
+        """Called when the engine is idle: does the part of a step for which engines that share the
+        experts wait."""
 
     @property
     def rest_s(self) -> float:

@@ -37,7 +37,8 @@ def rank_of(launch: Launch) -> Rank:
 
 
 def join(rank: Rank, secret: str) -> Group:
-    """Where its tensors are on a device, that is the process's device from here on."""
+    """Joins the group. If tensors are on a device, that device is the process's own from here
+    on."""
     if is_device(rank.device):
         torch.cuda.set_device(ordinal_of(rank.device))
     return join_group(

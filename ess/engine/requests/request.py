@@ -242,7 +242,7 @@ class Request:
         return "length" if self.left_count == 0 else None
 
     def check(self) -> None:
-        """What holds between two steps of the engine."""
+        """Checks what must hold between two steps of the engine."""
         name = f"request {self.number} ({self.state})"
         ended, here = self.state == "finished", self.sequence is not None
         assert ended == (self.reason is not None), f"{name} has the reason {self.reason}"

@@ -50,7 +50,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """What all launches of an engine use. Without `replays` every step runs eagerly."""
+    """Everything that all launches of an engine use. Without `replays` every step runs eagerly."""
 
     runner: Runner
     future: Future
@@ -99,7 +99,7 @@ class Launcher:
         return Flight(turns, step, draft_count, lap, results.hits.seen())
 
     def learn(self, flight: Flight) -> tuple[Outcome, ...]:
-        """What the oldest step has made; LinkLost if another rank's part of it may be missing."""
+        """The results of the oldest step; LinkLost if another rank's part of it may be missing."""
         outcomes = self.future.learn(flight.step.number)
         self.ranks.check()
         kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]

@@ -115,7 +115,7 @@ class Chain:
 
 
 def _first_selection(batch: Batch, mtp: Mtp) -> Tensor:
-    """What each query of the step has selected in the module's layer."""
+    """The selection of each query of the step in the module's layer."""
     parts = batch.selected[batch.layout.group_of(mtp.layer.number)]
     chosen = torch.cat([parts[part] for part in sorted(parts, key=lambda part: part.start)])
     assert len(chosen) == len(batch.lengths), f"{len(chosen)} selections of the module's queries"

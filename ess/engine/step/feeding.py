@@ -67,7 +67,7 @@ class Fed(Protocol):
 
     @property
     def form(self) -> Hashable:
-        """What decides, beside the numbers of queries, what `choose` does."""
+        """The key that, with the numbers of queries, determines the work of `choose`."""
 
     def choose(self, logits: Tensor) -> Chosen: ...
 

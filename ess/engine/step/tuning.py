@@ -115,14 +115,14 @@ class Tuning:
         self._since: _Since | None = None
 
     def vector(self, step: Step) -> Vector:
-        """What this step runs. Asked once per step, before its first layer."""
+        """The modes of this step. Asked once per step, before its first layer."""
         wanted = self._wanted(step)
         if not self._asks_first or Mode.RESIDENT not in wanted:
             return wanted
         return self._proven(wanted, is_there=self._offload.all_resident(step.sequences))
 
     def first_vectors(self) -> tuple[Vector, ...]:
-        """What a device's first steps run: with all rows in slots, and without."""
+        """The modes of a device's first steps: with all rows in slots, and without."""
         wanted = self._fixed or (Mode.RESIDENT,) * self._offload.layout.layer_total
         vectors = (self._proven(wanted, is_there=is_there) for is_there in (True, False))
         return tuple(dict.fromkeys(vectors))
@@ -275,8 +275,8 @@ class Tuning:
         return policy.advance(state, seen)
 
     def _observed(self, since: _Since, stats: Stats) -> Observation:
-        """What the steps since the last look had to move, and beside what; of steps that ran in
-        two halves, the same for one half."""
+        """The rows that the steps since the last look had to move, and the times beside which they
+        moved; for steps that ran in two halves, the same for a half."""
         assert since.step_count > 0, "an observation of no step"
         assert since.request_count > 0, "steps without requests"
         layout, half_count = self._offload.layout, 1 if self.reasons else 2

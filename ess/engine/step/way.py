@@ -21,7 +21,7 @@ class Way(Protocol):
     def heads(self) -> Heads: ...
 
     def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> Said:
-        """What the step says, when its rows have been made in every layer of this runner."""
+        """The results of the step, once its rows have been made in every layer of this runner."""
 
     def prefilled(
         self, runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None

@@ -318,7 +318,7 @@ class Matcher:
 
 
 def _asked(grammar: Grammar) -> dict[str, str]:
-    """What is sent to the process that compiles the grammar."""
+    """The message to the process that compiles the grammar."""
     text = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
     whitespace = "" if _chooses_whitespace(text) else WHITESPACE
     return {"kind": grammar.kind, "text": text, "whitespace": whitespace}
@@ -339,7 +339,7 @@ def _chooses_whitespace(text: str) -> bool:
 
 
 def described(tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> bytes:
-    """What the processes need to know of the vocabulary."""
+    """The description of the vocabulary that the processes need."""
     described = {
         "tokenizer": tokenizer.to_json(),
         "tokens": [tokenizer.bytes_of(token).hex() for token in range(len(tokenizer))],

@@ -1,1 +1,1 @@
-"""The ops of a CPU: native code, and what binds it."""
+"""The ops of a CPU: native code, and its bindings."""

@@ -52,7 +52,8 @@ def _record(call: IndexQueries) -> records.Index:
 
 
 def _refuse(fault: int, span: Span, *, width: int, page_count: int) -> None:
-    """The compiled function says which list of ids is out of range, and what it spans."""
+    """Raises BadInput with the list of ids that the compiled function found out of range, and its
+    span."""
     if fault == 1:
         require_ids("lengths", *span, low=0, limit=width + 1)
     if fault == 2:

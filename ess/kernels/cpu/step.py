@@ -53,7 +53,7 @@ def turns(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def embedded(table: Tensor, ids: Tensor) -> Tensor | None:
-    """Rows of a table of bf16 or float32, as float32; None where it lacks one."""
+    """Rows of a table of bf16 or float32, as float32; None where the table lacks a row."""
     assert ids.dtype == torch.int64, f"ids of {ids.dtype}"
     assert table.is_contiguous(), f"a table with strides {table.stride()}"
     assert ids.is_contiguous(), f"ids with strides {ids.stride()}"

@@ -1,4 +1,4 @@
-"""The CUDA driver, checked: one device, its context (the one torch uses too), its kernels.
+"""The CUDA driver, checked: a device, its context (which torch uses too), its kernels.
 
 Handles of the driver are plain numbers here. The caller makes a Device and passes it on; it keeps
 the programs that it has loaded.
@@ -109,8 +109,9 @@ class Device:
         return module[0]
 
     def wait_for_all(self) -> None:
-        """For what goes, whatever stream may use it; streams that are garbage too may be gone. At
-        interpreter exit the driver may be gone as well, and with it what was queued."""
+        """Waits for all streams before memory is freed, since any of them may use it; their own
+        handles may be gone already. At interpreter exit the driver may be gone as well, and with it
+        all queued work."""
         attempt("cuCtxSetCurrent", self.context)
         attempt("cuCtxSynchronize")
 
@@ -132,7 +133,8 @@ class Device:
 
 @functools.cache
 def shared_device(ordinal: int) -> Device:
-    """The one that pools and movers of this process share: each program is loaded once."""
+    """The device object that all pools and movers of this process share, so that each program is
+    loaded once."""
     return Device(ordinal)
 
 
@@ -226,8 +228,8 @@ def why_missing(ordinal: int = 0) -> str | None:
 
 
 def _why_too_old() -> str | None:
-    """Within a generation of CUDA any driver loads what any compiler has made; an older one does
-    not, and says so only when the first kernel is loaded."""
+    """Within a generation of CUDA any driver loads the output of any compiler. A driver of an older
+    generation does not, and says so only when the first kernel is loaded."""
     version, generation = int(call("cuDriverGetVersion")), program.compiler_generation()
     if version // 1000 >= generation:
         return None

@@ -130,7 +130,7 @@ def compiler_version() -> str:
 
 
 def compiler_generation() -> int:
-    """The CUDA whose drivers, and later ones, load what is compiled here."""
+    """The version of CUDA whose drivers, and all later drivers, load what is compiled here."""
     return int(_version()[0])
 
 

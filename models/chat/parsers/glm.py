@@ -27,7 +27,7 @@ VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """The marks of calls. `outer` is around all calls of a reply, where there is one."""
+    """The marks of calls. `outer`, if any, is around all calls of a reply."""
 
     think: str = ""
     think_end: str = THINK_END

@@ -111,7 +111,7 @@ class MistralParser(HeldCalls):
         return self._enter(self._arguments)
 
     def _arguments(self) -> bool:
-        """An object ends at a closing brace; it is not one before it reads as one."""
+        """An object ends at the first closing brace up to which the text is an object."""
         try:
             parsed = _object_at(self._text, MISTRAL_CALL)
         except (ValueError, RecursionError):

@@ -149,8 +149,8 @@ class StreamParser:
 
 
 def as_json(text: str, types: Types | None = None) -> str:
-    """A value that claims to be JSON; one that is not becomes a string, so the whole stays JSON.
-    So does one whose type is not among `types`, if strings are."""
+    """A value that claims to be JSON. If it is not, it becomes a string, so that the whole stays
+    JSON. So does a value whose type is not among `types`, if strings are."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -96,8 +96,8 @@ class Delta(Mla):
         return (bound * (self._fade_rate * heads).sigmoid()).flatten(1)
 
     def run(self, given: Tensor, state: State) -> tuple[Tensor, State]:
-        """What each token reads, float32 [sequences, tokens, heads, dim], and the states behind the
-        last ones; `given` is [sequences, tokens, ...]."""
+        """The values that each token reads, float32 [sequences, tokens, heads, dim], and the states
+        after the last tokens; `given` is [sequences, tokens, ...]."""
         wide, heads, count = self._dim, self.head_count, given.shape[1]
         raw, fades, shares = torch.split(given, [3 * wide, wide, heads], -1)
         channels = torch.cat((state.channels, raw), 1)
@@ -128,7 +128,8 @@ class Delta(Mla):
 
 
 class RecurrentLayer(MixedLayer):
-    """`attended` of its output is what tokens have read of its state."""
+    """`attended`, the input of its output projection, is what the tokens have read from the
+    state."""
 
     has_rows = False
 

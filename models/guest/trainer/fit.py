@@ -96,7 +96,7 @@ def _future(at: Tensor, length: int) -> Tensor:
 
 
 class Fitting:
-    """One layer: its mixtures, and what a query has of them."""
+    """One layer: its mixtures, and each query's weights of them."""
 
     def __init__(self, model: Model, recipe: Recipe) -> None:
         c = model.config

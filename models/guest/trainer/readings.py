@@ -1,4 +1,4 @@
-"""What the indexer of a guest is trained on: text that lies on this machine already.
+"""The text that the indexer of a guest is trained on, which is on this machine already.
 
 The doc strings and the sources of Python's standard library. Python's own reference is left out: it
 is what the benchmarks read.

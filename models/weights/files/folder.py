@@ -1,4 +1,4 @@
-"""The one place that opens a checkpoint's files.
+"""The only place that opens a checkpoint's files.
 
 Contract: nothing outside the folder is opened, whatever config.json or the index say. The folder
 is opened once; every file is then opened by a plain name relative to that descriptor, without

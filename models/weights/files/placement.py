@@ -1,4 +1,5 @@
-"""Which files of a folder hold a checkpoint's tensors, and what they hold. Reads no tensor."""
+"""Which files of a folder hold a checkpoint's tensors, and which tensors they hold. Reads none of
+them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Sides(Generic[S]):
-    """What is compared: with offload, and resident where that fits."""
+    """The two sides of the comparison: with offload, and resident where that fits."""
 
     offload: S
     resident: S | None

@@ -233,7 +233,7 @@ class Counted(Protocol):
 
 
 def usage_of_chunk(shape: Counted, *, is_last_only: bool, counts: bool) -> dict[str, Any]:
-    """What a chunk says of usage: the counts so far, null until the last chunk, or nothing."""
+    """The usage in a chunk: the counts so far, null until the last chunk, or nothing."""
     if counts:
         return {"usage": shape.usage()}
     return {"usage": None} if is_last_only else {}

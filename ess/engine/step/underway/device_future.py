@@ -38,7 +38,7 @@ GREEDY: Final = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a step has said. `block` has a line for each sequence: how many targets count, `width`
+    """The results of a step. `block` has a line for each sequence: how many targets count, `width`
     targets, then drafts. `chances` has an entry, by number, for each feed whose request wants
     chances."""
 

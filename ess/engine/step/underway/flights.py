@@ -130,7 +130,7 @@ class Flights:
             turn.request.draft_count = flight.draft_count
 
     def learn(self) -> tuple[Outcome, ...]:
-        """What the oldest step has made. What it took goes into the pace."""
+        """Takes the results of the oldest step; its time goes into the pace."""
         flight = self._flights.popleft()
         outcomes = self._launcher.learn(flight)
         self._runner.verifier.learned(flight.step.number)
@@ -167,7 +167,7 @@ class Flights:
         self._ranks.counts = True
 
     def _parts_of_rehearsal(self) -> Sequence[Callable[[], None]]:
-        """As many on every rank."""
+        """The parts of a rehearsal; every rank has the same number."""
         if self.replays is None:
             return ()
         verified, expert_ranks = self.pace.verified_count, self._runner.model.expert_ranks

@@ -145,7 +145,7 @@ class _Work(NamedTuple):
         return torch.empty(shape, dtype=torch.int32, device=self.queries.device)
 
     def _parts(self, programs: int) -> Partial:
-        """Two of each program: dense, so that they lie behind one another."""
+        """Two parts of each program: dense, so that the second lies behind the first."""
         shape, device = (2 * programs, self.shape.heads), self.queries.device
         out = torch.empty(*shape, self.codec.latent_dim, device=device)
         return Partial(out, torch.empty(shape, device=device))
@@ -195,9 +195,9 @@ class _Work(NamedTuple):
 
 
 def pieces_max(lists: int, blocks: int, programs: int, least: int) -> int:
-    """How many pieces a program may get of at most so many blocks: a list has a block or more, and
-    a share may cut one at each end. `shares` says when fewer programs have any: a share is then
-    less than twice the least, or the lists are fewer than the programs."""
+    """How many pieces a program may get from at most `blocks` blocks: a list has at least a block,
+    and a share may cut a list at each end. `shares` says when fewer programs have any: a share is
+    then less than twice the least, or the lists are fewer than the programs."""
     share = max(div_ceil(blocks, programs), 2 * least)
     return min(lists, share + div_ceil(lists, programs) + 1)
 

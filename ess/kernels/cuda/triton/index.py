@@ -101,7 +101,7 @@ def in_half(query_dtype: torch.dtype, codec: IndexCodec) -> bool:
 
 
 class LogitsShape(NamedTuple):
-    """How many queries share their keys, keys of a product, and what Triton makes of a program."""
+    """How many queries share their keys, how many keys a product has, and Triton's options."""
 
     each: int
     keys: int

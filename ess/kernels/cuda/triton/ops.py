@@ -71,7 +71,7 @@ def attend(call: Attend) -> None:
 
 
 def index_logits(call: IndexQueries, out: Tensor) -> None:
-    """Here alone is what lies behind a length written; a top-k has the lengths."""
+    """Only this op writes the logits behind a length, as -inf; a top-k knows the lengths."""
     _logits(call, out.fill_(float("-inf")))
 
 

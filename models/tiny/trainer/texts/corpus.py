@@ -223,7 +223,8 @@ def _key(text: str) -> bytes:
 
 @dataclass(slots=True)
 class Deduplicator:
-    """Keeps a paragraph the first time; drops whatever the forbidden side already has."""
+    """Keeps a paragraph the first time; drops every paragraph that the forbidden side already
+    has."""
 
     forbidden: frozenset[bytes] = frozenset()
     seen: set[bytes] = field(default_factory=set)

@@ -102,7 +102,7 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
 
 
 def room_of(found: Found, settings: Settings, *, process_count: int = 1) -> int:
-    """What may be planned of a device, of all its processes together."""
+    """The bytes of a device that may be planned, for all its processes together."""
     meets = settings.dp_size > 1 or settings.is_staged
     reserved = process_count * RESERVED * (1 + meets)
     most = size_of(settings.device_bytes, of=found.total_bytes)

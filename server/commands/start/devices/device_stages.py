@@ -57,7 +57,7 @@ LEAVING: Final = AHEAD_MAX + 1 + PACKS
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What is the same for all stages."""
+    """The values that all stages share."""
 
     settings: Settings
     config: ModelConfig

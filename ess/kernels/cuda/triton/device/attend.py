@@ -139,8 +139,8 @@ def attend(
     IN_BF16: tl.constexpr, INTERPRETED: tl.constexpr, PRECISION: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Writes out and lse [query, head] of every list that is whole in `pieces`, which `shares`
-    lays out; the part of another lies behind `out` and `lse`, so many numbers away.
+    """Writes out and lse [query, head] of every list that is whole in `pieces`, which `shares` lays
+    out; the part of a cut list lies behind `out` and `lse`, that many numbers away.
 
     ADDS goes on from the partial that is there, as if its rows had been the first of the list: a
     list that is empty then costs nothing, and no second partial is ever written. A list in pieces

@@ -12,7 +12,7 @@ from ess.kernels.cuda.triton.device.floats import load, narrow
 
 @triton.jit
 def take(tokens, lines, ends, out, last, token_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The bits of a line, whatever they mean."""
+    """The bits of a line, of any type."""
     line = tl.program_id(0).to(tl.int64)
     if line < tl.load(ends + last):
         start = tokens + tl.load(lines + line) * token_stride

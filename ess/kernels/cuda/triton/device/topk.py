@@ -92,7 +92,7 @@ def gather_reaching(
 @triton.jit
 def _select(values, positions, count, bound, equals, out, HAS_POSITIONS: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
-    """Writes the positions of what is above `bound`, and of the first so many of its equals."""
+    """Writes the positions of the values above `bound`, and of the first values equal to it."""
     written = tl.zeros((), tl.int32)
     passed = tl.zeros((), tl.int32)
     for start in range(0, count, BLOCK):
