@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.clock import Clock
-from ess.door.memory.pools import HostPools
+from ess.door.memory.pools import HostPools, Pools
 from ess.flashtrans.lanes import DoneEvent
 from ess.kernels.streams import Event
 from ess.layout import ModelLayout
@@ -66,6 +66,19 @@ class Stats:
         """Share of selected entries that were resident, over all groups."""
         asked = int(self.hit_count.sum() + self.miss_count.sum() + self.place_count.sum())
         return float(self.hit_count.sum()) / asked if asked else 1.0
+
+
+def pool_counts(pools: Pools) -> dict[str, Any]:
+    """The sizes of the pools, and what is free in them now, as fields of `Stats`."""
+    groups, pages = range(pools.layout.group_count), pools.index.pages
+    return {
+        "slot_count": np.array([pools.sparse.slot_count(g) for g in groups], np.int64),
+        "host_page_count": pools.latent.pages.page_count,
+        "free_host_page_count": pools.latent.free_count,
+        "index_page_count": pages.page_count,
+        "free_index_page_count": pages.free_count,
+        "disk": None if pools.shelf is None else pools.shelf.uses,
+    }
 
 
 class Counters:
@@ -135,17 +148,12 @@ class Counters:
 
     def read(self, pools: HostPools, timings: Timings) -> Stats:
         groups = range(pools.layout.group_count)
+        counted: dict[str, Any] = {**self._counts, **timings.counts}
         return Stats(
-            **{name: counts.copy() for name, counts in self._counts.items()},
-            **{name: counts.copy() for name, counts in timings.counts.items()},
+            **{name: counts.copy() for name, counts in counted.items()},
             used_slot_count=np.array([pools.sparse.used_count(g) for g in groups], np.int64),
-            slot_count=np.array([pools.sparse.slot_count(g) for g in groups], np.int64),
             step_count=self.step_count,
-            host_page_count=pools.latent.pages.page_count,
-            free_host_page_count=pools.latent.free_count,
-            index_page_count=pools.index.pages.page_count,
-            free_index_page_count=pools.index.pages.free_count,
-            disk=None if pools.shelf is None else pools.shelf.uses,
+            **pool_counts(pools),
         )
 
 

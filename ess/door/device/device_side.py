@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ess.door.device.steps.stopwatch import Stopwatch
 from ess.door.memory.pools import PoolSizes
 from ess.door.residency.budgets import Budgets
 from ess.door.sequences.sequence import Sequence
-from ess.door.stats import Stats, Timings
+from ess.door.stats import Stats, Timings, pool_counts
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import DiskTier
@@ -46,7 +47,7 @@ class DeviceSide:
         """The counts of the latest step whose results the host has."""
         pools, counting = self.pools, self.pools.counting
         row_bytes = np.array([len(g) for g in pools.layout.groups]) * pools.layout.row_bytes
-        groups = range(pools.layout.group_count)
+        times: dict[str, Any] = {name: n.copy() for name, n in self.timings.counts.items()}
         return Stats(
             hit_count=counting.counts("hits", "select"),
             miss_count=counting.counts("claimed", "select"),
@@ -55,15 +56,10 @@ class DeviceSide:
             fetched_bytes=counting.counts("claimed", "select", "landing") * row_bytes,
             stored_bytes=counting.counts("stored") * row_bytes,
             moved_bytes=self.stopwatch.moved_rows * row_bytes,
-            **{name: counts.copy() for name, counts in self.timings.counts.items()},
+            **times,
             used_slot_count=counting.used(),
-            slot_count=np.array([pools.sparse.slot_count(g) for g in groups], np.int64),
             step_count=self.step_count,
-            host_page_count=pools.latent.pages.page_count,
-            free_host_page_count=pools.latent.free_count,
-            index_page_count=pools.index.pages.page_count,
-            free_index_page_count=pools.index.pages.free_count,
-            disk=None if pools.shelf is None else pools.shelf.uses,
+            **pool_counts(pools),
         )
 
     def all_resident(self, sequences: Many[Sequence]) -> bool:
