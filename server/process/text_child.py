@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import gc
+import os
 import resource
 import sys
 import traceback
@@ -152,11 +153,14 @@ def main(style_of: Callable[..., ChatStyle] = style_of) -> None:
     reader = desk.reader(tokenizer, style_of(desk.model, tokenizer, template=desk.template))
     gc.freeze()
     gc.disable()
-    send(answers, Done())
-    while (request := receive(requests)) is not None:
-        said = answered(reader, *request)
-        del request
-        send(answers, said)
+    try:
+        send(answers, Done())
+        while (request := receive(requests)) is not None:
+            said = answered(reader, *request)
+            del request
+            send(answers, said)
+    except BrokenPipeError:
+        os._exit(0)  # the server has ended; an orderly end would write once more
 
 
 if __name__ == "__main__":

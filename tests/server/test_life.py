@@ -232,6 +232,22 @@ def test_an_engine_does_not_outlive_its_server():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("said", [b"", b'{"model":', b'{"model": "no folder"}\n'])
+@pytest.mark.parametrize("program", ["worker", "fake_engine"])
+def test_an_engine_whose_server_has_ended_first_loads_nothing(program: str, said: bytes):
+    """It reads nothing of its message, which would be refused."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"ess.engine.process.{program}", "ipc:///nowhere"],
+        input=said,
+        capture_output=True,
+        check=False,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@pytest.mark.slow
 def test_wrong_settings_are_one_sentence_and_a_code():
     for flags, environment, code, says in (
         (["--port", "99999"], {}, 2, "port is 99999"),

@@ -9,6 +9,8 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -17,17 +19,27 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ess.models.chat.styles import DeepSeekStyle, style_of
 from ess.server.commands.start.files.checkpoint import embedded_path
 from ess.server.dialects import prompts, schemas
 from ess.server.process.bounds import LOOP_BODY_BYTES, READS_MAX, SHORT_BODY_BYTES
-from ess.server.process.text_child import Desk, Failed
+from ess.server.process.text_child import Desk, Failed, head_of
 from ess.server.process.texts import PROGRAM, TEMPLATED, Lane
 from tests.attacks.processes import peak_bytes
 from tests.attacks.wire import MIB, listed
-from tests.server.harness import TOKENIZER, PacedEngine, Served, counting, raw, saying, until
+from tests.server.harness import (
+    TOKENIZER,
+    VOCABULARY,
+    PacedEngine,
+    Served,
+    counting,
+    raw,
+    saying,
+    until,
+)
 from tests.support.crowd import Crowd
 from tests.support.kin import children
 from tests.support.process import Process
@@ -346,6 +358,24 @@ def test_if_it_dies_again_and_again_the_answer_is_503(served: Served):
     assert status == 503
     assert answer["error"]["type"] == "unavailable_error"
     assert post(served.url, "/tokenize", {"prompt": "a", **LONG})[0] == 200
+
+
+def test_a_text_process_whose_server_has_ended_says_nothing():
+    """Also where the server ends before the process has read its tokenizer."""
+    desk = Desk(model=str(embedded_path()), length_max=64, vocabulary=VOCABULARY)
+    packed = msgspec.json.encode(desk)
+    read, written = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", *PROGRAM],
+        input=head_of("Desk", packed) + packed,
+        stdout=written,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=120,
+    )
+    os.close(written)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 # ---- the memory of real processes

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 import zmq
 
-from ess.engine.process.lifeline import die_with_parent
+from ess.engine.process.lifeline import first_line
 from ess.engine.process.messages import (
     Abort,
     Aborted,
@@ -268,8 +268,7 @@ def identity_of(secret: str) -> Identity:
 
 def main(arguments: list[str]) -> int:
     endpoints = arguments
-    die_with_parent()
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    launch = msgspec.json.decode(first_line(), type=Launch)
     raw = msgspec.json.decode((Path(launch.model) / "config.json").read_bytes())
     if launch.rank is not None and launch.rank.rank > 0:
         sys.stdin.buffer.read()

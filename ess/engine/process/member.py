@@ -18,7 +18,7 @@ from ess.comm.group import Group
 from ess.comm.link import LinkLost
 from ess.comm.processes.meeting import join_group
 from ess.engine.devices import is_device, ordinal_of
-from ess.engine.process.lifeline import die_with_parent
+from ess.engine.process.lifeline import first_line
 from ess.engine.process.messages import Launch, Rank
 from ess.errors import BadInput, EssError
 
@@ -95,8 +95,7 @@ def main(
 ) -> int:
     """A group that has failed is not left in order: its ranks would wait for one another. A thread
     inside NCCL would abort the interpreter's end, so with a device there is none."""
-    die_with_parent()
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    launch = msgspec.json.decode(first_line(), type=Launch)
     try:
         run(launch, endpoints)
     except BaseException as error:

@@ -24,7 +24,7 @@ from ess.engine.plan import Made, StepResult
 from ess.engine.process.build import Built, build
 from ess.engine.process.driven import Driven
 from ess.engine.process.kv_events import KvEvents, events_of
-from ess.engine.process.lifeline import die_with_parent
+from ess.engine.process.lifeline import first_line
 from ess.engine.process.messages import (
     Abort,
     Aborted,
@@ -362,8 +362,7 @@ def serve(
 
 def main(arguments: list[str]) -> int:
     endpoints = arguments
-    die_with_parent()
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    launch = msgspec.json.decode(first_line(), type=Launch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     wire = SocketWire(context, endpoints)
     wire.watch(sys.stdin.fileno())
