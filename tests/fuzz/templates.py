@@ -14,7 +14,7 @@ import random
 from typing import Any
 
 from ess.errors import BadInput
-from ess.models.chat.messages import Conversation, read_messages
+from ess.models.chat.messages import Conversation, read_messages, with_values
 from ess.models.chat.quoting import Quoting
 from ess.models.chat.replies import DOTS, GLM, HERMES, MISTRAL, hy
 from ess.models.chat.reply import (
@@ -122,6 +122,7 @@ JINJA = (
     ),
     *(
         "{{ messages | tojson(indent=2) }}",
+        "{% generation %}{{ bos_token }}{% endgeneration %}",
         "{% set n = namespace(a=1) %}",
         "{{ strftime_now('%Y') }}",
     ),
@@ -140,7 +141,7 @@ CHAT_FILES = (
     *("models/chat/deepseek_v32.py", "models/chat/dsml.py"),
     *(f"models/chat/parsers/{name}.py" for name in ("deepseek_v32", "glm", "stream", "tagged")),
     *("models/chat/messages.py", "models/chat/quoting.py", "models/chat/reply.py"),
-    *("models/chat/styles.py", "models/chat/template.py"),
+    *("models/chat/schemas.py", "models/chat/styles.py", "models/chat/template.py"),
     "models/text/marks.py",
 )
 QUOTED = frozenset(
@@ -284,7 +285,7 @@ def _rendered(template: str, messages: Any) -> None:
 
 
 def _quoted(value: Value) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    written = _objects(value["messages"]), _objects(value["tools"])
+    written = with_values(_objects(value["messages"])), _objects(value["tools"])
     messages, tools = (Quoting(written, QUOTED).split(part) for part in written)
     text = json.dumps([messages, tools], ensure_ascii=False)
     assert not any(mark in text for mark in QUOTED), "a client wrote a mark"
