@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,19 @@ def test_blocks_round_trip(size: tuple[int, int]) -> None:
     torch.testing.assert_close(restored, weight, rtol=1 / 16, atol=1e-4)
     with pytest.raises(BadInput, match="finite"):
         quantise(torch.full((2, 2), torch.nan))
+
+
+def test_indexers_of_layers_that_share_may_be_there(
+    write: Any, glm: dict[str, Any], tmp_path: Path
+) -> None:
+    """As in GLM-5.1, whose configuration an operator may change so."""
+    count = glm["num_hidden_layers"]
+    own = {name: value for name, value in glm.items() if not name.startswith("index_topk_")}
+    tensors = write(tmp_path, {**own, "indexer_types": ["full"] * count})
+    shared = {**own, "indexer_types": ["full", *["shared"] * (count - 1)]}
+    (tmp_path / "config.json").write_text(json.dumps(shared))
+    named = "model.layers.1.self_attn.indexer.wk.weight"
+    assert named in tensors
+    with Checkpoint(tmp_path) as checkpoint:
+        assert named not in checkpoint.specs
+        assert named.replace("layers.1.", "layers.0.") in checkpoint.specs
