@@ -265,12 +265,15 @@ SPOKEN = [
             ("guided_regex", "a+", "regex"),
             ("guided_choice", ["a", 'b"\n'], "lark"),
             ("guided_grammar", 'start: "a"', "lark"),
+            ("structured_outputs", {"grammar": 'root ::= "a"'}, "lark"),
+            ("ebnf", 'root ::= "a"', "lark"),
             ("structured_outputs", {"choice": ["a", "b"]}, "lark"),
             ("structured_outputs", {"structural_tag": json.dumps(TAGS)}, "lark"),
             ("response_format", {"type": "structural_tag", **TAGS}, "lark"),
         )
     ),
     (SGLANG, {"sampling_params": {"structural_tag": json.dumps(TAGS)}}, "lark"),
+    (SGLANG, {"sampling_params": {"ebnf": 'root ::= "a"'}}, "lark"),
     (TOKENS, {"sampling_params": {"structured_outputs": {"choice": ["a"]}}}, "lark"),
 ]
 

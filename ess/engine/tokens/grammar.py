@@ -63,7 +63,7 @@ class Grammar:
             raise BadInput(f"grammar kind {self.kind!r} is not one of {', '.join(get_args(Kind))}")
         size = len(self.text.encode("utf-8", "replace"))
         if size > GRAMMAR_BYTES_MAX:
-            raise BadInput(f"a grammar of {size} bytes; at most {GRAMMAR_BYTES_MAX} are read")
+            raise BadInput(f"a grammar of {size:,} bytes; at most {GRAMMAR_BYTES_MAX:,} are read")
         if not self.text and self.kind != "json_object":
             raise BadInput(f"a grammar of kind {self.kind} without a text")
 

@@ -39,6 +39,8 @@ STEP_CPU_S = 0.5
 LEXER_STATES_MAX = 50_000
 MESSAGE_CHARS_MAX = 2000
 ENDS_WITH_PARENT = 1
+VERBOSE = "<non-verbose/>"
+DEAD_END = "no token may come next, so no text can be completed"
 
 
 class Channel:
@@ -85,7 +87,7 @@ class Follower:
         self._follow(fresh)
         masks = [self._matcher.compute_bitmask()]
         if self._matcher.is_error():
-            self.failure = self.failure or self._matcher.get_error()[:MESSAGE_CHARS_MAX].strip()
+            self.failure = self.failure or _failure_of(self._matcher)
             return [bytes(len(masks[0]))]
         return masks + self._along(drafts)
 
@@ -117,6 +119,13 @@ class Follower:
                 f"token {fresh[consumed]} was made, and the grammar forbids it"
             )
         self._output += fresh
+
+
+def _failure_of(matcher: Any) -> str:
+    """Why a matcher has stopped; nothing if it has not. The library has a word for a text that
+    nothing can follow, and marks what it would say at length."""
+    told = matcher.get_error().replace(VERBOSE, "")[:MESSAGE_CHARS_MAX].strip()
+    return DEAD_END if told == "NoExtensionBias" else told
 
 
 def _is_empty(mask: bytes) -> bool:
@@ -162,7 +171,9 @@ class Room:
             self._compiled = matcher(self._tokenizer, kind, text, whitespace)
             failure = self._compiled.get_error()
             if not failure:
-                self._compiled.deep_copy().compute_bitmask()
+                first = self._compiled.deep_copy()
+                first.compute_bitmask()
+                failure = _failure_of(first)
         except MemoryError:
             failure = f"needs more than {MEMORY_BYTES_MAX >> 20} MiB"
         except BaseException as error:  # the library panics on some texts: that is no Exception

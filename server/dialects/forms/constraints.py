@@ -10,6 +10,7 @@ from ess.engine.tokens.grammar import Grammar
 from ess.errors import BadInput
 from ess.models.chat.grammars.calls import Rules, any_of, json_of, literal
 from ess.models.text.tokenizer import Tokenizer
+from ess.server.dialects.forms.ebnf import as_lark
 from ess.server.dialects.schemas import Common, SglangSampling, StructuredOutputs
 
 
@@ -19,11 +20,11 @@ def of_openai(ask: Common, tokenizer: Tokenizer) -> Grammar | None:
             *_of_format(ask.response_format, tokenizer),
             *_of_structured(ask.structured_outputs, tokenizer),
             *_json("guided_json", ask.guided_json),
-            *_text("regex", ask.guided_regex),
+            *_regex(ask.guided_regex),
             *_choice("guided_choice", ask.guided_choice),
-            *_text("lark", ask.guided_grammar),
-            *_text("regex", ask.regex),
-            *_text("lark", ask.ebnf),
+            *_ebnf("guided_grammar", ask.guided_grammar),
+            *_regex(ask.regex),
+            *_ebnf("ebnf", ask.ebnf),
         ]
     )
 
@@ -73,8 +74,8 @@ def of_sglang(asked: SglangSampling | None, tokenizer: Tokenizer) -> Grammar | N
     return _only_one(
         [
             *_json("json_schema", asked.json_schema),
-            *_text("regex", asked.regex),
-            *_text("lark", asked.ebnf),
+            *_regex(asked.regex),
+            *_ebnf("ebnf", asked.ebnf),
             *_tags("structural_tag", asked.structural_tag, tokenizer),
         ]
     )
@@ -118,15 +119,20 @@ def _of_structured(asked: StructuredOutputs | None, tokenizer: Tokenizer) -> Ite
     yield from _json("structured_outputs.json", asked.json)
     if asked.json_object:
         yield Grammar("json_object")
-    yield from _text("regex", asked.regex)
-    yield from _text("lark", asked.grammar)
+    yield from _regex(asked.regex)
+    yield from _ebnf("structured_outputs.grammar", asked.grammar)
     yield from _choice("structured_outputs.choice", asked.choice)
     yield from _tags("structured_outputs.structural_tag", asked.structural_tag, tokenizer)
 
 
-def _text(kind: Any, text: str | None) -> Iterable[Grammar]:
+def _regex(text: str | None) -> Iterable[Grammar]:
     if text is not None:
-        yield Grammar(kind, text)
+        yield Grammar("regex", text)
+
+
+def _ebnf(where: str, text: str | None) -> Iterable[Grammar]:
+    if text is not None:
+        yield Grammar("lark", as_lark(Grammar("lark", text).text, where=where))
 
 
 def _json(where: str, asked: Any) -> Iterable[Grammar]:

@@ -128,6 +128,8 @@ def test_two_requests_with_one_grammar_do_not_meet():
         ("regex", "(" * 30_000 + "a" + ")" * 30_000, "grammar"),
         ("lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000, "nested"),
         ("regex", "\ud800", "surrogates"),
+        ("regex", r"[^\s\S]", "no text can be completed$"),
+        ("json_schema", '{"$ref": "#"}', "no text can be completed$"),
     ],
 )
 def test_what_is_no_grammar_is_refused_in_its_own_words(kind, text, sentence):

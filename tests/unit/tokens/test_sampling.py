@@ -126,7 +126,7 @@ def test_stops_and_grammars_that_make_no_sense_are_refused():
         Grammar("ebnf", "x")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="kind regex without a text"):
         Grammar("regex")
-    with pytest.raises(BadInput, match=f"{GRAMMAR_BYTES_MAX + 1} bytes; at most"):
+    with pytest.raises(BadInput, match=f"{GRAMMAR_BYTES_MAX + 1:,} bytes; at most"):
         Grammar("regex", "é" * (GRAMMAR_BYTES_MAX // 2) + "x")
 
 

@@ -1,0 +1,137 @@
+"""Grammars as xgrammar and llama.cpp write them, as Lark grammars.
+
+    root ::= "yes" | [0-9]{1,3} tail
+    tail ::= " %"?
+
+vLLM's `structured_outputs.grammar` and SGLang's `ebnf` are such texts. A text without a rule of
+this form is a Lark grammar already, and stays as it is.
+
+llguidance splits a text into the longest lexemes first, and does not come back to a shorter one:
+after `[a-z]+` as one lexeme no "b" could follow. So every lexeme here is a single character, and
+the rules alone decide what may follow. All of this is linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from ess.errors import BadInput
+from ess.models.chat.grammars.calls import literal
+
+RULE: Final = re.compile(r"^[ \t]*([\w-]+)[ \t\r\n]*::=", re.MULTILINE)
+TOKEN: Final = re.compile(
+    r"""(?P<space>(?:\s+|\#[^\n]*)+)
+    |(?P<rule>[\w-]+)\s*::=
+    |(?P<name>[\w-]+)
+    |"(?P<text>(?:[^"\\\n]|\\.)*)"
+    |\[(?P<class>\^?(?:[^\]\\\n]|\\.)*)\]
+    |(?P<any>\.)
+    |(?P<mark>[|()]|[*+?]|\{\s*\d{1,6}\s*(?:,\s*(?:\d{1,6})?\s*)?\})""",
+    re.VERBOSE,
+)
+CHARACTER: Final = re.compile(
+    r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\([^xuU])|([^\\])", re.DOTALL
+)
+ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
+START: Final = "root"
+
+
+def as_lark(text: str, *, where: str) -> str:
+    """The same grammar in Lark."""
+    if not RULE.search(text):
+        return text
+    tokens = list(_tokens(text, where))
+    names = {START: "start"}
+    for kind, value, _ in tokens:
+        if kind == "rule":
+            names.setdefault(value, f"rule_{len(names)}")
+    written: list[str] = []
+    opens = True  # an alternative begins, and is empty if it ends at once
+    for kind, value, line in tokens:
+        ends = kind == "rule" or value in ("|", ")") and kind == "mark"
+        if ends and opens and written:
+            written.append('""')
+        opens = kind == "rule" or value in ("|", "(") and kind == "mark"
+        if kind == "rule":
+            written.append(f"\n{names[value]}:")
+        elif kind == "name" and value not in names:
+            raise BadInput(f"{where}, line {line}: {value!r:.60} has no rule")
+        else:
+            written.append(names[value] if kind == "name" else value)
+    return " ".join([*written, '""'] if opens else written).strip()
+
+
+def _tokens(text: str, where: str) -> Iterator[tuple[str, str, int]]:
+    """The kind, the Lark text and the line of each token; names are left as they are."""
+    seen: set[str] = set()
+    place, line = 0, 1
+    while place < len(text):
+        found = TOKEN.match(text, place)
+        if found is None or not (seen or found.lastgroup in ("rule", "space")):
+            shown = text[place : place + 20]
+            raise BadInput(f"{where}, line {line}: {shown!r} is not a part of a grammar")
+        kind = str(found.lastgroup)
+        value = found[kind]
+        if kind == "rule" and value in seen:
+            raise BadInput(f"{where}, line {line}: {value!r:.60} has a rule already")
+        if kind == "rule":
+            seen.add(value)
+        if kind in ("text", "class", "any"):
+            yield kind, _lexemes(kind, value, f"{where}, line {line}"), line
+        elif kind != "space":
+            yield kind, value, line
+        line += found[0].count("\n")
+        place = found.end()
+    if START not in seen:
+        raise BadInput(f"{where} has no rule {START}, where the answer begins")
+
+
+def _lexemes(kind: str, value: str, where: str) -> str:
+    if kind == "any":
+        return "/(?s:.)/"
+    if kind == "class":
+        return _class_of(value, where)
+    each = [literal(letter) for letter in _characters(value, where)]
+    return f"({' '.join(each)})" if len(each) > 1 else "".join(each) or '""'
+
+
+def _class_of(value: str, where: str) -> str:
+    """A class of characters: letters and digits as they are, others by number. A hyphen between two
+    makes a range of them; elsewhere, and behind a range, it stands for itself."""
+    negation = "^" if value.startswith("^") else ""
+    rest = value[len(negation) :]
+    each, written = _characters(rest, where), [found[0] for found in CHARACTER.finditer(rest)]
+    if not each:
+        return "/(?s:.)/" if negation else r"/[^\s\S]/"
+    made, place = "", 0
+    while place < len(each):
+        made += _in_class(each[place])
+        if written[place + 1 : place + 2] == ["-"] and place + 2 < len(each):
+            place += 2
+            made += f"-{_in_class(each[place])}"
+        place += 1
+    return f"/[{negation}{made}]/"
+
+
+def _in_class(letter: str) -> str:
+    is_plain = letter.isascii() and letter.isalnum()
+    return letter if is_plain else f"\\x{{{ord(letter):x}}}"
+
+
+def _characters(value: str, where: str) -> list[str]:
+    found = list(CHARACTER.finditer(value))
+    if sum(len(each[0]) for each in found) != len(value):
+        raise BadInput(f"{where}: {value!r:.60} has an escape that is cut short")
+    return [_character(each, where) for each in found]
+
+
+def _character(found: re.Match[str], where: str) -> str:
+    digits = found[1] or found[2] or found[3]
+    if digits is None:
+        return ESCAPES.get(found[4], found[4]) if found[4] else found[5]
+    number = int(digits, 16)
+    if number > 0x10FFFF or 0xD800 <= number < 0xE000:
+        raise BadInput(f"{where}: {found[0]} is no character")
+    return chr(number)
