@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -178,8 +179,14 @@ def first_model(url: str, key: str) -> str:
         asked = urllib.request.Request(f"{url}/v1/models", headers=headers)
         with urllib.request.urlopen(asked, timeout=LOOK_S) as answer:
             return str(json.loads(answer.read())["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise Unavailable(f"{url}/v1/models names no model: {error}") from None
+    except urllib.error.HTTPError as error:
+        raise Unavailable(f"{url}/v1/models answers {error.code} {error.reason}") from None
+    except OSError as error:
+        why = getattr(error, "reason", error)
+        told = getattr(why, "strerror", None) or why
+        raise Unavailable(f"no server at {url}: {told}") from None
+    except (ValueError, LookupError, TypeError):
+        raise Unavailable(f"{url}/v1/models names no model") from None
 
 
 def _shown(flags: RequestFlags, at_most: int | None) -> dict[str, Any]:

@@ -108,6 +108,19 @@ def _call_with_values(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": values}} if is_read else call
 
 
+def json_kind(value: Any) -> str:
+    """What a value of JSON is, for a sentence.
+
+    >>> json_kind(True), json_kind(0.5), json_kind(None), json_kind([])
+    ('a boolean', 'a number', 'null', 'a list')
+    """
+    if value is None:
+        return "null"
+    kinds = {bool: "a boolean", str: "a text", list: "a list"}
+    default = "an object" if isinstance(value, Mapping) else "a number"
+    return kinds.get(type(value), default)
+
+
 def text_of(content: Any, *, where: str) -> str:
     """A content is a string, nothing, or a list of text parts."""
     if content is None:
@@ -115,7 +128,7 @@ def text_of(content: Any, *, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadInput(f"{where} is a {type(content).__name__}, expected text")
+        raise BadInput(f"{where} is {json_kind(content)}, expected text")
     parts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") not in TEXT_PARTS:
@@ -128,10 +141,11 @@ def text_of(content: Any, *, where: str) -> str:
 def _message(index: int, item: Any) -> Message:
     where = f"messages[{index}]"
     if not isinstance(item, Mapping):
-        raise BadInput(f"{where} is a {type(item).__name__}, expected an object")
+        raise BadInput(f"{where} is {json_kind(item)}, expected an object")
     role = item.get("role")
     if role not in ROLES:
-        raise BadInput(f"{where}.role is {str(role)[:40]!r}; served are {', '.join(ROLES)}")
+        shown = f"{role!r:.40}" if isinstance(role, str) else json_kind(role)
+        raise BadInput(f"{where}.role is {shown}; served are {', '.join(ROLES)}")
     reasoning = item.get("reasoning_content") or item.get("reasoning")
     response_format = item.get("response_format")
     if response_format is not None and not isinstance(response_format, Mapping):
@@ -191,7 +205,7 @@ def _identity(value: Any, where: str) -> str | None:
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise BadInput(f"{where} is a {type(value).__name__}, expected text")
+        raise BadInput(f"{where} is {json_kind(value)}, expected text")
     return value
 
 

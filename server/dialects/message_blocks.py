@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from ess.errors import BadInput
-from ess.models.chat.messages import text_of
+from ess.models.chat.messages import json_kind, text_of
 from ess.models.chat.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from ess.server.process.bounds import MESSAGES_MAX
 
@@ -130,7 +130,7 @@ def _said(blocks: Sequence[Any], *, where: str) -> Item:
 def _made_call(block: Mapping[str, Any], where: str) -> Item:
     given = block.get("input")
     if not isinstance(given, Mapping):
-        raise BadInput(f"{where}.input is a {type(given).__name__}, expected an object")
+        raise BadInput(f"{where}.input is {json_kind(given)}, expected an object")
     function = {"name": _text(block, "name", where), "arguments": given}
     return {"id": _text(block, "id", where), "type": "function", "function": function}
 
@@ -142,7 +142,7 @@ def _kind(block: Any) -> Any:
 def _text(block: Mapping[str, Any], name: str, where: str) -> str:
     text = block.get(name)
     if not isinstance(text, str):
-        raise BadInput(f"{where}.{name} is a {type(text).__name__}, expected text")
+        raise BadInput(f"{where}.{name} is {json_kind(text)}, expected text")
     return text
 
 

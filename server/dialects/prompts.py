@@ -32,6 +32,7 @@ from ess.server.dialects.tools import (
     is_thinking,
     names_of,
     offered_tools,
+    response_thinks,
     thinks,
     tools_of_messages,
     tools_of_responses,
@@ -105,7 +106,12 @@ class PromptReader:
             case schemas.ChatAsk():
                 prepared.prompts = [self._chat(ask)]
             case schemas.ResponsesAsk():
-                prepared.prompts = [self._response(ask)]
+                is_cut = ask.truncate_prompt_tokens is not None
+                prepared.prompts = [self._response(ask, is_cut=is_cut)]
+            case schemas.InputTokensAsk():
+                count = len(self._response(ask))
+                counted = {"object": "response.input_tokens", "input_tokens": count}
+                prepared.document = _json(counted)
             case schemas.MessagesAsk():
                 is_cut = ask.truncate_prompt_tokens is not None
                 prepared.prompts = [self._conversation(ask, is_cut=is_cut)]
@@ -163,16 +169,16 @@ class PromptReader:
             names=names_of(ask),
         )
 
-    def _response(self, ask: schemas.ResponsesAsk) -> list[int]:
+    def _response(
+        self, ask: schemas.ResponsesAsk | schemas.InputTokensAsk, *, is_cut: bool = False
+    ) -> list[int]:
         choice = choice_of_responses(ask.tool_choice)
-        tools = offered_tools(tools_of_responses(ask.tools), choice)
-        effort = (ask.reasoning or {}).get("effort")
         return self._rendered(
             messages_of(ask.input, ask.instructions),
-            tools,
-            wants_thinking(None, effort),
-            is_cut=ask.truncate_prompt_tokens is not None,
-            names={} if effort is None else {"reasoning_effort": effort},
+            offered_tools(tools_of_responses(ask.tools), choice),
+            response_thinks(ask),
+            is_cut=is_cut,
+            names=names_of(ask),
         )
 
     def _conversation(
@@ -338,7 +344,7 @@ def _check_counts(ask: msgspec.Struct) -> None:
 
 def _drop_prompt(ask: msgspec.Struct) -> None:
     """Deletes the prompt. A ResponsesAsk has it in `input`; its `prompt` is something else."""
-    if isinstance(ask, schemas.ResponsesAsk):
+    if isinstance(ask, schemas.ResponsesAsk | schemas.InputTokensAsk):
         ask.input = ""
         return
     for name, nothing in PROMPT_FIELDS.items():

@@ -127,7 +127,7 @@ def _check_count(most: int, wanted: Wanted, prompt_count: int) -> None:
     if wanted.n is not None and not 1 <= wanted.n <= most // prompt_count:
         for_all = f" for {prompt_count} prompts" if prompt_count > 1 else ""
         raise BadInput(
-            f"n is {wanted.n}{for_all}; must be 1 to {most // prompt_count}:"
+            f"n is {wanted.n:,}{for_all}; must be 1 to {most // prompt_count}:"
             f" at most {most} answers fit in one request"
         )
 

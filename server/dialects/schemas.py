@@ -174,7 +174,21 @@ class ResponsesAsk(AddressedSampled, kw_only=True):
     truncation: str | None = None
     prompt: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     request_id: str | None = None
+
+
+class InputTokensAsk(msgspec.Struct, kw_only=True):
+    """/v1/responses/input_tokens: the fields of a ResponsesAsk that make its prompt."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    previous_response_id: str | None = None
 
 
 class MessagesAsk(AddressedSampled, kw_only=True):

@@ -67,9 +67,19 @@ def effort_of(ask: schemas.ChatAsk) -> Any:
     return (ask.reasoning or {}).get("effort") or ask.reasoning_effort
 
 
-def names_of(ask: schemas.ChatAsk | schemas.TokenizeAsk) -> dict[str, Any]:
+Response = schemas.ResponsesAsk | schemas.InputTokensAsk
+
+
+def response_thinks(ask: Response) -> bool:
+    """Whether a response thinks: by the keyword for a template, else by OpenAI's effort."""
+    return wants_thinking(ask.chat_template_kwargs, (ask.reasoning or {}).get("effort"))
+
+
+def names_of(ask: schemas.ChatAsk | schemas.TokenizeAsk | Response) -> dict[str, Any]:
     """What the chat template gets by name, beside what the server itself says."""
     names: dict[str, Any] = {}
+    if isinstance(ask, Response):
+        names = {"reasoning_effort": (ask.reasoning or {}).get("effort")}
     if isinstance(ask, schemas.ChatAsk):
         names = {"reasoning_effort": effort_of(ask), **(ask.thinking or {})}
         names.pop("type", None)

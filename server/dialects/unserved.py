@@ -13,7 +13,7 @@ answer: `user`, `metadata`, `store`,
 `service_tier`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, `prediction`
 (OpenAI); `data_parallel_rank`, `routed_dp_rank`, `disagg_prefill_dp_rank`, `routing_key` (which
 routers add; the rest of that is read in `legs`); `log_metrics`, `no_logs`, `custom_params`,
-`spaces_between_special_tokens`, `guided_decoding_backend` (vLLM, SGLang).
+`spaces_between_special_tokens`, `guided_decoding_backend`, `stream_interval` (vLLM, SGLang).
 """
 
 from __future__ import annotations
@@ -72,6 +72,12 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "mm_processor_kwargs": _TEXT_ONLY,
         "prompt_embeds": _VECTORS,
         "input_embeds": _VECTORS,
+        "input_ids": "/v1/completions and /generate take token ids",
+        "task": "",
+        "previous_response": "send all items as input",
+        "previous_input_messages": "send all items as input",
+        "enable_response_messages": "",
+        "return_meta_info": "",
         "positional_embed_overrides": _VECTORS,
         "logits_processors": _CODE,
         "custom_logit_processor": _CODE,

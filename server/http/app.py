@@ -52,6 +52,7 @@ from ess.server.http.routes import (
     text_routes,
     trace_routes,
 )
+from ess.server.http.routes.absent import why_absent
 from ess.server.process.service import Service
 
 if TYPE_CHECKING:
@@ -225,6 +226,8 @@ def _methods_at(request: Request) -> set[str]:
 def _nearest(path: str) -> str:
     """The known path that was probably meant: often /v1 is missing, or a slash is too many."""
     known = {path for door in DOORS for path in door.paths if door.listed and "{" not in path}
+    if why := why_absent(path):
+        return why
     path = path.rstrip("/").lower()
     meant = [near for near in (path, f"/v1{path}", path.removeprefix("/v1")) if near in known]
     meant = meant or difflib.get_close_matches(path, sorted(known), n=1, cutoff=CLOSE)

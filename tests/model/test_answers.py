@@ -282,7 +282,7 @@ def test_an_engine_refuses_what_it_cannot_follow_and_stays_as_it_was():
         (Sampling(grammar=DATE), "grammars need an engine with a tokenizer"),
         (
             Sampling(stop_ids=frozenset({4096})),
-            "stop_token_ids id 4096: the vocabulary has 4096 ids",
+            "stop_token_ids id 4096: the vocabulary has 4,096 ids",
         ),
         (Sampling(logit_bias={9999: 1.0}), "logit_bias id 9999"),
     ):

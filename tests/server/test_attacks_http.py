@@ -207,7 +207,7 @@ def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch):
     with Served(PacedEngine(counting(2))) as served, raw(served.port) as made:
         made.sendall(post(completion())[:-1])
         code, error = parsed(rest(made))
-        assert (code, "65536 bytes per second" in error["message"]) == (408, True)
+        assert (code, "65,536 bytes per second" in error["message"]) == (408, True)
         until(lambda: served.service.tally.answers["other", 499] == 1, "its end")
 
 
@@ -403,3 +403,43 @@ def test_any_name_is_ours_if_the_operator_says_so():
         assert answered(served.port, "GET", "/version", ["host: any.example"])[0] == 200
         page = ["host: any.example", "origin: http://evil.example"]
         assert answered(served.port, "GET", "/version", page)[0] == 403
+
+
+# ---- HTTP/1.0, and codings
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_client_of_http_1_0_gets_no_chunks(count: int):
+    """Its answer ends with the connection; between, it is what a client of 1.1 gets."""
+    with Served(PacedEngine(counting(count)), limits=LIMITS) as served:
+        body = completion(stream=True, max_tokens=count)
+        told = []
+        for version in (b"HTTP/1.0", b"HTTP/1.1"):
+            with raw(served.port) as made:
+                made.sendall(post(body, "connection: close").replace(b"HTTP/1.1", version, 1))
+                told.append(rest(made).partition(b"\r\n\r\n"))
+        (old_head, _, old), (new_head, _, new) = told
+        assert b"transfer-encoding" not in old_head
+        assert b"connection: close" in old_head
+        assert b"transfer-encoding: chunked" in new_head
+        assert old.startswith(b"data: {")
+        assert old.endswith(b"data: [DONE]\n\n")
+        assert b"\r\n" not in old
+        assert old.count(b'"text":"a') == new.count(b'"text":"a') > 0
+
+
+def test_a_short_answer_to_http_1_0_has_its_length():
+    with Served(PacedEngine(saying("a b")), limits=LIMITS) as served, raw(served.port) as made:
+        made.sendall(post(completion()).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        lines, _, body = rest(made).partition(b"\r\n\r\n")
+        assert f"content-length: {len(body)}".encode() in lines
+        assert json.loads(body)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("coding", ["gzip, chunked", "identity, chunked"])
+def test_a_body_in_another_coding_is_refused(coding: str):
+    with Served(PacedEngine(saying("a b")), limits=LIMITS) as served, raw(served.port) as made:
+        lines = head("/v1/completions", f"transfer-encoding: {coding}", method="POST")
+        made.sendall(lines + chunk(4) + b"0\r\n\r\n")
+        code, error = parsed(rest(made))
+        assert (code, "only chunked is read" in error["message"]) == (501, True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,7 +122,10 @@ def written(node: tuple[Any, ...]) -> str:
 
 def ends(node: tuple[Any, ...], rules: list[Any], text: str, at: int) -> set[int]:
     """Where a part may end that begins at a place."""
-    inside: Callable[[Any, int], set[int]] = lambda part, here: ends(part, rules, text, here)  # noqa: E731
+
+    def inside(part: tuple[Any, ...], here: int) -> set[int]:
+        return ends(part, rules, text, here)
+
     match node:
         case ("text", said):
             return {at + len(said)} if text.startswith(said, at) else set()

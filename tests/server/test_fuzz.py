@@ -20,6 +20,7 @@ KINDS = {
     "/v1/completions": schemas.CompletionAsk,
     "/v1/chat/completions": schemas.ChatAsk,
     "/v1/responses": schemas.ResponsesAsk,
+    "/v1/responses/input_tokens": schemas.InputTokensAsk,
     "/v1/messages": schemas.MessagesAsk,
     "/v1/messages/count_tokens": schemas.CountTokensAsk,
     "/generate": schemas.GenerateAsk,

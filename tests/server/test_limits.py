@@ -107,9 +107,11 @@ def test_a_request_id_goes_out_as_it_came_in():
         ("/v1/models/", None, 404, "there is no /v1/models/; did you mean /v1/models?"),
         ("/v1/health", None, 404, "did you mean /health?"),
         ("/V1/Models", None, 404, "did you mean /v1/models?"),
-        ("/v1/embeddings", {}, 404, "there is no /v1/embeddings; /openapi.json lists"),
-        ("/v1/audio/speech", {}, 404, "there is no /v1/audio/speech; /openapi.json lists"),
-        ("/rerank", {}, 404, "there is no /rerank; /openapi.json lists"),
+        ("/v1/embeddings", {}, 404, "there is no /v1/embeddings; this server makes text: no"),
+        ("/v1/audio/speech", {}, 404, "there is no /v1/audio/speech; this server makes text from"),
+        ("/v1/embeddingsx", {}, 404, "there is no /v1/embeddingsx; /openapi.json lists"),
+        ("/api/chat", {}, 404, "there is no /api/chat; Ollama's routes are not served: take a"),
+        ("/", None, 404, "there is no /; /dashboard shows the server at work, /docs its routes"),
     ],
 )
 def test_a_wrong_path_is_told_the_right_one(path: str, body: dict | None, code: int, says: str):

@@ -46,7 +46,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         (blocks("text"), "content[0].type is 'str'"),
         (blocks(IMAGE), "content[0].type is 'image'"),
         (blocks({"type": "document", "source": {}}), "'document'"),
-        (blocks({"type": "text", "text": 5}), "content[0].text is a int"),
+        (blocks({"type": "text", "text": 5}), "content[0].text is a number"),
         (blocks({"type": "tool_result"}), "content[0].tool_use_id"),
         (
             blocks({"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}),

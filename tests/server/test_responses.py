@@ -170,3 +170,33 @@ def test_usual_wishes_that_change_nothing_are_accepted(plain: Served):
     made = create(plain, **usual, metadata={"a": "b"}, user="u", reasoning={"summary": "auto"})
     assert made.metadata == {"a": "b"}
     assert made.store is False, "routers ask for it by themselves; the answer says what is so"
+
+
+def test_the_tokens_of_a_prompt_are_counted_as_a_response_counts_them(plain: Served):
+    asked = {"input": [{"role": "user", "content": "When?"}], "instructions": "Be brief."}
+    counted = client(plain).responses.input_tokens.count(model="test-model", **asked)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == create(plain, **asked).usage.input_tokens
+    adds = len(plain.engine.adds)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not served"):
+        client(plain).responses.input_tokens.count(input="x", previous_response_id="resp_1")
+    assert len(plain.engine.adds) == adds, "nothing is made"
+
+
+def prompt_after(served: Served, **asked: Any) -> str:
+    create(served, **asked)
+    return prompt_of(served)
+
+
+@pytest.mark.parametrize("name", ["thinking", "enable_thinking"])
+def test_a_template_s_keyword_overrides_the_effort(calling: Served, name: str):
+    thinks, does_not = ({"chat_template_kwargs": {name: wish}} for wish in (True, False))
+    high = {"reasoning": {"effort": "high"}}
+    prompt = prompt_after(calling, extra_body=thinks)
+    assert prompt == prompt_after(calling, **high)
+    assert prompt != prompt_after(calling)
+    assert prompt_after(calling, extra_body=does_not, **high) == prompt_after(calling)
+    [first, *_] = create(calling, extra_body=thinks).output
+    assert first.type == "reasoning"
+    with pytest.raises(openai.BadRequestError, match="chat_template_kwargs has messages"):
+        create(calling, extra_body={"chat_template_kwargs": {"messages": []}})

@@ -77,7 +77,7 @@ SERVED_AT = {
     COMPLETIONS: {"echo", "suffix", "add_special_tokens", "return_tokens_as_token_ids"},
     SGLANG: {
         *("max_new_tokens", "min_new_tokens", "sampling_seed", "json_schema", "structural_tag"),
-        "return_text_in_logprobs",
+        *("return_text_in_logprobs", "input_ids"),
     },
     TOKENS: set(),
 }

@@ -102,7 +102,7 @@ class Sampling:
         _of_kind("bad_words", self.bad_words, tuple | list, "a tuple of ids for each word")
         if len(self.bad_words) > BAD_SEQUENCES_MAX:
             count = len(self.bad_words)
-            raise BadInput(f"bad_words make {count} sequences; at most {BAD_SEQUENCES_MAX}")
+            raise BadInput(f"bad_words make {count:,} sequences; at most {BAD_SEQUENCES_MAX:,}")
         for word in self.bad_words:
             _of_kind("bad_words", word, tuple | list, "a tuple of ids for each word")
             _ids("bad_words", word)
@@ -115,7 +115,8 @@ class Sampling:
         if self.grammar is not None:
             raise BadInput("allowed_token_ids is not served with a grammar: give one of them")
         if not 0 < len(allowed) <= ALLOWED_IDS_MAX:
-            raise BadInput(f"allowed_token_ids has {len(allowed)} ids, not 1..{ALLOWED_IDS_MAX}")
+            count = f"{len(allowed):,} ids, not 1..{ALLOWED_IDS_MAX:,}"
+            raise BadInput(f"allowed_token_ids has {count}")
         if allowed <= {word[0] for word in self.bad_words if len(word) == 1}:
             raise BadInput("bad_words forbid every id of allowed_token_ids")
 
@@ -195,4 +196,4 @@ def _ids(name: str, ids: Iterable[Any]) -> None:
 def _known(name: str, ids: Iterable[int], vocabulary: int) -> None:
     for token in ids:
         if not 0 <= token < vocabulary:
-            raise BadInput(f"{name} {shown(token)}: the vocabulary has {vocabulary} ids")
+            raise BadInput(f"{name} {shown(token)}: the vocabulary has {vocabulary:,} ids")

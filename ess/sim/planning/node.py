@@ -53,7 +53,7 @@ class Node:
     def __post_init__(self) -> None:
         if self.gpu_count < 1 or self.host_bytes < 1:
             raise BadInput(
-                f"a node of {self.gpu_count} GPUs and {self.host_bytes} bytes of host memory: "
+                f"a node of {self.gpu_count:,} GPUs and {self.host_bytes:,} bytes of host memory: "
                 "both must be 1 or more"
             )
         rates = {

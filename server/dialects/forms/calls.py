@@ -19,10 +19,10 @@ from ess.server.dialects.tools import (
     choice_of_responses,
     is_thinking,
     offered_tools,
+    response_thinks,
     thinks,
     tools_of_messages,
     tools_of_responses,
-    wants_thinking,
 )
 
 Conversation = schemas.ChatAsk | schemas.ResponsesAsk | schemas.MessagesAsk
@@ -55,7 +55,7 @@ def rules_of(ask: Conversation) -> ReplyRules:
         case schemas.ResponsesAsk():
             choice, tools = choice_of_responses(ask.tool_choice), tools_of_responses(ask.tools)
             parallel = ask.parallel_tool_calls is not False
-            thinking = wants_thinking(None, (ask.reasoning or {}).get("effort"))
+            thinking = response_thinks(ask)
         case schemas.MessagesAsk():
             choice, tools = choice_of_messages(ask.tool_choice), tools_of_messages(ask.tools)
             parallel = (ask.tool_choice or {}).get("disable_parallel_tool_use") is not True

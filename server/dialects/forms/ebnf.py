@@ -50,10 +50,10 @@ def as_lark(text: str, *, where: str) -> str:
     written: list[str] = []
     opens = True  # an alternative begins, and is empty if it ends at once
     for kind, value, line in tokens:
-        ends = kind == "rule" or value in ("|", ")") and kind == "mark"
+        ends = kind == "rule" or (value in ("|", ")") and kind == "mark")
         if ends and opens and written:
             written.append('""')
-        opens = kind == "rule" or value in ("|", "(") and kind == "mark"
+        opens = kind == "rule" or (value in ("|", "(") and kind == "mark")
         if kind == "rule":
             written.append(f"\n{names[value]}:")
         elif kind == "name" and value not in names:

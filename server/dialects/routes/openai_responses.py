@@ -58,6 +58,20 @@ async def _respond(request: Request, service: Service, history: History) -> Resp
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
 
 
+async def input_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a response would have; nothing is kept for it."""
+    service: Service = request.app.state.service
+    history = History(service, request.scope["headers"])
+    try:
+        prepared = await read(request, schemas.InputTokensAsk, change=history.joined)
+    finally:
+        history.release()
+    service.check_model(prepared.ask.model)
+    if prepared.ask.previous_response_id is not None:
+        raise BadInput("previous_response_id is not served without --keep-responses")
+    return Response(prepared.document, media_type=JSON)
+
+
 def _refuse_unserved(ask: schemas.ResponsesAsk) -> None:
     if ask.prompt:
         raise BadInput("prompt is not served: no templates are kept, send all items as input")
@@ -276,5 +290,13 @@ DOORS: Final = (
         schemas.ResponsesAsk,
         (JSON, EVENTS),
         {"input": "Hello", "max_output_tokens": 16},
+    ),
+    Door(
+        "POST",
+        ("/v1/responses/input_tokens",),
+        input_tokens,
+        "Count the tokens of a response's prompt.",
+        schemas.InputTokensAsk,
+        example={"input": "Hello"},
     ),
 )

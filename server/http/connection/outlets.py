@@ -11,6 +11,28 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 STRAIGHT: Final = "ess.straight"
 
 
+class NoLength(int):
+    """What uvicorn counts down instead of a length, for an answer that ends with its connection:
+    clients of HTTP/1.0 know no chunks. No body is longer than this, and none is too short."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> NoLength:
+        return self
+
+    __hash__ = int.__hash__
+
+
+def without_chunks(cycle: RequestResponseCycle) -> None:
+    """Before the answer begins: it is written as it is, and its end closes the connection."""
+    cycle.chunked_encoding = False
+    cycle.expected_content_length = NoLength()
+
+
 class Straight:
     """Writes body chunks of a started answer straight to the socket, without ASGI.
 
@@ -30,9 +52,10 @@ class Straight:
         return not (self._flow.write_paused or self._cycle.disconnected)
 
     def write(self, ready: bytes) -> None:
-        assert self._cycle.chunked_encoding, "the answer has begun, and it has no length"
+        is_chunked = self._cycle.chunked_encoding
+        assert is_chunked is not None, "the answer has begun"
         assert not self._cycle.response_complete, "nothing follows an end"
-        self._write(b"%x\r\n%b\r\n" % (len(ready), ready))
+        self._write(b"%x\r\n%b\r\n" % (len(ready), ready) if is_chunked else ready)
 
 
 class Outlet:

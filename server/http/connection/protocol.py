@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from ess.server.http.connection import refusals
-from ess.server.http.connection.outlets import STRAIGHT, Outlet, Straight
+from ess.server.http.connection.outlets import STRAIGHT, Outlet, Straight, without_chunks
 from ess.server.http.connection.reader_watch import ReaderWatch
 from ess.server.http.connection.received_body import Body
 from ess.server.http.connection.refusals import Refusal, Stop
@@ -196,6 +196,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _open(self, cycle: RequestResponseCycle) -> None:
         """An answer that begins before the body has been read is the connection's last."""
         cycle.transport = cast(asyncio.Transport, self._outlet)
+        if cycle.scope["http_version"] == "1.0":
+            without_chunks(cycle)
         self._keeps_alive = cycle.keep_alive and not self._is_extra
         cycle.keep_alive = False
 
@@ -205,6 +207,9 @@ class LimitedProtocol(HttpToolsProtocol):
             raise Stop(refusals.long_head(self.head_bytes_max))
         if len(self.headers) > HEADERS_MAX:
             raise Stop(refusals.many_headers(HEADERS_MAX))
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if any(coding.lower() != b"chunked" for coding in codings):
+            raise Stop(refusals.UNKNOWN_CODING)
         if len(self.pipeline) >= PIPELINED_MAX:
             raise Stop(refusals.many_pipelined(PIPELINED_MAX))
         is_crowded = self._is_extra and len(self.connections) > self.connections_max

@@ -52,13 +52,16 @@ BUSY: Final = Refusal(
     headers=(b"retry-after: 1", b"x-ess-reason: connections"),
 )
 NOT_HTTP: Final = Refusal(BAD_REQUEST, "the request is not HTTP/1.1")
+UNKNOWN_CODING: Final = Refusal(
+    b"501 Not Implemented", "of the transfer-encodings only chunked is read: send the body plain"
+)
 NO_UPGRADE: Final = Refusal(
     BAD_REQUEST, "this server speaks HTTP/1.1 alone: no WebSocket and no tunnel"
 )
 
 
 def long_head(most: int) -> Refusal:
-    return Refusal(TOO_LONG_HEAD, f"the request's line and headers are longer than {most} bytes")
+    return Refusal(TOO_LONG_HEAD, f"the request's line and headers are longer than {most:,} bytes")
 
 
 def many_headers(most: int) -> Refusal:
@@ -66,7 +69,7 @@ def many_headers(most: int) -> Refusal:
 
 
 def long_framing(most: int) -> Refusal:
-    sentence = f"chunk extensions and trailers of the body are longer than {most} bytes"
+    sentence = f"chunk extensions and trailers of the body are longer than {most:,} bytes"
     return Refusal(BAD_REQUEST, sentence)
 
 
@@ -80,4 +83,4 @@ def many_pipelined(most: int) -> Refusal:
 
 
 def late_body(least: int) -> Refusal:
-    return Refusal(b"408 Request Timeout", f"the body came slower than {least} bytes per second")
+    return Refusal(b"408 Request Timeout", f"the body came slower than {least:,} bytes per second")

@@ -152,9 +152,9 @@ def test_a_response_format_of_the_system() -> None:
     ("messages", "says"),
     [
         ([], "empty"),
-        ([3], r"messages\[0\] is a int"),
+        ([3], r"messages\[0\] is a number"),
         ([{"role": "robot"}], "'robot'"),
-        ([{"role": "user", "content": 3}], r"messages\[0\].content is a int"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content is a number"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "expected text"),
         ([said("x")], "nothing to answer"),

@@ -120,7 +120,7 @@ def test_stops_and_grammars_that_make_no_sense_are_refused():
         Sampling(allowed_ids=frozenset({1, 2}), bad_words=((1,), (2,), (3, 4)))
     with pytest.raises(BadInput, match="0 ids in a word"):
         Sampling(bad_words=((1,), ()))
-    with pytest.raises(BadInput, match="1025 sequences"):
+    with pytest.raises(BadInput, match="1,025 sequences"):
         Sampling(bad_words=((1,),) * 1025)
     with pytest.raises(BadInput, match="kind 'ebnf' is not one of json_schema"):
         Grammar("ebnf", "x")  # type: ignore[arg-type]
