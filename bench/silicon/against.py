@@ -121,6 +121,14 @@ def _measured(gpu: str, family: str, kv: str, stack: str) -> SiliconOperators:
 
 
 def _stalled_us(row: Serving, operators: SiliconOperators, scenario: Scenario) -> float:
+    """Time that prompts add to a step. Of requests that are all sent at once the first wait for all
+    prompts and the last for none."""
+    if row["prompts"] == "at once":
+        count = math.ceil(scenario.group_batch)
+        prompts_us = prompt_us(
+            operators, scenario.parallel, prompt=row.count("prompt"), count=count
+        )
+        return prompts_us / 2 / row.number("output")
     ended = scenario.batch * scenario.parallel.gpu_count / row.number("output")
     prompt = row.count("prompt")
     if row["prompts"] == "mixed":

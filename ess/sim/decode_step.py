@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ess.cost import exposed, transfer_us
 from ess.errors import BadInput
@@ -120,20 +121,18 @@ def simulate(operators: Operators, scenario: Scenario) -> Prediction:
     layers = operators.family.layout.layer_count
     if scenario.misses is not None and len(scenario.misses) != layers:
         raise BadInput(f"misses of {len(scenario.misses)} layers, the model has {layers}")
-    nothing: tuple[LayerFetch | None, ...] = (None,) * layers
-    plain = stages_of(operators, scenario.shape)
+    shape, halves = scenario.shape, scenario.half_count
+    plain = stages_of(operators, shape)
     fetches = _fetches(operators, scenario, plain)
     row_bytes, rate = operators.family.layout.row_bytes, operators.machine.store_rate
-    halves = scenario.half_count
-    timeline = lay_out(
-        plain,
-        fetches or nothing,
-        half_count=halves,
-        stored_us=scenario.shape.query_count * row_bytes / rate,
-    )
+    if fetches:
+        stored_us = shape.query_count * row_bytes / rate
+        timeline = lay_out(plain, fetches, half_count=halves, stored_us=stored_us)
+    else:
+        timeline = lay_out(plain, (None,) * layers, half_count=halves)
     layers_us = timeline.end_us
-    resident_us = lay_out(plain, nothing, half_count=halves).end_us if fetches else layers_us
-    trust = operators.trust(scenario.shape)
+    resident_us = _resident_us(plain, halves) if fetches else layers_us
+    trust = operators.trust(shape)
     return Prediction(
         step_us=layers_us + operators.around_us(scenario.whole),
         exposed_us=layers_us - resident_us,
@@ -144,11 +143,17 @@ def simulate(operators: Operators, scenario: Scenario) -> Prediction:
     )
 
 
-def stages_of(operators: Operators, shape: MicroBatch) -> list[Stages]:
+@lru_cache(maxsize=64)
+def _resident_us(layers: tuple[Stages, ...], half_count: int) -> float:
+    """The layers' time without fetches: a planner asks for it with every count of slots."""
+    return lay_out(layers, (None,) * len(layers), half_count=half_count).end_us
+
+
+def stages_of(operators: Operators, shape: MicroBatch) -> tuple[Stages, ...]:
     """The stages of every layer."""
     kinds = operators.family.kinds
     by_kind = {kind: operators.stages(shape, kind) for kind in set(kinds)}
-    return [by_kind[kind] for kind in kinds]
+    return tuple(by_kind[kind] for kind in kinds)
 
 
 def _fetches(
@@ -158,20 +163,21 @@ def _fetches(
     misses = scenario.misses or ()
     if misses and not operators.family.is_sparse:
         raise BadInput(f"{operators.family.name} attends to every row: there is nothing to offload")
+    shape = scenario.shape
     return [
-        _layer_fetch(operators, scenario, stages, miss)
+        _layer_fetch(operators, scenario, shape, stages, miss)
         for stages, miss in zip(layers, misses, strict=False)
     ]
 
 
 def _layer_fetch(
-    operators: Operators, scenario: Scenario, stages: Stages, miss_count: float
+    operators: Operators, scenario: Scenario, shape: MicroBatch, stages: Stages, miss_count: float
 ) -> LayerFetch:
-    layout, query_count = operators.family.layout, scenario.shape.query_count
+    layout, query_count = operators.family.layout, shape.query_count
     share = min(1.0, miss_count / (scenario.queries_each * layout.top_k))
     moved_us = transfer_us(
         miss_count=miss_count,
-        request_count=scenario.shape.request_count,
+        request_count=shape.request_count,
         row_bytes=layout.row_bytes,
         bytes_per_us=operators.machine.link_rate,
     )

@@ -33,23 +33,29 @@ class Span(NamedTuple):
 class Timeline:
     """Spans in order of addition; a task is its index among them."""
 
-    spans: list[Span] = field(default_factory=list)
+    added: list[tuple[str, str, float, float]] = field(default_factory=list)
     free_us: dict[str, float] = field(default_factory=dict)
 
     def add(self, lane: str, name: str, duration_us: float, after: Iterable[int] = ()) -> int:
         if not duration_us >= 0:
             raise BadInput(f"{name} on {lane} would take {duration_us} us")
-        spans = self.spans
+        added = self.added
         start_us = self.free_us.get(lane, 0.0)
         for task in after:
-            start_us = max(start_us, spans[task].end_us)
+            ended_us = added[task][3]
+            if ended_us > start_us:
+                start_us = ended_us
         self.free_us[lane] = end_us = start_us + duration_us
-        spans.append(Span(lane, name, start_us, end_us))
-        return len(spans) - 1
+        added.append((lane, name, start_us, end_us))
+        return len(added) - 1
+
+    @property
+    def spans(self) -> list[Span]:
+        return [Span(*each) for each in self.added]
 
     @property
     def end_us(self) -> float:
-        return max((span.end_us for span in self.spans), default=0.0)
+        return max(self.free_us.values(), default=0.0)
 
     def busy_us(self, lane: str) -> float:
         return sum(span.end_us - span.start_us for span in self.spans if span.lane == lane)

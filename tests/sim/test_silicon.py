@@ -10,11 +10,13 @@ import pytest
 from ess.errors import BadInput
 from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators.families import FAMILIES, Kind
-from ess.sim.operators.gpus import operators_of
+from ess.sim.operators.gpus import operators_of, silicon_of
 from ess.sim.operators.parallel import Parallel
+from ess.sim.operators.silicon import host
+from ess.sim.operators.silicon.assembled import SiliconOperators
 from ess.sim.operators.silicon.attention import Dense, Sparse
 from ess.sim.operators.silicon.bank import shipped_bank
-from ess.sim.operators.silicon.chip import CHIPS
+from ess.sim.operators.silicon.chip import CHIPS, tiled
 from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.operators.stages import MicroBatch
 from ess.sim.prefill import prefill_time
@@ -157,6 +159,62 @@ def test_two_queries_cost_less_than_two_requests():
         Scenario(batch=4, queries_each=2, context=32_768, parallel=HEADS).whole
     )
     assert dense[0] - drafts_us < dense[1]
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5.2", "deepseek-v3"])
+def test_the_first_draft_pass_has_all_tokens_and_selects_for_the_others(family: str):
+    operators = silicon_of("h200", family=family)
+    shape = MicroBatch(request_count=8, queries_each=4, context=65_536, parallel=HEADS)
+    one = replace(shape, queries_each=1)
+    shares = family == "glm-5.2"
+
+    def pass_us(of: MicroBatch, *, has_indexer: bool) -> float:
+        stages = operators.stages(of, Kind(is_dense=False, has_indexer=has_indexer))
+        wire_us = stages.dispatch + stages.combine - min(stages.dispatch, stages.shared)
+        return stages.compute_us + wire_us + operators.head_us(of, 8) + host.STEP_GAP_US / 3
+
+    first_us = pass_us(shape, has_indexer=operators.family.is_sparse)
+    later_us = pass_us(one, has_indexer=operators.family.is_sparse and not shares)
+    around_us = operators.head_us(shape, 32) + host.STEP_GAP_US
+    assert operators.around_us(shape) == pytest.approx(around_us + first_us + 2 * later_us)
+    assert first_us > later_us
+    assert operators.around_us(one) == operators.head_us(one, 8) + host.STEP_GAP_US
+
+
+def test_two_gpus_on_a_nic_wait_twice_as_long_for_its_bytes():
+    """An H20's exchange between nodes is an H200's with half the rate; within a node it is its."""
+    h20, h200 = (silicon_of(gpu, family="deepseek-v3") for gpu in ("h20", "h200"))
+    sparse = Kind(is_dense=False, has_indexer=False)
+
+    def wire_us(operators: SiliconOperators, tokens: int, gpus: int) -> float:
+        parallel = replace(Parallel.wide(gpus), is_sending=True)
+        shape = MicroBatch(request_count=tokens, queries_each=1, context=4096, parallel=parallel)
+        stages = operators.stages(shape, sparse)
+        return stages.dispatch + stages.send + stages.combine + stages.join
+
+    assert wire_us(h20, 64, 8) == wire_us(h200, 64, 8)
+    least_us, whole_us = (wire_us(h200, tokens, 32) for tokens in (1, 64))
+    assert wire_us(h20, 64, 32) == pytest.approx(least_us + 2 * (whole_us - least_us), rel=0.02)
+    heads = Parallel(attention_tp=16, expert_tp=16)
+    shape = MicroBatch(request_count=512, queries_each=1, context=4096, parallel=heads)
+    slow_us, fast_us = (each.stages(shape, sparse).join for each in (h20, h200))
+    assert slow_us - fast_us == pytest.approx(512 * 7168 * 2 / 8 / host.NIC_RATE)
+
+
+def test_few_tokens_compute_a_whole_tile_where_operations_are_scarce():
+    """From 1 to 64 tokens the dense MLP of an H20 takes what 64 tokens compute, no less."""
+    operators = silicon_of("h20", family="deepseek-v3")
+    shape = MicroBatch(request_count=1, queries_each=1, context=4096, parallel=NODE)
+    dense = Kind(is_dense=True, has_indexer=False)
+    weights = 3 * operators.family.layout.hidden_dim * operators.family.dense_dim
+    least_us = 2 * weights * 64 / operators.machine.fp8_rate / 0.9
+    times = [
+        operators.stages(replace(shape, request_count=count), dense).experts
+        for count in (1, 64, 65)
+    ]
+    assert times[0] >= least_us
+    assert times[2] >= 2 * least_us - 1e-6
+    assert [tiled(0.5), tiled(64), tiled(64.5)] == [64, 64, 128]
 
 
 def test_prompts_in_the_same_step_make_it_longer():

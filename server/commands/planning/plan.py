@@ -99,9 +99,10 @@ class WayFlags:
 
     def over(self, gpus: int) -> Parallel | None:
         """The layout of the GPUs; None if no flag is set."""
-        if (self.attention_tp, self.expert_tp, self.decode_pp) == (None, None, None):
+        given = (self.attention_tp, self.expert_tp, self.decode_pp)
+        if given == (None, None, None):
             return None
-        tp, expert_tp, pp = self.attention_tp or 1, self.expert_tp or 1, self.decode_pp or 1
+        tp, expert_tp, pp = (1 if size is None else size for size in given)
         if min(tp, expert_tp, pp) < 1 or gpus % (tp * pp) or gpus % (expert_tp * pp):
             raise BadInput(
                 f"--gpus {gpus} are not divided by --attention-tp {tp}, --expert-tp "

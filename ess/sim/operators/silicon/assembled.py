@@ -12,7 +12,7 @@ from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.silicon import host
 from ess.sim.operators.silicon.attention import Dense, Sparse
 from ess.sim.operators.silicon.bank import Bank
-from ess.sim.operators.silicon.chip import Chip
+from ess.sim.operators.silicon.chip import Chip, tiled
 from ess.sim.operators.silicon.experts import ExchangeTime, Experts
 from ess.sim.operators.silicon.prompts import Prompts
 from ess.sim.operators.silicon.stacks import SGLANG
@@ -75,7 +75,7 @@ class SiliconOperators:
         return (
             self.head_us(whole, whole.query_count)
             + self.step_gap_us
-            + (whole.queries_each - 1) * self._draft_us(whole)
+            + self._drafts_us(whole)
             + (whole.parallel.pp - 1) * self._hop_us(whole.query_count + whole.prompt_tokens)
         )
 
@@ -93,17 +93,24 @@ class SiliconOperators:
     def trust(self, shape: MicroBatch) -> Trust:
         return trust_of(self.chip, self.family, shape, stack=self.stack)
 
-    def _draft_us(self, whole: MicroBatch) -> float:
+    def _drafts_us(self, whole: MicroBatch) -> float:
+        """Time of the draft passes: the first over all verified tokens, others over one of each
+        request. Models whose layers share selections share that of the first pass too."""
+        if whole.queries_each == 1:
+            return 0.0
+        shares = not all(kind.has_indexer for kind in self.family.kinds)
+        first_us = self._draft_us(whole, has_indexer=self.family.is_sparse)
+        later_us = self._draft_us(replace(whole, queries_each=1), has_indexer=not shares)
+        return first_us + (whole.queries_each - 2) * later_us
+
+    def _draft_us(self, whole: MicroBatch, *, has_indexer: bool) -> float:
         """Time of a draft pass: a layer and the head, after the pass before."""
-        stages = self.stages(replace(whole, queries_each=1, prompt_tokens=0), self._draft_kind)
+        kind = Kind(is_dense=False, has_indexer=has_indexer)
+        stages = self.stages(replace(whole, prompt_tokens=0), kind)
         hidden_us = min(stages.dispatch, stages.shared)
         exchange_us = stages.dispatch + stages.combine - hidden_us
         head_us = self.head_us(whole, whole.request_count)
         return stages.compute_us + exchange_us + head_us + host.pass_gap_us(self.step_gap_us)
-
-    @property
-    def _draft_kind(self) -> Kind:
-        return Kind(is_dense=False, has_indexer=self.family.is_sparse)
 
     def _hop_us(self, tokens: float) -> float:
         moved = tokens * self.family.layout.hidden_dim * host.STATE_BYTES
@@ -143,7 +150,8 @@ class SiliconOperators:
         up_us = products["fp8", 2 * width, hidden].at(tokens)
         down_us = products["fp8", hidden, width].at(tokens)
         between_us = self.machine.launch_us + tokens * width * 6 / self.machine.hbm_rate
-        alone_us = self.chip.us(up_us + down_us, fp8_flop=6 * hidden * width * tokens)
+        flop = 6 * hidden * width * tiled(tokens)
+        alone_us = self.chip.us(up_us + down_us, fp8_flop=flop)
         return self._experts(shape).shared_us(shape, alone_us + between_us)
 
     def _mlp_us(self, shape: MicroBatch) -> float:
@@ -153,7 +161,7 @@ class SiliconOperators:
         tokens = shape.sending_tokens * shape.parallel.attention_tp
         up_us = 2 * self.bank.products["fp8", TABLED_COLUMNS, hidden].at(tokens)
         down_us = self.bank.products["fp8", hidden, TABLED_COLUMNS].at(tokens)
-        flop = 2 * 3 * hidden * width * tokens / shape.parallel.attention_tp
+        flop = 2 * 3 * hidden * width * tiled(tokens) / shape.parallel.attention_tp
         return self.chip.us(share * (up_us + down_us), fp8_flop=flop)
 
     def _attention(self, shape: MicroBatch, kind: Kind) -> Stages:
@@ -222,7 +230,7 @@ class SiliconOperators:
         row = layout.row.latent_dim + layout.row.rope_dim
         attended = min(shape.context, layout.top_k) if self.family.is_sparse else shape.context
         scored = 2 * tokens * heads * attended * (row + layout.row.latent_dim)
-        projected = 2 * tokens * self.family.projection_weights(heads)
+        projected = 2 * tiled(tokens) * self.family.projection_weights(heads)
         return self.chip.us(us, fp8_flop=projected, bf16_flop=scored)
 
     def _heads(self, parallel: Parallel) -> int:

@@ -6,10 +6,12 @@ an H800 over the package's for an H100. An H20 has the H200's kind of memory at 
 148 TFLOPS of bf16 (989): an operator takes its time on the H200 scaled by memory rate, and no less
 than its operations at nine tenths of the H20's peak. Products reach only 77 % of an H200's peak in
 the tables, limited by power and memory; an H20 has as much of both for a seventh of the operations.
+Its node has four NICs of 400 Gbit/s where the others have eight (Ant Group, lmsys.org, 2025-09-26).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,7 +28,8 @@ PEAK_SHARE: Final = 0.9
 class Chip:
     """`base` is the GPU whose tables are read. `by_memory` multiplies a measured time, unless
     operations at `bf16_rate` or `fp8_rate` take longer; `by_node` and `by_link` multiply exchanges
-    within a node and between nodes."""
+    within a node and between nodes. `nic_gpus` GPUs share a NIC; a measured GPU has one for itself.
+    """
 
     base: str
     system: str
@@ -35,6 +38,7 @@ class Chip:
     by_memory: float = 1.0
     by_node: float = 1.0
     by_link: float = 1.0
+    nic_gpus: int = 1
     marks: tuple[str, ...] = ()
     slack: float = 0.0
 
@@ -48,6 +52,18 @@ class Chip:
             return measured_us
         flop_us = fp8_flop / self.machine.fp8_rate + bf16_flop / self.bf16_rate
         return max(measured_us * self.by_memory, flop_us / PEAK_SHARE)
+
+
+TILE: Final = 64
+
+
+def tiled(tokens: float) -> float:
+    """The tokens that a product computes: a matrix instruction of a Hopper takes 64 at a time.
+
+    >>> tiled(0.5), tiled(64), tiled(65)
+    (64, 64, 128)
+    """
+    return math.ceil(tokens / TILE) * TILE
 
 
 HOPPER: Final = 989e6
@@ -111,6 +127,7 @@ CHIPS: Final[Mapping[str, Chip]] = MappingProxyType(
             ),
             bf16_rate=148e6,
             by_memory=1.2,
+            nic_gpus=2,
             marks=(
                 "H20: an H200's kernels stand in, scaled by memory rate, and take no less than "
                 "their operations at 9/10 of an H20's peak",
