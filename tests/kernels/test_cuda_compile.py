@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -30,6 +31,8 @@ TRIED = [
 ]
 """What benchmarks load beside what serving loads: other depths, rivals, a gate; odd places."""
 EVERY = [*cuda_programs.programs(), *TRIED]
+COMPILED = functools.cache(program.compile_program)
+"""Tests that look at what all programs become share it."""
 SMALL = cuda_programs.rival_form(32).program
 SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(volatile float* at) {
     float held[96], total = 0;
@@ -45,7 +48,7 @@ SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(vola
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_kernel_spills(arch):
     for one in EVERY:
-        for used in program.compile_program(one, arch).resources:
+        for used in COMPILED(one, arch).resources:
             assert used.stack_bytes == used.spill_bytes == 0, f"{one} for {arch}: {used}"
             assert used.register_count <= 64, f"{one} for {arch}: {used}"
             assert used.shared_bytes <= driver.STATIC_SHARED_BYTES, f"{one} for {arch}: {used}"
@@ -92,7 +95,7 @@ COLUMNS = ("registers", "shared", "instructions", "loads", "stores", "atomics", 
 
 @needs_nvrtc
 @pytest.mark.slow
-def test_the_table_of_the_log_is_what_the_compiler_makes():
+def test_the_table_of_the_log_is_what_the_compiler_makes(monkeypatch):
     """Of the version of the compiler that the section names."""
     pytest.importorskip("triton", reason="its package has the disassembler")
     from tests.support.machine_code import figures
@@ -100,6 +103,7 @@ def test_the_table_of_the_log_is_what_the_compiler_makes():
     section = LOG.read_text().split("## Resolve on a device")[1].split("\n## ")[0]
     if f"{program.compiler_version()} makes" not in section:
         pytest.skip(f"the table is of another compiler than {program.compiler_version()}")
+    monkeypatch.setattr(program, "compile_program", COMPILED)
     told = dict(re.findall(r"^\| (ess_\w+) \| (.+) \|$", section, re.MULTILINE))
     made = {}
     for one in (one for one in cuda_programs.programs() if one.file in TABLED):
@@ -229,6 +233,7 @@ def test_where_builds_are_kept(monkeypatch, tmp_path):
 def test_build_kernels_leaves_nothing_to_compile(tmp_path, monkeypatch, capsys):
     from ess.server.commands import cli
 
+    monkeypatch.setattr(program, "compile_program", COMPILED)
     assert cli.main(["build-kernels", "--arch", "sm_90a", "--folder", str(tmp_path), "--json"]) == 0
     built = json.loads(capsys.readouterr().out)
     assert {one["spill_bytes"] for one in built} == {0}
