@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import forked
+from tests.support.few import few
+
 SAMPLED = (
     ("ess.kernels.merge", "ess.overlap.dba", "ess.overlap.tbo", "ess.pool.budget"),
     ("ess.pool.lru.specification", "ess.pool.pages"),
@@ -18,17 +18,9 @@ SAMPLED = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("modules", SAMPLED, ids=" ".join)
-def test_most_mutants_die(modules: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("count", few([3], all_of=[3, 8]))
+def test_most_mutants_die(modules: tuple[str, ...], count: int) -> None:
     given = [word for name in modules for word in ("--module", name)]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.model.mutants", *given),
-            *("--sample", "5", "--seed", "3", "--floor", "0.9"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(f"{name}: " in done.stdout for name in modules), done.stdout
+    sample = ("--sample", f"{count}", "--seed", "3", "--floor", "0.9")
+    printed = forked.run("engine", "-m", "tests.model.mutants", *given, *sample, env=os.environ)
+    assert all(f"{name}: " in printed for name in modules), printed

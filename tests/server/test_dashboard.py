@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ess.engine.process.messages import Status, Traced, TraceSpan
 from ess.server.commands.cli import main
+from ess.server.commands.planning import planpage
 from ess.server.http.routes.trace_routes import trace_document
 from ess.server.process.service import Limits
 from tests.server import screens
@@ -22,6 +24,7 @@ from tests.server.harness import PacedEngine, Served, counting, raw, until
 from tests.support import chromium
 from tests.support.chromium import Browser
 from tests.support.crowd import Crowd
+from tests.support.few import few
 from tests.support.process import Process
 
 needs_browser = pytest.mark.skipif(
@@ -261,8 +264,14 @@ OVERLAPPING = """[...document.querySelectorAll("form input, form select")].filte
 
 @pytest.mark.slow
 @needs_browser
-def test_the_planner_s_page_fits_and_its_fields_stand_apart(page: Browser, tmp_path: Path):
-    """On a desk and on a phone, of one page: it takes seconds to plan."""
+@pytest.mark.parametrize("depths", few([[]], all_of=[[], [*planpage.MTPS]]))
+def test_the_planner_s_page_fits_and_its_fields_stand_apart(
+    page: Browser, depths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a desk and on a phone, of one page: it takes seconds to plan, for each depth of drafts.
+    That of the command line is always there."""
+    numbers = functools.partial(planpage.numbers_of, mtps=depths)
+    monkeypatch.setattr(planpage, "numbers_of", numbers)
     assert main(["plan", "--ctx", "32k", "--html", str(tmp_path / "plan.html")]) == 0
     for width, phone in ((1280, False), (360, True)):
         page.resize(width, 800, phone=phone)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -26,8 +24,9 @@ from ess.overlap.calibration import shape_of
 from ess.server.commands import cli
 from ess.server.commands.start.files.checkpoint import embedded_path, read_checkpoint
 from tests.server.harness import TOKENIZER, until
+from tests.support.forked import finished
 from tests.support.kin import is_running
-from tests.support.process import READY_S, ROOT, RUN, Process
+from tests.support.process import RUN, Process
 
 GRACE_S = 3.0
 
@@ -255,14 +254,7 @@ def test_wrong_settings_are_one_sentence_and_a_code():
         ([], {"ESS_PROT": "1"}, 2, "did you mean 'ESS_PORT'"),
         (["--host", "203.0.113.1", "--without-key"], {}, 1, "cannot listen on 203.0.113.1"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, "serve", *flags],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=READY_S,
-        )
+        done = finished("server", "-c", RUN, "serve", *flags, env={**os.environ, **environment})
         assert done.returncode == code, done.stderr
         assert says in " ".join(done.stderr.replace("│", " ").split())
         assert "Traceback" not in done.stderr

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 from ess.kernels.cuda import program
+from tests.support import forked
 from tests.support.emulate import (
     DEVICE,
     LIBRARY,
@@ -46,16 +45,9 @@ RECORDS = {
 
 def run_script(script: str, folder: Path, **environment: str) -> str:
     """What the script prints. It must call `begin` before anything of CUDA."""
-    done = subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, **environment, "PYTHONPATH": str(ROOT), "ESS_EMULATED": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    module = ".".join(Path(script).relative_to(ROOT).with_suffix("").parts)
+    env = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "ESS_EMULATED": str(folder)}
+    return forked.run("interpreted", "-m", module, env=env)
 
 
 def build_driver(folder: Path) -> Path:
