@@ -97,7 +97,7 @@ def test_a_saturated_rank_does_what_the_planner_says(planner: Planner, way: str)
 
 @pytest.mark.slow
 def test_what_is_sustained_is_and_a_fifth_more_is_not(planner: Planner):
-    arrivals = draw(Mix(rate=1.0, count=80, prompt_tokens=130_048, output_tokens=1024), seed=0)
+    arrivals = draw(Mix(rate=1.0, count=80, prompt_tokens=130_048, output_tokens=512), seed=0)
     serving = Serving(objective=OBJECTIVE, tier=(8, 8), cached_share=0.95)
     found = serve(planner, arrivals, serving, sustained=True)
     offload, resident = found.sustained
