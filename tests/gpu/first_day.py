@@ -3,12 +3,13 @@ comes first.
 
 The native library, then side by side whatever is not timed: the tests of a device, what benchmarks
 compile, the doctor. Then the benchmarks one by one, each alone on the device. A part that fails, or
-takes too long, ends itself and nothing else. Each part's end is written at once into one report:
+takes too long, ends itself and nothing else. One report is written as each part ends, and every few
+seconds, so that what ends this process too loses little:
 
     first-day.json   machine, parts with their ends and times, tests that failed, rows, the doctor
     first-day.txt    what all parts have printed, one behind the other
 
-Both are kept in the folder `--kept`, and copied to `--out` after each part. A second run with these
+Both are kept in the folder `--kept`, and copied to `--out` each time. A second run with these
 two files goes on, on this machine or another: it leaves out parts that have ended, and tests that
 have passed.
 """
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ SHARED_S = 270.0
 BUILD_S = 120.0
 LEAST_S = 5.0
 GRACE_S = 10.0
+WRITTEN_S = 10.0
+RUNNING = {"ended": False, "end": "running", "seconds": 0.0}
 TAIL = 40
 PACKAGES = ("torch", "triton", "numpy", "pytest", "setuptools", "cuda-bindings", "msgspec", "pyzmq")
 COMMANDS = ("g++", "nvcc", "make", "git", "nvidia-smi", "compute-sanitizer")
@@ -100,14 +103,20 @@ class Day:
     def run(self, parts: Sequence[Part]) -> None:
         """Those that have not ended yet, side by side."""
         due = [part for part in parts if not self.has_ended(part)]
+        self.report["parts"] |= {part.name: RUNNING for part in due}
+        self.write()
         with ThreadPoolExecutor(max(1, len(due))) as pool:
             playing = {pool.submit(self.play, part): part for part in due}
-            for played in as_completed(playing):
-                part, told = playing[played], played.result()
-                self.report["parts"][part.name] = told
-                self.learn(part)
-                print(f"{part.name}: {told['end']} after {told['seconds']:.0f} s", flush=True)
+            while playing:
+                played, _ = wait(playing, timeout=WRITTEN_S, return_when=FIRST_COMPLETED)
+                for one in played:
+                    self.end(playing.pop(one), one.result())
                 self.write()
+
+    def end(self, part: Part, told: dict[str, Any]) -> None:
+        self.report["parts"][part.name] = told
+        self.learn(part)
+        print(f"{part.name}: {told['end']} after {told['seconds']:.0f} s", flush=True)
 
     def has_ended(self, part: Part) -> bool:
         told = self.report["parts"].get(part.name, {"ended": False})

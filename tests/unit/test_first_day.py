@@ -71,12 +71,32 @@ def test_an_end_is_written_while_parts_beside_it_run(
 ) -> None:
     report = tmp_path / "kept" / REPORT
     read = f"json.loads(pathlib.Path({str(report)!r}).read_text())"
-    slow = f"import json, pathlib\nwhile 'quick' not in {read}['parts']: pass"
+    slow = f"import json, pathlib\nwhile not {read}['parts']['quick']['ended']: pass"
     beside = [part("slow", slow, 20.0), part("quick", "pass")]
     monkeypatch.setattr(first_day, "phases", lambda _: [beside])
     monkeypatch.setattr(first_day, "machine", lambda: {"devices": "one"})
     assert first_day.main(["--kept", str(tmp_path / "kept")]) == 0
-    assert list(json.loads(report.read_text())["parts"]) == ["quick", "slow"]
+    ends = json.loads(report.read_text())["parts"]
+    assert {name: told["end"] for name, told in ends.items()} == dict.fromkeys(ends, "exit 0")
+
+
+def test_what_a_part_prints_is_written_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is taken away, with all that runs on it, has given what was known by then."""
+    printed = tmp_path / "out" / PRINTED
+    read = f"pathlib.Path({str(printed)!r}).read_text()"
+    alone = f"import pathlib\nprint('begun', flush=True)\nwhile 'begun' not in {read}: pass"
+    monkeypatch.setattr(first_day, "WRITTEN_S", 0.1)
+    monkeypatch.setattr(first_day, "phases", lambda _: [[part("alone", alone, 20.0)]])
+    monkeypatch.setattr(first_day, "machine", lambda: {"devices": "one"})
+    out = "--out", str(tmp_path / "out")
+    assert first_day.main(["--kept", str(tmp_path / "kept"), *out]) == 0
+    earlier = tmp_path / "kept" / REPORT
+    report = json.loads(earlier.read_text())
+    report["parts"]["alone"] = first_day.RUNNING
+    earlier.write_text(json.dumps(report))
+    assert first_day.main(["--kept", str(tmp_path / "kept"), *out]) == 0, "it was not begun again"
 
 
 def test_a_second_run_does_what_the_first_has_not(parts: dict[str, Part], tmp_path: Path) -> None:
