@@ -79,6 +79,15 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     return F.linear(x.to(weight.dtype), weight).float()
 
 
+def linear_f32(x: Tensor, weight: Weight) -> Tensor:
+    """The product as `linear` makes it, but with sums that a device does not round to bfloat16:
+    of two tokens' logits that are near each other it would make one number, and the lower id would
+    be drawn. Compiled stages of a CPU round none."""
+    if not isinstance(weight, Tensor) or not weight.is_cuda or weight.dtype != torch.bfloat16:
+        return linear(x, weight)
+    return torch.mm(x.to(weight.dtype), weight.t(), out_dtype=torch.float32)
+
+
 def keep_sums_whole(device: torch.device) -> None:
     """From now on this process adds up torch's products on a device in float32, of float32 as they
     are.

@@ -25,7 +25,7 @@ from ess.models.layers import (
     Source,
     TensorSource,
     keep_sums_whole,
-    linear,
+    linear_f32,
     rms_norm,
 )
 from ess.models.mtp import Mtp
@@ -139,7 +139,7 @@ class Model:
         return rms_norm(hidden, self._last(self._norm), self.config.norm_eps)
 
     def logits(self, finished: Tensor) -> Tensor:
-        logits, cap = linear(finished, self._last(self._head)), self.config.logit_cap
+        logits, cap = linear_f32(finished, self._last(self._head)), self.config.logit_cap
         return cap * (logits / cap).tanh() if cap else logits
 
     @functools.cached_property

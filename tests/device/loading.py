@@ -130,6 +130,16 @@ def test_products_of_blocks_are_close_to_those_of_bf16(folder):
         assert alike(mine.mlp(hidden) - hidden, theirs.mlp(hidden) - hidden)
 
 
+def test_logits_are_not_rounded_to_bf16(folder):
+    """Of the same factors, summed in float32."""
+    made = load_model(folder, form="bf16", device="cuda")
+    finished = torch.randn(5, SMALL["hidden_size"]).to("cuda")
+    logits = made.logits(finished).cpu()
+    factors = finished.cpu().bfloat16().double(), made._head.cpu().double()
+    torch.testing.assert_close(logits.double(), factors[0] @ factors[1].T, atol=1e-4, rtol=1e-4)
+    assert (logits != logits.bfloat16().float()).float().mean() > 0.9
+
+
 def test_matrices_are_stacked_in_blocks_where_no_block_has_rows_of_two():
     first, second, third = (
         Fp8Weight(*quantise(torch.randn(rows, 200))) for rows in (256, 100, 128)

@@ -45,6 +45,16 @@ def test_the_tokens_are_those_of_the_host(values: tuple[str, ...]):
     assert [tokens for tokens, _ in said] == [tokens for tokens, _ in wanted]
 
 
+def test_logits_are_summed_in_float32():
+    made = load_model(form="bf16", device="cuda")
+    finished = torch.randn(3, made.config.hidden_dim, device="cuda")
+    head = made._last(made._head)
+    logits = made.logits(finished)
+    wanted = finished.bfloat16().double() @ head.double().T
+    torch.testing.assert_close(logits.double(), wanted, atol=1e-3, rtol=1e-4)
+    assert (logits != logits.bfloat16().float()).float().mean() > 0.9
+
+
 def is_near(taken: int, planned: int) -> bool:
     return planned <= taken + SPARE and taken <= ROUNDED * planned + SPARE
 
