@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ess.bench.gpu.layer import KEYS, ROWS, SCALE, Layer, captured_us, gather_of
+from ess.bench.gpu.layer import SCALE, Layer, captured_us, gather_of
+from ess.bench.gpu.layer_memory import KEYS, ROWS
 from ess.bench.gpu.layer_points import HOST_ROWS_MAX, Point, draw, lay_out
 from ess.bench.gpu.rig import Row, row
 from ess.kernels.cuda.adapters import choice
@@ -88,18 +89,18 @@ class Bench:
         query_count = len(self.layer.queries)
         for count in counts:
             rows = torch.randint(
-                len(self.layer.host), (query_count, count), dtype=torch.int32
+                len(self.layer.rows.host), (query_count, count), dtype=torch.int32
             ).cuda()
             slots = torch.arange(rows.numel(), dtype=torch.int32, device="cuda")
             moved = torch.full((1,), rows.numel(), dtype=torch.int32, device="cuda")
-            named = slots.view_as(rows) % len(self.layer.slab)
-            fetch = rows.flatten(), self.layer.slab, named.flatten(), moved, 4
+            named = slots.view_as(rows) % len(self.layer.rows.slab)
+            fetch = rows.flatten(), self.layer.rows.slab, named.flatten(), moved, 4
             there = self.us(functools.partial(self.attend, -2 - rows))
             rival = "fetched, then attended", self.us(functools.partial(self.both, fetch, named))
             yield self.row("attend in place", there, rival, placed=count)
 
     def both(self, fetch: Fetch, named: Tensor) -> None:
-        self.layer.gather(self.layer.host, *fetch)
+        self.layer.gather(self.layer.rows.host, *fetch)
         self.attend(named)
 
     def attend(self, named: Tensor) -> None:
@@ -107,14 +108,14 @@ class Bench:
 
         layer = self.layer
         counts = torch.full((len(named),), named.shape[1], dtype=torch.int32, device="cuda")
-        given = layer.queries, layer.slab, Lists(named, counts), ROWS
+        given = layer.queries, layer.rows.slab, Lists(named, counts), ROWS
         into = layer.partials[0]
-        attend_lists(*given, scale=SCALE, placed=layer.host, into=into, balanced=True)
+        attend_lists(*given, scale=SCALE, placed=layer.rows.host, into=into, balanced=True)
 
     def flash_mla(self, theirs: FlashMla) -> Iterator[Row]:
         """A whole selection, and parts of it down to the shortest list that FlashMLA takes."""
         layer = self.layer
-        slots, dense = torch.from_numpy(layer.batch.whole).cuda(), layer.slab
+        slots, dense = torch.from_numpy(layer.batch.whole).cuda(), layer.rows.slab
         dense = dense[: len(dense) // PAGE_ROWS * PAGE_ROWS]
         ours = self.us(lambda: self.attend(slots))
         for width in (2048, 512, 256, 128, 64):
@@ -125,9 +126,9 @@ class Bench:
 
             rival = "ours, 2048 rows", ours
             yield self.row(f"FlashMLA, {width} rows", self.us(attend), rival)
-        host = layer.host[: len(layer.host) // PAGE_ROWS * PAGE_ROWS]
+        host = layer.rows.host[: len(layer.rows.host) // PAGE_ROWS * PAGE_ROWS]
         few = slots[:, :64].clamp(max=len(host) - 1)
-        seen = view_of(host, layer.slab.device)
+        seen = view_of(host, layer.rows.slab.device)
         us = self.us(lambda: theirs.attend(layer.queries, seen, few, scale=SCALE))
         yield self.row("FlashMLA in place, 64 rows", us, ("ours, 2048 rows", ours))
 
@@ -135,8 +136,14 @@ class Bench:
         from ess.kernels.cuda.triton.index import logits_into
 
         layer = self.layer
-        given = layer.index_queries, layer.index_weights, layer.pages, layer.table, layer.lengths
-        ours = self.us(lambda: logits_into(*given, KEYS, out=layer.logits))
+        given = (
+            layer.index.queries,
+            layer.index.weights,
+            layer.index.pages,
+            layer.index.table,
+            layer.index.lengths,
+        )
+        ours = self.us(lambda: logits_into(*given, KEYS, out=layer.index.logits))
         for each in {1, layer.point.queries}:
             work = functools.partial(theirs.index_logits, *given, queries_per_request=each)
             us = self.us(work)

@@ -23,11 +23,20 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ess.bench.gpu.layer_memory import (
+    DIM,
+    HEADS,
+    KEYS,
+    ROWS,
+    Index,
+    ListedSlots,
+    Rows,
+    Weights,
+)
 from ess.bench.gpu.layer_points import (
     BATCHES,
     CONTEXTS,
     HOST_ROWS_MAX,
-    TOP_K,
     Batch,
     Point,
     Step,
@@ -44,26 +53,16 @@ from ess.kernels.cuda.driver import Device
 from ess.kernels.cuda.rows import COPY_BLOCKS
 from ess.kernels.merge import Partial
 from ess.kernels.streams import RowCopy
-from ess.layout import IndexCodec, RowCodec
 from ess.overlap.da import da
 from ess.overlap.dba import dba
 from ess.overlap.none import none
 from ess.overlap.stages import finish
-from ess.units import PAGE_ROWS, align_up, div_ceil
 
-HEADS: Final = 128
-HIDDEN: Final = 7168
-QUERY_RANK: Final = 1536
-QUERY_WIDTH: Final = HEADS * 192
 SCALE: Final = 192**-0.5
 SPARE_SMS: Final = COPY_BLOCKS
-ROWS: Final = RowCodec()
-KEYS: Final = IndexCodec()
-DIM: Final = ROWS.latent_dim + ROWS.rope_dim
 REPLAYS: Final = 30
 EXPOSED_MAX: Final = 0.3
 SLOWDOWN_MAX: Final = 1.08
-BLOCK_ROWS: Final = 4096
 CUDA: Final[Any] = torch.cuda  # its constructors have no types
 
 Gather = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
@@ -86,27 +85,12 @@ class Layer:
     gather: Gather
 
     def __post_init__(self) -> None:
-        point, cuda = self.point, torch.device("cuda")
-        count = point.batch * point.queries
-        self.slab = _random_rows(align_up(point.batch * point.slots, PAGE_ROWS), cuda)
-        host_rows = min(HOST_ROWS_MAX, point.batch * point.context)
-        self.host = _random_rows(host_rows, torch.device("cpu"))
-        self.host_rows = torch.from_numpy(self.batch.host_rows).to(cuda)
-        self.target_slots = torch.from_numpy(self.batch.target_slots).to(cuda)
-        self.queries = torch.randn(count, HEADS, DIM, device=cuda, dtype=torch.bfloat16)
-        self._make_lists()
-        self._make_index(count, cuda)
-        self._make_weights(count, cuda)
-        self.compute = CUDA.Stream()
-        self.copies = CUDA.Stream()
-
-    def _make_lists(self) -> None:
-        from ess.kernels.cuda.triton.attend import close_up
-
-        named = (self.batch.whole, self.batch.resident, self.batch.fetched)
-        lists = [close_up(torch.from_numpy(slots).cuda()) for slots in named]
-        self.whole, self.resident, self.fetched = lists
-        count = len(self.queries)
+        count = self.point.query_count
+        self.queries = torch.randn(count, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        self.rows = Rows.drawn(self.point, self.batch)
+        self.slots = ListedSlots.of(self.batch)
+        self.index = Index.drawn(self.point)
+        self.weights = Weights.drawn(count)
         self.partials = [
             Partial(
                 torch.empty(count, HEADS, ROWS.latent_dim, device="cuda"),
@@ -114,44 +98,8 @@ class Layer:
             )
             for _ in range(2)
         ]
-
-    def _make_index(self, count: int, cuda: torch.device) -> None:
-        point = self.point
-        width = div_ceil(point.context, PAGE_ROWS)
-        self.pages = torch.randint(
-            0, 0x7E, (point.batch * width, KEYS.page_bytes), dtype=torch.uint8, device=cuda
-        )
-        self.pages[:, PAGE_ROWS * KEYS.key_dim :].view(torch.float32).fill_(2.0**-8)
-        order = torch.randperm(point.batch * width, device=cuda, dtype=torch.int32)
-        self.table = order.view(point.batch, width).repeat_interleave(point.queries, 0)
-        self.lengths = torch.full((count,), point.context, dtype=torch.int32, device=cuda)
-        asked = torch.randn(count, KEYS.head_count, KEYS.key_dim, device=cuda)
-        self.index_queries = asked.to(torch.float8_e4m3fn)
-        self.index_weights = torch.rand(count, KEYS.head_count, device=cuda)
-        self.logits = torch.empty(count, width * PAGE_ROWS, device=cuda)
-        self.selection = torch.empty(count, TOP_K, dtype=torch.int32, device=cuda)
-
-    def _make_weights(self, count: int, cuda: torch.device) -> None:
-        def half(*shape: int) -> Tensor:
-            return torch.randn(shape, device=cuda, dtype=torch.bfloat16)
-
-        self.hidden, self.rank = half(count, HIDDEN), half(count, QUERY_RANK)
-        self.key_weight = half(HIDDEN, KEYS.key_dim + KEYS.head_count)
-        self.index_weight = half(QUERY_RANK, KEYS.head_count * KEYS.key_dim)
-        self.query_weight, self.absorb = half(QUERY_RANK, QUERY_WIDTH), half(HEADS, 128, 512)
-
-
-def _random_rows(count: int, device: torch.device) -> Tensor:
-    """One block of rows without NaN, repeated; host rows are pinned."""
-    block = torch.randint(0, 0x7E, (BLOCK_ROWS, ROWS.row_bytes), dtype=torch.uint8, device=device)
-    scales_to = ROWS.latent_dim + 4 * ROWS.scale_count
-    block[:, ROWS.latent_dim : scales_to].view(torch.float32).fill_(2.0**-8)
-    block[:, scales_to:].view(torch.bfloat16).fill_(0.125)
-    shape, is_host = (count, ROWS.row_bytes), device.type == "cpu"
-    rows = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=is_host)
-    for start in range(0, count, BLOCK_ROWS):
-        rows[start : start + BLOCK_ROWS] = block[: count - start]
-    return rows
+        self.compute = CUDA.Stream()
+        self.copies = CUDA.Stream()
 
 
 class LayerStages:
@@ -169,8 +117,8 @@ class LayerStages:
 
     def index(self) -> None:
         layer = self._layer
-        torch.mm(layer.hidden, layer.key_weight)
-        torch.mm(layer.rank, layer.index_weight)
+        torch.mm(layer.weights.hidden, layer.weights.key)
+        torch.mm(layer.weights.rank, layer.weights.index)
 
     def locate(self, part: range) -> Where | None:
         """Never asked: RESIDENT is measured as NONE without a fetch."""
@@ -182,17 +130,21 @@ class LayerStages:
         layer, queries = self._layer, slice(part.start, part.stop)
         where = self._where(part)
         logits_into(
-            layer.index_queries[queries],
-            layer.index_weights[queries],
-            layer.pages,
-            layer.table[queries],
-            layer.lengths[queries],
+            layer.index.queries[queries],
+            layer.index.weights[queries],
+            layer.index.pages,
+            layer.index.table[queries],
+            layer.index.lengths[queries],
             KEYS,
-            out=layer.logits[queries],
+            out=layer.index.logits[queries],
             spare_sms=self._spare,
             queries_per_request=layer.point.queries,
         )
-        top_k_into(layer.logits[queries], layer.lengths[queries], out=layer.selection[queries])
+        top_k_into(
+            layer.index.logits[queries],
+            layer.index.lengths[queries],
+            out=layer.index.selection[queries],
+        )
         if self._fetches:
             self._fetch(where)
         return where
@@ -215,22 +167,22 @@ class LayerStages:
 
     def pre_attn(self) -> None:
         layer = self._layer
-        asked = torch.mm(layer.rank, layer.query_weight).view(-1, HEADS, 192)
-        torch.bmm(asked[:, :, :128].transpose(0, 1), layer.absorb)
+        asked = torch.mm(layer.weights.rank, layer.weights.query).view(-1, HEADS, 192)
+        torch.bmm(asked[:, :, :128].transpose(0, 1), layer.weights.absorb)
 
     def attend_all(self, where: Where) -> Partial:
-        return self._attend(self._layer.whole, where, 0, spare_sms=0)
+        return self._attend(self._layer.slots.whole, where, 0, spare_sms=0)
 
     def attend_resident(self, where: Where) -> Partial:
-        return self._attend(self._layer.resident, where, 0, spare_sms=self._spare)
+        return self._attend(self._layer.slots.resident, where, 0, spare_sms=self._spare)
 
     def attend_fetched(self, where: Where, resident: Partial | None = None) -> Partial:
         """Adds to the partial of side 0, which holds the resident rows."""
         spare_sms = self._spare if where.queries.stop < len(self._layer.queries) else 0
-        return self._attend(self._layer.fetched, where, 0, spare_sms=spare_sms, adds=True)
+        return self._attend(self._layer.slots.fetched, where, 0, spare_sms=spare_sms, adds=True)
 
     def attend_apart(self, where: Where) -> Partial:
-        return self._attend(self._layer.fetched, where, 1, spare_sms=0)
+        return self._attend(self._layer.slots.fetched, where, 1, spare_sms=0)
 
     def _attend(
         self, lists: Any, where: Where, side: int, *, spare_sms: int, adds: bool = False
@@ -240,7 +192,7 @@ class LayerStages:
         layer, at = self._layer, where.queries
         return attend_lists(
             layer.queries[at],
-            layer.slab,
+            layer.rows.slab,
             Lists(lists.named[at], lists.counts[at]),
             ROWS,
             scale=SCALE,
@@ -253,9 +205,9 @@ class LayerStages:
 
 def copy_missing(layer: Layer, requests: range) -> None:
     at = layer.batch.fetch_of(requests)
-    rows, slots = layer.host_rows[at], layer.target_slots[at]
+    rows, slots = layer.rows.host_rows[at], layer.rows.target_slots[at]
     count = torch.full((1,), len(rows), dtype=torch.int32, device="cuda")
-    layer.gather(layer.host, rows, layer.slab, slots, count, SPARE_SMS)
+    layer.gather(layer.rows.host, rows, layer.rows.slab, slots, count, SPARE_SMS)
 
 
 def gather_of(device: Device) -> Gather:

@@ -46,6 +46,10 @@ class Point:
             raise BadInput(f"{self}: a request needs slots for {TOP_K} rows of every query")
 
     @property
+    def query_count(self) -> int:
+        return self.batch * self.queries
+
+    @property
     def config(self) -> dict[str, int]:
         return {
             "batch": self.batch,
