@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -26,7 +28,7 @@ from ess.server.commands.start.files.checkpoint import embedded_path, read_check
 from tests.server.harness import TOKENIZER, until
 from tests.support.forked import finished
 from tests.support.kin import is_running
-from tests.support.process import RUN, Process
+from tests.support.process import ROOT, RUN, Process
 
 GRACE_S = 3.0
 
