@@ -175,8 +175,16 @@ class FlashMla(FlashMlaStandIn):
         scheduled, attended = FLASH[edition]
         self.fills = scheduled is schedules_by_the_first_call
         self.made: list[Schedule] = []
-        self.get_mla_metadata = signed(scheduled, check_schedule, self.schedule)  # type: ignore[method-assign]
-        self.flash_mla_with_kvcache = signed(attended, check_attention, self.attend)  # type: ignore[method-assign]
+        self.get_mla_metadata = signed(  # type: ignore[method-assign]
+            scheduled,
+            check_schedule,
+            self.schedule,
+        )
+        self.flash_mla_with_kvcache = signed(  # type: ignore[method-assign]
+            attended,
+            check_attention,
+            self.attend,
+        )
 
     def schedule(self, *given: Any, **named: Any) -> tuple[Any, Any]:
         self.schedules += 1
