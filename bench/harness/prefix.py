@@ -143,7 +143,7 @@ class Prefix:
 
 
 def key_bytes(kernels: Ops, values: Tensor, layout: ModelLayout) -> Tensor:
-    """One record per key: its values, then its scale if the form has one."""
+    """The bytes of a key's record: its values, then its scale if the form has scales."""
     assert layout.index is not None, "keys without an index codec"
     encoded = kernels.encode_keys(values, layout.index)
     if not layout.index.scale_bytes:

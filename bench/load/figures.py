@@ -56,7 +56,7 @@ def is_good(seen: Seen, objective: Objective) -> bool:
 def load_rows(
     load: Offered, objective: Objective, *, config: dict[str, Any], against: Offered | None = None
 ) -> list[Row]:
-    """Rows of a load; beside the same load on another server if there is one."""
+    """Rows of a load, beside the same load on another server, if one is named."""
     rows = [_answered(load, config)]
     for name, unit, total in RATES:
         rates = [total(each) / each.took_s for each in (load, against or load)]

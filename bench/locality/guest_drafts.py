@@ -41,7 +41,7 @@ TIMED: Final = 16
 
 
 def drafts(known: Sequence[int], count: int) -> list[int]:
-    """The tokens that followed an earlier place of the newest ones, longest match first.
+    """The tokens that followed an earlier occurrence of the newest tokens, longest match first.
 
     >>> drafts([5, 6, 7, 8, 9, 6, 7], 2), drafts([1, 2, 3], 2)
     ([8, 9], [])

@@ -1,4 +1,4 @@
-"""What the offload did, per layer group and per layer, since it was made.
+"""The offload's counts since it was made, per layer group and per layer.
 
 A layer's fetch is on the lane from `started_ns` to `finished_ns` of its event: its transfer time.
 What the owner's thread spent waiting for that event is exposed, the rest of the transfer is hidden.

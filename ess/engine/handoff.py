@@ -1,4 +1,4 @@
-"""What an engine does for handoffs: rows of prompts that leave for other workers or come from them.
+"""The engine's part in handoffs: rows of prompts that leave for other workers or come from them.
 
     give   offered when the request is admitted, told layer by layer what is made, and taken over by
            the port when the prompt is there: rows that were not fetched by then wait there

@@ -1,4 +1,4 @@
-"""What a stage reports to the lead. Needs no torch.
+"""The reports of a stage to the lead. Needs no torch.
 
 Hello     once: describes the stage, so that the lead can check that all stages fit together
 Took      a frame of orders was obeyed; what is free in its pools, which must be equal in all

@@ -1,6 +1,6 @@
 """How a checkpoint marks up its replies, as far as its vocabulary and its template tell.
 
-What a template writes is the template's affair; what its model answers is read by one of these.
+A template writes its own prompts; the answers of its model are read by one of these.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def draw_curves(curves: Curves, folder: Path) -> None:
 
 
 def draw_timeline(path: Path, title: str, spans: Sequence[Span], *, share: float) -> None:
-    """The first `share` of a step: a whole one has too many spans for a page."""
+    """The first `share` of a step: a whole step has too many spans for a page."""
     end_us = max(span.end_us for span in spans) * share
     shown = [span for span in spans if span.start_us < end_us]
     lanes = list(dict.fromkeys(span.lane for span in shown))

@@ -1,4 +1,5 @@
-"""What a sequence holds of the pools: host pages and, while it is active, a line of active pages.
+"""The part of the pools that a sequence holds: host pages and, while it is active, a line of active
+pages.
 
 A sequence that was never on the device keeps the host pages of its growth promised, so that it can
 always enter; a preempted sequence has no promises.

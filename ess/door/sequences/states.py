@@ -1,4 +1,5 @@
-"""What sequences keep on the device beside their rows: a line of bytes for each that is active.
+"""The states that sequences keep on the device beside their rows: a line of bytes for each active
+sequence.
 
 What the bytes mean is their engine's; how many there are the layout says. A line of the page tables
 comes with a line of these, so that a sequence gets both or neither.

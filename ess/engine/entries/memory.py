@@ -1,4 +1,5 @@
-"""What requests keep beside their rows, as the engine reads and writes it for a whole batch.
+"""The states that requests keep beside their rows, as the engine reads and writes them for a whole
+batch.
 
 All of it is one matrix, a row of which is a row of a window or an entry: attention reads both in
 place. A token is written to its lines before anything reads them, so a window of n tokens is n

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh say to one another, beside the hidden states.
+"""The messages between the ranks of a mesh, beside the hidden states.
 
     rank 0 to all      calls: what was asked of its engine; Met: how a step begins
     last stage to all  StepTokens: what a step says, by way of rank 0

@@ -1,4 +1,4 @@
-"""What an engine's process builds before it serves: the model, its offload, and the engine."""
+"""Builds an engine process before it serves: the model, its offload, and the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server process and the engine process say to each other. Needs no torch.
+"""The messages between the server process and the engine process. Needs no torch.
 
     front -> engine   Add, Abort, AbortNamed, Flush, Hold, Trace, Meet; the first alone: Lost, Stop
     engine -> front   Ready once, then Progress after every step and Status a few times a second

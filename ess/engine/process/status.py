@@ -1,4 +1,4 @@
-"""What an engine process tells its server of itself, a few times a second."""
+"""The status that an engine process sends to its server a few times a second."""
 
 from __future__ import annotations
 

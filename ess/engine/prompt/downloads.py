@@ -1,4 +1,4 @@
-"""What a pack has made, on its way from a device to the host: the host does not wait layer by
+"""The rows and keys of a pack on their way from a device to the host, which does not wait layer by
 layer.
 
 Copies to pinned memory are queued as rows and keys are made, and handed on once the host has waited

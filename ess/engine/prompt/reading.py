@@ -1,4 +1,4 @@
-"""What a chunk reads of its sequence: top-k over the index keys, attention over its rows."""
+"""A chunk's reads of its sequence: top-k over the index keys, attention over the rows."""
 
 from __future__ import annotations
 

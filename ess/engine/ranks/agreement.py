@@ -1,4 +1,4 @@
-"""What the ranks that divide the experts agree on at the head of each step, and what follows.
+"""The agreement of ranks that divide the experts, at the head of each step.
 
 Each rank has its own requests, pools and schedules. The ranks share the exchanges of the layers
 with experts, so all must know which exchanges a step will have:

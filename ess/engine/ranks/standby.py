@@ -1,4 +1,4 @@
-"""What a rank without tokens does in a step: it joins every exchange and sends no tokens.
+"""A step of a rank without tokens: it joins every exchange and sends no tokens.
 
 It calls the same schedules in the same order as a rank with tokens (`step.runner`, `step.drafts`,
 `prompt.run`), over no tokens, so its exchanges are theirs. Attention, pools and logits have nothing

@@ -1,4 +1,4 @@
-"""What a request is given before its first token: its end ids, its reader, its grammar.
+"""The equipment of a request before its first token: its end ids, its reader, its grammar.
 
 A grammar may take seconds to compile, and the first grammar waits for the whole vocabulary too. So
 grammars are compiled in processes of their own, and their requests wait here, on no roster: no

@@ -1,4 +1,4 @@
-"""What a request asks of its tokens. Needs no torch, so a server can refuse before an engine does.
+"""A request's sampling parameters. Needs no torch, so a server can refuse before an engine does.
 
 Penalties, bias, the allowed ids, the bad words, the least length and the grammar change the logits,
 in this order; temperature divides them; top-k, top-p and min-p then each drop tokens from what the

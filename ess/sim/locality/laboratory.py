@@ -34,7 +34,7 @@ class Outcome:
 class Start:
     """How arenas begin: warmed from the windows or not, then filled with other rows or not.
 
-    After a step up to `ahead` absent rows with the best scores are fetched for the next one.
+    After a step up to `ahead` absent rows with the best scores are fetched for the next step.
     """
 
     warm: bool = False

@@ -1,4 +1,4 @@
-"""How similar selections are, by the paper's formulas, and what a neighbour layer's is worth.
+"""How similar selections are, by the paper's formulas, and how useful a neighbour layer's is.
 
 Similarity is containment: the share of a query's selection that another selection has too. Between
 consecutive queries of one layer it is the intra-layer similarity; between one layer and the next,

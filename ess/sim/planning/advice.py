@@ -36,7 +36,8 @@ def _offload_or_not(planner: Planner, plan: Plan) -> list[str]:
 
 
 def _host_memory(planner: Planner, plan: Plan, node: Node, is_searched: bool) -> list[str]:
-    """What a plan beyond a normal node's memory gains within it, and one at its limit beyond."""
+    """For a plan with more memory than a normal node has: its gain within normal memory. For a plan
+    at the limit of normal memory: the gain beyond."""
     gpus = planner.ask.gpu_count
     needed = plan.chosen.host_bytes * node.neighbours(gpus)
     if needed > NORMAL_HOST_BYTES:

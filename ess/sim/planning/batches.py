@@ -46,8 +46,8 @@ class Point:
 def tried(
     most: int, point_of: Callable[[int], Point], is_kept: Callable[[Point], bool]
 ) -> list[Point]:
-    """Points of batches from 1 to `most`, in order: those of the grids, and all between the last
-    grid's neighbours of the best and of the largest kept one."""
+    """Points of batches from 1 to `most`, in order: those of the grids, and in the last grid all
+    between the neighbours of the best point and of the largest kept point."""
     points = {batch: point_of(batch) for batch in spread(most)}
     while True:
         kept = [point for point in points.values() if is_kept(point)]
@@ -64,7 +64,8 @@ def best(points: Iterable[Point]) -> Point:
 
 
 def _untried_around(known: Iterable[int], edges: set[int]) -> list[int]:
-    """Untried batches between an edge and the tried ones on either side of it: all, or a grid."""
+    """Untried batches between an edge and the nearest tried batches on both sides of it: all, or a
+    grid."""
     pairs = list(itertools.pairwise(sorted(known)))
     return [
         batch

@@ -117,7 +117,7 @@ class Planner:
 
     @property
     def slot_floor(self) -> int:
-        """Slots in every layer that each request must have, whatever its length."""
+        """Slots in every layer that each request must have, of any length."""
         return max(self.layout.slot_floor, self.ask.queries_each * self.layout.top_k)
 
     @property

@@ -90,7 +90,8 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Pipelines of `stages` GPUs that prefill for one decode GPU, each request on one of them.
+    """Pipelines of `stages` GPUs that prefill for one decode GPU; each request runs in one
+    pipeline.
 
     The next prompt enters a pipeline as soon as its busiest stage is done with the prompt before.
     """

@@ -118,7 +118,7 @@ def clocked(
 
 
 def _before(times_s: Sequence[float], count: int) -> float:
-    """The time of the chunk `count` places before the next one; 0 if there is none."""
+    """The time of the chunk `count` places before the next chunk; 0 if there is none."""
     return times_s[-count] if len(times_s) >= count else 0.0
 
 

@@ -22,7 +22,7 @@ PERCENTS: Final = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Seconds to the first token, and for every further one."""
+    """Seconds to the first token, and seconds for each further token."""
 
     ttft_s: float
     tpot_s: float

@@ -1,4 +1,4 @@
-"""A replay over time: a few hundred spans, whatever its length.
+"""A replay over time, of any length, in a few hundred spans.
 
 Every step is added. When there are too many spans, neighbours are merged: seconds are summed, all
 else is the mean over these seconds. So a long replay is as cheap to keep as a short one.

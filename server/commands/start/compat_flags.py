@@ -62,7 +62,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "otlp_endpoint": ("--otlp-traces-endpoint",),
 }
 
-# Their variable, our setting, and how to write their value as one of ours.
+# The other project's variable, our setting, and how to write the value for it.
 SAME: Final[Mapping[str, tuple[str, str]]] = {
     "VLLM_API_KEY": ("api_key", "{}"),
     "VLLM_BATCH_INVARIANT": ("deterministic", "{}"),

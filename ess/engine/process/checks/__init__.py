@@ -1,1 +1,1 @@
-"""What an engine's process checks about its machine and its device before it serves."""
+"""Checks of the machine and its devices by the engine's own code."""

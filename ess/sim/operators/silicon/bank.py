@@ -39,7 +39,7 @@ def _number(value: float | str) -> float:
 
 
 def _curves(entries: Entries, *, keys: int) -> Keyed:
-    """Curves over the last column but one; the last is the time."""
+    """Curves over the second last column; the last column is the time."""
     ordered = sorted(entries, key=lambda entry: entry[:keys])
     return {
         key: curve_of([(_number(size), _number(us)) for *_, size, us in group])
@@ -48,7 +48,8 @@ def _curves(entries: Entries, *, keys: int) -> Keyed:
 
 
 def _surfaces(entries: Entries, *, keys: int) -> Surfaces:
-    """Surfaces over the last column but one, then the column before it; the last is the time."""
+    """Surfaces over the second last column, then the column before it; the last column is the
+    time."""
     by_key: dict[Key, list[tuple[float, Curve]]] = {}
     for key, curve in _curves(entries, keys=keys + 1).items():
         by_key.setdefault(key[:keys], []).append((_number(key[keys]), curve))
