@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
-# Hy4 ends all its marks with a word of the checkpoint, such as ":opensource".
+# Hy ends all its marks with a word of the checkpoint, such as ":opensource".
 _HY_CALLS: Final = re.compile(r"<tool_calls(:[^<>\s]{1,64})?>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replies:
-    """`names` are what a template may know thinking by, beside the names that all get."""
+    """`names` are what a template may know thinking by, and the effort that is asked for, beside
+    the names that all get."""
 
     name: str
     parser: Callable[[bool, Tools], ReplyParser]
     grammar: Callable[[Tokenizer, Calls], str] | None = None
-    names: Callable[[bool], Mapping[str, Any]] = lambda _: {}
+    names: Callable[[bool, object], Mapping[str, Any]] = lambda thinking, effort: {}
 
 
 PLAIN: Final = Replies(name="plain", parser=lambda thinking, tools: PlainParser())
@@ -57,12 +58,14 @@ DOTS: Final = Replies(
 )
 
 
-def hy(suffix: str) -> Replies:
+def hy(suffix: str, *, ends_names: bool) -> Replies:
+    """`ends_names`: a mark is behind the name of a call, as in all published checkpoints."""
     tags = glm.Tags(
         think=f"<think{suffix}>",
         think_end=f"</think{suffix}>",
         call=f"<tool_call{suffix}>",
         call_end=f"</tool_call{suffix}>",
+        name_end=f"<tool_sep{suffix}>" if ends_names else "",
         key=f"<arg_key{suffix}>",
         key_end=f"</arg_key{suffix}>",
         value=f"<arg_value{suffix}>",
@@ -76,15 +79,23 @@ def hy(suffix: str) -> Replies:
             thinking=thinking, tools=tools, tags=tags, ends=()
         ),
         grammar=lambda tokenizer, calls: glm_grammar.write(tokenizer, calls, tags=tags),
-        names=lambda thinking: {"reasoning_effort": "high" if thinking else "no_think"},
+        names=_hy_effort,
     )
+
+
+def _hy_effort(thinking: bool, effort: object) -> Mapping[str, Any]:
+    """Its template knows three efforts."""
+    some = "low" if effort in ("low", "minimal") else "high"
+    return {"reasoning_effort": some if thinking else "no_think"}
 
 
 def replies_of(tokenizer: Tokenizer, source: str) -> Replies:
     """`source` is the template."""
-    outer = next(filter(None, map(_HY_CALLS.fullmatch, sorted(tokenizer.added_texts))), None)
+    known = tokenizer.added_texts
+    outer = next(filter(None, map(_HY_CALLS.fullmatch, sorted(known))), None)
     if outer is not None:
-        return hy(outer[1] or "")
+        suffix = outer[1] or ""
+        return hy(suffix, ends_names=f"<tool_sep{suffix}>" in known)
     if tokenizer.id_of(glm.KEY) is not None:
         return GLM
     marks = hermes.MISTRAL_CALL, hermes.MISTRAL_ARGS

@@ -138,7 +138,7 @@ class TemplateStyle:
                 "add_generation_prompt": not asked.goes_on,
                 "enable_thinking": thinking,
                 "thinking": thinking,
-                **self.replies.names(thinking),
+                **self.replies.names(thinking, asked.names.get("reasoning_effort")),
             }
         )
         if last not in text:

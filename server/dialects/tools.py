@@ -10,6 +10,7 @@ from ess.server.dialects import schemas
 from ess.server.process.bounds import TOOLS_MAX
 
 OF_SERVER: Final = frozenset({"messages", "tools", "add_generation_prompt"})
+NO_EFFORTS: Final = (None, "none", "no_think")
 
 Tool = Mapping[str, Any]
 ToolChoice = str | Mapping[str, Any] | None
@@ -41,18 +42,20 @@ def _name_of(tool: Tool) -> Any:
 
 
 def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bool:
-    """Whether to think: vLLM's and SGLang's keyword, or OpenAI's reasoning_effort."""
+    """Whether to think: vLLM's and SGLang's keyword, or OpenAI's reasoning_effort, which templates
+    may have as a name too."""
+    given = template or {}
     for name in ("thinking", "enable_thinking"):
-        if template is not None and name in template:
-            return bool(template[name])
-    return effort not in (None, "none")
+        if name in given:
+            return bool(given[name])
+    return given.get("reasoning_effort", effort) not in NO_EFFORTS
 
 
 def thinks(ask: schemas.ChatAsk) -> bool:
     """Whether to think: by the keyword for a template, else by the first of the fields that other
     servers have for it, else by OpenAI's reasoning_effort."""
     template, given = ask.chat_template_kwargs or {}, ask.reasoning or {}
-    if not {"thinking", "enable_thinking"} & template.keys():
+    if not {"thinking", "enable_thinking", "reasoning_effort"} & template.keys():
         if ask.thinking is not None:
             return is_thinking(ask.thinking)
         if ask.enable_thinking is not None:

@@ -147,7 +147,7 @@ CHAT_FILES = (
 QUOTED = frozenset(
     {"<think>", "<tool_call>", "<|user|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"}
 )
-FURTHER = {"hermes": HERMES, "mistral": MISTRAL, "dots": DOTS, "hy": hy(":x")}
+FURTHER = {"hermes": HERMES, "mistral": MISTRAL, "dots": DOTS, "hy": hy(":x", ends_names=True)}
 STYLES = ("deepseek", "deepseek_v4", "plain", "glm", "template", *FURTHER)
 
 

@@ -270,6 +270,11 @@ def test_a_template_gets_the_names_that_a_client_gives(reader: PromptReader):
     both = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
     assert written(reader, **both).startswith("|high|")
     assert written(reader, reasoning={"effort": "low"}).startswith("|low|True|")
+    alone = {"chat_template_kwargs": {"reasoning_effort": "low"}}
+    assert written(reader, **alone).startswith("|low|True|")
+    for name in ("no_think", "none"):
+        quiet = {**both, "chat_template_kwargs": {"reasoning_effort": name}}
+        assert written(reader, **quiet).startswith(f"|{name}|False|")
     both = {"reasoning": {"effort": None}, "reasoning_effort": "high"}
     assert written(reader, **both).startswith("|high|True|")
     assert written(reader, TokenizeAsk, **given) == written(reader, **given)

@@ -67,8 +67,9 @@ class _Marked:
         parameters = call_parameters(
             rules, rule, tool, bound=bound, listed=self._parameter, free=self._any_parameter
         )
-        name = literal(checked_name(str(tool["name"])))
-        return rules.add(rule, f"{name} line {parameters} {rules.mark(self._tags.call_end)}")
+        name, tags = literal(checked_name(str(tool["name"]))), self._tags
+        ended = f"{name} {rules.mark(tags.name_end)}" if tags.name_end else name
+        return rules.add(rule, f"{ended} line {parameters} {rules.mark(tags.call_end)}")
 
     def _parameter(
         self, rules: Rules, rule: str, part: Parameter, root: Schema, *, lenient: bool

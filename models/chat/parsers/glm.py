@@ -27,12 +27,14 @@ VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """The marks of calls. `outer`, if any, is around all calls of a reply."""
+    """The marks of calls. `outer`, if any, is around all calls of a reply, and `name_end`, if any,
+    behind a call's name."""
 
     think: str = ""
     think_end: str = THINK_END
     call: str = CALL
     call_end: str = CALL_END
+    name_end: str = ""
     key: str = KEY
     key_end: str = KEY_END
     value: str = VALUE
@@ -87,14 +89,15 @@ class GlmParser(StreamParser):
         return not self._may_become(*expected) and self._give_up(*expected)
 
     def _call_name(self) -> bool:
-        """Up to the first key or the end of the call, which both stay."""
-        key, end = self._tags.key, self._tags.call_end
-        first = first_mark(self._text, (key, end))
+        """Up to the mark behind the name, or the first key or the end of the call, which stay."""
+        tags = self._tags
+        marks = tuple(filter(None, (tags.name_end, tags.key, tags.call_end)))
+        first = first_mark(self._text, marks)
         if first is None or first[0] > _NAME_CHARS_MAX:
-            too_long = len(self._text) > _NAME_CHARS_MAX + len(end)
-            return (first is not None or too_long) and self._give_up(key, end)
+            too_long = len(self._text) > _NAME_CHARS_MAX + max(map(len, marks))
+            return (first is not None or too_long) and self._give_up(*marks)
         self._name = self._text[: first[0]].strip()
-        self._text = self._text[first[0] :]
+        self._text = self._text[first[0] :].removeprefix(tags.name_end)
         self._call += 1
         self._parameter_count = 0
         self._events.append(CallBegin(self._call, self._name))

@@ -55,6 +55,7 @@ GLM = (
     "\n<tool_call>now\n</tool_call>"
 )  # fmt: skip
 HY = "<tool_calls:x>" + GLM.replace(">", ":x>") + "</tool_calls:x>"
+HY_ENDED = HY.replace("tide", "tide<tool_sep:x>").replace("now", "now<tool_sep:x>")
 HERMES = (
     '<tool_call>\n{"name": "tide", "arguments": {"city": "Ulm </tool", "days": [1, 2]}}\n'
     '</tool_call>\n<tool_call>{"name": "now", "arguments": {}}</tool_call>'
@@ -70,7 +71,8 @@ FORMATS = [
     (dsml_grammar.write, DSML),
     (DeepSeekStyle.v4().call_grammar, DSML.replace("function_calls", "tool_calls")),
     (glm_grammar.write, GLM),
-    (hy(":x").grammar, HY),
+    (hy(":x", ends_names=False).grammar, HY),
+    (hy(":x", ends_names=True).grammar, HY_ENDED),
     (objects.hermes, HERMES),
     (objects.mistral, MISTRAL),
     (dots.write, DOTS),
@@ -143,7 +145,7 @@ def tokenizer(request: pytest.FixtureRequest, marked: Tokenizer) -> Tokenizer:
 @pytest.mark.parametrize("think", ["", "I think < so\n</think>"])
 def test_required_calls_and_nothing_else(tokenizer: Tokenizer, write: Write, said: str, think: str):
     think = think and THINKS.get(write, think)
-    if write not in THINKS and said is HY:
+    if write not in THINKS and said in (HY, HY_ENDED):
         think = think.replace(">", ":x>")
     text = write(tokenizer, calls(thinking=bool(think)))
     assert allows(tokenizer, text, think + said)
@@ -168,7 +170,11 @@ BLOCK = "\n\n<｜DSML｜function_calls>\n%s</｜DSML｜function_calls>"
     [
         (dsml_grammar.write, NOW, BLOCK),
         (glm_grammar.write, "<tool_call>now</tool_call>", "%s"),
-        (hy(":x").grammar, "<tool_call:x>now</tool_call:x>", "<tool_calls:x>%s</tool_calls:x>"),
+        (
+            hy(":x", ends_names=False).grammar,
+            "<tool_call:x>now</tool_call:x>",
+            "<tool_calls:x>%s</tool_calls:x>",
+        ),
         (objects.hermes, '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "%s"),
         (objects.mistral, "[TOOL_CALLS]now[ARGS]{}", "%s"),
         (

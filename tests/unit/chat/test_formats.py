@@ -60,6 +60,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         '<arg_value:x>4711 "Ä"</arg_value:x><arg_key:x>days</arg_key:x>'
         "<arg_value:x>3</arg_value:x></tool_call:x>\n<tool_call:x>now</tool_call:x></tool_calls:x>",
     },
+    "Hy4, where a mark ends names": {
+        "template": HY,
+        "marks": [*HY_MARKS, "<tool_sep:x>"],
+        "prompt": "<|hy_start:x|>user<|hy_middle:x|>Hi<|hy_end:x|><|reasoning_mode:x|>high",
+        "quiet": "no_think",
+        "reply": "Hm.</think:x>So.<tool_calls:x>\n<tool_call:x>tide<tool_sep:x>\n"
+        '<arg_key:x>city</arg_key:x>\n<arg_value:x>4711 "Ä"</arg_value:x>\n'
+        "<arg_key:x>days</arg_key:x>\n<arg_value:x>3</arg_value:x>\n</tool_call:x>\n"
+        "<tool_call:x>now<tool_sep:x>\n</tool_call:x>\n</tool_calls:x>",
+    },
     "dots3": {
         "template": DOTS,
         "marks": [],
@@ -276,3 +286,25 @@ def test_a_template_gets_the_ids_of_calls() -> None:
         assert template.encode(Conversation(messages, thinking=False)) == ";c1;c1;"
     finally:
         template.close()
+
+
+@pytest.mark.parametrize(
+    ("effort", "thinking", "written"),
+    [
+        ("low", True, "low"),
+        ("minimal", True, "low"),
+        ("high", True, "high"),
+        ("max", True, "high"),
+        (None, True, "high"),
+        ("none", False, "no_think"),
+        ("low", False, "no_think"),
+    ],
+)
+def test_hy_knows_three_efforts(
+    effort: str | None, thinking: bool, written: str, tmp_path: Path
+) -> None:
+    found, names = style(tmp_path, "Hy4"), {} if effort is None else {"reasoning_effort": effort}
+    asked = Conversation(read_messages([user("u")]), thinking=thinking, names=names)
+    assert found.encode(asked).endswith(f"<|reasoning_mode:x|>{written}")
+    assert isinstance(found, TemplateStyle)
+    found.close()
