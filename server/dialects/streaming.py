@@ -30,6 +30,7 @@ from ess.server.dialects.prompts import Prepared
 from ess.server.dialects.schemas import Ask
 from ess.server.http.connection.outlets import STRAIGHT, Straight
 from ess.server.http.responses import Broken, answer, error_body
+from ess.server.process.bounds import JOINED_BYTES_MAX
 from ess.server.process.requests.call import Call
 from ess.server.process.service import Service
 from ess.server.process.tally import Tally
@@ -152,17 +153,20 @@ async def first_of(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any,
 async def read(
     request: Request, kind: type[Ask], *, change: Callable[[bytes], bytes] = bytes
 ) -> Prepared[Ask]:
-    """The ask and prompts of the body as `change` makes it. A text process reads a long body, for
-    as long as the client waits. The raw bytes are dropped, which Starlette would keep as long as
-    the request."""
+    """The ask and prompts of the body as `change` makes it, unless it is longer than
+    JOINED_BYTES_MAX: then it stays in pieces. A text process reads a long body, for as long as the
+    client waits. The raw bytes are dropped, which Starlette would keep as long as the request."""
     service: Service = request.app.state.service
-    raw = change(b"".join([chunk async for chunk in request.stream()]))
-    if service.texts.is_short(raw, kind):
-        return service.texts.read(raw, kind)
+    pieces = [piece async for piece in request.stream()]
+    if sum(map(len, pieces)) <= JOINED_BYTES_MAX:
+        raw = change(b"".join(pieces))
+        if service.texts.is_short(raw, kind):
+            return service.texts.read(raw, kind)
+        pieces = [raw]
     results: list[Prepared[Ask]] = []
 
     async def work() -> None:
-        results.append(await service.texts.read_apart(raw, kind))
+        results.append(await service.texts.read_apart(pieces, kind))
 
     if not await first_of(work(), gone(request.receive)):
         raise ClientDisconnect

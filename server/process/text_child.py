@@ -33,7 +33,7 @@ from ess.server.process.bounds import READ_BYTES_MAX, REST_BYTES_MAX, REST_ITEMS
 ASKS: Final = (
     *(schemas.CompletionAsk, schemas.ChatAsk, schemas.GenerateAsk, schemas.TokensAsk),
     *(schemas.TokenizeAsk, schemas.DetokenizeAsk, schemas.AbortAsk, schemas.PauseAsk),
-    schemas.ResponsesAsk,
+    *(schemas.ResponsesAsk, schemas.InputTokensAsk),
     *(schemas.MessagesAsk, schemas.CountTokensAsk),
 )
 
@@ -68,8 +68,8 @@ class Failed(msgspec.Struct, kw_only=True, tag=True):
     is_refusal: bool = True
 
 
-def head_of(kind: str, raw: bytes) -> bytes:
-    return len(kind).to_bytes(1, "little") + len(raw).to_bytes(8, "little") + kind.encode()
+def head_of(kind: str, size: int) -> bytes:
+    return len(kind).to_bytes(1, "little") + size.to_bytes(8, "little") + kind.encode()
 
 
 def receive(stream: BinaryIO) -> tuple[str, bytes] | None:

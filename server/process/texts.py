@@ -43,7 +43,8 @@ from ess.server.process.text_child import Desk, Done, Failed, head_of
 PROGRAM: Final = ("ess.server.process.text_child",)
 LANE_BYTES: Final = (LOOP_BODY_BYTES, SHORT_BODY_BYTES)
 TEMPLATED: Final = (
-    *(schemas.ChatAsk, schemas.ResponsesAsk, schemas.MessagesAsk, schemas.CountTokensAsk),
+    *(schemas.ChatAsk, schemas.ResponsesAsk, schemas.MessagesAsk),
+    *(schemas.CountTokensAsk, schemas.InputTokensAsk),
 )
 START_S: Final = 60.0
 FINISH_S: Final = 1.0
@@ -97,11 +98,12 @@ class Texts:
         """Reads a short body, on the loop."""
         return self._reader.read(raw, kind)
 
-    async def read_apart(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
+    async def read_apart(self, pieces: Sequence[bytes], kind: type[Ask]) -> Prepared[Ask]:
         """Reads a body in a text process; if cancelled, the work there ends too."""
-        self._check_queue(len(raw))
-        lane = self.lanes[sum(len(raw) > most for most in LANE_BYTES)]
-        done = await lane.ask(raw, kind.__name__)
+        size = sum(map(len, pieces))
+        self._check_queue(size)
+        lane = self.lanes[sum(size > most for most in LANE_BYTES)]
+        done = await lane.ask(pieces, kind.__name__)
         prepared = Prepared(
             ask=msgspec.msgpack.decode(done.ask, type=kind),
             prompts=[_ids(packed) for packed in done.prompts],
@@ -145,12 +147,13 @@ class Lane:
     async def stop(self) -> None:
         await self._kill()
 
-    async def ask(self, raw: bytes, kind: str) -> Done:
+    async def ask(self, pieces: Sequence[bytes], kind: str) -> Done:
         """If the caller leaves while the work is under way, the work has FINISH_S to end: starting
         another process takes about as long."""
-        work = asyncio.ensure_future(self._in_turn(raw, kind))
-        self.sizes.append(len(raw))
-        work.add_done_callback(lambda _: self.sizes.remove(len(raw)))
+        size = sum(map(len, pieces))
+        work = asyncio.ensure_future(self._in_turn(pieces, kind))
+        self.sizes.append(size)
+        work.add_done_callback(lambda _: self.sizes.remove(size))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -158,19 +161,19 @@ class Lane:
             work.add_done_callback(lambda _: work.cancelled() or work.exception())  # not to the log
             raise
 
-    async def _in_turn(self, raw: bytes, kind: str) -> Done:
+    async def _in_turn(self, pieces: Sequence[bytes], kind: str) -> Done:
         async with self._turn:
-            said = await self._tried_twice(raw, kind)
+            said = await self._tried_twice(pieces, kind)
         if isinstance(said, Failed):
             raise BadInput(said.sentence) if said.is_refusal else EssError(said.sentence)
         return said
 
-    async def _tried_twice(self, raw: bytes, kind: str) -> Done | Failed:
+    async def _tried_twice(self, pieces: Sequence[bytes], kind: str) -> Done | Failed:
         for _ in range(2):
             if self.process is None or self.process.returncode is not None:
                 await self._start()
             try:
-                return await asyncio.wait_for(self._exchange(raw, kind), self._read_s)
+                return await asyncio.wait_for(self._exchange(pieces, kind), self._read_s)
             except TimeoutError:
                 await self._kill()
                 raise BadInput(
@@ -183,14 +186,15 @@ class Lane:
                 raise
         raise Unavailable(ENDED)
 
-    async def _exchange(self, raw: bytes, kind: str) -> Done | Failed:
+    async def _exchange(self, pieces: Sequence[bytes], kind: str) -> Done | Failed:
         process = self.process
         assert process is not None, "a process is started before it is asked"
         assert process.stdin is not None, "stdin is a pipe"
         assert process.stdout is not None, "stdout is a pipe"
-        process.stdin.write(head_of(kind, raw))
-        process.stdin.write(raw)
-        await process.stdin.drain()
+        process.stdin.write(head_of(kind, sum(map(len, pieces))))
+        for piece in pieces:
+            process.stdin.write(piece)
+            await process.stdin.drain()
         size = int.from_bytes(await process.stdout.readexactly(8), "little")
         packed = await process.stdout.readexactly(size)
         return cast("Done | Failed", msgspec.msgpack.decode(packed, type=Done | Failed))
@@ -208,7 +212,7 @@ class Lane:
         )
         packed = msgspec.json.encode(self._desk)
         try:
-            await asyncio.wait_for(self._exchange(packed, "Desk"), START_S)
+            await asyncio.wait_for(self._exchange([packed], "Desk"), START_S)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             await self._kill()
             raise Unavailable("the process that reads texts does not start") from None

@@ -172,8 +172,9 @@ def test_usual_wishes_that_change_nothing_are_accepted(plain: Served):
     assert made.store is False, "routers ask for it by themselves; the answer says what is so"
 
 
-def test_the_tokens_of_a_prompt_are_counted_as_a_response_counts_them(plain: Served):
-    asked = {"input": [{"role": "user", "content": "When?"}], "instructions": "Be brief."}
+@pytest.mark.parametrize("said", ["When?", "When is it? " * 800], ids=["short", "read apart"])
+def test_the_tokens_of_a_prompt_are_counted_as_a_response_counts_them(plain: Served, said: str):
+    asked = {"input": [{"role": "user", "content": said}], "instructions": "Be brief."}
     counted = client(plain).responses.input_tokens.count(model="test-model", **asked)
     assert counted.object == "response.input_tokens"
     assert counted.input_tokens == create(plain, **asked).usage.input_tokens

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +26,14 @@ import pytest
 from ess.models.chat.styles import DeepSeekStyle, style_of
 from ess.server.commands.start.files.checkpoint import embedded_path
 from ess.server.dialects import prompts, schemas
-from ess.server.process.bounds import LOOP_BODY_BYTES, READS_MAX, SHORT_BODY_BYTES
+from ess.server.http.auth_limits import PIECE_BYTES, Bodies
+from ess.server.process.bounds import (
+    JOINED_BYTES_MAX,
+    LOOP_BODY_BYTES,
+    READS_MAX,
+    SHORT_BODY_BYTES,
+)
+from ess.server.process.tally import Tally
 from ess.server.process.text_child import Desk, Failed, head_of
 from ess.server.process.texts import PROGRAM, TEMPLATED, Lane
 from tests.attacks.processes import peak_bytes
@@ -419,3 +427,36 @@ def test_a_refusal_whose_client_has_left_is_not_logged():
     lane._tried_twice = refused
     asyncio.run(leave())
     assert not logged
+
+
+# ---- pieces of bodies
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "most"), [(1, 50_000, 5), (64 << 10, 300, 301), (PIECE_BYTES // 2 + 1, 9, 10)]
+)
+def test_a_body_stays_in_pieces_that_are_not_too_many(size: int, count: int, most: int):
+    sent = [bytes([number % 251]) * size for number in range(count)]
+    coming = [{"type": "http.request", "body": piece, "more_body": True} for piece in sent]
+    coming[-1]["more_body"] = False
+    messages = iter(coming)
+
+    async def receive() -> dict[str, Any]:
+        return next(messages)
+
+    bodies = Bodies(1 << 30, Tally())
+    pieces = asyncio.run(bodies.take(receive))
+    assert pieces is not None
+    assert b"".join(pieces) == b"".join(sent)
+    assert len(pieces) <= most
+    assert bodies._held == 0
+
+
+def test_a_body_that_stays_in_pieces_is_read_as_one_that_does_not():
+    """White space makes it long."""
+    with Served(PacedEngine(saying("one"))) as served:
+        for padding in (0, JOINED_BYTES_MAX):
+            sent = b'{"prompt": "x y z", "max_tokens": 2' + b" " * padding + b"}"
+            assert post(served.url, "/v1/completions", sent)[0] == 200
+        first, last = (add.prompt for add in served.engine.adds)
+        assert first == last
