@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from io import FileIO
 from select import select
-from types import TracebackType
 from typing import Any
 
 from ess.errors import BadState
@@ -39,12 +38,7 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.communicate()
 

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -145,12 +144,7 @@ class TraceReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _read_preamble(self) -> tuple[TraceHeader, int]:

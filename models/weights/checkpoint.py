@@ -14,7 +14,6 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
@@ -116,12 +115,7 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _map(self, file: str) -> mmap.mmap:

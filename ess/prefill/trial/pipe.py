@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal
 
 import msgspec
@@ -152,13 +151,8 @@ class Pipe:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._end(END_S if error is None else 0.0)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._end(END_S if kind is None else 0.0)
 
     def _start(self) -> None:
         layers, secret = self.plan.layers, secrets.token_hex(16)
