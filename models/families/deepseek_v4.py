@@ -180,6 +180,8 @@ def _lengths(said: Mapping[str, Any]) -> dict[str, Any]:
 def _compressed(said: Mapping[str, Any]) -> dict[str, Any]:
     if said.get("num_key_value_heads", 1) != 1:
         raise BadInput(f"num_key_value_heads {said['num_key_value_heads']!r:.40} is not 1")
+    if said["sliding_window"] == 1:
+        raise BadInput("sliding_window 1 is not supported, only windows of several tokens")
     rates = said.get("compress_rates", {})
     if not isinstance(rates, Mapping):
         raise BadInput(f"compress_rates is {rates!r:.60}, expected an object")

@@ -99,6 +99,8 @@ def _rows_chosen(said: Mapping[str, Any]) -> object:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             return rows
     assert isinstance(rows, int), "a count"
+    if unit == 1:
+        raise BadInput("index_kpool 1 is not supported, only units of several tokens")
     if rows % unit:
         raise BadInput(f"index_topk {rows} is not a multiple of index_kpool {unit}")
     return rows + unit - 1

@@ -95,6 +95,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"o_groups": 0}, "o_groups"),
     ({"o_lora_rank": "x"}, "o_lora_rank`, got"),
     ({"sliding_window": 0}, "sliding_window`, got"),
+    ({"sliding_window": 1}, "sliding_window 1 is not supported, only windows of several"),
     ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters`, got"),
     ({"hc_mult": 0}, "hc_mult`, got 0"),
     ({"compress_rates": 4}, "compress_rates is 4, expected an object"),

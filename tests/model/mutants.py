@@ -112,10 +112,7 @@ SUITES = {
     "ess.engine.requests.transitions": [
         "tests/model/test_engine.py",
         "tests/model/test_choices.py",
-        "tests/model/test_pressure.py",
-        "tests/disk/test_shelved.py",
-        "tests/handoff/test_states.py",
-        "tests/families/test_handed_over.py",
+        "tests/pd/test_engine_handoff.py",
         SEEDS,
     ],
     "ess.engine.tokens.sampling": ["tests/unit/tokens/test_sampling.py"],

@@ -212,6 +212,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm5_next", {"qk_rope_head_dim": 64}, "qk_rope_head_dim 64 is not supported, only 0"),
     ("glm5_next", {"index_topk": 17}, "index_topk 17 is not a multiple of index_kpool 4"),
     ("glm5_next", {"index_kpool": 0}, "index_kpool`, got 0"),
+    ("glm5_next", {"index_kpool": 1}, "index_kpool 1 is not supported, only units of several"),
     ("glm5_next", {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail fa"),
     ("glm5_next", {"layer_types": ["odd"] * 4}, "layer_types is .'odd'"),
     ("glm5_next", {"layer_types": ["linear_attention"] * 6}, "layer_types has no layer with an"),
