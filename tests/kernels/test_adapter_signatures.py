@@ -9,7 +9,6 @@ computes.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -35,12 +34,18 @@ __all__ = ["install"]
 Call = Callable[..., Any]
 
 
-def signed(signature: Call, checked: Call, computed: Call) -> Call:
+def signature(needed: str, optional: str = "") -> inspect.Signature:
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, either) for name in needed.split()]
+    parameters += [inspect.Parameter(name, either, default=None) for name in optional.split()]
+    return inspect.Signature(parameters)
+
+
+def signed(by: inspect.Signature, checked: Call, computed: Call) -> Call:
     """`computed`, for calls that the signature binds and that the check lets pass."""
 
-    @functools.wraps(computed)
     def call(*given: Any, **named: Any) -> Any:
-        bound = inspect.signature(signature).bind(*given, **named)
+        bound = by.bind(*given, **named)
         bound.apply_defaults()
         checked(**bound.arguments)
         return computed(*given, **named)
@@ -50,76 +55,31 @@ def signed(signature: Call, checked: Call, computed: Call) -> Call:
 
 # ---- FlashMLA: schedules that are tensors, and since 082094b objects that the first call fills
 
-
-def schedules_at_once(
-    cache_seqlens: Any,
-    num_q_tokens_per_head_k: Any,
-    num_heads_k: Any,
-    num_heads_q: Any = None,
-    is_fp8_kvcache: Any = False,
-    topk: Any = None,
-) -> None: ...
-
-
-def schedules_by_the_first_call(*args: Any, **kwargs: Any) -> None: ...
-
-
-def attention_at_once(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    head_dim_v: Any,
-    tile_scheduler_metadata: Any,
-    num_splits: Any,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    is_fp8_kvcache: Any = False,
-    indices: Any = None,
-) -> None: ...
-
-
-def attention_of_sglang(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    head_dim_v: Any,
-    tile_scheduler_metadata: Any,
-    num_splits: Any,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    descale_q: Any = None,
-    descale_k: Any = None,
-    is_fp8_kvcache: Any = False,
-    indices: Any = None,
-) -> None: ...
-
-
-def attention_by_the_first_call(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    head_dim_v: Any,
-    tile_scheduler_metadata: Any,
-    num_splits: Any = None,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    is_fp8_kvcache: Any = False,
-    indices: Any = None,
-    attn_sink: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None,
-    topk_length: Any = None,
-    extra_topk_length: Any = None,
-) -> None: ...
-
-
+KEPT = "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata"
+SCHEDULED = signature(
+    "cache_seqlens num_q_tokens_per_head_k num_heads_k", "num_heads_q is_fp8_kvcache topk"
+)
+ANYTHING = inspect.signature(lambda *args, **kwargs: None)
 FLASH = {
-    "c28eca9": (schedules_at_once, attention_at_once),
-    "sglang": (schedules_at_once, attention_of_sglang),
-    "9241ae3": (schedules_by_the_first_call, attention_by_the_first_call),
+    "c28eca9": (
+        SCHEDULED,
+        signature(f"{KEPT} num_splits", "softmax_scale causal is_fp8_kvcache indices"),
+    ),
+    "sglang": (
+        SCHEDULED,
+        signature(
+            f"{KEPT} num_splits",
+            "softmax_scale causal descale_q descale_k is_fp8_kvcache indices",
+        ),
+    ),
+    "9241ae3": (
+        ANYTHING,
+        signature(
+            KEPT,
+            "num_splits softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache"
+            " extra_indices_in_kvcache topk_length extra_topk_length",
+        ),
+    ),
 }
 
 
@@ -173,23 +133,15 @@ class FlashMla(FlashMlaStandIn):
     def __init__(self, edition: str) -> None:
         super().__init__()
         scheduled, attended = FLASH[edition]
-        self.fills = scheduled is schedules_by_the_first_call
-        self.made: list[Schedule] = []
-        self.get_mla_metadata = signed(  # type: ignore[method-assign]
-            scheduled,
-            check_schedule,
-            self.schedule,
-        )
-        self.flash_mla_with_kvcache = signed(  # type: ignore[method-assign]
-            attended,
-            check_attention,
-            self.attend,
-        )
+        self.fills = scheduled is ANYTHING
+        self.made = {
+            "get_mla_metadata": signed(scheduled, check_schedule, self.schedule),
+            "flash_mla_with_kvcache": signed(attended, check_attention, self.attend),
+        }
 
     def schedule(self, *given: Any, **named: Any) -> tuple[Any, Any]:
         self.schedules += 1
-        self.made.append(Schedule())
-        return self.made[-1], None if self.fills else torch.zeros(3, dtype=torch.int32)
+        return Schedule(), None if self.fills else torch.zeros(3, dtype=torch.int32)
 
     def attend(self, q: Any, k: Any, table: Any, lengths: Any, width: int, plan: Any, splits: Any,
                **named: Any) -> Any:  # fmt: skip
@@ -205,7 +157,7 @@ class FlashMla(FlashMlaStandIn):
 
 def flash(edition: str, install: Install) -> FlashMla:
     stand_in = FlashMla(edition)
-    install("flash_mla", **{name: getattr(stand_in, name) for name in flash_mla.FUNCTIONS})
+    install("flash_mla", **stand_in.made)
     return stand_in
 
 
@@ -248,49 +200,14 @@ def test_a_schedule_of_a_capture_is_no_other_s(
 # ---- DeepGEMM: csrc/apis/attention.hpp, gemm.hpp, layout.hpp
 
 
-def schedule_of_logits(
-    context_lens: Any, block_kv: Any, num_sms: Any, indices: Any = None
-) -> None: ...
-
-
-def paged_logits(
-    q: Any,
-    kv_cache: Any,
-    weights: Any,
-    context_lens: Any,
-    block_table: Any,
-    schedule_meta: Any,
-    max_context_len: Any,
-    clean_logits: Any = False,
-    indices: Any = None,
-) -> None: ...
-
-
-def product(
-    a: Any,
-    b: Any,
-    d: Any,
-    c: Any = None,
-    recipe: Any = None,
-    recipe_a: Any = None,
-    recipe_b: Any = None,
-    compiled_dims: Any = "nk",
-    disable_ue8m0_cast: Any = False,
-) -> None: ...
-
-
-def products_of_experts(
-    a: Any,
-    b: Any,
-    d: Any,
-    masked_m: Any,
-    expected_m: Any,
-    recipe: Any = None,
-    recipe_a: Any = None,
-    recipe_b: Any = None,
-    compiled_dims: Any = "nk",
-    disable_ue8m0_cast: Any = False,
-) -> None: ...
+SCHEDULE = signature("context_lens block_kv num_sms", "indices")
+LOGITS = signature(
+    "q kv_cache weights context_lens block_table schedule_meta max_context_len",
+    "clean_logits indices",
+)
+MORE = "recipe recipe_a recipe_b compiled_dims disable_ue8m0_cast"
+PRODUCT = signature("a b d", f"c {MORE}")
+PRODUCTS = signature("a b d masked_m expected_m", MORE)
 
 
 def check_lengths(**given: Any) -> None:
@@ -370,9 +287,9 @@ def test_index_logits_are_asked_as_deep_gemm_takes_them(install: Install, each: 
         "deep_gemm",
         get_num_sms=stand_in.get_num_sms,
         get_paged_mqa_logits_metadata=signed(
-            schedule_of_logits, check_lengths, stand_in.get_paged_mqa_logits_metadata
+            SCHEDULE, check_lengths, stand_in.get_paged_mqa_logits_metadata
         ),
-        fp8_paged_mqa_logits=signed(paged_logits, check_logits, stand_in.fp8_paged_mqa_logits),
+        fp8_paged_mqa_logits=signed(LOGITS, check_logits, stand_in.fp8_paged_mqa_logits),
     )
     adapter, case = deep_gemm.load(CPU), index_case(32, each)
     case["page_table"][:, 3:] = -1
@@ -401,8 +318,8 @@ def test_products_are_asked_as_deep_gemm_takes_them(install: Install) -> None:
     grouped = test_adapter_experts.StandIn().m_grouped_fp8_gemm_nt_masked
     install(
         "deep_gemm",
-        fp8_gemm_nt=signed(product, check_product, dense),
-        m_grouped_fp8_gemm_nt_masked=signed(products_of_experts, check_experts, grouped),
+        fp8_gemm_nt=signed(PRODUCT, check_product, dense),
+        m_grouped_fp8_gemm_nt_masked=signed(PRODUCTS, check_experts, grouped),
     )
     linear = deep_gemm_linear.load(CPU)
     for count in (1, 5, 130):

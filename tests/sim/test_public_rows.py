@@ -44,8 +44,8 @@ def test_only_the_known_rows_lie_outside_their_band(rows: dict[str, Row]):
 def test_how_far_off_they_are(rows: dict[str, Row]):
     most = {
         "middle error, all counted": 0.090,
-        "middle error, nothing seen": 0.112,
-        "middle error, nothing seen, not vLLM": 0.096,
+        "middle error, nothing seen": 0.116,
+        "middle error, nothing seen, not vLLM": 0.111,
         "middle error, E": 0.083,
         "middle error, not vLLM": 0.086,
         "middle error, software of 2026": 0.084,
@@ -80,8 +80,9 @@ def test_rows_that_a_choice_was_made_on_say_so(rows: dict[str, Row]):
     prompts = {name for name in rows if name.startswith("P7")}
     assert len(hosts) == 4
     assert len(prompts) == 14
-    latencies = {name for name in rows if name.startswith("D11")}
-    assert seen == {"D5", "P6", "P8", *hosts, *prompts, *latencies}
+    others = {name for name in rows if name.startswith(("D8", "D10", "D11"))}
+    assert len(others) == 14
+    assert seen == {"D5", "P6", "P8", *hosts, *prompts, *others}
 
 
 def test_a_bound_is_met_by_more_than_was_reached(rows: dict[str, Row]):

@@ -3,8 +3,8 @@
 `measured.csv` holds every row that was found, even those that our tables do not cover (`none`, with
 the reason). `use` says how complete the conditions are: E nearly, P with one or two guesses, U for
 a bound only. `seen` says which part of the model was chosen with the row in view: a host gap or a
-host time (taken from it), the share of peak of an H20, that a node gathers tokens, how many experts
-few tokens touch; or no.
+host time (taken from it), the share of peak of an H20, its network and tiles (from the row's page),
+that a node gathers tokens, how many experts few tokens touch, how the row was run; or no.
 
 `stack` is the framework that served, if we have its tables; else SGLang's are used.
 
