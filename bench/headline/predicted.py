@@ -138,7 +138,10 @@ def unlimited_row(plan: HeadlineRun, name: str, context: int, mtp: int) -> Row:
     limited = _planner(plan, context, mtp)
     planner = best_way(replace(limited, ask=replace(limited.ask, host_bytes=None)))
     answer = planner.plan()
-    return _row(planner, name, answer.chosen, answer.resident, lacking="not one request fits")
+    row = _row(planner, name, answer.chosen, answer.resident, lacking="not one request fits")
+    if answer.gain is not None:
+        row.config["ratio_ends"] = _ends(answer.gain, answer.gain_band)
+    return row
 
 
 def _refused(name: str, context: int, reason: str) -> Row:
@@ -187,7 +190,7 @@ def _point_config(planner: Planner, point: Point) -> dict[str, Any]:
 
 
 def _misses(planner: Planner, point: Point) -> tuple[float, ...]:
-    """The misses of each layer; empty where every row has a slot."""
+    """The misses of each layer; a single 0 where every row has a slot."""
     ask, curves = planner.ask, planner.curves
     if point.slots_each >= ask.context:
         return (0.0,)

@@ -91,6 +91,9 @@ def test_the_predicted_half_has_its_baseline_and_pareto() -> None:
     assert unlimited.ratio is not None
     assert 1 < whole.ratio < best.ratio < unlimited.ratio
     assert best.config["host_gib"] * 8 <= 2048 < unlimited.config["host_gib"] * 8
+    for row in (best, whole, unlimited):
+        least, most = map(float, row.config["ratio_ends"].split(".."))
+        assert least < row.ratio < most
     assert "accepted tokens: assumed" in best.config["not_measured"]
     rates = [row.config["per_user"] for row in pareto]
     assert all(rate >= asked for rate, asked in zip(rates, (15, 20, 30), strict=True))
