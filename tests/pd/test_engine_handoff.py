@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from ess.engine.requests.request import Take
@@ -10,6 +12,7 @@ from ess.errors import Unavailable
 from ess.transfer.messages import UID_MAX
 from tests.pd.rigs import Pair, alone
 from tests.support.checkpoints import tokens
+from tests.support.few import few
 
 TEXT = tokens(700, 512, seed=3)
 LENGTHS = (1, 2, 63, 64, 65, 66, 129, 600, 129, 66, 200)
@@ -26,9 +29,12 @@ def asked_of(lengths, tokens_max=12):
     ]
 
 
-@pytest.mark.parametrize("mtp", [1, 2, 4])
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("index_pages", [None, 16])
+EVERY = product((1, 2, 4), (0, 1), (None, 16))
+PAIRS = [(1, 0, None), (1, 1, 16), (2, 0, 16), (2, 1, None), (4, 0, 16), (4, 1, None)]
+"""Every two values meet in one of them."""
+
+
+@pytest.mark.parametrize(("mtp", "depth", "index_pages"), few(PAIRS, all_of=EVERY))
 def test_tokens_are_those_of_an_engine_alone(mtp: int, depth: int, index_pages: int | None):
     asked = asked_of(LENGTHS)
     pair = Pair(mtp=mtp, depth=depth, pools={"index_pages": index_pages})

@@ -39,7 +39,7 @@ STOPPED = few([("decode-2", SGLANG), ("prefill-1", SMG), ("decode-2", VLLM)], al
 KILLED = few([("prefill-1", SGLANG), ("decode-2", SMG), ("prefill-1", VLLM)], all_of=LOST)
 """Each router sees a worker stop and one be killed, and each role stops and is killed."""
 ANSWERS = few(
-    [(STANDS[1], SGLANG, COUNT), (STANDS[1], VLLM, COUNT), (STANDS[2], SMG, COUNT)],
+    [(STANDS[1], kind, COUNT) for kind in KINDS],
     all_of=itertools.product(STANDS, KINDS, (COUNT, MANY)),
 )
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from tests.prefill.pipes import CHUNK, TOP_K, Pipe, Ragged, engine_given, text
+from tests.support.few import few
 
 LENGTHS = (
     *(1, 2, 3, 63, 64, 65, 66),
@@ -47,7 +48,7 @@ def test_prompts_of_all_lengths_at_once_in_chunks_of_one_size(stage_count, row):
         pipe.release_all()
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", few(LENGTHS[::2], all_of=LENGTHS))
 def test_a_prompt_alone(length):
     pipe = Pipe(4)
     request = pipe.add(text(length))
