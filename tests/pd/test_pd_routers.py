@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 until = partial(harness.until, within_s=180.0)
 KINDS = [SGLANG, SMG, VLLM]
-COUNT, MANY = 32, 200
+COUNT, MANY = 16, 200
 SHORT = {"model": MODEL, "prompt": "The server is", "max_tokens": 5}
 NATIVE = {
     "text": "The server is a process that answers",
