@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-# Limit and use of a control group as a container sees its own: version 2, then version 1.
+# Where groups lie, which of a process's groups is meant, and the files of a group: limit, use and
+# statistics of memory; microseconds of processor time in each period, and the period, which version
+# 2 has in one file. Version 2 of control groups, then version 1.
 MEMORY_GROUPS: Final = (
-    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat"),
+    ("sys/fs/cgroup", "", ("memory.max", "memory.current", "memory.stat")),
     (
-        "sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "sys/fs/cgroup/memory/memory.stat",
+        "sys/fs/cgroup/memory",
+        "memory",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
     ),
 )
-
-# Microseconds of processor time in each period, and the period, as a container sees its own group:
-# version 2 has both in one file, version 1 in two.
 CORE_GROUPS: Final = (
-    ("sys/fs/cgroup/cpu.max",),
-    ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+    ("sys/fs/cgroup", "", ("cpu.max",)),
+    ("sys/fs/cgroup/cpu", "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
 )
 
 
 def memory_free(root: Path = Path("/")) -> int:
     """Bytes available now without taking them from other processes."""
-    return min(
-        [_memory_of_machine(root), *(_memory_of_group(root, *names) for names in MEMORY_GROUPS)]
-    )
+    groups = [_memory_of_group(*files) for files in _files_of_groups(root, MEMORY_GROUPS)]
+    return min([_memory_of_machine(root), *groups])
+
+
+def _files_of_groups(
+    root: Path, known: Iterable[tuple[str, str, Sequence[str]]]
+) -> Iterator[list[Path]]:
+    """The files of this process's group and of each group above it: every limit holds. A container
+    sees its own group as the topmost one."""
+    for place, controller, names in known:
+        folder = root / place
+        yield [folder / name for name in names]
+        for part in _path_of_group(root, controller):
+            folder /= part
+            yield [folder / name for name in names]
+
+
+def _path_of_group(root: Path, controller: str) -> Sequence[str]:
+    """Of version 2, which has one tree for all controllers, the controller's name is empty."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return ()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return [part for part in path.split("/") if part not in ("", "..")]
+    return ()
 
 
 def _memory_of_machine(root: Path) -> int:
@@ -42,14 +66,14 @@ def _memory_of_machine(root: Path) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _memory_of_group(root: Path, limit: str, use: str, stat: str) -> int:
+def _memory_of_group(limit: Path, use: Path, stat: Path) -> int:
     """Bytes left in the group; unlimited without one. Its droppable file pages count as free."""
     try:
-        most = (root / limit).read_text().strip()
+        most = limit.read_text().strip()
         if most == "max":
             return 1 << 62
-        used = int((root / use).read_text())
-        lines = (root / stat).read_text().splitlines()
+        used = int(use.read_text())
+        lines = stat.read_text().splitlines()
         dropped = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
         return max(0, int(most) - used + dropped)
     except (OSError, ValueError):
@@ -58,7 +82,8 @@ def _memory_of_group(root: Path, limit: str, use: str, stat: str) -> int:
 
 def cores_free(root: Path = Path("/")) -> int:
     """At least one. A share of a core is none: threads beyond the quota stop all of them."""
-    return max(1, min([_allowed(), *(_cores_of_group(root, names) for names in CORE_GROUPS)]))
+    groups = [_cores_of_group(files) for files in _files_of_groups(root, CORE_GROUPS)]
+    return max(1, min([_allowed(), *groups]))
 
 
 def _allowed() -> int:
@@ -68,10 +93,10 @@ def _allowed() -> int:
     return os.cpu_count() or 1
 
 
-def _cores_of_group(root: Path, names: Sequence[str]) -> int:
+def _cores_of_group(files: Sequence[Path]) -> int:
     """Whole cores of the group's quota; unlimited without one."""
     try:
-        words = " ".join((root / name).read_text() for name in names).split()
+        words = " ".join(file.read_text() for file in files).split()
         quota, period = (int(word) for word in words)
     except (OSError, ValueError):  # no such file, or the quota is "max"
         return 1 << 30
