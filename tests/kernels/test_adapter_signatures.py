@@ -251,7 +251,7 @@ def check_product(**given: Any) -> None:
     """TMA reads lines whose strides are multiples of 16 bytes, from places that are."""
     (values, value_scales), (weights, scales), d = given["a"], given["b"], given["d"]
     assert type(given["a"]) is type(given["b"]) is tuple
-    assert given["c" if "c" in given else "recipe"] is None
+    assert given.get("c") is None
     assert values.dtype == weights.dtype == torch.float8_e4m3fn
     assert value_scales.dtype == scales.dtype == torch.float32
     (m, k), (n, _) = values.shape[-2:], weights.shape[-2:]
