@@ -55,12 +55,12 @@ def format_bytes(count: int) -> str:
 
 
 def shown(value: object, most: int = 60) -> str:
-    """The value as Python writes it, cut to so many characters; Python writes no number of more
-    than 4,300 digits."""
+    """The value as Python writes it, cut to `most` characters. Python writes no number of
+    more than 4,300 digits."""
     try:
         text = repr(value)
     except ValueError:
-        return f"too long a {type(value).__name__} to print"
+        return "a number too long to print"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

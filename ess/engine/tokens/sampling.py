@@ -184,7 +184,7 @@ def _within(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadInput(f"{name} is {shown(value)}, must be a number")
     if not low <= value <= high:
-        raise BadInput(f"{name} is {shown(value)}, must be {low}..{high}")
+        raise BadInput(f"{name} is {shown(value)}, must be {low:,}..{high:,}")
 
 
 def _ids(name: str, ids: Iterable[Any]) -> None:

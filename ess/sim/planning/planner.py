@@ -298,7 +298,7 @@ class Planner:
             slot_bytes += budget.window_bytes(context=context, batch=batch)
             missing = index_bytes + slot_bytes - self.device_bytes
         raise BadInput(
-            f"a batch of {batch} at {context:,} tokens does not fit: with {slots_each:,} slots a "
+            f"a batch of {batch:,} at {context:,} tokens does not fit: with {slots_each:,} slots a "
             f"layer it {short}; {format_bytes(missing)} of {place} memory are missing per GPU"
         )
 
@@ -365,7 +365,7 @@ class Planner:
     def _too_slow(self, fastest: Point) -> str:
         most = self.ask.token_us_max or 0.0
         return (
-            f"{most / 1e3:.1f} ms a token is out of reach: a batch of {fastest.batch} takes "
+            f"{most / 1e3:.1f} ms a token is out of reach: a batch of {fastest.batch:,} takes "
             f"{fastest.token_us / 1e3:.1f} ms, {(fastest.token_us - most) / 1e3:.1f} ms too many"
         )
 
