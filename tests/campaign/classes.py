@@ -115,7 +115,7 @@ CLASSES: Final = (
     FaultClass(
         "A client leaves",
         ("cancel take",),
-        ("server/test_load.py::test_a_thousand_who_leave_free_everything",),
+        ("server/test_load.py::test_all_who_leave_free_everything",),
     ),
     FaultClass(
         "A client reads slowly, or not at all",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.compressed import world
 from tests.pd.rigs import Pair
 from tests.pd.test_handoff_ends import assert_free
 from tests.states.world import LINE, MADE, OTHER, V4, V4_PUBLISHED, World
+from tests.support.few import few
 from tests.support.greedy import greedy
 
 PAGE = V4.page
@@ -303,8 +305,13 @@ def run_to_end(pair: Pair, is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize(
+    ("cause", "cached"),
+    few(
+        [(cause, bool(at % 2)) for at, cause in enumerate(CAUSES)],
+        all_of=itertools.product(CAUSES, (False, True)),
+    ),
+)
 def test_what_does_not_come_is_computed_here(cause: str, cached: bool) -> None:
     """Also where rows of its beginning are cached, without a state."""
     pair = pair_of()

@@ -102,8 +102,10 @@ def engine(folder, form, chunk_tokens):
     ("form", "chunk_tokens"),
     [
         ("bf16", 128),
-        ("f32", 246),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("f32", 64), ("stored", 128))),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("f32", 246), ("f32", 64), ("stored", 128))
+        ),
     ],
 )
 def test_a_plan_is_near_to_what_is_taken_and_not_below(form, chunk_tokens, tmp_path):
