@@ -113,6 +113,7 @@ SUITES = {
         "tests/model/test_engine.py",
         "tests/model/test_choices.py",
         "tests/pd/test_engine_handoff.py",
+        "tests/model/test_priority.py",
         SEEDS,
     ],
     "ess.engine.tokens.sampling": ["tests/unit/tokens/test_sampling.py"],

@@ -62,6 +62,25 @@ def test_one_that_is_first_now_is_asked_for_at_once():
     run(eng)
 
 
+def test_one_that_is_preempted_by_hand_makes_room_for_one_that_waits():
+    eng = engine("v32", modes="da", chunks=2, index_pages=6, promise="all")
+    made = [eng.add(prompt(length), Sampling(tokens_max=TOKENS)) for length in LENGTHS]
+    first, second, third = made
+    for _ in range(4):
+        eng.step()
+    assert [one.state for one in made] == ["decoding", "decoding", "waiting"]
+    eng.preempt(second)
+    assert eng.preempted_count == 1
+    eng.step()
+    assert third.state in ("prefilling", "decoding")
+    while first.reason is None or third.reason is None:
+        eng.step()
+    eng.resume(second)
+    run(eng)
+    for request in made:
+        assert request.output == expected("v32", len(request.prompt), TOKENS)
+
+
 def test_one_that_has_landed_waits_for_the_pace_and_nobody_waits_behind_it():
     roster = Roster()
     running, landed = (Request(number=n, prompt=[1], sampling=Sampling()) for n in range(2))
