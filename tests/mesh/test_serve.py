@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 POOL = f"/memfd:ess-{NAME}"
 FLAGS = ("--dtype", "f32", "--row", "f32", "--recover", "resume")
 CASES = [(2, 1, 2, 1), (1, 2, 4, 0), (2, 2, 1, 3)]
+"""Each process is a real start; of two stages of two, one is killed in `test_machines.py`."""
 
 
 def engines(process: Process) -> list[int]:
@@ -58,7 +59,7 @@ def files(pid: int) -> list[Path]:
     return [path for path in paths if os.readlink(path).startswith(POOL)]
 
 
-@pytest.mark.parametrize(("tp", "pp", "mtp", "victim"), few(CASES[2:], all_of=CASES))
+@pytest.mark.parametrize(("tp", "pp", "mtp", "victim"), few(CASES[:1], all_of=CASES))
 def test_one_text_from_several_processes_and_again_when_one_is_killed(tp, pp, mtp, victim):
     expected = greedy(load_model(form="f32"), PROMPT, COUNT)
     size = ("--tp-size", str(tp), "--pp-size", str(pp), "--mtp", str(mtp), "--host-bytes", "1GiB")
