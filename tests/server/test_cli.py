@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import pytest
 
+from ess import console
 from ess.engine.process.checks import exchange_check
 from ess.engine.process.messages import GraphLine, PoolUse, Status
 from ess.errors import BadInput, Unavailable
@@ -57,18 +59,20 @@ def run(served: Served, *arguments: str) -> int:
     return cli.main([*arguments, "--url", served.url, "--api-key", "secret"])
 
 
-def test_a_question_waits_for_a_server_that_loads(capsys: pytest.CaptureFixture[str]):
-    engine, said = PacedEngine(saying(" At noon."), says_ready=False), ""
+def test_a_question_waits_for_a_server_that_loads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Notes are put in a queue: `capsys` loses what one thread writes while another reads."""
+    engine, notes = PacedEngine(saying(" At noon."), says_ready=False), SimpleQueue[str]()
+    monkeypatch.setattr(console, "note", notes.put)
     with Served(engine) as served, ThreadPoolExecutor() as pool:
         asking = pool.submit(cli.main, ["chat", "-q", "When?", "--url", served.url])
-        while "\n" not in said:
-            said += capsys.readouterr().err
-            assert not asking.done()
+        why = "the model is being loaded; try again soon"
+        assert notes.get(timeout=60) == f"waiting for {served.url}, which says: {why}"
+        assert not asking.done()
         engine.says_ready = True
         assert asking.result(60) == 0
-    assert (
-        said == f"waiting for {served.url}, which says: the model is being loaded; try again soon\n"
-    )
+    assert notes.empty()
     assert capsys.readouterr().out == " At noon.\n"
 
 

@@ -376,7 +376,7 @@ def test_a_text_process_whose_server_has_ended_says_nothing():
     os.close(read)
     done = subprocess.run(
         [sys.executable, "-m", *PROGRAM],
-        input=head_of("Desk", packed) + packed,
+        input=head_of("Desk", len(packed)) + packed,
         stdout=written,
         stderr=subprocess.PIPE,
         check=False,
