@@ -92,9 +92,10 @@ def keep_sums_whole(device: torch.device) -> None:
     """From now on this process adds up torch's products on a device in float32, of float32 as they
     are.
 
-    Neither is given. NVIDIA's images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: factors in float32, as
-    a router has them, then lose 13 of their 23 bits. And where few tokens leave multiprocessors
-    idle, cuBLAS adds up parts of a product of bfloat16 apart, and may round them to bfloat16.
+    Torch by itself promises neither. NVIDIA's images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: factors
+    in float32, as a router has them, then lose 13 of their 23 bits. And where few tokens leave
+    multiprocessors idle, cuBLAS adds up parts of a product of bfloat16 apart, and may round them to
+    bfloat16.
     """
     if device.type != "cpu":
         torch.set_float32_matmul_precision("highest")

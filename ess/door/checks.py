@@ -68,7 +68,7 @@ def check_sets(
 
 
 def whole(name: str, value: Any) -> int:
-    """True is a number in Python, and no count of anything."""
+    """The value as an int. True and False are refused, which Python takes for 1 and 0."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -78,7 +78,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def in_range(name: str, value: Any, low: int, high: int) -> int:
-    """low <= value <= high."""
+    """The value as an int, with low <= value <= high."""
     number = value if type(value) is int else whole(name, value)
     if not low <= number <= high:
         raise BadInput(f"{name} is {shown(number)}, must be {low}..{high}")
@@ -130,7 +130,8 @@ def token_ids(name: str, tokens: Any) -> list[int]:
 
 
 def _whole_numbers(values: Any) -> list[int] | None:
-    """None if one of them is none, as True and False are, and for bytes and what has no order."""
+    """The values as ints. None for bytes, sets and mappings, and where a value is not a whole
+    number, as True and False are not."""
     if isinstance(values, bytes | bytearray | Set | Mapping):
         return None
     try:

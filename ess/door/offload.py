@@ -148,18 +148,19 @@ class Offload:
         return self._side.stats()
 
     def all_resident(self, sequences: Many[Sequence]) -> bool:
-        """Every row of these sequences is in a slot, in every layer of the main model."""
+        """Whether every row of these sequences has a slot, in every layer of the main model."""
         self.owner.require()
         return self._side.all_resident(self.owner.own(sequences))
 
     @property
     def wants_scores(self) -> bool:
-        """Rows give way by what the indexer gives them: `Step.observe` its logits."""
+        """Whether rows give way by their score: then `Step.observe` needs the indexer's logits."""
         return self.sizes.evict == "score"
 
     @property
     def is_scarce(self) -> bool:
-        """Slots are running out: selections must be stamped (`resolve`), `locate` does not."""
+        """Whether slots are running out. Then selections must be stamped: call `resolve`, since
+        `locate` stamps nothing."""
         return self._side.is_scarce()
 
     def verify(self, layer: int) -> list[tuple[int, int]]:
@@ -407,7 +408,7 @@ def _check_counts(**named: int) -> None:
 
 
 def _bytes(name: str, size: int | str) -> int:
-    """Addresses of more than 62 bits are none."""
+    """The size in bytes; BadInput where it is beyond any address space."""
     return in_range(name, parse_size(size), 0, 1 << 62)
 
 

@@ -48,7 +48,7 @@ FIXED: Final = {
     "topk_group": 1,
     "first_k_dense_replace": 0,
 }
-# Read here, and of no meaning to what families share.
+# Keys of config.json that this module reads, and that mean nothing to code that families share.
 FOREIGN: Final = (
     *("layer_types", "mlp_layer_types", "indexer_types", "index_topk_freq", "index_topk_pattern"),
     *("num_key_value_heads", "partial_rotary_factor", "rope_scaling", "intermediate_size"),

@@ -199,7 +199,7 @@ def top(
         Print one JSON document and end.
     """
     if not 0.05 <= every <= 3600:
-        raise BadInput(f"--every {every:g}: from 0.05 to 3600 seconds")
+        raise BadInput(f"--every {every:g}: must be 0.05 to 3600 seconds")
     client = Client(url, api_key)
     if json:
         console.print_json(client.ask("/v1/loads"))

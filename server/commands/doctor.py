@@ -68,7 +68,7 @@ def doctor(*, port: int = 8000, transfer_host: str = "127.0.0.1", json: bool = F
         Print one JSON document.
     """
     if not 0 <= port <= 65535:
-        raise BadInput(f"--port {port}: there are ports from 0 to 65535")
+        raise BadInput(f"--port {port}: must be 0 to 65535")
     checks: list[Check] = []
     for check in examined(port, transfer_host):
         if not json:

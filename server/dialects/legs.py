@@ -116,7 +116,9 @@ def _decode_leg(service: Service, ask: Generated, prompt_count: int) -> Leg:
         return _leg_of_vllm(service, params, prompt_count)
     for name in ("bootstrap_host", "bootstrap_room"):
         if getattr(ask, name) is not None and params.get("do_remote_decode") is not True:
-            raise BadInput(f"{name} is given alone: bootstrap_host and bootstrap_room say the rows")
+            raise BadInput(
+                f"{name} is given alone: a handoff needs bootstrap_host and bootstrap_room"
+            )
     return Leg()
 
 
@@ -188,7 +190,7 @@ def _peer(service: Service, address: Address, where: str) -> Peer:
 def _check_epoch(service: Service, peer: Peer, given: object) -> None:
     where = f"{PARAMS}.remote_engine_id"
     if not isinstance(given, str) or EPOCH.fullmatch(given) is None:
-        raise BadInput(f"{where} must be the id that a prefill worker of ESS gave")
+        raise BadInput(f"{where} must be the id that an ESS prefill worker has returned")
     if given != engine_id(peer.epoch):
         sentence = f"{where} is {given}, but the prefill worker there was started again since then"
         raise service.refused(sentence, "peer_restarted", 1.0)
@@ -244,7 +246,9 @@ def _read_rooms(given: object, count: int) -> list[int]:
     except msgspec.ValidationError:
         texts = []
     if len(texts) != count or not all(EPOCH.fullmatch(text) for text in texts):
-        raise BadInput(f"{where} must have the {count} rooms that a prefill worker of ESS gave")
+        raise BadInput(
+            f"{where} must have the {count} rooms that an ESS prefill worker has returned"
+        )
     rooms = [int(text, 16) for text in texts]
     if max(rooms) > UID_MAX:
         raise BadInput(f"{where} has a room of more than {UID_BITS} bits")

@@ -32,7 +32,7 @@ def messages_of(given: Sequence[Mapping[str, Any]], system: object) -> list[Item
     user: few models were trained on a system's turn there, and chat formats have no place for it.
     """
     if not given:
-        raise BadInput("messages is empty")
+        raise BadInput("messages is empty: give at least one message")
     text = text_of(system, where="system")
     messages: list[Item] = [{"role": "system", "content": text}] if text else []
     for place, message in enumerate(given):

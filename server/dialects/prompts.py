@@ -144,13 +144,13 @@ class PromptReader:
     def _generate(self, ask: schemas.GenerateAsk) -> tuple[list[list[int]], bool]:
         has_ids = bytes(ask.input_ids) != b"null"
         if has_ids == (ask.text is not None):
-            raise BadInput("give either text or input_ids")
+            raise BadInput("give text or input_ids, one of the two")
         if has_ids:
             ids = schemas.read_ids(ask.input_ids, where="input_ids")
             return ids, schemas.is_many(ask.input_ids)
         texts = [ask.text] if isinstance(ask.text, str) else list(ask.text or ())
         if not texts:
-            raise BadInput("text is an empty list")
+            raise BadInput("text is an empty list: give at least one prompt")
         asked = ask.sampling_params
         is_cut = asked is not None and asked.truncate_prompt_tokens is not None
         prompts = self._encoded(texts, where="text", add_special=True, is_cut=is_cut)
@@ -225,7 +225,7 @@ class PromptReader:
 
     def _tokenize(self, ask: schemas.TokenizeAsk) -> bytes:
         if (ask.prompt is None) == (ask.messages is None):
-            raise BadInput("give either prompt or messages")
+            raise BadInput("give prompt or messages, one of the two")
         add_special = ask.add_special_tokens is not False
         if ask.prompt is None:
             is_begun = goes_on(ask)

@@ -78,7 +78,10 @@ class History:
                 " all items as input"
             )
         if found.is_open:
-            raise BadInput(f"previous_response_id is {identity!r:.80}, which is still being made")
+            raise BadInput(
+                f"previous_response_id is {identity!r:.80}, which has not ended yet: wait for its"
+                " end, or cancel it"
+            )
         return found
 
     def _check_length(self, size: int) -> None:

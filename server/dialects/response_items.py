@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ess.errors import BadInput
-from ess.models.chat.messages import TEXT_PARTS
+from ess.models.chat.messages import TEXT_PARTS, json_kind
 from ess.models.chat.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 
 Item = dict[str, Any]
@@ -23,7 +23,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not given:
-        raise BadInput("input is empty")
+        raise BadInput("input is empty: give a text or at least one item")
     for place, item in enumerate(given):
         _append(messages, item, where=f"input[{place}]")
     return messages
@@ -68,7 +68,7 @@ def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadInput(f"{where} has a {type(content).__name__} where text belongs")
+        raise BadInput(f"{where} has {json_kind(content)} where text belongs")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind not in kinds or not isinstance(part.get("text"), str):

@@ -95,7 +95,7 @@ def _samplings(
     service: Service, wanted: Wanted, prompts: Sequence[list[int]]
 ) -> tuple[list[tuple[list[int], Sampling]], Ending]:
     if not prompts:
-        raise BadInput("the prompt is an empty list")
+        raise BadInput("the prompt is an empty list: give at least one")
     _check_count(service.limits.choices_max, wanted, len(prompts))
     choices = 1 if wanted.n is None else wanted.n
     stops = _stops(wanted)
@@ -200,11 +200,11 @@ def _logit_bias(asked: Mapping[str, float]) -> dict[int, float]:
 
 def refuse_streamed(stream: bool | None, prompt_logprobs: int | None) -> None:
     if stream and prompt_logprobs is not None:
-        raise BadInput("prompt_logprobs is not streamed: ask for the whole answer")
+        raise BadInput("prompt_logprobs is not streamed: leave out stream")
 
 
 def _refuse_unserved(ask: Common) -> None:
     if ask.use_beam_search:
         raise BadInput("use_beam_search is not served; sample with n instead")
     if ask.best_of is not None and ask.best_of != (ask.n or 1):
-        raise BadInput(f"best_of is {ask.best_of}, but only best_of = n is served")
+        raise BadInput(f"best_of is {ask.best_of}, but must be equal to n: give n alone")

@@ -102,7 +102,7 @@ def goes_on(ask: schemas.ChatAsk | schemas.TokenizeAsk) -> bool:
     if ask.continue_final_message and ask.add_generation_prompt:
         raise BadInput("continue_final_message is true, so add_generation_prompt must be false")
     if ask.add_generation_prompt is False and not ask.continue_final_message:
-        raise BadInput("add_generation_prompt is false: only with continue_final_message")
+        raise BadInput("add_generation_prompt is false, which needs continue_final_message")
     return bool(ask.continue_final_message)
 
 

@@ -129,7 +129,7 @@ class Gate:
         if is_open or not has_body:
             return []
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise BadInput("the body has a content-encoding, and none is read here: send it plain")
+            raise BadInput("the body has a content-encoding: send it without one")
         return await bodies.take(receive)
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:

@@ -163,7 +163,7 @@ def test_who_has_no_role_and_who_gives_a_key_by_a_flag():
         resolve({"register": "http://a:1"}, environment={})
     with pytest.raises(
         BadInput,
-        match="register_key from flag: set ESS_REGISTER_KEY instead",
+        match="register_key from flag: others could read it there; set ESS_REGISTER_KEY instead",
     ):
         resolve({"register_key": "k"}, environment={})
 

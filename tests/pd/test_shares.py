@@ -62,7 +62,7 @@ def test_stages_are_for_prefill_workers_and_divide_their_threads():
     each = share_of(resolve({"threads": 12}, environment={}), shape_of("1p2d"), stages)
     assert each.stages == {"pp_size": 2, "threads": 2}
     assert (each.settings["threads"], "pp_size" in each.settings) == (4, False)
-    with pytest.raises(BadInput, match="nnodes makes no sense with --pd"):
+    with pytest.raises(BadInput, match="nnodes cannot be used with --pd"):
         stages_of({"nnodes": 2})
     with pytest.raises(BadInput, match="tp_size is 2 and cp_size is 2"):
         stages_of({"tp_size": 2, "cp_size": 2})
@@ -98,7 +98,7 @@ def test_what_each_of_them_would_refuse_is_refused_at_once():
 )
 def test_settings_that_make_no_sense(flags: dict[str, Any], why: str):
     name = next(iter(flags))
-    with pytest.raises(BadInput, match=f"^{name} from flag makes no sense with --pd: .*{why}"):
+    with pytest.raises(BadInput, match=f"^{name} from flag cannot be used with --pd: .*{why}"):
         share("1p1d", **flags)
 
 

@@ -158,7 +158,7 @@ def test_a_response_format_reaches_the_engine(plain: Served, form, kind, text):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"messages": []}, "messages is empty"),
+        ({"messages": []}, "messages is empty: give at least one message"),
         (
             {"messages": [{"role": "king", "content": "x"}]},
             "messages[0].role is 'king'; served are system, developer, user, assistant, tool",

@@ -252,10 +252,10 @@ def test_texts_to_ids_and_back(served: Served):
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
-        ("/tokenize", {}, "either prompt or messages"),
+        ("/tokenize", {}, "prompt or messages, one of"),
         ("/detokenize", {"tokens": "x"}, "tokens must be a list"),
         ("/detokenize", {"tokens": [4096]}, "0..4095"),
-        ("/generate", {}, "either text or input_ids"),
+        ("/generate", {}, "text or input_ids, one of"),
         ("/generate", {"text": []}, "empty list"),
         ("/generate", {"input_ids": []}, "empty"),
         ("/inference/v1/generate", {"token_ids": []}, "empty"),

@@ -62,7 +62,7 @@ from ess.server.commands.start.settings import read_file
         (["--generation-config", "vllm"], "--generation-config must be auto: --default-sampling"),
         (["--override-generation-config", "{"], "default_sampling is not a JSON object of numbers"),
         (["--max-logprobs", "50"], "--max-logprobs must be 20"),
-        (["--max-logprobs", "20", "--ssl-ca-certs", "x"], "tls_ca is given without tls_cert"),
+        (["--max-logprobs", "20", "--ssl-ca-certs", "x"], "tls_ca needs tls_cert"),
         (["--load-format", "auto", "--port", "-1"], "port is -1"),
         (["--enable-metrics", "--max-num-seqs", "0"], "--enable-metrics has no effect: /metrics"),
     ],

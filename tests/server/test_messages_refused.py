@@ -37,7 +37,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 9999}, "max_tokens is 9,999"),
-        ({"messages": []}, "messages is empty"),
+        ({"messages": []}, "messages is empty: give at least one message"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "role is ['user']"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role is 'tool'"),
         (blocks(IMAGE, role="system"), "'image'"),

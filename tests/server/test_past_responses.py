@@ -228,7 +228,7 @@ def test_the_owner_is_who_the_gate_let_in(authorization: str):
         ({"input": 5}, "input must be a text or a list"),
         ({"input": None}, "input must be a text or a list"),
         ({"input": [5]}, "input[0]: expected `object`, got `int`"),
-        ({"input": []}, "input is empty"),
+        ({"input": []}, "input is empty: give a text or at least one item"),
         ({"previous_response_id": 5, "input": "x"}, "previous_response_id must be a text"),
         ({"previous_response_id": ["x"]}, "previous_response_id must be a text"),
         ({"store": "no", "input": "x"}, "store: expected `bool | null`, got `str`"),

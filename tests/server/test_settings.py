@@ -400,7 +400,7 @@ def test_an_impossible_length_is_refused():
         ({}, {"ESS_API_KEY": ""}, "api_key from environment is empty"),
         ({"api_key": " , "}, {}, "api_key has no key in it"),
         ({"api_key": "secret\n1"}, {}, "not visible ASCII"),
-        ({"api_key": "secret", "without_key": True}, {}, "exclude one another"),
+        ({"api_key": "secret", "without_key": True}, {}, "not both"),
         ({"host": "0.0.0.0"}, {}, "--without-key to serve everybody"),
         ({"host": "::"}, {"VLLM_API_KEY": ""}, "--without-key to serve everybody"),
         ({"api_key": "secret", "api_key_file": "x"}, {}, "both given"),

@@ -100,7 +100,7 @@ def test_authorities_are_checked_first(tmp_path: Path):
         check_tls(*pair, str(junk))
     with pytest.raises(BadInput, match="tls_ca /no/file cannot be read"):
         check_tls(*pair, "/no/file")
-    with pytest.raises(BadInput, match="tls_ca is given without tls_cert"):
+    with pytest.raises(BadInput, match="tls_ca needs tls_cert"):
         resolve({"tls_ca": str(junk)}, environment={})
 
 

@@ -339,7 +339,7 @@ def test_counts_are_not_rounded(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("text", ["50", "0ms", "-1ms", "fast"])
 def test_times_need_a_unit(text: str):
-    with pytest.raises(BadInput, match="this is no time above 0"):
+    with pytest.raises(BadInput, match="must be a time above 0"):
         parse_duration(text, "--tpot")
 
 

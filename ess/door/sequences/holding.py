@@ -166,7 +166,8 @@ class Holding:
             self.saved = self.state.copy()
 
     def lend(self, state: Bytes, give_back: Callable[[], None]) -> None:
-        """It is this, in memory of another owner, until it is on the device or closed."""
+        """The state lies in memory of another owner, which gets it back by `give_back` once the
+        sequence is on the device or closed."""
         self._forget_saved()
         self.saved, self._give_back = state, give_back
 

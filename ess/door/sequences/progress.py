@@ -89,7 +89,7 @@ class Progress:
 
     @property
     def _device_length(self) -> int:
-        """How many tokens what is beside the rows is of: steps that are not learned count."""
+        """How many tokens the state beside the rows covers; steps that are not learned count."""
         tables = self._pools.tables
         counts = tables.lengths if self._layout.row_tokens == 1 else tables.texts
         return int(counts[self._holding.line])

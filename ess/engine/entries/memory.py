@@ -90,7 +90,7 @@ class Closing:
 
 
 class Tokens:
-    """Some tokens of sequences, in `line`s, and where what belongs to them lies."""
+    """Some tokens of sequences, each in its `line`, and where their rows and entries lie."""
 
     def __init__(self, memory: Memory, positions: Tensor, line: Tensor) -> None:
         self.memory, self.positions, self._line = memory, positions, line

@@ -266,7 +266,7 @@ class CallMemory:
 
     @property
     def selection(self) -> Tensor:
-        """That of the layer that ran last, until another one runs."""
+        """The selection of the layer that ran last, until another layer runs."""
         return self._tensor("selection", (self._count, self._top_k), torch.int32)
 
     @property

@@ -77,8 +77,8 @@ class Hold(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Trace(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From now on keep what every step did, which Tracing answers; or give it out as Traced and
-    keep no more."""
+    """Record from now on what every step does, answered by Tracing; or stop, and send the record as
+    Traced."""
 
     is_on: bool
     front: int = 0
@@ -367,7 +367,7 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A front takes nothing any more, for all that it still runs; its requests are given up."""
+    """A front still runs but reads no messages any more; its requests are given up."""
 
     lost: int
 

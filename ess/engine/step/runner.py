@@ -157,7 +157,7 @@ class Runner:
         return hidden
 
     def layers(self, batch: Batch, layers: Sequence[DecoderLayer], hidden: Tensor) -> Tensor:
-        """One after the other, for the whole batch."""
+        """Runs these layers one after the other, for the whole batch."""
         while layers:
             count = self._direct.count(batch, layers) if self.on_layer is None else 0
             if count:

@@ -38,7 +38,7 @@ UNIFORM_STEP: Final = (1.0 - 2.0**-23) / 2.0**31
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """Ids int64 [queries] at `positions`, from logits float32 [queries, vocabulary], which stay;
-    `NOT_A_NUMBER` where the logits are none."""
+    `NOT_A_NUMBER` where logits are NaN."""
     assert len(logits) == len(samplings) == len(positions), "a sampling and a position per query"
     warm = [query for query, by in enumerate(samplings) if by.temperature >= GREEDY_BELOW]
     if not warm and logits.is_cpu and native.available():

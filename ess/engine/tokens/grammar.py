@@ -276,7 +276,7 @@ class Matcher:
         return masks
 
     def close(self) -> None:
-        """The request has ended. Closing twice is nothing."""
+        """The request has ended. A second call does nothing."""
         room, self._room = self._room, None
         if room is not None:
             room.matcher_count -= 1

@@ -174,7 +174,7 @@ def _of_kind(name: str, value: Any, kind: Any, words: str) -> None:
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> None:
-    """True is a number in Python, and no count."""
+    """Refuses what is not an int within the bounds; True and False are refused too."""
     if type(value) is not int:
         raise BadInput(f"{name} is {shown(value)}, must be a whole number")
     _within(name, value, low, high)

@@ -179,7 +179,7 @@ def fault(name: str, status: int) -> Unavailable | BadState:
 
 
 def is_broken(status: int) -> bool:
-    """Whether the context may be lost: all calls answer so from then on."""
+    """Whether the status means that the context may be lost: then every later call fails too."""
     return 700 <= status < 720
 
 

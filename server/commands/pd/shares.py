@@ -90,7 +90,7 @@ def stages_of(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     given = {name: value for name, value in flags.items() if value is not None}
     stages = {name: given.pop(name) for name in [*given] if FIELDS[name].section == "pipeline"}
     for name in sorted(NODES & {*stages}):
-        raise BadInput(f"{name} makes no sense with --pd: all workers are on this machine")
+        raise BadInput(f"{name} cannot be used with --pd: all workers are on this machine")
     resolve({**stages, "role": "prefill", "peer_secret": "-" * SECRET_BYTES_MIN}, environment={})
     return given, stages
 
@@ -129,7 +129,7 @@ def check_settings(resolved: Resolved) -> None:
     for name, why in WHY_NOT.items():
         origin = resolved.origins.get(name, "default")
         if origin != "default":
-            raise BadInput(f"{name} from {origin} makes no sense with --pd: {why}")
+            raise BadInput(f"{name} from {origin} cannot be used with --pd: {why}")
 
 
 def _divided(

@@ -362,5 +362,5 @@ def parse_duration(text: str, flag: str) -> float:
     """
     match = DURATION.match(text)
     if match is None or float(match[1]) <= 0:
-        raise BadInput(f"{flag} {text}: this is no time above 0; write 50ms, 800us or 0.05s")
+        raise BadInput(f"{flag} {text}: must be a time above 0, such as 50ms, 800us or 0.05s")
     return float(match[1]) * DURATION_US[match[2]]

@@ -160,7 +160,7 @@ class RayCrew:
         try:
             if not group.wait(ROOM_S):
                 need = f"{self._size} times {self._threads} CPUs (--threads)"
-                raise Unavailable(f"Ray has had no room for {need} within {ROOM_S:g} s")
+                raise Unavailable(f"Ray found no room for {need} within {ROOM_S:g} s")
             return self._served([self._actor(group, at) for at in range(self._size)], json)
         finally:
             self._ray.util.remove_placement_group(group)

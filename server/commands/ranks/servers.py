@@ -61,7 +61,7 @@ def check_alike(resolved: Resolved) -> None:
     """Refuses settings that several ranks cannot share."""
     for name, why in WHY_NOT.items():
         if resolved.origins[name] != "default":
-            raise BadInput(f"{name} makes no sense with several ranks at once: {why}")
+            raise BadInput(f"{name} cannot be used where one command starts several ranks: {why}")
 
 
 def serve_ranks(resolved: Resolved, *, json: bool) -> int:

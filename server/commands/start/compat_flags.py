@@ -122,7 +122,10 @@ def read_foreign(environment: Mapping[str, str]) -> tuple[dict[str, str], list[s
             name, form = SAME[variable]
             given = form.format(value)
             if settings.setdefault(name, given) != given:
-                raise BadInput(f"{variable} gives {name} another value than another variable does")
+                raise BadInput(
+                    f"{variable} and another variable give {name} different values:"
+                    " unset one of them"
+                )
         else:
             why = WHY_NOT.get(variable, "nothing here has that name")
             notes.append(f"the variable {variable} has no effect: {why}")

@@ -34,7 +34,7 @@ def check_api_keys(settings: Settings) -> None:
         raise BadInput("api_key has no key in it, only spaces and commas")
     check_header_text(settings.keys)
     if settings.keys and settings.without_key:
-        raise BadInput("without_key and api_key exclude one another")
+        raise BadInput("give api_key or without_key, not both")
     is_near = bool(settings.uds) or is_loopback(settings.host)
     if not (settings.keys or settings.without_key or is_near):
         raise BadInput(
@@ -65,7 +65,10 @@ def check_role(settings: Settings) -> None:
     if settings.bootstrap_port and settings.role != "prefill":
         raise BadInput(f"bootstrap_port is for a prefill worker, and role is {settings.role}")
     if settings.recover == "resume" and settings.role == "prefill":
-        raise BadInput("recover is resume, and role is prefill: a lost prompt is sent again")
+        raise BadInput(
+            "recover is resume, and role is prefill: give recover fail; the router sends a lost"
+            " prompt again"
+        )
     read_peers(settings.peers)
     if settings.register and settings.role == "both":
         raise BadInput("register is for a prefill or a decode worker, and role is both")
@@ -82,9 +85,13 @@ def check_role(settings: Settings) -> None:
     if count < SECRET_BYTES_MIN:
         raise BadInput(f"peer_secret has {count} bytes; at least {SECRET_BYTES_MIN} are needed")
     if settings.role == "prefill" and settings.tls_cert:
-        raise BadInput("tls_cert is not for a prefill worker: others meet it over plain HTTP")
+        raise BadInput(
+            "tls_cert is not for a prefill worker: decode workers connect to it over plain HTTP"
+        )
     if settings.role == "prefill" and settings.uds and not settings.bootstrap_port:
-        raise BadInput("uds is given without bootstrap_port: no other worker could meet this one")
+        raise BadInput(
+            "uds is given without bootstrap_port: give that too, as the port for decode workers"
+        )
 
 
 def _check_ranks_secret(settings: Settings) -> None:
@@ -136,7 +143,10 @@ def check_executor(settings: Settings) -> None:
     if settings.executor == "processes":
         return
     if settings.dp_size == 1 or settings.dp_rank >= 0:
-        raise BadInput("executor is ray, which starts all ranks of a dp_size of 2 or more")
+        raise BadInput(
+            "executor is ray, which starts all ranks itself: give dp_size of at least 2, and no"
+            " dp_rank"
+        )
     if settings.nnodes > 1 or settings.dist_init_addr:
         raise BadInput(
             "executor is ray, which finds nodes itself: leave out nnodes and dist_init_addr"

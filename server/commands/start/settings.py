@@ -199,7 +199,9 @@ class Settings(ProcessConfig):
         if bool(self.tls_cert) != bool(self.tls_key):
             raise BadInput("tls_cert and tls_key are given together or not at all")
         if self.tls_ca and not self.tls_cert:
-            raise BadInput("tls_ca is given without tls_cert: clients are asked over HTTPS alone")
+            raise BadInput(
+                "tls_ca needs tls_cert and tls_key: only HTTPS clients can show a certificate"
+            )
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
             raise BadInput(
                 f"root_path is {self.root_path!r}, must begin with / and not end with it"
@@ -298,7 +300,10 @@ def resolve(
     if origins["api_key"] != "default" and not values["api_key"]:
         raise BadInput(f"api_key from {origins['api_key']} is empty: give a key or do not set it")
     if origins["register_key"] not in ("default", "environment"):
-        raise BadInput(f"register_key from {origins['register_key']}: set ESS_REGISTER_KEY instead")
+        raise BadInput(
+            f"register_key from {origins['register_key']}: others could read it there; set"
+            " ESS_REGISTER_KEY instead"
+        )
     _read_hidden(values, origins)
     brought, unused = brought_by(values)
     values |= brought

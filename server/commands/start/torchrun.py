@@ -36,7 +36,9 @@ def placed_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any]
         raise BadInput(f"torchrun starts {size} processes (WORLD_SIZE), but {shown} is {asked}")
     for name in ITS_OWN:
         if name in values:
-            raise BadInput(f"{name} is {values[name]}: torchrun says where each process runs")
+            raise BadInput(
+                f"{name} is {values[name]}: leave it out, since torchrun says where processes run"
+            )
     if not 0 <= rank < size or not 0 < local_size <= size:
         raise BadInput(f"RANK is {rank} and LOCAL_WORLD_SIZE {local_size} of {size} processes")
     given = values.get("dist_init_addr") or f"{environment['MASTER_ADDR']}:{port + 1}"
@@ -60,7 +62,9 @@ def _rank_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any])
         )
     for name in (*ITS_OWN, "dp_rank"):
         if name in values:
-            raise BadInput(f"{name} is {values[name]}: torchrun says where each process runs")
+            raise BadInput(
+                f"{name} is {values[name]}: leave it out, since torchrun says where processes run"
+            )
     own = values.get("port", PORT)
     of_place = {"device": f"cuda:{place}"} if values.get("device") == "cuda" else {}
     return {

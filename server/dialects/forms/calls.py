@@ -73,7 +73,7 @@ def grammar_of_calls(
     is_named = isinstance(rules.choice, Mapping)
     must = is_named or rules.choice == "required"
     if must and own is not None:
-        raise BadInput("tool_choice is for calls alone: leave out response_format and its like")
+        raise BadInput("tool_choice is for calls: leave out response_format and other grammars")
     is_free = rules.parallel and not any(map(is_strict, rules.functions))
     if not rules.tools or own is not None or (is_free and not must):
         return own
@@ -81,7 +81,10 @@ def grammar_of_calls(
     calls = Calls(tools=rules.functions, must=must, several=several, thinking=rules.thinking)
     text = style.call_grammar(tokenizer, calls)
     if text is None and must:
-        raise BadInput("tool_choice is not served: how this model writes its calls is not known")
+        raise BadInput(
+            "tool_choice is not served for this model, whose format of calls is unknown: give auto"
+            " or none"
+        )
     return None if text is None else _grammar(text)
 
 

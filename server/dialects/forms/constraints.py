@@ -9,6 +9,7 @@ from typing import Any
 from ess.engine.tokens.grammar import Grammar
 from ess.errors import BadInput
 from ess.models.chat.grammars.calls import Rules, any_of, json_of, literal
+from ess.models.chat.messages import json_kind
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects.forms.ebnf import as_lark
 from ess.server.dialects.schemas import Common, SglangSampling, StructuredOutputs
@@ -140,7 +141,7 @@ def _json(where: str, asked: Any) -> Iterable[Grammar]:
     if asked is None:
         return
     if not isinstance(asked, (str, dict, bool)):
-        raise BadInput(f"{where} is a {type(asked).__name__}, not a schema")
+        raise BadInput(f"{where} is {json_kind(asked)}, not a schema")
     try:
         yield Grammar("json_schema", asked if isinstance(asked, str) else json.dumps(asked))
     except RecursionError:

@@ -47,9 +47,9 @@ async def count_tokens(request: Request) -> Response:
 
 def _refuse_unserved(ask: schemas.MessagesAsk) -> None:
     if ask.n not in (None, 1):
-        raise BadInput(f"n is {ask.n}; a message is one answer")
+        raise BadInput(f"n is {ask.n}, must be 1: a message is one answer")
     if ask.stop is not None:
-        raise BadInput("stop is not read here: its name is stop_sequences")
+        raise BadInput("stop is not a field of a message request: give stop_sequences")
 
 
 def _wanted(service: Service, ask: schemas.MessagesAsk, forms: Forms) -> sampling_params.Wanted:

@@ -28,9 +28,11 @@ async def completions(request: Request) -> Response:
     ask, prompts = prepared.ask, prepared.prompts
     service.check_model(ask.model)
     if ask.suffix:
-        raise BadInput("suffix is not served: this model does not fill in")
+        raise BadInput(
+            "suffix is not served: no model here fills in text between prompt and suffix"
+        )
     if ask.max_tokens == 0 and ask.echo and ask.stream:
-        raise BadInput("max_tokens is 0: an echo alone is not streamed")
+        raise BadInput("max_tokens is 0: leave out stream to get the echo alone")
     wanted = sampling_params.wanted_of_openai(
         ask,
         tokens_max=None if ask.max_tokens is None else ask.max_tokens + is_echo_alone(ask),

@@ -74,7 +74,7 @@ def _wanted(
         "return_logprob", ask.return_logprob if isinstance(ask.return_logprob, list) else None
     )
     if top and not has_logprobs(ask):
-        raise BadInput("top_logprobs_num must come with return_logprob")
+        raise BadInput("top_logprobs_num must come with return_logprob: true")
     where = "input_ids" if ask.text is None else "text"
     return sampling_params.wanted_of(
         sampling,

@@ -76,9 +76,9 @@ def _refuse_unserved(ask: schemas.ResponsesAsk) -> None:
     if ask.prompt:
         raise BadInput("prompt is not served: no templates are kept, send all items as input")
     if ask.n not in (None, 1):
-        raise BadInput(f"n is {ask.n}; a response is one answer")
+        raise BadInput(f"n is {ask.n}, must be 1: a response is one answer")
     if ask.top_logprobs:
-        raise BadInput("top_logprobs is not served: /v1/chat/completions has it")
+        raise BadInput("top_logprobs is not served here: ask /v1/chat/completions")
     if ask.truncation not in (None, "disabled"):
         raise BadInput("truncation is not served: give truncate_prompt_tokens")
     wishes = [wish for wish in ask.include or () if wish != IGNORED_INCLUDE]
@@ -88,7 +88,10 @@ def _refuse_unserved(ask: schemas.ResponsesAsk) -> None:
 
 def _check_background(ask: schemas.ResponsesAsk, history: History) -> None:
     if ask.stream:
-        raise BadInput("background is true and stream too: ask for the response by its id")
+        raise BadInput(
+            "background is true, and so is stream: leave out stream, and ask for the response by"
+            " its id"
+        )
     if not history.is_kept:
         raise BadInput(
             "background is served where the response is kept: with --keep-responses, without store:"

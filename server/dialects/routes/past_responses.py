@@ -21,7 +21,7 @@ PATH: Final = "/v1/responses/{response_id}"
 
 async def retrieve(request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
-        raise BadInput("stream is not served: a kept response comes whole")
+        raise BadInput("stream is not served here: a kept response is returned whole")
     return Response(_found(request).document, media_type=JSON)
 
 
@@ -49,7 +49,7 @@ async def input_items(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """One that is still being made ends first."""
+    """Deletes the response; one that is still being made ends first."""
     service: Service = request.app.state.service
     identity, owner = _identity(request), owner_of(request.scope["headers"])
     await service.background.cancel(owner, identity)
@@ -66,7 +66,9 @@ async def cancel(request: Request) -> Response:
     )
     kept = _found(request)
     if not was_open and not msgspec.json.decode(kept.document)["background"]:
-        raise BadInput("background is false for this response: it has ended")
+        raise BadInput(
+            "background is false for this response, which has ended: nothing can be cancelled"
+        )
     return Response(kept.document, media_type=JSON)
 
 

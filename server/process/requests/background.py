@@ -23,7 +23,7 @@ class Background:
         self._tasks[key].add_done_callback(lambda task: self._tasks.pop(key))
 
     async def cancel(self, owner: bytes, identity: str) -> bool:
-        """Whether it was still being made; it is not any more."""
+        """Ends the making of the response; returns whether it was still being made."""
         task = self._tasks.get((owner, identity))
         if task is None:
             return False

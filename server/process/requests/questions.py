@@ -28,7 +28,7 @@ class Questions:
         self._asked: defaultdict[Question, deque[asyncio.Future[Answered]]] = defaultdict(deque)
 
     def ask(self, question: Question) -> asyncio.Future[Answered]:
-        """Just after the question was sent."""
+        """Waits for the answer; to be called just after the question was sent."""
         answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         self._asked[question].append(answer)
         return answer

@@ -62,7 +62,7 @@ def test_one_that_is_ended_frees_the_engine(slow: Served, way: str):
             with pytest.raises(openai.NotFoundError):
                 refused(begun.id)
         assert asking.responses.retrieve(begun.id).status == "in_progress"
-        with pytest.raises(openai.BadRequestError, match="still being made"):
+        with pytest.raises(openai.BadRequestError, match="has not ended yet"):
             asking.responses.create(model="test-model", input="And?", previous_response_id=begun.id)
         if way == "cancel":
             ended = asking.responses.cancel(begun.id)

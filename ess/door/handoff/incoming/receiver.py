@@ -279,7 +279,7 @@ class Receiver:
     # ---- a handoff ends
 
     def _join(self) -> None:
-        """What the ends of legs mean for their handoffs. A missed leg ends those beside it."""
+        """Ends handoffs whose legs have ended. A missed leg ends the other legs of its handoff."""
         while over := self._legs.over():
             for leg in over:
                 entry = self._entries.get(leg.uid)
@@ -294,7 +294,7 @@ class Receiver:
             self.conclude()
 
     def conclude(self) -> list[Arriving]:
-        """What the ends of handoffs mean for their pages and sequences."""
+        """Applies the ends of handoffs to their pages and sequences."""
         ended, self._over = self._over, []
         for entry in ended:
             self._end(entry)

@@ -59,7 +59,7 @@ def interpreted() -> bool:
 
 
 def home() -> torch.device:
-    """Where kernels run that are launched now."""
+    """The device on which a kernel that is launched now runs."""
     return torch.device("cpu") if interpreted() else torch.device("cuda")
 
 
@@ -99,7 +99,7 @@ def _shared_bytes(device: int) -> int:
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the current device, which is made the tensor's."""
+    """Makes the tensor's device the current device, to which launches go."""
     if tensor.device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)

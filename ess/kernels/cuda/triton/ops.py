@@ -39,7 +39,8 @@ def implementation() -> str:
 
 
 def reaches(tensor: Tensor, *, in_place: bool) -> bool:
-    """Pinned memory of the host too, where rows are read in place."""
+    """Whether kernels can read the tensor. Pinned memory of the host counts where rows are read in
+    place."""
     return tensor.is_cuda or interpreted() or (in_place and tensor.is_pinned())
 
 
