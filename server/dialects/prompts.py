@@ -69,6 +69,13 @@ NAMES: Final[Mapping[type[msgspec.Struct], str]] = {
 }
 
 
+def _name_of(ask: msgspec.Struct) -> str:
+    """The prompt, by its field."""
+    if isinstance(ask, schemas.GenerateAsk):
+        return f"{'input_ids' if ask.text is None else 'text'}: the prompt"
+    return NAMES.get(type(ask), "the prompt")
+
+
 @dataclass(slots=True, kw_only=True)
 class Prepared(Generic[Ask]):
     """`ask` has lost its prompt; `is_many` says that this was a list. A route that generates
@@ -128,7 +135,7 @@ class PromptReader:
                 prepared.document = self._detokenize(ask)
         prepared.prompts = self._truncated(schemas.sampled_of(ask), prepared.prompts)
         for prompt in prepared.prompts:
-            self._check_prompt(prompt, name=NAMES.get(kind, "the prompt"))
+            self._check_prompt(prompt, name=_name_of(ask))
         prepared.forms = forms_of(ask, self._style, self._tokenizer)
         _drop_prompt(ask)
         return prepared

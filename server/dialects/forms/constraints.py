@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ess.engine.tokens.grammar import Grammar
+from ess.engine.tokens.grammar import Grammar, Kind
 from ess.errors import BadInput
 from ess.models.chat.grammars.calls import Rules, any_of, json_of, literal
 from ess.models.chat.messages import json_kind
@@ -21,10 +21,10 @@ def of_openai(ask: Common, tokenizer: Tokenizer) -> Grammar | None:
             *_of_format(ask.response_format, tokenizer),
             *_of_structured(ask.structured_outputs, tokenizer),
             *_json("guided_json", ask.guided_json),
-            *_regex(ask.guided_regex),
+            *_text("guided_regex", "regex", ask.guided_regex),
             *_choice("guided_choice", ask.guided_choice),
             *_ebnf("guided_grammar", ask.guided_grammar),
-            *_regex(ask.regex),
+            *_text("regex", "regex", ask.regex),
             *_ebnf("ebnf", ask.ebnf),
         ]
     )
@@ -75,7 +75,7 @@ def of_sglang(asked: SglangSampling | None, tokenizer: Tokenizer) -> Grammar | N
     return _only_one(
         [
             *_json("json_schema", asked.json_schema),
-            *_regex(asked.regex),
+            *_text("regex", "regex", asked.regex),
             *_ebnf("ebnf", asked.ebnf),
             *_tags("structural_tag", asked.structural_tag, tokenizer),
         ]
@@ -120,20 +120,24 @@ def _of_structured(asked: StructuredOutputs | None, tokenizer: Tokenizer) -> Ite
     yield from _json("structured_outputs.json", asked.json)
     if asked.json_object:
         yield Grammar("json_object")
-    yield from _regex(asked.regex)
+    yield from _text("structured_outputs.regex", "regex", asked.regex)
     yield from _ebnf("structured_outputs.grammar", asked.grammar)
     yield from _choice("structured_outputs.choice", asked.choice)
     yield from _tags("structured_outputs.structural_tag", asked.structural_tag, tokenizer)
 
 
-def _regex(text: str | None) -> Iterable[Grammar]:
-    if text is not None:
-        yield Grammar("regex", text)
+def _text(where: str, kind: Kind, text: str | None) -> Iterable[Grammar]:
+    if text is None:
+        return
+    try:
+        yield Grammar(kind, text)
+    except BadInput as refusal:
+        raise BadInput(f"{where}: {refusal}") from None
 
 
 def _ebnf(where: str, text: str | None) -> Iterable[Grammar]:
-    if text is not None:
-        yield Grammar("lark", as_lark(Grammar("lark", text).text, where=where))
+    for given in _text(where, "lark", text):
+        yield Grammar("lark", as_lark(given.text, where=where))
 
 
 def _json(where: str, asked: Any) -> Iterable[Grammar]:
@@ -143,9 +147,10 @@ def _json(where: str, asked: Any) -> Iterable[Grammar]:
     if not isinstance(asked, (str, dict, bool)):
         raise BadInput(f"{where} is {json_kind(asked)}, not a schema")
     try:
-        yield Grammar("json_schema", asked if isinstance(asked, str) else json.dumps(asked))
+        text = asked if isinstance(asked, str) else json.dumps(asked)
     except RecursionError:
         raise BadInput(f"{where} is nested too deeply") from None
+    yield from _text(where, "json_schema", text)
 
 
 def _choice(where: str, options: Sequence[str] | None) -> Iterable[Grammar]:
