@@ -1,18 +1,26 @@
 """The commands `ess` and `ess-bench` as they are installed.
 
 What they import takes up to seconds: a benchmark imports torch. Ctrl-C ends that too with a
-sentence, not with a traceback, so this module itself imports nothing that takes time.
+sentence, not with a traceback, so this module itself imports nothing that takes time. SIGHUP, as of
+`systemctl reload`, has servers read their files again; it must not end one that has not come to
+read them.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
 INTERRUPTED = 130
+SERVERS = ("serve", "prefill", "decode")
 
 
 def ess() -> int:
+    is_default = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    if sys.argv[1:2] and sys.argv[1] in SERVERS and is_default and not os.isatty(0):
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
     return _run("ess.server.commands.cli", name="ess")
 
 

@@ -14,8 +14,11 @@ does not help: after `--engine-restarts` losses within ten minutes, or if the fi
 itself while it loaded.
 
 The listener is open in every state but the last: while a model loads and while the server drains a
-probe gets 503, never a refused connection. uvicorn would close it at the first signal, so this
-module handles signals.
+probe gets 503, never a refused connection. uvicorn would close it at the first signal, so signals
+come here (`signals`).
+
+A drain ends a pause. Requests of a paused server get no token, so without that they would wait for
+`--drain-s` and fail; and what they get is what they would have got without a pause.
 
 The end comes whatever hangs. As it begins, two timers start that need neither the event loop nor
 the interpreter: the first prints where every thread stands, the second is the kernel's SIGALRM.
@@ -25,7 +28,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import gc
 import os
 import signal
@@ -37,18 +39,19 @@ import uvicorn
 
 from ess import console
 from ess.clock import Clock
+from ess.errors import EssError
 from ess.server.commands.start.settings import Settings
 from ess.server.process.engines.succession import Succession
 from ess.server.process.fronts import Fronts
 from ess.server.process.link import EngineLink
-from ess.server.process.log_pipe import STDERR
 from ess.server.process.pair.registration import Registration
 from ess.server.process.service import Service
+from ess.server.process.signals import HANG_S, Signals, limit_end
 
 FLUSH_S: Final = 2.0
 TELL_EVERY_S: Final = 0.25
 ENGINE_STOP_S: Final = 3.0
-HANG_S: Final = 10.0
+LOOK_S: Final = 0.05
 
 
 class QuietServer(uvicorn.Server):
@@ -57,26 +60,6 @@ class QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-@contextlib.contextmanager
-def end_in_time() -> Iterator[None]:
-    """Stops the timers of `limit_end` after the block: the end was reached."""
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def limit_end(within_s: float) -> None:
-    """After this time the process prints where it hangs; a second later the system ends it.
-
-    The print reads frames without the interpreter's lock, which the hanging thread may hold. That
-    can crash a process that is well, so nothing but an end is watched like this.
-    """
-    faulthandler.dump_traceback_later(within_s, file=STDERR)
-    signal.setitimer(signal.ITIMER_REAL, within_s + 1.0)
 
 
 async def let_out(server: uvicorn.Server, clock: Clock) -> None:
@@ -135,7 +118,7 @@ class Running:
         self._settings = settings
         self._clock = clock
         self.registration: Registration | None = None
-        self._signals = 0
+        self._ends_asked = 0
         self._draining: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -144,13 +127,10 @@ class Running:
     def _link(self) -> EngineLink:
         return self._service.link
 
-    async def run(self, listeners: list[socket.socket]) -> int:
+    async def run(self, listeners: list[socket.socket], signals: Signals) -> int:
         """Returns 0 if it was asked to end, 1 if the engine was lost."""
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, self._on_signal if os.isatty(0) else self._on_hangup)
+        signals.hear(self._on_signal)
         watching = [
             asyncio.ensure_future(task)
             for task in (
@@ -182,24 +162,23 @@ class Running:
 
     # ---- the ends
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        """The first signal drains, the second ends the server at once.
+    def _on_signal(self, number: int) -> None:
+        """The first signal drains, the second ends the server at once. Without a terminal that
+        could be closed, SIGHUP asks to read files again.
 
-        Python runs this between any two instructions, so even when the event loop is stuck: the
-        timer is set here, and the loop is only told.
+        The event loop may be stuck: the timer is set here, and the loop is only told.
         """
-        self._signals += 1
-        if self._signals == 1:
+        if number == signal.SIGHUP and not os.isatty(0):
+            self._tell(self._reread)
+            return
+        self._ends_asked += 1
+        if self._ends_asked == 1:
             limit_end(self._settings.drain_s + HANG_S)
             self._tell(self._begin_drain, number)
         else:
             limit_end(HANG_S)
             self._server.should_exit = self._server.force_exit = True
             self._tell(self._engines.kill)
-
-    def _on_hangup(self, number: int, frame: object) -> None:
-        """Without a terminal that could be closed, SIGHUP asks to read files again."""
-        self._tell(self._reread)
 
     def _reread(self) -> None:
         self._reading = asyncio.ensure_future(refresh_files(self._server))
@@ -235,20 +214,31 @@ class Running:
         """Lets streams finish; after `drain_s` the rest end with an error."""
         began_s = self._clock.now_s()
         self._fronts.drain()
-        leaving = asyncio.ensure_future(self._leave())
+        leaving, unpausing = (asyncio.ensure_future(t) for t in (self._leave(), self._unpause()))
         within = f"; {self._settings.drain_s:g} s are left, a second signal ends all at once"
         open_count = self._service.open_count
         console.note(f"ess: draining, {requests_are(open_count)} open{within * (open_count > 0)}")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:
             if self._service.open_count == 0 and passed_s >= grace_s:
                 break
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(LOOK_S)
+        unpausing.cancel()
         if self._service.open_count:
             left = requests_are(self._service.open_count)
             console.note(f"ess: {left} still open after {self._settings.drain_s:g} s: ended now")
         await leaving
         self._lose("the server is shutting down")
         await let_out(self._server, self._clock)
+
+    async def _unpause(self) -> None:
+        """Ends every pause that keeps requests from their end, also one that another process of
+        the server let in before it heard of the drain."""
+        while True:
+            if self._link.is_held and self._link.state == "ready" and self._service.open_count:
+                console.note("ess: generation was paused; it goes on, so that requests can finish")
+                with contextlib.suppress(EssError):
+                    await self._link.hold(is_on=False)
+            await asyncio.sleep(LOOK_S)
 
     def _lose(self, sentence: str) -> None:
         self._fronts.end(sentence)

@@ -24,6 +24,7 @@ from typing import Final, Literal
 import zmq.asyncio
 
 from ess.clock import Clock
+from ess.engine.process.holding import Holding
 from ess.engine.process.messages import (
     Abort,
     Aborted,
@@ -114,10 +115,17 @@ class EngineLink:
         self.became_ready = asyncio.Event()
         self.restart_count = self.resumed_count = self.going_on_count = 0
         self.heard_at_s = clock.now_s()
-        self.has_answered = self.is_held = False
+        self.has_answered = False
+        self._holding = Holding()
         self.to_socket = Waits()
 
     # ---- for the routes
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no step runs, by the engine's last word; an engine that is lost leaves its word
+        to the next one."""
+        return self._holding.is_on
 
     @property
     def open_count(self) -> int:
@@ -340,13 +348,14 @@ class EngineLink:
         self._journal.check()
 
     def _resend_records(self) -> None:
-        """Sends all records to the new engine, behind a pause of the lost one. If the new one is
-        lost meanwhile, the next one gets them."""
+        """Sends all records to the new engine, behind the lost one's word on whether steps are
+        held. If the new one is lost meanwhile, the next one gets them."""
         self._stop_waiting()
         self.going_on_count = 0
         with contextlib.suppress(Unavailable):
-            if self.is_held:
-                self._socket.send(Hold(True, self.place.front))
+            if self._holding.at_s:
+                said = self._holding
+                self._socket.send(Hold(said.is_on, self.place.front, said.at_s))
             for add in self._journal.again():
                 self._socket.send(add)
                 self.going_on_count += 1
@@ -362,7 +371,7 @@ class EngineLink:
                 self.has_answered = True
                 self._deliver(pieces, at_s)
             case Status():
-                self.is_held = message.is_held
+                self._holding.hear(is_on=message.is_held, at_s=message.held_at_s)
                 self.has_answered |= message.made_count > 0
                 self._board.publish(message)
             case Ready():
@@ -373,7 +382,7 @@ class EngineLink:
                     self._resend_records()
             case Flushed() | Held() | Tracing() | Traced() | Aborted() | Met():
                 if isinstance(message, Held):
-                    self.is_held = message.is_on
+                    self._holding.hear(is_on=message.is_on, at_s=message.at_s)
                 self._questions.answer(message)
             case Cut(front):
                 self.on_cut(front)

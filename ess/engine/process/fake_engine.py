@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from ess.engine.process.holding import Holding
 from ess.engine.process.lifeline import first_line
 from ess.engine.process.messages import (
     Abort,
@@ -103,7 +104,8 @@ class PacedEngine:
         self._going: dict[int, Going] = {}
         self._step_count = self._made_count = self._prompt_count = 0
         self._told_at_s = 0.0
-        self._is_tracing = self._is_held = False
+        self._is_tracing = False
+        self._holding = Holding()
         self._front_count = 1
         self._identity = identity
 
@@ -113,9 +115,9 @@ class PacedEngine:
 
     def turn(self, wire: Wire) -> None:
         self._front_count = wire.front_count
-        for message in wire.take(timeout_s=IDLE_S if self._is_held or not self._going else 0.0):
+        for message in wire.take(timeout_s=IDLE_S if self._is_idle else 0.0):
             self.obey(message, wire)
-        if self._going and not self._is_held:
+        if not self._is_idle:
             began_s = time.monotonic()
             running = list(islice(self._going.values(), self._running_max))
             pieces = tuple(self._piece(going) for going in running)
@@ -125,6 +127,10 @@ class PacedEngine:
         if time.monotonic() - self._told_at_s >= STATUS_EVERY_S:
             self._told_at_s = time.monotonic()
             wire.give(self.status())
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._holding.is_on or not self._going
 
     def obey(self, message: ToEngine, wire: Wire) -> None:
         match message:
@@ -144,9 +150,11 @@ class PacedEngine:
             case Flush(front):
                 busy = f"{len(self._going)} requests are running or waiting"
                 wire.give(Flushed(busy if self._going else "", front))
-            case Hold(is_on, front):
-                self._is_held = is_on
-                wire.give(Held(is_on, front))
+            case Hold(is_on, front, None):
+                self._holding.hear(is_on=is_on, at_s=time.monotonic())
+                wire.give(Held(is_on, front, self._holding.at_s))
+            case Hold(is_on, _, float(said_at_s)):
+                self._holding.hear(is_on=is_on, at_s=said_at_s)
             case Trace(is_on, front):
                 wire.give(self._trace(is_on, front))
             case Meet(address, metadata, front):
@@ -189,7 +197,8 @@ class PacedEngine:
             waiting_count=len(self._going) - running,
             requests=tuple(map(_line, islice(self._going.values(), running))),
             open_counts=open_counts(self._going, self._front_count),
-            is_held=self._is_held,
+            is_held=self._holding.is_on,
+            held_at_s=self._holding.at_s,
             stages=tuple(
                 StageLine(rank, layers, float(running > 0), self._step_count)
                 for rank, layers in enumerate(self._layers)

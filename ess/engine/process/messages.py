@@ -70,10 +70,12 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Hold(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Run no step from now on, or run steps again. Requests stay as they are, and may come and be
-    aborted meanwhile. Held answers it."""
+    aborted meanwhile. Held answers it. With a date it repeats what a lost engine said: that is not
+    answered, and counts unless this engine knows of a later word (`holding`)."""
 
     is_on: bool
     front: int = 0
+    said_at_s: float | None = None
 
 
 class Trace(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -276,7 +278,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     in an engine that takes part in no handoffs. `stages` are those of a pipelined worker, whose
     pools and counts above are those of its first stage. `disk` is None without a disk tier,
     `graphs` where no step is a graph, `experts` where they are not divided, or not yet counted.
-    `is_held` says that no step is run for now.
+    `is_held` says that no step is run for now, `held_at_s` since when that has been so or not.
     """
 
     step_count: int = 0
@@ -316,6 +318,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     graphs: GraphLine | None = None
     experts: ExpertLine | None = None
     is_held: bool = False
+    held_at_s: float = 0.0
 
     @property
     def fullness(self) -> float:
@@ -331,8 +334,11 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answers Hold; `at_s` is the date of this word (`holding`)."""
+
     is_on: bool
     front: int = 0
+    at_s: float = 0.0
 
 
 class Tracing(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -9,6 +9,7 @@ from typing import Final
 from ess.door.stats import Stats
 from ess.engine.process.disk import disk_line
 from ess.engine.process.driven import Driven
+from ess.engine.process.holding import Holding
 from ess.engine.process.messages import HandoffStatus, PoolUse, RequestLine, Status
 from ess.engine.process.wire import open_counts
 from ess.engine.requests.request import Request
@@ -65,7 +66,7 @@ def status_of(
     now_s: float,
     front_count: int,
     handoff: HandoffStatus | None,
-    is_held: bool = False,
+    holding: Holding,
 ) -> Status:
     states = [live.request.state for live in lives]
     short = engine.refusal if "waiting" in states else None
@@ -107,7 +108,8 @@ def status_of(
         stages=engine.stage_lines(),
         graphs=engine.graph_line(),
         experts=engine.expert_line(),
-        is_held=is_held,
+        is_held=holding.is_on,
+        held_at_s=holding.at_s,
     )
 
 

@@ -23,6 +23,7 @@ from ess.engine.layers.spans import Recorder
 from ess.engine.plan import Made, StepResult
 from ess.engine.process.build import Built, build
 from ess.engine.process.driven import Driven
+from ess.engine.process.holding import Holding
 from ess.engine.process.kv_events import KvEvents, events_of
 from ess.engine.process.lifeline import first_line
 from ess.engine.process.messages import (
@@ -86,7 +87,8 @@ class EngineLoop:
         self._live: dict[int, Live] = {}
         self._counts = LoopCounts()
         self._told_at_s = clock.now_s() - STATUS_EVERY_S
-        self._is_blocked = self._is_held = False
+        self._is_blocked = False
+        self._holding = Holding()
         self._recorder = Recorder(clock)
         self.is_stopped = False
 
@@ -115,7 +117,7 @@ class EngineLoop:
 
     @property
     def _rests(self) -> bool:
-        return self._is_held or self._engine.is_idle
+        return self._holding.is_on or self._engine.is_idle
 
     def _wait_s(self) -> float:
         wait_s = IDLE_S if self._rests else BLOCKED_S if self._is_blocked else 0.0
@@ -150,9 +152,11 @@ class EngineLoop:
                 self._cancel([number for number in self._live if number % count == front])
             case Flush(front):
                 self._wire.give(Flushed(self._flush(), front))
-            case Hold(is_on, front):
-                self._hold(is_on)
-                self._wire.give(Held(is_on, front))
+            case Hold(is_on, front, None):
+                self._hold(is_on=is_on, at_s=self._clock.now_s())
+                self._wire.give(Held(is_on, front, self._holding.at_s))
+            case Hold(is_on, _, float(said_at_s)):
+                self._hold(is_on=is_on, at_s=said_at_s)
             case Trace(is_on, front):
                 self._trace(is_on, front)
             case Meet():
@@ -177,10 +181,10 @@ class EngineLoop:
             self._wire.give(Progress(pieces))
         return len({live.name for live in met})
 
-    def _hold(self, is_on: bool) -> None:
+    def _hold(self, *, is_on: bool, at_s: float) -> None:
         """Without a step under way a request that is aborted frees its pages at once."""
-        self._is_held = is_on
-        if is_on:
+        self._holding.hear(is_on=is_on, at_s=at_s)
+        if self._holding.is_on:
             self._engine.learn()
 
     def _trace(self, is_on: bool, front: int) -> None:
@@ -306,7 +310,7 @@ class EngineLoop:
             self._counts,
             now_s=self._clock.now_s(),
             front_count=self._wire.front_count,
-            is_held=self._is_held,
+            holding=self._holding,
             handoff=self.peers.status(self._engine.ended_handoffs),
         )
 

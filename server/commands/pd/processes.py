@@ -45,9 +45,9 @@ from ess.server.commands.start.files.hidden_files import check_header_text, read
 from ess.server.commands.start.files.watched import FILES_S, Watched
 from ess.server.commands.start.settings import Settings, resolve
 from ess.server.commands.start.written_addresses import listed
-from ess.server.process.lifecycle import HANG_S
 from ess.server.process.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
+from ess.server.process.signals import HANG_S
 
 HOST: Final = "127.0.0.1"
 ESS: Final = "ess.server.commands.cli:main"

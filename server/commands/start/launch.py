@@ -54,7 +54,7 @@ from ess.server.process.bounds import JOURNAL_BYTES, PROBE_CONNECTIONS, RESUME_S
 from ess.server.process.engines.restarts import Restarts
 from ess.server.process.engines.succession import EngineStart, Succession
 from ess.server.process.fronts import Fronts, Start, endpoint_of
-from ess.server.process.lifecycle import QuietServer, Running, end_in_time
+from ess.server.process.lifecycle import QuietServer, Running
 from ess.server.process.link import EngineLink, FrontPlace
 from ess.server.process.listening import sockets
 from ess.server.process.listening.stand_in import StandIn
@@ -65,6 +65,7 @@ from ess.server.process.pair.registration import registration_of
 from ess.server.process.requests.journal import NO_RECOVERY, Recovery
 from ess.server.process.requests.kept_responses import KeptResponses
 from ess.server.process.service import Limits, Service
+from ess.server.process.signals import Signals, taken_signals
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
 from ess.server.process.texts import Texts
@@ -121,15 +122,15 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
         return run_node(told)
     allow_files(settings.max_connections)
     with (
+        taken_signals() as signals,
         listening(settings) as listeners,
         bootstrapping(settings, listeners[0]) as further,
         unblocked_stderr(is_json=settings.log_format == "json"),
-        end_in_time(),
     ):
         banner.greet(resolved, plan, url=url_of(settings, listeners[0]), json=json)
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(told, words, listeners, further))
+            return runner.run(_serve(told, words, listeners, further, signals))
 
 
 def planned(
@@ -303,6 +304,7 @@ async def _serve(
     words: Words,
     listeners: Sequence[socket.socket],
     further: Sequence[socket.socket],
+    signals: Signals,
 ) -> int:
     settings, clock, count = told.resolved.settings, RealClock(), len(listeners)
     port = port_of(further[0] if further else listeners[0])
@@ -320,7 +322,7 @@ async def _serve(
             running = Running(service, server, engines, fronts, settings=settings, clock=clock)
             running.registration = registration_of(settings, url_of(settings, listeners[0]), port)
             async with service.texts:
-                return await running.run([listeners[0], *further])
+                return await running.run([listeners[0], *further], signals)
 
 
 def start_of(told: Told, folder: str, count: int) -> EngineStart:

@@ -5,7 +5,8 @@
 
 No step runs while it is paused. Requests may come: they wait, as others do, and their streams get
 comments. With `abort` those that are open end with what they have; with `keep`, or `in_place`, they
-go on where they were. The weights are those of the start, so nothing cached is ever out of date.
+go on where they were. A drain ends a pause (`lifecycle`). The weights are those of the start, so
+nothing cached is ever out of date.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def _mode(given: str, *, kept: str) -> str:
 
 
 async def _pause(service: Service, mode: str) -> None:
-    """Holds the engine first: no request makes a token between its end and the pause."""
+    """Holds the engine first: no request makes a token between its end and the pause. A server that
+    drains is not paused: its requests could not finish."""
+    service.check_state()
     await service.link.hold(is_on=True)
     if mode == "abort":
         await service.link.abort_ids(None)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import zmq
+import zmq.asyncio
 
+from ess.clock import RealClock
+from ess.engine.process import fake_engine
+from ess.engine.process.messages import Ready
+from ess.engine.process.wire import SocketWire
+from ess.server.process.board import Board
+from ess.server.process.link import EngineLink, FrontPlace
 from ess.server.process.service import Limits
 from tests.server.harness import PacedEngine, Served, counting, until
 from tests.server.test_fronts import fronts
@@ -162,3 +173,104 @@ def test_a_pause_holds_for_every_process_and_for_the_next_engine():
         asked("/resume")
         assert sum(1 for _ in stream) > 100
         until(lambda: said() == {False}, "a word of both processes")
+
+
+def test_a_process_that_hears_late_of_the_next_engine_does_not_pause_it_again(tmp_path: Path):
+    """Two processes of a server know of a pause; its engine is lost. One of them hears of the next
+    engine first, and lets a client's resume through."""
+
+    async def run() -> None:
+        context, clock = zmq.asyncio.Context(), RealClock()
+        links = [
+            EngineLink(
+                context,
+                f"ipc://{tmp_path}/first-{front}",
+                board=Board(clock),
+                clock=clock,
+                place=FrontPlace(front=front, count=2),
+            )
+            for front in range(2)
+        ]
+        early, late = links
+
+        async def turns(engine: fake_engine.PacedEngine, wire: SocketWire) -> None:
+            while True:
+                engine.turn(wire)
+                await asyncio.sleep(0)
+
+        def begun(name: str) -> tuple[SocketWire, asyncio.Task[None]]:
+            endpoints = [f"ipc://{tmp_path}/{name}-{front}" for front in (0, 1)]
+            wire = SocketWire(zmq.Context.instance(), endpoints)
+            wire.give(Ready(vocabulary=10, length_max=10, load_s=0.0))
+            engine = fake_engine.PacedEngine(fake_engine.walking(512))
+            return wire, asyncio.ensure_future(turns(engine, wire))
+
+        async def come_true(true: Callable[[], bool]) -> None:
+            while not true():
+                await asyncio.sleep(0.001)
+
+        wire, engine = begun("first")
+        hearing = [asyncio.ensure_future(link.run()) for link in links]
+        await come_true(lambda: all(link.state == "ready" for link in links))
+        await early.hold(is_on=True)
+        await come_true(lambda: late.is_held)
+        for task in (engine, *hearing):
+            task.cancel()
+        await asyncio.gather(engine, *hearing, return_exceptions=True)
+        wire.close()
+        for front, link in enumerate(links):
+            link.interrupt("it broke")
+            link.renew(f"ipc://{tmp_path}/second-{front}")
+        assert early.is_held
+        assert late.is_held
+        wire, engine = begun("second")
+        hearing = [asyncio.ensure_future(early.run())]
+        await come_true(lambda: early.state == "ready")
+        assert early.is_held, "the pause goes over to the next engine"
+        await early.hold(is_on=False)
+        hearing.append(asyncio.ensure_future(late.run()))
+        await come_true(lambda: late.state == "ready" and not late.is_held)
+        await late.flush()  # the engine has obeyed all that came before
+        heard_at_s = early.heard_at_s
+        await come_true(lambda: early.heard_at_s > heard_at_s + 0.15)
+        assert not early.is_held
+        assert not late.is_held
+        for task in (engine, *hearing):
+            task.cancel()
+        await asyncio.gather(engine, *hearing, return_exceptions=True)
+        wire.close()
+        for link in links:
+            link.check()
+            link.close()
+        context.destroy(linger=0)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_a_drain_ends_a_pause_so_that_what_is_open_can_finish(count: str):
+    """And while it drains no other pause is let in."""
+    flags = ("--engine", "paced", "--pace-ms", "2", "--server-processes", count)
+    with Process(*flags, "--drain-s", "240").wait_ready() as process:
+
+        def asked(path: str) -> int:
+            ask = urllib.request.Request(process.url + path, method="POST")
+            try:
+                with urllib.request.urlopen(ask, timeout=60) as answer:
+                    return answer.status
+            except urllib.error.HTTPError as error:
+                return error.code
+            except (urllib.error.URLError, ConnectionError):
+                return 0
+
+        stream = process.stream(max_tokens=500)
+        next(stream)
+        assert asked("/pause?mode=keep") == 200
+        process.process.send_signal(signal.SIGTERM)
+        until(lambda: process.status("/ready") in (503, 0), "the drain")
+        assert asked("/pause?mode=keep") in (503, 0)
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert process.ended(60) == 0
+        said = process.process.communicate()[1]
+        assert "generation was paused; it goes on, so that requests can finish" in said
