@@ -120,6 +120,42 @@ def test_the_rest_of_a_block_stays_at_home(tensor_rows: int) -> None:
     assert not keys[0, 64 * 128 + 16 * 4 :].any()
 
 
+@pytest.mark.parametrize(("block_rows", "tensor_rows"), [(64, 64), (48, 16)])
+def test_scales_of_rows_are_rounded_so_that_all_kernels_read_the_same_values(
+    block_rows: int, tensor_rows: int
+) -> None:
+    """FlashMLA multiplies codes by scales in bfloat16, our own kernels in float32."""
+    place, blocks, made = (
+        CachePlace(PieceKind.ROWS, 2),
+        shuffled(TOKENS, block_rows),
+        contents(TOKENS),
+    )
+    scales = made[place][:, 512:528].view(np.float32)
+    scales *= np.random.default_rng(7).uniform(1.0, 2.0, scales.shape).astype(np.float32)
+    scales[3, 1] = np.nan
+    reader = BlockReader(LAYOUT, tensors_of(made, blocks, tensor_rows))
+    read = reader.read(place, blocks, PAGES, token_count=TOKENS).reshape(-1, 656)[:TOKENS]
+    sent, held = read.numpy(), made[place]
+    assert np.array_equal(sent[:, :512], held[:, :512])
+    assert np.array_equal(sent[:, 528:], held[:, 528:])
+    before, after = (
+        torch.from_numpy(rows[:, 512:528].copy().view(np.float32)) for rows in (held, sent)
+    )
+    assert torch.equal(after.nan_to_num(0.0), before.bfloat16().float().nan_to_num(0.0))
+    assert (torch.isnan(after) == torch.isnan(before)).all()
+    codes = torch.from_numpy(e4m3_decode(sent[:, :512])).view(TOKENS, 4, 128)
+
+    def by_flash_mla(scales: torch.Tensor) -> torch.Tensor:
+        return (codes.bfloat16() * scales.bfloat16()[..., None]).nan_to_num(0.0)
+
+    def by_ours(scales: torch.Tensor) -> torch.Tensor:
+        return (codes * scales[..., None]).bfloat16().nan_to_num(0.0)
+
+    assert torch.equal(by_flash_mla(after), by_ours(after))
+    assert torch.equal(by_flash_mla(after), by_flash_mla(before))
+    assert not torch.equal(by_ours(after), by_ours(before))
+
+
 def test_keys_are_turned_where_the_layout_turns_them() -> None:
     """vLLM encodes keys as they are. Turned, they are what our encoder makes of the turned key."""
     place, blocks = CachePlace(PieceKind.INDEX_KEYS, 0), shuffled(TOKENS, 64)

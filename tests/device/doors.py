@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from ess.engine.prompt import plain_rows
+from ess.engine.ranks.agreement import StepNeeds, agreed
 from ess.engine.step_bytes import graph_bytes
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import streams
@@ -75,6 +78,20 @@ def test_graphs_stay_within_their_bytes():
     assert (made.captured, made.byte_max) == (1, least)
     assert 0 < made.bytes <= least
     assert made.replayed > 2 < made.eager["memory"]
+    eng.offload.close()
+
+
+def test_what_stands_by_beside_a_step_without_a_bucket_is_not_captured():
+    """Such a step is eager, with as many tokens as its requests happen to have."""
+    eng = engines.engine("cuda", graphs="many", graph_sizes="2")
+    replays, decoded = eng._flights.replays, []
+    replays._runner.standby = SimpleNamespace(decode=decoded.append)
+    for tokens_of_others in (3, 3, 3, 2, 2, 2):
+        replays.stand_by(agreed([StepNeeds(token_count=tokens_of_others)]))
+    made = eng.graph_line()
+    assert made.eager == {"no bucket": 3, "first steps": 1}
+    assert (made.captured, made.held, made.replayed) == (1, 1, 1)
+    assert [one.rooms.batch for one in decoded] == [3, 3, 3, 2, 2]
     eng.offload.close()
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from ess.door.device.memory import lane, uploads
-from ess.door.device.steps import device_slots, sealing
+from ess.door.device.steps import fetches, sealing
 from ess.engine.graphs import replays
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import streams
@@ -106,7 +106,7 @@ def either(one, other):
     return rf"{one} \w+ what .*{other} \w+,|{other} \w+ what .*{one} \w+,"
 
 
-DeviceLane, DeviceSlots = lane.DeviceLane, device_slots.DeviceSlots
+DeviceLane, StepFetches = lane.DeviceLane, fetches.StepFetches
 LANE = r"on lane\.py:\d+"
 MOVES, STORES = f"ess_move_rows {LANE}", rf"sealing\.py:\d+ ess_move_rows {LANE}"
 IN_A_GRAPH = r"ess_move_rows on in a graph for lane\.py:\d+"
@@ -114,12 +114,12 @@ EAGER = SHORT | {"graphs": "off"}
 MISTAKES = {
     "a fetch does not wait for the list of its rows": (
         EAGER,
-        within(DeviceSlots, "_fetch", DeviceLane, "follow"),
+        within(StepFetches, "queue", DeviceLane, "follow"),
         either(MOVES, "ess_resolve_together on compute"),
     ),
     "attention does not wait for its rows": (
         EAGER,
-        within(DeviceSlots, "hold", streams.CudaEvent, "hold"),
+        within(StepFetches, "hold", streams.CudaEvent, "hold"),
         either(MOVES, "attend on compute"),
     ),
     "a store does not wait for the list of its rows": (

@@ -169,6 +169,17 @@ def test_the_largest_programs_fit_where_a_block_has_99_KiB() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, pytest.param(120, marks=pytest.mark.long)])
+def test_index_logits_do_not_spill_where_a_block_has_99_KiB(capability: int) -> None:
+    for each in (4,) if capability == 89 else (1, 2, 3, 4):
+        found = figures(
+            logits_of("*i16", torch.bfloat16, IndexCodec(), each=each, capability=capability)
+        )
+        assert (found.spilled, found.loop_spills) == (0, 0), each
+        assert fills_a_multiprocessor(found, warps=8), each
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [torch.float8_e4m3fn, torch.bfloat16])
 def test_experts_do_not_spill_and_as_many_programs_fit_as_are_launched(weight: torch.dtype) -> None:
     """A product of 64 columns, 16 deep, is one instruction; none is waited for alone."""

@@ -198,12 +198,18 @@ def attention_of(shape: Shape, form: RowForm, *, adds: bool = False, capability:
     return compiled(attention.attend, ATTEND, given, **options_of(shape, capability))
 
 
+def logits_shape_of(each: int, *, capability: int, is_half: bool = True) -> index.LogitsShape:
+    return index.logits_shape(
+        is_half=is_half, queries_per_request=each, has_little=place_of(capability).has_little
+    )
+
+
 def logits_of(
     kind: str, dtype: torch.dtype, codec: IndexCodec, *, each: int = 1, capability: int = 90
 ) -> Any:
     """A count of one is a constant for Triton."""
     is_half = index.in_half(dtype, codec)
-    shape = index.logits_shape(is_half=is_half, queries_per_request=each)
+    shape = logits_shape_of(each, is_half=is_half, capability=capability)
     given = index.constants(codec, query_dtype=dtype, interpreted=False)
     given |= {"HEADS": 64, "HEADS_PADDED": 64, "KEYS": shape.keys}
     given |= {"GROUP": triton.next_power_of_2(shape.each)}
@@ -282,7 +288,7 @@ def report(capability: int) -> Iterator[Title]:
             name = f"attend {form} to {heads} heads: {shape.name}{', adds' * adds}"
             yield Title(name, partial(attention_of, shape, form, adds=adds, **given), shape.keys)
     for each in (1, 2, 4):
-        taken = index.logits_shape(is_half=True, queries_per_request=each).keys
+        taken = logits_shape_of(each, **given).keys
         make = partial(logits_of, "*i16", torch.bfloat16, IndexCodec(), each=each, **given)
         yield Title(f"index logits of {each} a request", make, taken)
     yield Title("top-k of a list", partial(top_k_of, **given))

@@ -12,6 +12,9 @@ rows, values and scales are picked one by one and joined.
 vLLM quantises index keys as they are; ESS applies a Hadamard transform first, as it does to
 queries. Dot products agree only when both sides do the same, so keys are decoded, transformed and
 encoded here where the layout says so.
+
+vLLM's scales of rows are any float32. FlashMLA rounds them to bfloat16 when it reads a row, other
+kernels do not. They are rounded here, once, so that a row has the same values in all kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from torch import Tensor
 
 from ess.errors import BadInput
 from ess.kernels.reference.keys import encode_keys, hadamard
-from ess.layout import IndexCodec, ModelLayout
+from ess.layout import IndexCodec, ModelLayout, RowCodec
+from ess.row_codec import SCALE_BYTES
 from ess.transfer.messages import PieceKind
 from ess.units import PAGE_ROWS
 
@@ -139,11 +143,11 @@ class BlockReader:
         slots = blocks.slots(start, stop)
         whole = part.pages(slots) if len(slots) == len(pages) * PAGE_ROWS else None
         if place.kind is PieceKind.ROWS:
+            codec = self.layout.row_of(place.layer)
             if whole is None:
-                size = self.layout.row_of(place.layer).row_bytes
-                rows = part.records(slots, begin=0, size=size)
+                rows = part.records(slots, begin=0, size=codec.row_bytes)
                 whole = _filled(rows, len(pages))
-            return whole.cpu()
+            return with_short_scales(whole, codec).cpu()
         return self._keys(part, slots, whole, len(pages)).cpu()
 
     def _keys(
@@ -178,6 +182,15 @@ class BlockReader:
 def all_places(layout: ModelLayout) -> Iterable[CachePlace]:
     yield from (CachePlace(PieceKind.ROWS, layer) for layer in range(layout.layer_total))
     yield from (CachePlace(PieceKind.INDEX_KEYS, layer) for layer in range(layout.key_layer_count))
+
+
+def with_short_scales(pages: Tensor, codec: RowCodec) -> Tensor:
+    """The same pages, with the scales of their rows rounded to bfloat16, as float32."""
+    assert codec.form == "fp8", f"rows of form {codec.form} from vLLM"
+    end = codec.latent_dim + codec.scale_count * SCALE_BYTES
+    scales = pages.view(-1, codec.row_bytes)[:, codec.latent_dim : end].view(torch.float32)
+    scales.copy_(scales.bfloat16())
+    return pages
 
 
 def turned(pages: Tensor, codec: IndexCodec) -> Tensor:

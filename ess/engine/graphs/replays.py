@@ -14,7 +14,9 @@ it with any graph of that stream (2.13 does) it comes back to what these graphs 
 
 A rank without tokens of its own also replays its part of the exchanges as a graph. The kind of such
 a graph is the agreed sizes and the number of drafts. It takes no other graph's place: if all places
-are taken, the rank runs its part eagerly.
+are taken, the rank runs its part eagerly. It does so too beside a step that fits no bucket. Such a
+step is eager itself and launches more; a graph for its sizes would be captured while requests wait,
+and be replayed rarely.
 
 A timed step has events between its stages, so it needs a second graph of its kind. That graph is
 captured in the rehearsal, or, for a kind that comes later, in the step after the first graph's
@@ -32,6 +34,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -92,7 +95,7 @@ class Captured:
 class Replays:
     """The counts are for logs and metrics: steps that were replayed or captured, eager steps by
     their cause, and graphs that were dropped to make room for others. `_untimed` are kinds whose
-    next step is to be captured with times."""
+    next step is to be captured with times, `_fitting` the tokens of all buckets."""
 
     def __init__(
         self,
@@ -123,6 +126,10 @@ class Replays:
         )
         self._query_max = pools.query_max
         self.sizes = sizes
+        self._fitting = {
+            sum(self.bucket((1,) * size, width))
+            for size, width in product(sizes, range(1, verified_max + 1))
+        }
         self._graph_max = graph_max
         largest = max(sizes, default=0) * verified_max
         estimated = self._takes(query_max=largest, graph_count=graph_max)
@@ -181,7 +188,8 @@ class Replays:
         """Runs this rank's part of a step that other ranks decode."""
         kind: Key = None, (agreement.sizes, agreement.draft_count)
         compute = partial(self._runner.standby.decode, agreement)
-        cause = self._cause(kind, agreement.rooms.batch)
+        fits = agreement.rooms.batch in self._fitting
+        cause = self._cause(kind, agreement.rooms.batch) if fits else "no bucket"
         if cause is None and kind not in self._held and self.is_full:
             cause = "memory"
         if cause is not None:

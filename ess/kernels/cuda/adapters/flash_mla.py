@@ -30,7 +30,8 @@ DIM: Final = CODEC.latent_dim + CODEC.rope_dim
 LIST_UNIT: Final = 64
 HEAD_COUNTS: Final = (64, 128)
 ONE: Final = 0x38
-PROBED: Final = 1.5
+PROBED: Final = 255 / 128
+"""A scale that uses all 8 bits of bfloat16."""
 SERVES: Final = (
     f"for whole lists of up to {HEAD_COUNTS[-1]} heads in bfloat16 over rows of "
     f"{CODEC.row_bytes} bytes; else triton"
@@ -124,8 +125,9 @@ class FlashMla:
         return made
 
     def _probe(self, device: torch.device) -> tuple[Literal["e", "2"], Literal["-inf", "+inf"]]:
-        """A list of one key, with logit and value 1.5, and a list without keys. The row's scale is
-        1.5: a build that keeps only a power of two of it would misread rows of other engines."""
+        """A list of one key, whose logit and value are its row's scale, and a list without keys. On
+        Blackwell builds keep only a power of two of a scale: they would misread rows of other
+        engines by up to half."""
         rows = torch.zeros(PAGE_ROWS, CODEC.row_bytes, dtype=torch.uint8, device=device)
         rows[0, 0] = ONE
         rows[:, CODEC.latent_dim : CODEC.latent_dim + 16].view(torch.float32).fill_(PROBED)
@@ -141,8 +143,9 @@ class FlashMla:
             if abs(lse_full - expected) < 1e-3 and value == PROBED and math.isinf(lse_empty):
                 return base, "+inf" if lse_empty > 0 else "-inf"
         raise Unavailable(
-            f"the probe got value {value} and lse {lse_full} where 1.5 and 1.5 (or 2.164, base 2) "
-            f"were due, and lse {lse_empty} for an empty list, due +inf or -inf"
+            f"the probe got value {value} and lse {lse_full} where both should be {PROBED} (or an "
+            f"lse of {PROBED * math.log2(math.e):.3f}, base 2), and lse {lse_empty} for an empty "
+            "list, which should be +inf or -inf"
         )
 
 

@@ -64,7 +64,9 @@ def logits_into(
     if not len(queries) or not width:
         return out
     shape = logits_shape(
-        is_half=in_half(queries.dtype, codec), queries_per_request=queries_per_request
+        is_half=in_half(queries.dtype, codec),
+        queries_per_request=queries_per_request,
+        has_little=where.has_little,
     )
     requests = len(queries) // shape.each
     programs = where.programs(1 << 30, spare_sms=spare_sms)
@@ -109,15 +111,19 @@ class LogitsShape(NamedTuple):
     stages: int
 
 
-def logits_shape(*, is_half: bool, queries_per_request: int) -> LogitsShape:
+def logits_shape(
+    *, is_half: bool, queries_per_request: int, has_little: bool = False
+) -> LogitsShape:
     """In bfloat16 two programs do not fit on one multiprocessor: if they did, a smaller grid would
     not leave multiprocessors free. Float32 runs without tensor cores, for exactness; there larger
-    blocks spill.
+    blocks spill. So do larger blocks for three and four queries where a device `has_little` shared
+    memory: its products keep all their sums in registers.
     """
     if not is_half:
         return LogitsShape(each=1, keys=32, warps=8, stages=1)
     each = max(count for count in SHARED_BY if queries_per_request % count == 0)
-    return LogitsShape(each=each, keys=256 if each == 1 else 128, warps=8, stages=3)
+    keys = 256 if each == 1 else 64 if has_little and each > 2 else 128
+    return LogitsShape(each=each, keys=keys, warps=8, stages=3)
 
 
 def constants(
