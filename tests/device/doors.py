@@ -12,6 +12,7 @@ from ess.engine.ranks.agreement import StepNeeds, agreed
 from ess.engine.step_bytes import graph_bytes
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import streams
+from ess.kernels.cuda.driver import shared_device
 from ess.pool import cuda_programs
 from ess.pool.lru import cuda_shape
 from tests.device import engines
@@ -34,6 +35,7 @@ MORE = (
 )
 def test_the_tokens_are_those_of_the_host(values):
     case = dict(zip((*engines.FACTORS, "graphs"), values, strict=True))
+    shared_device(0)._kernels.clear()  # other tests of this process have loaded more
     eng = engines.engine("cuda", **case)
     close(engines.scenario(eng), engines.expected(case["family"]))
     assert eng.offload._pools.lane.device is plain_rows._mover(0)._device
