@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import cyclopts
@@ -21,146 +22,181 @@ SUMMARY: Final = (
     f"of `{HEADLINE}`: ess-bench --ctx 128k --mtp 2"
 )
 
+STEPS: Final = "Steps of a model, on this machine"
+KERNELS: Final = "Kernels, on this machine"
+TEXT: Final = "Selections on real text"
+BESIDE: Final = "Beside other software"
+SERVERS: Final = "Servers, workers and ranks"
+COUNTS: Final = "Published figures and counts"
+
 BENCHMARKS: Final = (
     Command(
         name=HEADLINE,
         home="ess.bench.headline.headline:headline_benchmark",
         summary="Decode at a context: measured on this machine, predicted for a GPU.",
+        group=STEPS,
     ),
     Command(
         name="rows",
         home="ess.bench.kernels.rows:rows_benchmark",
         summary="Copies of many small rows against plain copies.",
+        group=KERNELS,
     ),
     Command(
         name="planner",
         home="ess.bench.kernels.planner:planner_benchmark",
         summary="The residency planner against its NumPy specification.",
+        group=KERNELS,
     ),
     Command(
         name="attend",
         home="ess.bench.kernels.attend:attend_benchmark",
         summary="Attention, the indexer, top-k and merge against torch.",
+        group=KERNELS,
     ),
     Command(
         name="step",
         home="ess.bench.engine.step:step_benchmark",
         summary="Decode steps of the embedded model: offload against everything resident.",
+        group=STEPS,
     ),
     Command(
         name="slow-link",
         home="ess.bench.engine.slow_link:slow_link_benchmark",
         summary="DA and DBA against NONE on a slowed link: what is hidden, what was predicted.",
+        group=STEPS,
     ),
     Command(
         name="locality",
         home="ess.bench.locality.on_text:locality_benchmark",
         summary="Similarity, misses, warm-up and MTP acceptance on real text.",
+        group=TEXT,
     ),
     Command(
         name="guest",
         home="ess.bench.locality.guest_quality:guest_benchmark",
         summary="What selections cost a guest: loss against dense attention, recall per layer.",
+        group=TEXT,
     ),
     Command(
         name="own-grid",
         home="ess.bench.prediction.own_grid:own_grid_benchmark",
         summary="Steps of this machine over a grid: predicted from its tables, and measured.",
+        group=STEPS,
     ),
     Command(
         name="orders",
         home="ess.bench.engine.orders:orders_benchmark",
         summary="What TBO and the orders of SBO cost on one rank.",
+        group=STEPS,
     ),
     Command(
         name="entries",
         home="ess.bench.engine.entries:entries_benchmark",
         summary="Decode of entries of several tokens: offload against everything resident.",
+        group=STEPS,
     ),
     Command(
         name="comm",
         home="ess.bench.ranks.exchange:comm_benchmark",
         summary="Ranks: bytes they send, waits that TBO and SBO hide, memory in common.",
+        group=SERVERS,
     ),
     Command(
         name="overhead",
         home="ess.bench.engine.overhead:overhead_benchmark",
         summary="The share of a decode step that is not model math.",
+        group=STEPS,
     ),
     Command(
         name="vs-transformers",
         home="ess.bench.engine.vs_transformers:vs_transformers_benchmark",
         summary="Decode beside the transformers implementation of the same model.",
+        group=BESIDE,
     ),
     Command(
         name="vs-llama",
         home="ess.bench.locality.guest_beside:vs_llama_benchmark",
         summary="A guest's prompt and decode beside llama.cpp, from the same file.",
+        group=BESIDE,
     ),
     Command(
         name="precision",
         home="ess.bench.engine.precision:precision_benchmark",
         summary="How far bf16 and fp8 are from float32, and DA and DBA from no offload.",
+        group=STEPS,
     ),
     Command(
         name="calibrate",
         home="ess.bench.engine.calibrate:calibrate_benchmark",
         summary="Measure where the layerwise policy starts; --out FILE writes it for the engine.",
+        group=STEPS,
     ),
     Command(
         name="serve",
         home="ess.bench.engine.serve:serve_benchmark",
         summary="The HTTP server alone: events per core, and from the engine to the socket.",
+        group=SERVERS,
     ),
     Command(
         name="load",
         home="ess.bench.load.load:load_benchmark",
         summary="A server under arriving requests: first token, tokens, goodput.",
+        group=SERVERS,
     ),
     Command(
         name="handoff",
         home="ess.bench.handoff.handoff:handoff_benchmark",
         summary="Prefill in one worker, decode in another: what is hidden, missed and gained.",
+        group=SERVERS,
     ),
     Command(
         name="links",
         home="ess.bench.handoff.links:links_benchmark",
         summary="Links between ranks: a hop, the bandwidth, what asynchronous sends hide.",
+        group=SERVERS,
     ),
     Command(
         name="prefix",
         home="ess.bench.prefill.cached_prompts:prefix_benchmark",
         summary="A second turn's first token: computed, from the host pool, from the disk.",
+        group=SERVERS,
     ),
     Command(
         name="prefill",
         home="ess.bench.prefill.tier:prefill_benchmark",
         summary="A pipeline of stages: bubbles, sends, chunk sizes, memory, turns, serving.",
+        group=SERVERS,
     ),
     Command(
         name="silicon",
         home="ess.bench.silicon.against:silicon_benchmark",
         summary="Public measurements of real servers beside what measured operators predict.",
+        group=COUNTS,
     ),
     Command(
         name="paper",
         home="ess.bench.paper.published:paper_benchmark",
         summary="The published tables and figures, ours beside theirs.",
+        group=COUNTS,
     ),
     Command(
         name="prefill-model",
         home="ess.bench.paper.prefill:prefill_benchmark",
         summary="Chunked pipeline prefill, predicted against published rows.",
+        group=COUNTS,
     ),
     Command(
         name="policies",
         home="ess.bench.locality.policies:policies_benchmark",
         summary="Which row gives way: policies, miss curves and budgets on generated selections.",
+        group=COUNTS,
     ),
     Command(
         name="trace",
         home="ess.bench.locality.trace_format:trace_benchmark",
         summary="The trace format against raw int32 and zlib.",
+        group=COUNTS,
     ),
 )
 
@@ -208,15 +244,18 @@ def make_app(
     benchmarks: Sequence[Command], suites: Mapping[str, Sequence[str]], given: Sequence[str]
 ) -> cyclopts.App:
     """Imports only the benchmark that the command line names; the others are listed."""
-    app = console.make_app("ess-bench", summary=SUMMARY, version=ess.__version__, commands=())
-    for benchmark in benchmarks:
-        command = command_of(benchmark) if benchmark.name in given[:1] else _never_called
-        app.command(command, name=benchmark.name, help=benchmark.summary)
+    commands = [
+        replace(known, home=command_of(known) if known.name in given[:1] else _never_called)
+        for known in benchmarks
+    ]
     for suite, names in suites.items():
         members = [benchmark for benchmark in benchmarks if benchmark.name in names]
-        help = "Every benchmark." if suite == "all" else f"{', '.join(names)}."
-        app.command(suite_of(members), name=suite, help=help)
-    return app
+        summary = "Every benchmark." if suite == "all" else f"{', '.join(names)}."
+        home = suite_of(members)
+        commands.append(Command(name=suite, home=home, summary=summary, group="Several at once"))
+    return console.make_app(
+        "ess-bench", summary=SUMMARY, version=ess.__version__, commands=commands
+    )
 
 
 def _never_called() -> None:

@@ -7,7 +7,7 @@ import difflib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -45,11 +45,19 @@ MaybeWhole = Annotated[int | None, WHOLE]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A subcommand as a line in a table: `home` is "module:function", imported when it is used."""
+    """A subcommand as a line in a table. A `home` "module:function" is imported when it is used.
+    The list of commands shows it under `group`; its own help shows `more` below the summary."""
 
     name: str
-    home: str
+    home: str | Callable[..., object]
     summary: str
+    group: str = "Commands"
+    more: str = ""
+
+
+def _shown_default(value: object) -> str | None:
+    """A switch that is off needs no word."""
+    return None if value is None or value is False else str(value)
 
 
 def make_app(name: str, *, summary: str, version: str, commands: Sequence[Command]) -> cyclopts.App:
@@ -59,10 +67,19 @@ def make_app(name: str, *, summary: str, version: str, commands: Sequence[Comman
         version=version,
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
-        default_parameter=cyclopts.Parameter(negative=()),
+        group_commands=cyclopts.Group("Options", sort_key=len(commands)),
+        default_parameter=cyclopts.Parameter(negative=(), show_default=_shown_default),
     )
-    for command in commands:
-        app.command(command.home, name=command.name, help=command.summary)
+    names = list(dict.fromkeys(command.group for command in commands))
+    groups = {name: cyclopts.Group(name, sort_key=place) for place, name in enumerate(names)}
+    for place, command in enumerate(commands):
+        app.command(
+            command.home,
+            name=command.name,
+            help="\n\n".join(filter(None, (command.summary, command.more))),
+            group=groups[command.group],
+            sort_key=place,
+        )
     return app
 
 

@@ -106,8 +106,7 @@ def step_benchmark(
     ratio
         Slots over context, a list.
     mode
-        How layers fetch: layerwise, none, da or dba, a list. By default layerwise, on a device each
-        of the others.
+        How layers fetch: layerwise, none, da or dba, a list. By default layerwise; on a device all.
     evict
         Which rows give way: lru, sieve or score, a list.
     steps

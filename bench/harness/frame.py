@@ -105,6 +105,7 @@ def suite_of(members: Sequence[Command]) -> Callable[..., int]:
 
 
 def _load(benchmark: Command) -> Rows:
+    assert isinstance(benchmark.home, str), f"{benchmark.name} is a suite"
     module, _, name = benchmark.home.partition(":")
     try:
         rows: Rows = getattr(importlib.import_module(module), name)

@@ -107,7 +107,12 @@ def chat(
     if is_typed:
         served = client.ask("/v1/models")["data"][0]["id"]
         console.note(f"{model or served} at {client.url}; Ctrl-C stops an answer, Ctrl-D ends")
+        console.note("/new begins another conversation")
+    begun = messages
     for line in [question] if question is not None else _lines(is_typed=is_typed):
+        if is_typed and line.strip() == "/new":
+            messages = begun
+            continue
         conversation = [*messages, {"role": "user", "content": line}]
         body = {**asked, "model": model, "messages": conversation, "stream": True}
         try:
@@ -137,19 +142,19 @@ def _lines(*, is_typed: bool) -> Iterator[str]:
 def _answer(client: Client, body: dict[str, Any], *, stats: bool, json: bool) -> str:
     body["stream_options"] = {"include_usage": True}
     watch = Watch(client) if stats or json else None
-    text, usage = "", None
+    screen, text, usage = Screen(), "", None
     for event in client.stream("/v1/chat/completions", body):
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             piece = choice["delta"].get("content") or ""
-            if piece and watch is not None:
+            thought = choice["delta"].get("reasoning_content") or ""
+            if (piece or thought) and watch is not None:
                 watch.saw_text()
             if not json:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                screen.show(piece, thought)
             text += piece
     if not json:
-        print()
+        screen.end()
     if watch is not None and usage is not None:
         report = watch.report(usage)
         if json:
@@ -157,6 +162,35 @@ def _answer(client: Client, body: dict[str, Any], *, stats: bool, json: bool) ->
         else:
             console.note(_sentence(report))
     return text
+
+
+class Screen:
+    """Writes an answer to stdout as it comes, and what the model thinks before it to stderr."""
+
+    def __init__(self) -> None:
+        self._is_thinking = False
+
+    def show(self, piece: str, thought: str) -> None:
+        if thought:
+            self._think(is_thinking=True)
+            sys.stderr.write(thought)
+            sys.stderr.flush()
+        if piece:
+            self._think(is_thinking=False)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        self._think(is_thinking=False)
+        print()
+
+    def _think(self, *, is_thinking: bool) -> None:
+        if is_thinking == self._is_thinking:
+            return
+        self._is_thinking = is_thinking
+        dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+        sys.stderr.write(dim if is_thinking else f"{plain}\n\n")
+        sys.stderr.flush()
 
 
 def _sentence(report: Mapping[str, Any]) -> str:

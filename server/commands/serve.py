@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from cyclopts import Group, Parameter
+from cyclopts.help import DefaultFormatter, HelpPanel
 
 from ess import console
 from ess.config import Setting
@@ -17,10 +18,23 @@ from ess.server.commands.start.compat_flags import FLAGS, ForeignFlags, check_fo
 from ess.server.commands.start.setting_checks import OF_DECODING
 from ess.server.commands.start.settings import FIELDS, SECTIONS
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+
+
+# What most people set: in the help it stands before the sections.
+COMMON: Final = (
+    *("host", "port", "api_key_file", "served_model_name", "max_model_len", "max_running"),
+    *("host_bytes", "slot_bytes", "prefix_cache_dir", "mtp", "device", "threads"),
+)
+
 
 def explained(known: Setting) -> str:
-    """The help of a flag: the setting's own, then the allowed values and the default."""
+    """The help of a flag: the setting's own, then the allowed values, the default, and other names
+    of the flag."""
     facts = [known.allowed, f"default {shown}" if (shown := shown_default(known)) else ""]
+    facts.append(f"off: --no-{known.flag[2:]}" if known.default is True else "")
+    facts.append(" ".join(("or", *FLAGS[known.name])) if known.name in FLAGS else "")
     listed = "; ".join(filter(None, facts))
     return f"{known.help} [{listed}]" if listed else known.help
 
@@ -34,6 +48,21 @@ def shown_default(known: Setting) -> str:
     return str(known.default)
 
 
+def _one_name(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+    """Prints a section of the help with one name for each flag: its text has the others."""
+    entries = [
+        entry.copy(positive_names=entry.positive_names[:1], negative_names=())
+        for entry in panel.entries
+    ]
+    DefaultFormatter()(console, options, panel.copy(entries=entries))
+
+
+def _section(known: Setting) -> Group:
+    is_common = known.name in COMMON
+    name, place = ("common", -1) if is_common else (known.section, SECTIONS.index(known.section))
+    return Group(name.capitalize(), sort_key=place, help_formatter=_one_name)
+
+
 def _flag(known: Setting, *, show: bool) -> Any:
     """A choice is plain text here: `settings.resolve` also takes the names of other engines."""
     kind = known.type if known.type in (bool, int, float) else str
@@ -42,7 +71,7 @@ def _flag(known: Setting, *, show: bool) -> Any:
         negative=(f"--no-{known.flag[2:]}",) if kind is bool else (),
         help=explained(known),
         show=show,
-        group=Group(known.section, sort_key=SECTIONS.index(known.section)),
+        group=_section(known),
     )
     return Annotated[kind, parameter]
 

@@ -110,7 +110,7 @@ def test_a_conversation_remembers(
 def test_a_typed_question_that_is_refused_or_stopped_is_forgotten(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    typed = iter(["word " * 5000, "Why?", "When?"])
+    typed = iter(["word " * 5000, "Why?", "Where?", "/new", "When?"])
     answer = chat_cli._answer
 
     def stopped(client: Client, body: dict, **how: bool) -> str:
@@ -130,11 +130,28 @@ def test_a_typed_question_that_is_refused_or_stopped_is_forgotten(
     monkeypatch.setattr(chat_cli, "_answer", stopped)
     assert run(served, "chat") == 0
     out, err = capsys.readouterr()
-    assert out == " At noon, I think.\n"
+    assert out == " At noon, I think.\n" * 2
     assert err.startswith(f"test-model at {served.url}; Ctrl-C stops")
     assert "leave room to answer" in err
     assert "(stopped; forgotten)" in err
     assert TOKENIZER.decode(served.engine.adds[-1].prompt) == "user: When?\nassistant:"
+
+
+def test_thoughts_are_shown_beside_the_answer_not_in_it(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    parts = [{"reasoning_content": "It is "}, {"reasoning_content": "late."}, {"content": "Now."}]
+
+    def stream(client: Client, path: str, body: dict) -> Iterator[dict]:
+        assert (path, body["stream"]) == ("/v1/chat/completions", True)
+        yield from ({"choices": [{"delta": part}]} for part in parts)
+
+    monkeypatch.setattr(Client, "stream", stream)
+    assert run(served, "chat", "-q", "When?") == 0
+    assert capsys.readouterr() == ("Now.\n", "It is late.\n\n")
+    del parts[-1]  # cut off while it thinks
+    assert run(served, "chat", "-q", "When?") == 0
+    assert capsys.readouterr() == ("\n", "It is late.\n\n")
 
 
 def test_top_shows_the_load(served: Served, capsys: pytest.CaptureFixture[str]):

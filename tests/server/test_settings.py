@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ess.errors import BadInput
 from ess.free_resources import memory_free
 from ess.layout import ModelLayout
 from ess.server.commands import cli
-from ess.server.commands.serve import shown_default
+from ess.server.commands.serve import COMMON, shown_default
 from ess.server.commands.start import begin, launch
 from ess.server.commands.start.compat_flags import (
     FLAGS,
@@ -152,6 +153,19 @@ def test_every_setting_has_a_section_a_help_and_is_shown():
     assert set(FIELDS) == set(settings_of(Settings)) == set(resolve({}, environment={}).shown())
     assert all(known.help.endswith(".") for known in FIELDS.values())
     assert set(FLAGS) | set(VALUES) | {name for name, _ in SAME.values()} <= set(FIELDS)
+
+
+def test_the_help_begins_with_what_most_set_and_names_each_flag_once(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert cli.main(["serve", "--help"]) == 0
+    said = capsys.readouterr().out
+    shown = re.findall(r"^\W (--[\w-]+)", said.partition("Common")[2], re.MULTILINE)
+    flags = {name: known.flag for name, known in FIELDS.items()}
+    assert set(shown[: len(COMMON)]) == {flags[name] for name in COMMON}
+    assert sorted(shown) == sorted({*flags.values()} - {"--model", "--register-key"})
+    for other in (flag for others in FLAGS.values() for flag in others):
+        assert other in said, f"{other} is accepted and not in the help"
 
 
 def row_of(known: Setting) -> str:
