@@ -56,8 +56,11 @@ class IndexCodec:
     unit: int = 1
 
     def __post_init__(self) -> None:
-        _require(self.form in ("fp8", "f32"), f"index form {self.form!r} unknown")
-        _require(self.key_dim > 0 and self.key_dim % 4 == 0, f"key_dim {self.key_dim} is not 4n")
+        _require(self.form in ("fp8", "f32"), f"index form is {self.form!r}, must be fp8 or f32")
+        _require(
+            self.key_dim > 0 and self.key_dim % 4 == 0,
+            f"key_dim is {self.key_dim}, must be a positive multiple of 4",
+        )
         _require(self.head_count > 0, f"head_count is {self.head_count}, must be positive")
         _require(
             0 < self.unit <= PAGE_ROWS and PAGE_ROWS % self.unit == 0,

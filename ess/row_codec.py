@@ -40,7 +40,8 @@ class RowCodec:
     row_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _require(self.form in get_args(RowForm), f"row form {self.form!r} unknown")
+        forms = get_args(RowForm)
+        _require(self.form in forms, f"form is {self.form!r}, must be {', '.join(forms)}")
         if self.form == "opaque":
             _require(self.opaque_bytes > 0, "an opaque row needs opaque_bytes > 0")
         else:

@@ -51,7 +51,8 @@ def attend(query: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch
     """One partial: the weighted sum over `rows` and its natural log-sum-exp; empty is (0, -inf)."""
     scores = rows @ query
     lse = torch.logsumexp(scores, dim=0)
-    return (scores - lse).exp().nan_to_num(0.0) @ rows, lse
+    out: torch.Tensor = (scores - lse).exp().nan_to_num(0.0) @ rows
+    return out, lse
 
 
 def as_rows(latents: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,9 @@ class PlainStore:
     def begin(self) -> None:
         pass
 
-    def attention(self, layer: int, query: torch.Tensor, row: torch.Tensor, model: ToyModel):
+    def attention(
+        self, layer: int, query: torch.Tensor, row: torch.Tensor, model: ToyModel
+    ) -> torch.Tensor:
         self.rows[layer] = torch.cat([self.rows[layer], row[None]])
         selection = model.select(query, self.rows[layer])[0]
         return attend(query, self.rows[layer][selection[selection >= 0].long()])[0]
@@ -101,7 +104,9 @@ class OffloadStore:
     def begin(self) -> None:
         self.step = self.offload.begin([self.sequence], query_counts=[1])
 
-    def attention(self, layer: int, query: torch.Tensor, row: torch.Tensor, model: ToyModel):
+    def attention(
+        self, layer: int, query: torch.Tensor, row: torch.Tensor, model: ToyModel
+    ) -> torch.Tensor:
         self.step.append(layer, as_rows(row[None]))
         self.keys[layer] = torch.cat([self.keys[layer], row[None]])
         where = self.step.resolve(layer, model.select(query, self.keys[layer]))

@@ -223,10 +223,8 @@ class Offload:
             in_range("reuse_max", reuse_max, 0, longest)
         wanted = longest if length_max is None else in_range("length_max", length_max, 1, longest)
         if not 0 < len(ids) <= wanted:
-            raise BadInput(
-                f"{len(ids)} tokens with length_max {length_max}: must be "
-                f"1 <= tokens <= length_max <= {longest}"
-            )
+            whose = "the offload" if length_max is None else "this sequence"
+            raise BadInput(f"tokens has {len(ids)} ids, {whose} takes 1 to {wanted} (length_max)")
         how = Opening(
             length_max=length_max,
             salt=salt,

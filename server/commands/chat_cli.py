@@ -240,7 +240,7 @@ def top(
         return
     out = console.tables()
     if once or not out.is_terminal:
-        out.print(_shown(client))
+        out.print(_shown(client, ends=""))
         return
     live = Live(_shown(client), console=out, auto_refresh=False)
     with live, contextlib.suppress(KeyboardInterrupt):
@@ -257,13 +257,13 @@ def _table_or_reason(client: Client) -> Table | str:
         return f"{error}; looking again"
 
 
-def _shown(client: Client) -> Table:
+def _shown(client: Client, ends: str = "Ctrl-C ends") -> Table:
     load = client.ask("/v1/loads")["loads"][0]
     table = Table.grid(padding=(0, 3))
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
-    table.add_row("server", client.url.partition("://")[2], "Ctrl-C ends")
+    table.add_row("server", client.url.partition("://")[2], ends)
     running = f"of {load['max_running_requests']}"
     table.add_row("running", f"{load['num_running_reqs']}", running)
     table.add_row("waiting", f"{load['num_waiting_reqs']}", _limited(load))

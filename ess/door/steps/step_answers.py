@@ -50,8 +50,10 @@ def known_texts(
     for sequence, ids in zip(sequences, texts, strict=True):
         start = sequence.progress.text_length
         known = sequence.progress.tokens[start : start + len(ids)]
-        if known != ids[: len(known)]:
-            raise BadInput(
-                f"sequence {sequence.number}: tokens differ from those it was opened with"
-            )
+        for place, (was, now) in enumerate(zip(known, ids, strict=False), start):
+            if was != now:
+                raise BadInput(
+                    f"sequence {sequence.number} was opened with token {was} at position {place},"
+                    f" and tokens has {now} there"
+                )
     return texts

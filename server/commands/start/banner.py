@@ -18,6 +18,7 @@ from ess.units import format_bytes
 
 PAGES = (
     ("API", "/v1"),
+    ("routes", "/docs"),
     ("dashboard", "/dashboard"),
     ("metrics", "/metrics"),
     ("load", "/v1/loads"),
@@ -65,7 +66,8 @@ def _title(settings: Settings) -> Iterator[str]:
     place = "the CPU" if settings.device == "cpu" else settings.device
     yield f"ESS {ess.__version__} serves {settings.served_model_name or 'a model'} on {place}"
     if settings.model == EMBEDDED:
-        yield "It is the model in the box, and says nonsense; a small real one: `ess serve smollm2`"
+        real = "; a small real one: `ess serve smollm2`" if settings.role == "both" else ""
+        yield f"It is the model in the box, and says nonsense{real}"
 
 
 def _grid(*justify: str) -> Table:

@@ -199,7 +199,12 @@ def test_moments(offload):
     refused(offload, BadInput, "accepted is 2", lambda: step.commit(accepted=[2]))
     refused(offload, BadInput, "2 entries", lambda: step.commit(accepted=[1, 1]))
     other = [[99]]
-    refused(offload, BadInput, "differ", lambda: step.commit(accepted=[1], tokens=other))
+    refused(
+        offload,
+        BadInput,
+        "opened with token 10 at position 10, and tokens has 99",
+        lambda: step.commit(accepted=[1], tokens=other),
+    )
     step.commit(accepted=[1])
     for call in (
         lambda: step.commit(accepted=[1]),
@@ -234,9 +239,21 @@ def test_batches(offload):
 
 
 def test_opening(offload):
-    refused(offload, BadInput, "0 tokens", lambda: offload.open([]))
-    refused(offload, BadInput, "257 tokens", lambda: offload.open(range(257)))
-    refused(offload, BadInput, "length_max 5", lambda: offload.open(range(9), length_max=5))
+    refused(
+        offload, BadInput, "tokens has 0 ids, the offload takes 1 to 256", lambda: offload.open([])
+    )
+    refused(
+        offload,
+        BadInput,
+        "tokens has 257 ids, the offload takes 1 to 256",
+        lambda: offload.open(range(257)),
+    )
+    refused(
+        offload,
+        BadInput,
+        "9 ids, this sequence takes 1 to 5",
+        lambda: offload.open(range(9), length_max=5),
+    )
     for _ in range(3):
         offload.open([1, 2])
     match = "all 3 sequences are active; raise sequence_max, or preempt or close a sequence"
