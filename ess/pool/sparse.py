@@ -31,10 +31,10 @@ from ess.pool.lru import planner
 from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Lookup, Split, make_scratch
 from ess.pool.lru.eviction import Evictions, PolicyName
 from ess.pool.pages import PageIds
+from ess.pool.slot_counts import Counts, SlotCounts
 from ess.units import PAGE_ROWS
 
 Bytes = npt.NDArray[np.uint8]
-Counts = npt.NDArray[np.int64]
 RowIds = npt.NDArray[np.int32]
 SlotIds = npt.NDArray[np.int32]
 
@@ -46,10 +46,7 @@ TICKET_MAX: Final = 1 << 30
 
 
 class SparsePool:
-    """`departed_count` grows by each row that leaves under pressure or with its page, and by one
-    for each chunk that moves, even an empty one: residency and free slots as known at one count
-    hold while the count stands. Groups with a window count in `window_departed_count` instead: in
-    the long run each of their new rows takes the slot of a row behind the window."""
+    """Owns the slots: which row is in which slot, when it was last used, and what is under way."""
 
     def __init__(
         self,
@@ -78,14 +75,11 @@ class SparsePool:
         self._ticket_of = np.zeros(slab_rows, np.int32)
         self._dirty = np.zeros(slab_rows, np.uint8)
         self._scratch = make_scratch(slab_rows)
-        self._used_count = np.zeros(layout.group_count, np.int64)
         self._evictions = Evictions(evict, slot_count=slab_rows, row_count=row_id_count)
         self._arenas = [self._arena(group) for group in range(layout.group_count)]
-        self._slot_count = self._counted_slots()
+        self._counts = SlotCounts(layout, self._counted_slots())
         self.step = FIRST_STEP
         self._passed = 0
-        self.departed_count = 0
-        self.window_departed_count = 0
         self._ticket = 0
 
     def _arena(self, group: int) -> Arena:
@@ -108,14 +102,23 @@ class SparsePool:
         return np.array([len(arena.blocks) * PAGE_ROWS for arena in self._arenas], np.int64)
 
     def slot_count(self, group: int) -> int:
-        return int(self._slot_count[group])
+        return int(self._counts.total[group])
 
     def used_count(self, group: int) -> int:
-        return int(self._used_count[group])
+        return int(self._counts.used[group])
 
     def counts(self) -> tuple[Counts, Counts]:
         """Slots of each group, and how many of them are used."""
-        return self._slot_count, self._used_count
+        return self._counts.total, self._counts.used
+
+    @property
+    def departed_count(self) -> int:
+        """`SlotCounts` says which rows count."""
+        return self._counts.departed_count
+
+    @property
+    def window_departed_count(self) -> int:
+        return self._counts.window_departed_count
 
     def hit_age(self, group: int) -> npt.NDArray[np.int64]:
         """How many hits had each age since the start: the miss-ratio curve of exact batch LRU."""
@@ -125,7 +128,7 @@ class SparsePool:
         """How many rows in slots will have each age in the next step."""
         slots = self._arenas[group].slots
         last_use = self._last_use[slots[self._row_of[slots] >= 0]]
-        assert last_use.size == self._used_count[group], f"group {group}: used slots are miscounted"
+        assert last_use.size == self.used_count(group), f"group {group}: used slots are miscounted"
         ages = np.minimum(self.now + 1 - last_use, AGE_MAX)
         return np.bincount(ages, minlength=AGE_MAX + 1)
 
@@ -205,11 +208,7 @@ class SparsePool:
     def took(self, groups: range, claimed: npt.NDArray[Any], evicted: Counts) -> None:
         """Notes how many slots of these groups were claimed for rows that have been copied, and how
         many rows gave way."""
-        self._used_count[groups.start : groups.stop] += claimed - evicted
-        if evicted.any():
-            assert (evicted <= claimed).all(), f"groups {groups}: {evicted} gave way to {claimed}"
-            for group, count in zip(groups, evicted.tolist(), strict=True):
-                self._departed(group, count)
+        self._counts.took(groups, claimed, evicted)
 
     def observe(
         self,
@@ -258,17 +257,8 @@ class SparsePool:
         return self._ticket
 
     def _counted(self, plan: FetchPlan) -> FetchPlan:
-        self._used_count[plan.group] += len(plan.slots) - plan.evicted_count
-        self._departed(plan.group, plan.evicted_count)
-        assert plan.evicted_count <= len(plan.slots), "more rows gave way than slots were claimed"
+        self._counts.planned(plan.group, len(plan.slots), plan.evicted_count)
         return plan
-
-    def _departed(self, group: int, count: int) -> None:
-        assert count >= 0, f"group {group}: {-count} rows came by leaving"
-        if self.layout.window_of(group):
-            self.window_departed_count += count
-        else:
-            self.departed_count += count
 
     def commit(self, plan: FetchPlan) -> None:
         """The copy of this plan has landed: its rows are hits from now on."""
@@ -284,7 +274,7 @@ class SparsePool:
         count = planner.claim_each(arenas, rows, step=self.now, out=out, absent=absent)
         done = groups[:count]
         mine, claimed = slice(done.start, done.stop), absent[:count]
-        free = self._slot_count[mine] - self._used_count[mine]
+        free = self._counts.total[mine] - self._counts.used[mine]
         self.took(done, claimed, np.maximum(claimed - free, 0))
         if self._poison:
             for group, slots in zip(done, out, strict=False):
@@ -300,13 +290,14 @@ class SparsePool:
         planner.settle(self._arenas[0], slots)
 
     def drop(self, groups: Sequence[int], rows: RowIds) -> None:
-        self.left(groups, planner.drop_each([self._arenas[group] for group in groups], rows))
+        self.left(groups, self._dropped(groups, rows))
 
     def left(self, groups: Sequence[int], counts: Sequence[int]) -> None:
         """Counts dropped rows out of each group."""
-        for group, count in zip(groups, counts, strict=True):
-            self._used_count[group] -= count
-            assert self._used_count[group] >= 0, f"group {group} lost rows that it did not have"
+        self._counts.left(groups, counts, departed=False)
+
+    def _dropped(self, groups: Sequence[int], rows: RowIds) -> Sequence[int]:
+        return planner.drop_each([self._arenas[group] for group in groups], rows)
 
     def addresses(self, groups: Sequence[int]) -> list[int]:
         """Addresses of these groups' native records, to be used at once."""
@@ -314,11 +305,8 @@ class SparsePool:
 
     def drop_pages(self, active: PageIds) -> None:
         """All rows of these pages leave every group: the page ids may be used again."""
-        rows = page_rows(active)
-        before = self._used_count.copy()
-        self.drop(range(self.layout.group_count), rows)
-        for group, count in enumerate((before - self._used_count).tolist()):
-            self._departed(group, count)
+        groups = range(self.layout.group_count)
+        self._counts.left(groups, self._dropped(groups, page_rows(active)), departed=True)
 
     # ---- budgets
 
@@ -327,10 +315,9 @@ class SparsePool:
         for chunk in self.chunks.movable(source, target):
             if self._clear_chunk(source, chunk):
                 self.chunks.give(chunk, source, target)
-                self.departed_count += 1
                 for group in (source, target):
                     self._arenas[group].blocks = self.chunks.blocks(group)
-                self._slot_count = self._counted_slots()
+                self._counts.moved(self._counted_slots())
                 return True
         return False
 
@@ -346,8 +333,7 @@ class SparsePool:
             cleared = planner.clear_block(self._arenas[group], block, step=self.now)
             assert cleared, f"block {block} is held after all"
         assert (self._row_of[slots] == -1).all(), "a cleared chunk has a row"
-        self._used_count[group] -= int(used.sum())
-        self._departed(group, int(used.sum()))
+        self._counts.left([group], [int(used.sum())], departed=True)
         return True
 
     # ---- audit
@@ -371,10 +357,10 @@ class SparsePool:
         for group, arena in enumerate(self._arenas):
             planner.check(arena, step=self.now)
             used = sum((self._row_of[b : b + PAGE_ROWS] >= 0).sum() for b in arena.blocks.tolist())
-            counted = self._used_count[group]
+            counted = self.used_count(group)
             assert counted == used, f"group {group} counts {counted} used slots, has {int(used)}"
             blocks.extend(arena.blocks.tolist())
         assert len(set(blocks)) == len(blocks), "two groups own a block"
-        assert np.array_equal(self._slot_count, self._counted_slots()), "slots are miscounted"
+        assert np.array_equal(self._counts.total, self._counted_slots()), "slots are miscounted"
         mapped = int((self.slot_of >= 0).sum())
-        assert mapped == self._used_count.sum(), "rows in the map and slots in use differ"
+        assert mapped == self._counts.used.sum(), "rows in the map and slots in use differ"

@@ -72,7 +72,7 @@ def read_messages(
     made, empty, if there is none."""
     messages = [_message(index, item) for index, item in enumerate(raw)]
     if not messages:
-        raise BadInput("messages is empty")
+        raise BadInput("messages is empty: give at least one message")
     if tools:
         if messages[0].role != "system":
             messages.insert(0, Message(role="system"))

@@ -79,7 +79,7 @@ def test_rows_and_state_arrive_bit_for_bit(kind: str, layout) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 256, 257, 258, 260, 261])
-def test_prompts_of_any_length(count: int, layout) -> None:
+def test_prompts_of_any_length_land_whole(count: int, layout) -> None:
     tokens = tuple(range(count))
     with paired("inprocess", tokens, layout) as pair:
         sequence = pair.open(tokens)
@@ -270,7 +270,7 @@ def test_what_comes_late_spoils_nothing(pair: Pair) -> None:
     pair.check()
 
 
-def test_a_stranger_brings_none() -> None:
+def test_a_state_from_a_stranger_is_refused() -> None:
     with paired("inprocess", TOKENS, ENTRIES) as pair:
         room = pair.expect(pair.open(TOKENS))
         stranger = pair.ends.end()
@@ -344,7 +344,7 @@ def test_a_state_goes_over_in_bounded_parts(
         pair.check()
 
 
-def test_it_leaves_behind_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_leaves_after_rows_and_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[PieceKind] = []
     post = Transfers._post
 
@@ -426,7 +426,7 @@ def test_no_more_states_arrive_than_sequences_may_be_active() -> None:
             sequence.close()
 
 
-def test_a_slot_has_room_for_both() -> None:
+def test_a_slot_has_room_for_windows_and_state() -> None:
     for layout in (LAYOUT, ENTRIES, LINEAR):
         size = geometry.slot_bytes(layout, 2048)
         windows = geometry.window_bytes(layout, layout.group_count, 2048)

@@ -35,13 +35,13 @@ def campaign(operations, seed, step_count):
     return world.seen
 
 
-def test_twenty_steps_agree(operations):
+def test_twenty_steps_agree_with_the_specification(operations):
     campaign(operations, 3, 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step_count", [80, pytest.param(150, marks=pytest.mark.long)])
-def test_many_steps_agree(operations, step_count):
+def test_many_steps_agree_with_the_specification(operations, step_count):
     assert_every_case_was_met(campaign(operations, 7, step_count))
 
 
@@ -397,7 +397,7 @@ def test_a_record_names_what_does_not_fit():
         moment_record(given["workspace"], Moment(waited=1))
 
 
-def test_one_cluster_then_the_whole_device():
+def test_small_batches_run_in_one_cluster_and_others_on_the_whole_device():
     small = ResolveShape.of(query_max=4, top_k=2048, block_max=100)
     middle = ResolveShape.of(query_max=16, top_k=2048, block_max=1600)
     large = ResolveShape.of(query_max=160, top_k=2048, block_max=16_000)
@@ -434,7 +434,7 @@ def test_groups_share_what_calls_work_in():
     assert of_all["claimed_slots"] == 2 * 320 * 2048
 
 
-def test_the_harness_is_no_friend_of_the_kernels(operations):
+def test_the_harness_finds_a_plan_that_forgets_a_stamp(operations):
     """A plan that forgets one stamp is caught."""
     blind = types.SimpleNamespace(**vars(operations))
 

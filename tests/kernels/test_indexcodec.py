@@ -136,7 +136,7 @@ def test_pages_of_a_larger_slab(ops: Ops, codec: IndexCodec) -> None:
     assert (slab[:, 0] == 0xA5).all()
 
 
-def test_no_keys(ops: Ops, codec: IndexCodec) -> None:
+def test_zero_keys_are_written_and_read(ops: Ops, codec: IndexCodec) -> None:
     pages, nobody = torch.zeros(1, codec.page_bytes, dtype=torch.uint8), torch.zeros(0).int()
     keys = ops.encode_keys(torch.zeros(0, codec.key_dim), codec)
     ops.write_keys(pages, nobody, keys, codec)
@@ -152,7 +152,9 @@ def test_no_keys(ops: Ops, codec: IndexCodec) -> None:
         (torch.tensor([1.0]), 1, "row_ids has type torch.float32"),
     ],
 )
-def test_bad_input(ops: Ops, row_ids: torch.Tensor, key_count: int, says: str) -> None:
+def test_wrong_arguments_are_refused_and_change_nothing(
+    ops: Ops, row_ids: torch.Tensor, key_count: int, says: str
+) -> None:
     pages = torch.full((2, IndexCodec().page_bytes), 0xA5, dtype=torch.uint8)
     if says_so(ops, says):
         with pytest.raises(BadInput, match=says):

@@ -359,7 +359,7 @@ def test_time_passes_in_ticks() -> None:
     assert history(1) != history(2)
 
 
-def test_polling_ends() -> None:
+def test_polling_a_copy_ends() -> None:
     manual = ManualLane(delay_max=5)
     event = manual.submit([])
     assert sum(1 for _ in range(10) if not event.done()) <= 5

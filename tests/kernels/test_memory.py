@@ -66,7 +66,7 @@ def test_untouched_memory_costs_nothing() -> None:
     assert memory.dtype == np.uint8
 
 
-def test_bad_sizes() -> None:
+def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(BadInput, match="byte_count is 0"):
         host_memory(0)
     with pytest.raises(Unavailable, match="host memory"):

@@ -59,7 +59,7 @@ def test_the_algebra_holds_for_many_wild_partials(merge: Merge) -> None:
 
 
 @both
-def test_by_hand(merge: Merge) -> None:
+def test_two_sides_merge_as_by_hand(merge: Merge) -> None:
     first = Partial(torch.tensor([[1.0, 2.0]]), torch.tensor([0.0]))
     second = Partial(torch.tensor([[5.0, -2.0]]), torch.tensor([math.log(3.0)]))
     merged = merge(first, second)
@@ -141,7 +141,7 @@ def test_into_may_be_a_side(merge: Merge) -> None:
 
 
 @both
-def test_strided_sides(merge: Merge) -> None:
+def test_strided_sides_give_the_same_bits(merge: Merge) -> None:
     _, (first, second) = attention_in_parts(2, 4)
     turned = Partial(first.out.transpose(0, 1).contiguous().transpose(0, 1), first.lse.T.clone().T)
     assert not turned.out.is_contiguous()
@@ -187,7 +187,7 @@ def test_adapt_converts_at_the_door() -> None:
 
 
 @both
-def test_bad_input(merge: Merge) -> None:
+def test_wrong_sides_are_refused_and_change_nothing(merge: Merge) -> None:
     one = Partial(torch.zeros(4, 2), torch.zeros(4))
     into = Partial(torch.full((4, 2), 7.0), torch.full((4,), 7.0))
     for other in (

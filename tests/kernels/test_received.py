@@ -83,7 +83,7 @@ def test_sums_are_in_order_and_of_lines_that_are_here(
     assert torch.equal(out.cpu(), wanted.to(out_dtype))
 
 
-def test_nothing_came(ops: Any) -> None:
+def test_a_rank_that_receives_nothing_makes_nothing(ops: Any) -> None:
     there = home(ops)
     none = torch.empty(0, 8, device=there)
     numbers = torch.empty(0, dtype=torch.int64, device=there)

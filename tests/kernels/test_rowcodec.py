@@ -101,7 +101,7 @@ GOLDEN_ROW = bytes.fromhex(
 )  # fmt: skip
 
 
-def test_golden_row(ops: object) -> None:
+def test_a_row_has_the_golden_bytes(ops: object) -> None:
     rows = encode(ops, torch.from_numpy(GOLDEN_VALUES[None]), FP8)
     assert len(GOLDEN_ROW) == FP8.row_bytes == 656
     assert rows[0].tobytes().hex() == GOLDEN_ROW.hex()
@@ -280,7 +280,7 @@ def test_plain_forms_keep_every_bit(ops: object) -> None:
     assert rope.tobytes() == array(halves)[:, 512:].tobytes()
 
 
-def test_no_rows(ops: object) -> None:
+def test_zero_rows_are_encoded_and_decoded(ops: object) -> None:
     assert encode(ops, torch.zeros(0, 576), FP8).shape == (0, 656)
     assert decode(ops, np.zeros((0, 656), np.uint8), FP8).shape == (0, 576)
 
@@ -319,7 +319,7 @@ def test_rows_may_lie_apart(ops: object, codec: RowCodec) -> None:
         (torch.zeros(2, 576), empty_rows(2, FP8), RowCodec(form="opaque", opaque_bytes=656), "own"),
     ],
 )
-def test_bad_input(
+def test_wrong_arguments_are_refused_and_change_nothing(
     name: str, values: torch.Tensor, rows: torch.Tensor, codec: RowCodec, says: str
 ) -> None:
     with pytest.raises(BadInput, match=says):
@@ -393,7 +393,9 @@ needs_native = pytest.mark.skipif(not native.available(), reason=native.why_miss
         (64, 2, "no rope_dim, not 2"),
     ],
 )
-def test_what_is_no_row_of_64_is_refused(plain_dim: int, rope_dim: int, says: str) -> None:
+def test_a_row_of_groups_of_64_has_their_size_or_is_refused(
+    plain_dim: int, rope_dim: int, says: str
+) -> None:
     with pytest.raises(BadInput, match=says):
         RowCodec(form="fp8_64", rope_dim=rope_dim, plain_dim=plain_dim)
 

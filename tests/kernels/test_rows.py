@@ -226,7 +226,7 @@ def test_rows_past_four_gibibytes() -> None:
     assert source[rows - 1, -1] == 1
 
 
-def test_torch_tensors() -> None:
+def test_torch_tensors_are_copied_like_arrays() -> None:
     torch = pytest.importorskip("torch")
     source = torch.arange(40 * 164, dtype=torch.float32).reshape(40, 164)
     rows = torch.tensor([3, -1, 39, 0], dtype=torch.int32)

@@ -64,7 +64,7 @@ def test_every_midpoint_and_its_neighbours_encode_as_torch_encodes_them() -> Non
         (0.0, 0x00),
     ],
 )
-def test_named_values(value: float, code: int) -> None:
+def test_named_values_have_their_codes(value: float, code: int) -> None:
     signed = np.array([value, np.copysign(value, -1)], np.float32)
     assert formats.e4m3_encode(signed).tolist() == [code, code | 0x80]
 

@@ -207,7 +207,7 @@ def test_keys_are_encoded_as_the_codec_does(scale_format: Any) -> None:
 
 
 @pytest.mark.parametrize("dim", [1, 2, 8, 128])
-def test_hadamard(dim: int) -> None:
+def test_a_hadamard_transform_is_the_reference_s(dim: int) -> None:
     values, stage = torch.randn(5, 3, dim), Stage()
     taken = stage.take(3 * dim)
     stage.hadamard(Heads(taken.part(0, dim), 3, dim))

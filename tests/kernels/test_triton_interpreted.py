@@ -21,7 +21,7 @@ QUICK = (
     "test_reference.py::test_index_logits_are_the_loop[cuda-f32]",
     "test_reference.py::test_top_k_is_the_sort[cuda-2-7]",
     "test_reference.py::test_selection_attention_and_merge_join[cuda]",
-    "test_rowcodec.py::test_golden_row[cuda]",
+    "test_rowcodec.py::test_a_row_has_the_golden_bytes[cuda]",
     "test_rowcodec.py::test_bytes_are_those_of_the_specification[cuda-656-dtype0]",
     "test_rowcodec.py::test_bytes_are_those_of_the_specification[cuda-1152-dtype1]",
     "test_indexcodec.py::test_keys_are_those_of_the_specification[cuda-f32-scale-20-dtype1]",

@@ -312,11 +312,11 @@ def test_the_merge_keeps_its_algebra(ops: Ops) -> None:
     assert torch.all((merged.out - want.out).abs() <= great * 2**-20)
     torch.testing.assert_close(merged.lse, want.lse, atol=1e-6, rtol=1e-6)
     for check in (
-        test_merge.test_by_hand,
+        test_merge.test_two_sides_merge_as_by_hand,
         test_merge.test_into_may_be_a_side,
-        test_merge.test_strided_sides,
+        test_merge.test_strided_sides_give_the_same_bits,
         test_merge.test_plus_infinity_is_loud,
         test_merge.test_outs_near_the_end_of_float32_do_not_overflow,
-        test_merge.test_bad_input,
+        test_merge.test_wrong_sides_are_refused_and_change_nothing,
     ):
         check(ops.merge)

@@ -71,7 +71,7 @@ def test_several_tokens_at_once_after_forgetting_wrong_ones(case: Case) -> None:
     assert far(logits, case["logits_cached"]) < TOLERANCE
 
 
-def test_greedy_tokens(case: Case) -> None:
+def test_greedy_tokens_are_the_golden_ones(case: Case) -> None:
     assert greedy(case.model, case.tokens, len(case["greedy"])) == case["greedy"].tolist()
 
 
@@ -86,7 +86,7 @@ def test_latents_rope_keys_and_index_keys(case: Case) -> None:
     assert far(keys, case["keys"]) < TOLERANCE
 
 
-def test_selections(case: Case) -> None:
+def test_selections_are_the_golden_ones(case: Case) -> None:
     top_k = case.model.config.top_k
     outcome = Plain(case.model).run(case.tokens)
     assert len(outcome.selections) == len(case["selections"])

@@ -80,7 +80,7 @@ def test_logits_in_one_go_and_piece_by_piece(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_greedy_tokens(case: Case) -> None:
+def test_greedy_tokens_are_those_of_transformers(case: Case) -> None:
     prompt = case.tokens[:100]
     assert greedy(case.model, prompt, 16) == case.oracle.greedy(prompt, 16)
 

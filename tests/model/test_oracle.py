@@ -59,7 +59,7 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def test_prefill(case: Case) -> None:
+def test_prefill_has_the_logits_of_transformers(case: Case) -> None:
     logits = Plain(case.model).run(case.tokens).logits
     assert far(logits, case.answer.logits) < TOLERANCE
     assert torch.equal(logits.argmax(-1), case.answer.logits.argmax(-1))
@@ -75,12 +75,12 @@ def test_cached_decode_by_one_and_by_four(case: Case) -> None:
     assert torch.equal(torch.cat(logits).argmax(-1), theirs.logits.argmax(-1))
 
 
-def test_greedy_continuation(case: Case) -> None:
+def test_greedy_tokens_are_those_of_transformers(case: Case) -> None:
     prompt = case.tokens[:300]
     assert greedy(case.model, prompt, 32) == case.oracle.greedy(prompt, 32)
 
 
-def test_cached_quantities(case: Case) -> None:
+def test_rows_and_keys_are_those_of_transformers(case: Case) -> None:
     plain = Plain(case.model)
     plain.run(case.tokens)
     for layer, rows, keys in zip(plain.layers, case.answer.rows, case.answer.keys, strict=True):

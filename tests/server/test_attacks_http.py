@@ -71,7 +71,7 @@ def test_millions_of_chunks_of_one_byte_cost_a_bounded_body(guarded: Process):
     assert peak_bytes(guarded.process.pid) - before < 24 * MIB
 
 
-def test_all_bodies_together_have_a_most():
+def test_all_bodies_together_are_bounded():
     limits = Limits(running_max=2, waiting_max=2, length_max=4096, body_max=1000)
     unfinished = post(b"x" * 1000)[:-1]
     with Served(PacedEngine(counting(2)), limits=limits) as served, contextlib.ExitStack() as held:
@@ -118,7 +118,7 @@ def test_framing_beyond_its_most_is_named():
         assert (code, "16,384 bytes" in error["message"]) == (400, True)
 
 
-def test_headers_have_a_number():
+def test_more_headers_than_the_bound_are_refused():
     with Served(PacedEngine(counting(2))) as served:
         for count, code in ((HEADERS_MAX - 1, 200), (HEADERS_MAX, 431)):
             with raw(served.port) as made:
@@ -126,7 +126,7 @@ def test_headers_have_a_number():
                 assert reply(made)[0] == code
 
 
-def test_requests_that_wait_behind_another_have_a_number():
+def test_waiting_requests_of_a_connection_are_bounded():
     """The few are answered in order; the many end the connection, and what ran for it."""
     engine = PacedEngine(counting(10**6), pace_s=0.01)
     with Served(engine, limits=LIMITS) as served:

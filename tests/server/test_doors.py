@@ -269,7 +269,7 @@ def test_wrong_bodies_are_explained(served: Served, path, body, says):
     assert says in json.loads(caught.value.read())["error"]["message"]
 
 
-def test_probes(served: Served):
+def test_probes_answer_while_the_server_is_ready(served: Served):
     assert ask(served, "/health") == {"status": "ready"}
     assert ask(served, "/ready") == {"status": "ready"}
     assert ask(served, "/ping") == ask(served, "/ping", {}) == {"status": "ready"}
@@ -302,7 +302,7 @@ def probed(served: Served) -> int:
         return error.code
 
 
-def test_loads(served: Served):
+def test_a_load_report_has_the_fields_of_sglang(served: Served):
     """The moment as text: smg throws away a report with a number there."""
     told = ask(served, "/v1/loads?include=core,disagg,queues,memory")
     assert datetime.fromisoformat(told["timestamp"]).tzinfo is UTC
@@ -349,7 +349,7 @@ def test_metrics_parse_and_carry_other_names(served: Served):
     assert buckets[-1] == samples["ess_request_seconds_count",]
 
 
-def test_flush(served: Served):
+def test_both_paths_of_a_flush_reach_the_engine(served: Served):
     before = served.engine.flushes
     for path in ("/flush_cache", "/reset_prefix_cache"):
         assert ask(served, path, method="POST") == {"flushed": True}

@@ -72,7 +72,7 @@ def test_threads_leave_a_core_of_those_that_the_server_may_use(monkeypatch: pyte
     assert launch.derived(resolve(given, environment={}), checkpoint).settings.threads == 3
 
 
-def test_a_setting_that_is_a_word_or_a_number():
+def test_a_setting_may_be_a_word_or_a_number():
     for given, read in (("8", 8), ("auto", "auto")):
         assert resolve({}, environment={"ESS_TBO": given}).settings.tbo == read
         assert resolve({"tbo": given}, environment={}).settings.tbo == read
@@ -234,7 +234,9 @@ def test_a_variable_of_theirs_that_sets_nothing_is_named():
         "pp_layer_partition from environment has no effect: there is one stage",
     )
     pair = {"VLLM_BATCH_INVARIANT": "1", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "0"}
-    with pytest.raises(BadInput, match="VLLM_BATCH_INVARIANT gives deterministic another value"):
+    with pytest.raises(
+        BadInput, match="VLLM_BATCH_INVARIANT and another variable give deterministic different"
+    ):
         resolve({}, environment=pair)
 
 
@@ -301,7 +303,7 @@ def test_a_missing_file_is_said(tmp_path: Path):
         resolve({}, config=tmp_path / "none.toml", environment={})
 
 
-def test_sizes_and_shares():
+def test_a_size_is_in_bytes_or_a_share():
     assert size_of("1.5GiB", of=1) == 3 << 29
     assert size_of("25%", of=1 << 20) == 1 << 18
     for wrong in ("0%", "101%", "x%"):

@@ -120,7 +120,7 @@ def test_the_network_of_a_node_limits_by_name():
     assert deployment().shared(point(1024.0)).limiter is None
 
 
-def test_bands():
+def test_bands_are_joined_as_by_hand():
     assert inverse((-0.5, 1.0)) == (-0.5, 1.0)
     assert joined([(-0.3, 0.4), (-0.4, 0.3)]) == pytest.approx((-0.5, 0.5))
     halves = moved(lambda own, other: own + other, own=(-0.2, 0.2), other=EXACT)

@@ -29,7 +29,7 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_mooncake(tmp_path: Path) -> None:
+def test_a_mooncake_trace_is_read(tmp_path: Path) -> None:
     first, second, third = read_arrivals(write(tmp_path, MOONCAKE))
     assert first == Arrival(
         at_s=0.0, prompt_tokens=6955, output_tokens=52, prefix_blocks=(46, 47, 48)
@@ -38,7 +38,7 @@ def test_mooncake(tmp_path: Path) -> None:
     assert third == Arrival(at_s=24.482, prompt_tokens=1, output_tokens=1)
 
 
-def test_azure(tmp_path: Path) -> None:
+def test_an_azure_trace_is_read(tmp_path: Path) -> None:
     first, second, third = read_arrivals(write(tmp_path, AZURE))
     assert (first.at_s, first.prompt_tokens, first.output_tokens) == (0.0, 374, 44)
     assert second.at_s == pytest.approx(4.314579, abs=1e-6)

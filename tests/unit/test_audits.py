@@ -135,7 +135,7 @@ def a_copy_that_was_never_planned(world: World) -> None:
 
 
 def a_slot_that_is_not_counted(world: World) -> None:
-    world.sparse._used_count[0] -= 1
+    world.sparse._counts.used[0] -= 1
 
 
 def a_group_without_a_chunk(world: World) -> None:

@@ -394,7 +394,7 @@ def test_arms_that_disagree_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("arm_count", "repeats", "warmups"), [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
-def test_nothing_to_time(arm_count: int, repeats: int, warmups: int) -> None:
+def test_a_measurement_of_nothing_is_refused(arm_count: int, repeats: int, warmups: int) -> None:
     with pytest.raises(BadInput, match="nothing to time"):
         measure([Arm(name="a", run=int)] * arm_count, repeats=repeats, warmups=warmups)
 

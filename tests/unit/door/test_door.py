@@ -179,7 +179,7 @@ def test_rows_nobody_wrote_are_not_served(offload):
     step.resolve(2, selection(0, 3)).wait()
 
 
-def test_moments(offload):
+def test_verbs_at_a_wrong_moment_are_refused(offload):
     sequence = opened(offload)
     step = offload.begin([sequence], query_counts=[1])
     refused(offload, BadState, "is open", lambda: offload.begin([sequence], query_counts=[1]))
@@ -225,7 +225,7 @@ def test_moments(offload):
         refused(offload, BadState, "closed", call)
 
 
-def test_batches(offload):
+def test_impossible_batches_are_refused(offload):
     one, two = opened(offload), opened(offload)
     begin = offload.begin
     for match, call in {
@@ -238,22 +238,13 @@ def test_batches(offload):
         refused(offload, BadInput, match.strip(), call)
 
 
-def test_opening(offload):
-    refused(
-        offload, BadInput, "tokens has 0 ids, the offload takes 1 to 256", lambda: offload.open([])
-    )
-    refused(
-        offload,
-        BadInput,
-        "tokens has 257 ids, the offload takes 1 to 256",
-        lambda: offload.open(range(257)),
-    )
-    refused(
-        offload,
-        BadInput,
-        "9 ids, this sequence takes 1 to 5",
-        lambda: offload.open(range(9), length_max=5),
-    )
+def test_sequences_that_cannot_be_opened_are_refused(offload):
+    for match, call in {
+        "tokens has 0 ids, the offload takes 1 to 256": lambda: offload.open([]),
+        "tokens has 257 ids, the offload takes 1 to 256": lambda: offload.open(range(257)),
+        "9 ids, this sequence takes 1 to 5": lambda: offload.open(range(9), length_max=5),
+    }.items():
+        refused(offload, BadInput, match, call)
     for _ in range(3):
         offload.open([1, 2])
     match = "all 3 sequences are active; raise sequence_max, or preempt or close a sequence"

@@ -144,7 +144,7 @@ def test_token_ids_are_whole_numbers_in_one_dimension(offload):
         ({"reuse_max": -1}, "reuse_max is -1"),
     ],
 )
-def test_wrong_terms_of_a_sequence(offload, changes, match):
+def test_wrong_terms_of_a_sequence_are_refused(offload, changes, match):
     refused(offload, BadInput, match, lambda: offload.open([1, 2, 3], **changes))
 
 
@@ -158,7 +158,7 @@ def test_wrong_terms_of_a_sequence(offload, changes, match):
         ({"part_max": 1.5}, "part_max is 1.5, must be a whole number"),
     ],
 )
-def test_wrong_sizes_of_an_offload(changes, match):
+def test_wrong_sizes_of_an_offload_are_refused(changes, match):
     with pytest.raises(BadInput, match=match):
         make(**changes)
 
@@ -341,7 +341,7 @@ def test_what_was_accepted_are_whole_numbers(offload):
     refused(offload, BadState, "learned, not sealed", lambda: step.learn(accepted=[1]))
 
 
-def test_counts_of_a_fill_and_of_a_batch(offload):
+def test_wrong_counts_of_a_fill_or_a_batch_are_refused(offload):
     sequence = opened(offload)
     refused(offload, BadInput, "row_max is -1", lambda: sequence.fill(row_max=-1))
     for counts, match in ((1, "counts is 1, must have whole"), ([1.5], "must have whole numbers")):
