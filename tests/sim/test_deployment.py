@@ -287,7 +287,7 @@ def test_the_command_counts_all_gpus_and_asks_for_the_price(capsys: pytest.Captu
         (["--rate", "1", "--ttft", "1ms"], "out of reach"),
         (["--rate", "90000"], "pipelines of 1 GPU busy; at most 15,360 can be planned"),
         (["--gpus", "7"], "EP 1, 2 or 4 with TP 1, 2, 4, 8 or 16;"),
-        (["--attention-tp", "3"], "--gpus 32 are not divided by --attention-tp 3"),
+        (["--attention-tp", "3"], "--gpus 32 do not divide evenly by --attention-tp 3"),
         (["--attention-tp", "0"], "--attention-tp 0, --expert-tp 1 and --decode-pp 1"),
         (["--decode-pp", "0"], "--decode-pp 0"),
         (["--dram-rate", "0"], "DRAM rate of 0 GB/s"),

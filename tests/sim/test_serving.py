@@ -317,7 +317,10 @@ def test_the_pace_is_kept_by_nine_in_ten(planner: Planner, mtp: int):
         (["--rate", "1", "--out", "2000000000"], "an output of 2,000,000,000 tokens"),
         (["--rate", "1", "--out", "1000000", "--requests", "200"], "200,000,000 tokens"),
         (["--rate", "1", "--gpu", "abacus"], "abacus"),
-        (["--rate", "1", "--attention-tp", "3"], "--gpus 32 are not divided by --attention-tp 3"),
+        (
+            ["--rate", "1", "--attention-tp", "3"],
+            "--gpus 32 do not divide evenly by --attention-tp 3",
+        ),
         (["--rate", "1", "--expert-tp", "32"], "EP 1 x TP 32) were not measured; measured were"),
         (
             ["--rate", "1", "--attention-tp", "32"],

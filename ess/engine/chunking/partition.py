@@ -164,7 +164,9 @@ def _loads(layout: ModelLayout, costs: Costs) -> list[int]:
         raise BadInput(f"costs of {len(costs.layers)} layers, the model has {layout.layer_count}")
     grain = max(costs.layers) / GRAIN
     if not grain > 0 or min(costs.layers) < 0:
-        raise BadInput(f"a layer costs {min(costs.layers):g} to {max(costs.layers):g}: none < 0")
+        raise BadInput(
+            f"a layer costs {min(costs.layers):g} to {max(costs.layers):g}: must not be negative"
+        )
     groups = layout.groups[: layout.main_group_count]
     loads = [round(sum(costs.layers[layer] for layer in group) / grain) for group in groups]
     loads[0] += round(costs.embedding / grain)

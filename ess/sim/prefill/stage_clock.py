@@ -134,6 +134,8 @@ def _check(seconds: Sequence[Sequence[float]], sizes: Sequence[float], under_way
     if math.fsum(map(math.fsum, seconds)) <= 0:
         raise BadInput(f"{len(seconds)} chunks took no time")
     if len(sizes) != len(seconds) or not all(0 <= size < math.inf for size in sizes):
-        raise BadInput(f"{len(sizes)} sizes for {len(seconds)} chunks: 0 or more bytes for each")
+        raise BadInput(
+            f"{len(sizes)} sizes for {len(seconds)} chunks: give 0 or more bytes for each"
+        )
     if under_way_max < 1:
         raise BadInput(f"under_way_max is {under_way_max}, must be at least 1")

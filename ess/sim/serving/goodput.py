@@ -29,7 +29,9 @@ class Objective:
 
     def __post_init__(self) -> None:
         if not (self.ttft_s > 0 and self.tpot_s > 0):
-            raise BadInput(f"an objective of {self.ttft_s} s and {self.tpot_s} s: both above 0")
+            raise BadInput(
+                f"an objective of {self.ttft_s} s and {self.tpot_s} s: both must be above 0"
+            )
 
     def is_met(self, life: Life) -> bool:
         if life.end_s is None:

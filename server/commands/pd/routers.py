@@ -84,7 +84,8 @@ def choose(name: RouterName | None, *, has_keys: bool) -> Router:
     fit = [router for router in present if router.knows_keys or not has_keys]
     if not fit:
         raise BadInput(
-            f"api_key and --router {present[0].name}: it knows one key at most, its own; take smg"
+            f"api_key and --router {present[0].name}: this router has at most one key, its own;"
+            " give --router smg"
         )
     return fit[0]
 

@@ -105,7 +105,7 @@ class WayFlags:
         tp, expert_tp, pp = (1 if size is None else size for size in given)
         if min(tp, expert_tp, pp) < 1 or gpus % (tp * pp) or gpus % (expert_tp * pp):
             raise BadInput(
-                f"--gpus {gpus} are not divided by --attention-tp {tp}, --expert-tp "
+                f"--gpus {gpus} do not divide evenly by --attention-tp {tp}, --expert-tp "
                 f"{expert_tp} and --decode-pp {pp}"
             )
         stage = gpus // pp

@@ -285,7 +285,8 @@ def allow_files(connections_max: int) -> None:
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise BadInput(
             f"max_connections is {connections_max:,}; this process may open {hard:,} files, "
-            f"{FILES_OF_OURS} of them are for other things"
+            f"{FILES_OF_OURS} of them are for other things: lower max_connections, or raise the"
+            " limit of open files"
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

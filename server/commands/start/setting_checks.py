@@ -79,8 +79,8 @@ def check_role(settings: Settings) -> None:
     count = len(settings.peer_secret.encode())
     if not count:
         raise BadInput(
-            f"peer_secret_file is missing: a {settings.role} worker meets no others without the"
-            " secret that they share; ESS_PEER_SECRET may have it too"
+            f"peer_secret_file is missing: a {settings.role} worker meets no others without a"
+            " secret: give a file with the one that all workers share, or set ESS_PEER_SECRET"
         )
     if count < SECRET_BYTES_MIN:
         raise BadInput(f"peer_secret has {count} bytes; at least {SECRET_BYTES_MIN} are needed")
@@ -153,5 +153,6 @@ def check_executor(settings: Settings) -> None:
         )
     if settings.device != "cpu":
         raise BadInput(
-            f"executor is ray, and device is {settings.device}: its actors ask for CPUs alone"
+            f"executor is ray, and device is {settings.device}: Ray starts ranks on CPUs only;"
+            " start these by hand"
         )

@@ -356,7 +356,7 @@ def test_another_server_stands_beside() -> None:
         (("--prompt", "none"), "--prompt"),
         (("--prompt", "0"), "prompts of 0"),
         (("--at-most", "0"), "--at-most 0"),
-        (("--ttft-ms", "-1"), "both above 0"),
+        (("--ttft-ms", "-1"), "both must be above 0"),
         (("--seed", "-1"), "a seed of -1"),
         (("--kind", "poem"), "text"),
         (("--file", "no/such.json"), "cannot be read"),
