@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import select
 from pathlib import Path
 
 from tests.support.kin import fields, told
@@ -36,11 +34,3 @@ def birth(process: int) -> int:
     """
     found = fields(process)
     return int(found[19]) if found and found[0] not in "ZX" else 0
-
-
-def wait_for_end(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        file = os.pidfd_open(process)
-        ended, _, _ = select.select([file], [], [], 30.0)
-        os.close(file)
-        assert ended, f"process {process} goes on"

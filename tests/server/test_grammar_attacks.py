@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.attacks.processes import peak_bytes, wait_for_end
+from tests.attacks.processes import peak_bytes
 from tests.attacks.wire import ENDLESS, MIB
 from tests.server.harness import until
 from tests.support.crowd import Crowd
-from tests.support.kin import children, kin
+from tests.support.kin import children, kin, wait_for_end
 from tests.support.process import Process
 
 TOO_MUCH = "takes more than 2 s to compile|needs more than 128 MiB"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 from pathlib import Path
 
 GONE = (FileNotFoundError, ProcessLookupError)
@@ -44,3 +46,11 @@ def fields(process: int) -> list[str]:
 def is_running(process: int) -> bool:
     """One that has ended and that nobody has waited for has ended."""
     return fields(process)[:1] not in ([], ["Z"], ["X"])
+
+
+def wait_for_end(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        file = os.pidfd_open(process)
+        ended, _, _ = select.select([file], [], [], 30.0)
+        os.close(file)
+        assert ended, f"process {process} goes on"

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from ess.engine.tokens.grammar import Grammar, Grammars, Matcher, described
 from ess.engine.tokens.grammar_child import Follower
 from ess.errors import BadInput, Unavailable
 from ess.models.text.tokenizer import Tokenizer
-from tests.support.kin import is_running
+from tests.support.kin import is_running, wait_for_end
 
 pytest.importorskip("llguidance")
 ROOT = Path(__file__).resolve().parents[3]
@@ -215,14 +214,6 @@ def fresh() -> Iterator[Grammars]:
 def processes(made: Grammars) -> list[int]:
     """Of grammars, the least recently used first."""
     return [room.process for room in made._rooms.values()]
-
-
-def wait_for_end(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        file = os.pidfd_open(process)
-        ended, _, _ = select.select([file], [], [], 30.0)
-        os.close(file)
-        assert ended, f"process {process} goes on"
 
 
 def test_the_oldest_grammar_gives_way_unless_it_is_followed(fresh, monkeypatch):
