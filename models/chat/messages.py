@@ -38,12 +38,12 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """What a prompt is written from: the prompt of a reply, or of the rest of the last message,
-    which `goes_on`. A template also gets `names`; of the other formats, DeepSeek-V4's reads
-    `reasoning_effort`."""
+    which `goes_on`. A template also gets `names`, and no word on thinking if `thinking` is None; of
+    the other formats, DeepSeek-V4's reads `reasoning_effort`."""
 
     messages: Sequence[Message]
     _: KW_ONLY
-    thinking: bool
+    thinking: bool | None
     goes_on: bool = False
     names: Mapping[str, Any] = field(default_factory=dict)
 

@@ -42,6 +42,10 @@ class ChatStyle(Protocol):
         """The prompt."""
         ...
 
+    def thinks(self) -> bool:
+        """Whether the model thinks before it answers where nobody says so."""
+        ...
+
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
         """Lark text; None where it is not known how the model writes calls."""
         ...
@@ -76,8 +80,13 @@ class DeepSeekStyle:
 
     def encode(self, asked: Conversation) -> str:
         more = {"effort": asked.names.get("reasoning_effort")} if self._knows_effort else {}
-        text = self._write(asked.messages, thinking=asked.thinking, reply=not asked.goes_on, **more)
+        thinking = bool(asked.thinking)
+        text = self._write(asked.messages, thinking=thinking, reply=not asked.goes_on, **more)
         return text.removesuffix(dsml.END) if asked.goes_on else text
+
+    def thinks(self) -> bool:
+        """As vLLM and SGLang have it for DeepSeek's own formats."""
+        return False
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
         return dsml_grammar.write(tokenizer, calls, **self._marks)
@@ -98,6 +107,9 @@ class PlainStyle:
             raise BadInput("this model knows no tools")
         turns = "".join(f"{m.role}: {m.content}\n" for m in asked.messages)
         return turns.removesuffix("\n") if asked.goes_on else turns + "assistant:"
+
+    def thinks(self) -> bool:
+        return False
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
         return None
@@ -123,10 +135,11 @@ class TemplateStyle:
         self._template = ChatTemplate(source)
         self._marks = marks
         self.replies = replies
+        self._thinks: bool | None = None
         self.has_tools = "tools" in source
 
     def encode(self, asked: Conversation) -> str:
-        messages, thinking = asked.messages, asked.thinking
+        messages = asked.messages
         last = messages[-1].content.rstrip() if asked.goes_on else ""
         tools = [{"type": "function", "function": dict(t)} for m in messages for t in m.tools]
         text = self._template.render(
@@ -136,14 +149,34 @@ class TemplateStyle:
                 "messages": [_as_openai(message) for message in messages],
                 "tools": tools or None,
                 "add_generation_prompt": not asked.goes_on,
-                "enable_thinking": thinking,
-                "thinking": thinking,
-                **self.replies.names(thinking, asked.names.get("reasoning_effort")),
+                **self._told_of_thinking(asked),
             }
         )
         if last not in text:
             raise BadInput("continue_final_message is not served: the template changes the message")
         return text[: text.rindex(last) + len(last)] if asked.goes_on else text
+
+    def _told_of_thinking(self, asked: Conversation) -> dict[str, Any]:
+        if asked.thinking is None:
+            return {}
+        effort = asked.names.get("reasoning_effort")
+        told = {"enable_thinking": asked.thinking, "thinking": asked.thinking}
+        return {**told, **self.replies.names(asked.thinking, effort)}
+
+    def thinks(self) -> bool:
+        """By three prompts: one with thinking, one without, and one whose template is not told. A
+        template that needs more than a question does not think."""
+        if self._thinks is None:
+            question = [Message(role="user", content="Hi")]
+            try:
+                loud, quiet, untold = (
+                    self.encode(Conversation(question, thinking=wish))
+                    for wish in (True, False, None)
+                )
+                self._thinks = untold == loud != quiet
+            except BadInput:
+                self._thinks = False
+        return self._thinks
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
         write = self.replies.grammar

@@ -26,6 +26,7 @@ from ess.server.dialects.logprobs import token_text
 from ess.server.dialects.response_items import messages_of
 from ess.server.dialects.schemas import Ask
 from ess.server.dialects.tools import (
+    Response,
     choice_of_messages,
     choice_of_responses,
     goes_on,
@@ -33,6 +34,7 @@ from ess.server.dialects.tools import (
     names_of,
     offered_tools,
     response_thinks,
+    settle,
     thinks,
     tools_of_messages,
     tools_of_responses,
@@ -89,13 +91,32 @@ class Prepared(Generic[Ask]):
 
 
 class PromptReader:
+    """`template_names` are for the chat template where a request does not say them."""
+
     def __init__(
-        self, tokenizer: Tokenizer, style: ChatStyle, *, length_max: int, vocabulary: int
+        self,
+        tokenizer: Tokenizer,
+        style: ChatStyle,
+        *,
+        length_max: int,
+        vocabulary: int,
+        template_names: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
         self._style = style
         self._length_max = length_max
         self._vocabulary = vocabulary
+        self._template_names = template_names
+
+    @property
+    def _thinks(self) -> bool:
+        """Whether an answer thinks whose request does not say: as the operator wants it, or else as
+        the chat template has it."""
+        wanted = wants_thinking(self._template_names, None)
+        return self._style.thinks() if wanted is None else wanted
+
+    def _names(self, ask: schemas.ChatAsk | schemas.TokenizeAsk | Response) -> dict[str, Any]:
+        return {**self._template_names, **names_of(ask)}
 
     def read(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
         try:
@@ -167,25 +188,28 @@ class PromptReader:
         """The prompt. `ask`, which loses its messages, then says whether the answer goes on: the
         rest of a message is not preceded by thinking."""
         ask.continue_final_message = goes_on(ask)
+        names = self._names(ask)
+        thinking = settle(ask, thinks(ask), default=self._thinks)
         return self._rendered(
             ask.messages,
             offered_tools(ask.tools, ask.tool_choice),
-            thinks(ask) and not ask.continue_final_message,
+            thinking and not ask.continue_final_message,
             goes_on=ask.continue_final_message,
             is_cut=ask.truncate_prompt_tokens is not None,
-            names=names_of(ask),
+            names=names,
         )
 
     def _response(
         self, ask: schemas.ResponsesAsk | schemas.InputTokensAsk, *, is_cut: bool = False
     ) -> list[int]:
         choice = choice_of_responses(ask.tool_choice)
+        names = self._names(ask)
         return self._rendered(
             messages_of(ask.input, ask.instructions),
             offered_tools(tools_of_responses(ask.tools), choice),
-            response_thinks(ask),
+            settle(ask, response_thinks(ask), default=self._thinks),
             is_cut=is_cut,
-            names=names_of(ask),
+            names=names,
         )
 
     def _conversation(
@@ -202,6 +226,7 @@ class PromptReader:
             is_thinking(ask.thinking),
             goes_on=goes_on,
             is_cut=is_cut,
+            names=self._template_names,
         )
 
     def _rendered(
@@ -236,13 +261,15 @@ class PromptReader:
         add_special = ask.add_special_tokens is not False
         if ask.prompt is None:
             is_begun = goes_on(ask)
+            asked = wants_thinking(ask.chat_template_kwargs, None)
+            thinking = self._thinks if asked is None else asked
             lists = [
                 self._rendered(
                     ask.messages or [],
                     offered_tools(ask.tools, None),
-                    wants_thinking(ask.chat_template_kwargs, None) and not is_begun,
+                    thinking and not is_begun,
                     goes_on=is_begun,
-                    names=names_of(ask),
+                    names=self._names(ask),
                 )
             ]
         else:

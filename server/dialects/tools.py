@@ -10,7 +10,7 @@ from ess.server.dialects import schemas
 from ess.server.process.bounds import TOOLS_MAX
 
 OF_SERVER: Final = frozenset({"messages", "tools", "add_generation_prompt"})
-NO_EFFORTS: Final = (None, "none", "no_think")
+NO_EFFORTS: Final = ("none", "no_think")
 
 Tool = Mapping[str, Any]
 ToolChoice = str | Mapping[str, Any] | None
@@ -41,17 +41,18 @@ def _name_of(tool: Tool) -> Any:
     return function.get("name") if isinstance(function, Mapping) else None
 
 
-def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bool:
+def wants_thinking(template: Mapping[str, Any] | None, effort: str | None) -> bool | None:
     """Whether to think: vLLM's and SGLang's keyword, or OpenAI's reasoning_effort, which templates
-    may have as a name too."""
+    may have as a name too. None where the client does not say."""
     given = template or {}
     for name in ("thinking", "enable_thinking"):
-        if name in given:
+        if given.get(name) is not None:
             return bool(given[name])
-    return given.get("reasoning_effort", effort) not in NO_EFFORTS
+    effort = given.get("reasoning_effort", effort)
+    return None if effort is None else effort not in NO_EFFORTS
 
 
-def thinks(ask: schemas.ChatAsk) -> bool:
+def thinks(ask: schemas.ChatAsk) -> bool | None:
     """Whether to think: by the keyword for a template, else by the first of the fields that other
     servers have for it, else by OpenAI's reasoning_effort."""
     template, given = ask.chat_template_kwargs or {}, ask.reasoning or {}
@@ -73,9 +74,17 @@ def effort_of(ask: schemas.ChatAsk) -> Any:
 Response = schemas.ResponsesAsk | schemas.InputTokensAsk
 
 
-def response_thinks(ask: Response) -> bool:
+def response_thinks(ask: Response) -> bool | None:
     """Whether a response thinks: by the keyword for a template, else by OpenAI's effort."""
     return wants_thinking(ask.chat_template_kwargs, (ask.reasoning or {}).get("effort"))
+
+
+def settle(ask: schemas.ChatAsk | Response, asked: bool | None, *, default: bool) -> bool:
+    """What was asked, or the default, which the ask says from now on: the prompt and the reply are
+    read in two processes."""
+    if asked is None:
+        ask.chat_template_kwargs = {**(ask.chat_template_kwargs or {}), "enable_thinking": default}
+    return default if asked is None else asked
 
 
 def names_of(ask: schemas.ChatAsk | schemas.TokenizeAsk | Response) -> dict[str, Any]:

@@ -52,6 +52,8 @@ FLUSH_S: Final = 2.0
 TELL_EVERY_S: Final = 0.25
 ENGINE_STOP_S: Final = 3.0
 LOOK_S: Final = 0.05
+HEARD_S: Final = 0.5
+"""By then all processes of the server have heard of a drain, and the engine has their requests."""
 
 
 class QuietServer(uvicorn.Server):
@@ -219,7 +221,7 @@ class Running:
         open_count = self._service.open_count
         console.note(f"ess: draining, {requests_are(open_count)} open{within * (open_count > 0)}")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:
-            if self._service.open_count == 0 and passed_s >= grace_s:
+            if passed_s >= grace_s and self._is_done(began_s):
                 break
             await asyncio.sleep(LOOK_S)
         unpausing.cancel()
@@ -229,6 +231,14 @@ class Running:
         await leaving
         self._lose("the server is shutting down")
         await let_out(self._server, self._clock)
+
+    def _is_done(self, began_s: float) -> bool:
+        """Whether no request is open. Those of other processes are counted by the engine, in a
+        status that may be older than a request that they let in before they heard of the drain."""
+        if self._service.open_count:
+            return False
+        is_alone = self._link.place.count == 1 or self._link.state != "ready"
+        return is_alone or self._service.board.published_s - began_s > HEARD_S
 
     async def _unpause(self) -> None:
         """Ends every pause that keeps requests from their end, also one that another process of

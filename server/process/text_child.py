@@ -40,16 +40,22 @@ ASKS: Final = (
 
 class Desk(msgspec.Struct, frozen=True, kw_only=True):
     """What the process must know before the first body; `model` is the checkpoint's folder,
-    `template` the text of a template that comes before the folder's own."""
+    `template` the text of a template that comes before the folder's own. `template_names` are for
+    the template where a request does not say them."""
 
     model: str
     length_max: int
     vocabulary: int
     template: str | None = None
+    template_names: dict[str, Any] = {}
 
     def reader(self, tokenizer: Tokenizer, style: ChatStyle) -> PromptReader:
         return PromptReader(
-            tokenizer, style, length_max=self.length_max, vocabulary=self.vocabulary
+            tokenizer,
+            style,
+            length_max=self.length_max,
+            vocabulary=self.vocabulary,
+            template_names=self.template_names,
         )
 
 

@@ -8,14 +8,16 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
 from ess.models.chat.styles import DeepSeekStyle, TemplateStyle
+from ess.server.dialects.forms.calls import rules_of
 from ess.server.dialects.logprobs import completion_logprobs
 from ess.server.dialects.prompts import PromptReader
-from ess.server.dialects.schemas import ChatAsk, ResponsesAsk, TokenizeAsk
+from ess.server.dialects.schemas import ChatAsk, MessagesAsk, ResponsesAsk, TokenizeAsk
 from ess.server.process.bounds import LOOP_BODY_BYTES
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying
 
@@ -285,6 +287,51 @@ def test_a_template_gets_the_effort_of_a_response(reader: PromptReader):
         asked = {"input": "When?", "reasoning": effort}
         [ids] = reader.read(json.dumps(asked).encode(), ResponsesAsk).prompts
         assert TOKENIZER.decode(ids).startswith(shown)
+
+
+THINKS = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}|{{ style or '' }}|"
+    "{{ 'quiet' if enable_thinking is defined and not enable_thinking else 'loud' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("operator", "asked", "shown"),
+    [
+        ({}, {}, "||loud"),
+        ({}, {"reasoning_effort": "none"}, "||quiet"),
+        ({}, {"chat_template_kwargs": {"thinking": None}}, "||loud"),
+        ({"enable_thinking": False, "style": "terse"}, {}, "|terse|quiet"),
+        ({"thinking": False}, {"enable_thinking": True}, "||loud"),
+        ({"thinking": False}, {"reasoning_effort": "low"}, "||loud"),
+        ({"style": "terse"}, {"chat_template_kwargs": {"style": "long"}}, "|long|loud"),
+    ],
+)
+def test_who_does_not_say_whether_to_think_gets_what_the_template_or_the_operator_says(
+    operator: dict[str, Any], asked: dict[str, Any], shown: str
+):
+    """The reply is read as the prompt was written, in another process: the ask says it."""
+    style = TemplateStyle(THINKS)
+    reader = PromptReader(
+        TOKENIZER, style, length_max=4096, vocabulary=4096, template_names=operator
+    )
+    chat = reader.read(json.dumps({"messages": ASKED, **asked}).encode(), ChatAsk)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(chat.ask), type=ChatAsk)
+    assert rules_of(sent).thinking == shown.endswith("loud")
+    assert TOKENIZER.decode(chat.prompts[0]).endswith(shown)
+    if not asked.keys() - {"chat_template_kwargs"}:
+        assert written(reader, TokenizeAsk, **asked).endswith(shown)
+        response = reader.read(json.dumps({"input": "When?", **asked}).encode(), ResponsesAsk)
+        assert TOKENIZER.decode(response.prompts[0]).endswith(shown)
+        assert rules_of(response.ask).thinking == shown.endswith("loud")
+    begun = [*ASKED, {"role": "assistant", "content": "It is", "prefix": True}]
+    going = reader.read(json.dumps({"messages": begun, **asked}).encode(), ChatAsk)
+    assert not rules_of(going.ask).thinking
+    said = {"messages": ASKED, "max_tokens": 5}
+    anthropic = reader.read(json.dumps(said).encode(), MessagesAsk)
+    assert not rules_of(anthropic.ask).thinking
+    assert TOKENIZER.decode(anthropic.prompts[0]).endswith("quiet")
+    style.close()
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])

@@ -60,6 +60,14 @@ from ess.server.commands.start.settings import read_file
         ),
         (["--allow-credentials"], "--allow-credentials is not served: a page of another origin"),
         (["--generation-config", "vllm"], "--generation-config must be auto: --default-sampling"),
+        (
+            ["--default-chat-template-kwargs", "[1]"],
+            "kwargs is not a JSON object",
+        ),
+        (
+            ["--default-chat-template-kwargs", '{"tools": 1}'],
+            "kwargs has tools: the server says",
+        ),
         (["--override-generation-config", "{"], "default_sampling is not a JSON object of numbers"),
         (["--max-logprobs", "50"], "--max-logprobs must be 20"),
         (["--max-logprobs", "20", "--ssl-ca-certs", "x"], "tls_ca needs tls_cert"),

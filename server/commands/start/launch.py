@@ -41,7 +41,7 @@ from ess.server.commands.start.files.checkpoint import (
     read_entries,
 )
 from ess.server.commands.start.files.hidden_files import check_tls
-from ess.server.commands.start.files.words import Words, read_words
+from ess.server.commands.start.files.words import Words, read_words, template_names
 from ess.server.commands.start.http_config import uvicorn_config
 from ess.server.commands.start.node import STOPPED_S, Node
 from ess.server.commands.start.setting_checks import check_events
@@ -95,6 +95,7 @@ def checked(settings: Settings) -> Checkpoint:
     default_sampling(settings.default_sampling, checkpoint.defaults)
     check_events(settings)
     check_kept(settings.prefix_cache_dir)
+    template_names(settings.default_chat_template_kwargs)
     if settings.dp_size > 1 and (count := checkpoint.config.expert_count):
         check_places(count, settings.dp_size, settings.redundant_experts)
     if settings.engine == "model":
@@ -391,6 +392,7 @@ def make_service(told: Told, words: Words, *, link: EngineLink, board: Board) ->
         length_max=plan.length_max,
         vocabulary=words.vocabulary,
         template=words.template,
+        template_names=template_names(settings.default_chat_template_kwargs),
     )
     return Service(
         names=settings.names,

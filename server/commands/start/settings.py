@@ -55,6 +55,11 @@ class Settings(ProcessConfig):
     chat_template: str = setting(
         "", "model", "A Jinja file that writes conversations instead of the checkpoint's own."
     )
+    default_chat_template_kwargs: str = setting(
+        "",
+        "model",
+        'What chat templates get that a request does not say: {"enable_thinking": false}.',
+    )
     served_model_name: str = setting(
         "", "model", "The name that clients use; several are separated by commas."
     )

@@ -43,19 +43,20 @@ class ReplyRules:
 
 
 def rules_of(ask: Conversation) -> ReplyRules:
-    """The rules of a reply, from an ask whose prompt has been read: reading notes in it whether the
-    reply is the rest of a message, which is not preceded by thinking."""
+    """The rules of a reply, from an ask whose prompt has been read: reading notes in it whether to
+    think, if it does not say, and whether the reply is the rest of a message, which is not preceded
+    by thinking."""
     choice: ToolChoice
     tools: Sequence[Tool] | None
     match ask:
         case schemas.ChatAsk():
             choice, tools = ask.tool_choice, ask.tools
             parallel = ask.parallel_tool_calls is not False
-            thinking = thinks(ask) and not ask.continue_final_message
+            thinking = bool(thinks(ask)) and not ask.continue_final_message
         case schemas.ResponsesAsk():
             choice, tools = choice_of_responses(ask.tool_choice), tools_of_responses(ask.tools)
             parallel = ask.parallel_tool_calls is not False
-            thinking = response_thinks(ask)
+            thinking = bool(response_thinks(ask))
         case schemas.MessagesAsk():
             choice, tools = choice_of_messages(ask.tool_choice), tools_of_messages(ask.tools)
             parallel = (ask.tool_choice or {}).get("disable_parallel_tool_use") is not True

@@ -238,3 +238,20 @@ def test_what_templates_of_others_use() -> None:
         assert template.render({"a": {"y": 1, "x": [2]}, "b": "ä"}) == '{"x":[2],"y":1}"\\u00e4"'
     finally:
         template.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "thinks"),
+    [
+        ("{{ '<think>' if enable_thinking is not defined or enable_thinking else '' }}", True),
+        ("{{ '</think>' if thinking is defined and not thinking else '<think>' }}", True),
+        ("{{ '<think>' if enable_thinking else '</think>' }}", False),
+        ("{{ enable_thinking }}", False),
+        ("{{ 'as always' }}", False),
+        ("{{ raise_exception('only with tools') }}", False),
+    ],
+)
+def test_whether_a_template_thinks_that_is_not_told(source: str, thinks: bool) -> None:
+    style = TemplateStyle("{% for m in messages %}{{ m.content }}{% endfor %}" + source)
+    assert [style.thinks(), style.thinks()] == [thinks, thinks]
+    style.close()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from ess.decoding import UNDECODABLE
 from ess.errors import BadInput
 from ess.models.chat.messages import Conversation, Message
 from ess.models.chat.styles import ChatStyle, TemplateStyle, style_of
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.commands.start.files.checkpoint import Checkpoint
 from ess.server.commands.start.settings import Settings
+from ess.server.dialects.tools import OF_SERVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,17 @@ def read_words(settings: Settings, checkpoint: Checkpoint) -> Words:
                 f" its vocabulary has {vocabulary} ids"
             )
     return Words(tokenizer=tokenizer, style=style, template=template, vocabulary=vocabulary)
+
+
+def template_names(text: str) -> dict[str, Any]:
+    """The names that the chat template gets where a request does not say them."""
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+    except UNDECODABLE as error:
+        raise BadInput(f"default_chat_template_kwargs is not a JSON object: {error}") from None
+    if taken := sorted(OF_SERVER & given.keys()):
+        raise BadInput(f"default_chat_template_kwargs has {taken[0]}: the server says that itself")
+    return given
 
 
 def chat_template(settings: Settings) -> str | None:
