@@ -36,8 +36,8 @@ class Moment(NamedTuple):
     """A call's place in its step, and the queries it is for.
 
     Its own copy is number `copy` of the step, and its stream has waited for the first `waited`
-    copies (for none if 0). It is call number `part` of its group, counted from 0, and its lines are
-    the step's queries from `first` on.
+    copies (for none if 0). Its answer lies in workspace number `part`, where no other call of its
+    group in this step has one, and its lines are the step's queries from `first` on.
     """
 
     copy: int = 1
