@@ -284,7 +284,7 @@ MESH_LACKS: Final[Mapping[str, str]] = {
     "prefix_cache_dir": "the stages' parts of a page would come from the disk at different times",
     "mtp_auto": "it follows each process's own clock",
     "tpot_ms": "it follows each process's own clock",
-    "deterministic": "a share of the heads may be rounded in another order than all",
+    "deterministic": "it holds in one process: shares of the heads are rounded in another order",
     "fake_prefill": "rows are invented in one process only",
 }
 

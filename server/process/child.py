@@ -102,9 +102,9 @@ class Child:
         self.kill()
         await self._process.wait()
 
-    def ask_to_end(self) -> None:
+    def ask_to_end(self, by: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+            self._process.send_signal(by)
 
     def hang_up(self) -> None:
         with contextlib.suppress(ProcessLookupError):

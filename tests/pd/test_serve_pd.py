@@ -90,10 +90,18 @@ def test_nothing_outlives_it(ends: signal.Signals, tmp_path: Path):
         if ends is signal.SIGKILL:
             pd.process.kill()
             return
-        pd.process.send_signal(signal.SIGINT)
+        pd.process.send_signal(signal.SIGTERM)
         until(lambda: "draining" in pd.said, "draining")
         pd.process.send_signal(signal.SIGINT)
         assert pd.ended(180) == 0
+
+
+def test_ctrl_c_waits_for_no_probes(tmp_path: Path):
+    """Beyond the limit of the test they would wait, behind SIGTERM."""
+    with served(tmp_path, "--drain-grace-s", "3600") as pd:
+        pd.process.send_signal(signal.SIGINT)
+        assert pd.ended(180) == 0
+        assert pd.said.count("ended after") == len(pd.pids) - 1, "none was killed"
 
 
 @pytest.mark.parametrize("role", few(["prefill", "router"], all_of=["decode", "prefill", "router"]))

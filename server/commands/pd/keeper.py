@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
@@ -70,13 +71,13 @@ class Keeper:
         self._keeping = asyncio.ensure_future(self._keep())
         return self._keeping
 
-    async def end(self, *, within_s: float) -> None:
+    async def end(self, *, within_s: float, by: signal.Signals = signal.SIGTERM) -> None:
         """Asks the program, if it runs, to end; kills it after `within_s`."""
         self._ending.set()
         if self._keeping is None:
             return
         if self._child is not None:
-            self._child.ask_to_end()
+            self._child.ask_to_end(by)
             await asyncio.wait([self._keeping], timeout=within_s)
         if self._child is not None:
             self._child.kill()
@@ -93,7 +94,7 @@ class Keeper:
         """Asks the program to end in its own time, and does not start it again."""
         self._ending.set()
         if self._child is not None:
-            self._child.ask_to_end()
+            self._child.ask_to_end(signal.SIGTERM)
 
     def kill(self) -> None:
         self._ending.set()

@@ -35,6 +35,7 @@ class Kept:
         self._retired: dict[str, list[Keeper]] = {role: [] for role in roles}
         self._tasks: dict[asyncio.Task[None], Keeper] = {}
         self._stop = asyncio.Event()
+        self._by = signal.SIGTERM
         self._hung_up = asyncio.Event()
 
     def heed_signals(self) -> None:
@@ -43,10 +44,12 @@ class Kept:
         that are ready, which read files again; routers read none."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            act = self._on_signal if os.isatty(0) else self._refresh
-            loop.add_signal_handler(signal.SIGHUP, act)
+            if os.isatty(0):
+                loop.add_signal_handler(signal.SIGHUP, self._on_signal, signal.SIGINT)
+            else:
+                loop.add_signal_handler(signal.SIGHUP, self._refresh)
 
     def _refresh(self) -> None:
         self._hung_up.set()
@@ -54,11 +57,13 @@ class Kept:
             if role != "router" and keeper.ready.is_set():
                 keeper.refresh()
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self._stop.is_set():
             for keepers in (*self._keepers.values(), *self._retired.values()):
                 for keeper in keepers:
                     keeper.kill()
+        else:
+            self._by = number
         self._stop.set()
 
     def keep(self, role: str, order: Order, is_ready: Callable[[str], Awaitable[bool]]) -> Keeper:
@@ -136,8 +141,10 @@ class Kept:
                     console.note(f"ess: {keeper.why_lost}\ness: {keeper.name} is given up")
 
     async def end(self, role: str, *, within_s: float) -> None:
+        """Passes a SIGINT on to servers, which then wait for no probes; routers know SIGTERM."""
         kept = (*self._keepers[role], *self._retired[role])
-        await asyncio.gather(*(keeper.end(within_s=within_s) for keeper in kept))
+        by = signal.SIGTERM if role == "router" else self._by
+        await asyncio.gather(*(keeper.end(within_s=within_s, by=by) for keeper in kept))
 
 
 def address_of(url: str) -> str:

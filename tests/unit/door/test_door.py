@@ -199,12 +199,8 @@ def test_verbs_at_a_wrong_moment_are_refused(offload):
     refused(offload, BadInput, "accepted is 2", lambda: step.commit(accepted=[2]))
     refused(offload, BadInput, "2 entries", lambda: step.commit(accepted=[1, 1]))
     other = [[99]]
-    refused(
-        offload,
-        BadInput,
-        "opened with token 10 at position 10, and tokens has 99",
-        lambda: step.commit(accepted=[1], tokens=other),
-    )
+    said = "opened with token 10 at position 10, and tokens has 99"
+    refused(offload, BadInput, said, lambda: step.commit(accepted=[1], tokens=other))
     step.commit(accepted=[1])
     for call in (
         lambda: step.commit(accepted=[1]),
