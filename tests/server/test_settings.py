@@ -234,9 +234,7 @@ def test_a_variable_of_theirs_that_sets_nothing_is_named():
         "pp_layer_partition from environment has no effect: there is one stage",
     )
     pair = {"VLLM_BATCH_INVARIANT": "1", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "0"}
-    with pytest.raises(
-        BadInput, match="VLLM_BATCH_INVARIANT and another variable give deterministic different"
-    ):
+    with pytest.raises(BadInput, match="VLLM_BATCH_INVARIANT and another variable give"):
         resolve({}, environment=pair)
 
 
