@@ -9,11 +9,11 @@ most of them with each request, at the values that leave them off. Parameters of
 off, such as `mirostat_tau`, ask for nothing by themselves.
 
 Every other key is ignored: routers and clients add their own. Of the known ones these change no
-answer: `user`, `metadata`, `store`,
-`service_tier`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, `prediction`
-(OpenAI); `data_parallel_rank`, `routed_dp_rank`, `disagg_prefill_dp_rank`, `routing_key` (which
-routers add; the rest of that is read in `legs`); `log_metrics`, `no_logs`, `custom_params`,
-`spaces_between_special_tokens`, `guided_decoding_backend`, `stream_interval` (vLLM, SGLang).
+answer: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`, `prompt_cache_key`,
+`prompt_cache_retention`, `prediction`, `verbosity` (OpenAI); `data_parallel_rank`,
+`routed_dp_rank`, `disagg_prefill_dp_rank`, `routing_key` (which routers add; the rest of that is
+read in `legs`); `log_metrics`, `no_logs`, `custom_params`, `spaces_between_special_tokens`,
+`guided_decoding_backend`, `stream_interval` (vLLM, SGLang).
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "thinking_token_budget": "",
         "repetition_detection": "",
         "web_search_options": "there is no search",
-        "verbosity": "say it in messages",
         "guided_whitespace_pattern": _FORM,
         "guided_json_object": _FORM,
         "whitespace_pattern": "white space between the parts of JSON is bounded",
@@ -156,7 +155,6 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "separate_reasoning": True,
         "stream_reasoning": True,
         "length_penalty": 1.0,
-        "verbosity": "medium",
     }
 )
 IN_SAMPLING_PARAMS: Final = frozenset(

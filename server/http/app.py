@@ -214,13 +214,12 @@ def _not_allowed(request: Request, path: str) -> Response:
 
 
 def _methods_at(request: Request) -> set[str]:
-    """The methods of a path, each of which has its own route."""
-    return {
-        method
-        for route in request.app.routes
-        if route.matches(request.scope)[0] is not Match.NONE
-        for method in getattr(route, "methods", None) or ()
-    }
+    """The methods of a path, each of which has its own route. A path of its own comes before a
+    pattern that it fits too."""
+    scope = request.scope
+    met = [each for each in request.app.routes if each.matches(scope)[0] is not Match.NONE]
+    own = [route for route in met if getattr(route, "path", "") == scope["path"]]
+    return {method for route in own or met for method in getattr(route, "methods", None) or ()}
 
 
 def _nearest(path: str) -> str:

@@ -103,6 +103,8 @@ def test_a_request_id_goes_out_as_it_came_in():
         ("/v1/completions", None, 405, "GET is not served at /v1/completions; POST is"),
         ("/v1/models", {}, 405, "POST is not served at /v1/models; GET is"),
         ("/v1/models/a/b", {}, 405, "POST is not served at /v1/models/a/b; GET is"),
+        ("/v1/responses/input_tokens", None, 405, "at /v1/responses/input_tokens; POST is"),
+        ("/v1/responses/resp_1", {}, 405, "at /v1/responses/resp_1; DELETE and GET are"),
         ("/health/", None, 404, "there is no /health/; did you mean /health?"),
         ("/v1/models/", None, 404, "there is no /v1/models/; did you mean /v1/models?"),
         ("/v1/health", None, 404, "did you mean /health?"),

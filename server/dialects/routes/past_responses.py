@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +18,8 @@ from ess.server.process.requests.kept_responses import Kept
 from ess.server.process.service import Service
 
 PATH: Final = "/v1/responses/{response_id}"
+COUNTED: Final = "/v1/responses/input_tokens"
+"""It fits PATH, and only POST is served there."""
 
 
 async def retrieve(request: Request) -> Response:
@@ -83,6 +86,8 @@ def _found(request: Request) -> Kept:
 
 
 def _identity(request: Request) -> str:
+    if request.scope["path"] == COUNTED:
+        raise HTTPException(405)
     return str(request.path_params["response_id"])
 
 
