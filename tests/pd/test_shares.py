@@ -174,7 +174,7 @@ def test_a_router_that_knows_no_keys_is_none_for_keys(monkeypatch: pytest.Monkey
     installed(monkeypatch, "vllm_router", "sglang_router", "smg")
     assert routers.choose(None, has_keys=True).name == "smg"
     for name in ("vllm_router", "sglang_router"):
-        with pytest.raises(BadInput, match=f"api_key and --router {name}: .* take smg"):
+        with pytest.raises(BadInput, match=f"api_key and --router {name}: .* give --router smg"):
             routers.choose(name, has_keys=True)
 
 

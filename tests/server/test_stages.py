@@ -138,7 +138,7 @@ def test_torchrun_says_which_rank_this_is():
     shared = {"dp_size": 4, "port": 9000}
     with pytest.raises(BadInput, match="but dp_size is 2"):
         resolve({**shared, "dp_size": 2}, environment=OF_RANK)
-    with pytest.raises(BadInput, match="dp_rank is 1: torchrun says where"):
+    with pytest.raises(BadInput, match="dp_rank is 1: leave it out, since torchrun"):
         resolve({**shared, "dp_rank": 1}, environment=OF_RANK)
     found = resolve(shared, environment=OF_RANK).settings
     assert (found.dp_rank, found.port, found.dist_init_addr) == (2, 9001, "127.0.0.1:29501")
@@ -197,7 +197,7 @@ def test_the_c_library_asks_for_huge_pages_where_engines_say_so(device, is_huge)
     ("environment", "given", "says"),
     [
         ({}, {"pp_size": 2}, "torchrun starts 4 processes .WORLD_SIZE., but pp_size 2 x .* is 2"),
-        ({}, {"pp_size": 4, "nnodes": 2}, "nnodes is 2: torchrun says where"),
+        ({}, {"pp_size": 4, "nnodes": 2}, "nnodes is 2: leave it out, since torchrun says where"),
         ({"RANK": "x"}, {"pp_size": 4}, "RANK is 'x' in the environment, must be a number"),
         ({"RANK": "4"}, {"pp_size": 4}, "RANK is 4 and LOCAL_WORLD_SIZE 2 of 4 processes"),
     ],
