@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ess.kernels.experts import swiglu
+from ess.kernels.received import added, gated, taken
 from tests.kernels.sets import SETS, op_set
 from tests.kernels.test_triton_ops import device
 
@@ -92,3 +94,48 @@ def test_a_rank_that_receives_nothing_makes_nothing(ops: Any) -> None:
     ops.gate_received(torch.empty(0, 16, device=there), ends, 0.0, none)
     places = torch.empty(0, 2, dtype=torch.int64, device=there)
     ops.add_received(torch.ones(3, 8, device=there), places, places.float(), none)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_sizes_again_and_again(ops: Any, seed: int) -> None:
+    """Odd widths, a token for each line and none; what is not asked for is NaN. Repeated calls give
+    the same bits, also into memory that held something else."""
+    at = random.Random(seed)
+    width, lines, named = at.choice([1, 7, 65, 129, 1031]), at.randrange(1, 40), at.randrange(1, 9)
+    count, there = at.randrange(lines + 1), home(ops)
+    tokens, both = drawn(5, width, seed=seed), drawn(lines, 2 * width, seed=seed + 1)
+    both[count:] = torch.nan
+    which = torch.tensor([at.randrange(5) for _ in range(lines)])
+    places = torch.tensor([[at.randrange(-1, count) for _ in range(named)] for _ in range(5)])
+    weights, made = drawn(5, named, seed=seed + 2), both[:, :width].contiguous()
+    wanted = torch.zeros(5, width)
+    for place, weight in zip(places.T, weights.T, strict=True):
+        line = made[place.clamp_min(0)] * weight[:, None]
+        wanted += line.where(place[:, None] >= 0, 0.0)
+    before: list[Tensor] | None = None
+    for poison in (POISON, torch.nan, -POISON):
+        took, gate = (torch.full((lines, width), poison, device=there) for _ in range(2))
+        sums = torch.full((5, width), poison, device=there)
+        ends = ends_of(count).to(there)
+        ops.take_received(tokens.to(there), which.to(there), ends, took)
+        ops.gate_received(both.to(there), ends, 0.0, gate)
+        ops.add_received(made.to(there), places.to(there), weights.to(there), sums)
+        again = [took[:count].cpu(), gate[:count].cpu(), sums.cpu()]
+        assert before is None or all(map(torch.equal, before, again))
+        before = again
+    assert before is not None
+    assert torch.equal(before[0], tokens[which[:count]])
+    torch.testing.assert_close(before[1], swiglu(both[:count], 0.0), rtol=1e-5, atol=1e-6)
+    assert torch.equal(before[2], wanted)
+
+
+def test_lines_that_lie_apart_are_read_as_they_are() -> None:
+    tokens, both, made = drawn(5, 14)[:, ::2], drawn(12, 6, seed=1).T, drawn(14, 9, seed=2)[::2]
+    which, ends = torch.tensor([4, 4, 0, 2, 1, 3]), ends_of(6)
+    places = torch.tensor([[0, 6, -1], [3, -1, 2]]).T
+    weights = drawn(2, 3, seed=3).T
+    dense = [each.contiguous() for each in (tokens, both, made, places, weights)]
+    assert torch.equal(taken(tokens, which, ends), taken(dense[0], which, ends))
+    assert torch.equal(gated(both, ends, 0.5), gated(dense[1], ends, 0.5))
+    summed = added(made, places, weights, torch.float32)
+    assert torch.equal(summed, added(dense[2], dense[3], dense[4], torch.float32))

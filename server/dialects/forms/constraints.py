@@ -132,7 +132,7 @@ def _text(where: str, kind: Kind, text: str | None) -> Iterable[Grammar]:
     try:
         yield Grammar(kind, text)
     except BadInput as refusal:
-        raise BadInput(f"{where}: {refusal}") from None
+        raise BadInput(f"{where} is not served: {refusal}") from None
 
 
 def _ebnf(where: str, text: str | None) -> Iterable[Grammar]:
