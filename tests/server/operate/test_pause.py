@@ -250,7 +250,7 @@ def test_a_process_that_hears_late_of_the_next_engine_does_not_pause_it_again(tm
 @pytest.mark.slow
 @pytest.mark.parametrize("count", ["1", "2"])
 def test_a_drain_ends_a_pause_so_that_what_is_open_can_finish(count: str):
-    """And while it drains no other pause is let in."""
+    """While it drains no other pause is let in, or that ends too."""
     flags = ("--engine", "paced", "--pace-ms", "2", "--server-processes", count)
     with Process(*flags, "--drain-s", "240").wait_ready() as process:
 
@@ -269,7 +269,8 @@ def test_a_drain_ends_a_pause_so_that_what_is_open_can_finish(count: str):
         assert asked("/pause?mode=keep") == 200
         process.process.send_signal(signal.SIGTERM)
         until(lambda: process.status("/ready") in (503, 0), "the drain")
-        assert asked("/pause?mode=keep") in (503, 0)
+        late = asked("/pause?mode=keep")
+        assert late in (503, 0) or (late, count) == (200, "2"), "it had not heard of the drain"
         assert list(stream)[-1].choices[0].finish_reason == "length"
         assert process.ended(60) == 0
         said = process.process.communicate()[1]
