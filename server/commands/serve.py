@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from cyclopts import Group, Parameter
-from cyclopts.help import DefaultFormatter, HelpPanel
+from cyclopts.help import (
+    ColumnSpec,
+    DefaultFormatter,
+    DescriptionRenderer,
+    HelpPanel,
+    NameRenderer,
+)
 
 from ess import console
 from ess.config import Setting
@@ -26,6 +32,14 @@ if TYPE_CHECKING:
 COMMON: Final = (
     *("host", "port", "api_key_file", "served_model_name", "max_model_len", "max_running"),
     *("host_bytes", "slot_bytes", "prefix_cache_dir", "mtp", "device", "threads"),
+)
+
+
+# No flag is broken in two: the library's own limit is 28 characters on a terminal of 80.
+NAMES_WIDTH: Final = max(len(known.flag) for known in FIELDS.values())
+COLUMNS: Final = (
+    ColumnSpec(renderer=NameRenderer(NAMES_WIDTH), style="cyclopts.name", max_width=NAMES_WIDTH),
+    ColumnSpec(renderer=DescriptionRenderer(), overflow="fold"),
 )
 
 
@@ -54,7 +68,7 @@ def _one_name(console: Console, options: ConsoleOptions, panel: HelpPanel) -> No
         entry.copy(positive_names=entry.positive_names[:1], negative_names=())
         for entry in panel.entries
     ]
-    DefaultFormatter()(console, options, panel.copy(entries=entries))
+    DefaultFormatter(column_specs=COLUMNS)(console, options, panel.copy(entries=entries))
 
 
 def _section(known: Setting) -> Group:

@@ -323,6 +323,7 @@ def test_what_does_not_come_is_computed_here(cause: str, cached: bool) -> None:
         assert taken.cached_count == (512 if cached else 0)
     run_to_end(pair, lambda: taken.reason is not None)
     assert (taken.cached_count, taken.output) == (0, V4.told(600))
+    all_pages_are_free(pair)
 
 
 @pytest.mark.slow
@@ -334,6 +335,11 @@ def test_or_the_request_is_refused(cause: str) -> None:
     assert taken.reason == "refused"
     assert isinstance(taken.refusal, Unavailable)
     assert f"handoff {pair.uid}" in str(taken.refusal)
+    all_pages_are_free(pair)
+
+
+def all_pages_are_free(pair: Pair) -> None:
+    """Those of the worker that decodes; the peer may be lost."""
     pair.decode.offload.forget_prefixes()
     stats = pair.decode.offload.stats()
     assert stats.free_host_page_count == stats.host_page_count
