@@ -104,6 +104,13 @@ def test_a_choice_is_one_of_its_options():
     assert {request.reason for request in found} == {"stop"}
 
 
+def test_a_request_that_has_ended_follows_no_grammar():
+    """Else the grammar's process would stay."""
+    matchers = [request.matcher for request in plainly() if request.sampling.grammar is not None]
+    assert all(matcher is not None and matcher._room is None for matcher in matchers)
+    assert len(matchers) == 14
+
+
 def test_only_allowed_ids_are_drawn_and_bad_words_never():
     allowed, bad = plainly()[4:6], plainly()[6:8]
     for request in allowed:
