@@ -43,7 +43,7 @@ class ChatStyle(Protocol):
         ...
 
     def thinks(self) -> bool:
-        """Whether the model thinks before it answers where nobody says so."""
+        """Whether the model thinks before it answers where a request does not say so."""
         ...
 
     def call_grammar(self, tokenizer: Tokenizer, calls: Calls) -> str | None:
