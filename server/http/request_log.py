@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ess import console
 from ess.clock import Clock
-from ess.server.process.log_records import record
+from ess.server.process.logs.log_records import record
 from ess.server.process.requests.call import Call
 
 

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from ess.server.process.log_pipe import STDERR
+from ess.server.process.logs.log_pipe import STDERR
 
 HANG_S: Final = 10.0
 HEARD: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -17,7 +17,7 @@ from ess.server.commands.pd import keeper as keepers
 from ess.server.commands.pd.keeper import STARTS_MAX, Keeper, Order
 from ess.server.commands.pd.kept import Kept
 from ess.server.process.child import LINE_BYTES_MAX, lines_of
-from ess.server.process.log_records import record
+from ess.server.process.logs.log_records import record
 from tests.server.harness import until
 from tests.support.kin import is_running, told
 from tests.support.process import ROOT

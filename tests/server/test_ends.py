@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ess.server.process.log_pipe import KEPT_BYTES, Carrier
+from ess.server.process.logs.log_pipe import KEPT_BYTES, Carrier
 from ess.server.process.own_folder import LOCK, own_folder, remove_dead
 from tests.attacks.logs import disk_full, full_and_unread, reader_gone
 from tests.server.harness import until

@@ -45,7 +45,7 @@ from ess.server.commands.start.files.hidden_files import check_header_text, read
 from ess.server.commands.start.files.watched import FILES_S, Watched
 from ess.server.commands.start.settings import Settings, resolve
 from ess.server.commands.start.written_addresses import listed
-from ess.server.process.log_pipe import unblocked_stderr
+from ess.server.process.logs.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
 from ess.server.process.signals import HANG_S
 

@@ -39,7 +39,7 @@ from ess.server.commands.pd.shares import clean, told_settings
 from ess.server.commands.ranks.servers import ESS, OF_RANK, new_secret, show
 from ess.server.commands.start.settings import Resolved, Settings
 from ess.server.commands.start.written_addresses import is_loopback
-from ess.server.process.log_pipe import unblocked_stderr
+from ess.server.process.logs.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
 from ess.server.process.signals import HANG_S
 

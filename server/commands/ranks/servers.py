@@ -30,7 +30,7 @@ from ess.server.commands.pd.shares import clean, told_settings
 from ess.server.commands.start.files.words import read_words
 from ess.server.commands.start.launch import checked, derived, layout_of, planned, sized
 from ess.server.commands.start.settings import Resolved, Settings
-from ess.server.process.log_pipe import unblocked_stderr
+from ess.server.process.logs.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
 from ess.server.process.signals import HANG_S
 

@@ -58,7 +58,7 @@ from ess.server.process.lifecycle import QuietServer, Running
 from ess.server.process.link import EngineLink, FrontPlace
 from ess.server.process.listening import sockets
 from ess.server.process.listening.stand_in import StandIn
-from ess.server.process.log_pipe import unblocked_stderr
+from ess.server.process.logs.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
 from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.pair.registration import registration_of

@@ -11,8 +11,8 @@ import traceback
 
 import pytest
 
-from ess.server.process.log_pipe import Carrier
-from ess.server.process.log_records import LINE_BYTES_MAX, Records, record
+from ess.server.process.logs.log_pipe import Carrier
+from ess.server.process.logs.log_records import LINE_BYTES_MAX, Records, record
 from tests.server.harness import until
 from tests.support.process import Process
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-from ess.server.process.log_records import Records
+from ess.server.process.logs.log_records import Records
 
 STDERR: Final = 2
 KEPT_BYTES: Final = 256 << 10
