@@ -85,7 +85,7 @@ def publish(index: PrefixIndex, first_page: int, tokens: list[int], *, salt: byt
 
 @pytest.mark.parametrize("form", ["sglang", "vllm"])
 def test_both_schemas_carry_the_same_blocks(publisher, consume, at, form):
-    events = publisher(*at, form=form)
+    events = publisher(*at, form=form, topic="kv@here@model")
     consumer = consume(*at, form=form)
     index = PrefixIndex()
     index.listeners.append(events)
@@ -93,6 +93,7 @@ def test_both_schemas_carry_the_same_blocks(publisher, consume, at, form):
     publish(index, 0, tokens)
     events.flush()
     consumer.catch_up()
+    assert consumer.topics == ({b"kv@here@model"} if form == "vllm" else set())
     names = [block_name(content) for content in page_hashes(tokens)]
     assert list(consumer.known) == names
     assert consumer.known[names[0]] == (None, tuple(range(64)))

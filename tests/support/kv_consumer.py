@@ -82,7 +82,8 @@ BATCH = {"sglang": Batch, "vllm": MapBatch}
 
 class Consumer:
     """Applies batches in the order of their numbers; `known` has the parent and tokens of every
-    block. `lost` are numbers that neither came nor were there to be replayed."""
+    block. `lost` are numbers that neither came nor were there to be replayed, `topics` those of
+    batches that were."""
 
     def __init__(
         self, context: zmq.Context, address: str, replay: str = "", *, form: str = "sglang"
@@ -92,6 +93,7 @@ class Consumer:
         self.lost: list[int] = []
         self.kinds: list[str] = []
         self.frames: list[list[bytes]] = []
+        self.topics: set[bytes] = set()
         self.sub = context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.SUBSCRIBE, b"")
         self.sub.setsockopt(zmq.RCVHWM, 1)
@@ -100,6 +102,7 @@ class Consumer:
         if replay:
             self.dealer.connect(replay)
         self._has_replay = bool(replay)
+        self._form = form
         self._decoder = msgspec.msgpack.Decoder(BATCH[form])
 
     def close(self) -> None:
@@ -123,11 +126,12 @@ class Consumer:
         self.dealer.send_multipart([b"", self.expected.to_bytes(8, "big")])
         while True:
             assert self.dealer.poll(WAIT_MS), "the replay does not end"
-            empty, number, payload = self.dealer.recv_multipart()
-            assert empty == b""
+            empty, *topic, number, payload = self.dealer.recv_multipart()
+            assert (empty, len(topic)) == (b"", 1 if self._form == "vllm" else 0)
             if number == END:
-                assert payload == b""
+                assert (topic, payload) == ([b""] if topic else [], b"")
                 return
+            self.topics.update(topic)
             self._take(number, payload)
 
     def _take(self, frame: bytes, payload: bytes) -> None:

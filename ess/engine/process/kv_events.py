@@ -7,9 +7,10 @@ its content hash are its name. A page of a salted prompt hangs on a root of its 
 router takes it for the page of an open prompt.
 
 Sequence numbers count every batch, so a subscriber that was too slow sees the gap; a ROUTER socket
-sends again what is kept of the last batches. A thread of its own owns both sockets: it never waits
-for a subscriber, and the engine never waits for it. Events hold the tokens of prompts, and the
-sockets know no key: `ess serve` refuses an address that other machines reach unless asked.
+sends again what is kept of the last batches: as [number, payload] in SGLang's form, with the topic
+before them in vLLM's, which has it since 0.26. A thread of its own owns both sockets: it never
+waits for a subscriber, and the engine never waits for it. Events hold the tokens of prompts, and
+the sockets know no key: `ess serve` refuses an address that other machines reach unless asked.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class KvEvents:
         self._encoder = msgspec.msgpack.Encoder()
         self._heard: list[Stored | Removed | None] = []
         self._number = 0
-        self._post = Post(context, address, replay=replay, topic=topic.encode())
+        self._post = Post(
+            context, address, replay=replay, topic=topic.encode(), repeats_topic=form == "vllm"
+        )
 
     # ---- what the index says
 
@@ -172,12 +175,20 @@ def block_name(content: bytes) -> int:
 
 class Post:
     """The thread that owns the sockets. `send` drops a batch rather than wait; its number is then
-    missing everywhere, in the replay too."""
+    missing everywhere, in the replay too. `repeats_topic`: batches that are sent again begin with
+    their topic."""
 
     def __init__(
-        self, context: zmq.Context[Socket], address: str, *, replay: str, topic: bytes
+        self,
+        context: zmq.Context[Socket],
+        address: str,
+        *,
+        replay: str,
+        topic: bytes,
+        repeats_topic: bool,
     ) -> None:
         self._topic = topic
+        self._repeats_topic = repeats_topic
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._replays: OrderedDict[bytes, int] = OrderedDict()
@@ -267,7 +278,8 @@ class Post:
         for _ in range(REPLAY_BITE):
             batch = self._kept_from(number)
             number, payload = (-1, b"") if batch is None else batch
-            frames = [who, b"", END if batch is None else _packed(number), payload]
+            topics = [self._topic if batch else b""] if self._repeats_topic else []
+            frames = [who, b"", *topics, END if batch is None else _packed(number), payload]
             self._router.send_multipart(frames, zmq.NOBLOCK)
             if batch is None:
                 del self._replays[who]
