@@ -108,6 +108,7 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "thinking_token_budget": "",
         "repetition_detection": "",
         "web_search_options": "there is no search",
+        "moderation": "nothing is moderated here",
         "guided_whitespace_pattern": _FORM,
         "guided_json_object": _FORM,
         "whitespace_pattern": "white space between the parts of JSON is bounded",
@@ -169,8 +170,9 @@ IN_SAMPLING_PARAMS: Final = frozenset(
 )
 
 
-# vLLM's router writes these into the prefill leg of every body, even where they are not read.
-BY_ROUTER: Final = frozenset(("max_tokens", "min_tokens"))
+# vLLM's router and llm-d's sidecar write these into the prefill leg of every body, even where they
+# are not read.
+BY_ROUTER: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 
 
 def check(raw: bytes, kind: type[msgspec.Struct]) -> None:

@@ -25,6 +25,7 @@ from tests.support.routers import Answer, ask
 until = partial(harness.until, within_s=180.0)
 SECRET = "sixteen bytes are enough for it"
 PROMPT = {"prompt": "abc", "max_tokens": 3}
+HELLO = [{"role": "user", "content": "a"}]
 GIVES = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 ENDS = ("data: [DONE]\n\n", 'data: {"type":"message_stop"}\n\n')
 LIMITS = Limits(running_max=16, waiting_max=64, length_max=4096, keep_alive_s=0.05)
@@ -161,12 +162,41 @@ def test_a_transfer_id_names_the_same_rooms_in_both_legs():
         assert [each.uid for each in handed(right)] == uids
 
 
+# What llm-d's sidecar (llm-d-router, August 2026, nixlv2) writes over the client's body.
+SIDECAR = {
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
+    **GIVES["kv_transfer_params"],
+}
+ONE = {"max_tokens": 1, "min_tokens": 1}
+PRIMED = {
+    "/v1/chat/completions": ({"messages": HELLO}, {**ONE, "max_completion_tokens": 1}),
+    "/v1/completions": ({"prompt": "a"}, {**ONE, "max_completion_tokens": 1}),
+    "/v1/messages": ({"messages": HELLO}, {**ONE, "max_completion_tokens": 1}),
+    "/v1/responses": ({"input": "a"}, {"max_output_tokens": 1}),
+    "/inference/v1/generate": ({"token_ids": [5, 6]}, {"sampling_params": ONE}),
+}
+
+
+def test_the_legs_of_llm_d_s_sidecar_are_served():
+    with pair() as (left, right):
+        for path, (body, limits) in PRIMED.items():
+            primed = {**body, **limits, "stream": False, "kv_transfer_params": SIDECAR}
+            first = post(left, primed, path)
+            assert first.status == 200, (path, first.text)
+            params = first.document["kv_transfer_params"]
+            asked = {**body, "max_tokens": 3} if path == "/v1/messages" else body
+            second = post(right, {**asked, "kv_transfer_params": params}, path)
+            assert second.status == 200, (path, second.text)
+            assert [each.kind for each in handed(left)] == ["give"]
+            assert [each.kind for each in handed(right)] == ["take"]
+
+
 def test_every_route_that_generates_hands_over():
     routes = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/chat/completions": {"messages": HELLO},
         "/v1/completions": {"prompt": "a"},
         "/v1/responses": {"input": "a"},
-        "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+        "/v1/messages": {"messages": HELLO, "max_tokens": 3},
         "/generate": {"text": "a", "return_logprob": True, "logprob_start_len": 0},
         "/inference/v1/generate": {"token_ids": [5, 6]},
     }
