@@ -61,7 +61,8 @@ def chat_logprobs(
                 ],
             }
             for token, chance in zip(tokens, chances, strict=True)
-        ]
+        ],
+        "refusal": None,
     }
 
 

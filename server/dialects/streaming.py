@@ -197,6 +197,7 @@ class EventStream(Response):
         self._is_quiet = True
         self._is_sending = False
         self._straight: Straight | None = None
+        self._fault: EssError | None = None
         self.held = contextlib.ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,16 +216,16 @@ class EventStream(Response):
         reader = None
         try:
             ready = self._writer.begin() + self._encode(self._first)
-            while not self._answer.is_done:
+            while not self._answer.is_done and self._fault is None:
                 if ready:
                     await self._send(send, ready)
                     reader = self._pass_on
                 pieces = await self._answer.call.take(reader)
                 ready = self._encode(pieces) if pieces else self._nudged()
-            ready += self._writer.end()
         except EssError as error:
-            ready = self._writer.fail(error)
-        body = ready + self._writer.done
+            ready, self._fault = b"", error
+        end = self._writer.end() if self._fault is None else self._writer.fail(self._fault)
+        body = ready + end + self._writer.done
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _nudged(self) -> bytes:
@@ -240,15 +241,20 @@ class EventStream(Response):
         if ready:
             self._is_quiet = False
             straight.write(ready)
-        if self._answer.is_done:
+        if self._answer.is_done or self._fault is not None:
             self._answer.call.nudge()
         return True
 
     def _encode(self, pieces: Sequence[Piece]) -> bytes:
+        """Pieces as events, up to the piece with which the answer fails, if there is one."""
         grown, writer = self._answer, self._writer
-        if len(pieces) == 1:
-            return writer.feed(*grown.take(pieces[0]))
-        return b"".join([writer.feed(*grown.take(piece)) for piece in pieces])
+        events = []
+        try:
+            for piece in pieces:
+                events.append(writer.feed(*grown.take(piece)))
+        except EssError as error:
+            self._fault = error
+        return b"".join(events)
 
     async def _send(self, send: Send, ready: bytes) -> None:
         self._is_quiet, self._is_sending = False, True

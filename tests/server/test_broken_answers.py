@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 
+import openai
 import pytest
 
 from ess.engine.process.fake_engine import Going
 from ess.engine.process.messages import Piece
-from tests.server.harness import PacedEngine, Served, saying, until
+from ess.server.process.requests.kept_responses import KeptResponses
+from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
 from tests.support.crowd import Crowd
 from tests.support.told import told
 
@@ -52,3 +54,24 @@ def test_in_a_stream_it_is_an_event_and_the_other_stream_goes_on():
         assert b'"code":"numerical_error"' in going.texts[0]
         assert (broken.error, whole.error) == (WHY, "")
         assert len(whole.choices[0].text) > len(broken.choices[0].text) > 0
+
+
+def test_a_streamed_response_ends_failed_and_is_kept_so():
+    """OpenAI's client raises at the first of the two last events; others read the second."""
+    asked = {"input": "When?", "stream": True}
+    prompt = TOKENIZER.encode("user: When?\nassistant:")
+    with Served(Breaking(prompt, 2), kept=KeptResponses(1 << 20)) as served:
+        with Crowd(served.url, [{**asked, "path": "/v1/responses"}], key="none") as going:
+            until(lambda: going.is_over(0), "its end")
+        lines = going.texts[0].decode().split("\n")
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        *_, said, last = events
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            kept = client.responses.retrieve(last["response"]["id"])
+            with pytest.raises(openai.APIError, match=WHY):
+                list(client.responses.create(model="test-model", **asked))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert (said["type"], said["code"], said["message"]) == ("error", "numerical_error", WHY)
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": "server_error", "message": WHY}
+    assert (kept.status, kept.error.message) == ("failed", WHY)

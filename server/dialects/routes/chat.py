@@ -138,9 +138,8 @@ class ChatShape:
         return document
 
     def _choice(self, index: int, generation: Generation, reply: Reply) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
-        if not reply.tool_calls:
-            message["content"] = reply.content
+        content = reply.content or (None if reply.tool_calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reply.reasoning and self.shows_reasoning:
             message |= reasoned(reply.reasoning)
         if reply.tool_calls:

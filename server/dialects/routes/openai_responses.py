@@ -182,13 +182,14 @@ class ResponseShape:
             self.items.take(said)
         return self.last()
 
-    def broken_off(self, status: str, error: EssError | None = None) -> None:
-        """Keeps the document without items, with what has made it end."""
+    def broken_off(self, status: str, error: EssError | None = None) -> Item:
+        """The document without items, with what has made it end; it is kept."""
         document = self.document(status)
         if error is not None:
             told = error_body(error)[1]["error"]
             document["error"] = {"code": "server_error", "message": told["message"]}
         self.history.keep(document)
+        return document
 
     def last(self) -> Item:
         """The document at the end of the answer."""
@@ -274,6 +275,14 @@ class ResponseWriter(Writer):
     def end(self) -> bytes:
         document = self._shape.last()
         return self._events([{"type": f"response.{document['status']}", "response": document}])
+
+    def fail(self, error: EssError) -> bytes:
+        """The event of the specification, whose code and message OpenAI's clients read inside an
+        object, and the response at its end."""
+        told = error_body(error)[1]["error"]
+        said = {**told, "type": "error", "error": told}
+        document = self._shape.broken_off("failed", error)
+        return self._events([said, {"type": "response.failed", "response": document}])
 
     def _events(self, events: Sequence[Item]) -> bytes:
         return b"".join(map(self._written, events))
