@@ -1,4 +1,4 @@
-"""GLM-5-next, its text: indexers choose 16 neighbouring tokens together, nothing is rotated,
+"""GLM-5-next, its text: indexers choose neighbouring tokens together, nothing is rotated,
 residual streams are mixed around each block; three of four layers are linear attention (KDA).
 
 Requests keep a state beside their rows (`ess.models.config_json.linear`). Images and the MTP module
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ess.errors import BadInput
 from ess.models.config import ModelConfig
-from ess.models.config_json.reading import named, parse, said_kinds, text_of
+from ess.models.config_json.reading import INDEXED, named, parse, said_kinds, text_of
 from ess.models.part import ModelPart, require_all_heads
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ FIXED: Final = {
     "indexer_rope_interleave": True,
     "qk_rope_head_dim": 0,
     "index_kpool_always_select_tail": True,
+    "index_kpool_compress": True,
     "rope_parameters": {},
 }
 STREAMS: Final = {"hc_mult": 4, "hc_eps": 1e-6, "swiglu_limit": 10.0}
@@ -51,11 +52,8 @@ NESTED: Final = {
     "short_conv_kernel_size": "linear_conv_kernel_dim",
     "gate_lower_bound": "linear_lower_bound",
 }
-KINDS: Final = {
-    "linear_attention": True,
-    "indexed_attention": False,
-    "full_attention": False,
-}
+USUAL: Final = ("linear_attention", "indexed_attention")
+KINDS: Final = {USUAL[0]: True, "full_attention": False, **dict.fromkeys(INDEXED, False)}
 FOREIGN: Final = (
     *("layer_types", "num_nextn_predict_layers", "first_k_dense_replace", "rope_theta"),
     *("rope_parameters", "rope_scaling", "index_share_for_mtp_iteration", "head_dim"),
@@ -67,7 +65,7 @@ UNREAD: Final = ("model.visual.", "visual.", "model.vision_tower.")
 def read(raw: Mapping[str, Any]) -> ModelConfig:
     with named(raw):
         said = text_of(raw.get("text_config", raw), raw, nullable=NULLABLE)
-        layers = said_kinds(said, KINDS, lambda n: [*KINDS][n % 4 == 3])
+        layers = said_kinds(said, KINDS, lambda n: USUAL[n % 4 == 3])
         own = {
             **{key: said.get(key, usual) for key, usual in STREAMS.items()},
             "pooled": {key: said.get(key, usual) for key, usual in POOLED.items()},

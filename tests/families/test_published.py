@@ -73,9 +73,9 @@ def test_the_loader_s_dry_run(name: str, capsys: Captured) -> None:
 def test_a_state_is_counted_on_the_device_alone(capsys: Captured) -> None:
     plan(decode=DecodeFlags(model="glm-5.3-flash", ctx="1m"), json=True)
     fit = told(capsys)
-    linear, units = 34 * (64 * 128 * 128 + 3 * 3 * 64 * 128), 11 * 15 * 2 * 128
+    linear, units = 34 * (64 * 128 * 128 + 3 * 3 * 64 * 128), 11 * 3 * 2 * 128
     assert fit["request_state_bytes"] == 64 + 4 * (linear + units)
-    assert fit["request_host_bytes"] == 11 * (16 * 528 + 132) * (1 << 16)
+    assert fit["request_host_bytes"] == 11 * (4 * 528 + 132) * (1 << 18)
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [

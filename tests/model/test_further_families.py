@@ -18,6 +18,7 @@ from ess.models import registry as known_families
 from ess.models.load import load_model
 from ess.models.plain import Plain
 from ess.models.registry import build, read_config
+from ess.models.weights.expected.dry_run import read_config as read_published
 from tests.families.test_covered import FIRST
 from tests.model import grid
 from tests.support import checkpoints, own_family
@@ -214,6 +215,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm5_next", {"index_kpool": 0}, "index_kpool`, got 0"),
     ("glm5_next", {"index_kpool": 1}, "index_kpool 1 is not supported, only units of several"),
     ("glm5_next", {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail fa"),
+    ("glm5_next", {"index_kpool_compress": False}, "index_kpool_compress false is not supported"),
     ("glm5_next", {"layer_types": ["odd"] * 4}, "layer_types is .'odd'"),
     ("glm5_next", {"layer_types": ["linear_attention"] * 6}, "layer_types has no layer with an"),
     ("glm5_next", {"linear_lower_bound": 1.0}, "linear_lower_bound`, got 1.0"),
@@ -240,6 +242,43 @@ def test_what_is_not_computed_is_refused(family: str, change: dict[str, Any], sa
     with pytest.raises(BadInput, match=said) as refusal:
         read_config(changed(family, change))
     assert str(refusal.value).startswith(f"config.json of {TINY[family]['model_type']}: ")
+
+
+def test_glm_5_next_as_its_checkpoint_says_it() -> None:
+    """zai-org/GLM-5.3-Flash has another name for layers with an indexer, its linear ones in an
+    object, and keys that say what the model does anyway."""
+    ours = read_published("glm-5.3-flash")
+    linear, sparse = "linear_attention", "deepseek_sparse_attention"
+    kinds = [sparse if n % 4 == 3 else linear for n in range(45)]
+    kinds_of_mlp = ["dense"] * 3 + ["sparse"] * 42
+    own = {key: said for key, said in ours["text_config"].items() if not key.startswith("linear_")}
+    theirs = {
+        **own,
+        "layer_types": kinds,
+        "linear_attn_config": {
+            "num_heads": 64,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+            "kda_layers": [n for n in range(45) if kinds[n] == linear],
+            "full_attn_layers": [n for n in range(45) if kinds[n] == sparse],
+        },
+        **dict.fromkeys(("mhc", "mla_use_nope", "index_kpool_compress"), True),
+        **dict.fromkeys(("indexer_rope_interleave", "index_share_for_mtp_iteration"), True),
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_router_dtype": "float32",
+        "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 1,
+        "head_dim": 0,
+    }
+    listed = {"indexer_types": ["full"] * 45, "mlp_layer_types": kinds_of_mlp}
+    ours["text_config"].update(listed)
+    config = read_config(ours)
+    assert read_config({**ours, "text_config": {**theirs, **listed}}) == config
+    index = config.layout().index
+    assert index is not None
+    assert index.unit == 4
 
 
 def test_a_selection_cannot_be_shared_across_a_layer_without_rows() -> None:
