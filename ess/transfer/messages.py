@@ -7,7 +7,7 @@
 
 A boot epoch is a random number that a worker draws at its start. A message names both ends by
 epoch, so neither a restarted sender nor a restarted receiver is taken for its former self. Only a
-first Hello is sent to epoch 0, which is any receiver.
+first Hello, and the Members beside it, are sent to epoch 0, which is any receiver.
 
 `Seal.opened` refuses everything but exactly one frame, before it allocates anything of a size that
 the frame names. The tag covers every bit, so a frame that parses was written by a holder of the

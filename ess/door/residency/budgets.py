@@ -31,7 +31,8 @@ class Budgets:
         self._misses = np.zeros(len(self._hits), np.int64)
 
     def rebalance(self, misses: Counts) -> int:
-        """Moves a 64th of all chunks at most; returns how many. `misses` count since the start.
+        """Moves at most a 64th of all chunks, or one; returns how many. `misses` count since the
+        start.
 
         Between steps no row is read, so rows that the last step selected may move: one age passes.
         """
