@@ -164,6 +164,11 @@ class Blocks:
     def has_calls(self) -> bool:
         return any(block["type"] == "tool_use" for block in self.ended)
 
+    @property
+    def thoughts(self) -> str:
+        """All that was thought in blocks that have ended."""
+        return "".join(block["thinking"] for block in self.ended if block["type"] == "thinking")
+
     def take(self, said: Event) -> list[Item]:
         match said:
             case Content(text):

@@ -123,6 +123,7 @@ def test_a_text_is_answered(plain: Served):
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 2,
         "output_tokens": len(TOKENIZER.encode(" It is noon.")) + 1,
+        "output_tokens_details": {"thinking_tokens": 0},
     }
     assert TOKENIZER.decode(asked_of(plain)[0]) == "system: Be brief.\nuser: When?\nassistant:"
 
@@ -162,6 +163,9 @@ def test_thoughts_and_calls_come_whole_and_in_events(calling: Served):
     assert (now["type"], now["name"], now["input"]) == ("tool_use", "now", {})
     assert tide["id"] != now["id"]
     assert whole["stop_reason"] == "tool_use"
+    thought_count = whole["usage"]["output_tokens_details"]["thinking_tokens"]
+    said_count = len(TOKENIZER.encode(REPLY[REPLY.index("Let me look.") :]))
+    assert 0 < thought_count < whole["usage"]["output_tokens"] - said_count
     assert nameless(put_together(streamed(calling, tools=TOOLS, **THINKING))) == nameless(whole)
 
 

@@ -118,12 +118,13 @@ class MessageShape:
 
     def usage(self) -> Item:
         """The usage; in this dialect `input_tokens` are those that were not read from the cache."""
-        cached_count = self.generation.cached_count
+        cached_count, thoughts = self.generation.cached_count, self.blocks.thoughts
         return {
             "input_tokens": self._prompt_count - cached_count,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached_count,
             "output_tokens": self.generation.made_count,
+            "output_tokens_details": {"thinking_tokens": self.generation.count_up_to(thoughts)},
         }
 
 
