@@ -51,6 +51,11 @@ Event = Reasoning | Content | CallBegin | CallArguments | CallEnd | Flaw
 
 
 class ReplyParser(Protocol):
+    @property
+    def held(self) -> int:
+        """How many characters of what was pushed wait for what comes next."""
+        ...
+
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]: ...
@@ -87,6 +92,8 @@ def parse(parser: ReplyParser, text: str) -> Reply:
 
 class PlainParser:
     """A format without markup: all of it is content."""
+
+    held = 0
 
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []

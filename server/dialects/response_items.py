@@ -83,11 +83,15 @@ class Items:
         self.ended: list[Item] = []
         self._pending: Item | None = None
         self._texts: list[str] = []
+        self._logprobs: list[Item] = []
 
-    def take(self, said: Event) -> list[Item]:
+    def take(self, said: Event, logprobs: Sequence[Item] = ()) -> list[Item]:
+        """`logprobs` are those of the tokens of a message's text."""
         match said:
             case Content(text):
-                return [*self._open("message"), self._grow(text, "output_text.delta")]
+                opened = self._open("message")
+                self._logprobs += logprobs
+                return [*opened, self._grow(text, "output_text.delta", logprobs=logprobs)]
             case Reasoning(text):
                 return [*self._open("reasoning"), self._grow(text, "reasoning_text.delta")]
             case CallBegin(_, name):
@@ -121,17 +125,15 @@ class Items:
         return [*self.close(), *self._begin(item)]
 
     def _begin(self, item: Item) -> list[Item]:
-        self._pending, self._texts = item, []
+        self._pending, self._texts, self._logprobs = item, [], []
         added = self._event("output_item.added", item=dict(item))
         if item["type"] == "function_call":
             return [added]
         return [added, self._placed("content_part.added", part=_part(item, ""))]
 
-    def _grow(self, text: str, kind: str) -> Item:
+    def _grow(self, text: str, kind: str, **more: Any) -> Item:
         self._texts.append(text)
-        if kind == "output_text.delta":
-            return self._placed(kind, delta=text, logprobs=[])
-        return self._placed(kind, delta=text)
+        return self._placed(kind, delta=text, **more)
 
     def _last_words(self, item: Item, text: str) -> list[Item]:
         """The events with the whole text of an item, which gets it too."""
@@ -142,13 +144,16 @@ class Items:
                     "function_call_arguments.done", item, arguments=text, name=item["name"]
                 )
             ]
-        item["content"] = [_part(item, text)]
+        part = _part(item, text)
+        item["content"] = [part]
         is_message = item["type"] == "message"
         kind = "output_text.done" if is_message else "reasoning_text.done"
-        more: dict[str, Any] = {"logprobs": []} if is_message else {}
+        if is_message:
+            part["logprobs"] = self._logprobs
+        more: dict[str, Any] = {"logprobs": self._logprobs} if is_message else {}
         return [
             self._placed(kind, item, text=text, **more),
-            self._placed("content_part.done", item, part=_part(item, text)),
+            self._placed("content_part.done", item, part=part),
         ]
 
     def _placed(self, kind: str, item: Item | None = None, **fields: Any) -> Item:

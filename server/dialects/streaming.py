@@ -285,12 +285,17 @@ async def respond(
         if writer is not None:
             return await _stream(grown, receive, writer)
         if await first_of(grown.collect(), gone(receive)):
-            made = await asyncio.to_thread(whole) if grown.chance_count > CHANCES_MAX else whole()
+            made = await made_of(grown, whole)
             return answer(_with_params(made, grown.call.params))
     except BaseException:
         grown.give_up()
         raise
     return _lost_answer(grown)
+
+
+async def made_of(grown: Answer, whole: Callable[[], Any]) -> Any:
+    """The document of a whole answer."""
+    return await asyncio.to_thread(whole) if grown.chance_count > CHANCES_MAX else whole()
 
 
 def _with_params(document: Any, params: Mapping[str, Any] | None) -> Any:

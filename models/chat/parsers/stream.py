@@ -45,6 +45,10 @@ class StreamParser:
         self._in_calls = in_calls
         self._think = (think,) if think else ()
 
+    @property
+    def held(self) -> int:
+        return len(self._text)
+
     def push(self, text: str) -> list[Event]:
         self._text += text
         while self._state():

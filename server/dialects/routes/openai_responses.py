@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput, EssError
 from ess.models.chat.reply import ReplyParser
 from ess.server.dialects import sampling_params, schemas
@@ -20,15 +21,17 @@ from ess.server.dialects.answers import begin_reply
 from ess.server.dialects.forms.asked import Forms
 from ess.server.dialects.forms.calls import rules_of
 from ess.server.dialects.generation import Delta, Generation
+from ess.server.dialects.logprobs import ScoredParser
 from ess.server.dialects.response_history import History
 from ess.server.dialects.response_items import Item, Items
 from ess.server.dialects.routes.completions import usage
-from ess.server.dialects.streaming import Answer, EventStream, Writer, read, respond
+from ess.server.dialects.streaming import Answer, EventStream, Writer, made_of, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON, error_body
 from ess.server.process.service import Service
 
 IGNORED_INCLUDE: Final = "reasoning.encrypted_content"
+LOGPROBS: Final = "message.output_text.logprobs"
 
 
 async def responses(request: Request) -> Response:
@@ -77,11 +80,9 @@ def _refuse_unserved(ask: schemas.ResponsesAsk) -> None:
         raise BadInput("prompt is not served: no templates are kept, send all items as input")
     if ask.n not in (None, 1):
         raise BadInput(f"n is {ask.n}, must be 1: a response is one answer")
-    if ask.top_logprobs:
-        raise BadInput("top_logprobs is not served here: ask /v1/chat/completions")
     if ask.truncation not in (None, "disabled"):
         raise BadInput("truncation is not served: give truncate_prompt_tokens")
-    wishes = [wish for wish in ask.include or () if wish != IGNORED_INCLUDE]
+    wishes = [wish for wish in ask.include or () if wish not in (IGNORED_INCLUDE, LOGPROBS)]
     if wishes:
         raise BadInput(f"include has {wishes[0]!r:.60}, which is not served")
 
@@ -126,7 +127,7 @@ async def _made(shape: ResponseShape, response: Begun) -> None:
     """Whatever happens, the document says at the end how the response ended."""
     try:
         await shape.grown.collect()
-        shape.whole()
+        await made_of(shape.grown, shape.whole)
     except asyncio.CancelledError:
         shape.broken_off("cancelled")
     except EssError as error:
@@ -144,11 +145,20 @@ def _wanted(service: Service, ask: schemas.ResponsesAsk, forms: Forms) -> sampli
         ask,
         tokens_max=ask.max_output_tokens,
         seed=ask.seed,
+        logprobs=(ask.top_logprobs or 0) if _wants_logprobs(ask) else None,
         more_stops=service.style.stops,
         keep_special=service.is_marked,
         forms=forms,
-        names={"max_tokens": "max_output_tokens", "the prompt": "input: the prompt"},
+        names={
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+            "the prompt": "input: the prompt",
+        },
     )
+
+
+def _wants_logprobs(ask: schemas.ResponsesAsk) -> bool:
+    return LOGPROBS in (ask.include or ()) or bool(ask.top_logprobs)
 
 
 class ResponseShape:
@@ -170,6 +180,11 @@ class ResponseShape:
         self.parser = parser
         self.history = history
         self.items = Items()
+        self._scored = (
+            ScoredParser(parser, service.tokenizer, keep_special=service.is_marked)
+            if _wants_logprobs(ask)
+            else None
+        )
         self.created = int(time.time())
 
     @property
@@ -178,9 +193,26 @@ class ResponseShape:
         return only
 
     def whole(self) -> Item:
-        for said in (*self.parser.push(self.generation.text), *self.parser.finish()):
-            self.items.take(said)
+        made = self.generation
+        self.hear(made.text, made.tokens, made.chances, is_last=True)
         return self.last()
+
+    def hear(
+        self,
+        text: str,
+        tokens: Sequence[int],
+        chances: Sequence[Chance],
+        *,
+        is_last: bool,
+    ) -> list[Item]:
+        """The events of what the model has said."""
+        if self._scored is not None:
+            scored = self._scored.push(text, tokens, chances)
+            scored += self._scored.finish() if is_last else []
+            return [event for said in scored for event in self.items.take(*said)]
+        heard = self.parser.push(text) if text else []
+        heard = [*heard, *self.parser.finish()] if is_last else heard
+        return [event for said in heard for event in self.items.take(said)]
 
     def broken_off(self, status: str, error: EssError | None = None) -> Item:
         """The document without items, with what has made it end; it is kept."""
@@ -225,6 +257,7 @@ class ResponseShape:
             "text": {"format": {"type": "text"}, **(ask.text or {})},
             "tool_choice": ask.tool_choice or "auto",
             "tools": ask.tools or [],
+            "top_logprobs": ask.top_logprobs or 0,
             "top_p": defaults.top_p if ask.top_p is None else ask.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -264,11 +297,9 @@ class ResponseWriter(Writer):
     def feed(self, index: int, delta: Delta) -> bytes:
         assert index == 0, "a response is one answer"
         shape = self._shape
-        said = shape.parser.push(delta.text) if delta.text else []
-        if delta.finish is not None:
-            said = [*said, *shape.parser.finish()]
-        events = [event for part in said for event in shape.items.take(part)]
-        if delta.finish is not None:
+        is_last = delta.finish is not None
+        events = shape.hear(delta.text, delta.tokens, delta.chances, is_last=is_last)
+        if is_last:
             events += shape.items.end("completed" if delta.finish == "stop" else "incomplete")
         return self._events(events)
 
