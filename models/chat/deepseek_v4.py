@@ -1,11 +1,11 @@
 """DeepSeek-V4's prompt, from its published description.
 
 It differs from V3.2's in five ways. Results of tools are blocks within a user's turn, in the order
-of their calls, and turns of users and results that follow each other are one. A prompt for the most
-reasoning begins with words that ask for it. A developer's turn begins with its text. Calls are
-in a block of another name, and tools are shown in other words. And where any tools are shown, all
-reasoning stays; else what is before the last user's turn has lost it, and the developers' turns
-with it.
+of their calls, and turns of users and results that follow each other are one. A prompt for much
+reasoning, or the most, begins with words that ask for it. A developer's turn begins with its text.
+Calls are in a block of another name, and tools are shown in other words. And where any tools are
+shown, all reasoning stays; else what is before the last user's turn has lost it, and the
+developers' turns with it.
 
 The strings here are the format itself, which was published with the model under the MIT licence.
 """
@@ -67,7 +67,7 @@ _TOOLS_END: Final = (
     "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool"
     " calls.\n"
 )
-_MOST: Final = (
+_MUCH: Final = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
     "You MUST be very thorough in your thinking and comprehensively decompose the problem to"
     " resolve the root cause, rigorously stress-testing your logic against all potential paths,"
@@ -76,7 +76,17 @@ _MOST: Final = (
     " considered alternative, and rejected hypothesis to ensure absolutely no assumption is left"
     " unchecked.\n\n"
 )
-MOST_EFFORTS: Final = ("max", "xhigh")
+_MOST: Final = (
+    "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
+    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance:"
+    " exhaustively decompose the problem into its most fundamental components, trace every causal"
+    " chain to its root, and resolve the underlying cause rather than any surface symptom.\n"
+    "Do not stop reasoning until you have independently verified the solution from multiple angles"
+    " and are certain that no assumption remains unchecked and no error remains undiscovered.\n\n"
+)
+# The model knows low, high and max; without words its effort is low. DeepSeek's own server and vLLM
+# take xhigh for high. The model's preview knew two efforts: its max had the words of high.
+_WORDS: Final = {"high": _MUCH, "xhigh": _MUCH, "max": _MOST}
 _SPEAKERS: Final = ("user", "developer")
 
 
@@ -97,8 +107,8 @@ def encode(
     for at, message in enumerate(turns):
         answered = at + 1 == len(turns) or turns[at + 1].role == "assistant"
         parts.append(_turn(message, thinking=thinking and at >= last, answered=answered))
-    most = _MOST if thinking and effort in MOST_EFFORTS else ""
-    return BEGIN + most + "".join(parts)
+    words = _WORDS.get(effort, "") if thinking and isinstance(effort, str) else ""
+    return BEGIN + words + "".join(parts)
 
 
 def write_tools(tools: Iterable[Mapping[str, Any]]) -> str:

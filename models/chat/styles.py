@@ -11,7 +11,7 @@ from ess.errors import BadInput
 from ess.models.chat import deepseek_v4, deepseek_v32, dsml
 from ess.models.chat.grammars import dsml as dsml_grammar
 from ess.models.chat.grammars.calls import Calls
-from ess.models.chat.messages import Conversation, Message, arguments_of
+from ess.models.chat.messages import Conversation, Message, arguments_of, json_kind
 from ess.models.chat.parsers.deepseek_v32 import DeepSeekParser
 from ess.models.chat.replies import PLAIN, Replies, replies_of
 from ess.models.chat.reply import PlainParser, ReplyParser
@@ -120,7 +120,8 @@ class PlainStyle:
 
 class TemplateStyle:
     """A checkpoint's own Jinja template, and how its replies are marked up, if at all. `marks` are
-    the checkpoint's own, by the names that templates have for them."""
+    the checkpoint's own, by the names that templates have for them. `tool_source`, if any, is the
+    template for conversations with tools."""
 
     stops: tuple[str, ...] = ()
     waits = True
@@ -129,20 +130,23 @@ class TemplateStyle:
         self,
         source: str,
         *,
+        tool_source: str | None = None,
         replies: Replies = PLAIN,
         marks: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._template = ChatTemplate(source)
+        self._tool_template = ChatTemplate(tool_source) if tool_source else self._template
         self._marks = marks
         self.replies = replies
         self._thinks: bool | None = None
-        self.has_tools = "tools" in source
+        self.has_tools = "tools" in (tool_source or source)
 
     def encode(self, asked: Conversation) -> str:
         messages = asked.messages
         last = messages[-1].content.rstrip() if asked.goes_on else ""
         tools = [{"type": "function", "function": dict(t)} for m in messages for t in m.tools]
-        text = self._template.render(
+        template = self._tool_template if tools else self._template
+        text = template.render(
             {
                 **self._marks,
                 **asked.names,
@@ -187,6 +191,7 @@ class TemplateStyle:
 
     def close(self) -> None:
         self._template.close()
+        self._tool_template.close()
 
 
 def style_of(
@@ -204,12 +209,13 @@ def style_of(
             is_v4 = _model_type(folder) == "deepseek_v4"
             return DeepSeekStyle.v4() if is_v4 else DeepSeekStyle()
         known = folder.read_json(TOKENIZER_CONFIG_FILE) if _has_config(folder) else {}
-        source = template if template is not None else _template_source(folder, known)
+        source, with_tools = (template, None) if template is not None else _sources(folder, known)
     finally:
         folder.close()
     if source is None:
         return PlainStyle()
-    return TemplateStyle(source, replies=replies_of(tokenizer, source), marks=_marks(known))
+    replies = replies_of(tokenizer, source + (with_tools or ""))
+    return TemplateStyle(source, tool_source=with_tools, replies=replies, marks=_marks(known))
 
 
 def _has_config(folder: Folder) -> bool:
@@ -221,18 +227,38 @@ def _model_type(folder: Folder) -> object:
     return folder.read_json(CONFIG_FILE).get("model_type") if CONFIG_FILE in names else None
 
 
-def _template_source(folder: Folder, known: Mapping[str, Any]) -> str | None:
-    """`known` is the tokenizer's configuration."""
+def _sources(folder: Folder, known: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The template, and another for conversations with tools, if there is one. `known` is the
+    tokenizer's configuration."""
     if TEMPLATE_FILE in folder.names():
         raw = folder.read(TEMPLATE_FILE, bytes_max=SOURCE_BYTES_MAX)
         try:
-            return raw.decode("utf-8")
+            return raw.decode("utf-8"), None
         except UnicodeError as error:
             raise BadInput(f"{TEMPLATE_FILE} is not UTF-8: {error}") from None
     source = known.get("chat_template")
+    if isinstance(source, list):
+        return _named_sources(source)
     if source is not None and not isinstance(source, str):
-        raise BadInput(f"{TOKENIZER_CONFIG_FILE}: chat_template is a {type(source).__name__}")
-    return source
+        raise BadInput(f"{TOKENIZER_CONFIG_FILE}: chat_template is {json_kind(source)}")
+    return source, None
+
+
+def _named_sources(listed: Sequence[Any]) -> tuple[str, str | None]:
+    """Of templates with names, those that transformers takes: `tool_use` where a conversation has
+    tools, `default` elsewhere."""
+    where = f"{TOKENIZER_CONFIG_FILE}: chat_template"
+    sources: dict[str, str] = {}
+    for place, each in enumerate(listed):
+        match each:
+            case {"name": str(name), "template": str(source)}:
+                sources[name] = source
+            case _:
+                raise BadInput(f"{where}[{place}] must be an object with a name and a template")
+    if "default" not in sources:
+        has = ", ".join(map(repr, sorted(sources))) or "no templates"
+        raise BadInput(f"{where} has {has:.200}, but none with the name 'default'")
+    return sources["default"], sources.get("tool_use")
 
 
 def _marks(known: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import http
 import http.client
 import json as jsons
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -15,8 +16,11 @@ from ess import console
 from ess.errors import BadInput, Unavailable
 
 URL: Final = "http://127.0.0.1:8000"
+HERE: Final = ("127.0.0.1", "localhost", "::1")
 TIMEOUT_S: Final = 600.0
 LOOK_S: Final = 0.25
+LISTEN_S: Final = 10.0
+"""A server that was started just now listens by then."""
 LOADS: Final = "/v1/loads"
 
 
@@ -35,12 +39,48 @@ class Client:
 
     def wait_ready(self) -> None:
         """Waits until the server takes requests, and shows why it does not."""
+        self._wait_listening()
         shown = ""
         while why := self._why_not_ready():
             if why != shown:
                 console.note(f"waiting for {self.url}, which says: {why}")
             shown = why
             time.sleep(LOOK_S)
+
+    def _wait_listening(self) -> None:
+        """On this machine a server may be about to start. What fails at last is said later."""
+        deadline_s = time.monotonic() + LISTEN_S
+        is_told = False
+        while self._is_here and not self._listens and time.monotonic() < deadline_s:
+            if not is_told:
+                console.note(f"no server at {self.url} yet: waiting {LISTEN_S:g} s{self._advice}")
+            is_told = True
+            time.sleep(LOOK_S)
+
+    @property
+    def _listens(self) -> bool:
+        try:
+            socket.create_connection((self._parts.hostname, self._port)).close()
+        except OSError:
+            return False
+        return True
+
+    @property
+    def _port(self) -> int:
+        is_safe = self._parts.scheme == "https"
+        return self._parts.port or (http.client.HTTPS_PORT if is_safe else http.client.HTTP_PORT)
+
+    @property
+    def _is_here(self) -> bool:
+        return self._parts.hostname in HERE
+
+    @property
+    def _advice(self) -> str:
+        """How to start a server, as the end of a sentence."""
+        if not self._is_here:
+            return ""
+        flag = "" if self.url == URL else f" --port {self._port}"
+        return f"; `ess serve{flag}` starts one"
 
     def _why_not_ready(self) -> str:
         with self._asked("GET", "/ready", None) as answer:
@@ -86,7 +126,7 @@ class Client:
     ) -> http.client.HTTPResponse:
         is_safe = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_S)
+        connection = kind(self._parts.hostname or "", self._port, timeout=TIMEOUT_S)
         headers = {"connection": "close"}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
@@ -97,8 +137,7 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             why = (error.strerror if isinstance(error, OSError) else None) or error
-            hint = "; `ess serve` starts one" if self.url == URL else ""
-            raise Unavailable(f"no server at {self.url}: {why}{hint}") from None
+            raise Unavailable(f"no server at {self.url}: {why}{self._advice}") from None
 
 
 def _message(raw: bytes) -> str:

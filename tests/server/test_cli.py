@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from ess.engine.process.checks import exchange_check
 from ess.engine.process.messages import GraphLine, PoolUse, Status
 from ess.errors import BadInput, Unavailable
 from ess.flashtrans.ways import Choice
-from ess.server.commands import chat_cli, cli, doctor, transports
+from ess.server.commands import chat_cli, cli, client, doctor, transports
 from ess.server.commands.client import Client
 from ess.server.commands.doctor import Check
 from ess.server.commands.start.trial import Answer, answer_of
@@ -172,15 +173,42 @@ def test_top_shows_the_load(served: Served, capsys: pytest.CaptureFixture[str]):
     ("arguments", "code", "says"),
     [
         (["chat", "-q", "x", "--url", "127.0.0.1:1"], 1, "no server at http://127.0.0.1:1"),
-        (["chat", "x", "--url", "127.0.0.1:1"], 1, "127.0.0.1:1: Connection refused"),
+        (["chat", "x", "--url", "127.0.0.1:1"], 1, "127.0.0.1:1: Connection refused; `ess serve"),
+        (["chat", "x", "--url", "localhost:1"], 1, "; `ess serve --port 1` starts one"),
+        (["top", "--url", "a.invalid"], 1, "no server at http://a.invalid: "),
         (["chat", "How", "are", "you"], 2, "2 words have no place"),
         (["top", "--url", "ftp://x"], 2, "write http://HOST:PORT"),
         (["top", "--every", "0"], 2, "--every 0"),
     ],
 )
-def test_what_cannot_be_reached_is_said(arguments, code, says, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_reached_is_said(
+    arguments, code, says, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(client, "LISTEN_S", 0.0)
     assert cli.main(arguments) == code
     assert says in capsys.readouterr().err
+
+
+def test_a_server_that_is_about_to_start_is_waited_for(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    notes = SimpleQueue[str]()
+    monkeypatch.setattr(console, "note", notes.put)
+    with socket.socket() as late, ThreadPoolExecutor(1) as pool:
+        late.bind(("127.0.0.1", 0))
+        port = late.getsockname()[1]
+        waiting = pool.submit(Client(f"127.0.0.1:{port}", None).wait_ready)
+        told = notes.get(timeout=60)
+        assert told == (
+            f"no server at http://127.0.0.1:{port} yet: waiting 10 s;"
+            f" `ess serve --port {port}` starts one"
+        )
+        late.listen()
+        late.accept()[0].close()
+        with late.accept()[0] as asked:
+            assert asked.recv(4096).startswith(b"GET /ready ")
+            asked.sendall(b"HTTP/1.0 200 OK\r\ncontent-length: 0\r\n\r\n")
+            waiting.result(timeout=60)
 
 
 def test_the_server_s_own_sentence_is_passed_on(

@@ -18,7 +18,7 @@ from ess.comm.group import Group
 from ess.comm.link import LinkLost
 from ess.comm.processes.meeting import join_group
 from ess.engine.devices import is_device, ordinal_of
-from ess.engine.process.lifeline import first_line
+from ess.engine.process.lifeline import first_line, leave_objects
 from ess.engine.process.messages import Launch, Rank
 from ess.errors import BadInput, EssError
 
@@ -104,6 +104,7 @@ def main(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+    leave_objects()
     return 0
 
 

@@ -25,7 +25,7 @@ from ess.engine.process.build import Built, build
 from ess.engine.process.driven import Driven
 from ess.engine.process.holding import Holding
 from ess.engine.process.kv_events import KvEvents, events_of
-from ess.engine.process.lifeline import first_line
+from ess.engine.process.lifeline import first_line, leave_objects
 from ess.engine.process.messages import (
     Abort,
     Aborted,
@@ -377,6 +377,7 @@ def main(arguments: list[str]) -> int:
     finally:
         wire.close()
         context.term()
+        leave_objects()
     return 0
 
 

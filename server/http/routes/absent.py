@@ -21,17 +21,28 @@ _WHY: Final[Mapping[str, str]] = {
     "there are no adapters": (
         "/v1/load_lora_adapter /v1/unload_lora_adapter /load_lora_adapter /unload_lora_adapter"
     ),
-    "stop a server that is not needed, and start it again later": (
+    "memory is not given back: /pause runs no step, and a server that is not needed is stopped": (
         "/sleep /wake_up /is_sleeping /release_memory_occupation /resume_memory_occupation"
     ),
     "weights stay as they are: stop the server, and start it with others": (
         "/update_weights_from_disk /update_weights_from_tensor /update_weights_from_distributed"
+        " /update_weights_from_ipc /update_weights /init_weights_update_group"
+        " /destroy_weights_update_group /init_weight_transfer_engine /get_weights_by_name"
+    ),
+    "every request has its whole prompt": "/open_session /close_session /v1/responses/compact",
+    "the number of workers stays: start another, and tell the router": (
+        "/scale_elastic_ep /is_scaling_elastic_ep"
     ),
     "/tokenize and /detokenize use it, and the model's folder has its files": (
         "/tokenizer_info /get_tokenizer_info"
     ),
     "Ollama's routes are not served: take a client of OpenAI, with the address /v1": "/api",
-    "llama.cpp's routes are not served: ask /v1/completions": "/completion /infill /props /slots",
+    "llama.cpp's routes are not served: ask /v1/completions": (
+        "/completion /infill /props /slots /apply-template /lora-adapters /embedding"
+    ),
+    "text-generation-inference's routes are not served: ask /v1/completions": (
+        "/generate_stream /chat_tokenize /info"
+    ),
 }
 ABSENT: Final[Mapping[str, str]] = MappingProxyType(
     {path: why for why, paths in _WHY.items() for path in paths.split()}

@@ -262,15 +262,23 @@ def test_v4_orders_results_by_their_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("effort", "thinking", "asks"),
-    [("max", True, True), ("xhigh", True, True), ("max", False, False), ("high", True, False)],
+    ("effort", "thinking", "begins"),
+    [
+        ("max", True, "Reasoning Effort: Beyond maximum — exhaustive"),
+        ("high", True, "Reasoning Effort: Absolute maximum with"),
+        ("xhigh", True, "Reasoning Effort: Absolute maximum with"),
+        *((effort, True, "<｜User｜>u") for effort in ("medium", "low", "minimal", None, ["max"])),
+        ("max", False, "<｜User｜>u"),
+    ],
 )
-def test_v4_asks_for_the_most_reasoning(effort: str, thinking: bool, asks: bool) -> None:
+def test_v4_asks_for_much_and_for_the_most_reasoning(
+    effort: object, thinking: bool, begins: str
+) -> None:
     names = {"reasoning_effort": effort}
     asked = Conversation(read_messages([user("u")]), thinking=thinking, names=names)
     text = DeepSeekStyle.v4().encode(asked)
-    assert ("no assumption is left unchecked.\n\n<｜User｜>u" in text) == asks
-    assert text.startswith("<｜begin▁of▁sentence｜>Reasoning Effort: Absolute") == asks
+    assert text.startswith(f"<｜begin▁of▁sentence｜>{begins}")
+    assert text.endswith("\n\n<｜User｜>u<｜Assistant｜><think>") == ("Effort" in begins)
 
 
 def test_a_template_gets_the_ids_of_calls() -> None:

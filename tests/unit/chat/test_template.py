@@ -16,7 +16,7 @@ import tokenizers
 from ess.errors import BadInput, Unavailable
 from ess.models.chat import template as template_of
 from ess.models.chat.messages import Conversation, read_messages
-from ess.models.chat.replies import GLM
+from ess.models.chat.replies import GLM, PLAIN
 from ess.models.chat.reply import parse
 from ess.models.chat.styles import ChatStyle, DeepSeekStyle, PlainStyle, TemplateStyle, style_of
 from ess.models.chat.template import ChatTemplate
@@ -182,9 +182,35 @@ def test_the_style_follows_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not UTF-8"):
         style_of(tmp_path, other)
     (tmp_path / "chat_template.jinja").unlink()
-    config.write_text('{"chat_template": [1]}')
-    with pytest.raises(BadInput, match="chat_template is a list"):
-        style_of(tmp_path, other)
+    for wrong, says in (
+        (1, "chat_template is a number"),
+        ([1], r"chat_template\[0\] must be an object with a name and a template"),
+        ([{"name": "default", "template": None}], r"chat_template\[0\] must be an object"),
+        ([], "chat_template has no templates, but none with the name 'default'"),
+        ([{"name": "rag", "template": "x"}], "chat_template has 'rag', but none"),
+    ):
+        config.write_text(json.dumps({"chat_template": wrong}))
+        with pytest.raises(BadInput, match=says):
+            style_of(tmp_path, other)
+
+
+def test_of_named_templates_one_is_for_tools(tmp_path: Path) -> None:
+    sources = {
+        "default": "{{ messages[-1].content }}!",
+        "tool_use": "{{ messages[-1].content }} {{ tools[0].function.name }}?<arg_key>",
+        "rag": "{{ documents[0] }}",
+    }
+    listed = [{"name": name, "template": source} for name, source in sources.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    style = style_of(tmp_path, vocabulary(tmp_path, "<tool_call>", "</tool_call>", "<arg_key>"))
+    assert isinstance(style, TemplateStyle)
+    assert style.has_tools
+    assert style.replies is not PLAIN
+    tools = [{"type": "function", "function": {"name": "tide", "parameters": {}}}]
+    for given, text in ((tools, "hi tide?<arg_key>"), (None, "hi!"), ([], "hi!")):
+        asked = read_messages([{"role": "user", "content": "hi"}], tools=given or ())
+        assert style.encode(Conversation(asked, thinking=False)) == text
+    style.close()
 
 
 def ask(style: ChatStyle, text: str) -> None:
