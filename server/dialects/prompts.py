@@ -26,7 +26,7 @@ from ess.server.dialects.logprobs import token_text
 from ess.server.dialects.response_items import messages_of
 from ess.server.dialects.schemas import Ask
 from ess.server.dialects.tools import (
-    Response,
+    Templated,
     choice_of_messages,
     choice_of_responses,
     goes_on,
@@ -115,7 +115,7 @@ class PromptReader:
         wanted = wants_thinking(self._template_names, None)
         return self._style.thinks() if wanted is None else wanted
 
-    def _names(self, ask: schemas.ChatAsk | schemas.TokenizeAsk | Response) -> dict[str, Any]:
+    def _names(self, ask: Templated) -> dict[str, Any]:
         return {**self._template_names, **names_of(ask)}
 
     def read(self, raw: bytes, kind: type[Ask]) -> Prepared[Ask]:
@@ -226,7 +226,7 @@ class PromptReader:
             is_thinking(ask.thinking),
             goes_on=goes_on,
             is_cut=is_cut,
-            names=self._template_names,
+            names=self._names(ask),
         )
 
     def _rendered(

@@ -219,6 +219,7 @@ class CountTokensAsk(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 Generated = Addressed | AddressedSampled

@@ -17,23 +17,50 @@ ToolChoice = str | Mapping[str, Any] | None
 
 
 def offered_tools(tools: Sequence[Tool] | None, choice: ToolChoice) -> list[Tool]:
-    """The tools that the prompt shows; with a named tool_choice only that tool."""
+    """The tools that the prompt shows: only those that tool_choice names, if it does."""
     if len(tools or ()) > TOOLS_MAX:
         raise BadInput(f"tools has {len(tools or ()):,} tools; at most {TOOLS_MAX} are read")
     if isinstance(choice, Mapping):
-        if (kind := choice.get("type", "function")) != "function":
-            raise BadInput(f"tool_choice.type is {kind!r:.40}; only function is served")
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        named = [tool for tool in tools or () if _name_of(tool) == name]
-        if not named:
-            raise BadInput(f"tool_choice has the name {name!r:.60}, which none of the tools has")
-        return named
+        return [tool for name in _names_in(choice) for tool in _named(tools or (), name)]
     if choice not in (None, "none", "auto", "required"):
         raise BadInput(f"tool_choice is {choice!r:.40}, must be none, auto, required or a function")
     if choice == "required" and not tools:
         raise BadInput("tool_choice is required, but there are no tools")
     return [] if choice == "none" else list(tools or ())
+
+
+def mode_of(choice: ToolChoice) -> ToolChoice:
+    """Of `allowed_tools` its mode, `auto` or `required`; any other choice as it is."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return choice
+    allowed = choice.get("allowed_tools")
+    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
+    if mode not in ("auto", "required"):
+        raise BadInput(f"tool_choice: mode is {mode!r:.40}, must be auto or required")
+    return str(mode)
+
+
+def _names_in(choice: Mapping[str, Any]) -> list[Any]:
+    """The name of a function, or those of `allowed_tools`."""
+    kind = choice.get("type", "function")
+    if kind == "allowed_tools":
+        mode_of(choice)
+        allowed = choice.get("allowed_tools")
+        listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
+        if not isinstance(listed, list) or not 0 < len(listed) <= TOOLS_MAX:
+            raise BadInput(f"tool_choice: tools must be a list of 1 to {TOOLS_MAX} tools")
+        names = [_name_of(each) if isinstance(each, Mapping) else None for each in listed]
+        return [name for at, name in enumerate(names) if name not in names[:at]]
+    if kind != "function":
+        raise BadInput(f"tool_choice.type is {kind!r:.40}; function and allowed_tools are served")
+    return [_name_of(choice)]
+
+
+def _named(tools: Sequence[Tool], name: Any) -> list[Tool]:
+    named = [tool for tool in tools if _name_of(tool) == name]
+    if not named:
+        raise BadInput(f"tool_choice has the name {name!r:.60}, which none of the tools has")
+    return named
 
 
 def _name_of(tool: Tool) -> Any:
@@ -72,6 +99,8 @@ def effort_of(ask: schemas.ChatAsk) -> Any:
 
 
 Response = schemas.ResponsesAsk | schemas.InputTokensAsk
+Messages = schemas.MessagesAsk | schemas.CountTokensAsk
+Templated = schemas.ChatAsk | schemas.TokenizeAsk | Response | Messages
 
 
 def response_thinks(ask: Response) -> bool | None:
@@ -87,9 +116,12 @@ def settle(ask: schemas.ChatAsk | Response, asked: bool | None, *, default: bool
     return default if asked is None else asked
 
 
-def names_of(ask: schemas.ChatAsk | schemas.TokenizeAsk | Response) -> dict[str, Any]:
+def names_of(ask: Templated) -> dict[str, Any]:
     """What the chat template gets by name, beside what the server itself says."""
     names: dict[str, Any] = {}
+    if isinstance(ask, Messages):
+        effort = (ask.output_config or {}).get("effort")
+        return {} if effort is None else {"reasoning_effort": effort}
     if isinstance(ask, Response):
         names = {"reasoning_effort": (ask.reasoning or {}).get("effort")}
     if isinstance(ask, schemas.ChatAsk):
@@ -167,9 +199,15 @@ def is_thinking(given: Mapping[str, Any] | None) -> bool:
 
 
 def choice_of_responses(given: ToolChoice) -> ToolChoice:
+    """In the form of a chat's choice."""
     if not isinstance(given, Mapping):
         return given
-    if given.get("type") != "function":
-        kind = given.get("type")
-        raise BadInput(f"tool_choice.type is {kind!r:.40}; only function is served")
-    return {"type": "function", "function": {"name": given.get("name")}}
+    match given.get("type"):
+        case "function":
+            return {"type": "function", "function": {"name": given.get("name")}}
+        case "allowed_tools":
+            listed = given.get("tools")
+            tools = listed if isinstance(listed, list) else []
+            allowed = {"mode": given.get("mode"), "tools": [{"function": each} for each in tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+    return {"type": str(given.get("type"))}

@@ -194,9 +194,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
     """A path that does not exist, or not for this method; other errors come from added routes."""
     assert isinstance(error, HTTPException), "registered for these"
     path = request.scope["path"][:100]
-    if error.status_code == 405:
+    if error.status_code == 405 and not why_absent(path):
         return _not_allowed(request, path)
-    if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
+    if error.detail in (HTTPStatus.NOT_FOUND.phrase, HTTPStatus.METHOD_NOT_ALLOWED.phrase):
         missing = Absent(f"there is no {path}; {_nearest(path)}")
         return error_answer(missing, request.scope)
     return await http_exception_handler(request, error)

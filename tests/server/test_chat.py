@@ -24,6 +24,11 @@ def plain() -> Iterator[Served]:
         yield made
 
 
+def allowed(mode: str, *names: str):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def create(served: Served, **asked):
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
     asked = {"model": "test-model", "messages": ASKED, "max_tokens": 400, **asked}
@@ -123,10 +128,11 @@ def test_tool_choice_decides_what_the_prompt_shows(calling: Served):
     create(calling, tools=TOOLS, tool_choice="none", max_tokens=1)
     assert "tide" not in TOKENIZER.decode(calling.engine.adds[-1].prompt).replace("high tide", "")
     named = {"type": "function", "function": {"name": "now"}}
-    create(calling, tools=TOOLS, tool_choice=named, max_tokens=1)
-    prompt = TOKENIZER.decode(calling.engine.adds[-1].prompt)
-    assert '"name": "now"' in prompt
-    assert '"name": "tide"' not in prompt
+    for choice in (named, allowed("auto", "now"), allowed("required", "now", "now")):
+        create(calling, tools=TOOLS, tool_choice=choice, max_tokens=1)
+        prompt = TOKENIZER.decode(calling.engine.adds[-1].prompt)
+        assert prompt.count('"name": "now"') == 1
+        assert '"name": "tide"' not in prompt
 
 
 def test_a_results_turn_goes_back_into_the_prompt(calling: Served):
@@ -168,6 +174,10 @@ def test_a_response_format_reaches_the_engine(plain: Served, form, kind, text):
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tool_choice": "perhaps"}, "tool_choice is 'perhaps'"),
         ({"tool_choice": {"function": {"name": "x"}}}, "the name 'x'"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type is 'mcp'"),
+        ({"tool_choice": allowed("auto", "x"), "tools": TOOLS}, "the name 'x'"),
+        ({"tool_choice": allowed("none", "now"), "tools": TOOLS}, "mode is 'none', must be auto"),
+        ({"tool_choice": allowed("auto"), "tools": TOOLS}, "tools must be a list of 1"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"modalities": ["audio"]}, "only text"),
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema"),

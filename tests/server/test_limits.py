@@ -113,6 +113,7 @@ def test_a_request_id_goes_out_as_it_came_in():
         ("/v1/audio/speech", {}, 404, "there is no /v1/audio/speech; this server makes text from"),
         ("/v1/embeddingsx", {}, 404, "there is no /v1/embeddingsx; /openapi.json lists"),
         ("/api/chat", {}, 404, "there is no /api/chat; Ollama's routes are not served: take a"),
+        ("/v1/responses/compact", {}, 404, "every request has its whole prompt"),
         ("/is_sleeping", None, 404, "there is no /is_sleeping; memory is not given back: /pause"),
         ("/tokenizer_info", None, 404, "/tokenize and /detokenize use it"),
         ("/props", None, 404, "llama.cpp's routes are not served: ask /v1/completions"),

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from ess.models.chat.styles import DeepSeekStyle
 from ess.server.process.bounds import LOOP_BODY_BYTES
-from tests.server.harness import TOKENIZER, Served
+from tests.server.harness import TOKENIZER, PacedEngine, Served, saying
 from tests.server.tool_calls import ARGUMENTS, REASONING, REPLY
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -345,6 +346,17 @@ def test_a_form_is_the_chat_s(calling: Served):
         calling, {"output_config": {"format": form, "effort": "low"}}, {"response_format": chat}
     )
     assert json.loads(asked_of(calling)[1].grammar.text) == SCHEMA
+
+
+@pytest.mark.parametrize("effort", ["high", "max"])
+def test_effort_is_the_chat_s(effort: str):
+    with Served(PacedEngine(saying(REPLY)), style=DeepSeekStyle.v4(), is_marked=True) as served:
+        prompt = same_in_chat(
+            served,
+            {**THINKING, "output_config": {"effort": effort}},
+            {**CHAT_THINKING, "reasoning_effort": effort},
+        )
+    assert "Reasoning Effort: " in prompt
 
 
 # ---- the client itself

@@ -122,9 +122,13 @@ def test_forms_and_calls_become_grammars(calling: Served):
     grammar = calling.engine.adds[-1].sampling.grammar
     assert (grammar.kind, json.loads(grammar.text)) == ("json_schema", schema)
     create(calling, tools=TOOLS, tool_choice={"type": "function", "name": "now"})
-    grammar = calling.engine.adds[-1].sampling.grammar
-    assert 'name=\\"now\\"' in grammar.text
-    assert "tide" not in grammar.text
+    of_now = calling.engine.adds[-1].sampling.grammar
+    assert 'name=\\"now\\"' in of_now.text
+    assert "tide" not in of_now.text
+    listed = [{"type": "function", "name": "now"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": listed}
+    create(calling, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+    assert calling.engine.adds[-1].sampling.grammar == of_now
 
 
 @pytest.mark.parametrize(
@@ -148,6 +152,7 @@ def test_forms_and_calls_become_grammars(calling: Served):
         ),
         ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "'mcp'"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "1 to 128"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "y"}}, "tool_choice", "'y'"),
         ({"text": {"format": {"type": "grammar"}}}, "text", "'grammar'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "schema"),

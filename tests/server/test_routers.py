@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -252,6 +253,39 @@ def test_a_draining_worker_gets_nothing_new_and_ends_what_it_has(kind: Kind, tmp
             assert all(b'"finish_reason":"length"' in text for text in going.texts)
         assert left.status("/health") == 200
         until(lambda: left.count("/ready", "503") >= 3, "refused probes")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
+def test_a_rolling_update_fails_no_request(kind: Kind, tmp_path: Path):
+    """One worker after the other drains, ends and comes back at its port, under load."""
+    drains = ("--drain-grace-s", "10", "--drain-s", "60", "--pace-ms", "20", "--max-running", "32")
+    bodies = [{**SHORT, "max_tokens": 40}, {**SHORT, "max_tokens": 40, "stream": True}]
+    over = threading.Event()
+
+    def call_on(number: int) -> list[str]:
+        """Sends requests one after the other; returns those that failed."""
+        failures, body = [], bodies[number % 2]
+        while not over.is_set():
+            answer = front.router.ask("/v1/completions", body)
+            is_whole = answer.text.endswith("data: [DONE]\n\n") or not body.get("stream")
+            if answer.status != 200 or not is_whole or "error" in answer.text:
+                failures.append(f"{answer.status} {answer.text[-300:]}")
+        return failures
+
+    with started(kind, tmp_path, *drains) as front, ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(call_on, number) for number in range(8)]
+        with contextlib.ExitStack() as replaced:
+            replaced.callback(over.set)
+            for number, old in enumerate(front.workers):
+                until(lambda old=old: old.count("/v1/completions") > 4, "its use")
+                old.process.send_signal(signal.SIGTERM)
+                assert old.process.wait(timeout=120) == 0
+                log = tmp_path / f"new-{number}.txt"
+                new = replaced.enter_context(Worker(log, *LONG, *drains, "--port", old.port))
+                until(lambda new=new: new.count("/v1/completions") > 4, "the new one's use")
+            over.set()
+            assert [call.result() for call in calls] == [[]] * 8
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)

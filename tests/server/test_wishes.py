@@ -11,6 +11,7 @@ import pytest
 
 from ess.server.dialects.unserved import OFF, UNSERVED
 from tests.server.harness import TOKENIZER, Served
+from tests.server.test_chat import allowed
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SGLANG, TOKENS = "/generate", "/inference/v1/generate"
@@ -337,6 +338,7 @@ NAMED = {"type": "function", "function": {"name": "now"}}
         ({"tool_choice": "required"}, {"tide", "now"}, True),
         ({"tool_choice": "required", "parallel_tool_calls": False}, {"tide", "now"}, False),
         ({"tool_choice": NAMED}, {"now"}, False),
+        ({"tool_choice": allowed("required", "now")}, {"now"}, True),
         ({"parallel_tool_calls": False}, {"tide", "now"}, False),
         ({"tools": [tool("tide", strict=True), tool("now")]}, {"tide", "now"}, True),
     ],
@@ -348,7 +350,10 @@ def test_a_tool_choice_becomes_a_grammar(calling: Served, changed, names, severa
     assert ("call+" in grammar.text) == several
 
 
-@pytest.mark.parametrize("changed", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+@pytest.mark.parametrize(
+    "changed",
+    [{}, *({"tool_choice": choice} for choice in ("auto", "none", allowed("auto", "tide")))],
+)
 def test_a_free_choice_is_free(calling: Served, changed):
     body = {**BODIES[CHAT], "tools": [tool("tide")], **changed}
     assert sampling(calling, CHAT, body).grammar is None

@@ -18,6 +18,7 @@ from ess.server.dialects.tools import (
     choice_of_messages,
     choice_of_responses,
     is_thinking,
+    mode_of,
     offered_tools,
     response_thinks,
     thinks,
@@ -62,7 +63,10 @@ def rules_of(ask: Conversation) -> ReplyRules:
             parallel = (ask.tool_choice or {}).get("disable_parallel_tool_use") is not True
             thinking = is_thinking(ask.thinking)
     return ReplyRules(
-        tools=offered_tools(tools, choice), choice=choice, parallel=parallel, thinking=thinking
+        tools=offered_tools(tools, choice),
+        choice=mode_of(choice),
+        parallel=parallel,
+        thinking=thinking,
     )
 
 

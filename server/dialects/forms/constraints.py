@@ -52,8 +52,7 @@ def of_responses(text: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Gramma
 
 
 def of_messages(config: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Grammar | None:
-    """output_config.format of /v1/messages; the rest of output_config, such as effort, changes no
-    answer."""
+    """output_config.format of /v1/messages."""
     form = (config or {}).get("format")
     if form is None:
         return None

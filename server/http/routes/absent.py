@@ -16,7 +16,7 @@ _WHY: Final[Mapping[str, str]] = {
     "this server makes text from text": "/v1/audio /v1/images /v1/videos /v1/realtime",
     "files, batches and threads are not kept: send each request by itself": (
         "/v1/files /v1/uploads /v1/batches /v1/vector_stores /v1/assistants /v1/threads"
-        " /v1/conversations /v1/messages/batches"
+        " /v1/conversations /v1/messages/batches /v1/fine_tuning /v1/evals /v1/containers"
     ),
     "there are no adapters": (
         "/v1/load_lora_adapter /v1/unload_lora_adapter /load_lora_adapter /unload_lora_adapter"
