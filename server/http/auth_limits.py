@@ -96,6 +96,7 @@ class Gate:
                     *shared,
                 ]
                 state["answered"] = (scope.get("route_name", "other"), message["status"])
+                state["reason"] = dict(message["headers"]).get(b"x-ess-reason", b"").decode()
                 self._tally.answers[state["answered"]] += 1
             return send(message)
 

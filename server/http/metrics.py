@@ -120,10 +120,13 @@ def _groups(service: Service) -> Iterator[Metric]:
         (_counts, "group", "ess_row_places", "selected rows read in host memory", status.places),
         (_counts, "group", "ess_fetched_bytes", "bytes copied to slots", status.fetched_bytes),
         (_counts, "group", "ess_stored_bytes", "bytes copied to the host", status.stored_bytes),
-        (_counts, "layer", "ess_transfer_us", "microseconds of fetches", status.transfer_us),
         (
-            *(_counts, "layer", "ess_exposed_us"),
-            *("microseconds of fetches that a step waited for", status.exposed_us),
+            *(_counts, "layer", "ess_transfer_seconds"),
+            *("seconds of fetches", _seconds(status.transfer_us)),
+        ),
+        (
+            *(_counts, "layer", "ess_exposed_seconds"),
+            *("seconds of fetches that a step waited for", _seconds(status.exposed_us)),
         ),
         (_gauges, "group", "ess_slots_used", "slots that hold a row", status.slots_used),
         (_gauges, "group", "ess_slots", "slots there are", status.slots),
@@ -135,6 +138,10 @@ def _groups(service: Service) -> Iterator[Metric]:
         for mode, count in zip(MODES, counts, strict=True)
     }
     yield _counts("ess_layer_mode", "runs of a layer in a mode", ["layer", "mode"], modes)
+
+
+def _seconds(times_us: Sequence[float]) -> list[float]:
+    return [time_us / 1e6 for time_us in times_us]
 
 
 def _waits(service: Service) -> Iterator[Metric]:

@@ -41,7 +41,8 @@ def line(state: Mapping[str, Any], method: str, *, began_s: float, took_s: float
     """The line, with the route's path, not the client's; an id is visible ASCII, so one line."""
     route, status = state.get("answered", ("other", "unanswered"))
     shown = f"ess: request {state.get('request_id', '-')} {method} {route}"
-    shown += f" {status} after {took_s:.3f} s"
+    why = f" ({state['reason']})" if state.get("reason") else ""
+    shown += f" {status}{why} after {took_s:.3f} s"
     call: Call | None = state.get("call")
     if call is None:
         return shown
@@ -54,6 +55,8 @@ def written(state: Mapping[str, Any], method: str, *, began_s: float, took_s: fl
     route, status = state.get("answered", ("other", None))
     parts: dict[str, Any] = {"request_id": state.get("request_id"), "method": method}
     parts |= {"route": route, "status": status, "took_s": round(took_s, 6)}
+    if reason := state.get("reason"):
+        parts["reason"] = reason
     if trace := state.get("trace"):
         parts["trace_id"] = trace.split("-")[1]
     if session := state.get("session_id"):

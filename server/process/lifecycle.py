@@ -41,9 +41,10 @@ from ess import console
 from ess.clock import Clock
 from ess.errors import EssError
 from ess.server.commands.start.settings import Settings
-from ess.server.process.engines.succession import Succession
+from ess.server.process.engines.succession import Succession, requests_are
 from ess.server.process.fronts import Fronts
 from ess.server.process.link import EngineLink
+from ess.server.process.logs.refusal_notes import note_refusals
 from ess.server.process.pair.registration import Registration
 from ess.server.process.service import Service
 from ess.server.process.signals import HANG_S, Signals, limit_end
@@ -140,6 +141,7 @@ class Running:
                 settled(self._service),
                 keep_meeting(self._service),
                 self._register(),
+                note_refusals(self._service),
             )
         ]
         if self._service.shelf is not None:
@@ -293,11 +295,3 @@ def lasted(seconds: float) -> str:
         (u, n) for u, n in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= 2 * n or n == 1
     )
     return f"{seconds / size:.0f} {unit}"
-
-
-def requests_are(count: int) -> str:
-    """
-    >>> requests_are(1), requests_are(2000)
-    ('1 request is', '2,000 requests are')
-    """
-    return "1 request is" if count == 1 else f"{count:,} requests are"

@@ -84,7 +84,9 @@ def test_a_worker_without_handoffs_has_no_such_metrics():
     with Served(PacedEngine(counting(1))) as made:
         made.service.compat = ("vllm", "sglang")
         names = {name for name, _ in metrics(made.url)}
-        assert not [name for name in names if "transfer" in name and "ess_transfer_us" not in name]
+        assert not [
+            name for name in names if "transfer" in name and "ess_transfer_seconds" not in name
+        ]
         *_, (kind, frame) = frames(made.url, 2)
         assert (kind, frame["handoff"]) == ("frame", None)
 

@@ -109,7 +109,7 @@ def test_a_killed_engine_ends_its_streams_and_another_answers():
         assert metrics(process.url)["ess_engine_restarts_total", ""] == 1
         assert process.process.pid == server
         said = stopped_said(process)
-        assert f"ess: {KILLED}; another starts (1 of 3)" in said
+        assert f"ess: {KILLED}; another starts (1 of 3); 4 requests are open; unless" in said
         assert "ess: ready again after" in said
 
 

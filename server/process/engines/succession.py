@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
@@ -29,6 +30,21 @@ from ess.server.process.fronts import Fronts, endpoint_of
 from ess.server.process.link import EngineLink
 
 LAST_WORDS_S: Final = 1.0
+
+
+def requests_are(count: int) -> str:
+    """
+    >>> requests_are(1), requests_are(2000)
+    ('1 request is', '2,000 requests are')
+    """
+    return "1 request is" if count == 1 else f"{count:,} requests are"
+
+
+def _advice(loss: Loss) -> str:
+    """What to look at, as the end of a sentence."""
+    if signal.SIGKILL.name not in loss.how:
+        return ""
+    return "; unless somebody killed it, memory ran out, and the kernel's log (dmesg) says so"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +103,11 @@ class Succession:
         pause_s = restarts.add(was_of_use=self._link.has_answered)
         self._number += 1
         starts = f"another starts in {pause_s:g} s" if pause_s else "another starts"
-        console.note(f"ess: {sentence}; {starts} ({restarts.count} of {restarts.most})")
+        count = self._link.open_count + self._link.open_elsewhere_count
+        console.note(
+            f"ess: {sentence}; {starts} ({restarts.count} of {restarts.most});"
+            f" {requests_are(count)} open{_advice(loss)}"
+        )
         sentence += f"; {starts}" if pause_s else ""
         self._fronts.succeed(self._number, sentence)
         await self._end_lost(loss, sentence)
