@@ -6,7 +6,7 @@ changes from small to large batches and contexts. Rows of vLLM and TensorRT-LLM 
 tables of their own framework, as far as there are any. Rows of vLLM are also shown apart, since its
 tables are of another year. `seen` rows lent a host gap or a host time to our constants; the median
 without them is shown too. Bounds (U) are not counted: they are met where we predict that more is
-possible.
+possible. `floor` says which error a perfect model would have.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row
+from ess.bench.silicon.floor import floor_rows
 from ess.bench.silicon.outcome import Outcome
 from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators.gpus import silicon_of
@@ -45,6 +46,7 @@ def silicon_benchmark(*, smoke: bool) -> list[Row]:
     return [
         *(_row(outcome) for outcome in outcomes if outcome.ours is not None),
         *_middles(outcomes),
+        *floor_rows([outcome for outcome in outcomes if outcome.is_counted]),
         *_trends(outcomes),
     ]
 
@@ -197,8 +199,13 @@ CHOICES: Final[Mapping[str, Callable[[Outcome], bool]]] = MappingProxyType(
         "nothing seen": lambda each: each.is_held_out,
         "nothing seen, not vLLM": lambda each: each.is_held_out and not each.is_vllm,
         "E": lambda each: each.row["use"] == "E",
-        "decode": lambda each: each.row["kind"] == "decode",
+        "decode": lambda each: each.is_decode,
+        "decode within a node": lambda each: each.is_decode and not each.is_wide,
+        "decode over nodes": lambda each: each.is_decode and each.is_wide,
+        "decode with drafts": lambda each: each.is_decode and each.row.count("queries") > 1,
+        "decode beside prompts": lambda each: each.is_decode and bool(each.row["prompts"]),
         "prompts": lambda each: each.row["kind"] == "prompt",
+        "prompts over nodes": lambda each: each.row["kind"] == "prompt" and each.is_wide,
         "software of 2025": lambda each: each.is_old,
         "software of 2026": lambda each: not each.is_old,
         "not vLLM": lambda each: not each.is_vllm,

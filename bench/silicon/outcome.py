@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ess.sim.operators.parallel import NODE_GPUS
 from ess.sim.published.serving import Serving
 
 
@@ -38,3 +39,12 @@ class Outcome:
     @property
     def is_vllm(self) -> bool:
         return self.row["stack"] == "vllm"
+
+    @property
+    def is_decode(self) -> bool:
+        return self.row["kind"] == "decode"
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the GPUs are in several nodes."""
+        return self.row.parallel.stage_gpus > NODE_GPUS

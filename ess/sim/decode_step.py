@@ -8,10 +8,14 @@
 With two-batch overlap the halves of the batch take turns: attention of both, then experts of both,
 so each half's exchange runs beside the other half's compute. An exposed fetch stops the compute
 lane, as it does on a stream. Modes come from `overlap.policy`, layer by layer.
+
+The layer of the drafts misses as many rows as the mean layer. The first draft pass fetches them as
+other layers do, for the whole batch; later passes read resident rows only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -89,7 +93,8 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One step. `exposed_us` is its extra time over the same step with everything resident.
+    """One step. `exposed_us` is its extra time over the same step with everything resident; the
+    drafts' part of it is not on the `timeline`, which has the layers of the model.
 
     `band` says how far `step_us` may be off, as shares of it: (-0.1, 0.15) is from 10 % less to 15
     % more. `marks` name what does not rest on a measured table.
@@ -132,10 +137,11 @@ def simulate(operators: Operators, scenario: Scenario) -> Prediction:
         timeline = lay_out(plain, (None,) * layers, half_count=halves)
     layers_us = timeline.end_us
     resident_us = _resident_us(plain, halves) if fetches else layers_us
+    drafted_us = _draft_exposed_us(operators, scenario) if fetches else 0.0
     trust = operators.trust(shape)
     return Prediction(
-        step_us=layers_us + operators.around_us(scenario.whole),
-        exposed_us=layers_us - resident_us,
+        step_us=layers_us + drafted_us + operators.around_us(scenario.whole),
+        exposed_us=layers_us + drafted_us - resident_us,
         modes=tuple(fetch.mode for fetch in fetches) or (Mode.RESIDENT,) * layers,
         timeline=timeline,
         band=trust.band,
@@ -147,6 +153,17 @@ def simulate(operators: Operators, scenario: Scenario) -> Prediction:
 def _resident_us(layers: tuple[Stages, ...], half_count: int) -> float:
     """The layers' time without fetches: a planner asks for it with every count of slots."""
     return lay_out(layers, (None,) * len(layers), half_count=half_count).end_us
+
+
+def _draft_exposed_us(operators: Operators, scenario: Scenario) -> float:
+    """Extra time of the first draft pass, which `around_us` counts with all rows resident."""
+    whole, misses = scenario.whole, scenario.misses or ()
+    stages = operators.first_draft(whole)
+    if stages is None:
+        return 0.0
+    fetch = _layer_fetch(operators, scenario, whole, stages, math.fsum(misses) / len(misses))
+    with_us, without_us = (lay_out([stages], [each], half_count=1).end_us for each in (fetch, None))
+    return with_us - without_us
 
 
 def stages_of(operators: Operators, shape: MicroBatch) -> tuple[Stages, ...]:

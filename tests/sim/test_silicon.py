@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ess.errors import BadInput
+from ess.overlap.policy import Mode
 from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators.families import FAMILIES, Kind
 from ess.sim.operators.gpus import operators_of, silicon_of
@@ -40,6 +41,28 @@ def test_a_measured_module_is_the_sum_of_its_parts():
     parts = found.project + found.pre_attn + found.attend + found.output
     assert found.index == 0
     assert parts == pytest.approx(170.0)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+def test_the_first_draft_pass_fetches_what_a_layer_misses_on_average(queries: int):
+    """Without overlap every fetch is waited for: the layers', and once the drafts'."""
+    h200 = operators_of("h200")
+    misses = tuple(float(20 + layer) for layer in range(h200.family.layout.layer_count))
+    found = simulate(
+        h200,
+        Scenario(
+            batch=16,
+            queries_each=queries,
+            context=32_768,
+            parallel=NODE,
+            tbo=False,
+            misses=misses,
+            mode=Mode.NONE,
+        ),
+    )
+    waited = [*misses, sum(misses) / len(misses)] if queries > 1 else misses
+    moved_us = 16 * sum(waited) * h200.family.layout.row_bytes / h200.machine.link_rate
+    assert found.exposed_us == pytest.approx(moved_us)
 
 
 def test_modules_go_on_where_they_were_measured_and_beyond():

@@ -130,7 +130,7 @@ class PaperOperators:
         """Time of the head over all queries, a draft pass for each further query, and the host.
 
         A draft pass is one layer and the head over the whole batch, one query each. The engine's
-        first pass also has the other queries of the step and fetches what they miss: not counted.
+        first pass also has the other queries of the step: the publication does not count them.
         """
         stages = self.stages(replace(whole, queries_each=1))
         hidden_us = min(stages.dispatch, stages.shared)
@@ -138,6 +138,10 @@ class PaperOperators:
         draft_us = stages.compute_us + exchange_us + self.head_us(whole.request_count)
         head_us = self.head_us(whole.query_count)
         return (whole.queries_each - 1) * draft_us + head_us + self.fitted.step_fixed_us
+
+    def first_draft(self, whole: MicroBatch) -> Stages | None:
+        """None: the publication counts no fetches of drafts."""
+        return None
 
     def trust(self, shape: MicroBatch) -> Trust:
         return Trust(BAND, MARKS)

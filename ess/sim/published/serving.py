@@ -12,11 +12,15 @@ that a node gathers tokens, how many experts few tokens touch, how the row was r
     prompt    seconds of a pass over prompts, or until a first token
     ratio     of the two rows in `over`
     rate      tokens per second of a GPU that were reached: a bound, more must be possible
+
+`repeats.csv` holds pairs of measurements under the same stated conditions, and in what they are
+apart: another run (or rank), another version of the software, another site (or its network).
 """
 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,7 @@ from typing import Final
 from ess.sim.operators.parallel import Parallel
 
 FILE: Final = Path(__file__).resolve().parent / "measured.csv"
+REPEATS: Final = FILE.with_name("repeats.csv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +62,29 @@ class Serving:
 def servings() -> tuple[Serving, ...]:
     with FILE.open(newline="") as lines:
         return tuple(Serving(texts) for texts in csv.DictReader(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Two figures that one prediction has to serve."""
+
+    apart: str
+    first: float
+    second: float
+
+    @property
+    def least_error(self) -> float:
+        """The larger error of the best prediction there can be, which lies between the figures.
+
+        >>> Repeat("a site", 20.0, 45.0).least_error
+        0.5
+        """
+        return math.sqrt(max(self.first, self.second) / min(self.first, self.second)) - 1.0
+
+
+def repeats() -> tuple[Repeat, ...]:
+    with REPEATS.open(newline="") as lines:
+        return tuple(
+            Repeat(row["apart"], float(row["first"]), float(row["second"]))
+            for row in csv.DictReader(lines)
+        )

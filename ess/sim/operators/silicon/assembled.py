@@ -79,6 +79,11 @@ class SiliconOperators:
             + (whole.parallel.pp - 1) * self._hop_us(whole.query_count + whole.prompt_tokens)
         )
 
+    def first_draft(self, whole: MicroBatch) -> Stages | None:
+        if whole.queries_each == 1:
+            return None
+        return self._draft_stages(whole, has_indexer=self.family.is_sparse)
+
     def head_us(self, shape: MicroBatch, tokens: float) -> float:
         """Time of the vocabulary projection, divided over a group, and of a draw from it."""
         if not tokens:
@@ -105,12 +110,15 @@ class SiliconOperators:
 
     def _draft_us(self, whole: MicroBatch, *, has_indexer: bool) -> float:
         """Time of a draft pass: a layer and the head, after the pass before."""
-        kind = Kind(is_dense=False, has_indexer=has_indexer)
-        stages = self.stages(replace(whole, prompt_tokens=0), kind)
+        stages = self._draft_stages(whole, has_indexer=has_indexer)
         hidden_us = min(stages.dispatch, stages.shared)
         exchange_us = stages.dispatch + stages.combine - hidden_us
         head_us = self.head_us(whole, whole.request_count)
         return stages.compute_us + exchange_us + head_us + host.pass_gap_us(self.step_gap_us)
+
+    def _draft_stages(self, whole: MicroBatch, *, has_indexer: bool) -> Stages:
+        kind = Kind(is_dense=False, has_indexer=has_indexer)
+        return self.stages(replace(whole, prompt_tokens=0), kind)
 
     def _hop_us(self, tokens: float) -> float:
         moved = tokens * self.family.layout.hidden_dim * host.STATE_BYTES
