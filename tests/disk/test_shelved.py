@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +59,34 @@ def test_without_a_disk_the_third_waits() -> None:
     assert third.state == "waiting"
     assert eng.refusal is not None
     assert eng.refusal.limiter == "host pages"
+    eng.offload.close()
+
+
+def test_pages_that_a_full_disk_did_not_take_stay_in_the_host_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two requests have four whole pages each, of which the disk takes six at most. The
+    third needs five pages, and waits for the end of another."""
+    left, pwrite = [6], os.pwrite
+
+    def full(*given: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(*given)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    eng = engine(NAME, 1, tmp_path, host_pages=10)
+    first, second = held(eng, NAME, 0, 290), held(eng, NAME, 300, 590)
+    third = ask(eng, NAME, 600, 890)
+    run(eng)
+    assert eng.offload.stats().disk.fault.startswith("the disk takes no more pages")
+    assert (third.state, second.sequence.is_shelved) == ("waiting", False)
+    for request, start in ((first, 0), (second, 300)):
+        eng.resume(request)
+        run(eng)
+        assert request.output == expected(NAME, start, start + 290)
+    assert third.output == expected(NAME, 600, 890)
     eng.offload.close()
 
 

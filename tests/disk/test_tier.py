@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -335,6 +336,13 @@ def test_a_start_on_a_full_disk_finds_the_pages(*, is_killed: bool, tmp_path: Pa
     again.close()
 
 
+def fails_with(number: int) -> Callable[..., NoReturn]:
+    def fails(*given: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fails
+
+
 def test_a_full_disk_ends_storing_and_nothing_else(tmp_path: Path) -> None:
     notes: list[str] = []
     made = tier(tmp_path, note=notes.append)
@@ -353,6 +361,32 @@ def test_a_full_disk_ends_storing_and_nothing_else(tmp_path: Path) -> None:
     assert all(loaded(made, text) for text in texts(range(6)))
     made.check()
     made.close()
+    again = tier(tmp_path)
+    assert all(loaded(again, text) for text in texts(range(6)))
+    again.close()
+
+
+@pytest.mark.parametrize("fails_first", ["pages", "catalogue"])
+def test_a_disk_that_turns_read_only_ends_storing_and_nothing_else(
+    fails_first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As file systems do on an error of the device. What is told to be forgotten is not found, and
+    comes back with the next process, in which the disk may be written to again."""
+    made = tier(tmp_path)
+    fill(made, range(6))
+    if fails_first == "pages":
+        monkeypatch.setattr(os, "pwrite", fails_with(errno.EROFS))
+    made._folder.catalogue._base.execute("PRAGMA query_only=ON")
+    fill(made, range(6, 12))
+    assert made.uses.fault.startswith("the disk takes no more pages: ")
+    assert [loaded(made, text) for text in texts(range(12))] == [True] * 6 + [False] * 6
+    made.check()
+    monkeypatch.setattr(os, "ftruncate", fails_with(errno.EROFS))
+    assert made.forget() == 6
+    assert not any(loaded(made, text) for text in texts(range(6)))
+    made.check()
+    made.close()
+    monkeypatch.undo()
     again = tier(tmp_path)
     assert all(loaded(again, text) for text in texts(range(6)))
     again.close()

@@ -164,7 +164,8 @@ class DiskTier:
         return self._writer.flush(timeout_s)
 
     def forget(self) -> int:
-        """Forgets all pages, also for later starts, and returns their count. Waits for the disk."""
+        """Forgets all pages and returns their count. Waits for the disk. Later starts do not find
+        them either, unless the disk takes no changes any more."""
         with self._lock:
             if self._records.is_held:
                 raise BadState("pages on disk are held by sequences that wait there")
