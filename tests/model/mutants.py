@@ -116,6 +116,8 @@ SUITES = {
         "tests/pd/test_engine_handoff.py",
         "tests/model/test_priority.py",
         SEEDS,
+        "tests/model/test_wishes.py",
+        "tests/compressed/test_handed_over.py",
     ],
     "ess.engine.process.holding": ["tests/server/operate/test_held_steps.py"],
     "ess.engine.tokens.sampling": ["tests/unit/tokens/test_sampling.py"],
@@ -123,6 +125,7 @@ SUITES = {
     "ess.models.weights.ahead": ["tests/device/libraries.py"],
     "ess.server.process.link": ["tests/server/test_link.py", "tests/server/test_recover.py"],
     "ess.server.http.routes.pause_routes": ["tests/server/operate/test_pause.py"],
+    "ess.engine.layers.direct": ["tests/model/test_direct.py"],
     "ess.engine.requests.followers": ["tests/model/test_choices.py", SEEDS],
     "ess.engine.handoff": ["tests/pd/test_engine_handoff.py", SEEDS],
     "ess.engine.requests.loads": [

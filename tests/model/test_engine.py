@@ -143,6 +143,24 @@ def test_what_can_never_fit_is_refused_and_what_does_not_fit_waits():
         assert request.output == expected("v32", len(request.prompt), 4)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_end_of_one_lets_another_in_while_a_third_runs_on(depth: int):
+    """At depth 1 its pages are free one step behind its end."""
+    eng = engine("v32", modes="none", host_pages=6, depth=depth)
+    long = eng.add(prompt(131), Sampling(tokens_max=40))
+    short, later = (eng.add(prompt(n), Sampling(tokens_max=4)) for n in (130, 140))
+    while not short.reason:
+        eng.step()
+        assert later.state == "waiting"
+    for _ in range(2):
+        eng.step()
+    assert (later.state, long.state) == ("prefilling", "decoding")
+    eng.cancel(long)
+    run(eng)
+    for request in (short, later):
+        assert request.output == expected("v32", len(request.prompt), 4)
+
+
 def test_requests_that_make_no_sense_are_refused_by_name():
     eng = engine("v32", modes="none")
     with pytest.raises(BadInput, match="empty prompt"):
