@@ -9,11 +9,13 @@ submit the job is a row of its own. A copy a row, one driver call each, is timed
 from __future__ import annotations
 
 import ctypes
-import os
+import json
+import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +25,7 @@ import numpy.typing as npt
 from ess.bench.gpu.rig import WARMUPS, GpuRig, Row, median_rate, rate_row, row
 from ess.errors import BadState, Unavailable
 from ess.flashtrans.stream_lane import StreamLane
+from ess.free_resources import memory_free
 from ess.kernels.cpu import native
 from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.driver import call, entry
@@ -38,13 +41,11 @@ IN_STREAM_ORDER: Final = 1
 POOL_BYTES: Final = 64 << 30
 BRIEF_POOL_BYTES: Final = 24 << 30
 """Three layers of the largest pools: a larger one takes longer to lock than all rows to measure."""
-PREDICTED: Final = {
-    "gather 512 rows, flat": 22.2,
-    "gather 4096 rows, flat": 28.8,
-    "gather 65536 rows, flat": 30.0,
-    "gather 65536 rows, copy engine": 52.6,
-    "scatter 65536 rows, flat": 45.1,
-}
+RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
+MEASURED_BEFORE: Final = re.compile(
+    r"gather (512|4096|65536) rows(, flat|, copy engine| within \d+ GiB, flat)"
+    r"|scatter 65536 rows(, flat| within \d+ GiB, flat)"
+)
 TURNS: Final = 8
 BLOCKS: Final = (1, 2, 4, 8)
 REQUESTS: Final = 160
@@ -223,19 +224,29 @@ def rows_benchmark(*, smoke: bool, wanted_bytes: int = POOL_BYTES) -> Iterator[R
     yield from reaches(rig, pool, 64 if smoke else 65536)
     yield from ceilings(rig, (1 << 20) if smoke else (256 << 20))
     yield from both_at_once(rig, 64 if smoke else 65536, pool)
-    yield from predictions()
+    yield from measured_before()
 
 
 def pool_bytes(wanted: int) -> int:
-    """What is wanted where the host has half as much again free, else an eighth of it."""
-    spare = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return wanted if 2 * spare >= 3 * wanted else max(1 << 30, spare // 8)
+    """What is wanted where half as much again is free, on the host and for this process's group;
+    else an eighth of what is."""
+    spare = memory_free()
+    return wanted if 2 * spare >= 3 * wanted else spare // 8
 
 
-def predictions() -> Iterator[Row]:
-    """What docs/log.md derives, to be held against the rows measured above."""
-    for name, rate in PREDICTED.items():
-        yield row(name, "GB/s", [rate], kind="predicted")
+def measured_before(folder: Path = RESULTS) -> Iterator[Row]:
+    """What other machines gave: for each name their best, to be held against the rows above."""
+    for path in sorted(folder.glob("gpu-*.json")):
+        document = json.loads(path.read_text())
+        on = {name: document["machine"][name] for name in ("device", "date")}
+        best: dict[str, Row] = {}
+        for line in document["rows"]:
+            measured = line["config"].get("kind") == "measured"
+            if measured and line["unit"] == "GB/s" and MEASURED_BEFORE.fullmatch(line["name"]):
+                known = best.setdefault(line["name"], line)
+                best[line["name"]] = max(known, line, key=itemgetter("value"))
+        for name, line in best.items():
+            yield row(name, "GB/s", line["samples"], **line["config"] | {"kind": "before"} | on)
 
 
 def compare(moves: Moves, loop: Callable[..., int] | None) -> Iterator[Row]:

@@ -73,6 +73,8 @@ KERNELS: Final = {
 }
 """What launches the kernels of each once; the rest launches none that these do not."""
 COMPILE_S: Final = 85.0
+GONE_S: Final = 5.0
+"""A process that waits in the driver may not end even when it is killed."""
 LIMIT_S: Final = {
     "resolve": 35.0,
     "slice": 100.0,
@@ -208,7 +210,8 @@ def finishes(command: Sequence[str], *, limit_s: float) -> bool:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GONE_S)
 
 
 def heading() -> dict[str, Any]:

@@ -10,7 +10,6 @@ step's fixed cost once per slice, as if every slice of layers paid it.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from ess.bench.worker.random_model import (
 )
 from ess.engine.step_bytes import decode_bytes
 from ess.errors import Unavailable
+from ess.free_resources import memory_free
 from ess.kernels.cuda import driver
 from ess.kernels.cuda.adapters.choice import choose
 from ess.models.config import ModelConfig
@@ -41,6 +41,7 @@ from ess.units import PAGE_ROWS, align_up, div_ceil
 
 DEVICE_SHARE: Final = 0.9
 HOST_SHARE: Final = 0.5
+LIBRARY_BYTES: Final = 1 << 30
 BATCH_MAX: Final = 256
 GOAL: Final = 2.2
 RESIDENT: Final = "resident"
@@ -129,9 +130,10 @@ def rows_of(plan: SliceRun) -> Iterator[Row]:
 
 def fitting(plan: SliceRun) -> tuple[int, int]:
     """Requests that each way has room for, on the device and, for the slice, on the host."""
-    _, total_bytes = driver.Device().memory()
-    room = DEVICE_SHARE * total_bytes - weight_bytes(plan.worker)
-    on_host = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free_bytes, total_bytes = driver.Device().memory()
+    given_bytes = min(DEVICE_SHARE * total_bytes, free_bytes - LIBRARY_BYTES)
+    room = given_bytes - weight_bytes(plan.worker)
+    on_host = HOST_SHARE * memory_free()
     most = int(on_host / host_bytes(plan, 1))
     resident, offload = (
         min(most, fits(plan, plan.way(name), room)) for name in (RESIDENT, OFFLOAD)
@@ -139,8 +141,9 @@ def fitting(plan: SliceRun) -> tuple[int, int]:
     if not resident:
         raise Unavailable(
             f"a slice is not measured: one request of {plan.context:,} tokens does not fit beside"
-            f" the weights of a whole worker into {DEVICE_SHARE:.0%} of {total_bytes:,} bytes, or"
-            f" its rows of the slice into {on_host:,.0f} bytes of the host"
+            f" the weights of a whole worker into {given_bytes:,.0f} bytes of the device, which has"
+            f" {total_bytes:,}, {free_bytes:,} of them free, or its rows of the slice into"
+            f" {on_host:,.0f} bytes, half of what is free on the host"
         )
     return resident, offload
 

@@ -103,7 +103,8 @@ def wait_for(child: subprocess.Popen[bytes], ends_s: float, told: Path, hung_s: 
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(STACKS_S)  # in the driver even a killed process may stay
 
 
 def cause_of(status: int) -> str:

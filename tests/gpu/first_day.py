@@ -10,8 +10,9 @@ seconds, so that what ends this process too loses little:
     first-day.txt    what all parts have printed, one behind the other
 
 Both are kept in the folder `--kept`, and copied to `--out` each time. A second run with these
-two files goes on, on this machine or another: it leaves out parts that have ended, and tests that
-have passed.
+two files goes on, on this machine or another of its kind: it leaves out parts that have ended, and
+tests that have passed. A part that found no device, or lacked a package, has not ended. A report of
+another kind of device, or that cannot be read, is set aside under another name.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ import importlib.util
 import json
 import os
 import platform
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,19 +40,32 @@ from typing import Any
 from ess.bench.gpu.suite import BENCHMARKS, LIMIT_S
 from ess.bench.harness.folders import write_whole
 from ess.bench.harness.measure.machine import version_of
-from tests.gpu.__main__ import UNFINISHED
+from ess.free_resources import memory_free
+from tests.gpu.__main__ import ENDINGS, UNFINISHED, cause_of
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT, PRINTED, EARLIER = "first-day.json", "first-day.txt", "earlier.txt"
+ASIDE = "before-"
+MARK = "ESS_FIRST_DAY"
+"""A variable of every process that a day starts, so that none outlives its part."""
 SECONDS = "SECONDS"
 """In a command: its limit, by which it ends itself."""
 SHARED_S = 270.0
 BUILD_S = 120.0
 LEAST_S = 5.0
 GRACE_S = 10.0
+GONE_S = 5.0
+"""A process that waits in the driver may not end even when it is killed."""
 WRITTEN_S = 10.0
 RUNNING = {"ended": False, "end": "running", "seconds": 0.0}
 TAIL = 40
+CUT_OFF = 130
+TOLD = re.compile(r"^[\d:]+ (passed|skipped|failed) +[\d.]+ s (\S.*)$", re.MULTILINE)
+"""How tests.support.guarded prints the end of a test."""
+NOTHING = re.compile(
+    r"^(nothing is (?:tested|measured): .*|\w+: not (?:measured|compiled), .*)$", re.M
+)
+"""How a part says that it has found no device, or lacks a package."""
 PACKAGES = ("torch", "triton", "numpy", "pytest", "setuptools", "cuda-bindings", "msgspec", "pyzmq")
 COMMANDS = ("g++", "nvcc", "make", "git", "nvidia-smi", "compute-sanitizer")
 ESS = "from ess.scripts import ess; raise SystemExit(ess())"
@@ -62,6 +79,9 @@ class Part:
     command: tuple[str, ...]
     limit_s: float
     stays: bool = False
+
+
+Playing = dict["Future[dict[str, Any]]", Part]
 
 
 def phases(kept: Path) -> Iterator[list[Part]]:
@@ -89,12 +109,30 @@ class Day:
 
     def __init__(self, kept: Path, out: Path | None, ends_s: float) -> None:
         self.kept, self.out, self.ends_s = kept, out, ends_s
-        kept.mkdir(parents=True, exist_ok=True)
+        for folder in (kept, *([] if out is None else [out])):
+            folder.mkdir(parents=True, exist_ok=True)
         self.report: dict[str, Any] = {"parts": {}, "failed": [], "rows": [], "doctor": None}
-        with contextlib.suppress(FileNotFoundError):
-            self.report |= json.loads((kept / REPORT).read_text())
-            shutil.copyfile(kept / PRINTED, kept / EARLIER)
-        self.report["machine"] = machine()
+        self.begun: list[str] = []
+        here = machine()
+        if (kept / REPORT).exists():
+            self.go_on(here)
+        self.report["machine"] = here
+
+    def go_on(self, here: dict[str, Any]) -> None:
+        """What an earlier run has learned, unless it was on another kind of device."""
+        earlier = read(self.kept / REPORT)
+        if earlier is not None and kind_of(earlier["machine"]) in (None, kind_of(here)):
+            self.report |= earlier
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(self.kept / PRINTED, self.kept / EARLIER)
+            return
+        (self.kept / EARLIER).unlink(missing_ok=True)
+        for name in (REPORT, PRINTED):
+            with contextlib.suppress(FileNotFoundError):
+                (self.kept / name).replace(self.kept / f"{ASIDE}{name}")
+        print(
+            f"an earlier report is of another device or damaged: {self.kept / ASIDE}*", flush=True
+        )
 
     @property
     def left_s(self) -> float:
@@ -103,15 +141,36 @@ class Day:
     def run(self, parts: Sequence[Part]) -> None:
         """Those that have not ended yet, side by side."""
         due = [part for part in parts if not self.has_ended(part)]
-        self.report["parts"] |= {part.name: RUNNING for part in due}
+        for part in due:
+            self.report["parts"][part.name] = dict(RUNNING)
+            self.begun.append(part.name)
+            for left in (self.text_of(part.name), self.rows_of(part.name)):
+                left.unlink(missing_ok=True)
         self.write()
         with ThreadPoolExecutor(max(1, len(due))) as pool:
             playing = {pool.submit(self.play, part): part for part in due}
-            while playing:
-                played, _ = wait(playing, timeout=WRITTEN_S, return_when=FIRST_COMPLETED)
-                for one in played:
-                    self.end(playing.pop(one), one.result())
-                self.write()
+            try:
+                self.watch(playing)
+            except BaseException:
+                self.cut_off(playing)
+                raise
+
+    def watch(self, playing: Playing) -> None:
+        while playing:
+            played, _ = wait(playing, timeout=WRITTEN_S, return_when=FIRST_COMPLETED)
+            for one in played:
+                self.end(playing.pop(one), one.result())
+            for part in playing.values():
+                self.learn(part)
+            self.write()
+
+    def cut_off(self, playing: Playing) -> None:
+        """A part may only now be starting its process: until all have ended."""
+        while wait(playing, timeout=0.1).not_done:
+            end_marked(f"{os.getpid()}.")
+        for one, part in playing.items():
+            self.end(part, one.result() | {"ended": False, "end": "cut off"})
+        self.write()
 
     def end(self, part: Part, told: dict[str, Any]) -> None:
         self.report["parts"][part.name] = told
@@ -129,35 +188,40 @@ class Day:
         words = [f"{limit_s:.0f}" if word == SECONDS else word for word in part.command]
         began_s = time.monotonic()
         with self.text_of(part.name).open("wb") as printed:
-            status = ended(words, printed, limit_s + GRACE_S * (SECONDS in part.command))
+            grace_s = GRACE_S * (SECONDS in part.command)
+            status = ended(part.name, words, printed, limit_s + grace_s)
+        nothing = NOTHING.search(self.said(part.name))
+        how = "stopped" if status is None else cause_of(status)
         return {
-            "ended": status is not None,
-            "end": "stopped" if status is None else f"exit {status}",
+            "ended": status is not None and nothing is None,
+            "end": f"{how}, {nothing[0]}" if nothing else how,
             "seconds": round(time.monotonic() - began_s, 1),
             "boot": boot(),
         }
 
     def learn(self, part: Part) -> None:
-        """Into the report: how tests ended, what the doctor says, the rows of a benchmark."""
+        """Into the report: how tests ended, what the doctor says, the rows of a benchmark. Of a
+        part that runs, what it has told so far."""
         text = self.said(part.name)
         if part.name == "tests" and text:
-            lines = text.splitlines()
-            failed = self.report["failed"] = [line for line in lines if line[:7] == "FAILED "]
-            counted = [line for line in lines if " passed, " in line]
-            self.report["counts"] = (counted or lines)[-1]
+            failed, self.report["counts"] = of_tests(text)
+            self.report["failed"] = failed
             if any(line.endswith(UNFINISHED) for line in failed):
-                self.report["parts"]["tests"]["ended"] = False
+                self.report["parts"]["tests"] |= {"ended": False}
         if part.name == "doctor":
             with contextlib.suppress(ValueError):
                 found, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
                 self.report["doctor"] = found
         with contextlib.suppress(OSError, ValueError):
-            rows = json.loads((self.kept / f"{part.name}.json").read_text())["rows"]
+            rows = json.loads(self.rows_of(part.name).read_text())["rows"]
             others = [row for row in self.report["rows"] if row.get("part") != part.name]
             self.report["rows"] = others + [row | {"part": part.name} for row in rows]
 
     def text_of(self, name: str) -> Path:
         return self.kept / f"{name}.txt"
+
+    def rows_of(self, name: str) -> Path:
+        return self.kept / f"{name}.json"
 
     def said(self, name: str) -> str:
         path = self.text_of(name)
@@ -167,18 +231,44 @@ class Day:
         """Of an earlier run comes first what it has printed: its tests are not run again."""
         earlier = self.kept / EARLIER
         texts = [earlier.read_text(errors="replace")] if earlier.exists() else []
-        texts += [f"==== {name}\n{self.said(name)}" for name in self.report["parts"]]
-        write_whole(self.kept / REPORT, json.dumps(self.report, indent=1).encode() + b"\n")
-        write_whole(self.kept / PRINTED, "\n".join(texts).encode())
-        if self.out is not None:
-            self.out.mkdir(parents=True, exist_ok=True)
-            for name in (REPORT, PRINTED):
-                shutil.copyfile(self.kept / name, self.out / name)
+        texts += [f"==== {name}\n{self.said(name)}" for name in self.begun]
+        written = {
+            REPORT: json.dumps(self.report, indent=1).encode() + b"\n",
+            PRINTED: "\n".join(texts).encode(),
+        }
+        for name, content in written.items():
+            write_whole(self.kept / name, content)
+            if self.out is not None:
+                write_whole(self.out / name, content)
 
 
-def ended(words: Sequence[str], printed: Any, limit_s: float) -> int | None:
+def read(path: Path) -> dict[str, Any] | None:
+    """A report; None where it is damaged."""
+    try:
+        report = json.loads(path.read_text())
+        return report if {"parts", "rows", "machine"} <= report.keys() else None
+    except (ValueError, AttributeError):
+        return None
+
+
+def of_tests(text: str) -> tuple[list[str], str]:
+    """The tests that failed, and how many ended how: by the summary, or as they were told before
+    one was printed."""
+    lines = text.splitlines()
+    if counted := [line for line in lines if " passed, " in line]:
+        return [line for line in lines if line[:7] == "FAILED "], counted[-1]
+    ends = {name: end for end, name in TOLD.findall(text)}
+    if not ends:
+        return [], lines[-1]
+    counts = Counter(ends.values())
+    failed = [f"FAILED {name}" for name, end in ends.items() if end == "failed"]
+    return failed, ", ".join(f"{counts[end]} {end}" for end in ENDINGS) + " so far"
+
+
+def ended(name: str, words: Sequence[str], printed: Any, limit_s: float) -> int | None:
     """Its status, None where it had to be stopped, with all that it has started."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    mark = f"{os.getpid()}.{name}."
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", MARK: mark}
     child = subprocess.Popen(
         words,
         cwd=ROOT,
@@ -193,9 +283,28 @@ def ended(words: Sequence[str], printed: Any, limit_s: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        end_marked(mark)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GONE_S)
+
+
+def end_marked(mark: str) -> None:
+    """All processes whose mark begins so, whatever session they are in. What one of them starts
+    meanwhile is found by the next look."""
+    for _ in range(3):
+        for process in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def marked(mark: str) -> Iterator[int]:
+    wanted = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(
+                word.startswith(wanted) for word in (folder / "environ").read_bytes().split(b"\0")
+            ):
+                yield int(folder.name)
 
 
 def boot() -> str:
@@ -215,11 +324,19 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "host_bytes_free": memory_free(),
+        "locked_bytes_max": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "devices": said,
         "packages": {name: version_of(name) for name in PACKAGES},
         "without": wanted,
         "serves": importlib.util.find_spec("cyclopts") is not None,
     }
+
+
+def kind_of(told: dict[str, Any]) -> str | None:
+    """The name of the first device; None where none was seen."""
+    name, *others = told["devices"].partition(",")
+    return name if any(others) else None
 
 
 def summary(report: dict[str, Any]) -> Iterator[str]:
@@ -245,12 +362,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     day = Day(given.kept, given.out, time.monotonic() + given.limit_s)
     day.write()
-    for parts in phases(given.kept):
-        day.run(parts)
-    print("\n".join(summary(day.report)))
+    try:
+        for parts in phases(given.kept):
+            day.run(parts)
+    except KeyboardInterrupt:
+        print("cut off: the same call goes on", flush=True)
+        return CUT_OFF
+    finally:
+        print("\n".join(summary(day.report)))
     ends = [told["end"] for told in day.report["parts"].values()]
     return 0 if all(end == "exit 0" for end in ends) else 1
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -30,6 +30,7 @@ STDERR = os.dup(2)
 SLOW_S = 130
 """At least, for tests that are marked slow."""
 DEAD = 86
+LATE = "it has passed, but a kernel that it had queued failed behind it"
 NOT_INITIALIZED, INVALID_CONTEXT = 3, 201
 
 
@@ -93,6 +94,8 @@ class Guard:
     def pytest_runtest_logreport(self, report):
         if report.when != "call" and report.passed:
             return
+        if report.passed and is_broken():
+            report.outcome, report.longrepr = "failed", LATE
         self.tell(report.outcome, report.nodeid, why_skipped(report))
         say(f"{time.strftime('%X')} {report.outcome:7} {report.duration:6.1f} s {report.nodeid}")
         if report.failed:

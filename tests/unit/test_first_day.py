@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.gpu import first_day
 from tests.gpu.__main__ import UNFINISHED
 from tests.gpu.first_day import PRINTED, REPORT, Part
+from tests.support.kin import wait_for_end
 
 ROWS = {"rows": [{"name": "a row", "met": False}]}
 DOCTOR = '{\n"checks": [{"name": "device", "grade": "ok", "found": "a GPU", "hint": ""}]}'
@@ -142,3 +144,96 @@ def test_its_parts_are_what_this_tree_has(tmp_path: Path) -> None:
     (tmp_path / first_day.EARLIER).touch()
     _, (tests, *_), *_ = first_day.phases(tmp_path)
     assert tests.command[-2:] == ("--behind", str(tmp_path / first_day.EARLIER))
+
+
+LEAVES = (
+    "import pathlib, subprocess, sys, time\n"
+    "words = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+    "other = subprocess.Popen(words, start_new_session=True)\n"
+    "pathlib.Path({left!r}).write_text(str(other.pid))\n"
+    "print('12:00:01 passed     0.1 s some::test_a')\n"
+    "print('12:00:02 failed     0.2 s some::test_b', flush=True)\n"
+    "{then}"
+)
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the one part of a day."""
+
+    def of(script: str, limit_s: float = 60.0) -> None:
+        monkeypatch.setattr(first_day, "phases", lambda _: [[part("tests", script, limit_s)]])
+
+    monkeypatch.setattr(first_day, "machine", lambda: {"devices": "a GPU, 1 MiB"})
+    monkeypatch.setattr(first_day, "LEAST_S", 0.5)
+    return of
+
+
+def test_a_day_that_is_cut_off_leaves_no_process_and_goes_on(
+    alone: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "left"
+    alone(LEAVES.format(left=str(left), then="time.sleep(600)"))
+
+    def interrupted(self: first_day.Day, playing: object) -> None:
+        while "test_b" not in self.said("tests"):
+            pass
+        raise KeyboardInterrupt
+
+    given = "--kept", str(tmp_path / "kept"), "--out", str(tmp_path / "out")
+    with monkeypatch.context() as patched:
+        patched.setattr(first_day.Day, "watch", interrupted)
+        assert first_day.main(given) == first_day.CUT_OFF
+    wait_for_end(int(left.read_text()))
+    report = json.loads((tmp_path / "out" / REPORT).read_text())
+    assert report["parts"]["tests"]["end"] == "cut off"
+    assert report["failed"] == ["FAILED some::test_b"]
+    assert report["counts"] == "1 passed, 0 skipped, 1 failed so far"
+    alone("print('2 passed, 0 skipped, 0 failed')")
+    assert first_day.main(given) == 0
+    assert "test_b" in (tmp_path / "out" / PRINTED).read_text()
+
+
+@pytest.mark.parametrize("then", ["time.sleep(600)", "raise SystemExit(0)"], ids=["stops", "ends"])
+def test_what_a_part_leaves_in_another_session_ends_with_it(
+    alone: Callable[..., None], tmp_path: Path, then: str
+) -> None:
+    left = tmp_path / "left"
+    alone(LEAVES.format(left=str(left), then=then), limit_s=1.0)
+    first_day.main(["--kept", str(tmp_path / "kept")])
+    wait_for_end(int(left.read_text()))
+
+
+@pytest.mark.parametrize(
+    "line", ["nothing is tested: the CUDA driver sees no device", "slice: not measured, no torch"]
+)
+def test_a_part_that_found_nothing_to_do_runs_again(
+    alone: Callable[..., None], tmp_path: Path, line: str
+) -> None:
+    given = "--kept", str(tmp_path / "kept")
+    alone(f"print({line!r})")
+    assert first_day.main(given) == 1
+    told = json.loads((tmp_path / "kept" / REPORT).read_text())["parts"]["tests"]
+    assert (told["ended"], told["end"]) == (False, f"exit 0, {line}")
+    alone("print('2 passed, 0 skipped, 0 failed')")
+    assert first_day.main(given) == 0
+
+
+def test_a_report_of_another_device_or_a_damaged_one_is_set_aside(
+    alone: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    alone("print('1 passed, 0 skipped, 0 failed')")
+    assert first_day.main(["--kept", str(kept)]) == 0
+    alone("print('2 passed, 0 skipped, 0 failed')")
+    assert first_day.main(["--kept", str(kept)]) == 0
+    counts = json.loads((kept / REPORT).read_text())["counts"]
+    assert counts == "1 passed, 0 skipped, 0 failed", "the same device: it goes on"
+    monkeypatch.setattr(first_day, "machine", lambda: {"devices": "another GPU, 1 MiB"})
+    assert first_day.main(["--kept", str(kept)]) == 0
+    assert json.loads((kept / REPORT).read_text())["counts"].startswith("2 passed")
+    assert json.loads((kept / f"before-{REPORT}").read_text())["counts"].startswith("1 passed")
+    (kept / REPORT).write_text('{"parts": {"te')
+    alone("print('3 passed, 0 skipped, 0 failed')")
+    assert first_day.main(["--kept", str(kept)]) == 0
+    assert json.loads((kept / REPORT).read_text())["counts"].startswith("3 passed")

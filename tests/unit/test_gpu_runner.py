@@ -23,6 +23,9 @@ def test_dies(): os.abort()
 def test_crashes(): faulthandler._sigsegv()
 def test_is_killed(): os.kill(os.getpid(), 9)
 def test_fills_the_device(): raise MemoryError("torch.OutOfMemoryError: CUDA out of memory")
+def test_breaks_behind_its_end():
+    from tests.support import guarded
+    guarded.is_broken = lambda: True
 def test_skips(): pytest.skip("for a reason")
 def test_last(): pass
 """
@@ -48,7 +51,7 @@ def test_one_test_takes_nothing_from_the_others(tmp_path: Path) -> None:
         "--seconds-each", 6, "--processes", 2, "--files", bad, good, broken, needy
     )
     assert status == 1
-    assert "3 passed, 2 skipped, 7 failed" in printed, printed
+    assert "3 passed, 2 skipped, 8 failed" in printed, printed
     assert "skipped 1: Skipped: for a reason" in printed
     assert "skipped 1: Skipped: it needs it" in printed
     assert printed.count("its process died in it, or it took too long") == 4
@@ -57,6 +60,7 @@ def test_one_test_takes_nothing_from_the_others(tmp_path: Path) -> None:
     assert "Fatal Python error: Segmentation fault" in printed
     assert "in test_crashes" in printed, "no stack of the crash is shown"
     assert "there was no memory on the device: the rest has a process of its own" in printed
+    assert "a kernel that it had queued failed behind it" in printed
     assert "::test_hangs has taken 6 s" in printed
     assert "in test_hangs" in printed, "no stack is shown"
     kept = tmp_path / "printed.txt"

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ess.bench.gpu import resolve, suite
+from ess.bench.gpu import resolve, rows, suite
 from ess.bench.gpu.rig import GATE, Row, row
-from ess.bench.gpu.rows import ROW_BYTES
+from ess.bench.gpu.rows import RESULTS, ROW_BYTES, measured_before
 from ess.pool import cuda_programs
 
 
@@ -86,3 +86,23 @@ def test_named_parts_run_in_their_order_and_their_rows_are_one_document(
     assert measured == [(name, suite.LIMIT_S[name]) for name in ("slice", "rows")]
     assert [one["name"] for one in json.loads(out.read_text())["rows"]] == ["slice", "rows"]
     assert [one.name for one in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_what_other_machines_gave_is_shown_as_theirs() -> None:
+    """No prediction stands where a device has answered."""
+    shown = list(measured_before())
+    assert {one["config"]["kind"] for one in shown} == {"before"}
+    best = {(one["config"]["device"], one["name"]): one for one in shown}
+    assert len(best) == len(shown)
+    document = json.loads((RESULTS / "gpu-h100.json").read_text())
+    for name in ("gather 512 rows, flat", "gather 65536 rows, copy engine"):
+        values = [one["value"] for one in document["rows"] if one["name"] == name]
+        values = values[:-1]  # the last was predicted in that run
+        assert best[document["machine"]["device"], name]["value"] == max(values)
+    assert best["NVIDIA H200", "scatter 65536 rows within 1 GiB, flat"]["config"]["blocks"] == 4
+
+
+def test_a_pool_of_rows_keeps_to_the_memory_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "memory_free", lambda: 36 << 30)
+    assert rows.pool_bytes(24 << 30) == 24 << 30
+    assert rows.pool_bytes(25 << 30) == (36 << 30) // 8
