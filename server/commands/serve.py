@@ -20,7 +20,12 @@ from ess import console
 from ess.config import Setting
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.pd.routers import RouterName
-from ess.server.commands.start.compat_flags import FLAGS, ForeignFlags, check_foreign
+from ess.server.commands.start.compat_flags import (
+    FLAGS,
+    ForeignFlags,
+    check_foreign,
+    of_each_rank,
+)
 from ess.server.commands.start.setting_checks import OF_DECODING
 from ess.server.commands.start.settings import FIELDS, SECTIONS
 
@@ -177,7 +182,7 @@ def prefill(
     given = {**(flags or {}), "model": model, "role": "prefill"}
     if not tune:
         return _serve(given, foreign, config=config, json=json)
-    _note_foreign(foreign)
+    given = _with_foreign(given, foreign)
     from ess.server.commands.tune import tune as tuned
 
     return tuned(given, config=config, prompt=tune_prompt, rounds=tune_rounds, json=json)
@@ -208,7 +213,7 @@ def _serve_pd(
     config: Path | None,
     json: bool,
 ) -> int:
-    _note_foreign(foreign)
+    flags = _with_foreign(flags, foreign)
     try:
         from ess.server.commands.pd.processes import serve_pd
     except ModuleNotFoundError as error:
@@ -219,7 +224,7 @@ def _serve_pd(
 def _serve(
     flags: dict[str, Any], foreign: ForeignFlags | None, *, config: Path | None, json: bool
 ) -> int:
-    _note_foreign(foreign)
+    flags = _with_foreign(flags, foreign)
     try:
         from ess.server.commands.start.begin import serve_flags
     except ModuleNotFoundError as error:
@@ -227,6 +232,9 @@ def _serve(
     return serve_flags(flags, config=config, json=json)
 
 
-def _note_foreign(foreign: ForeignFlags | None) -> None:
-    for sentence in check_foreign(foreign or ForeignFlags()):
+def _with_foreign(flags: dict[str, Any], foreign: ForeignFlags | None) -> dict[str, Any]:
+    """The flags as other projects' flags change them; notes those that change nothing."""
+    foreign = foreign or ForeignFlags()
+    for sentence in check_foreign(foreign):
         console.note(f"ess: {sentence}")
+    return of_each_rank(flags, foreign)

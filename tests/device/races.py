@@ -8,7 +8,9 @@ a stream, no event and no edge of a graph puts one behind the other, whatever th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
+import weakref
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from ess.door.device.memory import lane, uploads
 from ess.door.device.steps import fetches, sealing
 from ess.engine.graphs import replays
+from ess.engine.step.underway import uploads as inputs
 from ess.engine.tokens.sampling import Sampling
 from ess.kernels.cuda import streams
 from tests.device import engines
@@ -66,15 +69,55 @@ def watched(case):
         yield found, engines.engine("cuda", **case)
 
 
+@contextlib.contextmanager
+def never_early():
+    """An event has passed only once the host has waited for it, or has read what was downloaded
+    behind it. Events of the pretended device have always passed: a host that looks whether a store
+    has landed is then behind all that came before, and its own early writes do not show."""
+    event, download = streams.CudaEvent, uploads.Download
+    record, done, wait, make, read = (
+        *(event.record, event.done, event.wait),
+        *(download.__init__, download.read),
+    )
+    count, numbers, passed = itertools.count(), weakref.WeakKeyDictionary(), [-1]
+
+    def numbered(function):
+        def noted(self, *given, **named):
+            numbers[self] = next(count)
+            return function(self, *given, **named)
+
+        return noted
+
+    def passing(function):
+        def noted(self, *given):
+            passed[0] = max(passed[0], numbers[self])
+            return function(self, *given)
+
+        return noted
+
+    with contextlib.ExitStack() as patches:
+        for owner, name, function in (
+            (event, "record", numbered(record)),
+            (event, "wait", passing(wait)),
+            (event, "done", lambda self: numbers.get(self, -1) <= passed[0] and done(self)),
+            (download, "__init__", numbered(make)),
+            (download, "read", passing(read)),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+DEEP = {"depth": "1"}
 RESIDENT = {"mode": "resident", "depth": "1", "mtp": "1"}
 VERIFIED = {"graphs": "off", "depth": "1", "verify_every": 1}
 
 
 @pytest.mark.parametrize(
-    "change", [{}, *(pytest.param(more, marks=pytest.mark.long) for more in (RESIDENT, VERIFIED))]
+    "change",
+    [DEEP, *(pytest.param(more, marks=pytest.mark.long) for more in ({}, RESIDENT, VERIFIED))],
 )
 def test_nothing_races(change):
-    with watched(SHORT | change) as (found, eng):
+    with never_early(), watched(SHORT | change) as (found, eng):
         for _ in short(eng):
             assert found() == []
 
@@ -128,9 +171,14 @@ MISTAKES = {
         either(STORES, "ess_seal on compute"),
     ),
     "the host reads tokens before they are there": (
-        EAGER | {"depth": "1"},
+        EAGER | DEEP,
         mock.patch.object(uploads.Download, "read", lambda self: self._here),
         "tolist on the host reads what .*copy_ on compute writes,",
+    ),
+    "a step's inputs are written before the step under way has read its own": (
+        EAGER | DEEP,
+        mock.patch.object(inputs, "TURNS", 1),
+        r"device_future\.py:\d+ \w+ on the host writes what .*copy_ on compute reads,",
     ),
 }
 MORE = {
@@ -152,7 +200,7 @@ MORE = {
 )
 def test_a_wait_that_is_left_out_is_found(name):
     case, mistake, says = (MISTAKES | MORE)[name]
-    with mistake, watched(case) as (found, eng):
+    with never_early(), mistake, watched(case) as (found, eng):
         for _ in short(eng):
             if any(re.search(says, sentence) for sentence in found()):
                 return

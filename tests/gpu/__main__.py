@@ -56,6 +56,7 @@ def lacks(path: Path) -> str | None:
 def play(path: Path, home: Path, given: argparse.Namespace, ends_s: float) -> Path:
     told, log = home / f"{path.stem}.told", home / f"{path.stem}.log"
     told.write_text("".join(f"passed\t{name}\t\n" for name in given.passed))
+    log.touch()
     if missing := lacks(path):
         told.write_text(f"skipped\t{path.name}\t{missing} is not installed\n")
         return told

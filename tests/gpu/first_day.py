@@ -62,6 +62,8 @@ TAIL = 40
 CUT_OFF = 130
 TOLD = re.compile(r"^[\d:]+ (passed|skipped|failed) +[\d.]+ s (\S.*)$", re.MULTILINE)
 """How tests.support.guarded prints the end of a test."""
+SO_FAR = " so far"
+"""Behind counts without which the runner of the tests has ended."""
 NOTHING = re.compile(
     r"^(nothing is (?:tested|measured): .*|\w+: not (?:measured|compiled), .*)$", re.M
 )
@@ -204,9 +206,9 @@ class Day:
         part that runs, what it has told so far."""
         text = self.said(part.name)
         if part.name == "tests" and text:
-            failed, self.report["counts"] = of_tests(text)
-            self.report["failed"] = failed
-            if any(line.endswith(UNFINISHED) for line in failed):
+            failed, counts = of_tests(text)
+            self.report |= {"failed": failed, "counts": counts}
+            if counts.endswith(SO_FAR) or any(line.endswith(UNFINISHED) for line in failed):
                 self.report["parts"]["tests"] |= {"ended": False}
         if part.name == "doctor":
             with contextlib.suppress(ValueError):
@@ -258,11 +260,9 @@ def of_tests(text: str) -> tuple[list[str], str]:
     if counted := [line for line in lines if " passed, " in line]:
         return [line for line in lines if line[:7] == "FAILED "], counted[-1]
     ends = {name: end for end, name in TOLD.findall(text)}
-    if not ends:
-        return [], lines[-1]
     counts = Counter(ends.values())
     failed = [f"FAILED {name}" for name, end in ends.items() if end == "failed"]
-    return failed, ", ".join(f"{counts[end]} {end}" for end in ENDINGS) + " so far"
+    return failed, ", ".join(f"{counts[end]} {end}" for end in ENDINGS) + SO_FAR
 
 
 def ended(name: str, words: Sequence[str], printed: Any, limit_s: float) -> int | None:

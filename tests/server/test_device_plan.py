@@ -14,6 +14,7 @@ from ess.engine.devices import DEFAULTS, SERVED, Found
 from ess.engine.process.messages import Launch
 from ess.engine.step_bytes import graph_bytes, room_bytes, staged_bytes
 from ess.errors import BadInput
+from ess.models.weights.expected.dry_run import make_plan, read_config
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from ess.server.commands.start import banner
@@ -28,7 +29,9 @@ from ess.units import parse_size
 from tests.pd.pairs import SECRET
 from tests.server.test_stages import TORCHRUN
 
-HOST = 8 << 30
+GIB = 1 << 30
+HOST = 8 * GIB
+WEIGHTS = 977 * GIB // 10
 STAGES = {"role": "prefill", "peer_secret": SECRET, "device": "cuda", "pp_size": 2}
 FOUND = Found(
     torch="2.13.0+cu130",
@@ -345,3 +348,35 @@ def test_the_plan_is_printed_with_its_sums(capsys: pytest.CaptureFixture[str]):
     assert "of 69.00 GiB that may be taken of a GPU" in said
     assert "70.00 GiB of 80.00 GiB are free" in said
     assert f"{parse_size('96MiB') >> 20}.00 MiB" in said
+
+
+H200 = msgspec.structs.replace(
+    FOUND, free_bytes=1398 * GIB // 10, total_bytes=1404 * GIB // 10, has_rooms=True
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "short", "long"),
+    [
+        ({}, 16, 16),
+        ({"max_running": 64, "chunk_tokens": 8192}, 36, 8),
+        ({"max_running": 128, "chunk_tokens": 8192, "mtp": 4}, 26, 5),
+        ({"slot_bytes": "2GiB"}, 8, 8),
+        ({"index_bytes": "4GiB", "max_running": 64}, 62, 3),
+    ],
+)
+def test_index_keys_leave_room_for_slots(given: dict[str, Any], short: int, long: int):
+    """A rank of eight that divide DeepSeek-V3.2's experts, on a node of 1.9 TiB: the index keys of
+    all requests at their longest would take all that weights leave of an H200."""
+    config = make_plan(read_config("deepseek-v3.2")).config
+    asked = {"device": "cuda", "dp_size": 8, "mtp": 2, "max_model_len": "128k", **given}
+    settings = resolve(asked, environment={}).settings
+    layout = config.layout()
+    needed = Needed(config=config, layout=layout, weight_bytes=WEIGHTS, file_bytes=WEIGHTS)
+    plan = plan_on_device(settings, needed, H200, free=1900 * GIB // 8)
+    rooms = {room.length: room.count for room in plan.rooms}
+    assert (rooms[8192], rooms[131072]) == (short, long)
+    assert plan.device is not None
+    assert plan.device.taken <= plan.device.room
+    if "slot_bytes" not in given:
+        assert plan.device.room - plan.device.taken < GIB // 4, "room is left over"

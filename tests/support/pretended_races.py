@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.support.pretended_touches import runs
 
 ROOT = str(Path(__file__).resolve().parents[2])
-THROUGH = ("ess/kernels/", "ess/flashtrans/", "memory/uploads.py", "step/uploads.py")
+THROUGH = ("ess/kernels/", "ess/flashtrans/", "memory/uploads.py", "underway/uploads.py")
 
 
 class Races:

@@ -189,6 +189,8 @@ def test_a_day_that_is_cut_off_leaves_no_process_and_goes_on(
     assert report["parts"]["tests"]["end"] == "cut off"
     assert report["failed"] == ["FAILED some::test_b"]
     assert report["counts"] == "1 passed, 0 skipped, 1 failed so far"
+    alone("print('12:00:03 passed     0.1 s some::test_c'); raise SystemExit(1)")
+    assert first_day.main(given) == 1, "it has ended without a summary"
     alone("print('2 passed, 0 skipped, 0 failed')")
     assert first_day.main(given) == 0
     assert "test_b" in (tmp_path / "out" / PRINTED).read_text()

@@ -75,13 +75,15 @@ def test_one_test_takes_nothing_from_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_whole_ends_in_time(tmp_path: Path) -> None:
-    slow, good = tmp_path / "test_slow.py", tmp_path / "test_good.py"
+    slow, good, late = (tmp_path / f"test_{name}.py" for name in ("slow", "good", "late"))
     slow.write_text(HEAD + "def test_hangs(): time.sleep(600)\n")
-    good.write_text(HEAD + "def test_alone(): pass\n")
-    status, printed = run("--limit-s", 15, "--processes", 2, "--files", slow, good)
+    for path in (good, late):
+        path.write_text(HEAD + "def test_alone(): pass\n")
+    status, printed = run("--limit-s", 12, "--processes", 1, "--files", good, slow, late)
     assert status == 1
-    assert "1 passed, 0 skipped, 2 failed" in printed, printed
-    assert "FAILED test_slow.py not all of it has run" in printed
+    assert "1 passed, 0 skipped, 3 failed" in printed, printed
+    for path in (slow, late):
+        assert f"FAILED {path.name} not all of it has run" in printed
 
 
 HOLDS_THE_LOCK = """

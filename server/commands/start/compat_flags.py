@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 
@@ -273,7 +273,8 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "enable_auto_tool_choice": "tools are always served",
     "enable_cache_report": "usage always says how many tokens were cached",
     "enable_expert_parallel": "experts are divided over all ranks of --dp-size",
-    "enable_dp_attention": "each rank of --dp-size has requests of its own",
+    "enable_dp_attention": "each rank of --dp-size has requests of its own, and its share of the"
+    " GPUs that --tp-size counts",
     "enable_eplb": "experts are placed at the start, by --expert-load, and stay there",
     "eplb_config": "--redundant-experts says how many second places experts have",
     "enable_hisparse": "rows are always offloaded",
@@ -364,6 +365,26 @@ NOT_HERE: Final[Mapping[str, str]] = {
     "tool_parser_plugin": "is not served: the formats of replies that are known are built in",
     "kv_events_config": "is not served: --kv-events ADDRESS publishes them",
 }
+
+
+def of_each_rank(settings: Mapping[str, Any], flags: ForeignFlags) -> dict[str, Any]:
+    """SGLang's --tp-size counts all GPUs where attention is divided by requests: here each rank of
+    --dp-size has its share of them.
+
+    >>> of_each_rank({"tp_size": 8, "dp_size": 8}, ForeignFlags(enable_dp_attention=True))
+    {'tp_size': 1, 'dp_size': 8}
+    >>> of_each_rank({"tp_size": 8, "dp_size": 8}, ForeignFlags())
+    {'tp_size': 8, 'dp_size': 8}
+    """
+    devices, ranks = settings.get("tp_size"), settings.get("dp_size")
+    if not (flags.enable_dp_attention and devices and ranks):
+        return dict(settings)
+    if devices % ranks:
+        raise BadInput(
+            f"tp_size is {devices} and dp_size is {ranks}: with --enable-dp-attention tp_size"
+            " counts the GPUs of all ranks, and each needs equally many"
+        )
+    return {**settings, "tp_size": devices // ranks}
 
 
 def check_foreign(flags: ForeignFlags) -> list[str]:

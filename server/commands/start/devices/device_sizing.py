@@ -2,8 +2,13 @@
 
 Weights come from the files' headers, pools from their sizes, a step's memory from the model's
 dimensions. Sizes that are not set are worked out in this order: rows on the host for every request
-that may run, at most half of what is free there; index keys for as many; and for slots the rest of
-the device, but for no more rows than the host has.
+that may run, at most half of what is free there; index keys for as many, unless too little would be
+left for slots; and for slots the rest of the device, but for no more rows than the host has.
+
+A long request takes more index keys than slots: of DeepSeek-V3.2 at 128K tokens four times as many
+bytes as its floor of slots. Index keys for all requests at their longest may then take the whole
+device, and the server would refuse to start or admit few requests of any length. So before index
+keys come the floors of slots of all requests that may run, or half of the room if that is less.
 """
 
 from __future__ import annotations
@@ -65,7 +70,8 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
     longest = asked_length(settings, needed.config.positions_max)
     host_bytes = host_bytes_of(settings, layout, longest, free)
     length_max, token_capacity = check_host(settings, layout, host_bytes, longest, free)
-    shape = _shape(settings, layout, found, length_max, token_capacity // PAGE_ROWS)
+    host_pages = token_capacity // PAGE_ROWS
+    shape = _shape(settings, layout, found, length_max, host_pages)
     graphs = _graphs(needed, settings, length_max, found)
     rest = [
         weight_line(needed.weight_bytes, settings),
@@ -73,8 +79,11 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
         graphs,
     ]
     room = room_of(found, settings)
+    left = room - sum(line.bytes for line in rest)
+    if settings.index_bytes == AUTO:
+        shape = _beside_slots(shape, left, is_given=settings.slot_bytes != AUTO)
     if settings.slot_bytes == AUTO:
-        shape = _filled(shape, room - sum(line.bytes for line in rest), token_capacity)
+        shape = _filled(shape, left, token_capacity)
     lines = (*rest[:1], *pool_lines(shape), *rest[1:])
     device = DevicePlan(
         name=found.name,
@@ -82,7 +91,7 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
         room=room,
         free=found.free_bytes,
         total=found.total_bytes,
-        locked=locked_bytes(shape, host_pages=token_capacity // PAGE_ROWS)
+        locked=locked_bytes(shape, host_pages=host_pages)
         + staged_bytes(layout, chunk_tokens=settings.chunk_tokens, length_max=length_max),
         host_free=free,
     )
@@ -167,6 +176,22 @@ def _check_least(name: str, settings: Settings, count: int, least: int, *, unit:
             f"{name} is {getattr(settings, name)}, the least that works is"
             f" {format_bytes(least * unit)}"
         )
+
+
+def _beside_slots(most: PoolShape, room: int, *, is_given: bool) -> PoolShape:
+    """As many index pages as leave room for slots: those that are given, or the floors of all
+    requests, which get half of the room at most. No fewer than the longest request takes."""
+    layout, chunks = most.layout, most.chunks
+    if not is_given:
+        floor = min(layout.slot_floor, most.length_max)
+        floors = most.sequence_max * floor * layout.slot_bytes
+        chunks = max(chunks, min(floors, room // 2) // layout.chunk_bytes)
+    fits, fails = min(page_count(most.length_max), most.index_pages), most.index_pages + 1
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        takes = sum(pool_bytes(replace(most, chunks=chunks, index_pages=middle)).values())
+        fits, fails = (middle, fails) if takes <= room else (fits, middle)
+    return replace(most, index_pages=fits)
 
 
 def _filled(least: PoolShape, room: int, token_capacity: int) -> PoolShape:
