@@ -325,6 +325,11 @@ class ModelLayout:
         return max(0, length + 1 - window) if window else 0
 
     @property
+    def key_bytes(self) -> int:
+        """Bytes of an index key; 0 where none is kept."""
+        return self.index.key_bytes if self.index is not None else 0
+
+    @property
     def key_page_bytes(self) -> int:
         """Bytes of all index keys of a page."""
         return self.key_layer_count * self.index.page_bytes if self.index is not None else 0

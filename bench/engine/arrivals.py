@@ -74,7 +74,7 @@ def rows_of(load: ArrivingPrompts) -> list[Row]:
     prompts = texts(load.requests, load.prompt)
     alone, packed = _prefilled(model, load, prompts)
     work_s = load.requests / load.pack * statistics.median(packed)
-    one, many = (
+    by_one, by_pack = (
         _waited(model, load, prompts, chunk_tokens)
         for chunk_tokens in (load.prefill_count, load.chunk_tokens)
     )
@@ -91,27 +91,27 @@ def rows_of(load: ArrivingPrompts) -> list[Row]:
         compare(
             name="first token, median, thread time",
             unit="s",
-            ours=[statistics.median(many.first_s)],
-            baseline=("one prompt a step", [statistics.median(one.first_s)]),
-            config=config | _running(many, one),
+            ours=[statistics.median(by_pack.first_s)],
+            baseline=("one prompt a step", [statistics.median(by_one.first_s)]),
+            config=config | _running(by_pack, by_one),
         ),
         compare(
             name="first token, last, thread time",
             unit="s",
-            ours=[max(many.first_s)],
+            ours=[max(by_pack.first_s)],
             baseline=("twice the prompts' work", [WORK_SHARE * work_s]),
             target=1.0,
-            config=config | {"one_prompt_a_step_s": round(max(one.first_s), 2)},
+            config=config | {"one_prompt_a_step_s": round(max(by_one.first_s), 2)},
         ),
     ]
 
 
-def _running(many: Waited, one: Waited) -> dict[str, Any]:
+def _running(by_pack: Waited, by_one: Waited) -> dict[str, Any]:
     return {
-        "steps": len(many.running),
-        "running": round(statistics.fmean(many.running)),
-        "steps_before": len(one.running),
-        "running_before": round(statistics.fmean(one.running)),
+        "steps": len(by_pack.running),
+        "running": round(statistics.fmean(by_pack.running)),
+        "steps_before": len(by_one.running),
+        "running_before": round(statistics.fmean(by_one.running)),
     }
 
 

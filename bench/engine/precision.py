@@ -135,7 +135,7 @@ def read(
     tokens: int,
 ) -> Logits:
     """Logits of the last `tokens` of every line, by every form under its modes."""
-    found: dict[tuple[Form, str], Tensor] = {}
+    logits: dict[tuple[Form, str], Tensor] = {}
     start = len(lines[0]) - tokens
     for form, modes_of_form in ways.items():
         console.note(f"{len(lines)} x {start:,} tokens, {form.name} ...")
@@ -143,8 +143,8 @@ def read(
         with offload_for(model, form, lines) as offload:
             for mode in modes_of_form:
                 eng = Engine(model, offload, EngineConfig(modes=mode))
-                found[form, mode] = torch.stack(forced_logits(eng, lines, start=start))
-    return found
+                logits[form, mode] = torch.stack(forced_logits(eng, lines, start=start))
+    return logits
 
 
 def excerpts_of(
@@ -215,7 +215,7 @@ def forced_logits(eng: Engine, lines: Sequence[Sequence[int]], *, start: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class Distance:
     """How far one way is from the exact one: KL by position [excerpt, token], in nats, and the
     leads of the tokens that flipped, greatest first."""
 
@@ -232,14 +232,14 @@ class Apart:
         return len(self.leads) / self.kl.numel()
 
 
-def apart(exact: Tensor, other: Tensor) -> Apart:
+def apart(exact: Tensor, other: Tensor) -> Distance:
     """Compares logits [..., token, vocabulary]; float64 rounding must not make a KL negative."""
     p, q = exact.double().log_softmax(-1), other.double().log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)
     best = exact.topk(2, -1).values
     flips = other.argmax(-1) != exact.argmax(-1)
     leads = (best[..., 0] - best[..., 1])[flips].tolist()
-    return Apart(kl, tuple(sorted(leads, reverse=True)))
+    return Distance(kl, tuple(sorted(leads, reverse=True)))
 
 
 def context_rows(logits: Logits, plan: PrecisionRun, context: int, text: str) -> list[Row]:
@@ -247,46 +247,46 @@ def context_rows(logits: Logits, plan: PrecisionRun, context: int, text: str) ->
     rows: list[Row] = []
     before: tuple[str, float] | None = None
     for form in (FP8_ROWS, FP8, SERVED):
-        found = apart(logits[EXACT, "none"], logits[form, "none"])
+        distance = apart(logits[EXACT, "none"], logits[form, "none"])
         name = f"{form.name}, against float32"
-        rows += apart_rows(name, found, config, before)
-        before = (name, found.mean)
+        rows += apart_rows(name, distance, config, before)
+        before = (name, distance.mean)
     for form, form_before in ((SERVED, before), (EXACT, None)):
         for mode in plan.modes:
-            found = apart(logits[form, "none"], logits[form, mode])
+            distance = apart(logits[form, "none"], logits[form, mode])
             name = f"{mode.upper()} against NONE, {form.name}"
             target = TARGET if form is SERVED else None
-            rows += apart_rows(name, found, config, form_before, target=target)
+            rows += apart_rows(name, distance, config, form_before, target=target)
     return rows
 
 
 def apart_rows(
     name: str,
-    found: Apart,
+    distance: Distance,
     config: Mapping[str, Any],
     baseline: tuple[str, float] | None,
     *,
     target: float | None = None,
 ) -> list[Row]:
     """Two rows: the mean divergence, and the share of flipped tokens with their greatest leads."""
-    ratio = baseline[1] / found.mean if baseline and found.mean else None
-    count = f"{len(found.leads):,} of {found.kl.numel():,}"
-    leads = " ".join(f"{lead:.2f}" for lead in found.leads[:LEADS_SHOWN])
+    ratio = baseline[1] / distance.mean if baseline and distance.mean else None
+    count = f"{len(distance.leads):,} of {distance.kl.numel():,}"
+    leads = " ".join(f"{lead:.2f}" for lead in distance.leads[:LEADS_SHOWN])
     divergence = Row(
         name=f"mean KL, {name}",
-        value=found.mean,
+        value=distance.mean,
         unit="nats",
         baseline=baseline[0] if baseline else None,
         baseline_value=baseline[1] if baseline else None,
         ratio=ratio,
         target=target if ratio else None,
         met=ratio >= target if ratio and target else None,
-        config={**config, "median": f"{float(found.kl.median()):.1e}"},
-        samples=[float(excerpt) for excerpt in found.kl.mean(-1)],
+        config={**config, "median": f"{float(distance.kl.median()):.1e}"},
+        samples=[float(excerpt) for excerpt in distance.kl.mean(-1)],
     )
     flips = Row(
         name=f"flipped tokens, {name}",
-        value=100 * found.flipped,
+        value=100 * distance.flipped,
         unit="%",
         config={**config, "flipped": count, "leads": leads or "-"},
     )

@@ -198,8 +198,8 @@ class BatchCopies:
 
     def queue(self, turn: int) -> None:
         lists = [side.ctypes.data for side in (*self._lists[turn], self._sizes)]
-        one = ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1
-        status = self._call(*lists, len(self._sizes), *one, self._stream)
+        attribute = ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1
+        status = self._call(*lists, len(self._sizes), *attribute, self._stream)
         if status:
             raise BadState(f"cuMemcpyBatchAsync answers {status}")
 

@@ -7,10 +7,10 @@ from collections import deque
 from ess.clock import Clock
 from ess.transfer.runs import byte_count
 from ess.transfer.transport import Event, Transfer, Transport
-from ess.transfer.transports.around import Around
+from ess.transfer.transports.around import WrappedTransport
 
 
-class PacedTransport(Around):
+class PacedTransport(WrappedTransport):
     """Transfers leave in order, each after the time that the link needs for the earlier ones.
 
     The time of a transfer is its bytes over the rate, counted from its post or from the end of the

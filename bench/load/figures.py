@@ -162,14 +162,14 @@ def _late(load: Offered) -> Row:
 def _cached(load: Offered) -> list[Row]:
     """Left out where the server does not count prompts."""
     asked = sum(seen.prompt_tokens for seen in load.seen)
-    found = sum(seen.cached_tokens for seen in load.seen)
+    cached = sum(seen.cached_tokens for seen in load.seen)
     if not asked:
         return []
     return [
         Row(
             name="prompt tokens that were cached",
-            value=found / asked,
+            value=cached / asked,
             unit="of 1",
-            config={"cached": found, "prompt_tokens": asked},
+            config={"cached": cached, "prompt_tokens": asked},
         )
     ]

@@ -195,6 +195,6 @@ class Rival:
             {**asked, "ignore_eos": True, "cache_prompt": read == 1}
         )
         timings = said.get("timings", {})
-        found = timings.get("prompt_n"), timings.get("predicted_n")
-        if found != (read, tokens):
-            raise BadState(f"llama.cpp read and made {found} tokens, not {(read, tokens)}: {said}")
+        counts = timings.get("prompt_n"), timings.get("predicted_n")
+        if counts != (read, tokens):
+            raise BadState(f"llama.cpp read and made {counts} tokens, not {(read, tokens)}: {said}")

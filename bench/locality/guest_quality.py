@@ -122,7 +122,7 @@ def quality_rows(model: Model, excerpts: list[Excerpt], widths: list[int]) -> li
         console.note(f"{way.name} ...")
         read = [Reading(model, way).run(excerpt) for excerpt in excerpts]
         losses = [float(loss) for loss, _ in read]
-        nats, recalls = float(np.mean(losses)), np.mean([found for _, found in read], axis=0)
+        nats, recalls = float(np.mean(losses)), np.mean([recall for _, recall in read], axis=0)
         exact = exact or nats
         rows.append(_row(way, nats, exact, recalls, excerpts, losses))
     return rows
@@ -179,12 +179,12 @@ class Reading:
     def run(self, excerpt: Excerpt) -> tuple[float, list[float]]:
         """The mean loss and, per layer, the found share of the oracle's selection."""
         tokens = torch.tensor(excerpt.ids)
-        hidden, found = self._model.embed(tokens[:-1]), []
+        hidden, recalls = self._model.embed(tokens[:-1]), []
         for layer in self._model.layers:
             hidden, recall = self._layer(layer, hidden, excerpt.first)
-            found.append(recall)
+            recalls.append(recall)
         logits = self._model.logits(self._model.finish(hidden[excerpt.first :]))
-        return float(F.cross_entropy(logits, tokens[excerpt.first + 1 :])), found
+        return float(F.cross_entropy(logits, tokens[excerpt.first + 1 :])), recalls
 
     def _layer(self, layer: DecoderLayer, hidden: Tensor, first: int) -> tuple[Tensor, float]:
         entry, rotation = layer.enter(hidden), self._model.rotation(torch.arange(len(hidden)))

@@ -117,17 +117,17 @@ def _policy_rows(
     return [
         Row(
             name=f"misses per layer and step at {multiple:g} top-k, {name}",
-            value=float(np.mean(found)),
+            value=float(np.mean(counts)),
             unit="rows",
             baseline="MIN",
             baseline_value=least,
-            ratio=least / float(np.mean(found)) if np.mean(found) else 1.0,
+            ratio=least / float(np.mean(counts)) if np.mean(counts) else 1.0,
             config=config
-            | {"slots": slots, "over_min": f"{np.mean(found) / least:.2f}" if least else "-"}
-            | ({"by_layer": listed(found)} if name == "lru" else {}),
-            samples=found,
+            | {"slots": slots, "over_min": f"{np.mean(counts) / least:.2f}" if least else "-"}
+            | ({"by_layer": listed(counts)} if name == "lru" else {}),
+            samples=counts,
         )
-        for name, found in misses.items()
+        for name, counts in misses.items()
         if name != "min"
     ]
 

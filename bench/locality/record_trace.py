@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ess.bench.engine.arms.around import Around
+from ess.bench.engine.arms.around import WrappedPlacement
 from ess.bench.engine.arms.decode_arm import lay_in
 from ess.bench.harness.prefix import Prefix
 from ess.door import Offload
@@ -34,7 +34,7 @@ Windows = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.uint8]
 
 
-class Windowed(Around):
+class Windowed(WrappedPlacement):
     """Keeps the windows of the last prompt."""
 
     windows: Windows

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ess.bench.engine.arms.around import Around
+from ess.bench.engine.arms.around import WrappedPlacement
 from ess.bench.engine.arms.decode_arm import DecodeArm, DecodeWay, DecodeWork, slots_each
 from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.prefix import Prefix
@@ -30,7 +30,7 @@ from ess.sim.locality.workloads import recorded
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 
 
-class Recording(Around):
+class Recording(WrappedPlacement):
     """One request in NONE, whose selections go to `writer` once it is set."""
 
     writer: TraceWriter | None = None

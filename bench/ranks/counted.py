@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ess.comm.group import Beat, Group
 from ess.comm.link import Frame, Link
-from ess.comm.team import Coming, Team
+from ess.comm.team import PendingParts, Team
 
 
 class CountedTeam:
@@ -33,11 +33,11 @@ class CountedTeam:
         self.sent_bytes += sum(each.nbytes for each in tensors) - tensors[self.rank].nbytes
         return self._team.all_to_all(tensors)
 
-    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
+    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> PendingParts:
         self.sent_bytes += sum(given) - given[self.rank]
         return self._team.start(content, given, due)
 
-    def spread(self, content: Tensor) -> Coming:
+    def spread(self, content: Tensor) -> PendingParts:
         self.sent_bytes += len(content) * (self.size - 1)
         return self._team.spread(content)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ess.comm.team import Coming, Team
+from ess.comm.team import PendingParts, Team
 
 
 @dataclass(slots=True)
@@ -63,12 +63,12 @@ class LateTeam:
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
         return self._team.broadcast(content, root)
 
-    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
+    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> PendingParts:
         number, self._number = self._number, self._number + 1
         self._line.send(self.rank, number, sum(given) - given[self.rank])
         return _Late(self, self._team.start(content, given, due), self._line, number)
 
-    def spread(self, content: Tensor) -> Coming:
+    def spread(self, content: Tensor) -> PendingParts:
         number, self._number = self._number, self._number + 1
         self._line.send(self.rank, number, len(content) * (self.size - 1))
         return _Late(self, self._team.spread(content), self._line, number)
@@ -84,7 +84,7 @@ class LateTeam:
 
 
 class _Late:
-    def __init__(self, team: LateTeam, coming: Coming, line: Line, number: int) -> None:
+    def __init__(self, team: LateTeam, coming: PendingParts, line: Line, number: int) -> None:
         self._team = team
         self._coming = coming
         self._line = line

@@ -30,21 +30,21 @@ def member_rows(*, smoke: bool = False) -> list[Row]:
     with started("serve", *flags, "--threads", "1") as (process, url):
         for first in range(count):
             read_prompt(url, [(first + at) % 90 + 5 for at in range(tokens)])
-        found = [mapped for pid in kin(process.pid) if (mapped := pools(pid))]
-    shares = [sum(each.share_bytes for each in mapped) / MIB for mapped in found]
-    resident = [sum(each.resident_bytes for each in mapped) / MIB for mapped in found]
+        mappings = [mapped for pid in kin(process.pid) if (mapped := pools(pid))]
+    shares = [sum(each.share_bytes for each in mapped) / MIB for mapped in mappings]
+    resident = [sum(each.resident_bytes for each in mapped) / MIB for mapped in mappings]
     return [
         compare(
-            name=f"host pool of a stage: {len(found)} processes",
+            name=f"host pool of a stage: {len(mappings)} processes",
             unit="MiB",
             ours=[sum(shares)],
-            baseline=("one for each process", [max(resident) * len(found)]),
+            baseline=("one for each process", [max(resident) * len(mappings)]),
             config={
                 "tp_size": TP_SIZE,
                 "share_mib": [round(mib, 1) for mib in shares],
                 "resident_mib": [round(mib, 1) for mib in resident],
-                "files": len({each.inode for mapped in found for each in mapped}),
-                "writers": sum(any("w" in each.access for each in mapped) for mapped in found),
+                "files": len({each.inode for mapped in mappings for each in mapped}),
+                "writers": sum(any("w" in each.access for each in mapped) for mapped in mappings),
             },
         )
     ]

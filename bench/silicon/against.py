@@ -53,11 +53,11 @@ def silicon_benchmark(*, smoke: bool) -> list[Row]:
 
 def outcomes_of(rows: Sequence[Serving]) -> list[Outcome]:
     """The outcomes in the order of the rows; a ratio needs our figures for both its rows."""
-    said = Said()
+    said = Predictions()
     return [said.of(row) for row in rows]
 
 
-class Said:
+class Predictions:
     """The predictions so far, and the operators that were read for them."""
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ess import ModelLayout, Offload, Port, Sequence
 from ess.clock import RealClock
+from ess.door.handoff.endings import Landed
 from ess.transfer.endpoint import Identity
 from ess.transfer.messages import Seal, layout_hash, new_epoch
 from ess.transfer.runs import Region
@@ -51,7 +52,7 @@ def make(sequence: Sequence, layer: int, start: int, stop: int) -> None:
     draw = np.random.default_rng((layer, start))
     shape = (stop - start, LAYOUT.row_bytes)
     sequence.import_rows(layer, start, draw.integers(0, 256, shape, np.uint8))
-    keys = (stop - start, LAYOUT.index.key_bytes)
+    keys = (stop - start, LAYOUT.key_bytes)
     sequence.import_keys(layer, start, draw.integers(0, 256, keys, np.uint8))
 
 
@@ -94,6 +95,7 @@ def main() -> None:
             here.pump()
             there.pump()
         (landed,) = there.receiver.outcomes()
+        assert isinstance(landed, Landed), landed.sentence
         awaited.resume()
         awaited.warm_from(*landed.windows)
         assert rows_of(awaited, served) == expected

@@ -13,21 +13,22 @@ import threading
 import torch
 
 from ess.comm.group import Group
-from ess.comm.link import LinkLost
+from ess.comm.link import Link, LinkLost, next_frame
 from ess.comm.local import local_group
 
 
-def first_stage(group: Group) -> None:
+def first_stage(group: Group, following: Link) -> None:
     team = group.team
     rows = torch.full((2, 4), float(group.rank))
     columns = team.all_to_all([part.contiguous() for part in rows.chunk(team.size, dim=1)])
     group.advance()
-    group.next.send(team.broadcast(b"add", root=0), torch.cat(columns))
-    group.next.flush()
+    following.send(team.broadcast(b"add", root=0), torch.cat(columns))
+    following.flush()
 
 
-def second_stage(group: Group) -> None:
-    frame = group.previous.receive(timeout_s=None)
+def second_stage(group: Group, previous: Link) -> None:
+    frame = next_frame(previous)
+    assert frame.tensor is not None, "the first stage sends a tensor"
     whole = group.team.all_gather(frame.tensor, dim=1)
     group.advance()
     group.team.barrier()
@@ -36,7 +37,10 @@ def second_stage(group: Group) -> None:
 
 def act(group: Group) -> None:
     try:
-        (second_stage if group.previous else first_stage)(group)
+        if group.next is not None:
+            first_stage(group, group.next)
+        elif group.previous is not None:
+            second_stage(group, group.previous)
     except LinkLost as lost:
         group.fail(f"rank {group.rank} stops: {lost}")
 
@@ -49,7 +53,7 @@ def main() -> None:
     for thread in threads:
         thread.join()
     lead = groups[0]
-    print(lead.reports[2].receive(timeout_s=5).head.decode())
+    print(next_frame(lead.reports[2]).head.decode())
     print({rank: beat.progress for rank, beat in lead.beats().items()})
     for group in groups:
         group.close()

@@ -72,6 +72,13 @@ class Link(Protocol):
         """Leaves in order: waits until the peer has taken everything, or is lost."""
 
 
+def next_frame(link: Link) -> Frame:
+    """The next frame, however long it takes. LinkLost if the group ends before."""
+    frame = link.receive(None)
+    assert frame is not None, "a wait without an end has ended"
+    return frame
+
+
 def name_of(rank: int, team: int) -> str:
     stage, member = divmod(rank, team)
     if team == 1:

@@ -28,7 +28,7 @@ from ess.comm.link import (
     name_of,
     took_nothing,
 )
-from ess.comm.team import Coming, OneTeam, Team, check_parts
+from ess.comm.team import OneTeam, PendingParts, Team, check_parts
 from ess.errors import BadInput
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class _Post:
 
 
 @dataclass(slots=True, eq=False)
-class _House:
+class _SharedState:
     """What all ranks share: one lock, the ranks that have left, why the group has ended."""
 
     size: int
@@ -109,15 +109,15 @@ class _Queue:
 class LocalLink:
     def __init__(
         self,
-        house: _House,
+        shared: _SharedState,
         rank: int,
         peer: int,
         out: _Queue,
         into: _Queue,
     ) -> None:
         self.peer = peer
-        self._name = name_of(peer, house.team)
-        self._house = house
+        self._name = name_of(peer, shared.team)
+        self._shared = shared
         self._rank = rank
         self._out = out
         self._in = into
@@ -125,78 +125,78 @@ class LocalLink:
 
     def send(self, head: bytes, tensor: Tensor | None = None) -> None:
         check_frame(head, tensor, has_tensors=self._out.has_tensors)
-        with self._house.changed:
+        with self._shared.changed:
             self._take(self._out.held + self._out.ahead - 1)
             if self._is_left():
                 raise left(self.peer, self._name)
             self._out.frames.append(Frame(bytes(head), None if tensor is None else tensor.clone()))
-            self._house.changed.notify_all()
+            self._shared.changed.notify_all()
 
     def flush(self) -> None:
-        with self._house.changed:
+        with self._shared.changed:
             self._take(self._out.held)
 
     def receive(self, timeout_s: float | None = 0.0) -> Frame | None:
-        with self._house.changed:
-            self._house.check()
-            came = self._house.wait(lambda: bool(self._in.frames) or self._is_left(), timeout_s)
+        with self._shared.changed:
+            self._shared.check()
+            came = self._shared.wait(lambda: bool(self._in.frames) or self._is_left(), timeout_s)
             if not came:
                 return None
             if not self._in.frames:
                 raise left(self.peer, self._name)
             frame = self._in.frames.popleft()
-            self._house.changed.notify_all()
+            self._shared.changed.notify_all()
         if self._lent is not None:
             self._lent.view(torch.uint8).fill_(0xFF)
         self._lent = frame.tensor
         return frame
 
     def close(self) -> None:
-        with self._house.changed:
-            self._house.left.add(self._rank)
-            self._house.changed.notify_all()
+        with self._shared.changed:
+            self._shared.left.add(self._rank)
+            self._shared.changed.notify_all()
 
     def _is_left(self) -> bool:
-        return self.peer in self._house.left
+        return self.peer in self._shared.left
 
     def _take(self, most: int) -> None:
         """Waits until the peer has no more than `most` frames to take."""
-        self._house.check()
-        came = self._house.wait(
-            lambda: len(self._out.frames) <= most or self._is_left(), self._house.patience_s
+        self._shared.check()
+        came = self._shared.wait(
+            lambda: len(self._out.frames) <= most or self._is_left(), self._shared.patience_s
         )
         if self._is_left() and len(self._out.frames) > most:
             raise left(self.peer, self._name)
         if not came:
-            raise took_nothing(self.peer, self._name, self._house.patience_s)
+            raise took_nothing(self.peer, self._name, self._shared.patience_s)
 
 
-class LocalComing:
+class LocalParts:
     """The parts for one member in the exchange of this number."""
 
     def __init__(
-        self, house: _House, posts: dict[int, _Post], number: int, rank: int, due: list[int]
+        self, shared: _SharedState, posts: dict[int, _Post], number: int, rank: int, due: list[int]
     ) -> None:
-        self._house = house
+        self._shared = shared
         self._posts = posts
         self._number = number
         self._rank = rank
         self._due = due
 
     def wait(self) -> Tensor:
-        parts = self._house.gathered(self._posts, self._number, self._rank, len(self._due))
+        parts = self._shared.gathered(self._posts, self._number, self._rank, len(self._due))
         sizes = [len(part) for part in parts]
         if sizes != self._due:
             sentence = f"member {self._rank} was given {sizes} bytes, {self._due} are due"
-            self._house.fail(self._rank, sentence)
-            self._house.check()
+            self._shared.fail(self._rank, sentence)
+            self._shared.check()
         return torch.cat(parts)
 
 
 class LocalTeam:
     def __init__(
         self,
-        house: _House,
+        shared: _SharedState,
         rank: int,
         slots: list[object],
         all_of_us: threading.Barrier,
@@ -206,17 +206,17 @@ class LocalTeam:
         self._started = 0
         self.rank = rank
         self.size = len(slots)
-        self._house = house
+        self._shared = shared
         self._slots = slots
         self._barrier = all_of_us
 
     def barrier(self) -> None:
         try:
-            self._barrier.wait(self._house.patience_s)
+            self._barrier.wait(self._shared.patience_s)
         except threading.BrokenBarrierError:
-            sentence = f"a team of {self.size} did not meet within {self._house.patience_s} s"
-            self._house.fail(-1, sentence)
-            self._house.check()
+            sentence = f"a team of {self.size} did not meet within {self._shared.patience_s} s"
+            self._shared.fail(-1, sentence)
+            self._shared.check()
 
     def all_gather(
         self, tensor: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None
@@ -228,22 +228,22 @@ class LocalTeam:
             raise BadInput(f"tensors has {len(tensors)} tensors for a team of {self.size}")
         return self._share(tensors, lambda slots: [slot[self.rank].clone() for slot in slots])
 
-    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
+    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> PendingParts:
         check_parts(self, content, given, due)
         number, self._started = self._started, self._started + 1
-        with self._house.changed:
-            self._house.check()
+        with self._shared.changed:
+            self._shared.check()
             post = self._posts.setdefault(number, _Post())
             post.parts[self.rank] = torch.split_with_sizes(content.clone(), list(given))
-            self._house.changed.notify_all()
-        return LocalComing(self._house, self._posts, number, self.rank, list(due))
+            self._shared.changed.notify_all()
+        return LocalParts(self._shared, self._posts, number, self.rank, list(due))
 
-    def spread(self, content: Tensor) -> Coming:
+    def spread(self, content: Tensor) -> PendingParts:
         sizes = [len(content)] * self.size
         return self.start(content.repeat(self.size), sizes, sizes)
 
     def check(self) -> None:
-        self._house.check()
+        self._shared.check()
 
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
         return self._share(content, lambda slots: bytes(slots[root]))
@@ -259,62 +259,62 @@ class LocalTeam:
 
 
 class LocalGroup:
-    def __init__(self, house: _House, rank: int, team: Team, links: Mapping[str, LocalLink]):
+    def __init__(self, shared: _SharedState, rank: int, team: Team, links: Mapping[str, LocalLink]):
         self.rank = rank
-        self.size = house.size
+        self.size = shared.size
         self.team = team
         self.next = links.get("next")
         self.previous = links.get("previous")
         reports = {link.peer: link for name, link in links.items() if name.isdigit()}
         self.reports = MappingProxyType(reports)
-        self._house = house
+        self._shared = shared
 
     def advance(self) -> None:
-        self._house.progress[self.rank] = self._house.progress.get(self.rank, 0) + 1
-        self._house.moved_s[self.rank] = time.monotonic()
+        self._shared.progress[self.rank] = self._shared.progress.get(self.rank, 0) + 1
+        self._shared.moved_s[self.rank] = time.monotonic()
 
     def beats(self) -> Mapping[int, Beat]:
-        now_s, house = time.monotonic(), self._house
+        now_s, shared = time.monotonic(), self._shared
         return {
-            rank: Beat(house.progress.get(rank, 0), 0.0, now_s - house.moved_s.get(rank, now_s))
+            rank: Beat(shared.progress.get(rank, 0), 0.0, now_s - shared.moved_s.get(rank, now_s))
             for rank in self.reports
         }
 
     def fail(self, sentence: str) -> None:
-        self._house.fail(self.rank, sentence)
+        self._shared.fail(self.rank, sentence)
 
     def close(self) -> None:
-        with self._house.changed:
-            self._house.left.add(self.rank)
-            self._house.changed.notify_all()
+        with self._shared.changed:
+            self._shared.left.add(self.rank)
+            self._shared.changed.notify_all()
 
 
 def local_group(size: int, team: int = 1, *, patience_s: float = PATIENCE_S) -> list[Group]:
     """The groups of all ranks, by rank. A team of several needs a thread for each member."""
     if size < 1 or team < 1 or size % team:
         raise BadInput(f"size is {size}, a positive multiple of the team's {team}")
-    house = _House(size, team, patience_s)
+    shared = _SharedState(size, team, patience_s)
     links: list[dict[str, LocalLink]] = [{} for _ in range(size)]
 
     def connect(first: int, its_name: str, second: int, other_name: str, down: _Queue) -> None:
         up = _Queue(down.ahead, down.held)
-        links[first][its_name] = LocalLink(house, first, second, down, up)
-        links[second][other_name] = LocalLink(house, second, first, up, down)
+        links[first][its_name] = LocalLink(shared, first, second, down, up)
+        links[second][other_name] = LocalLink(shared, second, first, up, down)
 
     for rank in range(size):
         if rank + team < size:
             connect(rank, "next", rank + team, "previous", _Queue(AHEAD_MAX, HELD_MAX, True))
         if rank:
             connect(0, str(rank), rank, "0", _Queue())
-    teams = [member for _ in range(size // team) for member in _team(house, team)]
-    return [LocalGroup(house, rank, teams[rank], links[rank]) for rank in range(size)]
+    teams = [member for _ in range(size // team) for member in _team(shared, team)]
+    return [LocalGroup(shared, rank, teams[rank], links[rank]) for rank in range(size)]
 
 
-def _team(house: _House, size: int) -> list[Team]:
+def _team(shared: _SharedState, size: int) -> list[Team]:
     if size == 1:
         return [OneTeam()]
     barrier = threading.Barrier(size)
-    house.breakers.append(barrier)
+    shared.breakers.append(barrier)
     slots: list[object] = [None] * size
     posts: dict[int, _Post] = {}
-    return [LocalTeam(house, rank, slots, barrier, posts) for rank in range(size)]
+    return [LocalTeam(shared, rank, slots, barrier, posts) for rank in range(size)]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Coming(Protocol):
+class PendingParts(Protocol):
     """An exchange under way: what the other members send, while the caller goes on."""
 
     def wait(self) -> Tensor:
@@ -45,7 +45,7 @@ class Team(Protocol):
         Tensors may differ in size, not in dtype or number of dimensions.
         """
 
-    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
+    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> PendingParts:
         """Begins to send: of the flat `content` the first `given[0]` bytes go to member 0, the next
         `given[1]` to member 1, and so on. `due[i]` bytes come from member i; both sides know it.
 
@@ -54,7 +54,7 @@ class Team(Protocol):
         `content` must not change.
         """
 
-    def spread(self, content: Tensor) -> Coming:
+    def spread(self, content: Tensor) -> PendingParts:
         """Begins to send the flat bytes of `content` to every member: all send equally many, and
         all know how many. Otherwise like `start`."""
 
@@ -82,7 +82,7 @@ def check_parts(team: Team, content: Tensor, given: Sequence[int], due: Sequence
         raise BadInput(f"member {team.rank} gives itself {given[team.rank]}, not {due[team.rank]}")
 
 
-class Come:
+class ReadyParts:
     """An exchange whose content is already here."""
 
     def __init__(self, content: Tensor) -> None:
@@ -107,11 +107,11 @@ class OneTeam:
     def all_to_all(self, tensors: list[Tensor]) -> list[Tensor]:
         return tensors
 
-    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
-        return Come(content)
+    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> PendingParts:
+        return ReadyParts(content)
 
-    def spread(self, content: Tensor) -> Coming:
-        return Come(content)
+    def spread(self, content: Tensor) -> PendingParts:
+        return ReadyParts(content)
 
     def check(self) -> None:
         return

@@ -39,7 +39,7 @@ SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
 }
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
     """What there is on this machine, as far as it could be asked: `fault` is what the driver, or
     what compiles for it, has answered. `torch_cuda` is what torch was built for, `torch_count` how
     many devices it sees. `has_rooms`: a library is installed whose products of experts take room of

@@ -47,8 +47,8 @@ def merge(first: Pair, second: Pair, *others: Pair, into: Partial | None = None)
     first, second = check_merge(first, second, into)
     last = second
     for number, other in enumerate(others, start=3):
-        one = side(f"part {number}", other, first.out.shape)
-        first, last = _combined(first, last), one
+        added = side(f"part {number}", other, first.out.shape)
+        first, last = _combined(first, last), added
     into = into or like(first)
     combine(first, last, into)
     return into

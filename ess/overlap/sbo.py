@@ -12,9 +12,8 @@ its experts in their order at the end. The yields are TBO's (`tbo`): they are th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Final, Literal, Protocol
 
 from ess.overlap.stages import Run
@@ -48,74 +47,28 @@ class Experts(Protocol):
     def shared(self) -> None: ...
 
 
-def off(experts: Experts) -> Run[None]:
+def schedule(experts: Experts, sbo: Sbo) -> Run[None]:
     experts.route()
     yield
     experts.dispatch()
+    if sbo == "dispatch-shared":
+        experts.shared()
     yield
     experts.arrive()
     experts.up()
-    [whole] = experts.blocks(1)
-    experts.down(whole)
-    experts.combine(whole)
-    yield
-    experts.collect()
-    experts.shared()
-
-
-def dispatch_shared(experts: Experts) -> Run[None]:
-    experts.route()
-    yield
-    experts.dispatch()
-    experts.shared()
-    yield
-    experts.arrive()
-    experts.up()
-    [whole] = experts.blocks(1)
-    experts.down(whole)
-    experts.combine(whole)
-    yield
-    experts.collect()
-
-
-def combine_shared(experts: Experts) -> Run[None]:
-    experts.route()
-    yield
-    experts.dispatch()
-    yield
-    experts.arrive()
-    experts.up()
-    [whole] = experts.blocks(1)
-    experts.down(whole)
-    experts.combine(whole)
-    experts.shared()
-    yield
-    experts.collect()
-
-
-def combine_down(experts: Experts) -> Run[None]:
-    experts.route()
-    yield
-    experts.dispatch()
-    yield
-    experts.arrive()
-    experts.up()
-    blocks = experts.blocks(BLOCKS)
-    assert 1 <= len(blocks) <= BLOCKS, f"{len(blocks)} blocks of experts, at most {BLOCKS}"
-    assert all(a.stop == b.start for a, b in pairwise(blocks)), f"blocks out of order: {blocks}"
-    for block in blocks:
+    for block in _blocks(experts, BLOCKS if sbo == "combine-down" else 1):
         experts.down(block)
         experts.combine(block)
+    if sbo == "combine-shared":
+        experts.shared()
     yield
     experts.collect()
-    experts.shared()
+    if sbo in ("off", "combine-down"):
+        experts.shared()
 
 
-SCHEDULES: Final[Mapping[Sbo, Callable[[Experts], Run[None]]]] = MappingProxyType(
-    {
-        "off": off,
-        "combine-down": combine_down,
-        "combine-shared": combine_shared,
-        "dispatch-shared": dispatch_shared,
-    }
-)
+def _blocks(experts: Experts, count: int) -> Sequence[range]:
+    blocks = experts.blocks(count)
+    assert 1 <= len(blocks) <= count, f"{len(blocks)} blocks of experts, at most {count}"
+    assert all(a.stop == b.start for a, b in pairwise(blocks)), f"blocks out of order: {blocks}"
+    return blocks

@@ -153,8 +153,7 @@ def _seal(shape: PoolShape) -> int:
 
 
 def _sealed_keys(shape: PoolShape) -> int:
-    key_bytes = 0 if shape.layout.index is None else shape.layout.index.key_bytes
-    return shape.layout.key_layer_count * shape.query_max * key_bytes
+    return shape.layout.key_layer_count * shape.query_max * shape.layout.key_bytes
 
 
 def _numbers(sizes: Mapping[str, int]) -> int:

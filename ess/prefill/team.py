@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ess.clock import Clock
 from ess.comm.group import Group
+from ess.comm.link import next_frame
 from ess.comm.team import Team
 from ess.door import Sequence as Opened
 from ess.door.memory.mapped import MappedPools, MappedRows, SharedPools
@@ -232,9 +233,9 @@ class TeamMember:
     def _received(self, count: int) -> Tensor | None:
         if self._group.previous is None:
             return None
-        frame = self._group.previous.receive(None)
+        frame = next_frame(self._group.previous)
         own = own_count(count, self._team.rank, self._team.size)
-        if frame is None or frame.tensor is None or len(frame.tensor) != own:
+        if frame.tensor is None or len(frame.tensor) != own:
             raise BadInput(f"a batch of {count} tokens came without {own} lines for this member")
         return frame.tensor
 

@@ -58,15 +58,15 @@ def listed_values(schema: Schema) -> list[Any] | None:
 
 def parameter_types(tools: Sequence[Schema]) -> Mapping[tuple[str, str], Types]:
     """By the tool's and the parameter's name; parameters of which nothing is said are left out."""
-    found = {}
+    types_by_name = {}
     for tool in tools:
         root = tool.get("parameters")
         schema = resolved(root, root) if isinstance(root, Mapping) else {}
         properties = schema.get("properties")
         for name, described in properties.items() if isinstance(properties, Mapping) else ():
             if (types := types_of(described, schema)) is not None:
-                found[str(tool.get("name")), str(name)] = types
-    return found
+                types_by_name[str(tool.get("name")), str(name)] = types
+    return types_by_name
 
 
 def types_of(schema: Any, root: Any, seen: dict[int, Types | None] | None = None) -> Types | None:

@@ -241,13 +241,13 @@ def _listed(
     said: Mapping[str, Any], name: str, words: Mapping[Any, T], count: int
 ) -> tuple[T, ...]:
     """What is behind the layers of the model is of its MTP module (`_module_count`)."""
-    found, known = said[name], list(words)
-    if not isinstance(found, list) or len(found) < count:
-        raise BadInput(f"{name} is {found!r:.60}, expected one of {known} for each layer")
-    for word in found[:count]:
+    listed, known = said[name], list(words)
+    if not isinstance(listed, list) or len(listed) < count:
+        raise BadInput(f"{name} is {listed!r:.60}, expected one of {known} for each layer")
+    for word in listed[:count]:
         if isinstance(word, bool) or word not in known:
             raise BadInput(f"{name} has {word!r:.40}, expected one of {known}")
-    return tuple(words[word] for word in found[:count])
+    return tuple(words[word] for word in listed[:count])
 
 
 def _is_count(value: object) -> bool:

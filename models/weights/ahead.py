@@ -30,8 +30,8 @@ def build_ahead(model: Model, *, count_max: int, clock: Clock, tell: Callable[[s
     """Builds the programs for products of 1 to `count_max` tokens, and of the lines that their
     experts get. `tell` is given a line for each shape, since a first start may take minutes of
     which nothing else is seen."""
-    started_s, found = clock.now_s(), one_of_each_shape(model)
-    for number, weight in enumerate(found, start=1):
+    started_s, weights = clock.now_s(), one_of_each_shape(model)
+    for number, weight in enumerate(weights, start=1):
         if weight.values.is_cpu:
             continue
         most, counted = count_max, "tokens"
@@ -46,7 +46,7 @@ def build_ahead(model: Model, *, count_max: int, clock: Clock, tell: Callable[[s
         shape = " x ".join(map(str, weight.shape))
         tell(
             f"products in fp8: {shape} by up to {counts[-1]:,} {counted}, shape {number} of"
-            f" {len(found)}, {clock.now_s() - started_s:.1f} s"
+            f" {len(weights)}, {clock.now_s() - started_s:.1f} s"
         )
 
 
@@ -71,7 +71,7 @@ def one_of_each_shape(model: object) -> list[Fp8Weight]:
     """The weights in fp8 that are multiplied with a model's tokens, one of each shape. A model is
     made of objects of `ess.models`, in tuples and lists. Weights of a layer's experts are stacked:
     a pair of tensors."""
-    found: dict[torch.Size, Fp8Weight] = {}
+    first_of: dict[torch.Size, Fp8Weight] = {}
     left, met = [model], set[int]()
     while left:
         thing = left.pop()
@@ -79,14 +79,14 @@ def one_of_each_shape(model: object) -> list[Fp8Weight]:
             continue
         met.add(id(thing))
         if isinstance(thing, Fp8Weight):
-            found.setdefault(thing.shape, thing)
+            first_of.setdefault(thing.shape, thing)
         elif isinstance(thing, tuple) and thing and _is_stack(*thing):
-            found.setdefault(thing[0].shape, Fp8Weight(*thing))
+            first_of.setdefault(thing[0].shape, Fp8Weight(*thing))
         elif isinstance(thing, list | tuple):
             left.extend(thing)
         elif type(thing).__module__.startswith("ess.models."):
             left.extend(getattr(thing, "__dict__", {}).values())
-    return list(found.values())
+    return list(first_of.values())
 
 
 def _is_stack(values: object, scales: object = None, *others: object) -> bool:

@@ -136,7 +136,7 @@ def _cost(model: ModelLayout, host_size: str | None) -> Cost:
         row_tokens=model.row_tokens,
         state_bytes=model.state_bytes,
         state_page_bytes=model.state_page_bytes,
-        key_bytes=0 if model.index is None else model.index.key_bytes,
+        key_bytes=model.key_bytes,
         key_unit=model.select_unit,
         key_group_count=model.key_layer_count,
         window_floor=model.window_floor,

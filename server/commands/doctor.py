@@ -224,17 +224,17 @@ def _device() -> Iterator[Check]:
         yield _no_device(missing)
         return
     try:
-        found = ask(0)
+        report = ask(0)
     except Unavailable as error:
         yield Check(name="device", grade="warn", state="it does not answer", hint=str(error))
         return
-    sees = f"{found.name}, {found.arch}, {format_bytes(found.free_bytes)} free"
-    if why := found.why_not("cuda"):
+    sees = f"{report.name}, {report.arch}, {format_bytes(report.free_bytes)} free"
+    if why := report.why_not("cuda"):
         yield Check(name="device", grade="warn", state=sees, hint=why)
         return
     yield Check(name="device", grade="ok", state=sees)
     yield from _device_decode()
-    if (count := min(found.count, found.torch_count)) > 1:
+    if (count := min(report.count, report.torch_count)) > 1:
         yield _device_ranks(count)
 
 
@@ -250,11 +250,11 @@ def _no_device(missing: str) -> Check:
 
 def _device_decode() -> Iterator[Check]:
     console.note("ess: decoding a little on the device; its kernels are compiled first ...")
-    found, fault = answer_of("-m", DEVICE_TRIAL, "0", limit_s=TRIAL_S)
+    printed, fault = answer_of("-m", DEVICE_TRIAL, "0", limit_s=TRIAL_S)
     if fault:
         yield Check(name="device decode", grade="fail", state="the trial failed", hint=fault)
         return
-    yield from judged_on_device(msgspec.json.decode(found))
+    yield from judged_on_device(msgspec.json.decode(printed))
 
 
 def judged_on_device(trial: dict[str, Any]) -> Iterator[Check]:
@@ -274,11 +274,11 @@ def judged_on_device(trial: dict[str, Any]) -> Iterator[Check]:
 def _device_ranks(count: int) -> Check:
     """Whether ranks that divide the experts could meet on all devices."""
     console.note(f"ess: exchanging a few tokens between {count} devices ...")
-    found, fault = answer_of("-m", EXCHANGE_TRIAL, str(count), limit_s=TRIAL_S)
+    printed, fault = answer_of("-m", EXCHANGE_TRIAL, str(count), limit_s=TRIAL_S)
     if fault:
         hint = f"{fault}; until that is mended serve without --dp-size"
         return Check(name="ranks", grade="warn", state=f"no exchange of {count}", hint=hint)
-    return judged_exchange(msgspec.json.decode(found))
+    return judged_exchange(msgspec.json.decode(printed))
 
 
 def judged_exchange(trial: dict[str, Any]) -> Check:
@@ -317,8 +317,8 @@ def _transport(kind: str, host: str) -> Check:
 def _stages() -> Check:
     """Whether torch has gloo, which only the stages of a prefill worker need."""
     asked = "from torch import distributed as d; print(d.is_available() and d.is_gloo_available())"
-    found, _ = answer_of("-c", asked, limit_s=TRIAL_S)
-    if found == "True":
+    printed, _ = answer_of("-c", asked, limit_s=TRIAL_S)
+    if printed == "True":
         return Check(name="stages", grade="ok", state="gloo: `ess prefill --pp-size` can run")
     hint = "a torch with gloo is needed for --pp-size, --tp-size and --cp-size"
     return Check(name="stages", grade="warn", state="this torch has no gloo", hint=hint)
@@ -326,10 +326,10 @@ def _stages() -> Check:
 
 def _decode() -> Check:
     console.note("ess: decoding a little, offloaded and resident, which takes some seconds ...")
-    found, fault = answer_of("-m", TRIAL, limit_s=TRIAL_S)
+    printed, fault = answer_of("-m", TRIAL, limit_s=TRIAL_S)
     if fault:
         return Check(name="decode", grade="fail", state="the trial failed", hint=fault)
-    return judged(msgspec.json.decode(found))
+    return judged(msgspec.json.decode(printed))
 
 
 def judged(trial: dict[str, Any]) -> Check:

@@ -27,9 +27,9 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tried(kind: str, host: str) -> Tried:
-    found, fault = answer_of("-m", "ess.transfer.selfcheck", kind, host, limit_s=TRIAL_S)
+    printed, fault = answer_of("-m", "ess.transfer.selfcheck", kind, host, limit_s=TRIAL_S)
     if not fault:
-        return judged(msgspec.json.decode(found))
+        return judged(msgspec.json.decode(printed))
     grade: Literal["ok", "warn"] = "ok" if "not installed" in fault else "warn"
     return Tried(grade=grade, state=fault, hint=HINTS[kind])
 

@@ -47,8 +47,8 @@ def messages_of(given: Sequence[Mapping[str, Any]], system: object) -> list[Item
 
 def _joined(messages: Sequence[Item]) -> Iterator[Item]:
     """Joins consecutive turns of the user, as Anthropic does."""
-    for role, found in itertools.groupby(messages, key=itemgetter("role")):
-        turns = list(found)
+    for role, same_role in itertools.groupby(messages, key=itemgetter("role")):
+        turns = list(same_role)
         if role in ("user", "system"):
             yield {"role": role, "content": "\n\n".join(turn["content"] for turn in turns)}
         else:

@@ -71,18 +71,18 @@ class History:
         return raw
 
     def _found(self, shelf: KeptResponses, identity: str) -> Kept:
-        found = shelf.find(self.owner, identity)
-        if found is None:
+        kept = shelf.find(self.owner, identity)
+        if kept is None:
             raise BadInput(
                 f"previous_response_id is {identity!r:.80}, which is not kept, or no longer: send"
                 " all items as input"
             )
-        if found.is_open:
+        if kept.is_open:
             raise BadInput(
                 f"previous_response_id is {identity!r:.80}, which has not ended yet: wait for its"
                 " end, or cancel it"
             )
-        return found
+        return kept
 
     def _check_length(self, size: int) -> None:
         if size > self._joined_max:

@@ -179,7 +179,7 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-class Gone(Response):
+class ClientGone(Response):
     """Sends nothing: the client has disconnected."""
 
     def __init__(self) -> None:
@@ -327,4 +327,4 @@ async def _stream(grown: Answer, receive: Receive, writer: Writer) -> Response:
 def _lost_answer(grown: Answer) -> Response:
     grown.give_up()
     grown.service.tally.disconnect_count += 1
-    return Gone()
+    return ClientGone()

@@ -37,12 +37,12 @@ Labelled = GaugeMetricFamily | CounterMetricFamily
 
 def exposition(service: Service) -> bytes:
     page = CollectorRegistry(auto_describe=False)
-    page.register(Written(service))
+    page.register(StatusCollector(service))
     ProcessCollector(registry=page)
     return generate_latest(page)
 
 
-class Written(Collector):
+class StatusCollector(Collector):
     def __init__(self, service: Service) -> None:
         self._service = service
 

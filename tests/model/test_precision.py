@@ -16,7 +16,7 @@ from ess.bench.engine.precision import (
     EXACT,
     FP8,
     SERVED,
-    Apart,
+    Distance,
     Form,
     Logits,
     apart,
@@ -50,7 +50,7 @@ def logits(context: int) -> Logits:
     return read(models, ways, lines, tokens=tokens)
 
 
-def seen(name: str, found: Apart) -> Apart:
+def seen(name: str, found: Distance) -> Distance:
     leads = " ".join(f"{lead:.2f}" for lead in found.leads)
     print(f"{name}: mean KL {found.mean:.1e}, flipped {found.flipped:.1%}, leads {leads or '-'}")
     return found

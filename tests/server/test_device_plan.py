@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ess.engine.devices import DEFAULTS, SERVED, Found
+from ess.engine.devices import DEFAULTS, SERVED, DeviceReport
 from ess.engine.process.messages import Launch
 from ess.engine.step_bytes import graph_bytes, room_bytes, staged_bytes
 from ess.errors import BadInput
@@ -33,7 +33,7 @@ GIB = 1 << 30
 HOST = 8 * GIB
 WEIGHTS = 977 * GIB // 10
 STAGES = {"role": "prefill", "peer_secret": SECRET, "device": "cuda", "pp_size": 2}
-FOUND = Found(
+FOUND = DeviceReport(
     torch="2.13.0+cu130",
     torch_cuda="13.0",
     torch_count=1,
@@ -45,7 +45,7 @@ FOUND = Found(
 )
 
 
-def planned(found: Found = FOUND, *, free: int = HOST, **given: Any) -> MemoryPlan:
+def planned(found: DeviceReport = FOUND, *, free: int = HOST, **given: Any) -> MemoryPlan:
     settings = resolve({"device": "cuda", "max_model_len": "8k", **given}, environment={}).settings
     config = read_checkpoint("").config
     needed = Needed(
@@ -220,7 +220,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_numbers(given: dict[str, str],
 
 
 def of_stages(
-    founds: dict[str, Found],
+    founds: dict[str, DeviceReport],
     *,
     free: int = HOST,
     environment: Mapping[str, str] = MappingProxyType({}),

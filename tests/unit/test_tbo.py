@@ -112,11 +112,11 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("mode", sbo.SCHEDULES)
+@pytest.mark.parametrize("mode", ORDERS)
 def test_what_communication_runs_beside(mode):
     told = Told()
     pieces = []
-    for _ in sbo.SCHEDULES[mode](told):
+    for _ in sbo.schedule(told, mode):
         pieces.append(" ".join(told.log))
         told.log.clear()
     assert "|".join([*pieces, " ".join(told.log)]) == ORDERS[mode]

@@ -9,7 +9,7 @@ from ess.door.residency.slots import Slots
 from ess.door.steps.placement import Array
 
 
-class Around:
+class WrappedPlacement:
     """Give `over` to an offload as its placement: `Offload.create(placement=made.over)`."""
 
     slots: Slots

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ess.bench.engine.arms.around import Around
+from ess.bench.engine.arms.around import WrappedPlacement
 from ess.door import Step
 from ess.door.steps.placement import Array
 from ess.pool.lru import planner
 
 
-class Forced(Around):
+class Forced(WrappedPlacement):
     """Drops `miss_count` resident rows of each request's selection in a layer just before it is
     resolved, spread evenly over the selection. Rows not yet stored stay: they cannot be fetched.
     Needs an arena that would hold everything, or other misses are added."""

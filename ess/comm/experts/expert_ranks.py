@@ -40,7 +40,7 @@ from ess.errors import EssError
 from ess.kernels.experts import summed
 
 if TYPE_CHECKING:
-    from ess.comm.team import Coming, Team
+    from ess.comm.team import PendingParts, Team
 
 _WORDS: Final = 4
 _WORD_BYTES: Final = 8
@@ -172,11 +172,11 @@ class ExpertRanks:
 
     def start(
         self, content: Tensor, given: Sequence[int], due: Sequence[int], *, sends: Sent
-    ) -> Coming:
+    ) -> PendingParts:
         self._sent(sends, sum(given) - given[self.team.rank])
         return self.team.start(as_bytes(content), given, due)
 
-    def spread(self, content: Tensor, *, sends: Sent) -> Coming:
+    def spread(self, content: Tensor, *, sends: Sent) -> PendingParts:
         self._sent(sends, content.nbytes * (self.team.size - 1))
         return self.team.spread(as_bytes(content))
 
@@ -202,10 +202,10 @@ class CountedExchange:
         self._asked = ranks[self._who] == self._to[:, None]
         self._line_counts: list[int] = goes.sum(1).tolist()
         self._pair_ranks, self._pairs = ranks.flatten().sort(stable=True)
-        self._returns: list[tuple[Coming, Tensor]] = []
+        self._returns: list[tuple[PendingParts, Tensor]] = []
         self._counts = self._announce()
 
-    def _announce(self) -> Coming:
+    def _announce(self) -> PendingParts:
         """Tells every rank our place in the step, and how many lines it will get."""
         words = torch.tensor([[*self._place, count] for count in self._line_counts])
         sizes = [_WORDS * _WORD_BYTES] * len(words)
@@ -259,11 +259,11 @@ class CountedExchange:
         """Waits for all outputs for this rank's tokens, and adds them up as a single rank does."""
         count, per_token = self._weights.shape
         placed = torch.empty((count * per_token, width), dtype=torch.float32)
-        found = 0
+        line_count = 0
         for coming, pairs in self._returns:
             placed[pairs] = coming.wait().view(dtype).view(-1, width).float()
-            found += len(pairs)
-        assert found == len(placed), f"{found} of {len(placed)} lines came back"
+            line_count += len(pairs)
+        assert line_count == len(placed), f"{line_count} of {len(placed)} lines came back"
         return summed(placed.view(count, per_token, width), self._weights)
 
 

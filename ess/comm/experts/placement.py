@@ -75,13 +75,13 @@ class Placement:
 
     @cached_property
     def _table(self) -> tuple[Tensor, Tensor]:
-        found: list[list[int]] = [[] for _ in range(self.expert_count)]
+        places_of: list[list[int]] = [[] for _ in range(self.expert_count)]
         for rank, own in enumerate(self.places):
             for place, expert in enumerate(own):
-                found[expert].append(rank * self.place_count + place)
-        widest = max(map(len, found))
-        padded = [[*places, *[places[-1]] * (widest - len(places))] for places in found]
-        return torch.tensor(padded), torch.tensor([len(places) for places in found])
+                places_of[expert].append(rank * self.place_count + place)
+        widest = max(map(len, places_of))
+        padded = [[*places, *[places[-1]] * (widest - len(places))] for places in places_of]
+        return torch.tensor(padded), torch.tensor([len(places) for places in places_of])
 
 
 def even(expert_count: int, rank_count: int) -> Placement:

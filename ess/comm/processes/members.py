@@ -4,9 +4,9 @@ Sizes go before contents, unless the caller knows them. A collective that fails,
 rank's failure ends, raises LinkLost; a member missing for `patience_s` ends the group.
 
 On a device the host does not wait: a collective is queued behind the current stream, on a stream of
-NCCL's own, and `Coming.wait` makes the current stream wait for it. So a step's collectives run
-beside its compute, and are captured with it. When the group ends they are aborted, and the device
-goes on with bytes that mean nothing: a caller asks `check` before it believes them.
+NCCL's own, and `PendingParts.wait` makes the current stream wait for it. So a step's collectives
+run beside its compute, and are captured with it. When the group ends they are aborted, and the
+device goes on with bytes that mean nothing: a caller asks `check` before it believes them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from ess.comm.ending import Ending
 from ess.comm.link import DIMS_MAX, HEAD_BYTES_MAX, LinkLost
 from ess.comm.processes.tensors import as_bytes, break_waits
-from ess.comm.team import Coming, check_parts
+from ess.comm.team import PendingParts, check_parts
 from ess.errors import BadInput
 
 GRACE_S: Final = 1.0
@@ -44,7 +44,7 @@ class Collectives:
     patience_s: float
 
 
-class WiredComing:
+class WiredParts:
     """An exchange under way; it keeps both sides' memory alive until its end."""
 
     def __init__(self, team: WiredTeam, work: Any, came: Tensor, content: Tensor) -> None:
@@ -113,17 +113,17 @@ class WiredTeam:
             for part, shape in zip(_cut(came, due), shapes, strict=True)
         ]
 
-    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> Coming:
+    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> PendingParts:
         check_parts(self, content, given, due)
         came = content.new_empty(sum(due))
         group = self._group_of(content)
         work = self._guarded(lambda: group.alltoall_base(came, content, list(due), list(given)))
-        return WiredComing(self, work, came, content)
+        return WiredParts(self, work, came, content)
 
-    def spread(self, content: Tensor) -> Coming:
+    def spread(self, content: Tensor) -> PendingParts:
         came, group = content.new_empty(self.size * len(content)), self._group_of(content)
         work = self._guarded(lambda: group._allgather_base(came, content))
-        return WiredComing(self, work, came, content)
+        return WiredParts(self, work, came, content)
 
     def check(self) -> None:
         self._ending.check()

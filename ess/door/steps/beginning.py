@@ -19,43 +19,64 @@ def begin(
     room: int | None,
 ) -> Step:
     """PoolFull if the pages for the new rows do not fit: then nothing has changed."""
-    pools, total = owner.pools, sum(query_counts)
+    pools = owner.pools
     brought = _brought(owner, sequences, query_counts)
     row_counts = query_counts if brought is None else brought.row_counts
-    row_total = sum(row_counts)
+    _check_sizes(owner, sequences, sum(query_counts), sum(row_counts), room)
+    pools.inflight.settle()
+    bounds = [
+        _bound(sequence, None if starts is None else starts[place])
+        for place, sequence in enumerate(sequences)
+    ]
+    if brought is None:
+        ends = [
+            _end(owner, sequence, bound, count)
+            for sequence, bound, count in zip(sequences, bounds, query_counts, strict=True)
+        ]
+    else:
+        ends = brought.ends
+    grow(pools, [(s.holding, end) for s, end in zip(sequences, ends, strict=True)])
+    space = room or sum(query_counts)
+    step = owner.open_step = Step(owner, sequences, query_counts, space, brought)
+    for sequence, count in zip(sequences, row_counts, strict=True):
+        sequence.progress.joined(step.number, count)
+    owner.placement.begin(step)
+    return step
+
+
+def _check_sizes(
+    owner: Owner, sequences: tuple[Sequence, ...], total: int, row_total: int, room: int | None
+) -> None:
+    query_max = owner.pools.sizes.query_max
     if len(set(sequences)) != len(sequences):
         raise BadInput("a sequence is in the step twice")
-    if not 1 <= total <= pools.sizes.query_max:
-        raise BadInput(f"query_counts sum to {total}, must be 1..{pools.sizes.query_max}")
+    if not 1 <= total <= query_max:
+        raise BadInput(f"query_counts sum to {total}, must be 1..{query_max}")
     if room is not None:
-        in_range("room", room, total, pools.sizes.query_max)
-        if room > total and not pools.has_pads:
+        in_range("room", room, total, query_max)
+        if room > total and not owner.pools.has_pads:
             raise BadInput(f"room is {room}, but steps on the host are not padded")
     if row_total > owner.placement.new_rows_max:
         raise BadInput(
             f"{row_total} new rows do not fit a group of {owner.placement.new_rows_max} slots"
         )
-    pools.inflight.settle()
-    ends = []
-    for place, sequence in enumerate(sequences):
-        if sequence.state != "active":
-            require_state(sequence, "active")
-        bound = sequence.progress.check_start(None if starts is None else starts[place])
-        end, limit = bound + row_counts[place], sequence.length_max or pools.sizes.length_max
-        if brought is None and not bound < end <= limit:
-            raise BadInput(
-                f"sequence {sequence.number}: {row_counts[place]} new rows after {bound}, "
-                f"must be at least 1 and end within {limit}"
-            )
-        ends.append(end)
-    if brought is not None:
-        ends = brought.ends
-    grow(pools, [(s.holding, end) for s, end in zip(sequences, ends, strict=True)])
-    step = owner.open_step = Step(owner, sequences, query_counts, room or total, brought)
-    for sequence, count in zip(sequences, row_counts, strict=True):
-        sequence.progress.joined(step.number, count)
-    owner.placement.begin(step)
-    return step
+
+
+def _bound(sequence: Sequence, start: int | None) -> int:
+    if sequence.state != "active":
+        require_state(sequence, "active")
+    return sequence.progress.check_start(start)
+
+
+def _end(owner: Owner, sequence: Sequence, bound: int, count: int) -> int:
+    """Where the sequence ends behind `count` new rows."""
+    end, limit = bound + count, sequence.length_max or owner.pools.sizes.length_max
+    if not bound < end <= limit:
+        raise BadInput(
+            f"sequence {sequence.number}: {count} new rows after {bound}, "
+            f"must be at least 1 and end within {limit}"
+        )
+    return end
 
 
 def _brought(

@@ -16,7 +16,7 @@ from ess.engine.layers.batch import Batch, ended
 from ess.engine.layers.heads import AllHeads
 from ess.engine.prompt.pack import Span, packed
 from ess.engine.prompt.run import Prefilled
-from ess.engine.step.feeding import Fed, Said
+from ess.engine.step.feeding import StepInput, StepOutput
 from ess.engine.step.runner import Runner
 from ess.engine.step.stateful import Stateful
 from ess.engine.step.way import Way, WholeModel
@@ -31,7 +31,7 @@ class OverEntries:
         self._memory = Memory(offload, model.config)
         [self._scale] = {layer.attention.scale for layer in model.blocks}
 
-    def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> Said:
+    def decoded(self, runner: Runner, batch: Batch, fed: StepInput, draft_count: int) -> StepOutput:
         scaled, tokens = replace(batch, scale=self._scale), Tokens.of(self._memory, batch.step)
         entered = EntryBatch(runner, scaled, tokens, fed.tokens)
         streams = entered.through()

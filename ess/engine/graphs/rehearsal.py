@@ -97,10 +97,10 @@ def kinds(runner: Runner, replays: Replays, width: int) -> Iterator[Kind]:
 
 def one_of_each_bucket(runner: Runner, replays: Replays, width: int) -> list[Kind]:
     """A kind for each bucket. What other ranks do depends only on how many tokens are decoded."""
-    found: dict[tuple[int, ...], Kind] = {}
+    first_of: dict[tuple[int, ...], Kind] = {}
     for kind in kinds(runner, replays, width):
-        found.setdefault(kind.counts, kind)
-    return list(found.values())
+        first_of.setdefault(kind.counts, kind)
+    return list(first_of.values())
 
 
 def _run_steps(launcher: Launcher, kind: Kind, draft_count: int, step_count: int) -> None:

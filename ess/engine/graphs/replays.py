@@ -48,7 +48,7 @@ from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
 from ess.engine.process.messages import GraphLine
 from ess.engine.ranks.agreement import StepAgreement
-from ess.engine.step.feeding import Said
+from ess.engine.step.feeding import StepOutput
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import HitCounter
 from ess.engine.step_bytes import graph_bytes
@@ -68,7 +68,7 @@ Key: TypeAlias = tuple[Course | None, Hashable]
 class Made:
     """The results of a step, on its device."""
 
-    said: Said
+    said: StepOutput
     hits: HitCounter
 
 

@@ -135,31 +135,31 @@ class SelectedRows(ABC):
         return mode
 
     @timed
-    def wait(self, found: LocatedRows) -> None:
-        if found.where is not None:
-            found.where.wait()
+    def wait(self, rows: LocatedRows) -> None:
+        if rows.where is not None:
+            rows.where.wait()
 
     @timed
-    def attend_all(self, found: LocatedRows) -> Partial:
+    def attend_all(self, rows: LocatedRows) -> Partial:
         """Rows that were located have slots; of those that were resolved some may be in place."""
-        placed = found.where is not None
-        return self.attend_codes(found.part, found.slots, whole=True, placed=placed)
+        placed = rows.where is not None
+        return self.attend_codes(rows.part, rows.slots, whole=True, placed=placed)
 
     @timed
-    def attend_resident(self, found: LocatedRows) -> Partial:
+    def attend_resident(self, rows: LocatedRows) -> Partial:
         """Hits, and rows in place: both can be read before the fetch has landed. A row that has no
         host page either gets a negative number."""
-        place = found.resolution.place
-        assert found.resolution.hit.shape[0] == place.shape[0], "hits and places of other queries"
-        codes = torch.cat((found.resolution.hit, torch.where(place >= 0, -2 - place, -1)), dim=1)
-        return self.attend_codes(found.part, codes, spares=True)
+        place = rows.resolution.place
+        assert rows.resolution.hit.shape[0] == place.shape[0], "hits and places of other queries"
+        codes = torch.cat((rows.resolution.hit, torch.where(place >= 0, -2 - place, -1)), dim=1)
+        return self.attend_codes(rows.part, codes, spares=True)
 
     @timed
-    def attend_fetched(self, found: LocatedRows, resident: Partial) -> Partial:
+    def attend_fetched(self, rows: LocatedRows, resident: Partial) -> Partial:
         """Runs beside the fetch of a later part, if there is one."""
-        spares = found.part.stop < self._half.queries.stop
+        spares = rows.part.stop < self._half.queries.stop
         return self.attend_codes(
-            found.part, found.resolution.miss, placed=False, spares=spares, onto=resident
+            rows.part, rows.resolution.miss, placed=False, spares=spares, onto=resident
         )
 
     def attend_host(self) -> Partial:

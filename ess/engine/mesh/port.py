@@ -27,7 +27,7 @@ from ess.door.handoff.incoming.receiver import Receiver, awaited_count, awaited_
 from ess.door.handoff.port import Port
 from ess.engine.handoff import Arrivals
 from ess.engine.mesh.lockstep import Lockstep
-from ess.engine.mesh.words import Came, End, Full, HandoffRoom
+from ess.engine.mesh.words import End, Full, HandoffRoom, HandoffsEnded
 from ess.errors import BadInput, PoolFull
 from ess.layout import ModelLayout
 from ess.pool.pages import PageIds
@@ -85,7 +85,9 @@ class LeadArrivals:
             return []
         ended = self._receiver.conclude()
         outcomes = {outcome.uid: outcome for outcome in self._receiver.outcomes()}
-        self._lockstep.pass_on(Came(tuple(_end(e.uid, outcomes.get(e.uid)) for e in ended)))
+        self._lockstep.pass_on(
+            HandoffsEnded(tuple(_end(e.uid, outcomes.get(e.uid)) for e in ended))
+        )
         self._lockstep.latent.say()
         return [_own(outcome, self._lockstep.layout) for outcome in outcomes.values()]
 
@@ -150,7 +152,7 @@ class EchoArrivals:
     def outcomes(self) -> list[Landed | Missed]:
         if not self._awaited:
             return []
-        outcomes = [self._ended(end) for end in self._lockstep.passed(Came).ends]
+        outcomes = [self._ended(end) for end in self._lockstep.passed(HandoffsEnded).ends]
         self._lockstep.latent.say()
         return [outcome for outcome in outcomes if outcome is not None]
 

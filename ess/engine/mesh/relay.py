@@ -15,6 +15,7 @@ import msgspec
 from torch import Tensor
 
 from ess.comm.experts.expert_ranks import OutOfStep
+from ess.comm.link import next_frame
 from ess.engine.layers.batch import Batch
 from ess.engine.layers.heads import AllHeads, Heads
 from ess.engine.mesh.lockstep import Lockstep
@@ -22,9 +23,9 @@ from ess.engine.mesh.team_heads import AllMake, TeamHeads
 from ess.engine.mesh.words import RequestTokens, StepTokens, packed, unpacked
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import Hooks, Prefilled, run_part
-from ess.engine.step.feeding import Fed
+from ess.engine.step.feeding import StepInput
 from ess.engine.step.runner import Runner
-from ess.engine.step.underway.future import HostChosen, HostFed, HostSaid
+from ess.engine.step.underway.future import HostChosen, HostInput, HostOutput
 from ess.engine.step.way import drafted
 from ess.engine.tokens.verification import Choice
 
@@ -43,8 +44,8 @@ class Relay:
 
     # ---- decode
 
-    def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> HostSaid:
-        assert isinstance(fed, HostFed), "a mesh has its tokens on the host"
+    def decoded(self, runner: Runner, batch: Batch, fed: StepInput, draft_count: int) -> HostOutput:
+        assert isinstance(fed, HostInput), "a mesh has its tokens on the host"
         fed_digest = digest(fed)
         hidden = self._given(batch.step.query_count)
         if hidden is None:
@@ -57,10 +58,10 @@ class Relay:
             fed=fed_digest,
         )
         choices = [Choice(said.tokens, said.chances, said.is_broken) for said in agreed.said]
-        return HostSaid(choices, [said.drafts for said in agreed.said])
+        return HostOutput(choices, [said.drafts for said in agreed.said])
 
     def _told(
-        self, runner: Runner, batch: Batch, fed: HostFed, hidden: Tensor, draft_count: int
+        self, runner: Runner, batch: Batch, fed: HostInput, hidden: Tensor, draft_count: int
     ) -> StepTokens:
         """The choice and drafts of the team's first member are used: another member's logits may
         round otherwise."""
@@ -101,8 +102,7 @@ class Relay:
     def _given(self, count: int) -> Tensor | None:
         if self._group.previous is None:
             return None
-        frame = self._group.previous.receive(None)
-        assert frame is not None, "a wait without an end has ended"
+        frame = next_frame(self._group.previous)
         if frame.tensor is None or len(frame.tensor) != count:
             got = 0 if frame.tensor is None else len(frame.tensor)
             raise OutOfStep(f"rank {self._group.rank} runs {count} tokens, and {got} came")
@@ -113,7 +113,7 @@ class Relay:
             self._group.next.send(b"", hidden.contiguous())
 
 
-def digest(fed: HostFed) -> int:
+def digest(fed: HostInput) -> int:
     """A checksum of what a step is fed with."""
     numbers = [(feed.request.number, feed.position, *feed.tokens) for feed in fed.feeds]
     return crc32(msgspec.msgpack.encode(numbers))

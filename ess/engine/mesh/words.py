@@ -2,7 +2,7 @@
 
     rank 0 to all      calls: what was asked of its engine; Met: how a step begins
     last stage to all  StepTokens: what a step says, by way of rank 0
-    rank 0 to all      HandoffRoom, Came: what becomes of a handoff that arrives (`mesh.port`)
+    rank 0 to all      HandoffRoom, HandoffsEnded: what becomes of a handoff (`mesh.port`)
     all to all         Holds: once, what the pools hold, by way of rank 0
 
 A message of any size travels as frames of bounded size: the first byte of each says whether more
@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from ess.comm.link import HEAD_BYTES_MAX, Link
+from ess.comm.link import HEAD_BYTES_MAX, Link, next_frame
 from ess.engine.process.messages import as_dict
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
@@ -115,7 +115,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     window_count: int = 0
 
 
-class Came(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class HandoffsEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Handoffs that have ended since the last one."""
 
     ends: tuple[End, ...]
@@ -137,7 +137,7 @@ class StepTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
     said: tuple[RequestTokens, ...]
 
 
-Aside: TypeAlias = Holds | Met | StepTokens | HandoffRoom | Came
+Aside: TypeAlias = Holds | Met | StepTokens | HandoffRoom | HandoffsEnded
 Word: TypeAlias = Call | Aside
 
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=as_dict)
@@ -163,8 +163,7 @@ def receive(link: Link) -> Word:
     """Waits for it. LinkLost if the group ends before."""
     content = bytearray()
     while True:
-        frame = link.receive(None)
-        assert frame is not None, "a wait without an end has ended"
+        frame = next_frame(link)
         content += frame.head[1:]
         if frame.head[:1] == LAST:
             return unpacked(bytes(content))

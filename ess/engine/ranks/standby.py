@@ -73,7 +73,7 @@ class Standby:
     def _layer(self, layer: DecoderLayer, none: Tensor, part: Part) -> Run[None]:
         if layer.experts is not None:
             experts = ExpertStep(layer, none, self._timeline, 0, part=part)
-            yield from sbo.SCHEDULES[self._order](experts)
+            yield from sbo.schedule(experts, self._order)
 
     def _mlp(self, layer: DecoderLayer, none: Tensor, part: Part) -> None:
         if layer.experts is not None:

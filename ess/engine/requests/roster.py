@@ -79,13 +79,13 @@ class Roster(Generic[AnyRequest]):
 
     def by_rank(self, *states: State) -> tuple[AnyRequest, ...]:
         """Sorted again only when a request has come, moved or left."""
-        found = self._sorted.get(states)
-        if found is None:
+        ranked = self._sorted.get(states)
+        if ranked is None:
             assert len(set(states)) == len(states), f"a state is named twice: {states}"
             requests = [request for state in states for request in self.of(state)]
-            found = tuple(sorted(requests, key=lambda request: request.rank))
-            self._sorted[states] = found
-        return found
+            ranked = tuple(sorted(requests, key=lambda request: request.rank))
+            self._sorted[states] = ranked
+        return ranked
 
     def check(self) -> None:
         numbers = [number for here in self._by_state.values() for number in here]

@@ -17,7 +17,7 @@ from ess.engine.graphs.replays import Fit, Made, Replays
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
 from ess.engine.ranks.agreement import Ranks, StepNeeds
-from ess.engine.step.feeding import Fed, Future, Outcome
+from ess.engine.step.feeding import Future, Outcome, StepInput
 from ess.engine.step.half import half_tokens
 from ess.engine.step.laps import Lap
 from ess.engine.step.runner import Runner
@@ -108,7 +108,7 @@ class Launcher:
 
 
 def _computing(
-    runner: Runner, way: Way, step: Step, course: Course, fed: Fed, draft_count: int
+    runner: Runner, way: Way, step: Step, course: Course, fed: StepInput, draft_count: int
 ) -> Callable[[], Made]:
     """What the device does for a step: nothing of it depends on a number that is not there yet."""
 

@@ -47,11 +47,11 @@ class Chosen(Protocol):
     def following(self) -> Tensor:
         """The token behind each query; behind a wrong draft, anything."""
 
-    def with_drafts(self, drafts: Tensor | None) -> Said:
+    def with_drafts(self, drafts: Tensor | None) -> StepOutput:
         """`drafts` [sequences, n] are behind the newest tokens."""
 
 
-class Said(Protocol):
+class StepOutput(Protocol):
     @property
     def accepted(self) -> Counts:
         """How many of its new rows each sequence keeps; pads may follow."""
@@ -60,7 +60,7 @@ class Said(Protocol):
         """Ends the launch of the step with this feed."""
 
 
-class Fed(Protocol):
+class StepInput(Protocol):
     @property
     def tokens(self) -> Tensor:
         """The token of each query."""
@@ -75,7 +75,7 @@ class Fed(Protocol):
 class Future(Protocol):
     def stash(self, line: int, tokens: Sequence[int]) -> None: ...
     def forget(self, line: int) -> None: ...
-    def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> Fed:
+    def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> StepInput:
         """`counts` are the queries of each sequence, pads among them."""
 
     def learn(self, step_number: int) -> tuple[Outcome, ...]: ...

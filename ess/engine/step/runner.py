@@ -213,7 +213,7 @@ class Runner:
             part="half" if in_stages else "batch",
             lengths=half.batch.lengths,
         )
-        yield from sbo.SCHEDULES[self.tuning.sbo](experts)
+        yield from sbo.schedule(experts, self.tuning.sbo)
         return experts.result()
 
     def _attended(

@@ -13,14 +13,14 @@ from ess.engine.layers.batch import Batch
 from ess.engine.layers.beside import Carried
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import Prefilled, run_chunks
-from ess.engine.step.feeding import Fed, Said
+from ess.engine.step.feeding import StepInput, StepOutput
 from ess.engine.step.runner import Runner
 from ess.engine.step.way import WholeModel
 from ess.pool.warmup import WINDOW_MAX
 
 
 class Stateful(WholeModel):
-    def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> Said:
+    def decoded(self, runner: Runner, batch: Batch, fed: StepInput, draft_count: int) -> StepOutput:
         assert batch.carried is not None, "a model without states"
         batch.carried.begin()
         said = super().decoded(runner, batch, fed, draft_count)

@@ -12,7 +12,7 @@ from ess.engine.layers.heads import AllHeads, Heads
 from ess.engine.prompt.pack import Span
 from ess.engine.prompt.run import Prefilled, run_chunks
 from ess.engine.step.drafts import draft
-from ess.engine.step.feeding import Chosen, Fed, Said
+from ess.engine.step.feeding import Chosen, StepInput, StepOutput
 from ess.engine.step.runner import Forward, Runner
 
 
@@ -20,7 +20,7 @@ class Way(Protocol):
     @property
     def heads(self) -> Heads: ...
 
-    def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> Said:
+    def decoded(self, runner: Runner, batch: Batch, fed: StepInput, draft_count: int) -> StepOutput:
         """The results of the step, once its rows have been made in every layer of this runner."""
 
     def prefilled(
@@ -33,7 +33,7 @@ class WholeModel:
     def __init__(self) -> None:
         self.heads = AllHeads()
 
-    def decoded(self, runner: Runner, batch: Batch, fed: Fed, draft_count: int) -> Said:
+    def decoded(self, runner: Runner, batch: Batch, fed: StepInput, draft_count: int) -> StepOutput:
         forward = runner.decode(batch, fed.tokens)
         chosen = fed.choose(forward.logits)
         return chosen.with_drafts(drafted(runner, batch, forward, chosen, draft_count))

@@ -24,7 +24,7 @@ def assert_sound(findings: Sequence[int]) -> None:
     """`findings`: used slots, resident rows, then the count and the least place of each kind."""
     assert len(findings) == FINDINGS, f"{len(findings)} numbers for {KINDS} kinds"
     used, resident, *kinds = findings
-    found, first = kinds[:KINDS], kinds[KINDS:]
-    for count, where, sentence in zip(found, first, SENTENCES, strict=True):
+    counts, first = kinds[:KINDS], kinds[KINDS:]
+    for count, where, sentence in zip(counts, first, SENTENCES, strict=True):
         assert count == 0, f"{where} {sentence} ({count} in all)"
     assert used == resident, f"{resident} rows have slots, {used} slots of the group have rows"

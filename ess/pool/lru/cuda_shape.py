@@ -157,8 +157,8 @@ def fits_one_cluster(entry_count: int, slot_count: int) -> bool:
 def resolve_program(*, is_together: bool, threads: int) -> Program:
     if not is_together:
         return slot_program("resolve.cu", threads)
-    one = slot_program("together.cu", threads)
-    return replace(one, defines=(*one.defines, ("ESS_BLOCKS", CLUSTER_BLOCKS)))
+    together = slot_program("together.cu", threads)
+    return replace(together, defines=(*together.defines, ("ESS_BLOCKS", CLUSTER_BLOCKS)))
 
 
 def slot_program(file: str, threads: int) -> Program:

@@ -188,13 +188,13 @@ def claim_new(arena: Arena, rows: Ints, *, step: int, out: Ints) -> bool:
     _assert_distinct(arena, rows)
     assert out.shape == rows.shape, f"{rows.shape} rows into {out.shape} slots"
     slot = arena.slot_of[rows]
-    found, absent = slot[slot >= 0], rows[slot < 0]
-    assert not arena.ticket_of[found].any(), "a row to be written is still being fetched"
-    before = arena.last_use[found]
-    arena.last_use[found] = step
+    resident, absent = slot[slot >= 0], rows[slot < 0]
+    assert not arena.ticket_of[resident].any(), "a row to be written is still being fetched"
+    before = arena.last_use[resident]
+    arena.last_use[resident] = step
     victims = claimable(arena, step=step, wanted=absent.size)
     if victims.size < absent.size:
-        arena.last_use[found] = before
+        arena.last_use[resident] = before
         return False
     pass_by(arena, victims, step=step)
     _hand_over(arena, victims, absent, last_use=step, ticket=0)
@@ -231,8 +231,8 @@ def warm(arena: Arena, rows: Ints, ages: Ints, *, step: int, ticket: int) -> Fet
     assert (np.diff(ages, prepend=1) >= 0).all(), "ages must ascend from 1"
     assert ticket > 0, f"ticket {ticket}, must be positive"
     slot = arena.slot_of[rows]
-    found, absent = slot[slot >= 0], slot < 0
-    arena.last_use[found] = np.maximum(arena.last_use[found], step - ages[~absent])
+    resident, absent = slot[slot >= 0], slot < 0
+    arena.last_use[resident] = np.maximum(arena.last_use[resident], step - ages[~absent])
     rows, ages = rows[absent], ages[absent]
     victims = oldest(arena, step=step, wanted=rows.size)
     rows, ages = rows[: victims.size], ages[: victims.size]

@@ -23,7 +23,7 @@ from ess.sim.serving.prefixes import reused, shared
 from ess.sim.serving.replay import Drafting, Replay
 from ess.sim.serving.replay_settings import Serving
 from ess.sim.serving.traffic import chance_of
-from ess.sim.serving.worker import ENDS_STEP, Off, Size, Sustained, Worker
+from ess.sim.serving.worker import ENDS_STEP, ErrorFactors, Size, Sustained, Worker
 from ess.sim.step_grid import StepTimes
 from ess.units import PAGE_ROWS
 
@@ -81,7 +81,7 @@ def serve(
         Side(worker=worker, arrivals=arrivals, size=size, slot_floor=floor)
         for floor in (planner.slot_floor, None)
     )
-    both = offload.replayed(Off()), resident.replayed(Off())
+    both = offload.replayed(ErrorFactors()), resident.replayed(ErrorFactors())
     sums = [summarise(side, serving.objective) for side in both]
     sample = planner.point(max(1, round(sums[0].batch_mean)), planner.ask.context)
     good, bad = _both_ends(sample.token_band, worker.prefilling.band)
@@ -122,34 +122,36 @@ class Side:
     size: Size | None
     slot_floor: int | None
 
-    def replayed(self, off: Off) -> Replay:
-        worker = self.worker.off_by(off)
+    def replayed(self, off: ErrorFactors) -> Replay:
+        worker = self.worker.with_errors(off)
         return worker.replayed(self.arrivals, slot_floor=self.slot_floor, size=self.size)
 
-    def summary(self, off: Off) -> Summary:
+    def summary(self, off: ErrorFactors) -> Summary:
         return summarise(self.replayed(off), self.worker.serving.objective)
 
     def sustained(self) -> Sustained:
         return self.worker.sustained(self.arrivals, slot_floor=self.slot_floor)
 
-    def sustained_at(self, off: Off, found: Sustained) -> Sustained:
+    def sustained_at(self, off: ErrorFactors, predicted: Sustained) -> Sustained:
         """Searched near `found`, in larger steps."""
-        worker, floor = self.worker.off_by(off), self.slot_floor
-        return worker.sustained(self.arrivals, slot_floor=floor, near=found.rate, step=ENDS_STEP)
+        worker, floor = self.worker.with_errors(off), self.slot_floor
+        return worker.sustained(
+            self.arrivals, slot_floor=floor, near=predicted.rate, step=ENDS_STEP
+        )
 
-    def sized(self, off: Off) -> int | None:
+    def sized(self, off: ErrorFactors) -> int | None:
         """GPUs with a tier for these times; None if no tier keeps the time to the first token."""
         try:
-            return self.worker.gpu_count(self.worker.off_by(off).size(self.arrivals))
+            return self.worker.gpu_count(self.worker.with_errors(off).size(self.arrivals))
         except BadInput:
             return None
 
 
-def _both_ends(step: Band, prefill: Band) -> tuple[Off, Off]:
+def _both_ends(step: Band, prefill: Band) -> tuple[ErrorFactors, ErrorFactors]:
     """Everything better than predicted, and everything worse: wider than it must be."""
     few, many = MISS_FACTORS
-    good = Off(step=1 + step[0], prefill=1 + prefill[0], misses=few)
-    return good, Off(step=1 + step[1], prefill=1 + prefill[1], misses=many)
+    good = ErrorFactors(step=1 + step[0], prefill=1 + prefill[0], misses=few)
+    return good, ErrorFactors(step=1 + step[1], prefill=1 + prefill[1], misses=many)
 
 
 def check_lengths(arrivals: Sequence[Arrival]) -> None:

@@ -54,7 +54,7 @@ class Sustained(NamedTuple):
         return self.rate / self.gpu_count
 
 
-class Off(NamedTuple):
+class ErrorFactors(NamedTuple):
     """Factors by which predictions are off: steps, prefill, and missed rows."""
 
     step: float = 1.0
@@ -63,7 +63,7 @@ class Off(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class OffSteps:
+class ScaledSteps:
     """Step times that are off by a factor."""
 
     times: Clocked
@@ -87,14 +87,14 @@ class Worker:
     cached: list[int]
     misses_off: float = 1.0
 
-    def off_by(self, off: Off) -> Worker:
+    def with_errors(self, off: ErrorFactors) -> Worker:
         time = self.prefilling.time
         slower = PrefillTime(
             quadratic=off.prefill * time.quadratic, linear=off.prefill * time.linear
         )
         return replace(
             self,
-            times=OffSteps(self.times, off.step),
+            times=ScaledSteps(self.times, off.step),
             prefilling=replace(self.prefilling, time=slower),
             misses_off=off.misses,
         )

@@ -8,7 +8,7 @@ from ess.transfer.runs import Region
 from ess.transfer.transport import Completed, Event, Failed, Transfer, TransferStats, Transport
 
 
-class Around:
+class WrappedTransport:
     """Subclasses decide in `post` and `poll` when a transfer is passed on, and in what form."""
 
     def __init__(self, inner: Transport) -> None:

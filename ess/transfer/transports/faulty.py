@@ -20,7 +20,7 @@ from ess.clock import Clock
 from ess.errors import BadInput
 from ess.transfer.runs import Region, views
 from ess.transfer.transport import Event, Failed, PeerLost, Transfer, Transport
-from ess.transfer.transports.around import Around
+from ess.transfer.transports.around import WrappedTransport
 
 HELD_POLLS_MAX: Final = 8
 
@@ -43,7 +43,7 @@ class _Held:
     transfer: Transfer
 
 
-class FaultyTransport(Around):
+class FaultyTransport(WrappedTransport):
     """`odds` are chances per transfer. `scratch` is memory for corrupted copies; the caller has
     registered it with the inner transport."""
 

@@ -129,9 +129,9 @@ class MistralParser(HeldCalls):
         return not is_half and super()._after_call()
 
 
-def _call(found: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+def _call(written: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
     """The name and arguments of a call, if this is one."""
-    name, arguments = found.get("name"), found.get("arguments", {})
+    name, arguments = written.get("name"), written.get("arguments", {})
     is_call = isinstance(name, str) and isinstance(arguments, dict)
     return (str(name), arguments) if is_call else None
 

@@ -164,8 +164,8 @@ def _through(
     seen = (faded[:, :, :, None] - faded[:, :, None]).clamp_(max=0).exp_().mul_(keys[:, :, None])
     of_keys, of_queries = (each.tril() for each in (seen @ asked).unbind(-1))
     met = torch.cat((keys * kept, queries * kept), 2) @ matrix
-    found, read = torch.split(met, count, 2)
-    changes = shares * (values - found)
+    stored, read = torch.split(met, count, 2)
+    changes = shares * (values - stored)
     if count > 1:
         own = shares * of_keys
         changes = torch.linalg.solve_triangular(own, changes, upper=False, unitriangular=True)

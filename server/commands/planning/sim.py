@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,8 @@ from ess.units import parse_size
 TIER: Final = re.compile(r"^(\d{1,4})x(\d{1,4})$")
 BESIDE: Final = "beside"
 REQUESTS: Final = 200
+
+Figure = Callable[[Summary], float]
 
 
 @Parameter(name="*")
@@ -183,110 +186,76 @@ def _print(served: Served, arrivals: list[Arrival], serving: Serving) -> None:
 
 def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Line]:
     tokens = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
-    wanted = serving.objective
+    wanted, gpu_count, way = serving.objective, served.gpu_count, name_of(served.parallel)
     prefill = banded(f"{served.prefill_tokens_per_s:,.0f}", inverse(served.prefill_band))
-    gpus = ranged("{:,}", served.gpu_count, served.gpu_ends)
-    way = name_of(served.parallel)
+    gpus = ranged("{:,}", gpu_count, served.gpu_ends)
+    figure, both = partial(_figure, served), partial(_both, served)
     return [
         ("the model is shared", way, way, "heads x requests, experts"),
-        _sides(
-            served,
+        figure(
             "served",
-            lambda summary: f"{summary.served_count:,}",
+            lambda summary: summary.served_count,
+            "{:,}",
             f"of {len(arrivals):,} that arrive in {arrivals[-1].at_s:,.0f} s",
-            figure=lambda summary: summary.served_count,
         ),
         ("GPUs, prefill among them", gpus, gpus, _tier(served)),
         ("prefill, tokens/s per GPU", prefill, prefill, "of a whole prompt"),
-        *_rates(served),
-        _sides(
-            served,
+        both("refused", lambda summary: _named(summary.refused, "{:,}")),
+        figure("until all is done", lambda summary: summary.seconds, "{:,.0f} s"),
+        figure(
+            "tokens/s per GPU, all",
+            lambda summary: summary.tokens_per_s / gpu_count,
+            "{:,.1f}",
+            _ratio(served, lambda summary: summary.tokens_per_s),
+        ),
+        both(
+            "batch, mean and peak",
+            lambda summary: f"{summary.batch_mean:.1f}, {summary.batch_peak}",
+            figure=lambda summary: summary.batch_mean,
+        ),
+        both(
             "first token, p50 p90 p99",
             lambda summary: _percents(summary.ttft_s, 1.0, "s"),
             f"prompts of {tokens:,.0f} tokens, {served.cached_share:.0%} of them cached",
             figure=lambda summary: _p90(summary.ttft_s),
         ),
-        _sides(
-            served,
+        both(
             "further tokens, p50 p90 p99",
             lambda summary: _percents(summary.tpot_s, 1e3, "ms"),
             banded("a step for itself:", served.band),
             figure=lambda summary: _p90(summary.tpot_s),
         ),
-        _sides(
-            served,
+        figure(
             "within both objectives",
-            lambda summary: f"{summary.good_share:.1%}",
+            lambda summary: summary.good_share,
+            "{:.1%}",
             f"{wanted.ttft_s:g} s and {1e3 * wanted.tpot_s:g} ms",
-            figure=lambda summary: summary.good_share,
         ),
-        _sides(
-            served,
+        figure(
             "goodput per GPU, requests/s",
-            lambda summary: f"{summary.good_per_s / served.gpu_count:.4f}",
+            lambda summary: summary.good_per_s / gpu_count,
+            "{:.4f}",
             _ratio(served, lambda summary: summary.good_per_s),
-            figure=lambda summary: summary.good_per_s,
         ),
         *_sustained(served),
-        *_misses(served),
-    ]
-
-
-def _rates(served: Served) -> list[Line]:
-    return [
-        _sides(served, "refused", lambda summary: _named(summary.refused, "{:,}")),
-        _sides(
-            served,
-            "until all is done",
-            lambda summary: f"{summary.seconds:,.0f} s",
-            figure=lambda summary: summary.seconds,
-        ),
-        _sides(
-            served,
-            "tokens/s per GPU, all",
-            lambda summary: f"{summary.tokens_per_s / served.gpu_count:,.1f}",
-            _ratio(served, lambda summary: summary.tokens_per_s),
-            figure=lambda summary: summary.tokens_per_s,
-        ),
-        _sides(
-            served,
-            "batch, mean and peak",
-            lambda summary: f"{summary.batch_mean:.1f}, {summary.batch_peak}",
-            figure=lambda summary: summary.batch_mean,
-        ),
-    ]
-
-
-def _misses(served: Served) -> list[Line]:
-    return [
-        _sides(
-            served,
-            "misses per request and layer",
-            lambda summary: f"{summary.misses_mean:.1f}",
-            figure=lambda summary: summary.misses_mean,
-        ),
+        figure("misses per request and layer", lambda summary: summary.misses_mean, "{:.1f}"),
         *(("", "", "", line) for line in _agreed(served)),
-        _sides(
-            served,
-            "of its time waits for the link",
-            lambda summary: f"{summary.exposed_share:.1%}",
-            figure=lambda summary: summary.exposed_share,
-        ),
-        _sides(
-            served,
-            "a request waited for",
-            lambda summary: _named(summary.waited_s, "{:,.0f} s"),
-        ),
+        figure("of its time waits for the link", lambda summary: summary.exposed_share, "{:.1%}"),
+        both("a request waited for", lambda summary: _named(summary.waited_s, "{:,.0f} s")),
     ]
 
 
-def _sides(
+def _figure(served: Served, name: str, figure: Figure, form: str, remark: str = "") -> Line:
+    return _both(served, name, lambda summary: form.format(figure(summary)), remark, figure=figure)
+
+
+def _both(
     served: Served,
     name: str,
     show: Callable[[Summary], str],
     remark: str = "",
     *,
-    figure: Callable[[Summary], float] | None = None,
+    figure: Figure | None = None,
 ) -> Line:
     """A line with both sides; the band shows the figure with all times and misses at their ends."""
     sides = (served.offload, served.offload_ends), (served.resident, served.resident_ends)
@@ -294,9 +263,7 @@ def _sides(
     return name, ours, theirs, remark
 
 
-def _band_of(
-    figure: Callable[[Summary], float] | None, summary: Summary, ends: tuple[Summary, Summary]
-) -> str:
+def _band_of(figure: Figure | None, summary: Summary, ends: tuple[Summary, Summary]) -> str:
     if figure is None or not figure(summary):
         return ""
     moves = [figure(end) / figure(summary) - 1 for end in ends]
@@ -315,7 +282,7 @@ def _tier(served: Served) -> str:
     return f"{who}, {size[0]} x {size[1]} prefill for it"
 
 
-def _ratio(served: Served, figure: Callable[[Summary], float]) -> str:
+def _ratio(served: Served, figure: Figure) -> str:
     """The gain with its ends: errors move both sides alike, as they share prefill and operators."""
     pairs = zip(
         (served.offload, *served.offload_ends),

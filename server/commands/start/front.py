@@ -26,7 +26,7 @@ from ess.engine.process.lifeline import die_with_parent
 from ess.errors import EssError
 from ess.server.commands.start.files.words import read_words
 from ess.server.commands.start.http_config import uvicorn_config
-from ess.server.commands.start.launch import Told, engine_link, make_service, recovery_of
+from ess.server.commands.start.launch import ServerFacts, engine_link, make_service, recovery_of
 from ess.server.http import telemetry
 from ess.server.process.board import Board
 from ess.server.process.fronts import Start, endpoint_of
@@ -121,7 +121,7 @@ class Front:
 
 
 async def serve(start: Start) -> None:
-    launch = msgspec.json.decode(start.told, type=Told)
+    launch = msgspec.json.decode(start.told, type=ServerFacts)
     clock = RealClock()
     board = Board(clock)
     place = FrontPlace(front=start.front, count=start.count, life=start.life)

@@ -80,10 +80,10 @@ def watched_files(settings: Settings, config: uvicorn.Config, keys: Keys) -> lis
         return "new connections get the new one"
 
     def use_keys() -> str:
-        found = listed(read_keys(settings.api_key_file))
-        check_header_text(found)
-        keys.replace(found)
-        return "1 key is valid" if len(found) == 1 else f"{len(found)} keys are valid"
+        listed_keys = listed(read_keys(settings.api_key_file))
+        check_header_text(listed_keys)
+        keys.replace(listed_keys)
+        return "1 key is valid" if len(listed_keys) == 1 else f"{len(listed_keys)} keys are valid"
 
     watched = []
     if settings.tls_cert:

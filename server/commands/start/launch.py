@@ -30,7 +30,7 @@ from ess.models.chat.reply import PlainParser
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.overlap import calibration
 from ess.server.commands.start import banner
-from ess.server.commands.start.devices.device_probing import found_for
+from ess.server.commands.start.devices.device_probing import device_reports
 from ess.server.commands.start.devices.device_sizing import Needed, plan_on_device
 from ess.server.commands.start.devices.device_stages import plan_stages
 from ess.server.commands.start.files.checkpoint import (
@@ -76,7 +76,7 @@ FRONT: Final = "ess.server.commands.start.front"
 FILES_OF_OURS: Final = 128
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What every process of the server knows. `port` is where other workers connect, `layers` are
     those of each stage, if the engine has stages."""
 
@@ -113,7 +113,7 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     plan = planned(resolved.settings, checkpoint, layout)
     resolved = sized(resolved, plan)
     settings = resolved.settings
-    told = Told(
+    told = ServerFacts(
         resolved=resolved,
         checkpoint=checkpoint,
         plan=plan,
@@ -139,12 +139,12 @@ def planned(
 ) -> MemoryPlan:
     """The plan for the host's memory, of which `shared_by` workers have equal parts, or for the
     device's, after asking the device whether it can serve."""
-    free, founds = memory_free() // shared_by, found_for(settings)
+    free, reports = memory_free() // shared_by, device_reports(settings)
     share_bytes = checkpoint.share_bytes(settings.dp_size, redundant=settings.redundant_experts)
-    if founds:
+    if reports:
         entries = read_entries(Path(checkpoint.path))
         if settings.is_staged:
-            return plan_stages(settings, checkpoint, entries, layout, founds, free=free)
+            return plan_stages(settings, checkpoint, entries, layout, reports, free=free)
         needed = Needed(
             config=checkpoint.config,
             layout=layout,
@@ -157,7 +157,7 @@ def planned(
             ),
             file_bytes=share_bytes,
         )
-        return plan_on_device(settings, needed, founds[settings.device], free=free)
+        return plan_on_device(settings, needed, reports[settings.device], free=free)
     return plan_memory(
         settings,
         layout,
@@ -167,7 +167,7 @@ def planned(
     )
 
 
-def run_node(told: Told) -> int:
+def run_node(told: ServerFacts) -> int:
     """Runs the processes of a worker whose server is on another machine."""
     settings = told.resolved.settings
     launch = launch_of(settings, told.checkpoint, told.plan)
@@ -302,7 +302,7 @@ def url_of(settings: Settings, listener: socket.socket) -> str:
 
 
 async def _serve(
-    told: Told,
+    told: ServerFacts,
     words: Words,
     listeners: Sequence[socket.socket],
     further: Sequence[socket.socket],
@@ -327,7 +327,7 @@ async def _serve(
                 return await running.run([listeners[0], *further], signals)
 
 
-def start_of(told: Told, folder: str, count: int) -> EngineStart:
+def start_of(told: ServerFacts, folder: str, count: int) -> EngineStart:
     """How to start, and restart, the engine of a server with `count` processes."""
     settings = told.resolved.settings
     launch = launch_of(settings, told.checkpoint, told.plan)
@@ -369,7 +369,7 @@ def recovery_of(settings: Settings) -> Recovery:
     return Recovery(bytes_max=JOURNAL_BYTES // settings.server_processes, wait_s=RESUME_S)
 
 
-def starts_of(told: Told, folder: str, listeners: Sequence[socket.socket]) -> list[Start]:
+def starts_of(told: ServerFacts, folder: str, listeners: Sequence[socket.socket]) -> list[Start]:
     """The start of every process but the first."""
     packed = msgspec.Raw(msgspec.json.encode(told))
     return [
@@ -384,7 +384,7 @@ def starts_of(told: Told, folder: str, listeners: Sequence[socket.socket]) -> li
     ]
 
 
-def make_service(told: Told, words: Words, *, link: EngineLink, board: Board) -> Service:
+def make_service(told: ServerFacts, words: Words, *, link: EngineLink, board: Board) -> Service:
     resolved, checkpoint, plan = told.resolved, told.checkpoint, told.plan
     settings = resolved.settings
     desk = Desk(

@@ -18,7 +18,7 @@ WORDS_MAX: Final = 300
 class Answer(NamedTuple):
     """The last line that the process printed, or why there is none."""
 
-    found: str = ""
+    printed: str = ""
     fault: str = ""
 
 
@@ -38,6 +38,6 @@ def answer_of(*words: str, limit_s: float) -> Answer:
     except subprocess.TimeoutExpired:
         return Answer(fault=f"nothing after {limit_s:g} s")
     if done.returncode == 0 and (lines := done.stdout.strip().splitlines()):
-        return Answer(found=lines[-1])
+        return Answer(printed=lines[-1])
     said = done.stderr.strip().splitlines() or ["nothing was said"]
     return Answer(fault=said[-1][:WORDS_MAX])

@@ -68,12 +68,12 @@ def _tokens(text: str, where: str) -> Iterator[tuple[str, str, int]]:
     seen: set[str] = set()
     place, line = 0, 1
     while place < len(text):
-        found = TOKEN.match(text, place)
-        if found is None or not (seen or found.lastgroup in ("rule", "space")):
+        token = TOKEN.match(text, place)
+        if token is None or not (seen or token.lastgroup in ("rule", "space")):
             shown = text[place : place + 20]
             raise BadInput(f"{where}, line {line}: {shown!r} is not a part of a grammar")
-        kind = str(found.lastgroup)
-        value = found[kind]
+        kind = str(token.lastgroup)
+        value = token[kind]
         if kind == "rule" and value in seen:
             raise BadInput(f"{where}, line {line}: {value!r:.60} has a rule already")
         if kind == "rule":
@@ -82,8 +82,8 @@ def _tokens(text: str, where: str) -> Iterator[tuple[str, str, int]]:
             yield kind, _lexemes(kind, value, f"{where}, line {line}"), line
         elif kind != "space":
             yield kind, value, line
-        line += found[0].count("\n")
-        place = found.end()
+        line += token[0].count("\n")
+        place = token.end()
     if START not in seen:
         raise BadInput(f"{where} has no rule {START}, where the answer begins")
 
@@ -102,7 +102,7 @@ def _class_of(value: str, where: str) -> str:
     makes a range of them; elsewhere, and behind a range, it stands for itself."""
     negation = "^" if value.startswith("^") else ""
     rest = value[len(negation) :]
-    each, written = _characters(rest, where), [found[0] for found in CHARACTER.finditer(rest)]
+    each, written = _characters(rest, where), [match[0] for match in CHARACTER.finditer(rest)]
     if not each:
         return "/(?s:.)/" if negation else r"/[^\s\S]/"
     made, place = "", 0
@@ -121,17 +121,17 @@ def _in_class(letter: str) -> str:
 
 
 def _characters(value: str, where: str) -> list[str]:
-    found = list(CHARACTER.finditer(value))
-    if sum(len(each[0]) for each in found) != len(value):
+    matches = list(CHARACTER.finditer(value))
+    if sum(len(each[0]) for each in matches) != len(value):
         raise BadInput(f"{where}: {value!r:.60} has an escape that is cut short")
-    return [_character(each, where) for each in found]
+    return [_character(each, where) for each in matches]
 
 
-def _character(found: re.Match[str], where: str) -> str:
-    digits = found[1] or found[2] or found[3]
+def _character(match: re.Match[str], where: str) -> str:
+    digits = match[1] or match[2] or match[3]
     if digits is None:
-        return ESCAPES.get(found[4], found[4]) if found[4] else found[5]
+        return ESCAPES.get(match[4], match[4]) if match[4] else match[5]
     number = int(digits, 16)
     if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-        raise BadInput(f"{where}: {found[0]} is no character")
+        raise BadInput(f"{where}: {match[0]} is no character")
     return chr(number)

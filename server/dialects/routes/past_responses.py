@@ -79,10 +79,10 @@ def _found(request: Request) -> Kept:
     service: Service = request.app.state.service
     identity = _identity(request)
     kept = service.kept
-    found = None if kept is None else kept.find(owner_of(request.scope["headers"]), identity)
-    if found is None:
+    response = None if kept is None else kept.find(owner_of(request.scope["headers"]), identity)
+    if response is None:
         raise _absent(service, identity)
-    return found
+    return response
 
 
 def _identity(request: Request) -> str:

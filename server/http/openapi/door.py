@@ -19,7 +19,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from ess.errors import EssError
-from ess.server.dialects.streaming import Gone
+from ess.server.dialects.streaming import ClientGone
 from ess.server.http.responses import JSON, error_answer
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -69,7 +69,7 @@ def _guarded(path: str, handler: Handler) -> Handler:
             raise
         except ClientDisconnect:
             request.app.state.service.tally.disconnect_count += 1
-            return Gone()
+            return ClientGone()
         except Exception as error:
             return _failed(request, error)
 

@@ -63,13 +63,13 @@ class KeptResponses:
         return True
 
     def find(self, owner: bytes, identity: str) -> Kept | None:
-        found = self._kept.get((owner, identity))
-        if found is not None:
+        kept = self._kept.get((owner, identity))
+        if kept is not None:
             self._kept.move_to_end((owner, identity))
-        return found
+        return kept
 
     def drop(self, owner: bytes, identity: str) -> bool:
         """Removes the response; returns whether it was there."""
-        found = self._kept.pop((owner, identity), None)
-        self._bytes -= 0 if found is None else found.size
-        return found is not None
+        kept = self._kept.pop((owner, identity), None)
+        self._bytes -= 0 if kept is None else kept.size
+        return kept is not None

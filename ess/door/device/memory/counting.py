@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ess.door.device.memory.lane import DeviceLane
-from ess.door.device.memory.uploads import Behind
+from ess.door.device.memory.uploads import LatestCopy
 from ess.errors import BadState
 from ess.pool.lru.cuda_shape import KINDS, REPORT, Kind
 
@@ -55,7 +55,7 @@ class Counting:
         totals, looks = torch.split(self._numbers, list(sizes))
         self.totals = totals.view(len(KINDS), group_count, WIDTH)
         self.looks = looks.view(line_count, 2)
-        self._behind = Behind(lane.device, self._numbers)
+        self._behind = LatestCopy(lane.device, self._numbers)
         self._since: list[Claims] = []
         self._sending = 0
 

@@ -42,7 +42,7 @@ def upload_into(target: Tensor, array: npt.NDArray[Any]) -> None:
     target.copy_(pinned, non_blocking=True)
 
 
-class Behind:
+class LatestCopy:
     """The latest copy of some numbers of the device that has reached the host.
 
     `send` queues a copy; `newest` is what the last copy that has landed brought. Places take turns:

@@ -15,26 +15,26 @@ from importlib.util import find_spec
 import msgspec
 import torch
 
-from ess.engine.devices import Found
+from ess.engine.devices import DeviceReport
 from ess.errors import EssError
 from ess.kernels.cuda import driver
 from ess.kernels.cuda.adapters.deep_gemm import MODULES
 
 
-def probe(ordinal: int) -> Found:
-    found = Found(torch=str(torch.__version__), torch_cuda=torch.version.cuda or "")
+def probe(ordinal: int) -> DeviceReport:
+    report = DeviceReport(torch=str(torch.__version__), torch_cuda=torch.version.cuda or "")
     try:
         driver.call("cuInit", 0)
-        found = msgspec.structs.replace(found, count=int(driver.call("cuDeviceGetCount")))
-        if ordinal >= found.count:
-            return found
+        report = msgspec.structs.replace(report, count=int(driver.call("cuDeviceGetCount")))
+        if ordinal >= report.count:
+            return report
         lacks = driver.why_missing(ordinal)
         device = driver.Device(ordinal)
         free_bytes, total_bytes = device.memory()
     except EssError as error:
-        return msgspec.structs.replace(found, fault=str(error))
+        return msgspec.structs.replace(report, fault=str(error))
     return msgspec.structs.replace(
-        found,
+        report,
         fault=lacks or "",
         name=device.name,
         arch=device.arch,

@@ -37,7 +37,7 @@ GREEDY: Final = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _StepRecord:
     """The results of a step. `block` has a line for each sequence: how many targets count, `width`
     targets, then drafts. `chances` has an entry, by number, for each feed whose request wants
     chances."""
@@ -59,7 +59,7 @@ class DeviceFuture:
         self._tokens = torch.full(shape, ABSENT, dtype=torch.int64, device=device)
         self._kept: Tensor | None = None
         self._known: dict[int, tuple[int, ...]] = {}
-        self._told: deque[_Told] = deque()
+        self._told: deque[_StepRecord] = deque()
         self._drawing = Drawing(query_max, device)
         self._spans = Upload((sizes.sequence_max, 3), torch.int64, device)
         self._owners = Upload((query_max,), torch.int64, device)
@@ -78,7 +78,7 @@ class DeviceFuture:
         self._known.pop(line, None)
         self._tokens[line].fill_(ABSENT)
 
-    def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> DeviceFed:
+    def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> DeviceInput:
         lines = [turn.sequence.line for turn in turns]
         feeds = [
             Feed(turn.request, self._known_of(turn, line), ABSENT)
@@ -89,7 +89,7 @@ class DeviceFuture:
         samplings = [turn.request.sampling for turn in turns for _ in range(turn.query_count)]
         first_pad, pad_count = len(owners), sum(counts) - len(owners)
         spans += [(first_pad, 1, self._pad_line)] * (len(counts) - len(spans))
-        return DeviceFed(
+        return DeviceInput(
             future=self,
             step=step,
             feeds=tuple(feeds),
@@ -126,7 +126,7 @@ class DeviceFuture:
         room = self._tokens.shape[1] - fresh.shape[1]
         self._tokens[lines] = torch.nn.functional.pad(fresh, (0, room), value=ABSENT)
 
-    def tell(self, told: _Told) -> None:
+    def tell(self, told: _StepRecord) -> None:
         self._told.append(told)
 
     def learn(self, step_number: int) -> tuple[Outcome, ...]:
@@ -141,7 +141,7 @@ class DeviceFuture:
         )
 
     def _outcome(
-        self, told: _Told, place: int, feed: Feed, line: int, numbers: list[int]
+        self, told: _StepRecord, place: int, feed: Feed, line: int, numbers: list[int]
     ) -> Outcome:
         count = numbers[0]
         targets, drafts = tuple(numbers[1 : 1 + count]), tuple(numbers[1 + told.width :])
@@ -176,7 +176,7 @@ class DeviceFuture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFed:
+class DeviceInput:
     """`spans` are of each sequence its first query, how many it has, and its line; `owners` of each
     query its sequence. Both go on behind `lines` where the step has pads."""
 
@@ -239,7 +239,7 @@ class DeviceFed:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChosen:
-    fed: DeviceFed
+    fed: DeviceInput
     drawn: Tensor
     targets: Tensor
     counts: Tensor
@@ -254,26 +254,26 @@ class DeviceChosen:
         is_kept = there(self.fed.step.query_offset) < self.counts[self.fed.owners]
         return torch.where(is_kept, self.drawn, 0).clamp_min(0)
 
-    def with_drafts(self, drafts: Tensor | None) -> DeviceSaid:
+    def with_drafts(self, drafts: Tensor | None) -> DeviceOutput:
         newest = self.drawn[self.last][:, None].clamp_min(0)
         guesses = newest[:, :0] if drafts is None else drafts
         block = torch.cat((self.counts[:, None], self.targets, guesses), dim=1)
         self.fed.future.hand_on(self.fed.spans[:, 2], torch.cat((newest, guesses), dim=1))
-        return DeviceSaid(self.counts.int(), block, self.drawn, self.logits)
+        return DeviceOutput(self.counts.int(), block, self.drawn, self.logits)
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSaid:
+class DeviceOutput:
     accepted: Tensor
     block: Tensor
     drawn: Tensor
     logits: Tensor | None
 
-    def tell(self, fed: DeviceFed) -> None:
+    def tell(self, fed: DeviceInput) -> None:
         block = Download(self.block[: len(fed.lines)])
         chances = {} if self.logits is None else fed.chances(self.logits, self.drawn)
         number, width = fed.step.number, fed.width
-        fed.future.tell(_Told(number, fed.feeds, fed.lines, width, block, chances))
+        fed.future.tell(_StepRecord(number, fed.feeds, fed.lines, width, block, chances))
 
 
 def there(array: object) -> Tensor:

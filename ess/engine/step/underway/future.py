@@ -61,14 +61,14 @@ class FutureMap:
         self._token_max = token_max
         self._outcomes: deque[tuple[int, tuple[Outcome, ...]]] = deque()
 
-    def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> HostFed:
+    def feed(self, step: Step, turns: Sequence[Turn], counts: Sequence[int]) -> HostInput:
         assert tuple(counts) == step.query_counts, f"pads on the host: {counts}"
         positions = step.positions.tolist()
         feeds = [
             Feed(turn.request, self.take(line, turn.query_count), positions[first])
             for turn, line, first in zip(turns, step.lines, step.firsts, strict=True)
         ]
-        return HostFed(self, step, feeds)
+        return HostInput(self, step, feeds)
 
     def stash(self, line: int, tokens: Sequence[int]) -> None:
         """The newest token of a line and the drafts behind it, for its next launch."""
@@ -127,8 +127,8 @@ class FutureMap:
 
 
 @dataclass(frozen=True, slots=True)
-class HostFed:
-    """`Fed`, all of it known."""
+class HostInput:
+    """`StepInput`, all of it known."""
 
     future: FutureMap
     step: Step
@@ -152,7 +152,7 @@ class HostFed:
 
 @dataclass(frozen=True, slots=True)
 class HostChosen:
-    fed: HostFed
+    fed: HostInput
     choices: Sequence[Choice]
 
     @property
@@ -167,13 +167,13 @@ class HostChosen:
             following[first : first + len(choice.tokens)] = choice.tokens
         return torch.tensor(following)
 
-    def with_drafts(self, drafts: Tensor | None) -> HostSaid:
+    def with_drafts(self, drafts: Tensor | None) -> HostOutput:
         listed = [[]] * len(self.choices) if drafts is None else drafts.tolist()
-        return HostSaid(self.choices, listed)
+        return HostOutput(self.choices, listed)
 
 
 @dataclass(frozen=True, slots=True)
-class HostSaid:
+class HostOutput:
     choices: Sequence[Choice]
     drafts: Sequence[Sequence[int]]
 
@@ -181,7 +181,7 @@ class HostSaid:
     def accepted(self) -> list[int]:
         return [len(choice.tokens) for choice in self.choices]
 
-    def tell(self, fed: HostFed) -> None:
+    def tell(self, fed: HostInput) -> None:
         outcomes = []
         of_requests = zip(fed.feeds, fed.step.lines, self.choices, self.drafts, strict=True)
         for feed, line, choice, guesses in of_requests:

@@ -94,8 +94,8 @@ def _generation(device: int) -> int:
 
 @functools.cache
 def _shared_bytes(device: int) -> int:
-    found: Any = torch.cuda.get_device_properties(device)
-    return int(found.shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:

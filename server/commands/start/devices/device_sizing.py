@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from ess.engine.devices import Found
+from ess.engine.devices import DeviceReport
 from ess.engine.graphs.buckets import bucket_sizes
 from ess.engine.layer_bytes import BF16, F32
 from ess.engine.step_bytes import decode_bytes, graph_bytes, prompt_bytes, staged_bytes
@@ -64,21 +64,23 @@ class Needed(msgspec.Struct, frozen=True, kw_only=True):
     file_bytes: int
 
 
-def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: int) -> MemoryPlan:
+def plan_on_device(
+    settings: Settings, needed: Needed, report: DeviceReport, *, free: int
+) -> MemoryPlan:
     """The plan; `free` is the host's free memory. BadInput with advice if it does not fit."""
     layout = needed.layout
     longest = asked_length(settings, needed.config.positions_max)
     host_bytes = host_bytes_of(settings, layout, longest, free)
     length_max, token_capacity = check_host(settings, layout, host_bytes, longest, free)
     host_pages = token_capacity // PAGE_ROWS
-    shape = _shape(settings, layout, found, length_max, host_pages)
-    graphs = _graphs(needed, settings, length_max, found)
+    shape = _shape(settings, layout, report, length_max, host_pages)
+    graphs = _graphs(needed, settings, length_max, report)
     rest = [
         weight_line(needed.weight_bytes, settings),
-        *_steps(needed, settings, length_max, has_rooms=has_rooms_of(found, settings)),
+        *_steps(needed, settings, length_max, has_rooms=has_rooms_of(report, settings)),
         graphs,
     ]
-    room = room_of(found, settings)
+    room = room_of(report, settings)
     left = room - sum(line.bytes for line in rest)
     if settings.index_bytes == AUTO:
         shape = _beside_slots(shape, left, is_given=settings.slot_bytes != AUTO)
@@ -86,11 +88,11 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
         shape = _filled(shape, left, token_capacity)
     lines = (*rest[:1], *pool_lines(shape), *rest[1:])
     device = DevicePlan(
-        name=found.name,
+        name=report.name,
         lines=lines,
         room=room,
-        free=found.free_bytes,
-        total=found.total_bytes,
+        free=report.free_bytes,
+        total=report.total_bytes,
         locked=locked_bytes(shape, host_pages=host_pages)
         + staged_bytes(layout, chunk_tokens=settings.chunk_tokens, length_max=length_max),
         host_free=free,
@@ -110,17 +112,17 @@ def plan_on_device(settings: Settings, needed: Needed, found: Found, *, free: in
     return with_rooms(plan, settings, layout)
 
 
-def room_of(found: Found, settings: Settings, *, process_count: int = 1) -> int:
+def room_of(report: DeviceReport, settings: Settings, *, process_count: int = 1) -> int:
     """The bytes of a device that may be planned, for all its processes together."""
     meets = settings.dp_size > 1 or settings.is_staged
     reserved = process_count * RESERVED * (1 + meets)
-    most = size_of(settings.device_bytes, of=found.total_bytes)
-    return max(0, min(found.free_bytes - reserved, most))
+    most = size_of(settings.device_bytes, of=report.total_bytes)
+    return max(0, min(report.free_bytes - reserved, most))
 
 
-def has_rooms_of(found: Found, settings: Settings) -> bool:
+def has_rooms_of(report: DeviceReport, settings: Settings) -> bool:
     """Whether DeepGEMM multiplies the experts' lines: weights in fp8 alone."""
-    return found.has_rooms and settings.form == "stored"
+    return report.has_rooms and settings.form == "stored"
 
 
 def value_bytes_of(settings: Settings) -> int:
@@ -136,13 +138,13 @@ def host_bytes_of(settings: Settings, layout: ModelLayout, longest: int, free: i
 
 
 def _shape(
-    settings: Settings, layout: ModelLayout, found: Found, length_max: int, host_pages: int
+    settings: Settings, layout: ModelLayout, report: DeviceReport, length_max: int, host_pages: int
 ) -> PoolShape:
     """The pools, with as many chunks as slot_bytes says, or with as few as possible."""
-    index_pages = index_pages_of(settings, layout, [found], length_max, host_pages)
+    index_pages = index_pages_of(settings, layout, [report], length_max, host_pages)
     chunks = layout.group_count
     if settings.slot_bytes != AUTO:
-        chunks = size_of(settings.slot_bytes, of=found.total_bytes) // layout.chunk_bytes
+        chunks = size_of(settings.slot_bytes, of=report.total_bytes) // layout.chunk_bytes
     _check_least("slot_bytes", settings, chunks, layout.group_count, unit=layout.chunk_bytes)
     return PoolShape(
         layout=layout,
@@ -157,14 +159,14 @@ def _shape(
 def index_pages_of(
     settings: Settings,
     layout: ModelLayout,
-    founds: Iterable[Found],
+    reports: Iterable[DeviceReport],
     length_max: int,
     host_pages: int,
 ) -> int:
     """Pages of index keys on each of the devices."""
     pages = min(host_pages, settings.max_running * page_count(length_max))
     if settings.index_bytes != AUTO:
-        size = size_of(settings.index_bytes, of=sum(found.total_bytes for found in founds))
+        size = size_of(settings.index_bytes, of=sum(report.total_bytes for report in reports))
         pages = size // layout.index_page_bytes
     _check_least("index_bytes", settings, pages, 1, unit=layout.index_page_bytes)
     return pages
@@ -256,7 +258,7 @@ def _steps(needed: Needed, settings: Settings, length_max: int, *, has_rooms: bo
     ]
 
 
-def _graphs(needed: Needed, settings: Settings, length_max: int, found: Found) -> Line:
+def _graphs(needed: Needed, settings: Settings, length_max: int, report: DeviceReport) -> Line:
     """The memory of graphs: the engine captures none beyond this."""
     running = settings.max_running
     sizes = bucket_sizes(settings.graph_sizes, largest=running, splits=settings.tbo != "off")
@@ -268,11 +270,11 @@ def _graphs(needed: Needed, settings: Settings, length_max: int, found: Found) -
         length_max=length_max,
         value_bytes=value_bytes_of(settings),
         rank_count=settings.dp_size,
-        has_rooms=has_rooms_of(found, settings),
+        has_rooms=has_rooms_of(report, settings),
     )
     is_given = settings.graph_bytes != AUTO
     if is_given and settings.graphs:
-        size = size_of(settings.graph_bytes, of=found.total_bytes)
+        size = size_of(settings.graph_bytes, of=report.total_bytes)
     note = f"{'given' if is_given else 'estimated'}, {counted(settings.graphs, 'graph')} at most"
     return Line(name="graphs", bytes=size, note=note, setting="graphs")
 

@@ -15,7 +15,7 @@ import msgspec
 
 from ess.comm.link import AHEAD_MAX, HELD_MAX
 from ess.engine.chunking.sizer import PROFILE_MARGIN
-from ess.engine.devices import Found, devices_here
+from ess.engine.devices import DeviceReport, devices_here
 from ess.engine.layer_bytes import F32
 from ess.engine.step_bytes import prompt_bytes, staged_bytes
 from ess.layout import ModelLayout
@@ -79,11 +79,11 @@ def plan_stages(
     checkpoint: Checkpoint,
     entries: Mapping[str, Entry],
     layout: ModelLayout,
-    founds: Mapping[str, Found],
+    reports: Mapping[str, DeviceReport],
     *,
     free: int,
 ) -> MemoryPlan:
-    """`founds` are by the name of each device that stages have here, `free` is this machine's
+    """`reports` are by the name of each device that stages have here, `free` is this machine's
     memory. BadInput with advice if a stage does not fit."""
     longest, all_free = asked_length(settings, checkpoint.config.positions_max), free
     if settings.nnodes > 1:
@@ -95,12 +95,12 @@ def plan_stages(
         settings=settings,
         config=checkpoint.config,
         entries=entries,
-        index_pages=index_pages_of(settings, layout, founds.values(), length_max, host_pages),
+        index_pages=index_pages_of(settings, layout, reports.values(), length_max, host_pages),
         host_pages=host_pages,
         length_max=length_max,
     )
     layers = layers_of(settings, layout, checkpoint.config)
-    stages = _stages(share, layout, layers, founds, free)
+    stages = _stages(share, layout, layers, reports, free)
     plan = MemoryPlan(
         length_max=length_max,
         host_bytes=host_bytes,
@@ -119,23 +119,23 @@ def _stages(
     share: Share,
     layout: ModelLayout,
     layers: Sequence[tuple[int, int]],
-    founds: Mapping[str, Found],
+    reports: Mapping[str, DeviceReport],
     free: int,
 ) -> tuple[DevicePlan, ...]:
     """Those of this machine. Stages that share a device have equal parts of what may be taken."""
     devices, first = devices_here(share.settings), first_here(share.settings)
     sharing, plans = Counter(devices), list[DevicePlan]()
     for stage, device in enumerate(devices, first):
-        found, count = founds[device], sharing[device]
-        name = f"{stage_name(stage, layers[stage])} on {device}, {found.name}"
-        part, has_rooms = layout.part(*layers[stage]), has_rooms_of(found, share.settings)
+        report, count = reports[device], sharing[device]
+        name = f"{stage_name(stage, layers[stage])} on {device}, {report.name}"
+        part, has_rooms = layout.part(*layers[stage]), has_rooms_of(report, share.settings)
         lines, locked = _lines(share, part, range(*layers[stage]), has_rooms=has_rooms)
         plan = DevicePlan(
             name=name,
             lines=lines,
-            room=room_of(found, share.settings, process_count=count) // count,
-            free=found.free_bytes,
-            total=found.total_bytes,
+            room=room_of(report, share.settings, process_count=count) // count,
+            free=report.free_bytes,
+            total=report.total_bytes,
             locked=locked,
             host_free=free - sum(each.locked for each in plans),
         )

@@ -42,9 +42,9 @@ class Watched:
         stamps: list[tuple[int, int, int] | None] = []
         for path in map(Path, self._paths):
             try:
-                found = path.stat()
+                status = path.stat()
             except OSError:
                 stamps.append(None)
             else:
-                stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
+                stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
         return stamps
