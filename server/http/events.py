@@ -45,7 +45,7 @@ class Frames:
 
     def latest(self) -> bytes:
         service = self.service
-        silent_s = int(service.clock.now_s() - service.link.heard_at_s)
+        silent_s = int(service.link.engine.silent_s)
         key = (service.board.published_s, service.state, silent_s)
         if key != self._key:
             self._key, self._ready = key, _event("frame", frame(service))
@@ -83,7 +83,7 @@ class FrameStream(Response):
         await self._begin(send)
         await self._send(send, b"retry: 1000\n\n" + _event("history", history(self._service)))
         while True:
-            is_lost = self._service.link.state == "lost"
+            is_lost = self._service.link.engine.state == "lost"
             await self._send(send, self._frames.latest())
             if is_lost:
                 break
@@ -117,15 +117,15 @@ def history(service: Service) -> list[dict[str, Any]]:
 
 def frame(service: Service) -> dict[str, Any]:
     status, link, tally = service.board.status, service.link, service.tally_of_all
-    ready = link.ready
+    ready = link.engine.ready
     return {
         **counts(status, service.board.published_s),
         "unix_s": time.time(),
         "version": ess.__version__,
         "model": service.name,
         "state": service.state,
-        "why": link.why_lost,
-        "silent_s": service.clock.now_s() - link.heard_at_s,
+        "why": link.engine.why_lost,
+        "silent_s": link.engine.silent_s,
         "limiter": status.limiter,
         "shortage": status.shortage,
         "tokens_per_s": service.board.tokens_per_s,
@@ -136,7 +136,7 @@ def frame(service: Service) -> dict[str, Any]:
         "length_max": service.limits.length_max,
         "step_s": status.step_s,
         "refusals": dict(tally.refusals),
-        "oldest_wait_s": link.oldest_wait_s,
+        "oldest_wait_s": link.calls.oldest_wait_s,
         "disconnects": tally.disconnect_count,
         "failures": tally.failure_count,
         "verified": status.verified_count,

@@ -63,17 +63,18 @@ class StatusCollector(Collector):
 
 def _own(service: Service) -> Iterator[Metric]:
     status, tally, link = service.board.status, service.tally_of_all, service.link
-    yield _gauge("ess_up", "1 while the engine is there", not link.why_lost)
-    yield _count("ess_engine_restarts", "engines that were lost and replaced", link.restart_count)
+    engine = link.engine
+    yield _gauge("ess_up", "1 while the engine is there", not engine.why_lost)
+    yield _count("ess_engine_restarts", "engines that were lost and replaced", engine.restart_count)
     yield _count("ess_resumed", "requests that went on in another engine", link.resumed_count)
     yield _gauge("ess_draining", "1 while the server drains", service.draining)
-    yield _gauge("ess_paused", "1 while generation is paused", link.is_held)
+    yield _gauge("ess_paused", "1 while generation is paused", engine.is_held)
     version = {(ess.__version__,): 1.0}
     yield _gauges("ess_build_info", "1, with the version of ESS", ["version"], version)
     yield _gauge("ess_requests_running", "requests in the engine's batch", status.running_count)
     yield _gauge("ess_requests_waiting", "requests that wait for room", service.waiting_count)
     sentence = "the longest that an open request has had no token"
-    yield _gauge("ess_oldest_wait_seconds", sentence, link.oldest_wait_s)
+    yield _gauge("ess_oldest_wait_seconds", sentence, link.calls.oldest_wait_s)
     yield _gauge("ess_connections", "open HTTP connections", tally.connection_count)
     yield _gauge("ess_requests_preempted", "requests set aside now", status.preempted_count)
     yield _count("ess_preemptions", "times a request was set aside", status.preemption_count)

@@ -81,7 +81,7 @@ async def refresh_files(server: uvicorn.Server) -> None:
 async def tell(service: Service) -> None:
     """Sends the server's other processes the counts of this one."""
     assert service.shelf is not None, "a process of several has a shelf"
-    await service.link.until_ready()
+    await service.link.engine.until_ready()
     while True:
         with contextlib.suppress(OSError):  # a full disk may have room again
             service.shelf.put(service.tally)
@@ -90,7 +90,7 @@ async def tell(service: Service) -> None:
 
 async def settled(service: Service) -> None:
     """Freezes the loaded objects, so that garbage collection need not walk them during streams."""
-    await service.link.until_ready()
+    await service.link.engine.until_ready()
     gc.collect()
     gc.freeze()
 
@@ -151,7 +151,7 @@ class Running:
         console.note("ess: the engine starts and loads; requests get 503 until it is ready ...")
         try:
             await self._server.serve(sockets=listeners)
-            return 1 if self._link.state == "lost" and not self._service.draining else 0
+            return 1 if self._link.engine.state == "lost" and not self._service.draining else 0
         finally:
             for task in watching:
                 task.cancel()
@@ -239,14 +239,15 @@ class Running:
         status that may be older than a request that they let in before they heard of the drain."""
         if self._service.open_count:
             return False
-        is_alone = self._link.place.count == 1 or self._link.state != "ready"
+        is_alone = self._link.place.count == 1 or self._link.engine.state != "ready"
         return is_alone or self._service.board.published_s - began_s > HEARD_S
 
     async def _unpause(self) -> None:
         """Ends every pause that keeps requests from their end, also one that another process of
         the server let in before it heard of the drain."""
         while True:
-            if self._link.is_held and self._link.state == "ready" and self._service.open_count:
+            engine = self._link.engine
+            if engine.is_held and engine.state == "ready" and self._service.open_count:
                 console.note("ess: generation was paused; it goes on, so that requests can finish")
                 with contextlib.suppress(EssError):
                     await self._link.hold(is_on=False)
@@ -263,7 +264,7 @@ class Running:
             sentence = f"the engine is gone, and no other starts: {type(error).__name__}: {error}"
         if not self._service.draining:
             await self._give_up(sentence)
-        elif self._link.state != "lost":
+        elif self._link.engine.state != "lost":
             self._lose(sentence)
 
     async def _give_up(self, sentence: str) -> None:
@@ -278,7 +279,7 @@ class Running:
             await asyncio.sleep(FLUSH_S)
 
     async def _register(self) -> None:
-        if self.registration is not None and await self._link.until_ready() is not None:
+        if self.registration is not None and await self._link.engine.until_ready() is not None:
             await self.registration.run()
 
     async def _leave(self) -> None:

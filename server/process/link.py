@@ -1,12 +1,8 @@
 """The server's end of the wire to the engine process.
 
-A `Call` is one HTTP request's requests to the engine, one or several. The link numbers requests,
-hands pieces out, and is the only place that knows whether the engine is loading, ready or lost. A
-server of several processes, its fronts, has a link in each; what concerns the requests of all
-fronts is asked of the engine.
-
-    starting --Ready--> ready --interrupt--> restarting --Ready--> ready ...
-                 from each of them --lose--> lost, which is the end
+A `Call` is one HTTP request's requests to the engine, one or several. The link sends them, hands
+pieces out, and is told of an engine's end. A server of several processes, its fronts, has a link in
+each; what concerns the requests of all fronts is asked of the engine.
 
 An engine that replaces a lost one has its own endpoint, so that no message of the lost one is taken
 for the new one's. Request numbers continue. Calls in the journal wait while the engine is
@@ -17,14 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import zmq.asyncio
 
 from ess.clock import Clock
-from ess.engine.process.holding import Holding
 from ess.engine.process.messages import (
     Abort,
     Aborted,
@@ -57,33 +51,11 @@ from ess.errors import BadState, Unavailable
 from ess.server.http.responses import Interrupted
 from ess.server.process.board import Board
 from ess.server.process.engines.engine_socket import EngineSocket
+from ess.server.process.engines.engine_state import EngineState
 from ess.server.process.requests.call import Call
 from ess.server.process.requests.journal import NO_RECOVERY, Journal, Recovery
+from ess.server.process.requests.open_calls import ALONE, FrontPlace, OpenCalls
 from ess.server.process.requests.questions import Question, Questions
-from ess.server.process.tally import Waits
-
-State = Literal["starting", "ready", "restarting", "lost"]
-LIVES: Final = 1 << 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontPlace:
-    """A process of the server. A front that replaces a lost front is the next `life` at its place,
-    so that no number is used twice."""
-
-    front: int = 0
-    count: int = 1
-    life: int = 0
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.front < self.count, f"front {self.front} of {self.count}"
-
-    @property
-    def first_number(self) -> int:
-        return self.front + self.count * self.life * LIVES
-
-
-ALONE: Final = FrontPlace()
 
 
 class EngineLink:
@@ -98,44 +70,23 @@ class EngineLink:
         recovery: Recovery = NO_RECOVERY,
     ) -> None:
         self.place = place
+        self.engine = EngineState(clock)
         self.on_cut: Callable[[int], None] = lambda front: None
         self.on_fault: Callable[[str], None] = lambda sentence: None
+        self.resumed_count = self.going_on_count = 0
         self._socket = EngineSocket(context, endpoint)
         self._recovery = recovery
-        self._journal = Journal(recovery.bytes_max, self._socket.packer)
+        journal = Journal(recovery.bytes_max, self._socket.packer)
+        self.calls = OpenCalls(place, clock, journal)
         self._waiting: asyncio.TimerHandle | None = None
         self._board = board
-        self._clock = clock
-        self._calls: dict[int, Call] = {}
-        self._next_number = place.first_number
         self._questions = Questions()
-        self.state: State = "starting"
-        self.why_lost = ""
-        self.ready: Ready | None = None
-        self.became_ready = asyncio.Event()
-        self.restart_count = self.resumed_count = self.going_on_count = 0
-        self.heard_at_s = clock.now_s()
-        self.has_answered = False
-        self._holding = Holding()
-        self.to_socket = Waits()
 
     # ---- for the routes
 
     @property
-    def is_held(self) -> bool:
-        """Whether no step runs, by the engine's last word; an engine that is lost leaves its word
-        to the next one."""
-        return self._holding.is_on
-
-    @property
     def open_count(self) -> int:
-        return len(self._calls)
-
-    @property
-    def oldest_wait_s(self) -> float:
-        """How long the oldest call without any piece from the engine has waited."""
-        silent = [call.started_s for call in self._calls.values() if not call.heard_at_s]
-        return self._clock.now_s() - min(silent) if silent else 0.0
+        return len(self.calls)
 
     @property
     def open_elsewhere_count(self) -> int:
@@ -155,27 +106,12 @@ class EngineLink:
         """Starts one engine request per prompt, all in one call; a prompt that comes again, as the
         same list, is a further choice. `handoffs` is empty, or has one per prompt, for its first
         choice."""
-        if self.state in ("restarting", "lost"):
-            raise Interrupted(self.why_lost)
-        step, first = self.place.count, self._next_number
-        numbers = range(first, first + step * len(prompts), step)
-        self._next_number = numbers.stop
-        call = Call(
-            request_id,
-            numbers,
-            started_s=self._clock.now_s(),
-            prompt_count=sum(len(prompt) for prompt, _ in prompts),
-        )
+        if self.engine.state in ("restarting", "lost"):
+            raise Interrupted(self.engine.why_lost)
+        call = self.calls.numbered(request_id, prompts)
         try:
-            leaders: dict[int, int] = {}
-            left = iter(handoffs)
-            for number, (prompt, sampling) in zip(numbers, prompts, strict=True):
-                first = leaders.setdefault(id(prompt), number)
-                leader = None if first == number else first
-                handoff = next(left, None) if leader is None else None
-                add = Add(number, prompt, sampling, priority, leader, request_id, salt, handoff)
-                self._journal.open(add, self._socket.send(add))
-                self._calls[number] = call
+            for add in _adds(call, prompts, handoffs, priority=priority, salt=salt):
+                self.calls.add(call, add, self._socket.send(add))
         except Unavailable:
             self.abort(call)
             raise
@@ -188,8 +124,7 @@ class EngineLink:
 
     def abort_one(self, call: Call, number: int) -> None:
         """Ends one of the call's requests; the call gets its end like any other."""
-        if self._calls.pop(number, None) is not None:
-            self._journal.close(number)
+        if self.calls.remove(number):
             with contextlib.suppress(Unavailable):
                 self._socket.send(Abort(number))
             call.put(Piece(number, reason="cancelled"))
@@ -199,43 +134,32 @@ class EngineLink:
         """Aborts by the ids that clients know; None means all. Returns how many calls were aborted.
 
         This link's own are aborted first, so that the engine does not count them again."""
-        met_count = self._abort_own(request_ids)
-        if self.place.count == 1 or self.state != "ready":
-            return met_count
+        own = self.calls.named(request_ids)
+        for call in own:
+            self.abort(call)
+        if self.place.count == 1 or self.engine.state != "ready":
+            return len(own)
         names = None if request_ids is None else frozenset(request_ids)
         answer = await self._ask("abort", AbortNamed(names, self.place.front))
         assert isinstance(answer, Aborted), f"{answer} answers an abort"
-        return met_count + answer.count
-
-    def _abort_own(self, request_ids: set[str] | None) -> int:
-        met = {
-            id(call): call
-            for call in self._calls.values()
-            if request_ids is None or call.request_id in request_ids
-        }
-        for call in met.values():
-            self.abort(call)
-        return len(met)
+        return len(own) + answer.count
 
     async def flush(self) -> str:
         """Forgets cached prefixes; returns why it cannot, if it cannot."""
-        if self.state != "ready":
-            raise Unavailable(f"the engine is {self.state}: nothing can be flushed")
+        self.engine.require_ready("nothing can be flushed")
         answer = await self._ask("flush", Flush(self.place.front))
         assert isinstance(answer, Flushed), f"{answer} answers a flush"
         return answer.sentence
 
     async def hold(self, *, is_on: bool) -> None:
         """Has the engine run no step, or run steps again."""
-        if self.state != "ready":
-            raise Unavailable(f"the engine is {self.state}: nothing can be paused or continued")
+        self.engine.require_ready("nothing can be paused or continued")
         answer = await self._ask("hold", Hold(is_on, self.place.front))
         assert isinstance(answer, Held), f"{answer} answers a Hold"
 
     async def meet(self, address: str, metadata: bytes) -> Met:
         """Passes another worker's metadata to the engine; returns the engine's own for it."""
-        if self.state != "ready":
-            raise Unavailable(f"the engine is {self.state}: it cannot connect to other workers")
+        self.engine.require_ready("it cannot connect to other workers")
         answer = await self._ask("meet", Meet(address, metadata, self.place.front))
         assert isinstance(answer, Met), f"{answer} answers a Meet"
         return answer
@@ -255,8 +179,7 @@ class EngineLink:
         return answer
 
     async def _trace(self, is_on: bool) -> Answered:
-        if self.state != "ready":
-            raise Unavailable(f"the engine is {self.state}: nothing can be traced")
+        self.engine.require_ready("nothing can be traced")
         return await self._ask("trace", Trace(is_on, self.place.front))
 
     async def _ask(self, question: Question, message: ToEngine) -> Answered:
@@ -276,59 +199,39 @@ class EngineLink:
         running."""
         while True:
             message = await self._socket.receive()
-            self.heard_at_s = self._clock.now_s()
+            self.engine.hear()
             self._hear(message)
             await asyncio.sleep(0)
-
-    async def until_ready(self) -> Ready | None:
-        """The engine's Ready, once there is one; None if there will be none."""
-        while self.ready is None and self.state != "lost":
-            await self.became_ready.wait()
-        return self.ready
 
     def interrupt(self, sentence: str) -> None:
         """The engine is lost and will be replaced: calls that cannot continue end with the
         sentence, and no other may start before the next engine is ready."""
-        if self.state in ("starting", "ready"):
-            self._journal.lose()
+        if self.engine.state in ("starting", "ready"):
+            self.calls.lose_engine()
             self._end("restarting", sentence)
-            self.became_ready.clear()
             wait_s = self._recovery.wait_s
             self._waiting = asyncio.get_running_loop().call_later(wait_s, self._give_up)
 
     def renew(self, endpoint: str) -> None:
         """Listens to another engine from now on. `run` must not be running."""
-        assert self.state == "restarting", f"the engine is {self.state}, another comes"
         self._socket.renew(endpoint)
-        self.heard_at_s = self._clock.now_s()
-        self.has_answered = False
-        self.restart_count += 1
+        self.engine.renew()
 
     def lose(self, sentence: str) -> None:
         """There will be no engine: every call ends with the sentence, and no other may start."""
-        if self.state != "lost":
+        if self.engine.state != "lost":
             self._end("lost", sentence)
-            self.became_ready.set()
 
     def _give_up(self) -> None:
         """Ends the calls that wait for another engine."""
-        late = f"{self.why_lost}; no other was ready within {self._recovery.wait_s:g} s"
-        for call in set(self._calls.values()):
-            self._fail(call, late)
+        late = f"no other was ready within {self._recovery.wait_s:g} s"
+        self.calls.fail(f"{self.engine.why_lost}; {late}")
 
-    def _fail(self, call: Call, sentence: str) -> None:
-        for number in call.pending:
-            self._calls.pop(number, None)
-            self._journal.close(number)
-        call.fail(sentence)
-
-    def _end(self, state: State, sentence: str) -> None:
-        self.state, self.why_lost, self.ready = state, sentence, None
+    def _end(self, state: Literal["restarting", "lost"], sentence: str) -> None:
+        self.engine.end(state, sentence)
         self._board.forget()
         self._stop_waiting()
-        for call in set(self._calls.values()):
-            if state == "lost" or not all(number in self._journal for number in call.pending):
-                self._fail(call, sentence)
+        self.calls.fail(sentence, spares_recorded=state == "restarting")
         self._questions.fail(Interrupted(sentence))
 
     def stop(self) -> None:
@@ -339,24 +242,21 @@ class EngineLink:
         self._socket.close()
 
     def check(self) -> None:
-        for number, call in self._calls.items():
-            assert number in call.pending, f"request {number} has ended and is listed"
-            assert number % self.place.count == self.place.front, f"{number}: another front's"
-            assert number < self._next_number, f"{number}: the next is {self._next_number}"
-        assert (self.ready is not None) == (self.state == "ready"), f"{self.state}: {self.ready}"
-        assert not (self._calls and self.state == "lost"), f"{len(self._calls)} calls, no engine"
-        self._journal.check()
+        self.engine.check()
+        self.calls.check()
+        is_lost = self.engine.state == "lost"
+        assert not (is_lost and self.open_count), f"{self.open_count} requests, no engine"
 
     def _resend_records(self) -> None:
         """Sends all records to the new engine, behind the lost one's word on whether steps are
         held. If the new one is lost meanwhile, the next one gets them."""
         self._stop_waiting()
         self.going_on_count = 0
+        said = self.engine.holding
         with contextlib.suppress(Unavailable):
-            if self._holding.at_s:
-                said = self._holding
+            if said.at_s:
                 self._socket.send(Hold(said.is_on, self.place.front, said.at_s))
-            for add in self._journal.again():
+            for add in self.calls.again():
                 self._socket.send(add)
                 self.going_on_count += 1
         self.resumed_count += self.going_on_count
@@ -366,23 +266,23 @@ class EngineLink:
             self._waiting.cancel()
 
     def _hear(self, message: FromEngine) -> None:
+        engine = self.engine
         match message:
             case Progress(pieces, at_s):
-                self.has_answered = True
-                self._deliver(pieces, at_s)
+                engine.has_answered = True
+                self.calls.deliver(pieces, heard_at_s=engine.heard_at_s, left_at_s=at_s)
             case Status():
-                self._holding.hear(is_on=message.is_held, at_s=message.held_at_s)
-                self.has_answered |= message.made_count > 0
+                engine.holding.hear(is_on=message.is_held, at_s=message.held_at_s)
+                engine.has_answered |= message.made_count > 0
                 self._board.publish(message)
             case Ready():
-                is_next = self.state == "restarting"
-                self.ready, self.state, self.why_lost = message, "ready", ""
-                self.became_ready.set()
+                is_next = engine.state == "restarting"
+                engine.begin(message)
                 if is_next:
                     self._resend_records()
             case Flushed() | Held() | Tracing() | Traced() | Aborted() | Met():
                 if isinstance(message, Held):
-                    self._holding.hear(is_on=message.is_on, at_s=message.at_s)
+                    engine.holding.hear(is_on=message.is_on, at_s=message.at_s)
                 self._questions.answer(message)
             case Cut(front):
                 self.on_cut(front)
@@ -390,23 +290,20 @@ class EngineLink:
                 self.interrupt(f"the engine is gone: {sentence}")
                 self.on_fault(sentence)
 
-    def _deliver(self, pieces: Sequence[Piece], at_s: float) -> None:
-        """Hands all pieces out before a waiter is woken: all choices leave together."""
-        waiting: list[Call] = []
-        for piece in pieces:
-            call = self._calls.get(piece.number)
-            if call is None:
-                continue
-            if piece.reason is not None:
-                del self._calls[piece.number]
-            if call.put(self._journal.hear(piece), heard_at_s=self.heard_at_s):
-                waiting.append(call)
-        for call in waiting:
-            call.tell()
-        if at_s:
-            asyncio.get_running_loop().call_soon(self._written, at_s, len(pieces))
 
-    def _written(self, at_s: float, count: int) -> None:
-        """The loop writes to sockets at the end of each turn, so by now the step's pieces are out;
-        each counts as late as the last."""
-        self.to_socket.add(self._clock.now_s() - at_s, count)
+def _adds(
+    call: Call,
+    prompts: Sequence[tuple[list[int], Sampling]],
+    handoffs: Sequence[Handoff],
+    *,
+    priority: int,
+    salt: str,
+) -> Iterator[Add]:
+    """The messages of a call. A prompt that comes again follows the request with it."""
+    leaders: dict[int, int] = {}
+    left = iter(handoffs)
+    for number, (prompt, sampling) in zip(call.numbers, prompts, strict=True):
+        first = leaders.setdefault(id(prompt), number)
+        leader = None if first == number else first
+        handoff = next(left, None) if leader is None else None
+        yield Add(number, prompt, sampling, priority, leader, call.request_id, salt, handoff)

@@ -98,7 +98,7 @@ class Service:
     background: Background = field(default_factory=Background)
 
     def __post_init__(self) -> None:
-        self.tally.to_socket = self.link.to_socket
+        self.tally.to_socket = self.link.calls.to_socket
 
     @property
     def tally_of_all(self) -> Tally:
@@ -118,13 +118,13 @@ class Service:
     @property
     def _members(self) -> tuple[Member, ...]:
         assert self.split.seal is not None, "a worker of a pair has a secret"
-        assert self.link.ready is not None, "the engine is there"
-        return members_of(self.split.seal, self.link.ready.metadata)
+        assert self.link.engine.ready is not None, "the engine is there"
+        return members_of(self.split.seal, self.link.engine.ready.metadata)
 
     @property
     def missing_stages(self) -> list[str]:
         """The stages that the engine still waits for before it is ready."""
-        if self.link.state not in ("starting", "restarting"):
+        if self.link.engine.state not in ("starting", "restarting"):
             return []
         return missing(self.layers, self.board.status.stages)
 
@@ -182,32 +182,32 @@ class Service:
     @property
     def state(self) -> str:
         """The state of the server, in a word."""
-        if self.link.state == "lost":
+        if self.link.engine.state == "lost":
             return "lost"
         if self.draining:
             return "draining"
-        is_paused = self.link.state == "ready" and self.link.is_held
-        return "paused" if is_paused else self.link.state
+        is_paused = self.link.engine.state == "ready" and self.link.engine.is_held
+        return "paused" if is_paused else self.link.engine.state
 
     def check_making(self) -> None:
         """Refuses also where requests are taken but no token is made."""
         self.check_state()
-        if self.link.is_held:
+        if self.link.engine.is_held:
             sentence = "generation is paused; /resume or /continue_generation lets it go on"
             raise self.refused(sentence, "paused", 5.0)
 
     def check_loaded(self) -> None:
         """Refuses until the engine is loaded; a draining worker still answers other workers."""
         self._check_engine()
-        if self.link.state == "starting" or not (self.shelf is None or self.shelf.has_all()):
+        if self.link.engine.state == "starting" or not (self.shelf is None or self.shelf.has_all()):
             sentence = "the model is being loaded; try again soon"
             raise self.refused(sentence + self.awaited, "starting", 2.0)
 
     def _check_engine(self) -> None:
-        if self.link.state == "lost":
-            raise Interrupted(self.link.why_lost)
-        if self.link.state == "restarting":
-            sentence = f"{self.link.why_lost}; it is being started again{self.awaited}"
+        if self.link.engine.state == "lost":
+            raise Interrupted(self.link.engine.why_lost)
+        if self.link.engine.state == "restarting":
+            sentence = f"{self.link.engine.why_lost}; it is being started again{self.awaited}"
             raise self.refused(sentence, "restarting", Interrupted.retry_after_s)
 
     @property

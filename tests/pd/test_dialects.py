@@ -43,7 +43,7 @@ def prefill(**given: object) -> Served:
 @contextmanager
 def decode(peers: str, made: PacedEngine | None = None, **given: object) -> Iterator[Served]:
     def split_of(link: EngineLink) -> Split:
-        met = Peers(read_peers(peers), link, link._clock)
+        met = Peers(read_peers(peers), link, link.engine._clock)
         return Split(role="decode", peers=met, seal=Seal(SECRET.encode()), **given)
 
     with Served(made or engine(), split_of=split_of, limits=LIMITS) as served:

@@ -68,16 +68,17 @@ def test_whatever_goes_wrong_a_meeting_is_tried_again(monkeypatch: pytest.Monkey
             raise failures.pop(0)
         return b"theirs"
 
-    class Link:
-        async def until_ready(self) -> object:
-            return SimpleNamespace(metadata=b"ours")
+    async def until_ready() -> object:
+        return SimpleNamespace(metadata=b"ours")
 
-        async def meet(self, address: str, metadata: bytes) -> Met:
-            return Met(address, 7, b"ours")
+    async def meet(address: str, metadata: bytes) -> Met:
+        return Met(address, 7, b"ours")
+
+    link = SimpleNamespace(engine=SimpleNamespace(until_ready=until_ready), meet=meet)
 
     async def act() -> None:
         named = read_peers("127.0.0.1:9")
-        met = Peers(named, Link(), ManualClock())  # type: ignore[arg-type]
+        met = Peers(named, link, ManualClock())  # type: ignore[arg-type]
         running = asyncio.ensure_future(met.run())
         while met.missing:
             assert not running.done(), "no peer is met any more"

@@ -188,7 +188,7 @@ class Served:
         self._engine_thread = threading.Thread(target=self.engine.serve, args=(endpoint,))
         self._engine_thread.start()
         if self.engine.says_ready:
-            until(lambda: self.service.link.state == "ready", "the engine")
+            until(lambda: self.service.link.engine.state == "ready", "the engine")
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from ess.server.commands.start.front import Front
-from ess.server.process.link import FrontPlace
+from ess.server.process.requests.open_calls import FrontPlace
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
 from tests.support.crowd import Crowd

@@ -161,7 +161,7 @@ def storm(count: int, seed: int) -> None:
 
         asyncio.run(run())
         assert served.service.link.open_count == 0, "a request was left behind"
-        assert served.service.link.state == "ready"
+        assert served.service.link.engine.state == "ready"
     assert min(answers[200], answers[400]) > count // 20, answers
     wanted = {f"{kind.__name__}.{f.name}" for kind in KINDS.values() for f in fields(kind)}
     missing = wanted - set(noise.seen)

@@ -47,7 +47,7 @@ class Engines:
         self.peer = self._context.socket(zmq.DEALER)
         self.peer.connect(self._endpoint)
         await self.peer.send(PACKER.pack(READY))
-        await self.link.became_ready.wait()
+        await self.link.engine.became_ready.wait()
 
     async def lose(self) -> None:
         """It is gone; what it has not said will never be heard."""

@@ -252,10 +252,10 @@ def test_who_leaves_is_cancelled_also_while_waiting_for_the_first_token(stream: 
         made = opened(served, completion(stream=stream))
         until(lambda: len(engine.adds) == 1, "the request")
         if held:
-            until(lambda: served.service.link.oldest_wait_s > 0.0, "a wait")
+            until(lambda: served.service.link.calls.oldest_wait_s > 0.0, "a wait")
         elif stream:
             assert b"data: " in made.recv(4096) + made.recv(4096)
-            assert served.service.link.oldest_wait_s == 0.0
+            assert served.service.link.calls.oldest_wait_s == 0.0
         made.close()
         until(lambda: engine.aborted == [engine.adds[0].number], "the abort")
         assert served.service.link.open_count == 0

@@ -28,21 +28,26 @@ from ess.engine.process.messages import (
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
 from ess.server.process.board import Board
-from ess.server.process.link import EngineLink, FrontPlace
+from ess.server.process.link import EngineLink
 from ess.server.process.requests.call import Call
+from ess.server.process.requests.open_calls import ALONE, FrontPlace
 from tests.support.manual_clock import ManualClock
 
 READY = Ready(vocabulary=10, length_max=10, load_s=0.0)
 Peer = zmq.asyncio.Socket
 
 
-def linked(folder: Path, act: Callable[[EngineLink, Peer], Awaitable[None]]) -> None:
+def linked(
+    folder: Path,
+    act: Callable[[EngineLink, Peer], Awaitable[None]],
+    place: FrontPlace = ALONE,
+) -> None:
     """`act` has the link and the engine's bare socket."""
 
     async def run() -> None:
         context, clock = zmq.asyncio.Context(), ManualClock()
         endpoint = f"ipc://{folder}/engine"
-        link = EngineLink(context, endpoint, board=Board(clock), clock=clock)
+        link = EngineLink(context, endpoint, board=Board(clock), clock=clock, place=place)
         peer = context.socket(zmq.DEALER)
         peer.connect(endpoint)
         try:
@@ -65,7 +70,7 @@ def test_pieces_reach_their_call_and_no_other(tmp_path: Path):
     async def act(link: EngineLink, peer: Peer) -> None:
         hearing = asyncio.ensure_future(link.run())
         await peer.send(Packer().pack(READY))
-        await link.became_ready.wait()
+        await link.engine.became_ready.wait()
         one = link.start("a", [([1], Sampling()), ([2], Sampling())])
         two = link.start("b", [([3], Sampling())])
         assert [(await told(peer)).number for _ in range(3)] == [0, 1, 2]
@@ -112,7 +117,7 @@ def test_a_reader_gets_what_it_wants_and_the_one_who_waits_the_rest_in_order(tmp
 
         hearing = asyncio.ensure_future(link.run())
         await peer.send(Packer().pack(READY))
-        await link.became_ready.wait()
+        await link.engine.became_ready.wait()
         nonlocal call
         call = link.start("a", [([1], Sampling()), ([2], Sampling())])
         taking = asyncio.ensure_future(call.take(reader))
@@ -121,7 +126,7 @@ def test_a_reader_gets_what_it_wants_and_the_one_who_waits_the_rest_in_order(tmp
             await say(token)
         assert [piece.tokens for piece in await taking] == [(7,), (-7,)]
         assert read == [(5,), (-5,), (6,), (-6,)], "choices of a step come together"
-        assert link.to_socket.count == 6
+        assert link.calls.to_socket.count == 6
 
         taking = asyncio.ensure_future(call.take(reader))
         await asyncio.sleep(0)
@@ -149,7 +154,7 @@ def test_a_fault_ends_every_call_after_what_it_had(tmp_path: Path):
             await link.flush()
         packer = Packer()
         await peer.send(packer.pack(READY))
-        await link.became_ready.wait()
+        await link.engine.became_ready.wait()
         call = link.start("a", [([1], Sampling())])
         flush = asyncio.ensure_future(link.flush())
         await peer.send(packer.pack(Progress((Piece(0, (7,)),))))
@@ -161,10 +166,13 @@ def test_a_fault_ends_every_call_after_what_it_had(tmp_path: Path):
             await call.take()
         with pytest.raises(Unavailable, match="it broke"):
             link.start("b", [([1], Sampling())])
-        assert (link.state, link.why_lost) == ("restarting", "the engine is gone: it broke")
+        assert (link.engine.state, link.engine.why_lost) == (
+            "restarting",
+            "the engine is gone: it broke",
+        )
         link.lose("too often")
         link.lose("again")
-        assert (link.state, link.why_lost) == ("lost", "too often")
+        assert (link.engine.state, link.engine.why_lost) == ("lost", "too often")
         hearing.cancel()
 
     linked(tmp_path, act)
@@ -177,14 +185,14 @@ def test_another_engine_is_heard_elsewhere_and_numbers_go_on(tmp_path: Path):
         hearing = asyncio.ensure_future(link.run())
         packer = Packer()
         await peer.send(packer.pack(READY))
-        assert await link.until_ready() == READY
+        assert await link.engine.until_ready() == READY
         call = link.start("a", [([1], Sampling())])
-        assert not link.has_answered
+        assert not link.engine.has_answered
         await peer.send(packer.pack(Progress((Piece(0, (7,)),))))
         await call.take()
-        assert link.has_answered
+        assert link.engine.has_answered
         link.interrupt("it broke")
-        assert not link.became_ready.is_set()
+        assert not link.engine.became_ready.is_set()
         hearing.cancel()
         await asyncio.gather(hearing, return_exceptions=True)
         await peer.send(packer.pack(READY))
@@ -193,14 +201,14 @@ def test_another_engine_is_heard_elsewhere_and_numbers_go_on(tmp_path: Path):
         context = zmq.asyncio.Context()
         after = context.socket(zmq.DEALER)
         after.connect(f"ipc://{tmp_path}/next")
-        assert link.state == "restarting"
-        assert not link.has_answered
+        assert link.engine.state == "restarting"
+        assert not link.engine.has_answered
         await after.send(packer.pack(READY))
-        assert await link.until_ready() == READY
+        assert await link.engine.until_ready() == READY
         call = link.start("b", [([1], Sampling())])
         assert [*call.numbers] == [1]
         assert (await told(after)).number == 1
-        assert link.restart_count == 1
+        assert link.engine.restart_count == 1
         hearing.cancel()
         context.destroy(linger=0)
 
@@ -212,7 +220,7 @@ def test_an_asker_who_left_does_not_take_the_next_answer(tmp_path: Path):
         hearing = asyncio.ensure_future(link.run())
         packer = Packer()
         await peer.send(packer.pack(READY))
-        await link.became_ready.wait()
+        await link.engine.became_ready.wait()
         first, second = (asyncio.ensure_future(link.flush()) for _ in range(2))
         assert [await told(peer) for _ in range(2)] == [Flush(), Flush()]
         first.cancel()
@@ -256,12 +264,10 @@ def test_an_add_is_packed_with_all_that_was_asked():
 
 def test_fronts_number_their_requests_apart_and_ask_the_engine_about_each_other_s(tmp_path: Path):
     async def act(link: EngineLink, peer: Peer) -> None:
-        link.place = FrontPlace(front=1, count=3)
-        link._next_number = link.place.first_number
         hearing = asyncio.ensure_future(link.run())
         packer = Packer()
         await peer.send(packer.pack(READY))
-        await link.became_ready.wait()
+        await link.engine.became_ready.wait()
         call = link.start("mine", [([1], Sampling()), ([2], Sampling())])
         assert [(await told(peer)).number for _ in range(2)] == [1, 4]
         await peer.send(packer.pack(Progress((Piece(4, (7,)),))))
@@ -274,7 +280,7 @@ def test_fronts_number_their_requests_apart_and_ask_the_engine_about_each_other_
         assert await aborting == 2
         hearing.cancel()
 
-    linked(tmp_path, act)
+    linked(tmp_path, act, FrontPlace(front=1, count=3))
 
 
 def test_the_next_life_of_a_front_uses_no_number_again():
@@ -299,7 +305,7 @@ def test_who_is_cut_off_is_told_to_whom_it_concerns(tmp_path: Path):
         hearing = asyncio.ensure_future(link.run())
         for message in (Cut(2), READY):
             await peer.send(Packer().pack(message))
-        await link.became_ready.wait()
+        await link.engine.became_ready.wait()
         link.front_lost(2)
         assert (cut, await told(peer)) == ([2], Lost(2))
         hearing.cancel()

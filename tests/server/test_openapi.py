@@ -130,7 +130,7 @@ def test_a_stranger_s_tool_finds_nothing_to_complain_of(tmp_path: Path, examples
         assert sum(answers.values()) > least
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
         assert served.service.link.open_count == 0
-        assert served.service.link.state == "ready"
+        assert served.service.link.engine.state == "ready"
 
 
 # Endless, of names that no stranger guesses, or a prefill worker's alone.

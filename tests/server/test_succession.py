@@ -348,7 +348,7 @@ class Unable:
         self.tried: list[int] = []
         self.heard: list[str] = []
         self.place = SimpleNamespace(front=0)
-        self.has_answered = True
+        self.engine = SimpleNamespace(has_answered=True)
 
     async def start(self, number: int) -> EngineGroup:
         self.tried.append(number)

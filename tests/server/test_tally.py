@@ -86,7 +86,7 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_the_telling(
 
     async def disk_with_room_again() -> None:
         told = SimpleNamespace(shelf=SimpleNamespace(put=put), tally=counted(1))
-        told.link = SimpleNamespace(until_ready=ready)
+        told.link = SimpleNamespace(engine=SimpleNamespace(until_ready=ready))
         shutil.rmtree(tmp_path / "full")
         telling = asyncio.ensure_future(lifecycle.tell(told))
         while len(failed) < 2:

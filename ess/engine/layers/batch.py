@@ -193,7 +193,7 @@ def select(
     assert len(queries) == len(lengths), f"{len(queries)} queries, {len(lengths)} lengths"
     if batch.layout.select_unit > 1:
         pages = batch.offload.memory(layer).key_pages
-        return units.select(batch.layout, queries, weights, pages, table, lengths)
+        return units.select(batch.layout, queries, weights, pages, table, lengths)[0]
     return batch.ops.index_top_k(
         queries,
         weights,
@@ -220,7 +220,7 @@ def select_scored(
     table, lengths, codec = _contexts(batch, which)
     pages, threads = batch.offload.memory(layer).key_pages, compute_threads()
     if batch.layout.select_unit > 1:
-        return units.select_scored(batch.layout, queries, weights, pages, table, lengths)
+        return units.select(batch.layout, queries, weights, pages, table, lengths)
     logits = batch.ops.index_logits(queries, weights, pages, table, lengths, codec, threads=threads)
     chosen = batch.ops.top_k(logits, lengths, k=batch.layout.top_k, threads=threads)
     return chosen, logits

@@ -32,23 +32,14 @@ def select(
     pages: Tensor,
     table: Tensor,
     lengths: Tensor,
-) -> Tensor:
-    """Selections of queries that each have a line of the page table."""
-    return select_scored(layout, queries, weights, pages, table, lengths)[0]
-
-
-def select_scored(
-    layout: ModelLayout,
-    queries: Tensor,
-    weights: Tensor,
-    pages: Tensor,
-    table: Tensor,
-    lengths: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The selections, and a score for every position: the score of its unit. Rows behind the last
-    whole unit are always chosen and get the best score."""
+    """The selections of queries that each have a line of the page table, and a score for every
+    position: the score of its unit. Rows behind the last whole unit are always chosen and get the
+    best score."""
     selected = [
-        _scored(layout, queries[n : n + 1], weights[n : n + 1], pages, table[n], lengths[n : n + 1])
+        select_in_line(
+            layout, queries[n : n + 1], weights[n : n + 1], pages, table[n], lengths[n : n + 1]
+        )
         for n in range(len(queries))
     ]
     chosen, scores = zip(*selected, strict=True)
@@ -57,19 +48,7 @@ def select_scored(
     return torch.cat(chosen), torch.cat(filled)
 
 
-def select_one(
-    layout: ModelLayout,
-    queries: Tensor,
-    weights: Tensor,
-    pages: Tensor,
-    line: Tensor,
-    lengths: Tensor,
-) -> Tensor:
-    """Selections of queries that share one line."""
-    return _scored(layout, queries, weights, pages, line, lengths)[0]
-
-
-def _scored(
+def select_in_line(
     layout: ModelLayout,
     queries: Tensor,
     weights: Tensor,
@@ -77,6 +56,7 @@ def _scored(
     line: Tensor,
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    """`select` of queries that share one line of the page table."""
     assert layout.index is not None, "an indexer without an index codec"
     unit, whole = layout.select_unit, lengths // layout.select_unit
     if lengths.is_cpu:

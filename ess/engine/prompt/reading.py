@@ -25,7 +25,7 @@ def top_k(pack: Pack, at: int, span: Span, layer: int, queries: Tensor, weights:
     if pack.layout.select_unit > 1:
         pages, table = pack.runner.offload.memory(layer).key_pages, pack.tables[at]
         lengths = torch.arange(span.start, span.stop, device=pack.device) + 1
-        return units.select_one(pack.layout, queries, weights, pages, table, lengths)
+        return units.select_in_line(pack.layout, queries, weights, pages, table, lengths)[0]
     lengths = torch.arange(span.start, span.stop, dtype=torch.int32, device=pack.device) + 1
     pages = pack.runner.offload.memory(layer).key_pages
     step = div_ceil(count, div_ceil(count, SCORED))

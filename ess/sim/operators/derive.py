@@ -120,13 +120,9 @@ DERIVATIONS: Final = (
 )
 
 
-def derive(package: Path, *, system: str = "h200_sxm") -> dict[str, Entries]:
-    """Every table of the paper's set, from an unpacked package."""
-    return derived(package, DERIVATIONS, system=system)
-
-
-def derived(package: Path, derivations: Sequence[Derivation], *, system: str) -> dict[str, Entries]:
-    """The tables; a missing file is named, unless its table may be missing."""
+def derive(package: Path, derivations: Sequence[Derivation], *, system: str) -> dict[str, Entries]:
+    """The tables of an unpacked package; a missing file is named, unless its table may be
+    missing."""
     root = package / "aiconfigurator_core/systems/data" / system
     if not root.is_dir():
         raise BadInput(
@@ -157,7 +153,9 @@ def _read(path: Path) -> Iterable[Source]:
     return rows
 
 
-def written(tables: Mapping[str, Entries], derivations: Sequence[Derivation], folder: Path) -> None:
+def write(package: Path, derivations: Sequence[Derivation], *, system: str, folder: Path) -> None:
+    """Writes the derived tables into the folder, a file for each."""
+    tables = derive(package, derivations, system=system)
     for derivation in derivations:
         if derivation.name not in tables:
             continue
@@ -167,11 +165,11 @@ def written(tables: Mapping[str, Entries], derivations: Sequence[Derivation], fo
             writer.writerows(tables[derivation.name])
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], derivations: Sequence[Derivation] = DERIVATIONS) -> None:
     if len(arguments) != 3:
         raise BadInput("give the unpacked package, the GPU's name in it and the folder to write to")
     package, system, folder = arguments
-    written(derive(Path(package), system=system), DERIVATIONS, Path(folder))
+    write(Path(package), derivations, system=system, folder=Path(folder))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def load(package: Path | None = None, *, gpu: str = "h200", system: str = "h200_
     """The tables that ship with ESS, or those of an unpacked measurement package."""
     if package is None:
         return _build(_shipped(gpu), source=f"shipped {gpu} subset")
-    return _build(derive(package, system=system), source=str(package))
+    return _build(derive(package, DERIVATIONS, system=system), source=str(package))
 
 
 def _shipped(gpu: str) -> dict[str, list[Entry]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -185,14 +184,13 @@ def _print(served: Served, arrivals: list[Arrival], serving: Serving) -> None:
 
 
 def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Line]:
-    tokens = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
-    wanted, gpu_count, way = serving.objective, served.gpu_count, name_of(served.parallel)
     prefill = banded(f"{served.prefill_tokens_per_s:,.0f}", inverse(served.prefill_band))
-    gpus = ranged("{:,}", gpu_count, served.gpu_ends)
-    figure, both = partial(_figure, served), partial(_both, served)
+    gpus = ranged("{:,}", served.gpu_count, served.gpu_ends)
+    way = name_of(served.parallel)
     return [
         ("the model is shared", way, way, "heads x requests, experts"),
-        figure(
+        _figure(
+            served,
             "served",
             lambda summary: summary.served_count,
             "{:,}",
@@ -200,48 +198,69 @@ def _lines(served: Served, arrivals: list[Arrival], serving: Serving) -> list[Li
         ),
         ("GPUs, prefill among them", gpus, gpus, _tier(served)),
         ("prefill, tokens/s per GPU", prefill, prefill, "of a whole prompt"),
-        both("refused", lambda summary: _named(summary.refused, "{:,}")),
-        figure("until all is done", lambda summary: summary.seconds, "{:,.0f} s"),
-        figure(
+        *_rates(served),
+        *_times(served, arrivals, serving.objective),
+        *_sustained(served),
+        _figure(served, "misses per request and layer", lambda each: each.misses_mean, "{:.1f}"),
+        *(("", "", "", line) for line in _agreed(served)),
+        _figure(
+            served, "of its time waits for the link", lambda each: each.exposed_share, "{:.1%}"
+        ),
+        _both(served, "a request waited for", lambda each: _named(each.waited_s, "{:,.0f} s")),
+    ]
+
+
+def _rates(served: Served) -> list[Line]:
+    return [
+        _both(served, "refused", lambda summary: _named(summary.refused, "{:,}")),
+        _figure(served, "until all is done", lambda summary: summary.seconds, "{:,.0f} s"),
+        _figure(
+            served,
             "tokens/s per GPU, all",
-            lambda summary: summary.tokens_per_s / gpu_count,
+            lambda summary: summary.tokens_per_s / served.gpu_count,
             "{:,.1f}",
             _ratio(served, lambda summary: summary.tokens_per_s),
         ),
-        both(
+        _both(
+            served,
             "batch, mean and peak",
             lambda summary: f"{summary.batch_mean:.1f}, {summary.batch_peak}",
             figure=lambda summary: summary.batch_mean,
         ),
-        both(
+    ]
+
+
+def _times(served: Served, arrivals: list[Arrival], wanted: Objective) -> list[Line]:
+    tokens = sum(arrival.prompt_tokens for arrival in arrivals) / len(arrivals)
+    return [
+        _both(
+            served,
             "first token, p50 p90 p99",
             lambda summary: _percents(summary.ttft_s, 1.0, "s"),
             f"prompts of {tokens:,.0f} tokens, {served.cached_share:.0%} of them cached",
             figure=lambda summary: _p90(summary.ttft_s),
         ),
-        both(
+        _both(
+            served,
             "further tokens, p50 p90 p99",
             lambda summary: _percents(summary.tpot_s, 1e3, "ms"),
             banded("a step for itself:", served.band),
             figure=lambda summary: _p90(summary.tpot_s),
         ),
-        figure(
+        _figure(
+            served,
             "within both objectives",
             lambda summary: summary.good_share,
             "{:.1%}",
             f"{wanted.ttft_s:g} s and {1e3 * wanted.tpot_s:g} ms",
         ),
-        figure(
+        _figure(
+            served,
             "goodput per GPU, requests/s",
-            lambda summary: summary.good_per_s / gpu_count,
+            lambda summary: summary.good_per_s / served.gpu_count,
             "{:.4f}",
             _ratio(served, lambda summary: summary.good_per_s),
         ),
-        *_sustained(served),
-        figure("misses per request and layer", lambda summary: summary.misses_mean, "{:.1f}"),
-        *(("", "", "", line) for line in _agreed(served)),
-        figure("of its time waits for the link", lambda summary: summary.exposed_share, "{:.1%}"),
-        both("a request waited for", lambda summary: _named(summary.waited_s, "{:,.0f} s")),
     ]
 
 

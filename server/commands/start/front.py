@@ -38,8 +38,8 @@ from ess.server.process.lifecycle import (
     settled,
     tell,
 )
-from ess.server.process.link import FrontPlace
 from ess.server.process.listening.stand_in import has_started
+from ess.server.process.requests.open_calls import FrontPlace
 from ess.server.process.service import Service
 from ess.server.process.tally import Shelf
 

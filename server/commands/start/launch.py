@@ -55,7 +55,7 @@ from ess.server.process.engines.restarts import Restarts
 from ess.server.process.engines.succession import EngineStart, Succession
 from ess.server.process.fronts import Fronts, Start, endpoint_of
 from ess.server.process.lifecycle import QuietServer, Running
-from ess.server.process.link import EngineLink, FrontPlace
+from ess.server.process.link import EngineLink
 from ess.server.process.listening import sockets
 from ess.server.process.listening.stand_in import StandIn
 from ess.server.process.logs.log_pipe import unblocked_stderr
@@ -64,6 +64,7 @@ from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.pair.registration import registration_of
 from ess.server.process.requests.journal import NO_RECOVERY, Recovery
 from ess.server.process.requests.kept_responses import KeptResponses
+from ess.server.process.requests.open_calls import FrontPlace
 from ess.server.process.service import Limits, Service
 from ess.server.process.signals import Signals, taken_signals
 from ess.server.process.tally import Shelf

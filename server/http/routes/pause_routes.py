@@ -67,7 +67,7 @@ async def resume_sglang(request: Request) -> Response:
 
 
 async def is_paused(request: Request) -> Response:
-    return answer({"is_paused": _service(request).link.is_held})
+    return answer({"is_paused": _service(request).link.engine.is_held})
 
 
 def _service(request: Request) -> Service:

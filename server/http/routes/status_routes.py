@@ -148,8 +148,8 @@ async def health(request: Request) -> Response:
     """200 while the first engine loads and while any engine runs; 503 from the loss of an engine
     until the next is ready. While the stages of a worker connect it names the missing ones."""
     service = _service(request)
-    if service.link.why_lost:
-        return error_answer(Interrupted(service.link.why_lost + service.awaited))
+    if service.link.engine.why_lost:
+        return error_answer(Interrupted(service.link.engine.why_lost + service.awaited))
     said: dict[str, Any] = {"status": service.state}
     return answer(said | ({"missing": awaited} if (awaited := service.missing_stages) else {}))
 
@@ -275,7 +275,7 @@ def _load(service: Service) -> dict[str, Any]:
         "row_hit_rate": sum(status.hits) / asked if asked else 1.0,
         "utilization": min(1.0, status.running_count / service.limits.running_max),
         "limiter": status.limiter,
-        "oldest_wait_s": service.link.oldest_wait_s,
+        "oldest_wait_s": service.link.calls.oldest_wait_s,
     }
 
 

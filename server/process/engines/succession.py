@@ -100,7 +100,7 @@ class Succession:
 
     async def _succeed(self, loss: Loss, sentence: str) -> None:
         restarts = self._given.restarts
-        pause_s = restarts.add(was_of_use=self._link.has_answered)
+        pause_s = restarts.add(was_of_use=self._link.engine.has_answered)
         self._number += 1
         starts = f"another starts in {pause_s:g} s" if pause_s else "another starts"
         count = self._link.open_count + self._link.open_elsewhere_count
@@ -155,7 +155,7 @@ class Succession:
 
     async def _greet(self) -> None:
         began_s, word = self._clock.now_s(), "ready again" if self.was_ready else "ready"
-        if (ready := await self._link.until_ready()) is not None:
+        if (ready := await self._link.engine.until_ready()) is not None:
             self.was_ready = True
             took = f"after {self._clock.now_s() - began_s:.1f} s"
             console.note(
@@ -182,6 +182,6 @@ class Succession:
         limit_s = self._given.watchdog_s
         while True:
             await asyncio.sleep(min(LOOK_S, limit_s / 4))
-            silent_s = self._clock.now_s() - self._link.heard_at_s
-            if self._link.state == "ready" and silent_s > limit_s:
+            engine = self._link.engine
+            if engine.state == "ready" and (silent_s := engine.silent_s) > limit_s:
                 self._lose(Loss(f"it has sent nothing for {silent_s:.1f} s"))

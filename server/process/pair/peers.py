@@ -88,7 +88,7 @@ class Peers:
                 group.create_task(self._keep(peer))
 
     async def _keep(self, peer: Peer) -> None:
-        while (ready := await self._link.until_ready()) is not None:
+        while (ready := await self._link.engine.until_ready()) is not None:
             await self._meet(peer, ready.metadata)
             await asyncio.sleep(MEET_EVERY_S)
 

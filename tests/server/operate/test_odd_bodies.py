@@ -131,7 +131,7 @@ def storm(count: int, seed: int) -> None:
         asyncio.run(run())
         assert served.service.link.open_count == 0, "a request was left behind"
         assert served.service.texts.reading_count == 0
-        assert served.service.link.state == "ready"
+        assert served.service.link.engine.state == "ready"
     assert min(answers[200], answers[400]) > count // 20, answers
 
 

@@ -24,7 +24,8 @@ from ess.engine.process import fake_engine
 from ess.engine.process.messages import Ready
 from ess.engine.process.wire import SocketWire
 from ess.server.process.board import Board
-from ess.server.process.link import EngineLink, FrontPlace
+from ess.server.process.link import EngineLink
+from ess.server.process.requests.open_calls import FrontPlace
 from ess.server.process.service import Limits
 from tests.server.harness import PacedEngine, Served, counting, until
 from tests.server.test_fronts import fronts
@@ -211,9 +212,9 @@ def test_a_process_that_hears_late_of_the_next_engine_does_not_pause_it_again(tm
 
         wire, engine = begun("first")
         hearing = [asyncio.ensure_future(link.run()) for link in links]
-        await come_true(lambda: all(link.state == "ready" for link in links))
+        await come_true(lambda: all(link.engine.state == "ready" for link in links))
         await early.hold(is_on=True)
-        await come_true(lambda: late.is_held)
+        await come_true(lambda: late.engine.is_held)
         for task in (engine, *hearing):
             task.cancel()
         await asyncio.gather(engine, *hearing, return_exceptions=True)
@@ -221,20 +222,20 @@ def test_a_process_that_hears_late_of_the_next_engine_does_not_pause_it_again(tm
         for front, link in enumerate(links):
             link.interrupt("it broke")
             link.renew(f"ipc://{tmp_path}/second-{front}")
-        assert early.is_held
-        assert late.is_held
+        assert early.engine.is_held
+        assert late.engine.is_held
         wire, engine = begun("second")
         hearing = [asyncio.ensure_future(early.run())]
-        await come_true(lambda: early.state == "ready")
-        assert early.is_held, "the pause goes over to the next engine"
+        await come_true(lambda: early.engine.state == "ready")
+        assert early.engine.is_held, "the pause goes over to the next engine"
         await early.hold(is_on=False)
         hearing.append(asyncio.ensure_future(late.run()))
-        await come_true(lambda: late.state == "ready" and not late.is_held)
+        await come_true(lambda: late.engine.state == "ready" and not late.engine.is_held)
         await late.flush()  # the engine has obeyed all that came before
-        heard_at_s = early.heard_at_s
-        await come_true(lambda: early.heard_at_s > heard_at_s + 0.15)
-        assert not early.is_held
-        assert not late.is_held
+        heard_at_s = early.engine.heard_at_s
+        await come_true(lambda: early.engine.heard_at_s > heard_at_s + 0.15)
+        assert not early.engine.is_held
+        assert not late.engine.is_held
         for task in (engine, *hearing):
             task.cancel()
         await asyncio.gather(engine, *hearing, return_exceptions=True)

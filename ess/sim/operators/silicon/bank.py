@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ess.sim.operators.derive import Entries, derived
+from ess.sim.operators.derive import Entries, derive
 from ess.sim.operators.silicon.stacks import BY_NAME, SGLANG, own_names, tables_of
 from ess.sim.operators.tables import FOLDER, Curve, Surface, curve_of, entries_of
 
@@ -155,7 +155,7 @@ def package_bank(package: Path, *, gpu: str, system: str, stack: str = SGLANG) -
     shipped = shipped_bank(gpu, stack=stack)
 
     def read(name: str) -> Entries:
-        tables = derived(package, [chosen[name]], system=system)
+        tables = derive(package, [chosen[name]], system=system)
         return tables[name] if tables else shipped.read(name)
 
     lender = package_bank(package, gpu=gpu, system=system) if stack != SGLANG else None

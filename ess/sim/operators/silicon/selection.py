@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
-from ess.errors import BadInput
-from ess.sim.operators.derive import Derivation, Source, derived, exchanged, timed, written
+from ess.sim.operators import derive
+from ess.sim.operators.derive import Derivation, Source, exchanged, timed
 
 MODELS: Final = {
     "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
@@ -282,12 +281,5 @@ SELECTION: Final = (
 )
 
 
-def main(arguments: list[str]) -> None:
-    if len(arguments) != 3:
-        raise BadInput("give the unpacked package, the GPU's name in it and the folder to write to")
-    package, system, folder = arguments
-    written(derived(Path(package), SELECTION, system=system), SELECTION, Path(folder))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    derive.main(sys.argv[1:], SELECTION)

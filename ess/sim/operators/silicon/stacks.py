@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from ess.errors import BadInput
-from ess.sim.operators.derive import Derivation, Source, derived, timed, written
+from ess.sim.operators.derive import Derivation, Source, timed, write
 from ess.sim.operators.silicon.selection import (
     CONTEXT_MIN,
     HEADS_MIN,
@@ -102,8 +102,7 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 4:
         raise BadInput("give the unpacked package, the GPU's name in it, a folder and the stack")
     package, system, folder, stack = arguments
-    tables = tables_of(stack)
-    written(derived(Path(package), tables, system=system), tables, Path(folder))
+    write(Path(package), tables_of(stack), system=system, folder=Path(folder))
 
 
 if __name__ == "__main__":
