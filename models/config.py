@@ -316,8 +316,8 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
 
     @property
     def usual_row(self) -> RowForm:
-        """The form of rows unless a setting says otherwise."""
-        return "bf16" if self.compressed is not None else "fp8"
+        """The form of rows unless a setting says otherwise: fp8 where the model was made for it."""
+        return "bf16" if self.compressed is not None or self.is_grouped else "fp8"
 
     @property
     def attention_scale(self) -> float:

@@ -144,4 +144,6 @@ def _message(raw: bytes) -> str:
     try:
         return str(jsons.loads(raw)["error"]["message"])
     except (ValueError, KeyError, TypeError):
+        if raw.lstrip()[:1] == b"<":
+            return "a page, not JSON; is it a server of ESS?"
         return raw[:200].decode("utf-8", "replace")

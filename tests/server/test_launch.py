@@ -80,6 +80,19 @@ def test_a_name_of_the_hub_is_not_a_folder(capsys: pytest.CaptureFixture[str]) -
         read_checkpoint("deepseek-ai/V3")
     with pytest.raises(BadInput, match=r"no name for the model in the box$"):
         read_checkpoint("/no/folder")
+    with pytest.raises(BadInput, match=r"did you mean smollm2\?$"):
+        read_checkpoint("smolm2")
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"has no config\.json: give the folder"):
+        read_checkpoint(str(tmp_path))
+    with pytest.raises(BadInput, match=r"config.json' is a file: give its folder$"):
+        read_checkpoint(str(EMBEDDED / "config.json"))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for given in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(BadInput, match="is in GGUF: give the folder of the original checkpoi"):
+            read_checkpoint(str(given))
 
 
 def test_a_name_of_the_hub_is_found_where_it_was_fetched_to(

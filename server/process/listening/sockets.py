@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -28,7 +29,8 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
             address = first.getsockname()
         return [_listening(family, address, shares=True) for _ in range(count)]
     except OSError as error:
-        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        hint = "; --port takes another one, 0 a free one" if error.errno == errno.EADDRINUSE else ""
+        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from None
 
 
 def _listening(family: int, address: Any, *, shares: bool) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -53,14 +54,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_checkpoint(model: str) -> Checkpoint:
     path = _place(model)
-    if not path.is_dir():
-        is_name = hub.NAME.fullmatch(model) and not path.parent.exists()
-        how = f"fetch it: `hf download {model}`, then `ess serve {model}`"
-        known = f"give one, {', '.join(GUESTS)}, or no name for the model in the box"
-        raise BadInput(
-            f"the model {model!r} is not a folder with config.json and weights; "
-            f"{how if is_name else known}"
-        )
+    if not path.is_dir() or not (path / "config.json").exists():
+        raise BadInput(_why_no_checkpoint(model, path))
     folder = Folder(path)
     try:
         raw = folder.read_json("config.json")
@@ -78,6 +73,24 @@ def read_checkpoint(model: str) -> Checkpoint:
         defaults=_defaults(recommended),
         weight_bytes=weights,
     )
+
+
+def _why_no_checkpoint(model: str, path: Path) -> str:
+    """What is at the path instead of a checkpoint, and what to do."""
+    if path.suffix == ".gguf" or next(path.glob("*.gguf"), None) is not None:
+        return f"{model} is in GGUF: give the folder of the original checkpoint, with safetensors"
+    if path.is_file():
+        return f"the model {model!r} is a file: give its folder"
+    if path.is_dir():
+        return f"{model} has no config.json: give the folder that has it and the weights"
+    close = difflib.get_close_matches(model, GUESTS)
+    if hub.NAME.fullmatch(model) and not path.parent.exists():
+        how = f"fetch it: `hf download {model}`, then `ess serve {model}`"
+    elif close:
+        how = f"did you mean {close[0]}?"
+    else:
+        how = f"give one, {', '.join(GUESTS)}, or no name for the model in the box"
+    return f"the model {model!r} is not a folder with config.json and weights; {how}"
 
 
 def _place(model: str) -> Path:
