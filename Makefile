@@ -15,6 +15,7 @@ MAKEFLAGS += --keep-going
 # it is optional, and with such a compiler it is missing. The CPU build of torch is pinned first: a
 # looser request would pull gigabytes of CUDA.
 BUILD = -W ignore csrc/build.py -q build_ext --inplace
+COMMA := ,
 define INSTALL
 	@echo "installing into $(VENV): torch for the CPU, packages, the native library; some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,33 +23,30 @@ define INSTALL
 	$(BIN)/python $(BUILD) & native=$$!; \
 	{ $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $(2) torch==2.13.0; } && \
 	CC=false CXX=false $(BIN)/pip install -q $(2) --no-build-isolation -e '.[$(1)]' && \
-	{ $(3); wait $$native; }
+	wait $$native
 	touch $(SERVES)
 endef
 
 # The tests import a tenth of what is installed: only that is compiled, when it is first imported.
-# They are collected once while the native library is compiled, or each of their workers would
-# compile the same.
-COMMA := ,
-COLLECT = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only >/dev/null 2>&1
 $(STAMP): pyproject.toml $(NATIVE)
-	$(call INSTALL,dev$(COMMA)oracle$(COMMA)router,--no-compile,$(COLLECT))
+	$(call INSTALL,dev$(COMMA)oracle$(COMMA)router,--no-compile)
 	touch $@
 
 # To serve needs a third of what the checks need.
 $(SERVES): pyproject.toml $(NATIVE)
-	$(call INSTALL,serve$(COMMA)guest,,:)
+	$(call INSTALL,serve$(COMMA)guest)
 
 # Of what comes with ESS, or of MODEL=smollm2, or of MODEL=folder.
 serve: $(SERVES)
 	$(BIN)/ess serve $(MODEL)
 
-# Two workers on two cores: a second thread of each would only wait. Each begins with its share of
-# the tests as they lie in their files; a worker without tests takes half of what another has left.
-# Hundreds of processes are started, and each would compile what no other has kept. Slow tests wait
-# for ends, limits and other processes: with them four workers keep two cores busy. A test that hangs
-# fails by name after TEST_LIMIT_S; where it swallows even that, its worker prints where it stands and
-# ends 30 s later, and another worker goes on.
+# Two workers on two cores: a second thread of each would only wait. They are forks of a process that
+# has collected the tests (tests/support/collected.py). Each begins with its share of the tests as
+# they lie in their files; a worker without tests takes half of what another has left. Hundreds of
+# processes are started, and each would compile what no other has kept. Slow tests wait for ends,
+# limits and other processes: with them four workers keep two cores busy. A test that hangs fails by
+# name after TEST_LIMIT_S; where it swallows even that, its worker prints where it stands and ends
+# 30 s later, and another worker goes on.
 TEST_LIMIT_S ?= 300
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= timeout -k 30 2400 $(BIN)/pytest -n 2 \
 	--dist worksteal --timeout $(TEST_LIMIT_S) -o faulthandler_exit_on_timeout=true \

@@ -100,6 +100,10 @@ class Garbage:
 def pytest_configure(config: pytest.Config) -> None:
     if sys.platform == "linux":
         config.pluginmanager.register(Garbage())
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        from tests.support.collected import fork_workers
+
+        fork_workers(config.args)
 
 
 @pytest.hookimpl(trylast=True)
