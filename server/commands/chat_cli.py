@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 from rich.live import Live
@@ -16,6 +16,11 @@ from rich.table import Table
 from ess import console
 from ess.errors import BadInput, EssError
 from ess.server.commands.client import URL, Client
+
+ANSWER_S: Final = 5.0
+"""`ess top` waits this long for an answer, or for as long as it shows the one before."""
+SILENT_S: Final = 2.0
+"""An engine reports its state several times a second, between two steps."""
 
 
 class Watch:
@@ -234,7 +239,7 @@ def top(
     """
     if not 0.05 <= every <= 3600:
         raise BadInput(f"--every {every:g}: must be 0.05 to 3600 seconds")
-    client = Client(url, api_key)
+    client = Client(url, api_key, timeout_s=max(every, ANSWER_S))
     if json:
         console.print_json(client.ask("/v1/loads"))
         return
@@ -264,6 +269,9 @@ def _shown(client: Client, ends: str = "Ctrl-C ends") -> Table:
     table.add_column(justify="right")
     table.add_column()
     table.add_row("server", client.url.partition("://")[2], ends)
+    heard_s = load.get("heard_s", 0.0)
+    silent = f"the engine was heard {heard_s:.1f} s ago" if heard_s > SILENT_S else ""
+    table.add_row("state", load.get("state", "-"), silent)
     running = f"of {load['max_running_requests']}"
     table.add_row("running", f"{load['num_running_reqs']}", running)
     table.add_row("waiting", f"{load['num_waiting_reqs']}", _limited(load))

@@ -27,12 +27,13 @@ LOADS: Final = "/v1/loads"
 class Client:
     """One server; every call is a connection of its own."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, *, timeout_s: float = TIMEOUT_S) -> None:
         url = url if "://" in url else f"http://{url}"
         self._parts = urlsplit(url)
         if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
             raise BadInput(f"--url {url}: write http://HOST:PORT")
         self.url = url
+        self._timeout_s = timeout_s
         self._key = (api_key or os.environ.get("ESS_API_KEY", "").partition(",")[0]).strip()
         if not (self._key.isascii() and self._key.isprintable()):
             raise BadInput("the API key has a character that is not visible ASCII")
@@ -89,7 +90,7 @@ class Client:
 
     def ask(self, path: str) -> dict[str, Any]:
         with self._send("GET", path, None) as answer:
-            document: dict[str, Any] = jsons.loads(answer.read())
+            document: dict[str, Any] = jsons.loads(b"".join(self._lines(answer)))
         return document
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -106,8 +107,13 @@ class Client:
     def _lines(self, answer: http.client.HTTPResponse) -> Iterator[bytes]:
         try:
             yield from answer
+        except TimeoutError:
+            raise self._silent() from None
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"the connection to {self.url} broke: {error}") from None
+
+    def _silent(self) -> Unavailable:
+        return Unavailable(f"{self.url} has not answered for {self._timeout_s:g} s")
 
     def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None
@@ -126,7 +132,7 @@ class Client:
     ) -> http.client.HTTPResponse:
         is_safe = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._port, timeout=TIMEOUT_S)
+        connection = kind(self._parts.hostname or "", self._port, timeout=self._timeout_s)
         headers = {"connection": "close"}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
@@ -134,6 +140,9 @@ class Client:
         try:
             connection.request(method, self._parts.path.rstrip("/") + path, sent, headers)
             return connection.getresponse()
+        except TimeoutError:
+            connection.close()
+            raise self._silent() from None
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             why = (error.strerror if isinstance(error, OSError) else None) or error

@@ -158,7 +158,7 @@ def test_thoughts_are_shown_beside_the_answer_not_in_it(
 def test_top_shows_the_load(served: Served, capsys: pytest.CaptureFixture[str]):
     assert run(served, "top", "--once") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "running 3 of 16" in shown
+    assert "state ready running 3 of 16" in shown
     assert "oldest wait 0.0 s" in shown
     assert "short of slots" in shown
     assert "tokens/step 1.50" in shown
@@ -187,6 +187,31 @@ def test_what_cannot_be_reached_is_said(
     monkeypatch.setattr(client, "LISTEN_S", 0.0)
     assert cli.main(arguments) == code
     assert says in capsys.readouterr().err
+
+
+def test_top_does_not_wait_for_a_server_that_hangs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(chat_cli, "ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        url = f"http://127.0.0.1:{hanging.getsockname()[1]}"
+        assert cli.main(["top", "--every", "0.1", "--once", "--url", url]) == 1
+        assert f"{url} has not answered for 0.1 s" in capsys.readouterr().err
+
+
+def test_top_says_how_long_an_engine_has_been_silent(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(chat_cli, "SILENT_S", 0.3)
+    served.engine.hold()
+    heard_s = served.service.link.heard_at_s
+    until(lambda: served.service.clock.now_s() - heard_s > chat_cli.SILENT_S, "its silence")
+    try:
+        assert run(served, "top", "--once") == 0
+    finally:
+        served.engine.held.set()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"state ready the engine was heard [0-9]+\.\d s ago", shown)
 
 
 def test_a_server_that_is_about_to_start_is_waited_for(

@@ -276,6 +276,8 @@ def _load(service: Service) -> dict[str, Any]:
         "utilization": min(1.0, status.running_count / service.limits.running_max),
         "limiter": status.limiter,
         "oldest_wait_s": service.link.calls.oldest_wait_s,
+        "state": service.state,
+        "heard_s": service.clock.now_s() - service.link.heard_at_s,
     }
 
 

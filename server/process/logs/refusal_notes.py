@@ -1,4 +1,4 @@
-"""A note in the log while requests are refused: one in `EVERY_S` at most, however many there are."""
+"""A note in the log while requests are refused: one in `EVERY_S` at most, for all of them."""
 
 from __future__ import annotations
 
