@@ -48,7 +48,7 @@ def _within_sources(counted: Sequence[Outcome]) -> Row:
         logs = [math.log1p(outcome.error) for outcome in rows]
         if len(logs) > 1:
             total = math.fsum(logs)
-            left += [abs(one - (total - one) / (len(logs) - 1)) for one in logs]
+            left += [abs(mine - (total - mine) / (len(logs) - 1)) for mine in logs]
     return Row(
         name="middle error, within sources",
         value=math.expm1(statistics.median(left)),

@@ -26,9 +26,10 @@ from ess.sim.planning.fleet import Wanted, fewest, late_wait_s, smallest_tier
 from ess.sim.planning.fleets import fleets
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
-from ess.sim.planning.prefilling import prefilling_of
+from ess.sim.planning.prefilling import prefilling_in, prefilling_of
 from ess.sim.planning.ways import best_way, ways
 from ess.sim.planning.weights import weight_bytes
+from ess.sim.prefill.prefill_time import FAR
 
 SECOND_A_THOUSAND = Prefilling(time=PrefillTime(quadratic=1e-12, linear=1e-3), band=(0.0, 0.5))
 WORK = Work(context=11_264, output_tokens=1024, cached_share=0.5)
@@ -184,6 +185,30 @@ def test_a_fleet_has_whole_groups_with_something_to_spare():
         )
         assert (found.decode.count, found.decode.gpu_count) == (groups, 8 * groups)
         assert found.decode.load <= 0.9
+
+
+def test_prefill_runs_in_the_group_that_is_fastest_for_each_gpu(planner: Planner):
+    """16 GPUs send tokens to experts where 8 gather them; 32 are no faster, and pay for it."""
+    chosen = prefilling_of(planner)
+    eight, wide = (prefilling_in(planner, gpus) for gpus in (8, 32))
+    assert chosen.group_gpus == 16
+    assert chosen.time.of(FAR) < 0.7 * eight.time.of(FAR)
+    assert chosen.time.of(FAR) < wide.time.of(FAR)
+
+
+def test_few_requests_are_prefilled_in_the_smallest_group(planner: Planner):
+    few, many = (
+        fleets(
+            planner,
+            prefilling=prefilling_of(planner),
+            node=Node(),
+            work=Work(context=131_072),
+            wanted=Wanted(rate=rate, ttft_s=30.0),
+        ).offload
+        for rate in (0.5, 20.0)
+    )
+    assert (few.prefill_group, few.fleet.prefill.gpu_count) == (8, 8)
+    assert many.prefill_group == 16
 
 
 def test_the_fewest_gpus_and_their_first_token_have_ends(planner: Planner):

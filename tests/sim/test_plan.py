@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from ess.cost import bytes_per_us
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server.commands.cli import main
@@ -18,11 +20,15 @@ from ess.sim.operators import tables
 from ess.sim.operators.paper import Fitted, PaperOperators
 from ess.sim.operators.stages import Machine, Operators
 from ess.sim.planning import planner
+from ess.sim.planning.answers import Question, answered
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT
 from ess.sim.planning.batches import Point, best, tried
+from ess.sim.planning.changes import Setup, changed
+from ess.sim.planning.deployment import Work
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Plan, Planner
+from ess.sim.planning.planners import planner_of
 
 GIB = 1 << 30
 
@@ -305,6 +311,31 @@ def test_a_normal_node_is_the_default_and_more_is_said(capsys: pytest.CaptureFix
     assert in_words in " ".join(normal["advice"])
     assert main(["plan", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == normal
+
+
+def test_changes_are_planned_as_if_they_had_been_asked():
+    ask = Ask(context=65_536, batch=4, host_bytes=8 << 40, device_bytes=4 << 30)
+    question = Question(node=Node(), work=Work(context=65_536))
+
+    def planner_for(setup: Setup) -> Planner:
+        if setup.ask.queries_each == 1:
+            raise BadInput("no drafts, no plan")
+        return planner_of(setup.ask, setup.gpu, setup.node)
+
+    setup = Setup(ask=ask, node=question.node, gpu="h200")
+    found = {each.name: each for each in changed(setup, question, planner_for)}
+    assert len(found) == 10
+    assert {name for name, each in found.items() if each.refused} == {"--mtp 1"}
+    alone = {
+        "as asked": setup,
+        "host link: half, as PCIe 4": replace(setup, node=Node(link_rate=bytes_per_us(37.0) / 2)),
+        "--mtp 4": replace(setup, ask=replace(ask, queries_each=4)),
+    }
+    for name, other in alone.items():
+        answer = answered(planner_for(other), replace(question, node=other.node))
+        assert (found[name].plan, found[name].all_gpus) == (answer.plan, answer.all_gpus), name
+    waits = [found[name].plan.chosen.exposed_us for name in ("host link: twice, as PCIe 6", *alone)]
+    assert waits[0] <= waits[1] <= waits[2]
 
 
 def test_it_says_so_where_resident_is_better(capsys: pytest.CaptureFixture[str]):

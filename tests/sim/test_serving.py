@@ -151,9 +151,10 @@ def test_without_pressure_offload_changes_nothing(planner: Planner):
 
 def test_prefill_takes_what_a_pass_takes(planner: Planner):
     """A prompt in chunks, behind each other: what their passes take, to a twentieth."""
-    time = prefilling_of(planner).time
+    prefilling = prefilling_of(planner)
+    time, way = prefilling.time, Parallel.wide(prefilling.group_gpus)
     passes = [
-        PromptPass(parallel=Parallel.wide(8), tokens=FIRST_CHUNK, prefix=prefix, overlap=True)
+        PromptPass(parallel=way, tokens=FIRST_CHUNK, prefix=prefix, overlap=True)
         for prefix in range(0, 131_072, FIRST_CHUNK)
     ]
     seconds = sum(pass_us(planner.operators, each) for each in passes) / 1e6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ess.sim.planning.advice import advice
-from ess.sim.planning.deployment import Compared, Deployment, Work, compared
+from ess.sim.planning.deployment import Compared, Deployment, Prefilling, Work, compared
 from ess.sim.planning.fleet import Wanted
 from ess.sim.planning.fleets import Fleets, fleets
 from ess.sim.planning.node import Node
@@ -39,15 +39,6 @@ class PlanAnswer:
 
 def answered(planner: Planner, question: Question) -> PlanAnswer:
     prefilling = prefilling_of(planner)
-    deployment = Deployment(
-        work=question.work,
-        prefilling=prefilling,
-        layout=planner.layout,
-        node=question.node,
-        gpu_count=planner.ask.gpu_count,
-        price=question.price,
-        accepted_band=planner.ask.accepted_band,
-    )
     plan = planner.plan()
     smallest = None
     if question.wanted is not None:
@@ -60,8 +51,28 @@ def answered(planner: Planner, question: Question) -> PlanAnswer:
         )
     return PlanAnswer(
         plan=plan,
-        all_gpus=compared(deployment, plan.chosen, plan.resident),
+        all_gpus=over_all_gpus(planner, plan, question, prefilling),
         fleets=smallest,
         advice=tuple(advice(planner, plan, question.node, is_searched=question.is_searched)),
-        marks=tuple(dict.fromkeys([*plan.marks, *prefilling.marks])),
+        marks=tuple(dict.fromkeys([*plan.marks, *prefilling.marks, *_fleet_marks(smallest)])),
     )
+
+
+def _fleet_marks(found: Fleets | None) -> list[str]:
+    sides = [] if found is None else [found.offload, found.resident]
+    return [mark for side in sides if side is not None for mark in side.marks]
+
+
+def over_all_gpus(
+    planner: Planner, plan: Plan, question: Question, prefilling: Prefilling
+) -> Compared:
+    deployment = Deployment(
+        work=question.work,
+        prefilling=prefilling,
+        layout=planner.layout,
+        node=question.node,
+        gpu_count=planner.ask.gpu_count,
+        price=question.price,
+        accepted_band=planner.ask.accepted_band,
+    )
+    return compared(deployment, plan.chosen, plan.resident)

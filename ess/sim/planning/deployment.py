@@ -62,9 +62,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilling:
-    """What prefill takes of one GPU, and how far that may be off."""
+    """What prefill takes of one GPU in a group that shares the experts, and how far that may be
+    off."""
 
     time: PrefillTime
+    group_gpus: int = 8
     band: Band = EXACT
     marks: tuple[str, ...] = ()
 
@@ -147,8 +149,10 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Offload against resident over all GPUs; gains are None if there is no resident side."""
+    """Offload against resident over all GPUs; gains are None if there is no resident side. GPUs
+    prefill in groups of `prefill_group`."""
 
+    prefill_group: int
     offload: Shared
     resident: Shared | None
     gain: float | None
@@ -157,11 +161,14 @@ class Compared:
 
 def compared(deployment: Deployment, offload: Point, resident: Point | None) -> Compared:
     """Compares the two sides, which have the same prefill."""
-    ours = deployment.shared(offload)
+    ours, group = deployment.shared(offload), deployment.prefilling.group_gpus
     if resident is None:
-        return Compared(offload=ours, resident=None, gain=None, gain_band=EXACT)
+        return Compared(
+            prefill_group=group, offload=ours, resident=None, gain=None, gain_band=EXACT
+        )
     theirs = deployment.shared(resident)
     return Compared(
+        prefill_group=group,
         offload=ours,
         resident=theirs,
         gain=ours.tokens_per_s / theirs.tokens_per_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from ess.sim.planning.deployment import Prefilling, Work
 from ess.sim.planning.fleet import Fleet, Through, Wanted, fewest, first_token_s
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
-from ess.sim.planning.prefilling import least_gpus, through
+from ess.sim.planning.prefilling import least_group, prefilling_in, through
 from ess.sim.planning.ways import GROUPS, ways
 
 QuickPoint = Callable[[Planner], Point | None]
@@ -29,13 +29,16 @@ class Deployed:
 
     `gpu_ends` are the GPUs needed if times are off by their bands, `first_token_ends_s` what such
     times make of the first token in the fleet as it is. `prefill_band` is that of the prefill
-    tier's load; decode's is the point's `token_band`.
+    tier's load, whose GPUs prefill in groups of `prefill_group`; decode's is the point's
+    `token_band`. `marks` are those of prefill.
     """
 
     fleet: Fleet
     point: Point
     parallel: Parallel
+    prefill_group: int
     prefill_band: Band
+    marks: tuple[str, ...]
     gpu_ends: Ends
     first_token_ends_s: Ends
 
@@ -51,18 +54,47 @@ class Fleets:
 def fleets(
     planner: Planner, *, prefilling: Prefilling, node: Node, work: Work, wanted: Wanted
 ) -> Fleets:
-    search = Search(
-        work=work,
-        wanted=replace(wanted, prefill_gpus_min=least_gpus(planner)),
-        through=partial(through, planner, prefilling, node, work),
-        prefill_band=prefilling.band,
-    )
+    """Few requests need less than the fastest group that prefills, so the smallest is tried too."""
+    least = least_group(planner)
+    some = [prefilling]
+    if least < prefilling.group_gpus:
+        some.append(prefilling_in(planner, least))
+    searches = [
+        Search(
+            work=work,
+            wanted=replace(wanted, prefill_gpus_min=each.group_gpus),
+            through=partial(through, planner, each, node, work),
+            prefilling=each,
+        )
+        for each in some
+    ]
     sizes = list(_sizes(planner))
-    offload = search.smallest(sizes, lambda sized: sized.quick(sized.least_slots))
+    offload = _smallest(searches, sizes, lambda sized: sized.quick(sized.least_slots))
     if offload is None:
         raise BadInput(_too_small(planner))
-    resident = search.smallest(sizes, lambda sized: sized.quick(sized.ask.context))
+    resident = _smallest(searches, sizes, lambda sized: sized.quick(sized.ask.context))
     return Fleets(offload=offload, resident=resident)
+
+
+def _smallest(
+    searches: Iterable[Search], sizes: Sequence[Planner], point_of: QuickPoint
+) -> Deployed | None:
+    """The smallest fleet; a refusal only if all searches refuse. Where requests fill more than one
+    group that prefills, no smaller group would be better."""
+    found: list[Deployed] = []
+    refusals: list[BadInput] = []
+    for search in searches:
+        try:
+            fleet = search.smallest(sizes, point_of)
+        except BadInput as refusal:
+            refusals.append(refusal)
+        else:
+            found += [] if fleet is None else [fleet]
+            if fleet is not None and fleet.fleet.prefill.gpu_count > fleet.prefill_group:
+                break
+    if not found and refusals:
+        raise refusals[0]
+    return min(found, key=lambda each: each.fleet.gpu_count, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +104,7 @@ class Search:
     work: Work
     wanted: Wanted
     through: Through
-    prefill_band: Band
+    prefilling: Prefilling
 
     def smallest(self, sizes: Iterable[Planner], point_of: QuickPoint) -> Deployed | None:
         fleets = [
@@ -102,14 +134,16 @@ class Search:
             first_step_s = token * point.step_us / 1e6
             return first_token_s(fleet.prefill, self.wanted, slower, first_step_s=first_step_s)
 
-        off = {"token": point.token_band, "prefill": self.prefill_band}
+        off = {"token": point.token_band, "prefill": self.prefilling.band}
         low, high = at_ends(fleet.gpu_count, moved(gpu_count, **off))
         first, last = at_ends(fleet.prefill.first_token_s, moved(first_s, **off))
         return Deployed(
             fleet=fleet,
             point=point,
             parallel=sized.ask.way,
-            prefill_band=self.prefill_band,
+            prefill_group=self.prefilling.group_gpus,
+            prefill_band=self.prefilling.band,
+            marks=self.prefilling.marks,
             gpu_ends=(math.floor(low), math.ceil(high) if high < math.inf else None),
             first_token_ends_s=(first, last if last < math.inf else None),
         )

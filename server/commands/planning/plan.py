@@ -18,11 +18,12 @@ from ess.errors import BadInput
 from ess.models.registry import read_config as parse_config
 from ess.models.weights.expected.dry_run import read_config
 from ess.server.commands.planning import fits, planpage
-from ess.server.commands.planning.planshow import show
+from ess.server.commands.planning.planshow import show, show_changes
 from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.planning.answers import PlanAnswer, Question, answered
 from ess.sim.planning.ask import Ask
+from ess.sim.planning.changes import Changed, Setup, changed
 from ess.sim.planning.deployment import CACHED_SHARE, OUTPUT_TOKENS, Work
 from ess.sim.planning.fleet import Wanted
 from ess.sim.planning.node import GIGABYTE_US, SOURCES, Node, Numa
@@ -205,6 +206,7 @@ def plan(
     ways: WayFlags | None = None,
     tiers: TierFlags | None = None,
     nodes: NodeFlags | None = None,
+    what_if: bool = False,
     html: Path | None = None,
     pp_size: MaybeWhole = None,
     pp_layer_partition: str | None = None,
@@ -214,6 +216,8 @@ def plan(
 
     Parameters
     ----------
+    what_if
+        Also say what other GPUs, memory, links and numbers of drafts would do.
     html
         Also write a page that plans in a browser, without a server, to this file.
     pp_size
@@ -227,30 +231,39 @@ def plan(
     console.check_file("--html", html)
     if fits.is_unmeasured(decode.model):
         stages = {"--pp-size": pp_size, "--pp-layer-partition": pp_layer_partition, "--html": html}
+        stages["--what-if"] = what_if or None
         fits.show(_fit(decode, ways or WayFlags(), tiers, nodes, stages), json=json)
         return
     ask = _asked(decode, ways or WayFlags(), nodes)
     is_free = ask.parallel is None and ask.batch is None and ask.ratio is None
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
     question = _question(ask, tiers, nodes.node, is_searched=is_free)
-    with console.patience("ess: searching batches, slots and ways to share the model ..."):
-        planner = planner_of(
-            ask,
-            decode.gpu,
-            nodes.node,
+
+    def planner_for(setup: Setup) -> Planner:
+        return planner_of(
+            setup.ask,
+            setup.gpu,
+            setup.node,
             model=decode.model,
             stack=decode.stack,
             package=decode.perf_db,
         )
+
+    setup = Setup(ask=ask, node=nodes.node, gpu=decode.gpu)
+    with console.patience("ess: searching batches, slots and ways to share the model ..."):
+        planner = planner_for(setup)
         if is_free:
             planner = best_way(planner)
         answer = answered(planner, question)
+        others = changed(setup, question, planner_for) if what_if else ()
     if html is not None:
         _write_page(html, planner, decode.model, decode.gpu)
     if json:
-        console.print_json(_document(answer, cut))
+        console.print_json(_document(answer, cut, others))
     else:
         show(answer, ask, question, [] if cut is None else cut.lines)
+        if others:
+            show_changes(others)
 
 
 def _fit(
@@ -313,11 +326,13 @@ def _question(ask: Ask, tiers: TierFlags, node: Node, *, is_searched: bool) -> Q
     )
 
 
-def _document(answer: PlanAnswer, cut: Cut | None) -> dict[str, Any]:
+def _document(answer: PlanAnswer, cut: Cut | None, others: tuple[Changed, ...]) -> dict[str, Any]:
     """The answer as JSON, the plan's own fields at the top."""
     whole = msgspec.to_builtins(answer)
-    stages = {} if cut is None else {"pipeline": msgspec.to_builtins(cut)}
-    return {**whole.pop("plan"), **whole, "sources": dict(SOURCES), **stages}
+    more = {} if cut is None else {"pipeline": msgspec.to_builtins(cut)}
+    if others:
+        more["what_if"] = msgspec.to_builtins(others)
+    return {**whole.pop("plan"), **whole, "sources": dict(SOURCES), **more}
 
 
 def _write_page(html: Path, planner: Planner, model: str, gpu: str) -> None:

@@ -14,6 +14,7 @@ from ess.sim.planning.answers import PlanAnswer, Question
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT, Band
 from ess.sim.planning.batches import Point
+from ess.sim.planning.changes import Changed
 from ess.sim.planning.deployment import SECONDS_PRICED, TOKENS_PRICED
 from ess.sim.planning.fleet import Groups
 from ess.sim.planning.fleets import Deployed, Fleets
@@ -122,7 +123,8 @@ def all_gpu_lines(answer: PlanAnswer, question: Question) -> list[Line]:
         both(
             "prefill GPUs for each",
             lambda side: banded(f"{side.prefill_gpus:.1f}", side.prefill_band),
-            f"prompts of {work.prompt_tokens:,}, {work.cached_share:.0%} cached",
+            f"groups of {shared.prefill_group}; {work.prompt_tokens:,} tokens, "
+            f"{work.cached_share:.0%} cached",
         ),
         both(
             "tokens/s per GPU, all",
@@ -155,7 +157,11 @@ def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
         both(
             "the model is shared", lambda side: name_of(side.parallel), "heads x requests, experts"
         ),
-        both("prefill GPUs", lambda side: _gpus(side.fleet.prefill), "pipelines x GPUs of each"),
+        both(
+            "prefill GPUs",
+            lambda side: _gpus(side.fleet.prefill),
+            f"pipelines x GPUs of each, in groups of {fleets.offload.prefill_group}",
+        ),
         both("batch per group of heads", lambda side: f"{side.point.batch}", "at most"),
         both(
             "busy, decode and prefill",
@@ -190,6 +196,38 @@ def _gpus(groups: Groups) -> str:
 def _cost(side: Deployed, gpu_price: float) -> str:
     ends = tuple(end and end * gpu_price for end in side.gpu_ends)
     return ranged("{:,.2f}", side.fleet.gpu_count * gpu_price, ends)
+
+
+def show_changes(every: Sequence[Changed]) -> None:
+    """Prints a line for each change; the last factor is over the plan as asked."""
+    table = Table.grid(padding=(0, 3))
+    for justify in ("left", "right", "right", "right", "right", "left"):
+        table.add_column(justify=justify)
+    table.add_row("what if", "batch", "tokens/s per", "over", "tokens/s per", "")
+    table.add_row("", "", "decode GPU", "resident", "GPU, all", "")
+    asked = every[0].all_gpus
+    for each in every:
+        if each.plan is None or each.all_gpus is None:
+            table.add_row(each.name, "-", "-", "-", "-", _reason(each.refused or ""))
+            continue
+        chosen, shared = each.plan.chosen, each.all_gpus.offload
+        times = "" if asked is None else f"x{shared.tokens_per_s / asked.offload.tokens_per_s:.2f}"
+        price = shared.cost_per_million
+        table.add_row(
+            each.name,
+            f"{chosen.batch}",
+            banded(f"{chosen.tokens_per_s:,.0f}", chosen.rate_band),
+            "-" if each.plan.gain is None else f"x{each.plan.gain:.2f}",
+            banded(f"{shared.tokens_per_s:,.1f}", shared.band),
+            times + ("" if price is None else f", {price:,.2f} a million"),
+        )
+    console.tables().print()
+    console.tables().print(table, highlight=False)
+
+
+def _reason(refused: str) -> str:
+    """The first clause of a refusal: a table has no room for its figures."""
+    return refused.split(":")[0].split(";")[0]
 
 
 def name_of(way: Parallel) -> str:
