@@ -143,10 +143,9 @@ def test_what_can_never_fit_is_refused_and_what_does_not_fit_waits():
         assert request.output == expected("v32", len(request.prompt), 4)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_the_end_of_one_lets_another_in_while_a_third_runs_on(depth: int):
-    """At depth 1 its pages are free one step behind its end."""
-    eng = engine("v32", modes="none", host_pages=6, depth=depth)
+def test_the_end_of_one_lets_another_in_while_a_third_runs_on():
+    """Its pages are free one step behind its end."""
+    eng = engine("v32", modes="none", host_pages=6, depth=1)
     long = eng.add(prompt(131), Sampling(tokens_max=40))
     short, later = (eng.add(prompt(n), Sampling(tokens_max=4)) for n in (130, 140))
     while not short.reason:

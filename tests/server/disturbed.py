@@ -1,0 +1,156 @@
+"""Keys change and generation pauses under load; answers must be those of an undisturbed server.
+
+    python -m tests.server.disturbed --rounds 2 --seed 1 [way ...]
+
+Of each way to serve, the model in the box in float32 gets the same requests, eight at a time, while
+another client pauses and resumes generation, in the words of vLLM or of SGLang, or adds a key, has
+the server read it, and removes the key before. Exits with 1 if an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from tests.pd.mixed import Asked, Result, mixed, result_of
+from tests.pd.stand import EXACT
+from tests.server.harness import until
+from tests.support.process import Process
+from tests.support.routers import Answer, ask
+
+ROOM: Final = ("--max-running", "8", "--max-waiting", "64", "--host-bytes", "384MiB")
+WAYS: Final = {
+    "plain": (),
+    "mtp": ("--mtp", "3", "--depth", "1"),
+    "tp": ("--tp-size", "2", "--mtp", "2"),
+    "pp": ("--pp-size", "2"),
+    "dp": ("--dp-size", "2"),
+    "processes": ("--server-processes", "2", "--mtp", "2"),
+}
+PAUSES: Final = (
+    ("/pause?mode=keep", {}, "/resume"),
+    ("/pause_generation", {"mode": "in_place"}, "/continue_generation"),
+)
+COUNT: Final = 60
+AT_ONCE: Final = 8
+AGAIN: Final = (401, 503)
+"""Asked with a key that was removed meanwhile, or while no engine is ready."""
+
+
+class Keys:
+    """The file of a server's keys."""
+
+    def __init__(self) -> None:
+        self._path = Path(tempfile.mkdtemp()) / "keys"
+        self.newest = "key-0"
+        self._write(self.newest)
+
+    @property
+    def flags(self) -> tuple[str, str]:
+        return "--api-key-file", str(self._path)
+
+    def change(self, process: Process) -> None:
+        fresh = f"key-{int(self.newest.removeprefix('key-')) + 1}"
+        self._write(self.newest, fresh)
+        process.process.send_signal(signal.SIGHUP)
+        until(lambda: {status(process, fresh) for _ in range(6)} == {200}, "the new key")
+        self.newest = fresh
+        self._write(fresh)
+
+    def _write(self, *keys: str) -> None:
+        other = self._path.with_suffix(".other")
+        other.write_text("\n".join(keys))
+        os.replace(other, self._path)
+
+
+def said(process: Process, key: str, path: str, body: object = None) -> Answer:
+    return ask(process.url + path, body, authorization=f"Bearer {key}")
+
+
+def status(process: Process, key: str) -> int:
+    return said(process, key, "/v1/models").status
+
+
+def answers(process: Process, keys: Keys, asked: Sequence[Asked]) -> list[Result]:
+    def one(each: Asked) -> Result:
+        while True:
+            answer = said(process, keys.newest, each.path, dict(each.body))
+            if answer.status not in AGAIN:
+                return result_of(each, answer)
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(one, asked))
+
+
+@contextmanager
+def disturbed(process: Process, keys: Keys, draw: random.Random) -> Iterator[Counter[str]]:
+    over, counts = threading.Event(), Counter[str]()
+
+    def strike() -> None:
+        while not over.is_set():
+            if draw.random() < 0.3:
+                keys.change(process)
+                counts["keys"] += 1
+            else:
+                stop, body, go_on = draw.choice(PAUSES)
+                told = [said(process, keys.newest, stop, body).status]
+                time.sleep(draw.uniform(0, 0.15))
+                told.append(said(process, keys.newest, go_on, {}).status)
+                counts["pauses" if told == [200, 200] else f"refused with {told}"] += 1
+            time.sleep(draw.uniform(0, 0.2))
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield counts
+    finally:
+        over.set()
+        thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ways", nargs="*", metavar="way", help=", ".join(WAYS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    asked, wrong_count = mixed(COUNT), 0
+    keys = Keys()
+    with Process(*EXACT, *ROOM, "--mtp", "1", *keys.flags).wait_ready() as alone:
+        expected = answers(alone, keys, asked)
+    print("| way | pauses | changes of keys | answers | wrong |\n|---|---:|---:|---:|---:|")
+    for way in given.ways or WAYS:
+        keys, draw = Keys(), random.Random(given.seed)
+        with (
+            Process(*EXACT, *ROOM, *WAYS[way], *keys.flags).wait_ready() as process,
+            disturbed(process, keys, draw) as counts,
+        ):
+            made = [answers(process, keys, asked) for _ in range(given.rounds)]
+        wrong = sum(
+            one != other for each in made for one, other in zip(each, expected, strict=True)
+        )
+        total = given.rounds * COUNT
+        print(
+            f"| {way} | {counts.pop('pauses', 0)} | {counts.pop('keys', 0)} | {total} | {wrong} |"
+        )
+        for refused in counts.items():
+            print("pauses", *refused, flush=True)
+        wrong_count += wrong
+    sys.exit(wrong_count > 0)
+
+
+if __name__ == "__main__":
+    main()
