@@ -175,13 +175,13 @@ MISTAKES = {
         mock.patch.object(uploads.Download, "read", lambda self: self._here),
         "tolist on the host reads what .*copy_ on compute writes,",
     ),
+}
+MORE = {
     "a step's inputs are written before the step under way has read its own": (
         EAGER | DEEP,
         mock.patch.object(inputs, "TURNS", 1),
         r"device_future\.py:\d+ \w+ on the host writes what .*copy_ on compute reads,",
     ),
-}
-MORE = {
     "a fetch of a graph follows nothing": (
         SHORT,
         within(replays.Replays, "_capture", DeviceLane, "follow"),

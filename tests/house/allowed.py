@@ -9,7 +9,6 @@ KEPT: Final = {
     "ess.door.steps.placement:Resolution.is_ready": "an engine of your own may poll, not wait",
     "ess.flashtrans.rows:gather_rows": "half of FlashTrans' public door, beside scatter_rows",
     "ess.models.compressed.plain:Plain.guesses": "the specification that drafts are held to",
-    "ess.kernels.cuda.triton.copy:copy_rows": "a gather where Triton is and NVRTC is not",
     **dict.fromkeys(
         (
             "ess.kernels.cuda.triton.finish:finish_keys",
@@ -36,7 +35,7 @@ KEPT: Final = {
             "ess.transfer.transports.inprocess:Exchange",
             "ess.transfer.transports.inprocess:InProcessTransport",
         ),
-        "ways between workers that no command starts yet",
+        "workers of one thread: a campaign injects this transport, so that a seed replays a run",
     ),
 }
 """Unused names that stay."""

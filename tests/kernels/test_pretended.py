@@ -94,7 +94,7 @@ def test_memory_that_no_kernel_of_a_benchmark_writes_is_zero(
 WRONG = {
     "torch.zeros(3, device='cuda') + torch.zeros(3)": "same device",
     "torch.zeros(3, device='cuda').numpy()": "to numpy",
-    "copy_rows(torch.zeros(2, 8, dtype=torch.uint8), *there[1:])": "cpu tensor",
+    "merge_into(half, Partial(torch.zeros(2, 3, 8), half.lse), half)": "cpu tensor",
     "capture(lambda: there[0].tolist())": "not permitted",
     "capture(lambda: there[0].copy_(torch.zeros(2, 8)))": "not permitted",
     "capture(torch.cuda.synchronize)": "not permitted",
@@ -102,13 +102,16 @@ WRONG = {
 SCRIPT = """
 from tests.support import pretended
 import torch
-from ess.kernels.cuda.triton.copy import copy_rows
+from ess.kernels.cuda.triton.attend import merge_into
+from ess.kernels.merge import Partial
 
 def capture(work):
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         work()
 
-there = [torch.zeros(2, 8, dtype=torch.uint8, device="cuda") for _ in range(5)]
+there = [torch.zeros(2, 8, dtype=torch.uint8, device="cuda")]
+half = Partial(torch.zeros(2, 3, 8, device="cuda"), torch.zeros(2, 3, device="cuda"))
+merge_into(half, half, half)
 for line, says in WRONG.items():
     try:
         eval(line)

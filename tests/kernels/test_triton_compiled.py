@@ -47,9 +47,6 @@ REGISTERS = 64 << 10
 # of the partial that is taken over.
 SPILLED_MAX = {False: 24, True: 256}
 SPREAD = types("*fp32: logits, *i32: lengths known, i32: k logit_stride")
-COPY = types(
-    "*i64: source target, *i32: source_rows target_rows count, i32: source_stride target_stride"
-)
 
 
 def fills_a_multiprocessor(found: Figures, *, warps: int) -> bool:
@@ -210,9 +207,7 @@ def test_experts_in_float32_compile_without_spills() -> None:
 
 def test_the_small_kernels_compile_without_spills() -> None:
     from ess.kernels.cuda.triton import attend as attending
-    from ess.kernels.cuda.triton import copy
     from ess.kernels.cuda.triton.device import attend, partials, shares
-    from ess.kernels.cuda.triton.device import copy as device
 
     width = {"WIDTH": 512, "PADDED": 512}
     sides = types("*fp32: first_out first_lse second_out second_lse out lse")
@@ -226,7 +221,6 @@ def test_the_small_kernels_compile_without_spills() -> None:
         compiled(partials.join, parts, width | piece),
         compiled(shares.lay_out, shared, {"KEYS": 64, "BLOCKS_MIN": 2, "IS_CUT": True}),
         compiled(attend.close_up, lists, {"BLOCK": 1024}),
-        compiled(device.copy_rows, COPY, {"WORDS": 82, "BLOCK": copy.BLOCK}, num_warps=16),
     ):
         assert figures(binary).spilled == 0
 
@@ -255,8 +249,8 @@ def test_counts_and_strides_of_one_compile_too() -> None:
     """Triton makes a constant of every integer that is 1, so these are other programs."""
     from ess.kernels.cuda.triton import attend, index
     from ess.kernels.cuda.triton.device import attend as attention
-    from ess.kernels.cuda.triton.device import copy, topk
     from ess.kernels.cuda.triton.device import index as keys
+    from ess.kernels.cuda.triton.device import topk
 
     half = {"query_dtype": torch.bfloat16, "interpreted": False}
     rows = attend.constants(RowCodec(), **half) | {"HEADS": 16, "KEYS": 16, "ADDS": True}
@@ -265,7 +259,6 @@ def test_counts_and_strides_of_one_compile_too() -> None:
         (attention.attend, ATTEND, rows),
         (keys.logits, LOGITS | {"queries": "*i16"}, logits | {"KEYS": 64}),
         (topk.top_k, TOP_K, {"HAS_SLOTS": True, "ROOM": 1, "SAMPLE": 64, "BLOCK": 64}),
-        (copy.copy_rows, COPY, {"WORDS": 82, "BLOCK": 64}),
     ):
         ones = {name: 1 for name, kind in given.items() if kind == "i32"}
         others = {name: kind for name, kind in given.items() if name not in ones}
@@ -388,8 +381,6 @@ CHANGING = {
     *("programs", "run_keys", "table_stride", "table_width"),
 }
 """Numbers that follow from the batch or from its contexts."""
-READ_THERE = {"copy_rows"}
-"""Its count lies on the device."""
 
 
 def test_no_program_is_of_a_batch_s_numbers() -> None:
@@ -400,7 +391,7 @@ def test_no_program_is_of_a_batch_s_numbers() -> None:
     met = set()
     for found in pkgutil.iter_modules(device.__path__, f"{device.__name__}."):
         for name, kernel in vars(importlib.import_module(found.name)).items():
-            if name.startswith("_") or name in READ_THERE:
+            if name.startswith("_"):
                 continue
             for param in getattr(kernel, "params", ()):
                 if param.name in CHANGING:

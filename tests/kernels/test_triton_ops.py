@@ -281,26 +281,6 @@ def test_positions_become_slots(ops: Ops) -> None:
     assert torch.equal(slots.cpu(), torch.where(want < 0, -1, slot_of[row_ids]))
 
 
-def test_rows_are_copied_as_far_as_the_count(ops: Ops) -> None:
-    from ess.kernels.cuda.triton.copy import copy_rows
-
-    generator = torch.Generator().manual_seed(5)
-    source = torch.randint(0, 256, (90, 656), dtype=torch.uint8, generator=generator)
-    slab = torch.full((70, 680), 0xA5, dtype=torch.uint8)
-    rows = torch.randint(90, (40,), generator=generator).int()
-    places = torch.randperm(70, generator=generator)[:40].int()
-    want = slab.clone()
-    want[places[:33].long(), 8:664] = source[rows[:33].long()]
-    there = [one.to(device()) for one in (rows, slab, places, torch.tensor([33]).int())]
-    pinned = source.pin_memory() if torch.cuda.is_available() else source
-    for programs in (1, 3):
-        target = there[1].clone()
-        copy_rows(pinned, there[0], target[:, 8:664], there[2], there[3], programs=programs)
-        assert torch.equal(target.cpu(), want)
-    with pytest.raises(BadInput, match="source rows of 660 bytes are not words of 8"):
-        copy_rows(torch.zeros(2, 660, dtype=torch.uint8), *there)
-
-
 def test_the_merge_keeps_its_algebra(ops: Ops) -> None:
     first, second = test_merge.wild_partial(1, 200), test_merge.wild_partial(2, 200)
     merged = ops.merge(first, second)

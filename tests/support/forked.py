@@ -44,7 +44,6 @@ IMPORTS = {
     "engine": ("ess.engine.process.rank", "ess.prefill.worker", "ess.comm.processes.joined"),
     "interpreted": (
         "triton.experimental.gluon",
-        "ess.kernels.cuda.triton.copy",
         "ess.kernels.cuda.triton.ops",
         "ess.engine.process.build",
         "ess.comm.processes.joined",

@@ -336,7 +336,7 @@ def begin():
     RACES.load(emulated_driver.begin(alone=False))
     import triton.experimental.gluon  # cannot be imported after the next line but one
 
-    from ess.kernels.cuda.triton import copy, ops  # noqa: F401  their kernels are interpreted
+    from ess.kernels.cuda.triton import ops  # noqa: F401  its kernels are interpreted
     from ess.pool.lru import cuda_shape
 
     # All that crosses warps and tiles happens in two warps; a thread of a block costs a fiber.
