@@ -7,6 +7,7 @@ import gc
 import itertools
 import mmap
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def held_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A disk's pages are read when the event is set."""
+    from ess.pool.disk.tier import DiskTier
+
+    go_on, load = threading.Event(), DiskTier.load
+
+    def late(self: DiskTier, *each: object) -> bool:
+        assert go_on.wait(60)
+        return load(self, *each)
+
+    monkeypatch.setattr(DiskTier, "load", late)
+    return go_on
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_a_command_that_is_shown_exists(text: str, capsys: pytest.CaptureFixture
             main = importlib.import_module(SCRIPTS[name]).main
             assert main([*arguments, "--help"]) == 0, f"{command}\n{capsys.readouterr().err}"
             known = set(re.findall(r"(?<![\w-])--?\w[\w.-]*", capsys.readouterr().out))
-            unknown = {one for one in arguments if one.startswith("-")} - known
+            unknown = {each for each in arguments if each.startswith("-")} - known
             assert not unknown, f"{command}: {unknown} is not an option"
         elif name == ".":
             assert arguments == [".venv/bin/activate"], f"{command}: the environment is .venv"

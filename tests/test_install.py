@@ -53,7 +53,7 @@ def project() -> dict:
 def torch_free_modules() -> list[str]:
     """As the import contract lists them; a package includes all its modules."""
     contracts = project()["tool"]["importlinter"]["contracts"]
-    listed = next(one for one in contracts if one.get("forbidden_modules") == ["torch"])
+    listed = next(each for each in contracts if each.get("forbidden_modules") == ["torch"])
     found = []
     for name in listed["source_modules"]:
         folder = ROOT / name.replace(".", "/")

@@ -77,7 +77,7 @@ def asked(path: str, body: Callable[[], bytes], target: Target) -> str:
 
 
 def long_id(target: Target) -> str:
-    """Four streams that repeat an id of 4 MB in every event, and nobody reads them."""
+    """Four streams that repeat an id of 4 MB in every event, and no client reads them."""
     body = {"text": "x", "rid": "r" * 4_000_000, "stream": True}
     body["sampling_params"] = {"max_new_tokens": 1000, "ignore_eos": True}
     whole = json.dumps(body).encode()

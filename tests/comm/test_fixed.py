@@ -47,7 +47,7 @@ def test_sums_are_those_of_the_company_that_tells_its_counts(placement, dtype, w
             expert_ranks.enter(turn, Rooms(batch=room))
             count, seed = COUNTS[(group.rank + turn) % 4], 10 * group.rank + turn
             given = tokens(count, seed, dtype, 8), chosen(count, seed), weights_for(count, seed)
-            wanted, came = (summed_by(one, *given, whole) for one in (told, expert_ranks))
+            wanted, came = (summed_by(each, *given, whole) for each in (told, expert_ranks))
             results.append((came, wanted))
         return results
 

@@ -93,7 +93,7 @@ def test_what_stands_by_beside_a_step_without_a_bucket_is_not_captured():
     made = eng.graph_line()
     assert made.eager == {"no bucket": 3, "first steps": 1}
     assert (made.captured, made.held, made.replayed) == (1, 1, 1)
-    assert [one.rooms.batch for one in decoded] == [3, 3, 3, 2, 2]
+    assert [each.rooms.batch for each in decoded] == [3, 3, 3, 2, 2]
     eng.offload.close()
 
 

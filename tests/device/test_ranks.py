@@ -156,6 +156,6 @@ def test_one_command_starts_a_server_for_each_device(built: Path):
             )
             assert made.choices[0].text == TOKENIZER.decode(wanted)
         shown = [ask(f"{url}/server_info").document for url in urls]
-        assert [one["settings"]["device"]["value"] for one in shown] == ["cuda:0", "cuda:1"]
+        assert [each["settings"]["device"]["value"] for each in shown] == ["cuda:0", "cuda:1"]
         process.process.terminate()
         assert process.ended(120) == 0

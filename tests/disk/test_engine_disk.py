@@ -134,19 +134,6 @@ def test_salts_are_apart_on_the_disk(tmp_path: Path) -> None:
     eng.offload.close()
 
 
-@pytest.fixture
-def held_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Pages are read when the event is set."""
-    go_on, load = threading.Event(), DiskTier.load
-
-    def late(self: DiskTier, *each: object) -> bool:
-        assert go_on.wait(60)
-        return load(self, *each)
-
-    monkeypatch.setattr(DiskTier, "load", late)
-    return go_on
-
-
 def stored(tmp_path: Path, name: str, stop: int) -> Engine:
     """A new engine over a disk that has the prompt."""
     eng = engine(name, 1, tmp_path)

@@ -10,7 +10,7 @@ import torch
 
 from ess.door import Offload
 from ess.engine.layers.beside import Beside, Carried
-from ess.engine.layers.units import put_keys, select, select_scored
+from ess.engine.layers.units import put_keys, select
 from ess.engine.step.warmth import hit_counter
 from ess.errors import BadInput
 from ess.kernels.backend import ops
@@ -96,8 +96,7 @@ def test_keys_in_pages_are_chosen_as_keys_in_a_row(form: str) -> None:
     assert (held - wanted).abs().max() < 0.2
     lengths, lines = torch.tensor([150, 149, 3]), table.expand(3, -1)
     own = layout(index=codec)
-    chosen, scores = select_scored(own, *probe[:2], pages, lines, lengths)
-    assert torch.equal(chosen, select(own, *probe[:2], pages, lines, lengths))
+    chosen, scores = select(own, *probe[:2], pages, lines, lengths)
     if form == "f32":
         assert torch.equal(chosen, select_units(probe, keys, lengths, WIDTH, UNIT))
     assert scores.shape == (3, len(table) * PAGE_ROWS)

@@ -78,7 +78,7 @@ class Weights:
         for entry in entries.values():
             assert entry.begin == at, "a tensor overlaps another, or there is a hole"
             at = entry.end
-        assert at == len(content), "bytes are nobody's"
+        assert at == len(content), "bytes are left over"
 
 
 class Configs:

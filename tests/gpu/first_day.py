@@ -160,8 +160,8 @@ class Day:
     def watch(self, playing: Playing) -> None:
         while playing:
             played, _ = wait(playing, timeout=WRITTEN_S, return_when=FIRST_COMPLETED)
-            for one in played:
-                self.end(playing.pop(one), one.result())
+            for each in played:
+                self.end(playing.pop(each), each.result())
             for part in playing.values():
                 self.learn(part)
             self.write()
@@ -170,8 +170,8 @@ class Day:
         """A part may only now be starting its process: until all have ended."""
         while wait(playing, timeout=0.1).not_done:
             end_marked(f"{os.getpid()}.")
-        for one, part in playing.items():
-            self.end(part, one.result() | {"ended": False, "end": "cut off"})
+        for each, part in playing.items():
+            self.end(part, each.result() | {"ended": False, "end": "cut off"})
         self.write()
 
     def end(self, part: Part, told: dict[str, Any]) -> None:

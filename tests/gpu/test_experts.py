@@ -22,7 +22,7 @@ def test_replays_follow_the_counts() -> None:
     from ess.kernels import backend
 
     case = test_grouped.make([ROOM, 0, 0], torch.bfloat16, test_grouped.FP8, behind=0)
-    there = {name: one.cuda() for name, one in case._asdict().items() if one is not None}
+    there = {name: each.cuda() for name, each in case._asdict().items() if each is not None}
     ops = backend.ops("cuda")
     ops.expert_products(**there)
     torch.cuda.synchronize()

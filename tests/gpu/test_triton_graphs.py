@@ -132,8 +132,8 @@ def test_twenty_runs_are_the_same_bits() -> None:
             side.lse.fill_(math.nan)
         step.run()
         again = (*step.sides[0], step.selection, step.slots)
-        for one, other in zip(first, again, strict=True):
-            assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+        for each, other in zip(first, again, strict=True):
+            assert torch.equal(each.view(torch.int32), other.view(torch.int32))
 
 
 def test_rows_past_four_gibibytes() -> None:

@@ -176,7 +176,7 @@ class World:
         return sequence
 
     def make(self, sequence, layer: int, start: int, stop: int) -> None:
-        """Rows and keys of a layer of a chunk are stored; nobody is told."""
+        """Rows and keys of a layer of a chunk are stored; the sender is not told."""
         rng = np.random.default_rng((layer, start))
         sequence.import_rows(layer, start, rng.integers(0, 255, (stop - start, 16), np.uint8))
         if LAYOUT.place_of(layer)[1] == 0:

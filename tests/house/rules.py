@@ -123,7 +123,7 @@ def module_state(text: str) -> list[str]:
 def module_assignments(tree: ast.Module) -> Iterator[ast.Assign | ast.AnnAssign]:
     for node in tree.body:
         inner = [*node.body, *node.orelse] if isinstance(node, ast.If) else [node]
-        yield from (one for one in inner if isinstance(one, (ast.Assign, ast.AnnAssign)))
+        yield from (each for each in inner if isinstance(each, (ast.Assign, ast.AnnAssign)))
 
 
 def why_state(name: str, node: ast.Assign | ast.AnnAssign) -> Iterator[str]:
@@ -186,8 +186,10 @@ def is_sentence(node: ast.expr) -> bool:
         case ast.Constant(value=str() as text):
             return len(text.split()) >= 3
         case ast.JoinedStr():
-            names = {ast.unparse(one.value) for one in node.values if hasattr(one, "format_spec")}
-            pieces = [one.value if isinstance(one, ast.Constant) else "x" for one in node.values]
+            names = {
+                ast.unparse(each.value) for each in node.values if hasattr(each, "format_spec")
+            }
+            pieces = [each.value if isinstance(each, ast.Constant) else "x" for each in node.values]
             return "error" in names or len("".join(map(str, pieces)).split()) >= 3
     return not isinstance(node, ast.Constant)
 

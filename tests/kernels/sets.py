@@ -75,8 +75,8 @@ class OnDevice:
 
         def call(*given: Any, placed: torch.Tensor | None = None, **options: Any) -> Any:
             journey = Journey()
-            there = [journey.there(one) for one in given]
-            named = {key: journey.there(one) for key, one in options.items()}
+            there = [journey.there(each) for each in given]
+            named = {key: journey.there(each) for key, each in options.items()}
             if placed is not None:
                 named["placed"] = view(whole(placed).pin_memory(), placed)
             result = op(*there, **named)

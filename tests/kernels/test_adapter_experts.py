@@ -36,7 +36,7 @@ class StandIn:
         assert token_scales.shape == (groups, room, depth // 128), "scales of the tokens"
         assert scales.shape == (groups, -(-width // 128), depth // 128)
         assert token_scales.dtype == scales.dtype == torch.float32
-        assert all(one.is_contiguous() for one in (tokens, token_scales, weights, d, masked_m))
+        assert all(each.is_contiguous() for each in (tokens, token_scales, weights, d, masked_m))
         assert (d.shape, d.dtype) == ((groups, room, width), torch.bfloat16)
         assert (masked_m.shape, masked_m.dtype) == ((groups,), torch.int32)
         assert expected_m > 0

@@ -263,9 +263,9 @@ def check_product(**given: Any) -> None:
     assert d.dtype == torch.bfloat16
     assert all(map(is_major, (values, weights, d)))
     assert scales.is_contiguous()
-    for one in (values, weights, d):
-        assert one.stride(-2) * one.element_size() % 16 == 0
-        assert one.data_ptr() % 16 == 0
+    for each in (values, weights, d):
+        assert each.stride(-2) * each.element_size() % 16 == 0
+        assert each.data_ptr() % 16 == 0
 
 
 def check_experts(**given: Any) -> None:

@@ -47,11 +47,11 @@ SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(vola
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_kernel_spills(arch):
-    for one in EVERY:
-        for used in COMPILED(one, arch).resources:
-            assert used.stack_bytes == used.spill_bytes == 0, f"{one} for {arch}: {used}"
-            assert used.register_count <= 64, f"{one} for {arch}: {used}"
-            assert used.shared_bytes <= driver.STATIC_SHARED_BYTES, f"{one} for {arch}: {used}"
+    for each in EVERY:
+        for used in COMPILED(each, arch).resources:
+            assert used.stack_bytes == used.spill_bytes == 0, f"{each} for {arch}: {used}"
+            assert used.register_count <= 64, f"{each} for {arch}: {used}"
+            assert used.shared_bytes <= driver.STATIC_SHARED_BYTES, f"{each} for {arch}: {used}"
 
 
 @pytest.mark.parametrize("row_bytes", cuda_programs.ROW_BYTES)
@@ -72,9 +72,9 @@ def test_a_launch_keeps_to_what_its_kernel_is_compiled_for(row_bytes):
 @pytest.mark.slow
 def test_what_serves_the_generation_before_compiles_for_it():
     """It has e4m3, but neither clusters nor bulk copies."""
-    for one in cuda_programs.programs():
-        if one.file not in ("ring.cu", "together.cu"):
-            program.compile_program(one, "sm_89")
+    for each in cuda_programs.programs():
+        if each.file not in ("ring.cu", "together.cu"):
+            program.compile_program(each, "sm_89")
 
 
 @needs_nvrtc
@@ -106,8 +106,8 @@ def test_the_table_of_the_log_is_what_the_compiler_makes(monkeypatch):
     monkeypatch.setattr(program, "compile_program", COMPILED)
     told = dict(re.findall(r"^\| (ess_\w+) \| (.+) \|$", section, re.MULTILINE))
     made = {}
-    for one in (one for one in cuda_programs.programs() if one.file in TABLED):
-        by_arch = [dict(figures(one, arch)) for arch in ARCHITECTURES]
+    for each in filter(lambda each: each.file in TABLED, cuda_programs.programs()):
+        by_arch = [dict(figures(each, arch)) for arch in ARCHITECTURES]
         for entry in by_arch[0]:
             pairs = [[getattr(of[entry], name) for of in by_arch] for name in COLUMNS]
             made[entry] = " | ".join(f"{first:,} / {second:,}" for first, second in pairs)
@@ -203,8 +203,8 @@ def test_others_can_read_what_is_kept_and_what_cannot_be_read_is_built(tmp_path,
 @needs_nvrtc
 def test_machine_code_is_kept_under_what_it_follows_from(tmp_path, monkeypatch):
     wider = cuda_programs.rival_form(48).program
-    for one, arch in ((SMALL, "sm_90a"), (SMALL, "sm_100a"), (wider, "sm_90a")):
-        program.cubin(one, arch, folder=tmp_path)
+    for each, arch in ((SMALL, "sm_90a"), (SMALL, "sm_100a"), (wider, "sm_90a")):
+        program.cubin(each, arch, folder=tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
     texts = program.source_text
     monkeypatch.setattr(program, "source_text", lambda name: texts(name) + "// changed")
@@ -236,11 +236,11 @@ def test_build_kernels_leaves_nothing_to_compile(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(program, "compile_program", COMPILED)
     assert cli.main(["build-kernels", "--arch", "sm_90a", "--folder", str(tmp_path), "--json"]) == 0
     built = json.loads(capsys.readouterr().out)
-    assert {one["spill_bytes"] for one in built} == {0}
+    assert {each["spill_bytes"] for each in built} == {0}
     assert len(list(tmp_path.iterdir())) == len(list(cuda_programs.programs()))
     monkeypatch.setattr(program, "compile_program", None)
-    for one in cuda_programs.programs():
-        assert program.cubin(one, "sm_90a", folder=tmp_path)
+    for each in cuda_programs.programs():
+        assert program.cubin(each, "sm_90a", folder=tmp_path)
 
 
 def test_build_kernels_refuses_what_is_no_architecture(capsys):

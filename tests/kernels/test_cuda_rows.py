@@ -104,7 +104,7 @@ def form_of(way, case):
 WAYS = [("flat", 656), ("flat", 584), ("ring", 656)]
 SIDES = ("source_rows", "target_rows")
 SLOW = [("flat", size) for size in ROW_SIZES] + [("ring", size) for size in (528, 1152, 2304)]
-CASES = [*WAYS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW if one not in WAYS)]
+CASES = [*WAYS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each not in WAYS)]
 
 
 @pytest.mark.parametrize(("way", "row_bytes"), CASES)
@@ -225,7 +225,7 @@ def test_blocks_are_as_many_as_have_something_to_do():
     blocks = [form.blocks(count, block_count_max=4) for count in (0, 1, 99, 100, 300, 10_000)]
     assert blocks[0] == blocks[1] == 1
     assert blocks[-1] == 4
-    assert all(one <= other for one, other in pairwise(blocks))
+    assert all(each <= other for each, other in pairwise(blocks))
 
 
 @pytest.mark.parametrize("wrong", [(654,), (656, 2), (656, 16, 3)])

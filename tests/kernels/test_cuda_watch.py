@@ -76,7 +76,7 @@ class Arrays:
         self.given = {"words": self.room[128:256], "bytes": np.zeros(128, np.uint8)}
 
     def record(self):
-        return Trial(*(one.__array_interface__["data"][0] for one in self.given.values()))
+        return Trial(*(each.__array_interface__["data"][0] for each in self.given.values()))
 
 
 def play(kernels, folder, *names, blocks=2, seed=1, unwritten=()):

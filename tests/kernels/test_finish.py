@@ -183,18 +183,18 @@ def test_queries_turn_as_their_keys_do(ops: Ops, name: str) -> None:
 
 def test_nothing_is_finished_where_nothing_is_new(ops: Ops) -> None:
     codec, keys = RowCodec(), IndexCodec()
-    nobody = torch.zeros(0, dtype=torch.int32)
+    no_ids = torch.zeros(0, dtype=torch.int32)
     none = Angles(torch.zeros(0, 32), torch.zeros(0, 32))
     rows, pages = poisoned(3, codec.row_bytes), poisoned(2, keys.page_bytes)
     for part in (rows, pages):
         part.fill_(7)
-    ops.store_rows(torch.zeros(0, 576), codec, rows, nobody)
+    ops.store_rows(torch.zeros(0, 576), codec, rows, no_ids)
     ops.finish_rows(
-        torch.zeros(0, 576), RowFinish(torch.ones(512), 1e-6, none), codec, rows, nobody
+        torch.zeros(0, 576), RowFinish(torch.ones(512), 1e-6, none), codec, rows, no_ids
     )
-    ops.store_keys(torch.zeros(0, 128), keys, pages, nobody)
+    ops.store_keys(torch.zeros(0, 128), keys, pages, no_ids)
     finish = KeyFinish(torch.ones(128), torch.zeros(128), 1e-6, none)
-    ops.finish_keys(torch.zeros(0, 128), finish, keys, pages, nobody)
+    ops.finish_keys(torch.zeros(0, 128), finish, keys, pages, no_ids)
     assert ops.turn_queries(torch.zeros(0, 4, 128), none, keys).shape == (0, 4, 128)
     assert (rows == 7).all()
     assert (pages == 7).all()

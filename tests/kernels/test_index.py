@@ -165,7 +165,7 @@ def test_a_query_among_others_gets_the_bits_that_it_gets_alone(
     alone = [
         {name: getattr(case, name)[q : q + 1] for name in names} for q in range(len(case.table))
     ]
-    want = torch.cat([case.run(ops.index_logits, **one) for one in alone])
+    want = torch.cat([case.run(ops.index_logits, **each) for each in alone])
     assert (want.isneginf().sum(dim=1) == want.shape[1] - case.lengths).all()
     for threads in (1, 3):
         same_bits(case.run(ops.index_logits, threads=threads), want)

@@ -137,10 +137,10 @@ def test_pages_of_a_larger_slab(ops: Ops, codec: IndexCodec) -> None:
 
 
 def test_zero_keys_are_written_and_read(ops: Ops, codec: IndexCodec) -> None:
-    pages, nobody = torch.zeros(1, codec.page_bytes, dtype=torch.uint8), torch.zeros(0).int()
+    pages, no_ids = torch.zeros(1, codec.page_bytes, dtype=torch.uint8), torch.zeros(0).int()
     keys = ops.encode_keys(torch.zeros(0, codec.key_dim), codec)
-    ops.write_keys(pages, nobody, keys, codec)
-    assert ops.read_keys(pages, nobody, codec).values.shape == (0, codec.value_bytes)
+    ops.write_keys(pages, no_ids, keys, codec)
+    assert ops.read_keys(pages, no_ids, codec).values.shape == (0, codec.value_bytes)
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,8 @@ def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes)
             seen["placed"] += claims.place_count
             assert (source % 64 == claims.rows % 64).all()
             assert (source // 64 == lookup.host_page_of[claims.rows // 64]).all()
-        for one, other in zip(*found, strict=True):
-            np.testing.assert_array_equal(one, other)
+        for each, other in zip(*found, strict=True):
+            np.testing.assert_array_equal(each, other)
     assert seen["landed", False]
     assert bool(seen["landed", True]) == (at_once_bytes > 0)
     assert seen["unwritten"]

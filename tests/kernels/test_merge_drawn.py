@@ -23,7 +23,7 @@ def partials(outs: object, lses: object) -> object:
     """Four queries; where lse is -inf, out is 0."""
 
     def build(drawn: list[tuple[list[float], float]]) -> Partial:
-        lse = torch.tensor([one for _, one in drawn])
+        lse = torch.tensor([each for _, each in drawn])
         out = torch.tensor([row for row, _ in drawn])
         return Partial(out.masked_fill((lse == -math.inf)[:, None], 0.0), lse)
 

@@ -99,8 +99,8 @@ def test_of_kernels(file: str) -> None:
 def test_every_record_is_compared() -> None:
     known = {record for each in (*NATIVE.values(), *CUDA.values()) for record in each.values()}
     for module in (records, native_rows, staging, rows, cuda_records, cuda_seal, planner):
-        here = [one for one in vars(module).values() if isinstance(one, type)]
-        made = {one for one in here if issubclass(one, ctypes.Structure)} - {ctypes.Structure}
+        here = [each for each in vars(module).values() if isinstance(each, type)]
+        made = {each for each in here if issubclass(each, ctypes.Structure)} - {ctypes.Structure}
         assert made <= known, f"{module.__name__}: {made - known}"
 
 

@@ -116,8 +116,8 @@ def test_float32_agrees_with_torch(name: str, count: int) -> None:
     for number in LAYERS:
         layer = model(name).layers[number]
         ours, theirs = everything(layer, layout(name, "f32"), given), by_torch(layer, given)
-        for one, other in zip(ours, theirs, strict=True):
-            assert far(one, other) < 3e-6, f"layer {number}"
+        for each, other in zip(ours, theirs, strict=True):
+            assert far(each, other) < 3e-6, f"layer {number}"
 
 
 @pytest.mark.parametrize("name", RAWS)
@@ -132,9 +132,9 @@ def test_bfloat16_is_nearer_to_exact_than_torch(name: str) -> None:
         layer = narrow(name).layers[number]
         ours, theirs = everything(layer, layout(name, "f32"), given), by_torch(layer, given)
         truth = by_torch(exact.layers[number], (given[0].float(), attended, rotation))
-        for one, other, true in zip(ours, theirs, truth, strict=True):
-            assert middle(one, true) < 1e-2
-            assert middle(one, true) < 1.1 * middle(other, true) + 1e-6
+        for each, other, true in zip(ours, theirs, truth, strict=True):
+            assert middle(each, true) < 1e-2
+            assert middle(each, true) < 1.1 * middle(other, true) + 1e-6
 
 
 @pytest.mark.parametrize("form", ["f32", "fp8"])
@@ -145,10 +145,10 @@ def test_a_token_gets_the_same_bits_in_any_company(name: str, form: str) -> None
     together = everything(layer, layout(name, form), (hidden, attended, rotation))
     for part in (slice(0, 1), slice(7, 9), slice(13, 40)):
         some = hidden[part], attended[part], rotation.part(part)
-        for one, all_of_them in zip(
+        for each, all_of_them in zip(
             everything(layer, layout(name, form), some), together, strict=True
         ):
-            assert torch.equal(one, all_of_them[part])
+            assert torch.equal(each, all_of_them[part])
     for threads in (2, 3, 64):
         again = everything(layer, layout(name, form), (hidden, attended, rotation), threads=threads)
         assert all(map(torch.equal, again, together))
@@ -167,12 +167,12 @@ def test_a_broken_token_breaks_itself_only() -> None:
     clean = everything(layer, layout("v32", "f32"), (hidden, attended, rotation))
     broken, torn = hidden.clone(), attended.clone()
     broken[2], torn[2] = torch.nan, torch.nan
-    for one, other in zip(
+    for each, other in zip(
         everything(layer, layout("v32", "f32"), (broken, torn, rotation)), clean, strict=True
     ):
         keep = [0, 1, 3, 4, 5]
-        assert torch.equal(one[keep], other[keep])
-        assert as_values(one)[2].isnan().any()
+        assert torch.equal(each[keep], other[keep])
+        assert as_values(each)[2].isnan().any()
 
 
 def test_inputs_with_gaps_are_read_right() -> None:

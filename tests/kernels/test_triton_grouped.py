@@ -41,7 +41,9 @@ def test_every_shape_gives_the_same(ops: Ops, weight: torch.dtype) -> None:
 
     case = whole([0, 3, 70, 0, 16, 1], weight)
     want = case.run(reference).clone()
-    there = {name: one if one is None else one.to(device()) for name, one in case._asdict().items()}
+    there = {
+        name: each if each is None else each.to(device()) for name, each in case._asdict().items()
+    }
     used = {shape for shapes in CANDIDATES.values() for shape in shapes}
     for shape in sorted(used):
         there["out"] = torch.full(case.out.shape, test_grouped.POISON, device=device())

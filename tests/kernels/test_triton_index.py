@@ -96,7 +96,7 @@ def test_shared_lists_know_their_slots(ops: Ops) -> None:
     table = torch.stack([torch.randperm(80, generator=generator)[:65] for _ in range(3)]).int()
     slot_of = torch.randperm(80 * 64, generator=generator).int()
     slot_of[::5] = -1
-    there = [one.to(device()) for one in (logits, lengths, table, slot_of)]
+    there = [each.to(device()) for each in (logits, lengths, table, slot_of)]
     found = []
     for spreads in (False, True):
         out = torch.full((3, 50), 7, dtype=torch.int32, device=device())
@@ -105,4 +105,4 @@ def test_shared_lists_know_their_slots(ops: Ops) -> None:
         top_k_into(there[0], there[1], out=out, placement=placement, spreads=spreads)
         found.append((out, slots))
     assert torch.equal(found[1][0].cpu(), reference.top_k(logits, lengths, k=50))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(each, other) for each, other in zip(*found, strict=True))

@@ -72,7 +72,7 @@ def run_interpreted(*arguments: str, **environment: str) -> str:
 
 
 def test_the_interpreter_agrees_on_a_few() -> None:
-    printed = run_interpreted(*(f"tests/kernels/{one}" for one in QUICK))
+    printed = run_interpreted(*(f"tests/kernels/{each}" for each in QUICK))
     assert re.search(rf"\b{len(QUICK)} passed in ", printed), printed
 
 

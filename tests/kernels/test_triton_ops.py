@@ -270,7 +270,7 @@ def test_positions_become_slots(ops: Ops) -> None:
     table = torch.stack([torch.randperm(40, generator=generator)[:5] for _ in range(3)]).int()
     slot_of = torch.randperm(40 * 64, generator=generator).int()
     slot_of[::5] = -1
-    there = [one.to(device()) for one in (logits, lengths, table, slot_of)]
+    there = [each.to(device()) for each in (logits, lengths, table, slot_of)]
     out = torch.full((3, 50), 7, dtype=torch.int32, device=device())
     slots = torch.full_like(out, 7)
     placement = Placement(slot_of=there[3], table=there[2], slots=slots)

@@ -113,7 +113,7 @@ def check_schema(text: str) -> None:
     assert len(found["name"]) <= 12
     assert found["kind"] in ("module", "function")
     assert 1 <= len(found["sizes"]) <= 3
-    assert all(isinstance(one, int) and 0 <= one <= 99 for one in found["sizes"])
+    assert all(isinstance(each, int) and 0 <= each <= 99 for each in found["sizes"])
 
 
 WISHES = [
@@ -162,7 +162,7 @@ def test_a_grammar_that_fails_says_so_and_ends():
     assert request.reason == "failed"
     assert request.matcher is not None
     assert "max is 2000" in request.matcher.failure
-    assert len(other.output) == 6, "nobody else is touched"
+    assert len(other.output) == 6, "the other request goes on"
 
 
 @pytest.mark.parametrize(("mtp", "depth"), [(1, 1), (3, 0)])
@@ -207,7 +207,7 @@ def test_the_model_s_end_ends_unless_it_is_ignored():
 def test_chances_come_with_the_tokens():
     made = engine(mtp=3, depth=1)
     request = made.add(ids("The module named"), Sampling(tokens_max=8, logprobs=4, ignore_eos=True))
-    found = [chance for step in made.run() for one in step.made for chance in one.chances]
+    found = [chance for step in made.run() for each in step.made for chance in each.chances]
     assert len(found) >= 8
     tokens = request.prompt + request.output
     scores = Plain(model()).run(tokens).logits.log_softmax(-1)[len(request.prompt) - 1 :]
@@ -215,7 +215,7 @@ def test_chances_come_with_the_tokens():
         assert chance.rank == 1
         assert chance.top[0] == (token, chance.logprob)
         assert math.isclose(chance.logprob, float(row[token]), abs_tol=1e-3)
-        assert [one for one, _ in chance.top] == row.topk(4).indices.tolist()
+        assert [each for each, _ in chance.top] == row.topk(4).indices.tolist()
     made.offload.close()
 
 
@@ -253,9 +253,9 @@ def test_a_prompt_s_chances_are_those_of_a_full_forward(config, start, monkeypat
             row, token = truth()[position], tokens[position + 1]
             assert math.isclose(chance.logprob, float(row[token]), abs_tol=1e-3)
             assert chance.rank == 1 + int((row > row[token]).sum())
-            assert [one for one, _ in chance.top] == row.topk(3).indices.tolist()
-            for one, logprob in chance.top:
-                assert math.isclose(logprob, float(row[one]), abs_tol=1e-3)
+            assert [each for each, _ in chance.top] == row.topk(3).indices.tolist()
+            for each, logprob in chance.top:
+                assert math.isclose(logprob, float(row[each]), abs_tol=1e-3)
         reused = max(0, start // 64 - 1) * 64
         assert cached_count == (reused if turn else 0), "with MTP the last page is left out"
     cached_count, nothing = scored(made, Sampling(tokens_max=2))

@@ -159,7 +159,7 @@ def test_the_next_move():
     flat = np.array([10.0, 2, 1, 1, 1, 1, 1])
     assert next_move([steep, flat], [2, 4], [1, 1]) == (1, 0)
     assert next_move([steep, flat], [2, 4], [1, 4]) is None, "all of it is promised"
-    assert next_move([steep, flat], [2, 4], [3, 4]) is None, "nobody gives of its floor"
+    assert next_move([steep, flat], [2, 4], [3, 4]) is None, "no group gives of its floor"
     for scale in (1, 1e-3):
         assert next_move([scale * steep, scale * flat], [2, 4], [3, 1]) == (1, 0)
     assert next_move([steep, flat], [5, 1], [1, 1]) is None, "it is the best already"

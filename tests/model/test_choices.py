@@ -75,10 +75,10 @@ def test_a_leader_that_ends_early_is_followed_by_the_next():
     eng = engine("v32", modes="none", chunks=6)
     made = choices(eng)
     eng.step()
-    assert [one.state for one in made] == ["prefilling", "waiting", "waiting"]
+    assert [each.state for each in made] == ["prefilling", "waiting", "waiting"]
     eng.cancel(made[0])
     finished(eng)
-    assert [one.reason for one in made] == ["cancelled", "length", "length"]
+    assert [each.reason for each in made] == ["cancelled", "length", "length"]
     for seed in (1, 2):
         assert made[seed].output == alone("v32", seed)
 
@@ -119,8 +119,8 @@ def test_where_all_do_not_fit_the_others_wait_and_find_the_prefix():
     made = choices(eng, count=5)
     states = set()
     for _ in eng.run():
-        states.add(tuple(one.state for one in made))
-    assert any(one.count("decoding") == 3 and one.count("waiting") == 2 for one in states)
+        states.add(tuple(each.state for each in made))
+    assert any(each.count("decoding") == 3 and each.count("waiting") == 2 for each in states)
     run(eng)
     for seed, request in enumerate(made):
         assert request.output == alone("v32", seed), seed
@@ -135,7 +135,9 @@ def test_nobody_is_overtaken_by_a_fork():
     follower = eng.add(prompt(LENGTH), wish(1, 40), leader=first)
     order = []
     for _ in eng.run():
-        order += [one for one in (large, follower) if one.state == "decoding" and one not in order]
+        order += [
+            each for each in (large, follower) if each.state == "decoding" and each not in order
+        ]
     run(eng)
     assert order == [large, follower]
 

@@ -99,18 +99,18 @@ def scenario(eng, seed: int) -> list[Request]:
     made: list[Request] = []
     for _ in range(40):
         action = choose.choice(["add", "add", "cancel", "preempt", "resume", "step", "step"])
-        live = [one for one in made if one.state != "finished"]
+        live = [each for each in made if each.state != "finished"]
         if action == "add" and len(live) < 4:
             length = choose.choice([1, 70, 130, 150])
             made.append(eng.add(prompt(length), Sampling(tokens_max=choose.randint(1, 12))))
         elif action == "cancel" and live and choose.random() < 0.3:
             eng.cancel(choose.choice(live))
         elif action == "preempt":
-            running = [one for one in live if one.state in ("prefilling", "decoding")]
+            running = [each for each in live if each.state in ("prefilling", "decoding")]
             if running:
                 eng.preempt(choose.choice(running))
         elif action == "resume":
-            held = [one for one in live if one.state == "preempted"]
+            held = [each for each in live if each.state == "preempted"]
             if held:
                 with suppress(PoolFull):
                     eng.resume(choose.choice(held))

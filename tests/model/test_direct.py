@@ -139,9 +139,9 @@ def test_logits_are_those_of_the_schedules_and_stay(codec, mode, chunks):
     in_turn(direct, plain)
     assert len(seen[0]) == len(seen[1]) > 5
     assert len(stops) > 1, "no call stopped"
-    for one, other in zip(*seen, strict=True):
-        assert one.logits.equal(other.logits)
-        assert one.hidden.equal(other.hidden)
+    for each, other in zip(*seen, strict=True):
+        assert each.logits.equal(other.logits)
+        assert each.hidden.equal(other.hidden)
 
 
 @pytest.mark.parametrize("mode", ["none", "resident"])

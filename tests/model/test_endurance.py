@@ -40,7 +40,7 @@ def feed(eng, count: int, *, seed: int) -> list[int]:
         if len(made) == 16:
             for _ in eng.run():
                 pass
-            assert all(one.reason in ("length", "cancelled") for one in made)
+            assert all(request.reason in ("length", "cancelled") for request in made)
             made.clear()
         if number % 500 == 499:
             eng.offload.drain()

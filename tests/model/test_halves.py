@@ -193,7 +193,7 @@ def test_followers_go_the_way_of_their_leader():
         SimpleNamespace(number=at, has_rows=True, experts=at in with_experts or None)
         for at in range(7)
     ]
-    runs = [(split, [one.number for one in found]) for split, found in layer_runs(layers, layout)]
+    runs = [(split, [each.number for each in found]) for split, found in layer_runs(layers, layout)]
     assert runs == [(False, [0, 1]), (True, [2, 3, 4, 5, 6])]
 
 

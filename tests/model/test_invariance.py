@@ -63,7 +63,7 @@ def logits_of_first(
             engine.add(other, Sampling(tokens_max=STEPS + 9))
         while first.reason is None:
             engine.step()
-    assert max(company[:STEPS]) > 1 or len(prompts) == 1, "nobody else was in a step"
+    assert max(company[:STEPS]) > 1 or len(prompts) == 1, "no other request was in a step"
     return seen[:STEPS]
 
 
@@ -77,5 +77,5 @@ def test_logits_do_not_depend_on_neighbours(
     alone = logits_of_first(form, mode, [mine], monkeypatch)
     together = logits_of_first(form, mode, [mine, *others], monkeypatch)
     assert len(alone) == len(together) == STEPS
-    for step, (one, other) in enumerate(zip(alone, together, strict=True)):
-        assert torch.equal(one, other), f"step {step}: {float((one - other).abs().max()):.2g}"
+    for step, (each, other) in enumerate(zip(alone, together, strict=True)):
+        assert torch.equal(each, other), f"step {step}: {float((each - other).abs().max()):.2g}"

@@ -101,12 +101,12 @@ def test_prompts_as_long_as_a_selection(family, mode, mtp, tbo):
         while not eng.is_idle:
             eng.step()
             eng.check()
-            for request in [one for one in left if one.output and len(one.tokens) > TOP_K]:
+            for request in [each for each in left if each.output and len(each.tokens) > TOP_K]:
                 left.remove(request)
                 if request.state == "decoding":
                     eng.preempt(request)
                     eng.resume(request)
         assert not left
-        assert [one.output for one in asked] == said
-    assert [one.cached_count for one in asked] == [TOP_K - 128, TOP_K - 128, TOP_K - 64]
+        assert [each.output for each in asked] == said
+    assert [each.cached_count for each in asked] == [TOP_K - 128, TOP_K - 128, TOP_K - 64]
     offload.close()

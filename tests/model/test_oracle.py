@@ -99,8 +99,8 @@ def test_selection_recall_is_one_up_to_tied_scores(case: Case) -> None:
         for position in range(top_k, LENGTH):
             missed = set(theirs[position].tolist()) - set(ours[position].tolist())
             least = scores[position, ours[position].long()].min()
-            for one in missed:
-                assert abs(scores[position, one] - least) < TIE, f"position {position}: {one}"
+            for each in missed:
+                assert abs(scores[position, each] - least) < TIE, f"position {position}: {each}"
 
 
 def test_top_k_beyond_the_length_is_dense(case: Case, tmp_path_factory: Any) -> None:

@@ -49,7 +49,7 @@ def test_fully_promised_requests_wait_instead():
     eng, made = crowd(promise="all")
     for _ in range(10):
         eng.step()
-    assert [one.state for one in made] == ["decoding", "waiting", "waiting"]
+    assert [each.state for each in made] == ["decoding", "waiting", "waiting"]
     assert eng.refusal is not None
     assert eng.refusal.limiter == "index pages"
 
@@ -58,9 +58,9 @@ def test_nobody_comes_back_at_once_unless_alone():
     eng, _ = crowd(promise="some")
     returned, gone_at = [], {}
     while not eng.is_idle:
-        before = {one.number: one for one in eng._roster.of("preempted")}
+        before = {each.number: each for each in eng._roster.of("preempted")}
         eng.step()
-        now = {one.number for one in eng._roster.of("preempted")}
+        now = {each.number for each in eng._roster.of("preempted")}
         for number in now - before.keys():
             gone_at[number] = eng.step_count
         for number in before.keys() - now:

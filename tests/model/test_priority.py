@@ -23,7 +23,7 @@ def crowd(*priorities: int, promise: str):
     eng = engine("v32", modes="da", chunks=2, index_pages=5, promise=promise)
     wanted = Sampling(tokens_max=TOKENS)
     pairs = zip(LENGTHS, priorities, strict=True)
-    return eng, [eng.add(prompt(length), wanted, priority=one) for length, one in pairs]
+    return eng, [eng.add(prompt(length), wanted, priority=each) for length, each in pairs]
 
 
 @pytest.mark.parametrize(("priorities", "order"), [((0, 0, 0), [0, 1, 2]), ((0, 7, -7), [2, 0, 1])])
@@ -32,7 +32,7 @@ def test_the_waiting_enter_in_order_of_rank(priorities, order):
     ended = []
     while not eng.is_idle:
         eng.step()
-        ended += [i for i, one in enumerate(made) if one.reason and i not in ended]
+        ended += [i for i, each in enumerate(made) if each.reason and i not in ended]
     assert ended == order
     for request in made:
         assert request.output == expected("v32", len(request.prompt), TOKENS)
@@ -68,7 +68,7 @@ def test_one_that_is_preempted_by_hand_makes_room_for_one_that_waits():
     first, second, third = made
     for _ in range(4):
         eng.step()
-    assert [one.state for one in made] == ["decoding", "decoding", "waiting"]
+    assert [each.state for each in made] == ["decoding", "decoding", "waiting"]
     eng.preempt(second)
     assert eng.preempted_count == 1
     eng.step()

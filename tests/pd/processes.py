@@ -135,6 +135,17 @@ def engines(folder: Path, *configs: dict[str, object]) -> Iterator[list[EnginePr
             engine.close()
 
 
+def expected(folder: Path, asked: Sequence[Add], *, mtp: int = 1) -> list[list[int]]:
+    """The tokens that an engine without handoffs makes of these requests."""
+    folder.mkdir(exist_ok=True)
+    with engines(folder, {"secret": "", "mtp": mtp}) as [alone]:
+        assert not alone.ready().metadata
+        for add in asked:
+            alone.say(add)
+        alone.ended(*(add.number for add in asked))
+        return [alone.tokens(add.number) for add in asked]
+
+
 def introduce(prefill: EngineProcess, decode: EngineProcess, theirs: bytes, ours: bytes) -> int:
     """Both meet; the epoch under which the prefill worker is known."""
     assert not prefill.meet(ours, "decode").sentence

@@ -16,7 +16,7 @@ WISH = Sampling(tokens_max=6, ignore_eos=True)
 
 
 def assert_free(*workers: Worker) -> None:
-    """Every page is free once cached prefixes are forgotten: nobody holds one."""
+    """Every page is free once cached prefixes are forgotten: no request or handoff holds one."""
     for worker in workers:
         worker.offload.forget_prefixes()
         stats = worker.offload.stats()

@@ -23,7 +23,7 @@ from tests.support.kin import is_running, told
 from tests.support.process import ROOT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-KEY = "a-key-that-nobody-may-see"
+KEY = "a-key-that-no-log-may-show"
 
 
 async def at_once(url: str) -> bool:

@@ -12,7 +12,15 @@ import pytest
 
 from ess.engine.process.messages import Abort, Add, Fault, Flush, Flushed, Handoff, Status
 from ess.engine.tokens.sampling import Sampling
-from tests.pd.processes import SECRET, EngineProcess, adds, engines, handed_over, introduce
+from tests.pd.processes import (
+    SECRET,
+    EngineProcess,
+    adds,
+    engines,
+    expected,
+    handed_over,
+    introduce,
+)
 from tests.support.checkpoints import tokens
 from tests.support.few import few
 
@@ -30,15 +38,6 @@ def met(prefill: EngineProcess, decode: EngineProcess) -> int:
     return introduce(prefill, decode, theirs, ours)
 
 
-def expected(folder: Path, asked: list[Add], mtp: int) -> list[list[int]]:
-    with engines(folder, {"secret": "", "mtp": mtp}) as [alone]:
-        assert not alone.ready().metadata
-        for add in asked:
-            alone.say(add)
-        alone.ended(*(add.number for add in asked))
-        return [alone.tokens(add.number) for add in asked]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mtp", "transport"), few([(1, "tcp"), (2, "shared")], all_of=product((1, 2), TRANSPORTS))
@@ -46,7 +45,7 @@ def expected(folder: Path, asked: list[Add], mtp: int) -> list[list[int]]:
 def test_tokens_of_two_processes_are_those_of_one(tmp_path: Path, mtp: int, transport: str):
     asked = adds([TEXT[:count] for count in LENGTHS], WISH)
     (tmp_path / "alone").mkdir()
-    single = expected(tmp_path / "alone", asked, mtp)
+    single = expected(tmp_path / "alone", asked, mtp=mtp)
     alike = {"mtp": mtp, "transport": transport}
     with engines(tmp_path, {**PREFILL, **alike}, {**DECODE, **alike}) as [prefill, decode]:
         peer = met(prefill, decode)

@@ -302,7 +302,7 @@ class Pipe:
         raise AssertionError("it goes on and on")
 
     def wait_for_disks(self) -> None:
-        """What is being read has come, and nobody has been told."""
+        """What is being read has come, and no report says so yet."""
         for stage in self.stages:
             for held in stage._held.values():
                 if held.sequence._load is not None:

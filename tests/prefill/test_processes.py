@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +16,7 @@ from tests.pd.processes import (
     EngineProcess,
     adds,
     engines,
+    expected,
     handed_over,
     introduce,
 )
@@ -126,15 +126,6 @@ def test_requests_are_aborted_while_they_are_on_their_way(tmp_path):
 def met(lead: PipelineProcess, decode: EngineProcess) -> int:
     theirs, ours = lead.ready().metadata, decode.ready().metadata
     return introduce(lead, decode, theirs, ours)
-
-
-def expected(folder: Path, asked: list[Add]) -> list[list[int]]:
-    folder.mkdir()
-    with engines(folder, {"secret": ""}) as [alone]:
-        for add in asked:
-            alone.say(add)
-        alone.ended(*(add.number for add in asked))
-        return [alone.tokens(add.number) for add in asked]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from ess.errors import EssError
 from ess.models.load import EMBEDDED
 from ess.models.registry import read_config
 from ess.pool.disk.folder import SLAB
-from ess.pool.disk.tier import DiskTier
 from ess.prefill.orders import Enter, Load
 from ess.prefill.stage import Disagreement, Stage
 from tests.prefill.pipes import CONFIG, CUTS, Pipe, engine_given, folder_of, pools, text
@@ -176,19 +174,6 @@ def test_forgetting_prefixes_empties_every_disk(tmp_path):
 
 
 # ---- while pages come
-
-
-@pytest.fixture
-def held_reads(monkeypatch) -> threading.Event:
-    """Pages are read when the event is set."""
-    go_on, load = threading.Event(), DiskTier.load
-
-    def late(self: DiskTier, *each: object) -> bool:
-        assert go_on.wait(60)
-        return load(self, *each)
-
-    monkeypatch.setattr(DiskTier, "load", late)
-    return go_on
 
 
 def loading(tmp_path: Path, **wishes) -> tuple[Pipe, object]:

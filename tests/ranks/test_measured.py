@@ -37,7 +37,7 @@ def test_the_formula_is_the_mean_over_all_choices_of_experts(ranks):
     config.hidden_dim = 8
     _, back = even_bytes(config, ranks)
     assert by_rank[0].traffic.out_bytes == pytest.approx(out * len(choices))
-    assert sum(one.traffic.back_bytes for one in by_rank) == pytest.approx(back * len(choices))
+    assert sum(each.traffic.back_bytes for each in by_rank) == pytest.approx(back * len(choices))
 
 
 @pytest.mark.slow

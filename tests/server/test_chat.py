@@ -69,7 +69,7 @@ def test_a_chat_s_prompt_has_chances_too(plain: Served):
     prompt = plain.engine.adds[-1].prompt
     nothing, *found = made.prompt_logprobs
     assert nothing is None
-    assert [list(one) for one in found] == [[str(token)] for token in prompt[1:]]
+    assert [list(each) for each in found] == [[str(token)] for token in prompt[1:]]
 
 
 def test_logprobs_stream_and_do_not(plain: Served):

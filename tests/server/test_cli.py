@@ -95,7 +95,7 @@ def test_an_answer_as_a_document(served: Served, capsys: pytest.CaptureFixture[s
     assert found["text"] == " At noon, I think."
     assert found["tokens"] == len(TOKENIZER.encode(" At noon, I think.")) + 1
     assert found["cached_tokens"] == 1
-    assert found["tokens_per_step"] is None, "nobody was served meanwhile, says the status"
+    assert found["tokens_per_step"] is None, "no request was served meanwhile, says the status"
 
 
 def test_a_conversation_remembers(

@@ -69,7 +69,7 @@ def stream(served: Served, path: str, body: object) -> list[dict]:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = answer.read().decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
-    return [json.loads(one.removeprefix("data: ")) for one in events[:-2]]
+    return [json.loads(each.removeprefix("data: ")) for each in events[:-2]]
 
 
 def test_generate_speaks_sglang(served: Served):
@@ -90,10 +90,10 @@ def test_generate_speaks_sglang(served: Served):
 def test_generate_streams_everything_so_far(served: Served):
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "stream": True}
     events = stream(served, "/generate", body)
-    assert [len(one["output_ids"]) for one in events] == [1, 2, 3]
+    assert [len(each["output_ids"]) for each in events] == [1, 2, 3]
     assert TEXT.startswith(events[-1]["text"])
     assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
-    assert [one["meta_info"]["finish_reason"] for one in events[:-1]] == [None, None]
+    assert [each["meta_info"]["finish_reason"] for each in events[:-1]] == [None, None]
 
 
 @pytest.mark.parametrize("choices", [1, 2])
@@ -141,7 +141,7 @@ def test_generate_in_batches_and_with_logprobs(served: Served):
         "/generate",
         {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True},
     )
-    assert [one["index"] for one in found] == [0, 1]
+    assert [each["index"] for each in found] == [0, 1]
     [first, _] = found[0]["meta_info"]["output_token_logprobs"]
     assert first == [-0.5, found[0]["output_ids"][0], None]
     many = ask(served, "/generate", {"input_ids": [[5]], "sampling_params": {"max_new_tokens": 1}})
@@ -193,7 +193,7 @@ def test_tokens_in_tokens_out(served: Served):
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-0.5] * 3
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *events, last = stream(served, "/inference/v1/generate", {**body, **options})
-    assert [t for one in events for t in one["choices"][0]["token_ids"]] == choice["token_ids"]
+    assert [t for each in events for t in each["choices"][0]["token_ids"]] == choice["token_ids"]
     assert last["usage"] == found["usage"]
 
 
@@ -327,7 +327,7 @@ def test_metrics_parse_and_carry_other_names(served: Served):
     ask(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
     with urllib.request.urlopen(served.url + "/metrics") as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
-    samples = {(s.name, *s.labels.values()): s.value for one in families for s in one.samples}
+    samples = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
     assert samples["ess_tokens_total",] == 90
     assert samples["ess_requests_running",] == 2
     assert samples["ess_row_misses_total", "1"] == 40

@@ -154,7 +154,7 @@ def storm(count: int, seed: int) -> None:
                         for path in KINDS
                     )
                 )
-                for code, text in (one for many in found for one in many):
+                for code, text in (each for many in found for each in many):
                     assert code in (200, 400, 404), text
                     answers[code] += 1
                     check(code, text)

@@ -175,17 +175,17 @@ def test_a_long_head_is_refused():
 def test_connections_beyond_the_most_are_told_so():
     with Served(PacedEngine(counting(2)), connections_max=3) as served:
         held = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(3)]
-        for one in held:
-            one.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            assert one.recv(4096).startswith(b"HTTP/1.1 200")
+        for connection in held:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         with raw(served.port) as made:
             made.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
             told = made.recv(4096)
             assert told.startswith(b"HTTP/1.1 503")
             assert b"retry-after: 1" in told
             assert b"x-request-id: " in told
-        for one in held:
-            one.close()
+        for connection in held:
+            connection.close()
         until(lambda: served.service.tally.connection_count == 0, "closing")
         told = ask(served, "/metrics")[1]
         assert b'\ness_refusals_total{reason="connections"} 1.0\n' in told
@@ -234,8 +234,8 @@ def test_overload_is_an_answer_that_names_the_limiter():
         assert "limit of 3" in error["message"]
         assert int(headers["retry-after"]) >= 1
         assert int(headers["retry-after-ms"]) >= 1000
-        for one in held:
-            one.close()
+        for connection in held:
+            connection.close()
         until(lambda: served.service.link.open_count == 0, "the end of three")
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
         made = client.completions.create(model="test-model", prompt="x", max_tokens=3)

@@ -54,9 +54,9 @@ def test_every_body_that_a_route_reads_is_described():
 
 
 def test_operations_have_names_of_their_own_and_open_doors_need_no_key():
-    names = [one["operationId"] for one in operations().values()]
+    names = [each["operationId"] for each in operations().values()]
     assert len(set(names)) == len(names)
-    open_paths = {path for (_, path), one in operations().items() if one.get("security") == []}
+    open_paths = {path for (_, path), each in operations().items() if each.get("security") == []}
     assert open_paths == OPEN_PATHS & PATHS
 
 

@@ -70,9 +70,9 @@ def test_the_flags_reach_a_server_and_its_requests():
     with Process(*flags).wait_ready() as process:
         asked = {"prompt": "The server is", "max_tokens": 24}
         found = [chunks(process.url, "/v1/completions", **asked) for _ in range(2)]
-        texts = ["".join(c["choices"][0]["text"] for c in one if c["choices"]) for one in found]
+        texts = ["".join(c["choices"][0]["text"] for c in each if c["choices"]) for each in found]
         assert texts[0] == texts[1] != ""
-        assert all(one[-1]["usage"]["completion_tokens"] == 24 for one in found)
+        assert all(each[-1]["usage"]["completion_tokens"] == 24 for each in found)
         warm = [chunks(process.url, "/v1/completions", **asked, temperature=1.5) for _ in range(2)]
-        drawn = ["".join(c["choices"][0]["text"] for c in one if c["choices"]) for one in warm]
+        drawn = ["".join(c["choices"][0]["text"] for c in each if c["choices"]) for each in warm]
         assert drawn[0] != drawn[1]

@@ -123,7 +123,9 @@ def test_streams_pass_as_they_are_made(front: Front):
     with Crowd(front.router.url, [ENDLESS]) as going:
         until(lambda: b'"text"' in going.texts[0], "a first token long before the last")
         assert not going.is_over(0)
-    until(lambda: not any(w.open_count for w in front.workers), "the end of what nobody reads")
+    until(
+        lambda: not any(w.open_count for w in front.workers), "the end of streams without a reader"
+    )
 
 
 def test_generate_passes(front: Front):

@@ -40,7 +40,7 @@ def test_the_sum_of_all_is_the_same_whoever_sums(tmp_path: Path):
         assert (found.disconnect_count, found.connection_count) == (6, 60)
         assert (found.whole.count, round(found.whole.total_s, 6)) == (12, 7.2)
         assert found.to_socket.counts == [3 * count for count in counted(1).to_socket.counts]
-    assert encode(tallies[0]) == encode(counted(1)), "a sum changes nobody's own"
+    assert encode(tallies[0]) == encode(counted(1)), "a sum changes no process's own counts"
 
 
 def test_who_takes_a_lost_one_s_place_keeps_its_counts_but_not_its_connections(tmp_path: Path):
@@ -90,11 +90,11 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_the_telling(
         shutil.rmtree(tmp_path / "full")
         telling = asyncio.ensure_future(lifecycle.tell(told))
         while len(failed) < 2:
-            assert not telling.done(), "nobody tells any more"
+            assert not telling.done(), "the task that tells has ended"
             await asyncio.sleep(0)
         (tmp_path / "full").mkdir()
         while not other.others():
-            assert not telling.done(), "nobody tells any more"
+            assert not telling.done(), "the task that tells has ended"
             await asyncio.sleep(0)
         telling.cancel()
 

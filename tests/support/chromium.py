@@ -185,7 +185,7 @@ class Browser:
     def errors(self) -> list[str]:
         """Exceptions, errors on the console and in the browser's log, so far."""
         self.value("0")
-        return [found for one in self.events if (found := _error(one))]
+        return [found for each in self.events if (found := _error(each))]
 
     def still(self, *, whole: bool = False) -> bytes:
         """A picture once nothing moves any more: layout has settled, scroll bars have faded."""
@@ -216,7 +216,7 @@ def _error(event: dict[str, Any]) -> str:
             details = given["exceptionDetails"]
             return str(details.get("exception", {}).get("description", details["text"]))
         case "Runtime.consoleAPICalled" if given["type"] in ERRORS:
-            return " ".join(str(one.get("value", "")) for one in given["args"])
+            return " ".join(str(each.get("value", "")) for each in given["args"])
         case "Log.entryAdded" if given["entry"]["level"] == "error":
             return f"{given['entry']['text']} {given['entry'].get('url', '')}"
     return ""

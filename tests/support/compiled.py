@@ -150,13 +150,13 @@ def figures(binary: Any, *, rows: int = 0) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary.asm["cubin"])
-        usage, code = (_said(one, path) for one in ("-res-usage", "-sass"))
+        usage, code = (_said(each, path) for each in ("-res-usage", "-sass"))
     loop = _loop([(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code)])
 
     def count(*starts: str) -> int:
         return sum(name.startswith(starts) for name in loop)
 
-    registers, spilled = (int(re.findall(rf"{one}:(\d+)", usage)[-1]) for one in ("REG", "STACK"))
+    registers, spilled = (int(re.findall(rf"{each}:(\d+)", usage)[-1]) for each in ("REG", "STACK"))
     found = count("STL", "LDL"), count(*GROUPED), count(*SINGLE), count("WARPGROUP.DEPBAR")
     asked = sum(map(bytes_read, loop)) * 32 * binary.metadata.num_warps
     return Figures(

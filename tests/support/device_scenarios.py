@@ -315,7 +315,7 @@ def a_fetch_that_fails_midway_keeps_what_is_queued():
         rig.lane.submit([copy])
     rig.lane._staging._describe = describe
     kept = rig.lane._pending[-1].kept
-    assert any(isinstance(one, ctypes.Array) for one in kept), "the gathering reads its job"
+    assert any(isinstance(each, ctypes.Array) for each in kept), "the gathering reads its job"
     rig.lane.close()
     rig.check()
 
@@ -413,7 +413,7 @@ def every_form_moves_the_same_bytes(row_sizes=(264,), pair_count=300, ways=("fla
     """Host to device and back, each compiled form."""
     rig = Rig(5)
     for row_bytes in row_sizes:
-        for form in (one for one in forms(row_bytes) if one.way in ways):
+        for form in (each for each in forms(row_bytes) if each.way in ways):
             source = pinned_rows(rig, row_bytes, 400)
             source[:] = random_rows(rig.random, 400, row_bytes)
             back = pinned_rows(rig, row_bytes, 400)

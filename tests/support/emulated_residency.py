@@ -88,7 +88,7 @@ class Emulated:
     def launch(self, launches, record, arena, /, **arrays):
         """Kernels may use what is named here; of the rest of the workspace nothing is known yet."""
         given = self.work | {name: getattr(arena, name) for name in ARENA}
-        given |= {name: one for name, one in arrays.items() if isinstance(one, np.ndarray)}
+        given |= {name: each for name, each in arrays.items() if isinstance(each, np.ndarray)}
         with lent(self.folder, given, unwritten={*self.work, *SPLIT} - {"now", "report"}):
             for entry, blocks in launches:
                 self.seed += 1

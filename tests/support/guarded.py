@@ -80,8 +80,8 @@ class Guard:
     def pytest_collection_modifyitems(self, config, items):
         lines = self.told.read_text().splitlines() if self.told.exists() else []
         begun = {line.split("\t")[1] for line in lines}
-        config.hook.pytest_deselected(items=[one for one in items if one.nodeid in begun])
-        items[:] = [one for one in items if one.nodeid not in begun]
+        config.hook.pytest_deselected(items=[each for each in items if each.nodeid in begun])
+        items[:] = [each for each in items if each.nodeid not in begun]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):

@@ -44,7 +44,7 @@ def fields(process: int) -> list[str]:
 
 
 def is_running(process: int) -> bool:
-    """One that has ended and that nobody has waited for has ended."""
+    """A process that has ended counts as ended before its parent has waited for it."""
     return fields(process)[:1] not in ([], ["Z"], ["X"])
 
 

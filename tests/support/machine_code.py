@@ -82,7 +82,7 @@ def main(words: list[str]) -> None:
             continue
         for arch in program.ARCHITECTURES:
             for entry, found in figures(source, arch):
-                print(f"{arch:<8}{source!s:<40}{entry:<22}", *(f"{one:>12}" for one in found))
+                print(f"{arch:<8}{source!s:<40}{entry:<22}", *(f"{each:>12}" for each in found))
 
 
 if __name__ == "__main__":

@@ -154,12 +154,12 @@ class Pretence(Queues, TorchFunctionMode):
         the first time. `told` says what it reads and writes."""
         result = (first or call)()
         self.call_count += queues
-        for one in tensors(result):
-            one.is_there = there
+        for each in tensors(result):
+            each.is_there = there
             if there:
-                self.follow(one.untyped_storage())
+                self.follow(each.untyped_storage())
             if pins:
-                self.pin(one.untyped_storage())
+                self.pin(each.untyped_storage())
         place = self.races.place_of(name)
         if self.captured is not None and (there or queues):
             self.captured.append((self.stream, lambda _: again(call, result, told, place)))
@@ -205,7 +205,7 @@ class Pretence(Queues, TorchFunctionMode):
             [touch for touch in touches if self.is_shared(touch)] for touches in (reads, writes)
         ]
         if any(every):
-            queues = any(is_there(one) for one in tensors(reads, writes))
+            queues = any(is_there(each) for each in tensors(reads, writes))
             self.races.touched(self.stream if queues else None, place, *every)
 
     def is_shared(self, touch):
@@ -224,27 +224,27 @@ class Pretence(Queues, TorchFunctionMode):
             raise TypeError(f"can't convert cuda:0 device type tensor to numpy: {name}")
         indexes = name in ("__getitem__", "__setitem__")
         free = name in ANYWHERE or (indexes and is_there(args[0]))
-        if there and not free and any(one.dim() for one in here):
+        if there and not free and any(each.dim() for each in here):
             raise RuntimeError(f"expected all tensors to be on the same device, in {name}")
         if not there:
             return
         pageable = name == "copy_" and not all(map(self.is_pinned, here))
-        masked = indexes and any(one.dtype == torch.bool for one in tensors(args[1]))
-        listed = indexes and any(isinstance(one, list) for one in (args[1], *tree_top(args[1])))
+        masked = indexes and any(each.dtype == torch.bool for each in tensors(args[1]))
+        listed = indexes and any(isinstance(each, list) for each in (args[1], *tree_top(args[1])))
         if name in WAITS or pageable or masked or listed or (indexes and here):
             self.refuse(name)
 
     def move(self, name, tensor, *args, **kwargs):
         """`cuda`, `cpu`, `pin_memory` and `to`, which copy where the place changes."""
-        named = [one for one in (*args, *kwargs.values()) if names_device(one)]
+        named = [each for each in (*args, *kwargs.values()) if names_device(each)]
         wanted = torch.device(named[0]).type if named else name
         there = wanted == "cuda" if wanted in ("cuda", "cpu") else is_there(tensor)
         crosses = there != is_there(tensor) or name == "pin_memory"
         queued = kwargs.get("non_blocking") and there and self.is_pinned(tensor)
         if crosses and (self.captured is not None or not (queued or name == "pin_memory")):
             self.refuse(name)
-        args = [one for one in args if name == "to" and not names_device(one)]
-        kwargs = {key: one for key, one in kwargs.items() if key in ("dtype", "copy")}
+        args = [each for each in args if name == "to" and not names_device(each)]
+        kwargs = {key: each for key, each in kwargs.items() if key in ("dtype", "copy")}
         convert = (lambda: tensor.to(*args, **kwargs)) if args or kwargs else (lambda: tensor)
         same = not crosses and convert() is tensor
         call = (lambda: convert().clone()) if crosses else convert
@@ -259,8 +259,8 @@ class Pretence(Queues, TorchFunctionMode):
         return made
 
     def require_reach(self, given):
-        for one in tensors(given):
-            if not is_there(one) and not self.is_pinned(one):
+        for each in tensors(given):
+            if not is_there(each) and not self.is_pinned(each):
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
 
     def launch(self, call, *given):

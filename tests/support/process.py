@@ -102,7 +102,7 @@ class Process:
         self.process.communicate()
 
     def status(self, path: str) -> int:
-        """0 if the connection was refused, or nobody answers on it."""
+        """0 if the connection was refused, or no server answers on it."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 return int(answer.status)

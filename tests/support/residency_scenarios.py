@@ -441,7 +441,7 @@ def a_landing_warms_and_fills_behind_the_plans(is_together=True, row_count=640, 
         claims = landing.claim("warm", rows[-count:], ages, at=number - 1)
         assert 0 < claims.evicted_count <= claims.slots.size < count
         step.replay(number, step.select())
-        assert step.residency.report()["places"] > 0, "nobody selected what is under way"
+        assert step.residency.report()["places"] > 0, "no query selected what is under way"
         landing.land(claims)
     gone = DeviceArray(step.device, rows[: row_count // 2])
     step.work.begin(stream=step.compute.handle)

@@ -134,7 +134,7 @@ def test_memory_that_is_not_registered_is_refused(rig: Rig, name: str) -> None:
 def test_a_ticket_is_asked_for_before_a_byte_lands(rig: Rig) -> None:
     sender, receiver, here, there = rig.pair(4_096)
     if not receiver.guards:
-        pytest.skip("this way of moving bytes asks nobody")
+        pytest.skip("this transport asks no peer")
     for allowed in (False, True, False):
         there.memory[:] = POISON
         (receiver.allow if allowed else receiver.forbid)(77)
@@ -148,7 +148,7 @@ def test_a_ticket_is_asked_for_before_a_byte_lands(rig: Rig) -> None:
 def test_a_forbidden_ticket_is_no_way_to_read(rig: Rig) -> None:
     reader, owner, _, _ = rig.pair(4_096)
     if not owner.guards:
-        pytest.skip("this way of moving bytes asks nobody")
+        pytest.skip("this transport asks no peer")
     reader.post(replace(write(owner.epoch, [0], [0], 64, ticket=5), op="read"))
     (event,) = pump([reader, owner], lambda seen: bool(seen[0]))[0]
     assert isinstance(event, Failed)
@@ -245,7 +245,7 @@ def test_a_silent_peer_is_lost_and_a_busy_listener_loses_nobody(rig: Rig) -> Non
 def test_after_disconnect_no_byte_of_the_peer_lands(rig: Rig) -> None:
     sender, receiver, _, there = rig.pair(1 << 20)
     if not receiver.guards:
-        pytest.skip("this way of moving bytes asks nobody")
+        pytest.skip("this transport asks no peer")
     sender.post(write(receiver.epoch, [0], [0], 64))
     pump([sender, receiver], lambda seen: all(seen))
     handle = sender.post(write(receiver.epoch, [1, 3], [1, 3], 1 << 18))

@@ -37,7 +37,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Part]:
         "hangs": part("hangs", "import time; print('hangs', flush=True); time.sleep(60)", 1.0),
         "slice": part("slice", f"{rows}; raise SystemExit(3)"),
     }
-    monkeypatch.setattr(first_day, "phases", lambda _: [[one] for one in made.values()])
+    monkeypatch.setattr(first_day, "phases", lambda _: [[each] for each in made.values()])
     monkeypatch.setattr(first_day, "LEAST_S", 0.5)
     monkeypatch.setattr(first_day, "machine", lambda: {"devices": "one"})
     return made
@@ -46,7 +46,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Part]:
 def run(tmp_path: Path, *more: str) -> dict[str, object]:
     out = tmp_path / "out"
     assert first_day.main(["--kept", str(tmp_path / "kept"), "--out", str(out), *more]) == 1
-    assert {one.name for one in out.iterdir()} == {REPORT, PRINTED}
+    assert {each.name for each in out.iterdir()} == {REPORT, PRINTED}
     return json.loads((out / REPORT).read_text())
 
 
@@ -134,11 +134,11 @@ def test_without_time_nothing_begins(parts: dict[str, Part], tmp_path: Path) -> 
 def test_its_parts_are_what_this_tree_has(tmp_path: Path) -> None:
     """A call of ten minutes has room for what is worth most."""
     first, shared, *alone = first_day.phases(tmp_path)
-    commands = [one.command for one in (*first, *shared)]
-    assert [one.name for one in (*first, *shared)] == ["native", "tests", "compile", "doctor"]
+    commands = [each.command for each in (*first, *shared)]
+    assert [each.name for each in (*first, *shared)] == ["native", "tests", "compile", "doctor"]
     assert (first_day.ROOT / commands[0][3]).is_file()
     assert "--behind" not in commands[1]
-    limits = [max(one.limit_s for one in phase) for phase in (shared, *alone[:4])]
+    limits = [max(part.limit_s for part in phase) for phase in (shared, *alone[:4])]
     assert [phase[0].name for phase in alone[:4]] == ["resolve", "slice", "layer", "step"]
     assert sum(limits) < 570
     (tmp_path / first_day.EARLIER).touch()

@@ -80,9 +80,9 @@ def test_the_tuner_finds_what_exhaustive_search_finds(stages: int, overhead: flo
 def test_the_published_rows() -> None:
     """Static rows are met by the fit; of the others, those that were reached stay reached."""
     rows = published_rows.predictions()
-    errors = {one.name: one.error for one in rows if not one.fitted}
-    fitted = [one for one in rows if one.fitted]
-    assert all(abs(one.error) < 1e-3 for one in fitted)
+    errors = {row.name: row.error for row in rows if not row.fitted}
+    fitted = [row for row in rows if row.fitted]
+    assert all(abs(row.error) < 1e-3 for row in fitted)
     deepseek = [error for name, error in errors.items() if name.startswith("DeepSeek")]
     assert len(deepseek) == 2
     assert max(map(abs, deepseek)) < 0.05

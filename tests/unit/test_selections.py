@@ -143,7 +143,7 @@ def test_requests_have_rows_of_their_own_and_leave_when_they_end(tmp_path: Path)
                 RequestStep(request=name, length=10, query_count=1 + (name == 9), accepted=1)
                 for name in names
             ]
-            count = sum(one.query_count for one in requests)
+            count = sum(entry.query_count for entry in requests)
             writer.write_group(0, np.array([[3, 5]] * (count - 1) + [[4, -1]], np.int32))
             writer.commit_step(number, requests)
     with TraceReader(tmp_path / "t") as reader:

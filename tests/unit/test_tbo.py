@@ -33,11 +33,13 @@ def test_every_stage_runs_once_and_in_order_whatever_the_lead(stage_count: int, 
     log: list[str] = []
     interleave(counted("a", stage_count, log), counted("b", stage_count, log), delta=delta)
     for name in "ab":
-        assert [one for one in log if one[0] == name] == [f"{name}{i}" for i in range(stage_count)]
-    for at, one in enumerate(log):
-        if one[0] == "b":
+        assert [each for each in log if each[0] == name] == [
+            f"{name}{i}" for i in range(stage_count)
+        ]
+    for at, each in enumerate(log):
+        if each[0] == "b":
             done = sum(other[0] == "a" for other in log[:at])
-            assert done == min(stage_count, int(one[1:]) + delta + 1)
+            assert done == min(stage_count, int(each[1:]) + delta + 1)
 
 
 def test_halves_of_unequal_make_are_refused():
@@ -101,7 +103,7 @@ class Told:
         return [range(at, at + 1) for at in range(count)]
 
     def __getattr__(self, name: str):
-        return lambda *block: self.log.append(name + "".join(str(one.start) for one in block))
+        return lambda *block: self.log.append(name + "".join(str(each.start) for each in block))
 
 
 ORDERS = {

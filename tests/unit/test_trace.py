@@ -25,8 +25,8 @@ def make_header(**changes: object) -> TraceHeader:
 def make_steps(rng: np.random.Generator, header: TraceHeader, count: int) -> Steps:
     steps = []
     for number in range(count):
-        requests = tuple(make_request(rng, header, one) for one in range(int(rng.integers(0, 4))))
-        query_count = sum(one.query_count for one in requests)
+        requests = tuple(make_request(rng, header, each) for each in range(int(rng.integers(0, 4))))
+        query_count = sum(entry.query_count for entry in requests)
         groups = [make_selection(rng, header, query_count) for _ in range(header.group_count)]
         steps.append((3 * number, requests, groups))
     return steps

@@ -277,7 +277,7 @@ def _load(service: Service) -> dict[str, Any]:
         "limiter": status.limiter,
         "oldest_wait_s": service.link.calls.oldest_wait_s,
         "state": service.state,
-        "heard_s": service.clock.now_s() - service.link.heard_at_s,
+        "heard_s": service.link.engine.silent_s,
     }
 
 

@@ -123,7 +123,7 @@ def storm(count: int, seed: int) -> None:
                 every = [
                     sent(served.port, path, [odd.body(path) for _ in range(20)]) for path in KINDS
                 ]
-                for code, text in (one for many in await asyncio.gather(*every) for one in many):
+                for code, text in (each for many in await asyncio.gather(*every) for each in many):
                     assert code in (200, 400, 404), text
                     answers[code] += 1
                     check(code, text)

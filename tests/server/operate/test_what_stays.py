@@ -82,7 +82,9 @@ def there(served: Served) -> Counter[str]:
     """Of the whole process. What the engine here records is the test's own."""
     served.engine.adds.clear()
     gc.collect()
-    kinds = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+    kinds = Counter(
+        f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects()
+    )
     for name in [*kinds]:
         if not name.startswith(OURS) or name.startswith(OF_A_MINUTE):
             del kinds[name]

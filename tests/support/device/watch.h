@@ -22,7 +22,7 @@ void watch_copied(const void* to, const void* from, size_t bytes);
 // A launch. `fail` gets a sentence and does not return.
 void watch_launch(const char* kernel, int blocks, int cluster_blocks, int threads,
                   void (*fail)(const char*));
-// Until the next launch: what no two threads share, or nobody writes.
+// Until the next launch: what no two threads share, or no thread writes.
 void watch_private(const void* at, size_t bytes);
 // The shared memory of a block that is about to run.
 void watch_shared(const void* at, size_t bytes);
@@ -35,7 +35,7 @@ void watch_left();
 
 // What no load or store of the kernel shows.
 void watch_touch(watched::Touch touch, const void* at, size_t bytes);
-// A load through the read-only path: nobody may write there in the whole launch.
+// A load through the read-only path: no thread may write there in the whole launch.
 void watch_constant(const void* at, size_t bytes);
 
 }

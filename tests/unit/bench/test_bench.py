@@ -325,7 +325,7 @@ def test_a_ratio_above_one_is_a_win(
     row = compare(
         name="x", unit="us", ours=ours, baseline=("old", rival), better=better, target=ratio
     )
-    assert (row.ratio, row.met, row.samples) == (ratio, True, [float(one) for one in ours])
+    assert (row.ratio, row.met, row.samples) == (ratio, True, [float(each) for each in ours])
     worse = compare(
         name="x", unit="us", ours=ours, baseline=("old", rival), better=better, target=ratio * 1.01
     )
@@ -402,8 +402,8 @@ def test_a_measurement_of_nothing_is_refused(arm_count: int, repeats: int, warmu
 def test_the_hash_sees_every_byte() -> None:
     wide = np.arange(24, dtype=np.int32).reshape(4, 6)
     hashes = [
-        timing.result_hash(one)
-        for one in (wide, wide[:, ::2], wide + 1, b"x", "x", 1, 1.5, None, [wide], [1, 2], [2, 1])
+        timing.result_hash(each)
+        for each in (wide, wide[:, ::2], wide + 1, b"x", "x", 1, 1.5, None, [wide], [1, 2], [2, 1])
     ]
     assert len(set(hashes)) == len(hashes)
     assert timing.result_hash(wide[:, ::2]) == timing.result_hash(wide[:, ::2].copy())

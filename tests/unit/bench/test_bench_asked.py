@@ -44,7 +44,7 @@ def test_gaps_have_the_rate_and_the_spread_that_was_asked_for(burst: float) -> N
 def test_a_burst_of_one_is_the_poisson_process_that_it_always_was() -> None:
     rng = np.random.default_rng([3, 5])
     gaps = rng.exponential(1 / 4.0, 4000)
-    assert [one.at_s for one in draw(mix(), seed=3)] == (np.cumsum(gaps) - gaps[0]).tolist()
+    assert [each.at_s for each in draw(mix(), seed=3)] == (np.cumsum(gaps) - gaps[0]).tolist()
 
 
 @pytest.mark.parametrize("burst", [0.0, -1.0, float("nan"), float("inf")])

@@ -32,7 +32,7 @@ def test_what_was_measured_before_a_failure_is_kept(
     monkeypatch.setattr(suite, "heading", lambda: {"schema": suite.SCHEMA})
     assert not suite.measure_one("rows", smoke=True, brief=False, out=out)
     assert seen == [0, 1]
-    assert [one["name"] for one in json.loads(out.read_text())["rows"]] == ["turn 0", "turn 1"]
+    assert [each["name"] for each in json.loads(out.read_text())["rows"]] == ["turn 0", "turn 1"]
     printed = capsys.readouterr()
     assert "the device is gone" in printed.err
     assert "turn 1" in printed.out
@@ -84,19 +84,19 @@ def test_named_parts_run_in_their_order_and_their_rows_are_one_document(
     compiled, *measured = ran
     assert compiled == ("slice", suite.COMPILE_S)
     assert measured == [(name, suite.LIMIT_S[name]) for name in ("slice", "rows")]
-    assert [one["name"] for one in json.loads(out.read_text())["rows"]] == ["slice", "rows"]
-    assert [one.name for one in tmp_path.iterdir()] == ["rows.json"]
+    assert [each["name"] for each in json.loads(out.read_text())["rows"]] == ["slice", "rows"]
+    assert [each.name for each in tmp_path.iterdir()] == ["rows.json"]
 
 
 def test_what_other_machines_gave_is_shown_as_theirs() -> None:
     """No prediction stands where a device has answered."""
     shown = list(measured_before())
-    assert {one["config"]["kind"] for one in shown} == {"before"}
-    best = {(one["config"]["device"], one["name"]): one for one in shown}
+    assert {each["config"]["kind"] for each in shown} == {"before"}
+    best = {(each["config"]["device"], each["name"]): each for each in shown}
     assert len(best) == len(shown)
     document = json.loads((RESULTS / "gpu-h100.json").read_text())
     for name in ("gather 512 rows, flat", "gather 65536 rows, copy engine"):
-        values = [one["value"] for one in document["rows"] if one["name"] == name]
+        values = [each["value"] for each in document["rows"] if each["name"] == name]
         values = values[:-1]  # the last was predicted in that run
         assert best[document["machine"]["device"], name]["value"] == max(values)
     assert best["NVIDIA H200", "scatter 65536 rows within 1 GiB, flat"]["config"]["blocks"] == 4

@@ -67,11 +67,13 @@ def test_a_timeline_names_its_processes_and_lanes() -> None:
     parts = [("one", [Span("a", "x", 0, 5), Span("b", "y", 1, 2)]), ("two", [Span("b", "z", 3, 4)])]
     events = chrome_events(parts)
     spans = [event for event in events if event["ph"] == "X"]
-    assert [(one["pid"], one["tid"], one["name"]) for one in spans] == [
+    assert [(each["pid"], each["tid"], each["name"]) for each in spans] == [
         *((0, 0, "x"), (0, 1, "y"), (1, 0, "z"))
     ]
     assert (spans[1]["ts"], spans[1]["dur"]) == (1, 1)
-    named = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["ph"] == "M"}
+    named = {
+        (each["pid"], each["tid"]): each["args"]["name"] for each in events if each["ph"] == "M"
+    }
     assert named[1, 0] == "b"
 
 
@@ -99,7 +101,7 @@ def test_the_predicted_half_has_its_baseline_and_pareto() -> None:
     assert all(rate >= asked for rate, asked in zip(rates, (15, 20, 30), strict=True))
     [curves] = outcome.curves
     assert curves.points[-1].batch < curves.floor_batch < curves.index_wall
-    assert max(one.tokens_per_s for one in curves.points) == pytest.approx(best.value)
+    assert max(each.tokens_per_s for each in curves.points) == pytest.approx(best.value)
     [(_, spans)] = outcome.timelines
     assert {span.lane for span in spans} >= {COMPUTE, FETCH}
 
@@ -158,7 +160,7 @@ def test_both_halves_in_one_document(home: Path, capsys: pytest.CaptureFixture[s
     assert len(offload["samples"]) == 2
     assert by_half["check"][0]["baseline"] == "measured"
     events = json.loads(trace.read_text())["traceEvents"]
-    names = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
     assert [name.partition(":")[0] for name in names] == ["measured", "predicted"]
     assert (home / "kept" / "ess" / "prefix").is_dir()
 
@@ -183,7 +185,7 @@ def test_forms_for_people_and_for_spreadsheets(
     assert "| context | 1 s |  |  |  | how=prefilled whole |" in markdown
     assert "| gpu | 8 t/s | resident: 16 | x2 |  | half=predicted batch=3 |" in markdown
     lines = list(csv.DictReader(io.StringIO(run(capsys, "--format", "csv"))))
-    assert [(one["name"], one["std"], one["ctx"]) for one in lines] == [
+    assert [(each["name"], each["std"], each["ctx"]) for each in lines] == [
         *(("ours", "2.0", "320"), ("context", "", ""), ("gpu", "", ""))
     ]
     rows = [json.loads(line) for line in run(capsys, "--format", "jsonl").splitlines()]

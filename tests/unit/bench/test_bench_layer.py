@@ -21,7 +21,7 @@ def test_residency_is_lru() -> None:
     for position in positions.tolist():
         step = residency.step(np.array([[position]], np.int32))
         assert bool(step.missing[0, 0]) == (position not in order)
-        order = [*[one for one in order if one != position][-24:], position]
+        order = [*[each for each in order if each != position][-24:], position]
 
 
 def test_what_is_held_is_what_is_named() -> None:

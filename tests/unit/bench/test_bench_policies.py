@@ -60,7 +60,7 @@ def test_a_recorded_trace_through_the_command(
         for count in slots:
             least = by_name.get(("misses per step, min with bypass warmed", group, count))
             if least is not None:
-                assert least["ratio"] >= 1, "nobody beats MIN"
+                assert least["ratio"] >= 1, "no policy beats MIN"
             exact = by_name.get(("misses per step, exact curve from cold", group, count))
             if exact is not None:
                 cold = by_name["misses per step, lru from cold", group, count]

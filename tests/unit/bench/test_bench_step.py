@@ -80,7 +80,7 @@ def test_a_moved_segment_is_what_the_model_makes_there() -> None:
 
 def _cosine(keys: torch.Tensor, others: torch.Tensor) -> float:
     values = [k[:, :128].contiguous().view(torch.float8_e4m3fn).float() for k in (keys, others)]
-    plain = [ops("cpu").hadamard(one) for one in values]
+    plain = [ops("cpu").hadamard(each) for each in values]
     return float(torch.nn.functional.cosine_similarity(*plain).mean())
 
 
@@ -104,7 +104,7 @@ def test_snapshots_are_read_again_and_damaged_ones_are_made_again(tmp_path: Path
     for layer in range(first.layout.layer_total):
         assert torch.equal(first.rows(layer, SEGMENT), again.rows(layer, SEGMENT))
         assert torch.equal(first.rows(layer, SEGMENT), mended.rows(layer, SEGMENT))
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 def test_all_ways_write_the_same_text_and_the_counts_add_up() -> None:
@@ -122,7 +122,7 @@ def test_all_ways_write_the_same_text_and_the_counts_add_up() -> None:
     assert sum(missed.sum() for missed in arms[1].taken.misses) == 0
     assert sum(missed.sum() for missed in arms[2].taken.misses) > 0
     assert arms[0].offload.stats().fetched_bytes.sum() == 0
-    assert {len(one.prompt) for one in arms[0].requests} == {385, 321}
+    assert {len(each.prompt) for each in arms[0].requests} == {385, 321}
     for arm in arms:
         arm.offload.check()
         arm.close()

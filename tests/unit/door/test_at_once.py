@@ -58,7 +58,7 @@ def test_many_steps_leave_the_same_bytes_everywhere(at_once_bytes, decides, monk
     landed_count = 0
     for _ in range(40):
         (lane_copied, at_once) = [decode_step(*world) for world in worlds]
-        assert all(one.equal(other) for one, other in zip(lane_copied, at_once, strict=True))
+        assert all(each.equal(other) for each, other in zip(lane_copied, at_once, strict=True))
         assert snapshot(worlds[0][0]) == snapshot(worlds[1][0])
         landed_count += int(worlds[1][0].stats().fetch_count.sum())
     assert landed_count

@@ -47,7 +47,7 @@ def looked(monkeypatch) -> list[int]:
 def test_what_was_pushed_out_comes_back_when_there_is_room(looked):
     with roomy(128) as offload:
         first, second = pushed_out(offload, length=100)
-        assert offload.refill([first, second]) == 0, "nobody gives way"
+        assert offload.refill([first, second]) == 0, "no row gives way"
         assert not looked
         second.close()
         offload.drain()
@@ -88,7 +88,7 @@ def test_a_look_is_at_some_groups_only(monkeypatch):
 
 
 def test_a_tenth_stays_free_and_a_vain_walk_rests(looked):
-    """One group is too small for the rows: nobody looks for more before a row departs."""
+    """One group is too small for the rows: the walk rests until a row departs."""
     with roomy(256) as offload:
         assert move_budget(offload, source=0, target=1)
         small, large = offload.stats().slot_count.tolist()

@@ -28,8 +28,8 @@ def truly_resident(offload: Offload, *sequences) -> bool:
     """Row by row, without remembering anything."""
     pools = offload._pools
     return all(
-        (pools.sparse.locate(0, pools.tables.rows(one.line, 0, one.length)) >= 0).all()
-        for one in sequences
+        (pools.sparse.locate(0, pools.tables.rows(each.line, 0, each.length)) >= 0).all()
+        for each in sequences
     )
 
 

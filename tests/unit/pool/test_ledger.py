@@ -49,7 +49,7 @@ def test_what_can_never_fit_says_so():
 def test_what_empty_pools_would_hold_may_wait():
     books = ledger()
     books.reserve({"pages": 10})
-    assert books.free("slots") == 100, "nobody asked for slots"
+    assert books.free("slots") == 100, "no reservation has slots"
     books.require({"slots": 100, "pages": 10})
     with pytest.raises(PoolFull, match="more than the pool's 640 B") as refusal:
         books.require({"slots": 1, "pages": 11})

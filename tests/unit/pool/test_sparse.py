@@ -111,7 +111,7 @@ def test_used_slots_are_counted_through_every_change():
     sparse.drop([1], ids(3, 99))
     assert sparse.used_count(1) == 4
     sparse.commit(sparse.fill(1, np.arange(100, 180, dtype=np.int32)))
-    assert sparse.used_count(1) == 64, "filled to the brim, nobody gave way"
+    assert sparse.used_count(1) == 64, "all slots are taken, and no row gave way"
     sparse.begin_step()
     plan, _ = select(sparse, 1, 200, 201)
     assert (plan.evicted_count, sparse.used_count(1)) == (2, 64)

@@ -36,8 +36,8 @@ def test_attention_is_torchs_own() -> None:
     slope = torch.randn_like(ours)
     ours.backward(slope)
     theirs.backward(slope)
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    for each, other in zip(first, second, strict=True):
+        torch.testing.assert_close(each.grad, other.grad)
 
 
 def _slow_moe(moe: Moe, x: Tensor) -> Tensor:
@@ -149,8 +149,8 @@ def test_sliced_losses_are_torchs_own() -> None:
     torch.testing.assert_close(ours, theirs)
     ours.backward()
     theirs.backward()
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    for each, other in zip(first, second, strict=True):
+        torch.testing.assert_close(each.grad, other.grad)
     nats = token_nats(first[0], first[1], target)
     assert nats.mean() == pytest.approx(
         F.cross_entropy(logits.flatten(0, 1), target.flatten()).item()

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,14 +201,6 @@ class Broken:
 
     def get_error(self):
         return "too much work"
-
-
-@pytest.fixture
-def fresh() -> Iterator[Grammars]:
-    made = Grammars(tokenizer(), vocabulary=VOCABULARY, ends=frozenset({END}))
-    yield made
-    made.check()
-    made.close()
 
 
 def processes(made: Grammars) -> list[int]:

@@ -7,28 +7,19 @@ import json
 import os
 import random
 import resource
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from ess.engine.tokens import grammar_child
-from ess.engine.tokens.grammar import Grammar, Grammars
+from ess.engine.tokens.grammar import Grammar
 from ess.errors import BadInput
 from tests.support.kin import fields
-from tests.unit.tokens.test_grammar import END, VOCABULARY, matcher, texts, tokenizer
+from tests.unit.tokens.test_grammar import END, matcher, texts
 
 LONG = (pytest.mark.slow, pytest.mark.long)
 
 pytest.importorskip("llguidance")
-
-
-@pytest.fixture
-def fresh() -> Iterator[Grammars]:
-    made = Grammars(tokenizer(), vocabulary=VOCABULARY, ends=frozenset({END}))
-    yield made
-    made.check()
-    made.close()
 
 
 def drawn_schema(rng: random.Random, depth: int) -> object:
