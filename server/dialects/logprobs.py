@@ -123,6 +123,7 @@ class ScoredParser:
         self._detokenizer = Detokenizer(tokenizer, keep_special=keep_special)
         self._textless: list[tuple[int, Chance]] = []
         self._placed: deque[Placed] = deque()
+        self._ends: deque[int] = deque()
         self._length = 0
         self._given = 0
         self._pushed = 0
@@ -133,12 +134,11 @@ class ScoredParser:
         """`text` may lag behind the tokens, which may hold the beginning of a stop string."""
         for token, chance in zip(tokens, chances, strict=True):
             self._place(token, chance)
-        ends = [placed.end - self._pushed for placed in self._placed]
-        heard, last = [], 0
-        for end in (*(end for end in ends if 0 < end < len(text)), len(text)):
-            heard += self._pushed_piece(text[last:end])
-            last = end
-        return heard
+        heard: list[Scored] = []
+        begin = self._pushed
+        while self._ends and self._ends[0] < begin + len(text):
+            heard += self._pushed_piece(text[self._pushed - begin : self._ends.popleft() - begin])
+        return heard + self._pushed_piece(text[self._pushed - begin :])
 
     def finish(self) -> list[Scored]:
         return self._scored(self._parser.finish(), self._open)
@@ -150,6 +150,7 @@ class ScoredParser:
             self._length += len(fresh)
             tokens, chances = zip(*self._textless, strict=True)
             self._placed.append(Placed(tokens, chances, self._length))
+            self._ends.append(self._length)
             self._textless = []
 
     def _pushed_piece(self, piece: str) -> list[Scored]:
@@ -159,6 +160,7 @@ class ScoredParser:
         consumed = self._open[: len(self._open) - self._parser.held]
         heard = self._scored(events, consumed)
         self._open = self._open[len(consumed) :]
+        self._drop(self._pushed - len(self._open))
         return heard
 
     def _scored(self, events: Sequence[Event], consumed: str) -> list[Scored]:
@@ -175,6 +177,11 @@ class ScoredParser:
                 self._is_speaking = isinstance(event, Content)
             heard.append((event, entries))
         return heard
+
+    def _drop(self, until: int) -> None:
+        """Forgets tokens of what was consumed: no text to come has a character of them."""
+        while self._placed and self._placed[0].end <= until:
+            self._given = self._placed.popleft().end
 
     def _entries(self, begin: int, end: int) -> list[dict[str, Any]]:
         entries = []
