@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
+import torch
 
 from ess.engine.chunking.sizes import PrefillTime
+from ess.engine.step import way
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tpot_control import TPOT
 from ess.errors import BadInput
@@ -115,24 +118,47 @@ def test_long_cached_prefixes_are_not_read_together_by_hand():
     assert times(found) == [(14, 14), (14, 14)]
 
 
-def test_steps_hold_what_the_engine_s_steps_hold():
-    """The same arrivals, step by step: chunks with their ends, and how many requests decode."""
-    eng = engine("v32", mtp=1, modes="none", chunks=40, chunk_tokens=256)
-    simulated = Running(rank(chunk_max=256, slot_floor=24))
-    for number, length in enumerate((40, 300, 1, 64, 200, 65, 66, 2, 129, 90)):
-        eng.add(prompt(length), Sampling(tokens_max=5, ignore_eos=True))
-        [arrival] = asks((0, length, 5))
-        simulated.waiting.append(Life(number=number, arrival=arrival, right=bytes(5)))
-    packed = 0
-    while (flight := simulated.launch(0.0)) is not None:
+def test_steps_hold_what_the_engine_s_steps_hold(monkeypatch: pytest.MonkeyPatch):
+    """The same arrivals, step by step: chunks with their ends, how many requests decode, and the
+    tokens of each, where as many drafts are right as were in the engine."""
+    mtp, token, made_drafts = 3, 7, way.draft
+    draws = torch.Generator().manual_seed(1)
+
+    def often_right(*asked: Any) -> torch.Tensor:
+        guesses = made_drafts(*asked)
+        return torch.where(torch.rand(guesses.shape, generator=draws) < 0.6, token, token + 1)
+
+    monkeypatch.setattr(way, "draft", often_right)
+    eng = engine("v32", mtp=mtp, modes="none", chunks=40, chunk_tokens=256)
+    lengths = (40, 300, 1, 64, 200, 65, 66, 2, 129, 90)
+    for length in lengths:
+        eng.add(
+            prompt(length), Sampling(tokens_max=5, ignore_eos=True, allowed_ids=frozenset({token}))
+        )
+    steps = []
+    while not eng.is_idle:
         result = eng.step()
-        ours = [(chunk.request.number, chunk.start, chunk.stop) for chunk in result.chunks]
-        assert [(life.number, *ends) for life, *ends in flight.chunks] == ours
-        assert len(flight.turns) == result.turn_count
+        chunks = [(chunk.request.number, chunk.start, chunk.stop) for chunk in result.chunks]
+        made = {each.request.number: len(each.tokens) for each in result.made}
+        steps.append((chunks, result.turn_count, made))
+    simulated = Running(rank(chunk_max=256, slot_floor=24, depth=mtp))
+    for number, length in enumerate(lengths):
+        right = bytes(made[number] - 1 for *_, made in steps if number in made)
+        [arrival] = asks((0, length, 5))
+        simulated.waiting.append(
+            Life(number=number, arrival=arrival, right=right, draft_count=mtp - 1)
+        )
+    for chunks, turn_count, made in steps:
+        flight = simulated.launch(0.0)
+        assert flight is not None
+        assert [(life.number, *ends) for life, *ends in flight.chunks] == chunks
+        assert len(flight.turns) == turn_count
+        before = {life.number: life.made for life, _ in flight.turns}
         simulated.land(flight, 0.0)
-        packed += len(ours) > 1
-    assert packed > 2
-    assert eng.is_idle
+        assert {life.number: life.made - before[life.number] for life, _ in flight.turns} == made
+    assert simulated.launch(0.0) is None
+    assert sum(len(chunks) > 1 for chunks, *_ in steps) > 2
+    assert {count for *_, made in steps for count in made.values()} == {1, 2, 3}
 
 
 def test_a_tier_by_hand():
