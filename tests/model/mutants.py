@@ -117,7 +117,6 @@ SUITES = {
         "tests/model/test_priority.py",
         SEEDS,
         "tests/model/test_wishes.py",
-        "tests/compressed/test_handed_over.py",
     ],
     "ess.engine.process.holding": ["tests/server/operate/test_held_steps.py"],
     "ess.engine.tokens.sampling": ["tests/unit/tokens/test_sampling.py"],

@@ -14,13 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zmq.asyncio
 
 from ess.engine.process.fake_engine import identity_of
-from ess.engine.process.messages import Met
+from ess.engine.process.messages import Met, Ready
 from ess.errors import BadInput
 from ess.ports import kept_port
 from ess.server.commands.start.settings import resolve
+from ess.server.process.board import Board
 from ess.server.process.bounds import METADATA_BYTES_MAX
+from ess.server.process.link import EngineLink
 from ess.server.process.pair import peers
 from ess.server.process.pair.addresses import read_peers
 from ess.server.process.pair.peers import Peers
@@ -74,7 +77,11 @@ def test_whatever_goes_wrong_a_meeting_is_tried_again(monkeypatch: pytest.Monkey
     async def meet(address: str, metadata: bytes) -> Met:
         return Met(address, 7, b"ours")
 
-    link = SimpleNamespace(engine=SimpleNamespace(until_ready=until_ready), meet=meet)
+    async def until_lost(ready: object, most_s: float) -> None:
+        await asyncio.sleep(most_s)
+
+    engine = SimpleNamespace(until_ready=until_ready, until_lost=until_lost)
+    link = SimpleNamespace(engine=engine, meet=meet)
 
     async def act() -> None:
         named = read_peers("127.0.0.1:9")
@@ -87,6 +94,53 @@ def test_whatever_goes_wrong_a_meeting_is_tried_again(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(peers, "post", post)
     monkeypatch.setattr(peers, "MEET_EVERY_S", 0.0)
+    asyncio.run(asyncio.wait_for(act(), 30.0))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_next_engine_meets_all_as_soon_as_it_is_ready(
+    is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where the engine is replaced during a meeting. Until then every prompt whose rows come
+    from a prefill worker would be computed here."""
+    asked: list[bytes] = []
+    answers = asyncio.Event()
+
+    async def post(at: object, path: str, ours: bytes) -> bytes:
+        asked.append(ours)
+        await answers.wait()
+        return b"theirs"
+
+    async def meet(address: str, theirs: bytes) -> Met:
+        return Met(address, 7, b"ours")
+
+    async def come(numbers: list[bytes]) -> None:
+        while asked != numbers:
+            await asyncio.sleep(0)
+
+    async def act() -> None:
+        context, clock = zmq.asyncio.Context(), ManualClock()
+        link = EngineLink(context, f"ipc://{tmp_path}/one", board=Board(clock), clock=clock)
+        monkeypatch.setattr(link, "meet", meet)
+        met = Peers(read_peers("127.0.0.1:9"), link, clock)
+        running = asyncio.ensure_future(met.run())
+        link._hear(Ready(vocabulary=9, length_max=9, load_s=0.0, metadata=b"one"))
+        await come([b"one"])
+        if not is_late:
+            answers.set()
+            while met.missing:
+                await asyncio.sleep(0)
+        link.interrupt("it broke")
+        link.renew(f"ipc://{tmp_path}/two")
+        link._hear(Ready(vocabulary=9, length_max=9, load_s=0.0, metadata=b"two"))
+        answers.set()
+        await come([b"one", b"two"])
+        running.cancel()
+        link.close()
+        context.destroy(linger=0)
+
+    monkeypatch.setattr(peers, "post", post)
+    monkeypatch.setattr(peers, "MEET_EVERY_S", 3600.0)
     asyncio.run(asyncio.wait_for(act(), 30.0))
 
 

@@ -7,6 +7,7 @@ starting --Ready--> ready --interrupt--> restarting --Ready--> ready ...
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Literal
 
 from ess.clock import Clock
@@ -26,6 +27,7 @@ class EngineState:
         self.why_lost = ""
         self.ready: Ready | None = None
         self.became_ready = asyncio.Event()
+        self._was_lost = asyncio.Event()
         self.restart_count = 0
         self.heard_at_s = clock.now_s()
         self.has_answered = False
@@ -51,15 +53,24 @@ class EngineState:
             await self.became_ready.wait()
         return self.ready
 
+    async def until_lost(self, ready: Ready, most_s: float) -> None:
+        """Waits until the engine that has said `ready` is lost, `most_s` at most."""
+        if self.ready is ready:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(most_s):
+                    await self._was_lost.wait()
+
     def hear(self) -> None:
         self.heard_at_s = self._clock.now_s()
 
     def begin(self, ready: Ready) -> None:
         self.state, self.why_lost, self.ready = "ready", "", ready
         self.became_ready.set()
+        self._was_lost.clear()
 
     def end(self, state: Literal["restarting", "lost"], sentence: str) -> None:
         self.state, self.why_lost, self.ready = state, sentence, None
+        self._was_lost.set()
         if state == "lost":
             self.became_ready.set()
         else:

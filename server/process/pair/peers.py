@@ -4,7 +4,8 @@
     to the engine:        Meet(address, theirs)                           ->  Met(epoch)
 
 So a prefill worker may start later, or restart: its next boot has another epoch, and is met within
-two seconds. An address in a request is only looked up here; it is never dialled.
+two seconds. Our own next engine meets all of them as soon as it is ready. An address in a request
+is only looked up here; it is never dialled.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Peers:
     async def _keep(self, peer: Peer) -> None:
         while (ready := await self._link.engine.until_ready()) is not None:
             await self._meet(peer, ready.metadata)
-            await asyncio.sleep(MEET_EVERY_S)
+            await self._link.engine.until_lost(ready, MEET_EVERY_S)
 
     async def _meet(self, peer: Peer, metadata: bytes) -> None:
         """Meets a peer; it is down after MISSES_MAX late answers, or once it refuses or is gone.
