@@ -98,8 +98,8 @@ def tell_records(library: ctypes.CDLL) -> None:
 
 
 def lock_away() -> None:
-    """Registered memory that is let go can be neither read nor written from then on, and no
-    other memory gets its addresses: a host or kernel that uses it further ends the process there."""
+    """Registered memory that is let go can be neither read nor written from then on, and no other
+    memory gets its addresses: a host or kernel that uses it further ends the process there."""
     from ess.kernels.cuda import pinned
 
     register, mappings = pinned.register, []
