@@ -1,9 +1,9 @@
 """ASGI middleware in front of every route: request id, API key, the body and its length.
 
 Plain ASGI, because it wraps streams too. When a key is set, every path needs it, even paths that do
-not exist. Exempt are probes and pages: dashboard, /docs, /redoc and their files. A browser cannot
-send a key when it opens an address; a page holds no state of this server, asks the user for the key
-and sends it with its own requests.
+not exist. Exempt are probes and pages: /chat, /dashboard, /docs, /redoc and their files. A browser
+cannot send a key when it opens an address; a page holds no state of this server, asks the user for
+the key and sends it with its own requests.
 
 A body is received here, once the key has been checked, and passed on when all of it is there: no
 route runs for a part of a body, and a client that leaves before its end is counted and dropped. It
@@ -31,7 +31,7 @@ from ess.server.http.responses import Denied, Refused, TooLarge, error_answer
 from ess.server.process.bounds import BODIES_MAX, METADATA_BYTES_MAX
 from ess.server.process.tally import Tally
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/dashboard", *pages.PATHS})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/chat", "/dashboard", *pages.PATHS})
 SEALED_PATHS: Final = frozenset({"/peers"})
 PIECE_BYTES: Final = 16 << 10
 """Pieces are joined up to here, so that a client that sends single bytes makes few."""

@@ -1,4 +1,4 @@
-"""/dashboard: one HTML file with its style and script inside; it loads nothing else.
+"""/dashboard and /chat: each one HTML file with its style and script inside; it loads nothing else.
 
 The content security policy allows only that style and script, by digest, and requests to this
 server. Recordings are in recordings/; /dashboard?replay=NAME shows one.
@@ -24,7 +24,7 @@ NAME: Final = re.compile(r"[a-z0-9-]+\.json")
 
 
 async def page(request: Request) -> Response:
-    body, policy = _page()
+    body, policy = _page(request.scope["route_name"].removeprefix("/"))
     headers = {
         "content-security-policy": policy,
         "cache-control": "no-cache",
@@ -35,8 +35,8 @@ async def page(request: Request) -> Response:
 
 
 @functools.cache
-def _page() -> tuple[bytes, str]:
-    body = (resources.files("ess.server.http") / "dashboard.html").read_bytes()
+def _page(name: str) -> tuple[bytes, str]:
+    body = (resources.files("ess.server.http") / f"{name}.html").read_bytes()
     digests: dict[bytes, list[str]] = {b"style": [], b"script": []}
     for tag, text in INLINE.findall(body):
         digest = base64.b64encode(hashlib.sha256(text).digest()).decode()
@@ -64,6 +64,7 @@ async def recording(request: Request) -> Response:
 
 
 DOORS: Final = (
+    Door("GET", ("/chat",), page, "A page to talk to the model.", gives=("text/html",)),
     Door("GET", ("/dashboard",), page, "A page that shows all this.", gives=("text/html",)),
     Door("GET", ("/dashboard/{recording}",), recording, "A recording for the page."),
 )

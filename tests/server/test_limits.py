@@ -117,7 +117,7 @@ def test_a_request_id_goes_out_as_it_came_in():
         ("/is_sleeping", None, 404, "there is no /is_sleeping; memory is not given back: /pause"),
         ("/tokenizer_info", None, 404, "/tokenize and /detokenize use it"),
         ("/props", None, 404, "llama.cpp's routes are not served: ask /v1/completions"),
-        ("/", None, 404, "there is no /; /dashboard shows the server at work, /docs its routes"),
+        ("/", None, 404, "there is no /; /chat talks to the model, /dashboard shows the server"),
     ],
 )
 def test_a_wrong_path_is_told_the_right_one(path: str, body: dict | None, code: int, says: str):

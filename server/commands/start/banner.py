@@ -145,6 +145,7 @@ def _urls(settings: Settings, url: str) -> Table:
     table = _grid("left", "left")
     if settings.role == "both" and not settings.uds:
         table.add_row("chat", "ess chat" if url == URL else f"ess chat --url {url}")
+        table.add_row("chat page", f"{url}/chat")
     for name, path in PAGES:
         table.add_row(name, url + path)
     return table

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 _WHY: Final[Mapping[str, str]] = {
-    "/dashboard shows the server at work, /docs its routes": "/",
+    "/chat talks to the model, /dashboard shows the server at work, /docs its routes": "/",
     "did you mean /health?": "/livez",
     "this server makes text: no embeddings, scores or classes": (
         "/v1/embeddings /embeddings /embed /encode /v1/rerank /v2/rerank /rerank /v1/score /score"
