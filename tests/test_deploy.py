@@ -41,6 +41,7 @@ STANDS_FOR = {
     "prefill": "node1",
     "head": "node2",
     "secret": "/etc/ess/peer.secret",
+    "CREDENTIALS_DIRECTORY": "/etc/ess",
 }
 ELSEWHERE = {"Containerfile", "grafana.json", "alerts.yaml"}
 """Files with checks of their own: below, and in tests/server/operate/test_boards.py."""
