@@ -16,9 +16,12 @@ MAKEFLAGS += --keep-going
 # looser request would pull gigabytes of CUDA.
 BUILD = -W ignore csrc/build.py -q build_ext --inplace
 COMMA := ,
+NEW_ENOUGH = 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) \
+	else "ESS needs Python 3.11 or newer, this is " + v + ": make ... PYTHON=python3.12")'
 define INSTALL
+	@$(PYTHON) -c $(NEW_ENOUGH)
 	@echo "installing into $(VENV): torch for the CPU, packages, the native library; some minutes"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(2) 'setuptools>=77' wheel
 	$(BIN)/python $(BUILD) & native=$$!; \
 	{ $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $(2) torch==2.13.0; } && \

@@ -246,6 +246,11 @@ def test_a_value_of_theirs_is_read():
         resolve({"form": "float16"}, environment={})
 
 
+def test_variables_that_kernels_read_are_no_settings():
+    named = {"ESS_ROWS": "plain", "ESS_ISA": "avx2", "ESS_CACHE_DIR": "/var/cache"}
+    assert set(resolve({}, environment=named).origins.values()) == {"default"}
+
+
 def test_a_cluster_s_own_variables_are_no_settings():
     """Kubernetes sets such variables in every container for a service named ess or vllm."""
     environment = {
@@ -273,7 +278,7 @@ def test_a_key_is_never_shown():
     ("text", "environment", "says"),
     [
         ("prot = 1", {}, "unknown key 'prot'; did you mean 'port'"),
-        ("zzzzzz = 1", {}, "known: form, model, "),
+        ("zzzzzz = 1", {}, "'zzzzzz'; `ess serve --help` lists all"),
         ("port = ", {}, "not TOML"),
         ("port = 'x'", {}, "port from file is 'x'"),
         ("port = 1.5", {}, "port from file is 1.5"),

@@ -37,6 +37,8 @@ from ess.server.process.pair.addresses import Named, read_peers
 
 Origin = Literal["default", "file", "environment", "flag", "derived"]
 PREFIX: Final = "ESS_"
+READ_ELSEWHERE: Final = frozenset({"ESS_ROWS", "ESS_ISA", "ESS_CACHE_DIR"})
+"""Variables of ours that are no settings: what reads them checks them."""
 SECTIONS: Final = (
     *("model", "listening", "limits", "memory", "engine", "handoff", "pipeline"),
     *("times", "telemetry", "trials"),
@@ -358,7 +360,9 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Refuses an unknown ESS_ variable: a setting that is silently ignored misleads."""
     given = {}
     for variable, value in environment.items():
-        if not variable.startswith(PREFIX) or is_of_cluster(variable, value):
+        if not variable.startswith(PREFIX) or variable in READ_ELSEWHERE:
+            continue
+        if is_of_cluster(variable, value):
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name not in FIELDS:
@@ -370,7 +374,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def _suggestion(name: str, prefix: str = "") -> str:
     close = difflib.get_close_matches(name, FIELDS, n=1)
     shown = prefix + close[0].upper() if close and prefix else close[0] if close else ""
-    return f"; did you mean {shown!r}?" if shown else f"; known: {', '.join(FIELDS)}"
+    return f"; did you mean {shown!r}?" if shown else "; `ess serve --help` lists all"
 
 
 def _converted(name: str, value: Any, origin: Origin) -> Any:
