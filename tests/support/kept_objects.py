@@ -18,7 +18,7 @@ SOURCES = [
     path
     for folder in ("csrc/cpu", "csrc/residency")
     for suffix in ("cpp", "h")
-    for path in (ROOT / folder).glob(f"*.{suffix}")
+    for path in (ROOT / folder).rglob(f"*.{suffix}")
 ]
 
 
