@@ -9,7 +9,7 @@ import pytest
 from ess.errors import BadInput
 from ess.server.commands import cli
 from ess.server.commands.start import launch
-from ess.server.commands.start.settings import read_file
+from ess.server.commands.start.settings import read_file, resolve
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,8 @@ def test_a_file_in_yaml_is_told_what_settings_are_written_in(tmp_path: Path) -> 
     file.write_text("port: 8000\n")
     with pytest.raises(BadInput, match=r"is not TOML: .* \(settings are TOML, as port = 8000, or"):
         read_file(file)
+
+
+def test_variables_that_kernels_read_are_no_settings():
+    named = {"ESS_ROWS": "plain", "ESS_ISA": "avx2", "ESS_CACHE_DIR": "/var/cache"}
+    assert set(resolve({}, environment=named).origins.values()) == {"default"}

@@ -246,11 +246,6 @@ def test_a_value_of_theirs_is_read():
         resolve({"form": "float16"}, environment={})
 
 
-def test_variables_that_kernels_read_are_no_settings():
-    named = {"ESS_ROWS": "plain", "ESS_ISA": "avx2", "ESS_CACHE_DIR": "/var/cache"}
-    assert set(resolve({}, environment=named).origins.values()) == {"default"}
-
-
 def test_a_cluster_s_own_variables_are_no_settings():
     """Kubernetes sets such variables in every container for a service named ess or vllm."""
     environment = {
