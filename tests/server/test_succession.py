@@ -349,6 +349,7 @@ class Unable:
         self.heard: list[str] = []
         self.place = SimpleNamespace(front=0)
         self.engine = SimpleNamespace(has_answered=True)
+        self.open_count = self.open_elsewhere_count = 0
 
     async def start(self, number: int) -> EngineGroup:
         self.tried.append(number)
