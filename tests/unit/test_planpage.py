@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,16 @@ from ess.server.commands.planning import planpage
 from ess.sim.locality import misses
 from ess.sim.operators import tables
 from ess.sim.operators.paper import Fitted, PaperOperators
+from ess.sim.planning.answers import Question
 from ess.sim.planning.ask import Ask
+from ess.sim.planning.deployment import Deployment, Work
+from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
+from ess.sim.planning.prefilling import prefilling_of
 
 TIB = 1 << 40
 SERVER = Path(planpage.__file__).parent
+QUESTION = Question(node=Node(), work=Work(context=65_536))
 
 
 def planner(**ask: Any) -> Planner:
@@ -38,6 +44,7 @@ def planner(**ask: Any) -> Planner:
 def numbers() -> dict[str, Any]:
     return planpage.numbers_of(
         planner(),
+        QUESTION,
         model="deepseek-v3.2",
         gpu="h200",
         mtps=(2,),
@@ -59,6 +66,8 @@ def answer(numbers: dict[str, Any]) -> Any:
             "tpot_us": None,
             "host_bytes": None,
             "batch": None,
+            "out": 1024,
+            "cached": 0.9,
             "device_bytes": numbers["device_bytes"],
             **ask,
         }
@@ -105,6 +114,23 @@ def test_the_page_plans_as_the_planner_does(answer: Any, ask: dict[str, Any]) ->
     assert page["resident"]["tokens_per_s"] == pytest.approx(ours.resident.tokens_per_s, rel=0.05)
 
 
+@pytest.mark.parametrize(("out", "cached"), [(1024, 0.9), (63, 0.0), (30_000, 1.0)])
+def test_the_page_counts_prefill_as_the_planner_does(answer: Any, out: int, cached: float) -> None:
+    page = answer(context=65_536, out=out, cached=cached)
+    asked, work = planner(), Work(context=65_536, output_tokens=out, cached_share=cached)
+    deployment = Deployment(
+        work=work,
+        prefilling=prefilling_of(asked),
+        layout=asked.layout,
+        node=QUESTION.node,
+        gpu_count=asked.ask.gpu_count,
+    )
+    rate = page["chosen"]["tokens_per_s"]
+    ours = deployment.shared(replace(asked.plan().chosen, tokens_per_s=rate))
+    assert page["chosen"]["prefill_gpus"] == pytest.approx(ours.prefill_gpus, rel=1e-6)
+    assert page["chosen"]["shared_tokens_per_s"] == pytest.approx(ours.tokens_per_s, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
@@ -112,6 +138,7 @@ def test_the_page_plans_as_the_planner_does(answer: Any, ask: dict[str, Any]) ->
         ({"context": 65_536, "tpot_us": 1000}, "1 ms a token is out of reach"),
         ({"context": 4096}, "from 32768 to 131072"),
         ({"context": 65_536, "accepted": 3}, "between 1 and 2 tokens"),
+        ({"context": 65_536, "out": 65_536}, "an output takes part"),
         ({"context": 65_536.5}, "whole numbers"),
         ({"context": 65_536, "host_bytes": 1 << 30}, "the host holds 0"),
     ],
@@ -122,7 +149,7 @@ def test_what_cannot_be_gets_a_sentence(answer: Any, ask: dict[str, Any], says: 
 
 def test_the_page_is_whole_and_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planpage, "numbers_of", lambda *given, **named: {"model": "</script>"})
-    html = planpage.page(planner(), model="x", gpu="y")
+    html = planpage.page(planner(), QUESTION, model="x", gpu="y")
     assert "/*" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
     assert html.count("</script>") == 2
     assert not re.search(r"(?:src|href)\s*=|https?://|@import|fetch\(", html)

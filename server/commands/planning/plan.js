@@ -30,6 +30,17 @@ function exposedTime(numbers, ask, batch, slots) {
   return Math.max(0, mix(at(c), at(c + 1), cs));
 }
 
+// The point's decode GPU with the prefill GPUs that feed it, as `ess.sim.planning.deployment`.
+function withPrefill(numbers, ask, point) {
+  const prompt = ask.context - ask.out, pages = (tokens) => Math.floor(tokens / 64) * 64;
+  const cached = Math.min(pages(Math.floor(ask.cached * prompt)), pages(prompt - 1));
+  const computed = prompt - 1 - cached, time = numbers.prefill;
+  const seconds = computed * (time.quadratic * (computed + 2 * cached) + time.linear);
+  const landed = time.nic_bytes_per_s / (Math.max(1, computed) * numbers.host_page_bytes / 64);
+  const ended = Math.min(point.tokens_per_s / ask.out, landed), gpus = ended * seconds;
+  return { ...point, prefill_gpus: gpus, shared_tokens_per_s: ended * ask.out / (1 + gpus) };
+}
+
 function plan(numbers, ask) {
   const whole = (n) => Number.isInteger(n) && n >= 1;
   if (!whole(ask.context) || (ask.batch !== null && !whole(ask.batch))) {
@@ -38,6 +49,9 @@ function plan(numbers, ask) {
   const [shortest, longest] = [numbers.contexts[0], numbers.contexts[numbers.contexts.length - 1]];
   if (ask.context < shortest || ask.context > longest) {
     return { refused: `this page knows contexts from ${shortest} to ${longest} tokens` };
+  }
+  if (!whole(ask.out) || ask.out >= ask.context || !(ask.cached >= 0 && ask.cached <= 1)) {
+    return { refused: "an output takes part of the context, and 0 to 1 of the prompt is cached" };
   }
   const accepted = ask.accepted ??
     Array.from({ length: ask.mtp }, (_, draft) => 0.7 ** draft).reduce((a, b) => a + b, 0);
@@ -71,7 +85,8 @@ function plan(numbers, ask) {
   const inTime = (some) => ask.tpot_us === null || some.token_us <= ask.tpot_us;
   const best = (some) => some.filter(inTime).reduce(
     (a, b) => a === null || b.tokens_per_s > a.tokens_per_s ? b : a, null);
-  const chosen = best(ask.batch === null ? points : [points[ask.batch - 1]]);
+  const counted = (some) => some === null ? null : withPrefill(numbers, ask, some);
+  const chosen = counted(best(ask.batch === null ? points : [points[ask.batch - 1]]));
   if (chosen === null) {
     const fastest = Math.min(...points.map((some) => some.token_us)) / 1000;
     return { refused: `${ask.tpot_us / 1000} ms a token is out of reach: the fastest batch takes ` +
@@ -82,9 +97,9 @@ function plan(numbers, ask) {
     : next === undefined ? (hostMost < floorBatch ? "host pages" : "slots")
     : !inTime(next) ? "time per token"
     : next.exposed_us > 0.05 * next.step_us ? "host link" : "compute";
-  const resident = best(wholes);
+  const resident = counted(best(wholes));
   const gain = resident === null ? null : chosen.tokens_per_s / resident.tokens_per_s;
   return { context: ask.context, accepted, floor, chosen, resident, points, wholes, limiter, gain,
     recommended: gain === null || gain >= numbers.worth ? "offload" : "resident",
-    floor_batch: floorBatch, index_wall: deviceMost(0), refused: null };
+    group: numbers.prefill.group_gpus, floor_batch: floorBatch, index_wall: deviceMost(0), refused: null };
 }

@@ -257,7 +257,7 @@ def plan(
         answer = answered(planner, question)
         others = changed(setup, question, planner_for) if what_if else ()
     if html is not None:
-        _write_page(html, planner, decode.model, decode.gpu)
+        _write_page(html, planner, question, decode)
     if json:
         console.print_json(_document(answer, cut, others))
     else:
@@ -335,9 +335,10 @@ def _document(answer: PlanAnswer, cut: Cut | None, others: tuple[Changed, ...]) 
     return {**whole.pop("plan"), **whole, "sources": dict(SOURCES), **more}
 
 
-def _write_page(html: Path, planner: Planner, model: str, gpu: str) -> None:
+def _write_page(html: Path, planner: Planner, question: Question, decode: DecodeFlags) -> None:
     with console.patience("ess: computing the figures that the page interpolates ..."):
-        html.write_text(planpage.page(planner, model=model, gpu=gpu), encoding="utf-8")
+        page = planpage.page(planner, question, model=decode.model, gpu=decode.gpu)
+        html.write_text(page, encoding="utf-8")
     console.note(f"written: {html}")
 
 

@@ -12,8 +12,10 @@ from typing import Any, Final
 
 import ess
 from ess.server.commands.planning.htmlfile import whole
+from ess.sim.planning.answers import Question
 from ess.sim.planning.batches import Point
 from ess.sim.planning.planner import WORTH, Planner
+from ess.sim.planning.prefilling import prefilling_of
 
 MTPS: Final = (1, 2, 4)
 CONTEXTS: Final = (8192, 16384, 32768, 65536, 131072, 262144)
@@ -21,14 +23,15 @@ BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 224, 320, 51
 SLOTS: Final = (6400, 8192, 12288, 16384, 24576, 49152, 131072)
 
 
-def page(planner: Planner, *, model: str, gpu: str) -> str:
+def page(planner: Planner, question: Question, *, model: str, gpu: str) -> str:
     """The whole page, self-contained."""
-    numbers = numbers_of(planner, model=model, gpu=gpu)
+    numbers = numbers_of(planner, question, model=model, gpu=gpu)
     return whole("plan", title="ESS plan", numbers=numbers, code="plan.js")
 
 
 def numbers_of(
     planner: Planner,
+    question: Question,
     *,
     model: str,
     gpu: str,
@@ -47,17 +50,20 @@ def numbers_of(
         "model": model,
         "gpu": gpu,
         "gpus": ask.gpu_count,
-        "about": f"ess {ess.__version__}. Times are the simulator's, read between grid points; "
-        "of decode GPUs alone, those that prefill for them are not counted. A time per token may "
-        f"be off by {low:+.0f} to {high:+.0f} %, by more where many rows are missed.",
+        "about": f"ess {ess.__version__}. Times are the simulator's, read between grid points. A "
+        f"time per token may be off by {low:+.0f} to {high:+.0f} %, by more where many rows are "
+        "missed.",
         "ask": {
             "context": ask.context,
+            "out": question.work.output_tokens,
+            "cached": question.work.cached_share,
             "mtp": ask.queries_each,
             "accepted": ask.accepted,
             "tpot_us": ask.token_us_max,
             "host_bytes": ask.host_bytes,
             "batch": ask.batch,
         },
+        "prefill": _prefill(planner, question),
         "device_bytes": planner.device_bytes,
         "slot_bytes": budget.slot_bytes,
         "index_page_bytes": budget.index_page_bytes,
@@ -71,6 +77,17 @@ def numbers_of(
         "slots": list(slots),
         "step_us": [steps for steps, _ in grids],
         "exposed_us": [exposed for _, exposed in grids],
+    }
+
+
+def _prefill(planner: Planner, question: Question) -> dict[str, float]:
+    prefilling, node = prefilling_of(planner), question.node
+    nic_rate = node.nic_rate / node.neighbours(planner.ask.gpu_count)
+    return {
+        "quadratic": prefilling.time.quadratic,
+        "linear": prefilling.time.linear,
+        "group_gpus": prefilling.group_gpus,
+        "nic_bytes_per_s": nic_rate * 1e6,
     }
 
 
