@@ -68,4 +68,5 @@ def test_handed_over_prompts(tp, pp, mtp, transport, asked, expected, tmp_path):
         after = sorted(engines(decode))
         assert not pools & check_pools(after, tp, pp, writer=prefill.engine_pid)
         assert results(router.url, asked) == expected
-        until(lambda: landed(decode.url) > COUNT // 2, "a word of what has landed")
+        until(lambda: sum(decode.handoffs.values()) >= COUNT - 1, "a word of the handoffs")
+        assert landed(decode.url) > COUNT // 2, decode.handoffs
