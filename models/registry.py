@@ -47,7 +47,10 @@ class Family(Protocol):
 def family(model_type: object) -> Family:
     if not isinstance(model_type, str) or model_type not in MODULES:
         known = ", ".join(sorted(MODULES))
-        raise BadInput(f"model_type {model_type!r:.60} is not supported; supported: {known}")
+        raise BadInput(
+            f"model_type {model_type!r:.60} is not supported; supported: {known}"
+            " (models whose attention is sparse, and llama as a small guest)"
+        )
     return cast(Family, importlib.import_module(MODULES[model_type]))
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from ess.errors import BadInput
+from ess.kernels.cpu import native
 from ess.models.chat.messages import Conversation, Message
 from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.load import EMBEDDED
@@ -82,6 +83,25 @@ def test_a_name_of_the_hub_is_not_a_folder(capsys: pytest.CaptureFixture[str]) -
         read_checkpoint("/no/folder")
     with pytest.raises(BadInput, match=r"did you mean smollm2\?$"):
         read_checkpoint("smolm2")
+
+
+def test_a_wrong_instruction_set_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native._library.cache_clear()
+    try:
+        with monkeypatch.context() as asked:
+            asked.setenv(native.ISA, "scalar")
+            said = refused(EMBEDDED, capsys)
+    finally:
+        native._library.cache_clear()
+    assert said == "ESS_ISA is 'scalar', must be one of portable, avx2, avx512, avx512_bf16"
+    assert native.available()
+
+
+def test_variables_that_kernels_read_are_no_settings() -> None:
+    named = {"ESS_ROWS": "plain", "ESS_ISA": "avx2", "ESS_CACHE_DIR": "/var/cache"}
+    assert set(resolve({}, environment=named).origins.values()) == {"default"}
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:

@@ -11,13 +11,17 @@ import ctypes
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ess.errors import Unavailable
+from ess.errors import BadInput, Unavailable
+
+ISA: Final = "ESS_ISA"
+ISA_NAMES: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 
 
 @functools.cache
@@ -25,6 +29,8 @@ def _library() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec("ess._native")
     if spec is None or spec.origin is None:
         return None
+    if (asked := os.environ.get(ISA)) and asked not in ISA_NAMES:
+        raise BadInput(f"{ISA} is {asked!r:.40}, must be one of {', '.join(ISA_NAMES)}")
     return ctypes.CDLL(spec.origin)
 
 
