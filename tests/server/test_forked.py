@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,14 @@ from tests.support.forked import ROOT, Forked, forked_engines, nursery, started
 from tests.support.kin import children, is_running, kin, told
 
 SAYS = """
-import os, signal, sys, threading
+import atexit, os, signal, sys, threading
+atexit.register(print, "called at its end", end="")
 print(__name__, sys.argv, os.getcwd(), os.environ["WISH"], len(os.listdir("/proc/self/fd")))
 print(signal.getsignal(signal.SIGCHLD), signal.getsignal(signal.SIGINT), threading.active_count())
 print(input(), file=sys.stderr)
-sys.exit(3)
+threading.Timer(0.05, print, ["from a thread that is waited for"]).start()
 """
+ENDS = {"sys.exit(3)": 3, "sys.exit('in words')": 1, "sys.exit()": 0, "pass": 0, "1 / 0": 1}
 WAITS = "print('here', flush=True); input()"
 LEASHED = "from ess.engine.process.lifeline import die_with_parent as d; d(); print(1); input()"
 ASKS = f"""
@@ -36,15 +39,20 @@ def said(process: subprocess.Popen[str]) -> tuple[str, str, int]:
         return (*process.communicate("a word\n", timeout=120), process.returncode)
 
 
-def test_it_is_as_a_started_one():
-    words, env = ["-c", SAYS, "--flag", "value"], {**os.environ, "WISH": "héllo"}
+@pytest.mark.parametrize("end", ENDS)
+def test_it_is_as_a_started_one(end: str):
+    """Also in how it ends, except for the frames of a traceback."""
+    words, env = ["-c", SAYS + end, "--flag", "value"], {**os.environ, "WISH": "héllo"}
     env["TORCHINDUCTOR_CACHE_DIR"] = "as torch sets it in a process that imports its compiler"
     pipes = {"stdin": -1, "stdout": -1, "stderr": -1, "text": True}
     forked = started("server", words, env=env, **pipes)
     assert isinstance(forked, Forked)
     real = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, **pipes)
-    assert said(forked) == said(real)
-    assert forked.returncode == 3
+    (printed, errors, code), (theirs, their_errors, their_code) = said(forked), said(real)
+    assert (printed, code) == (theirs, their_code)
+    assert code == ENDS[end]
+    ours, their = errors.splitlines(), their_errors.splitlines()
+    assert (ours[0], ours[-1]) == (their[0], their[-1])
 
 
 def test_it_is_waited_for_and_told_of_by_its_end():
@@ -150,3 +158,9 @@ def test_an_engine_whose_environment_is_read_at_a_start_is_started():
         until(lambda: has_torch(process.pid), "torch")
         assert forks() == before
         process.kill()
+
+
+def test_a_worker_of_this_run_is_a_fork_of_one_that_has_collected(pytestconfig: pytest.Config):
+    if not hasattr(pytestconfig, "workerinput"):
+        pytest.skip("this run has no workers")
+    assert "tests.support.collected" in Path("/proc/self/cmdline").read_text().split("\0")
