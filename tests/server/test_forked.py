@@ -45,7 +45,7 @@ def test_it_is_as_a_started_one(end: str):
     words, env = ["-c", SAYS + end, "--flag", "value"], {**os.environ, "WISH": "héllo"}
     env["TORCHINDUCTOR_CACHE_DIR"] = "as torch sets it in a process that imports its compiler"
     pipes = {"stdin": -1, "stdout": -1, "stderr": -1, "text": True}
-    forked = started("server", words, env=env, **pipes)
+    forked = started("disk", words, env=env, **pipes)
     assert isinstance(forked, Forked)
     real = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, **pipes)
     (printed, errors, code), (theirs, their_errors, their_code) = said(forked), said(real)
