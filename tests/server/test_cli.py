@@ -204,7 +204,7 @@ def test_top_says_how_long_an_engine_has_been_silent(
 ):
     monkeypatch.setattr(chat_cli, "SILENT_S", 0.3)
     served.engine.hold()
-    heard_s = served.service.link.heard_at_s
+    heard_s = served.service.link.engine.heard_at_s
     until(lambda: served.service.clock.now_s() - heard_s > chat_cli.SILENT_S, "its silence")
     try:
         assert run(served, "top", "--once") == 0
