@@ -1,16 +1,20 @@
 """Target `templates`: conversations through every chat style, replies through its parser.
 
     {"style": name, "thinking": bool, "messages": [...], "tools": [...], "reply": text,
-     "cuts": [...], "source": a Jinja template, only for the style "jinja"}
+     "cuts": [...], "source": a Jinja template, only for the style "jinja",
+     "config": the tokenizer's configuration of a checkpoint, only for the style "folder"}
 
 A conversation becomes a prompt or is refused in a sentence, and what it quotes has no mark in it.
-What a reply says does not depend on how it was cut.
+What a reply says does not depend on how it was cut. A checkpoint's configuration names a style or is
+refused.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from ess.errors import BadInput
@@ -30,6 +34,7 @@ from ess.models.chat.styles import (
     DeepSeekStyle,
     PlainStyle,
     TemplateStyle,
+    style_of,
 )
 from ess.models.chat.template import ChatTemplate
 from tests.fuzz import values
@@ -37,6 +42,7 @@ from tests.fuzz.fuzzer import Finding, Value
 from tests.fuzz.lines import Lines, sources
 from tests.fuzz.rig import SAYS, described
 from tests.fuzz.shapes import LIKELY
+from tests.server.harness import TOKENIZER
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -137,6 +143,14 @@ JINJA = (
         "\x00",
     ),
 )
+CONFIG = {
+    "chat_template": [
+        {"name": "default", "template": TEMPLATE},
+        {"name": "tool_use", "template": "{{ tools }}{{ messages }}"},
+    ],
+    "bos_token": {"content": "<s>"},
+    "eos_token": "</s>",
+}
 CHAT_FILES = (
     *("models/chat/deepseek_v32.py", "models/chat/dsml.py"),
     *(f"models/chat/parsers/{name}.py" for name in ("deepseek_v32", "glm", "stream", "tagged")),
@@ -193,11 +207,15 @@ class Templates:
         }
         if source.random() < 0.02:
             value |= {"style": "jinja", "source": "".join(source.choices(JINJA, k=3))}
+        elif source.random() < 0.02:
+            value |= {"style": "folder", "config": values.changed(source, CONFIG, CONFIG)}
         return value
 
     def changed(self, source: random.Random, value: Value, other: Value) -> Value:
         if "source" in value:
             value = _without_source(source, value)
+        if "config" in value:
+            return {**value, "config": values.changed(source, value["config"], CONFIG)}
         match source.randrange(4):
             case 0:
                 reply = values.raw_changed(source, value["reply"], MARKS)[:5000]
@@ -213,7 +231,7 @@ class Templates:
 
     def run(self, value: Value) -> None:
         style = str(value["style"])
-        if style not in (*STYLES, "jinja"):
+        if style not in (*STYLES, "jinja", "folder"):
             raise ValueError(f"no style {style!r}: the input was cut too far")
         try:
             self._encode(value)
@@ -232,6 +250,8 @@ class Templates:
             messages = read_messages(written, tools=tools)
             if value["style"] == "jinja":
                 _rendered(value["source"], value["messages"])
+            elif value["style"] == "folder":
+                _read(value["config"])
             else:
                 style = self._styles[value["style"]]
                 asked = Conversation(messages, thinking=value["thinking"])
@@ -282,6 +302,19 @@ def _rendered(template: str, messages: Any) -> None:
         made.render({"messages": messages, "tools": None})
     finally:
         made.close()
+
+
+def _read(config: Any) -> None:
+    """The style of a checkpoint with this configuration, used as a server does."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(config))
+        style = style_of(folder, TOKENIZER)
+    try:
+        style.thinks()
+        assert not style.parser(thinking=False).finish()
+    finally:
+        if isinstance(style, TemplateStyle):
+            style.close()
 
 
 def _quoted(value: Value) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
