@@ -199,7 +199,6 @@ class EngineLink:
         running."""
         while True:
             message = await self._socket.receive()
-            self.engine.hear()
             self._hear(message)
             await asyncio.sleep(0)
 
@@ -266,23 +265,17 @@ class EngineLink:
             self._waiting.cancel()
 
     def _hear(self, message: FromEngine) -> None:
-        engine = self.engine
+        was_restarting = self.engine.state == "restarting"
+        self.engine.hear(message)
         match message:
             case Progress(pieces, at_s):
-                engine.has_answered = True
-                self.calls.deliver(pieces, heard_at_s=engine.heard_at_s, left_at_s=at_s)
+                self.calls.deliver(pieces, heard_at_s=self.engine.heard_at_s, left_at_s=at_s)
             case Status():
-                engine.holding.hear(is_on=message.is_held, at_s=message.held_at_s)
-                engine.has_answered |= message.made_count > 0
                 self._board.publish(message)
             case Ready():
-                is_next = engine.state == "restarting"
-                engine.begin(message)
-                if is_next:
+                if was_restarting:
                     self._resend_records()
             case Flushed() | Held() | Tracing() | Traced() | Aborted() | Met():
-                if isinstance(message, Held):
-                    engine.holding.hear(is_on=message.is_on, at_s=message.at_s)
                 self._questions.answer(message)
             case Cut(front):
                 self.on_cut(front)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ess.clock import Clock
 from ess.engine.process.holding import Holding
-from ess.engine.process.messages import Ready
+from ess.engine.process.messages import FromEngine, Held, Progress, Ready, Status
 from ess.errors import Unavailable
 
 State = Literal["starting", "ready", "restarting", "lost"]
@@ -60,10 +60,21 @@ class EngineState:
                 async with asyncio.timeout(most_s):
                     await self._was_lost.wait()
 
-    def hear(self) -> None:
+    def hear(self, message: FromEngine) -> None:
+        """Takes from any message what it says of the engine."""
         self.heard_at_s = self._clock.now_s()
+        match message:
+            case Progress():
+                self.has_answered = True
+            case Status():
+                self.holding.hear(is_on=message.is_held, at_s=message.held_at_s)
+                self.has_answered |= message.made_count > 0
+            case Held():
+                self.holding.hear(is_on=message.is_on, at_s=message.at_s)
+            case Ready():
+                self._begin(message)
 
-    def begin(self, ready: Ready) -> None:
+    def _begin(self, ready: Ready) -> None:
         self.state, self.why_lost, self.ready = "ready", "", ready
         self.became_ready.set()
         self._was_lost.clear()
@@ -79,7 +90,7 @@ class EngineState:
     def renew(self) -> None:
         """Another engine is loading."""
         assert self.state == "restarting", f"the engine is {self.state}, another comes"
-        self.hear()
+        self.heard_at_s = self._clock.now_s()
         self.has_answered = False
         self.restart_count += 1
 

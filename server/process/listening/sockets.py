@@ -29,7 +29,11 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
             address = first.getsockname()
         return [_listening(family, address, shares=True) for _ in range(count)]
     except OSError as error:
-        hint = "; --port takes another one, 0 a free one" if error.errno == errno.EADDRINUSE else ""
+        hint = (
+            "; give another with --port, or 0 for any free one"
+            if error.errno == errno.EADDRINUSE
+            else ""
+        )
         raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from None
 
 
