@@ -11,7 +11,8 @@ import pytest
 from ess.engine.tokens.chance import Chance
 from ess.models.chat.parsers.deepseek_v32 import DeepSeekParser
 from ess.models.chat.reply import Content
-from ess.server.dialects.logprobs import ScoredParser, chat_logprobs
+from ess.server.dialects.logprobs import chat_logprobs
+from ess.server.dialects.scored_reply import ScoredParser
 from tests.server.harness import TOKENIZER, Served
 from tests.server.test_responses import TOOLS, create
 from tests.server.tool_calls import CALLS

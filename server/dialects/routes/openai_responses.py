@@ -21,10 +21,10 @@ from ess.server.dialects.answers import begin_reply
 from ess.server.dialects.forms.asked import Forms
 from ess.server.dialects.forms.calls import rules_of
 from ess.server.dialects.generation import Delta, Generation
-from ess.server.dialects.logprobs import ScoredParser
 from ess.server.dialects.response_history import History
 from ess.server.dialects.response_items import Item, Items
 from ess.server.dialects.routes.completions import usage
+from ess.server.dialects.scored_reply import ScoredParser
 from ess.server.dialects.streaming import Answer, EventStream, Writer, made_of, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON, error_body
