@@ -42,20 +42,17 @@ from ess.bench.harness.folders import write_whole
 from ess.bench.harness.measure.machine import version_of
 from ess.free_resources import memory_free
 from tests.gpu.__main__ import ENDINGS, UNFINISHED, cause_of
+from tests.gpu.marked import end_marked, status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT, PRINTED, EARLIER = "first-day.json", "first-day.txt", "earlier.txt"
 ASIDE = "before-"
-MARK = "ESS_FIRST_DAY"
-"""A variable of every process that a day starts, so that none outlives its part."""
 SECONDS = "SECONDS"
 """In a command: its limit, by which it ends itself."""
 SHARED_S = 270.0
 BUILD_S = 120.0
 LEAST_S = 5.0
 GRACE_S = 10.0
-GONE_S = 5.0
-"""A process that waits in the driver may not end even when it is killed."""
 WRITTEN_S = 10.0
 RUNNING = {"ended": False, "end": "running", "seconds": 0.0}
 TAIL = 40
@@ -191,7 +188,7 @@ class Day:
         began_s = time.monotonic()
         with self.text_of(part.name).open("wb") as printed:
             grace_s = GRACE_S * (SECONDS in part.command)
-            status = ended(part.name, words, printed, limit_s + grace_s)
+            status = status_of(part.name, words, printed, limit_s + grace_s)
         nothing = NOTHING.search(self.said(part.name))
         how = "stopped" if status is None else cause_of(status)
         return {
@@ -263,48 +260,6 @@ def of_tests(text: str) -> tuple[list[str], str]:
     counts = Counter(ends.values())
     failed = [f"FAILED {name}" for name, end in ends.items() if end == "failed"]
     return failed, ", ".join(f"{counts[end]} {end}" for end in ENDINGS) + SO_FAR
-
-
-def ended(name: str, words: Sequence[str], printed: Any, limit_s: float) -> int | None:
-    """Its status, None where it had to be stopped, with all that it has started."""
-    mark = f"{os.getpid()}.{name}."
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", MARK: mark}
-    child = subprocess.Popen(
-        words,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=printed,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=environment,
-    )
-    try:
-        return child.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        end_marked(mark)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(GONE_S)
-
-
-def end_marked(mark: str) -> None:
-    """All processes whose mark begins so, whatever session they are in. What one of them starts
-    meanwhile is found by the next look."""
-    for _ in range(3):
-        for process in marked(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-
-def marked(mark: str) -> Iterator[int]:
-    wanted = f"{MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if any(
-                word.startswith(wanted) for word in (folder / "environ").read_bytes().split(b"\0")
-            ):
-                yield int(folder.name)
 
 
 def boot() -> str:
