@@ -21,7 +21,7 @@ _WHY: Final[Mapping[str, str]] = {
     "there are no adapters": (
         "/v1/load_lora_adapter /v1/unload_lora_adapter /load_lora_adapter /unload_lora_adapter"
     ),
-    "memory is not given back: /pause runs no step, and a server that is not needed is stopped": (
+    "memory is not given back: /pause only pauses, so stop a server that is not needed": (
         "/sleep /wake_up /is_sleeping /release_memory_occupation /resume_memory_occupation"
     ),
     "weights stay as they are: stop the server, and start it with others": (
