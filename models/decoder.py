@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     row: Tensor
 
 
-class Asked(NamedTuple):
+class QueriesAndRows(NamedTuple):
     """Absorbed queries [tokens, heads, latent + rope] and new rows [tokens, latent + rope]."""
 
     queries: Tensor
@@ -163,9 +163,9 @@ class DecoderLayer:
         assert self.indexer is not None, f"layer {self.number} shares another layer's selection"
         return self.indexer.probe(entry.hidden, entry.query, self.turning(rotation))
 
-    def pre_attn(self, entry: Entry, rotation: Rotation) -> Asked:
+    def pre_attn(self, entry: Entry, rotation: Rotation) -> QueriesAndRows:
         own = self.turning(rotation)
-        return Asked(self.mla.queries(entry.query, own), self.mla.rows(entry.row, own))
+        return QueriesAndRows(self.mla.queries(entry.query, own), self.mla.rows(entry.row, own))
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
         return hidden + self.mla.output(attended)

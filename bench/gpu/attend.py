@@ -154,7 +154,7 @@ class Bench:
 def view_of(host: Tensor, device: torch.device) -> Tensor:
     """Pinned memory as a tensor of the device, which shares the host's addresses."""
 
-    class Seen:
+    class HostBytes:
         __cuda_array_interface__ = {  # noqa: RUF012
             "shape": tuple(host.shape),
             "typestr": "|u1",
@@ -164,4 +164,4 @@ def view_of(host: Tensor, device: torch.device) -> Tensor:
             "stream": None,
         }
 
-    return torch.as_tensor(Seen(), device=device)
+    return torch.as_tensor(HostBytes(), device=device)

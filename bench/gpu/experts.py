@@ -48,7 +48,7 @@ POINTS: Final = (
 SMALL: Final = Point(40, 8, 256, 384)
 
 
-class Given(NamedTuple):
+class ExpertInputs(NamedTuple):
     """What every arm multiplies, once in e4m3 with scales and once in bfloat16."""
 
     tokens: Tensor
@@ -102,7 +102,7 @@ def point_rows(
         yield row(f"experts: {name}", "TFLOP/s", rates, baseline=baseline, higher=True, **config)
 
 
-def ours(given: Given, timed: Timed) -> tuple[dict[str, list[float]], Tensor]:
+def ours(given: ExpertInputs, timed: Timed) -> tuple[dict[str, list[float]], Tensor]:
     """Weights in e4m3, by every shape for this number of tokens; the first shape is in use."""
     tokens, ends, coded, scales, _ = given
     out = torch.zeros(len(tokens), coded.shape[1], dtype=torch.bfloat16, device=tokens.device)
@@ -116,12 +116,14 @@ def ours(given: Given, timed: Timed) -> tuple[dict[str, list[float]], Tensor]:
     return taken, out
 
 
-def torch_products(given: Given) -> Tensor:
+def torch_products(given: ExpertInputs) -> Tensor:
     weights = given.plain.transpose(1, 2)
     return torch.nn.functional.grouped_mm(given.tokens, weights, offs=given.ends)
 
 
-def others(theirs: DeepGemmExperts, given: Given, out: Tensor, timed: Timed) -> list[float] | None:
+def others(
+    theirs: DeepGemmExperts, given: ExpertInputs, out: Tensor, timed: Timed
+) -> list[float] | None:
     """None where the library does not take this many tokens."""
     tokens, ends, coded, scales, _ = given
 
@@ -142,12 +144,12 @@ def routed(point: Point) -> Tensor:
     return torch.bincount(chosen, minlength=ALL_EXPERTS)[: point.experts]
 
 
-def draw(point: Point, counts: Tensor, device: torch.device) -> Given:
+def draw(point: Point, counts: Tensor, device: torch.device) -> ExpertInputs:
     shape = point.experts, point.width, point.depth
     blocks = point.experts, div_ceil(point.width, 128), div_ceil(point.depth, 128)
     codes = torch.randint(0, 0x70, shape, dtype=torch.uint8, device=device)
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
-    return Given(
+    return ExpertInputs(
         torch.randn(int(counts.sum()), point.depth, **kind),
         counts.cumsum(0).int().to(device),
         codes.view(torch.float8_e4m3fn),

@@ -21,7 +21,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ess.bench.engine.serve import started
-from ess.bench.harness.measure.streaming import Seen, streamed
+from ess.bench.harness.measure.streaming import TimedAnswer, streamed
 from ess.bench.harness.report import Row, compare
 from ess.bench.harness.text import token_ids
 from ess.transfer.messages import new_uid
@@ -43,7 +43,7 @@ class MixedLoad:
 
 @dataclass(frozen=True, slots=True)
 class MixedArm:
-    seen: list[Seen]
+    seen: list[TimedAnswer]
     took_s: float
 
     def tokens_per_s(self, load: MixedLoad) -> float:
@@ -148,7 +148,7 @@ def _prompts(load: MixedLoad, draw: random.Random) -> list[list[int]]:
 
 async def _ask(
     prompt: list[int], output: int, way: Sequence[tuple[str, Mapping[str, Any]]]
-) -> Seen:
+) -> TimedAnswer:
     asked = {"prompt": prompt, "max_tokens": output, "ignore_eos": True, "stream": True}
     room = {"bootstrap_room": new_uid()} if len(way) > 1 else {}
     legs = [streamed(url, {**asked, **fields, **room}) for url, fields in way]

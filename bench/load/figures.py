@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ess.bench.harness.measure.streaming import Seen
+from ess.bench.harness.measure.streaming import TimedAnswer
 from ess.bench.harness.report import Row, compare
 from ess.bench.load.offered import Offered
 from ess.sim.serving.goodput import Objective
@@ -48,7 +48,7 @@ RATES: Final[tuple[tuple[str, str, Callable[[Offered], float]], ...]] = (
 )
 
 
-def is_good(seen: Seen, objective: Objective) -> bool:
+def is_good(seen: TimedAnswer, objective: Objective) -> bool:
     each = seen.token_s
     return seen.first_s <= objective.ttft_s and (each is None or each <= objective.tpot_s)
 

@@ -27,7 +27,7 @@ from ess.bench.harness.measure.streaming import address_of
 from ess.bench.harness.report import Row
 from ess.bench.load.figures import load_rows
 from ess.bench.load.offered import Offered, Target, offer
-from ess.bench.load.prompts import Asked, Kind, Prompts, arriving, asked_of, read_prompts
+from ess.bench.load.prompts import Kind, LoadRequest, Prompts, arriving, asked_of, read_prompts
 from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput, Unavailable
 from ess.sim.serving.arrivals import Arrival, read_arrivals
@@ -71,7 +71,7 @@ class RequestFlags:
     seed: Whole = 0
     "Seed of arrivals, lengths and prompts."
 
-    def asked(self) -> list[Asked]:
+    def asked(self) -> list[LoadRequest]:
         if self.file is not None and self.trace is not None:
             raise BadInput("--file and --trace: requests come from one of them")
         if self.file is not None:
@@ -159,7 +159,7 @@ def _server(url: str | None) -> Iterator[str]:
 
 
 def _offered(
-    url: str, model: str | None, asked: list[Asked], at_most: int | None
+    url: str, model: str | None, asked: list[LoadRequest], at_most: int | None
 ) -> tuple[Offered, str]:
     """The load, after two requests that are not counted: first steps of a server are slow. They
     have a prompt of their own, so nothing of the load is cached by them."""
@@ -167,7 +167,7 @@ def _offered(
     where = f"{address.scheme}://{address.netloc}{address.path.rstrip('/')}"
     key = os.environ.get("ESS_API_KEY", "").partition(",")[0].strip()
     target = Target(where, model or first_model(where, key), key)
-    warm_up = [Asked(0.0, "Every server says a word first.", 2)] * WARM_UP
+    warm_up = [LoadRequest(0.0, "Every server says a word first.", 2)] * WARM_UP
     asyncio.run(offer(target, warm_up, at_most=1))
     console.note(f"  {len(asked)} requests for {target.model} at {where} ...")
     return asyncio.run(offer(target, asked, at_most=at_most)), target.model

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ess.bench.harness.measure.streaming import Seen, streamed
-from ess.bench.load.prompts import Asked
+from ess.bench.harness.measure.streaming import TimedAnswer, streamed
+from ess.bench.load.prompts import LoadRequest
 from ess.errors import BadState
 
 
@@ -32,7 +32,7 @@ class Target:
 class Offered:
     """`seen` are the answered requests, `sent_s` when each was sent after the beginning."""
 
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[TimedAnswer] = field(default_factory=list)
     sent_s: list[float] = field(default_factory=list)
     late_s: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -43,12 +43,14 @@ class Offered:
         return len(self.seen) + len(self.failures)
 
 
-async def offer(target: Target, asked: Sequence[Asked], *, at_most: int | None = None) -> Offered:
+async def offer(
+    target: Target, asked: Sequence[LoadRequest], *, at_most: int | None = None
+) -> Offered:
     loop, offered = asyncio.get_running_loop(), Offered()
     room = contextlib.nullcontext() if at_most is None else asyncio.Semaphore(at_most)
     begun_s = loop.time()
 
-    async def one(ask: Asked) -> None:
+    async def one(ask: LoadRequest) -> None:
         due_s = begun_s + ask.at_s
         if due_s > loop.time():
             await asyncio.sleep(due_s - loop.time())
@@ -78,7 +80,7 @@ def _named(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def body_of(target: Target, ask: Asked) -> dict[str, Any]:
+def body_of(target: Target, ask: LoadRequest) -> dict[str, Any]:
     """Greedy, and as long as was asked for: an answer that may end early measures its model."""
     return {
         "model": target.model,

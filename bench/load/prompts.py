@@ -34,7 +34,7 @@ BLOCKS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LoadRequest:
     """`at_s` counts from the beginning of the load."""
 
     at_s: float
@@ -58,12 +58,12 @@ class Prompts:
             raise BadInput(f"--groups {self.groups}: at least one group shares its prompts")
 
 
-def asked_of(arrivals: Sequence[Arrival], prompts: Prompts) -> list[Asked]:
+def asked_of(arrivals: Sequence[Arrival], prompts: Prompts) -> list[LoadRequest]:
     """A prompt for each arrival. A trace that names blocks says itself what is shared."""
     ids = np.array(token_ids()[0])
     made = _Maker(ids, prompts, len(arrivals))
     return [
-        Asked(arrival.at_s, made.prompt(place, arrival).tolist(), arrival.output_tokens)
+        LoadRequest(arrival.at_s, made.prompt(place, arrival).tolist(), arrival.output_tokens)
         for place, arrival in enumerate(arrivals)
     ]
 
@@ -119,7 +119,7 @@ class _Line(msgspec.Struct, frozen=True):
     output_tokens: int | None = None
 
 
-def read_prompts(path: Path, *, output_max: int, count: int) -> list[Asked]:
+def read_prompts(path: Path, *, output_max: int, count: int) -> list[LoadRequest]:
     """The first `count` prompts of a file, all at time 0. A reply of the file is as long as its
     tokens in the embedded model's vocabulary; none is longer than `output_max`."""
     try:
@@ -128,7 +128,7 @@ def read_prompts(path: Path, *, output_max: int, count: int) -> list[Asked]:
         raise BadInput(f"--file {path} cannot be read: {error}") from None
     read = _conversations if text.lstrip().startswith("[") else _lines
     made = [
-        Asked(0.0, prompt, max(1, min(output_max, output)))
+        LoadRequest(0.0, prompt, max(1, min(output_max, output)))
         for prompt, output in read(path, text, output_max)
         if prompt.strip()
     ][:count]
@@ -165,6 +165,6 @@ def _lines(path: Path, text: str, output_max: int) -> Iterable[tuple[str, int]]:
         yield entry.prompt, output
 
 
-def arriving(asked: Sequence[Asked], arrivals: Sequence[Arrival]) -> list[Asked]:
+def arriving(asked: Sequence[LoadRequest], arrivals: Sequence[Arrival]) -> list[LoadRequest]:
     """Prompts of a file at the times of drawn arrivals."""
     return [replace(each, at_s=arrival.at_s) for each, arrival in zip(asked, arrivals, strict=True)]

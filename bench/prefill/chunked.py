@@ -20,7 +20,7 @@ from ess.bench.prefill.rig import (
     sharing,
     text,
 )
-from ess.prefill.trial.pipe import Kind, Pipe, Ran, kind_for
+from ess.prefill.trial.pipe import Kind, Pipe, TrialTimes, kind_for
 from ess.sim.prefill.measured import Model, modelled
 from ess.sim.prefill.tuning import Setting, best_dynamic, best_static, forecast, on_clock
 
@@ -42,7 +42,7 @@ def chunk_rows(contexts: Sequence[int], real: Sequence[int], *, rounds: int) -> 
     return [*rows, *(_calculated(model, context, longest) for context in further)]
 
 
-def _profile(pipe: Pipe, context: int) -> list[Ran]:
+def _profile(pipe: Pipe, context: int) -> list[TrialTimes]:
     console.note(f"  profile of {context:,} tokens, chunks of {PROFILED} ...")
     pipe.run([text(PROFILED[0] + 1)], [PROFILED[0]])
     return [pipe.run([text(context)], ends_of(context, chunk)) for chunk in PROFILED]
@@ -60,7 +60,7 @@ def best_of(model: Model, context: int) -> tuple[Setting, Setting]:
 def _measured_rows(pipe: Pipe, model: Model, context: int, *, rounds: int, kind: Kind) -> list[Row]:
     pair = best_of(model, context)
     console.note(f"  {context:,} tokens, {_shown(pair[0])} and {_shown(pair[1])} ...")
-    arms: tuple[list[Ran], list[Ran]] = ([], [])
+    arms: tuple[list[TrialTimes], list[TrialTimes]] = ([], [])
     for number in range(rounds):
         for setting, arm in zip(pair, arms, strict=True):
             ends = setting.ends(model.time, context - 1)

@@ -12,7 +12,7 @@ from ess.engine.config import ProcessConfig
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.models.load import EMBEDDED
-from ess.prefill.trial.pipe import Kind, PipeTrial, Ran, model_config
+from ess.prefill.trial.pipe import Kind, PipeTrial, TrialTimes, model_config
 from ess.prefill.trial.pipe_messages import Slow
 from ess.sim.prefill.measured import Measured
 from ess.sim.prefill.tuning import Layers
@@ -58,11 +58,11 @@ def ends_of(context: int, chunk: int) -> list[int]:
     return list(range(chunk, context + chunk, chunk))
 
 
-def stage_s(ran: Ran, kind: Kind) -> list[list[float]]:
+def stage_s(ran: TrialTimes, kind: Kind) -> list[list[float]]:
     return [list(chunk.stage_s(kind)) for chunk in ran.chunks]
 
 
-def measured(rans: Sequence[Ran], kind: Kind) -> list[Measured]:
+def measured(rans: Sequence[TrialTimes], kind: Kind) -> list[Measured]:
     return [
         Measured(chunk.done, chunk.count, chunk.layer_s(kind))
         for ran in rans
@@ -70,7 +70,7 @@ def measured(rans: Sequence[Ran], kind: Kind) -> list[Measured]:
     ]
 
 
-def regrouped(ran: Ran, layers: Layers, kind: Kind) -> list[list[float]]:
+def regrouped(ran: TrialTimes, layers: Layers, kind: Kind) -> list[list[float]]:
     """The measured layers as stages that were not run; the last one also has MTP."""
     table = []
     for chunk in ran.chunks:

@@ -12,7 +12,7 @@ from typing import Final
 from ess import console
 from ess.bench.harness.report import Row, compare
 from ess.bench.prefill.rig import embedded, ends_of, layers_of, plan_of, sharing, stage_s, text
-from ess.prefill.trial.pipe import Pipe, Ran
+from ess.prefill.trial.pipe import Pipe, TrialTimes
 from ess.prefill.trial.pipe_messages import Slow
 from ess.sim.prefill.stage_clock import Links, clocked
 from ess.sim.prefill.tuning import AHEAD
@@ -23,11 +23,11 @@ LATENCY_SHARE: Final = 0.1
 STATE_BYTES: Final = 4
 
 
-def send_rows(plain: Ran, context: int, chunk: int, *, rounds: int) -> list[Row]:
+def send_rows(plain: TrialTimes, context: int, chunk: int, *, rounds: int) -> list[Row]:
     """`plain` ran over links at full speed: its chunk times set the rate of the slow ones."""
     layers, links = layers_of(STAGES), _links(plain, chunk)
     console.note(f"  sends over {links.bytes_per_s / 1e6:.3g} MB/s and {links.latency_s:.3g} s ...")
-    spans: dict[bool, list[Ran]] = {True: [], False: []}
+    spans: dict[bool, list[TrialTimes]] = {True: [], False: []}
     with contextlib.ExitStack() as stack:
         pipes = {
             is_async: stack.enter_context(
@@ -42,7 +42,7 @@ def send_rows(plain: Ran, context: int, chunk: int, *, rounds: int) -> list[Row]
     return [_real(spans, links, context, chunk), _on_clock(spans[True][-1], links, context)]
 
 
-def _links(plain: Ran, chunk: int) -> Slow:
+def _links(plain: TrialTimes, chunk: int) -> Slow:
     config, _ = embedded()
     each_s = statistics.median(max(times) for times in stage_s(plain, "wall"))
     frame = chunk * config.hidden_dim * STATE_BYTES
@@ -53,7 +53,7 @@ def _slow(links: Slow, *, is_async: bool) -> Slow:
     return Slow(latency_s=links.latency_s, bytes_per_s=links.bytes_per_s, is_async=is_async)
 
 
-def _real(spans: dict[bool, list[Ran]], links: Slow, context: int, chunk: int) -> Row:
+def _real(spans: dict[bool, list[TrialTimes]], links: Slow, context: int, chunk: int) -> Row:
     return compare(
         name=f"PP{STAGES}, {context:,} tokens, slow links, wall clock",
         unit="s",
@@ -68,7 +68,7 @@ def _real(spans: dict[bool, list[Ran]], links: Slow, context: int, chunk: int) -
     )
 
 
-def _on_clock(ran: Ran, links: Slow, context: int) -> Row:
+def _on_clock(ran: TrialTimes, links: Slow, context: int) -> Row:
     """Spans with the stage times of one asynchronous round."""
     config, _ = embedded()
     seconds = stage_s(ran, "wall")

@@ -13,7 +13,7 @@ from ess import console
 from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.bench.prefill.rig import ends_of, layers_of, measured, plan_of, sharing, stage_s, text
-from ess.prefill.trial.pipe import Kind, Pipe, Ran, kind_for
+from ess.prefill.trial.pipe import Kind, Pipe, TrialTimes, kind_for
 from ess.sim.prefill.measured import modelled
 from ess.sim.prefill.pipeline import prefill
 from ess.sim.prefill.stage_clock import Clocked
@@ -29,7 +29,7 @@ class StagesArm:
 
     layers: Layers
     kind: Kind
-    rans: tuple[Ran, ...]
+    rans: tuple[TrialTimes, ...]
 
     @property
     def stages(self) -> int:
@@ -165,7 +165,7 @@ def _predictions(arm: StagesArm, name: str) -> list[Row]:
     ]
 
 
-def _middle(rans: Sequence[Ran], kind: Kind) -> list[list[float]]:
+def _middle(rans: Sequence[TrialTimes], kind: Kind) -> list[list[float]]:
     """The median over rounds for each chunk in each stage. A clock with the times of one round
     waits for the slowest stage of that round: noise does not cancel out there."""
     rounds = np.array([stage_s(ran, kind) for ran in rans])

@@ -16,7 +16,7 @@ from ess.bench.engine.serve import started
 from ess.bench.harness.measure.streaming import streamed
 from ess.bench.harness.report import Row, compare
 from ess.bench.prefill.rig import ends_of, layers_of, plan_of, sharing, text
-from ess.prefill.trial.pipe import Pipe, Ran
+from ess.prefill.trial.pipe import Pipe, TrialTimes
 
 STAGES: Final = 2
 CACHED: Final = 0.9
@@ -37,7 +37,7 @@ def turns_of(context: int, number: int) -> tuple[list[int], list[int]]:
 
 def _pipeline_rows(context: int, chunk: int, *, rounds: int) -> list[Row]:
     console.note(f"  second turns of {context:,} tokens, {STAGES} stages ...")
-    rans: tuple[list[Ran], list[Ran]] = ([], [])
+    rans: tuple[list[TrialTimes], list[TrialTimes]] = ([], [])
     with Pipe(plan_of(layers_of(STAGES), context, prompts=2)) as pipe:
         pipe.run([text(chunk + 1)], [chunk])
         for number in range(rounds):

@@ -53,8 +53,8 @@ def silicon_benchmark(*, smoke: bool) -> list[Row]:
 
 def outcomes_of(rows: Sequence[Serving]) -> list[Outcome]:
     """The outcomes in the order of the rows; a ratio needs our figures for both its rows."""
-    said = Predictions()
-    return [said.of(row) for row in rows]
+    predictions = Predictions()
+    return [predictions.of(row) for row in rows]
 
 
 class Predictions:

@@ -21,7 +21,7 @@ import ess
 from ess.kernels.backend import ops
 from ess.models.compressed.form import state_form
 from ess.models.compressed.model import CompressedModel, Layer
-from ess.models.compressed.plain import Plain, PlainLayer, Seen
+from ess.models.compressed.plain import Plain, PlainLayer, VisibleRows
 from ess.models.config import ModelConfig
 from ess.models.registry import read_config
 from ess.models.weights.expected.shapes import expected_tensors
@@ -92,7 +92,7 @@ class OffloadedLayer(PlainLayer):
         self._plain, self._number = plain, number
 
     def attend_chosen(
-        self, queries: Tensor, last: Seen, entries: Tensor, selection: Tensor
+        self, queries: Tensor, last: VisibleRows, entries: Tensor, selection: Tensor
     ) -> Tensor:
         plain, count, attention = self._plain, len(queries), self._layer.attention
         assert self.entries is not None

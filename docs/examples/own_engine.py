@@ -31,7 +31,7 @@ class ToyModel:
         noise = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=noise) / shape[-1] ** 0.5
+            return torch.randn(*shape, generator=noise) / float(shape[-1] ** 0.5)
 
         self.embedding = weight(VOCABULARY, WIDTH) * 8
         self.to_row = [weight(LATENT, WIDTH) for _ in range(LAYERS)]

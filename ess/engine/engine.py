@@ -28,7 +28,7 @@ from ess.door import Offload
 from ess.engine.config import EngineConfig
 from ess.engine.entries.over import way_of
 from ess.engine.handoff import Ended, Exchange, Handoffs
-from ess.engine.plan import Chunk, Made, StepPlan, StepResult
+from ess.engine.plan import Chunk, NewTokens, StepPlan, StepResult
 from ess.engine.process.messages import ExpertLine, GraphLine, StageLine
 from ess.engine.prompt.run import span_of
 from ess.engine.prompt.scores import score
@@ -48,7 +48,7 @@ from ess.engine.step.warmth import Warmth
 from ess.engine.step.way import Way
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
-from ess.engine.tpot_control import Pace, Seen
+from ess.engine.tpot_control import Pace, SeenStep
 from ess.errors import BadInput, BadState, PoolFull, Unavailable
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ class Engine:
             handoffs=self._handoffs,
             flights=self._flights,
         )
-        self._made: list[Made] = []
+        self._made: list[NewTokens] = []
 
     # ---- requests
 
@@ -353,7 +353,7 @@ class Engine:
         scored = tuple(score(*each) for each in zip(prefilled, chunks, strict=True))
         seconds = self._clock.now_s() - started_s
         tokens = sum(chunk.count for chunk in chunks)
-        self._flights.observe(Seen(chunk_tokens=tokens, chunk_seconds=seconds))
+        self._flights.observe(SeenStep(chunk_tokens=tokens, chunk_seconds=seconds))
         for chunk, made in zip(chunks, prefilled, strict=True):
             chunk.request.prefilled_count = chunk.stop
             if chunk.is_last:
@@ -378,7 +378,7 @@ class Engine:
         made = choice.made
         if made:
             kept = tuple(request.take(list(made)))
-            self._made.append(Made(request, kept, outcome.drafts, choice.chances[: len(kept)]))
+            self._made.append(NewTokens(request, kept, outcome.drafts, choice.chances[: len(kept)]))
         if choice.is_broken:
             request.break_off()
         self._handoffs.stepped(request)

@@ -69,7 +69,7 @@ class StepPlan:
         assert all(chunk.is_last for chunk in self.chunks[:-1]), "two prompts are cut in one step"
 
 
-class Made(NamedTuple):
+class NewTokens(NamedTuple):
     """The new tokens of one request in one step, and the drafts for its next step.
 
     `chances` are those of each token, if the request asks for them.
@@ -87,7 +87,7 @@ class StepResult:
     `scored` holds, for each chunk, the log probabilities of its prompt's tokens, if the request
     asks for them."""
 
-    made: tuple[Made, ...]
+    made: tuple[NewTokens, ...]
     chunks: tuple[Chunk, ...]
     turn_count: int = 0
     scored: tuple[tuple[Chance, ...], ...] = ()

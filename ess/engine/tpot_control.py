@@ -64,7 +64,7 @@ SPARE: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class SeenStep:
     """One step: decode seconds, requests, queries, draft passes; for each request how many drafts
     were verified and how many of these were right; a chunk's tokens and seconds."""
 
@@ -177,7 +177,7 @@ def start(*, target_ms: float | None, verified_max: int, batch_max: int, chunk_m
     )
 
 
-def advance(pace: Pace, seen: Seen) -> Pace:
+def advance(pace: Pace, seen: SeenStep) -> Pace:
     """The pace after one more step: the fit and the chances follow it, and the depth changes if
     another depth is better."""
     if seen.chunk_tokens:

@@ -51,7 +51,7 @@ class Entries:
         self._made = self._made[:0]
 
 
-class Seen(NamedTuple):
+class VisibleRows(NamedTuple):
     """Rows [count, dim], and which of them each token may attend to, bool [tokens, count]."""
 
     rows: Tensor
@@ -94,33 +94,33 @@ class PlainLayer:
         if self.keys is None:
             lengths = (rotation.positions + 1) // self._layer.rate
             all_seen = torch.arange(len(entries)) < lengths[:, None]
-            return self._over(queries, last, Seen(entries, all_seen))
+            return self._over(queries, last, VisibleRows(entries, all_seen))
         selection = self._select(hidden, query, rotation)
         return self.attend_chosen(queries, last, entries, selection)
 
     def attend_chosen(
-        self, queries: Tensor, last: Seen, entries: Tensor, selection: Tensor
+        self, queries: Tensor, last: VisibleRows, entries: Tensor, selection: Tensor
     ) -> Tensor:
         """Attends to the last tokens and the selected entries; -1 in a selection is a pad.
         Subclasses override this to read the entries from elsewhere."""
         places = selection.long().where(selection >= 0, len(entries))
         chosen = torch.zeros(len(queries), len(entries) + 1, dtype=torch.bool)
         chosen.scatter_(1, places, True)
-        return self._over(queries, last, Seen(entries, chosen[:, :-1]))
+        return self._over(queries, last, VisibleRows(entries, chosen[:, :-1]))
 
-    def _over(self, queries: Tensor, *parts: Seen) -> Tensor:
+    def _over(self, queries: Tensor, *parts: VisibleRows) -> Tensor:
         rows = torch.cat([part.rows for part in parts])
         seen = torch.cat([part.by for part in parts], 1)
         attention = self._layer.attention
         return attend(queries, rows, seen, scale=attention.scale, sinks=attention.sinks)
 
-    def _last_rows(self, new: Tensor, positions: Tensor) -> Seen:
+    def _last_rows(self, new: Tensor, positions: Tensor) -> VisibleRows:
         begin = int(positions[0])
         first = max(0, begin + 1 - self._window)
         rows = torch.cat((self._rows.read(first, begin), new))
         self._rows.write(new, begin)
         ages = positions[:, None] - torch.arange(first, first + len(rows))
-        return Seen(rows, (ages >= 0) & (ages < self._window))
+        return VisibleRows(rows, (ages >= 0) & (ages < self._window))
 
     def _select(self, hidden: Tensor, query: Tensor, rotation: Rotation) -> Tensor:
         """The indexer's choice among the entries that are complete at each token."""

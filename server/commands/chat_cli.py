@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
@@ -113,15 +114,30 @@ def chat(
         served = client.ask("/v1/models")["data"][0]["id"]
         console.note(f"{model or served} at {client.url}; Ctrl-C stops an answer, Ctrl-D ends")
         console.note("/new begins another conversation")
-    begun = messages
-    for line in [question] if question is not None else _lines(is_typed=is_typed):
+    answer = partial(_answer, client, stats=stats, json=json)
+    body = {**asked, "model": model, "stream": True}
+    if question is not None:
+        answer({**body, "messages": [*messages, {"role": "user", "content": question}]})
+        return
+    _converse(answer, body, messages, is_typed=is_typed)
+
+
+def _converse(
+    answer: Callable[[dict[str, Any]], str],
+    body: Mapping[str, Any],
+    begun: list[dict[str, str]],
+    *,
+    is_typed: bool,
+) -> None:
+    """Answers line after line; `begun` is what each conversation begins with."""
+    messages = begun
+    for line in _lines(is_typed=is_typed):
         if is_typed and line.strip() == "/new":
             messages = begun
             continue
         conversation = [*messages, {"role": "user", "content": line}]
-        body = {**asked, "model": model, "messages": conversation, "stream": True}
         try:
-            text = _answer(client, body, stats=stats, json=json)
+            text = answer({**body, "messages": conversation})
         except (EssError, KeyboardInterrupt) as error:
             if not is_typed:
                 raise

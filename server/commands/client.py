@@ -49,7 +49,8 @@ class Client:
             time.sleep(LOOK_S)
 
     def _wait_listening(self) -> None:
-        """On this machine a server may be about to start. What fails at last is said later."""
+        """A server of this machine may be about to start. If it does not, the first request says
+        so."""
         deadline_s = time.monotonic() + LISTEN_S
         is_told = False
         while self._is_here and not self._listens and time.monotonic() < deadline_s:

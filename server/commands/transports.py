@@ -20,21 +20,21 @@ HINTS: Final[Mapping[str, str]] = {
 }
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TransportTrial(msgspec.Struct, frozen=True, kw_only=True):
     grade: Literal["ok", "warn"]
     state: str
     hint: str = ""
 
 
-def tried(kind: str, host: str) -> Tried:
+def tried(kind: str, host: str) -> TransportTrial:
     printed, fault = answer_of("-m", "ess.transfer.selfcheck", kind, host, limit_s=TRIAL_S)
     if not fault:
         return judged(msgspec.json.decode(printed))
     grade: Literal["ok", "warn"] = "ok" if "not installed" in fault else "warn"
-    return Tried(grade=grade, state=fault, hint=HINTS[kind])
+    return TransportTrial(grade=grade, state=fault, hint=HINTS[kind])
 
 
-def judged(trial: Mapping[str, Any]) -> Tried:
+def judged(trial: Mapping[str, Any]) -> TransportTrial:
     speed, copy = trial["gb_per_s"], trial["memcpy_gb_per_s"]
     state = f"{speed:.2f} GB/s between two processes, a copy in memory {copy:.2f} GB/s"
-    return Tried(grade="ok", state=state)
+    return TransportTrial(grade="ok", state=state)

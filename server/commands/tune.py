@@ -25,7 +25,7 @@ from ess.engine.config import EngineConfig, ProcessConfig
 from ess.engine.devices import is_device
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.prefill.trial.pipe import Kind, Pipe, PipeTrial, Ran, kind_for
+from ess.prefill.trial.pipe import Kind, Pipe, PipeTrial, TrialTimes, kind_for
 from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint
 from ess.server.commands.start.launch import derived, layout_of
 from ess.server.commands.start.settings import Settings, resolve
@@ -39,7 +39,7 @@ CHUNKS_MIN: Final = 4
 OF_PROCESS: Final = ("form", "row", "threads")
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TriedSetting(msgspec.Struct, frozen=True, kw_only=True):
     """A setting, its simulated time, and its measured time in each round."""
 
     flags: str
@@ -75,7 +75,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     is_sure: bool
     first_token_s: float
     tokens_per_s: float
-    tried: list[Tried]
+    tried: list[TriedSetting]
 
 
 def tune(
@@ -210,7 +210,7 @@ class Tuner:
 
     # ---- results
 
-    def _judged(self, tried: list[Tried], model: Model) -> Tuning:
+    def _judged(self, tried: list[TriedSetting], model: Model) -> Tuning:
         best = min(tried, key=lambda each: each.middle_s)
         best, verdict, is_sure = judged(tried[0], best, tried)
         time = model.time
@@ -232,19 +232,19 @@ class Tuner:
         )
 
 
-def _measured(ran: Ran, kind: Kind) -> list[Measured]:
+def _measured(ran: TrialTimes, kind: Kind) -> list[Measured]:
     return [Measured(chunk.done, chunk.count, chunk.layer_s(kind)) for chunk in ran.chunks]
 
 
-def _first_token_s(ran: Ran, kind: Kind) -> float:
+def _first_token_s(ran: TrialTimes, kind: Kind) -> float:
     """Where stages share cores the wall clock does not show what they would take alone."""
     if kind == "wall":
         return ran.span_s
     return on_clock([chunk.stage_s(kind) for chunk in ran.chunks]).span_s
 
 
-def _tried(each: Forecast, seconds: list[float]) -> Tried:
-    return Tried(
+def _tried(each: Forecast, seconds: list[float]) -> TriedSetting:
+    return TriedSetting(
         flags=_shown(each.setting),
         expected_first_token_s=each.first_token_s,
         expected_tokens_per_s=each.tokens_per_s,
@@ -269,7 +269,9 @@ def _times(kind: Kind, stages: int) -> str:
     )
 
 
-def judged(default: Tried, best: Tried, tried: Sequence[Tried]) -> tuple[Tried, str, bool]:
+def judged(
+    default: TriedSetting, best: TriedSetting, tried: Sequence[TriedSetting]
+) -> tuple[TriedSetting, str, bool]:
     """Which of the two to take, a sentence that says why, and whether to trust it: only if every
     round of the best was faster than every round of the default. Takes the default if the best was
     slower in its middle round."""

@@ -12,7 +12,7 @@ from ess.models.load import EMBEDDED
 from ess.prefill.trial.pipe import Pipe, PipeTrial
 from ess.prefill.trial.pipe_messages import Slow
 from ess.server.commands import cli
-from ess.server.commands.tune import Tried, judged
+from ess.server.commands.tune import TriedSetting, judged
 from tests.support.checkpoints import tokens
 from tests.support.few import few
 
@@ -93,8 +93,8 @@ def test_tune_prints_what_to_set(capsys: pytest.CaptureFixture[str]):
     assert not tuning["verdict"].startswith("sure"), "of one round nothing is sure"
 
 
-def tried(name: str, *seconds: float) -> Tried:
-    return Tried(
+def tried(name: str, *seconds: float) -> TriedSetting:
+    return TriedSetting(
         flags=name,
         expected_first_token_s=1.0,
         expected_tokens_per_s=1000.0,

@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from ess.engine.process.fake_engine import Going
+from ess.engine.process.fake_engine import PacedRequest
 from ess.engine.process.messages import Piece
 from ess.server.process.requests.kept_responses import KeptResponses
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
@@ -25,7 +25,7 @@ class Breaking(PacedEngine):
         super().__init__(saying("one two three four"))
         self._prompt, self._at = prompt, at
 
-    def _piece(self, going: Going) -> Piece:
+    def _piece(self, going: PacedRequest) -> Piece:
         if going.add.prompt != self._prompt or going.made_count < self._at:
             return super()._piece(going)
         del self._going[going.add.number]

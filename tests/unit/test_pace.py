@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ess.engine import tpot_control
-from ess.engine.tpot_control import SPARE, Pace, Seen, drafts_of
+from ess.engine.tpot_control import SPARE, Pace, SeenStep, drafts_of
 from ess.errors import BadInput
 
 
@@ -40,7 +40,7 @@ class Machine:
                 right = [draw.random() < self.chance for _ in range(depth - 1)]
                 verified.append((len(right), [*right, False].index(False)))
             exact = self.seconds(depth, requests, state.verified_max)
-            seen = Seen(
+            seen = SeenStep(
                 seconds=exact * (1 + draw.uniform(-self.noise, self.noise)),
                 request_count=requests,
                 query_count=depth * requests,
@@ -171,7 +171,7 @@ def test_a_target_that_nothing_meets_still_admits_one():
     state = Machine(1.0, 0.1, 0.1, 0.5).run(fresh(target_ms=1), 1, 50)
     assert state.batch_limit == 1
     assert state.chunk_limit == 512, "nothing is known of chunks yet"
-    state = tpot_control.advance(state, Seen(chunk_tokens=100, chunk_seconds=1.0))
+    state = tpot_control.advance(state, SeenStep(chunk_tokens=100, chunk_seconds=1.0))
     assert state.chunk_limit == 64
 
 
@@ -179,7 +179,7 @@ def test_chunks_fill_what_the_batch_leaves_in_whole_pages():
     state = Machine(0.020, 0.001, 0.0, 0.5, noise=0).run(
         fresh(target_ms=50, verified_max=1), 10, 50
     )
-    state = tpot_control.advance(state, Seen(chunk_tokens=64, chunk_seconds=0.0064))
+    state = tpot_control.advance(state, SeenStep(chunk_tokens=64, chunk_seconds=0.0064))
     assert state.chunk_limit == 192, "20 ms are left, a token takes 0.1"
 
 

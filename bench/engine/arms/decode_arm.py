@@ -82,7 +82,7 @@ class DecodeWay:
 
 
 @dataclass(slots=True, kw_only=True)
-class Taken:
+class StepMeasurements:
     """Measurements of steps: seconds, tokens, and missed rows [step, group]."""
 
     seconds: list[float] = field(default_factory=list)
@@ -125,7 +125,7 @@ class DecodeArm:
                 backend=backend_of(device),
             ),
         )
-        self.taken = Taken()
+        self.taken = StepMeasurements()
         self.requests = self._enter(prefix)
         self._misses = self.offload.stats().miss_count
 
@@ -170,7 +170,7 @@ class DecodeArm:
 
     def forget(self) -> None:
         """Drops the measurements so far, which were warm-up."""
-        self.taken = Taken()
+        self.taken = StepMeasurements()
 
     @property
     def outputs(self) -> list[list[int]]:

@@ -27,7 +27,7 @@ REFUSAL_MAX: Final = 2000
 
 
 @dataclass(slots=True)
-class Seen:
+class TimedAnswer:
     """One request. Times are seconds after it was sent; tokens are 0 until the server says them."""
 
     events_s: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Seen:
         return (self.last_s - self.first_s) / further if further > 0 else None
 
 
-async def streamed(url: str, asked: Mapping[str, Any], *, key: str = "") -> Seen:
+async def streamed(url: str, asked: Mapping[str, Any], *, key: str = "") -> TimedAnswer:
     """Sends one request and reads its stream to the end; raises BadState if it is refused or breaks
     off, OSError if there is no connection, TimeoutError after `ANSWER_S`."""
     address, body = address_of(url), json.dumps(asked).encode()
@@ -95,7 +95,7 @@ def address_of(url: str) -> SplitResult:
     return address._replace(netloc=netloc)
 
 
-async def _read(reader: asyncio.StreamReader, begun_s: float) -> Seen:
+async def _read(reader: asyncio.StreamReader, begun_s: float) -> TimedAnswer:
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
     except asyncio.IncompleteReadError:
@@ -106,7 +106,7 @@ async def _read(reader: asyncio.StreamReader, begun_s: float) -> Seen:
     if status != "200":
         reason = _reason(await reader.read(REFUSAL_MAX))
         raise BadState(f"answered {status or 'without a status'}: {reason}")
-    seen, is_ended = Seen(), False
+    seen, is_ended = TimedAnswer(), False
     chunked = b"transfer-encoding: chunked" in head
     async for line in _lines(_chunks(reader) if chunked else _pieces(reader)):
         if line.startswith(b"data: [DONE]"):
@@ -146,7 +146,7 @@ def _event_of(said: bytes) -> _Event:
         raise BadState(f"an event is not one of /v1/completions: {error}") from None
 
 
-def _take(seen: Seen, event: _Event, at_s: float) -> None:
+def _take(seen: TimedAnswer, event: _Event, at_s: float) -> None:
     if event.error is not None:
         raise BadState(f"the stream ended with an error: {event.error}"[:REFUSAL_MAX])
     if any(choice.text or not choice.finish_reason for choice in event.choices or ()):

@@ -23,7 +23,7 @@ SPREAD: Final = 1.4826  # from the median of distances to a standard deviation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class TimeFit:
     """`quadratic_error` is the standard error of the quadratic term."""
 
     quadratic: float
@@ -35,12 +35,12 @@ class Fit:
         return PrefillTime(quadratic=self.quadratic, linear=max(self.linear, 0.0))
 
 
-def fitted(samples: Sequence[Sample]) -> Fit | None:
+def fitted(samples: Sequence[Sample]) -> TimeFit | None:
     """Plain least squares; None where the samples do not tell the terms apart."""
     return _solved(_columns(samples), _seconds(samples), np.ones(len(samples)))
 
 
-def fitted_robustly(samples: Sequence[Sample], expected: Sequence[float]) -> Fit | None:
+def fitted_robustly(samples: Sequence[Sample], expected: Sequence[float]) -> TimeFit | None:
     """A fit by relative errors against the `expected` time of each sample, in any unit. Samples far
     from the median are left out; samples far from the fit count less."""
     columns, seconds, scale = _columns(samples), _seconds(samples), np.array(expected)
@@ -68,7 +68,7 @@ def _bent(columns: Floats, seconds: Floats, scale: Floats, weights: Floats) -> F
     return np.sqrt(np.minimum(1, BEND * spread / np.maximum(off, 1e-12))) / scale
 
 
-def _solved(columns: Floats, seconds: Floats, weights: Floats) -> Fit | None:
+def _solved(columns: Floats, seconds: Floats, weights: Floats) -> TimeFit | None:
     """Chunks that are all of one length do not tell a constant from a linear term: then it has
     none."""
     for width in (3, 2):
@@ -77,7 +77,7 @@ def _solved(columns: Floats, seconds: Floats, weights: Floats) -> Fit | None:
         terms, rank, covered = _least(columns[:, :width], seconds, weights)
         if rank == width:
             error = _error(columns[:, :width], seconds, weights, terms, covered)
-            return Fit(quadratic=float(terms[0]), linear=float(terms[1]), quadratic_error=error)
+            return TimeFit(quadratic=float(terms[0]), linear=float(terms[1]), quadratic_error=error)
     return None
 
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from ess.engine.chunking.fit import Fit, fitted, fitted_robustly
+from ess.engine.chunking.fit import TimeFit, fitted, fitted_robustly
 from ess.engine.chunking.sizes import SMOOTHING_DEFAULT, Chunking, PrefillTime, wanted_chunk
 from ess.errors import BadInput
 from ess.units import PAGE_ROWS
@@ -167,7 +167,7 @@ class ChunkSizer:
             done *= 2
         return 0
 
-    def _take(self, fit: Fit, source: str) -> None:
+    def _take(self, fit: TimeFit, source: str) -> None:
         self.time, self._side_before = fit.time(), 0
         per_pair, per_token = 1e9 * self.time.quadratic, 1e6 * self.time.linear
         self.why = f"{per_token:.3g} us a token, {per_pair:.3g} ns a token squared: from {source}"

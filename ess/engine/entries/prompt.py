@@ -56,7 +56,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class SpanOutput:
     """What one span made: the streams of its tokens, and windows int32 [groups, windows, k]."""
 
     streams: Tensor
@@ -65,7 +65,7 @@ class Ran:
 
 def run_spans(
     runner: Runner, memory: Memory, spans: Sequence[Span], on_layer: Callable[[int], None] | None
-) -> list[Ran]:
+) -> list[SpanOutput]:
     """Runs the spans; `on_layer` is called with each layer that has all their entries."""
     cut = [_cut(memory, span) for span in spans]
     parts_of: list[list[tuple[Tensor, Tensor]]] = [[] for _ in spans]
@@ -77,7 +77,7 @@ def run_spans(
         for (place, piece), part in zip(there, streams, strict=True):
             parts_of[place].append((part, _windows(piece)))
     return [
-        Ran(
+        SpanOutput(
             torch.cat([streams for streams, _ in parts]),
             torch.cat([windows for _, windows in parts], 1)[:, -WINDOW_MAX:].contiguous(),
         )

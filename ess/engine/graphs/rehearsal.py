@@ -18,7 +18,7 @@ from functools import partial
 from itertools import product
 from typing import Final
 
-from ess.engine.graphs.replays import EAGER_STEPS, Fit, Replays
+from ess.engine.graphs.replays import EAGER_STEPS, Replays, StepForm
 from ess.engine.plan import Turn
 from ess.engine.ranks.agreement import StepNeeds
 from ess.engine.requests.request import Request
@@ -116,7 +116,7 @@ def _run_steps(launcher: Launcher, kind: Kind, draft_count: int, step_count: int
             (Turn(request, kind.count),),
             brought=StepNeeds(draft_count=draft_count),
             lap=DeviceLap(),
-            fit=Fit(kind.counts, kind.counts),
+            fit=StepForm(kind.counts, kind.counts),
             vector=kind.vector,
         )
         launcher.learn(flight)

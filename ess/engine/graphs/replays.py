@@ -65,7 +65,7 @@ Key: TypeAlias = tuple[Course | None, Hashable]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class DeviceResults:
     """The results of a step, on its device."""
 
     said: StepOutput
@@ -73,7 +73,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class StepForm:
     """How a step runs: padded to a bucket, so that it may be a graph; or for a cause as it is.
     Other ranks make room for a step of this `shape`, so that they need no graph for other sizes."""
 
@@ -89,7 +89,7 @@ class Captured:
 
     graph: Any
     ran: npt.NDArray[np.int64]
-    step: tuple[Made, Recording] | None
+    step: tuple[DeviceResults, Recording] | None
 
 
 class Replays:
@@ -148,21 +148,26 @@ class Replays:
         held = len(self._held)
         return self._takes(query_max=0, graph_count=held, pool_bytes=self._pool_bytes)
 
-    def fit(self, turns: Sequence[Turn], width: int) -> Fit:
+    def fit(self, turns: Sequence[Turn], width: int) -> StepForm:
         """How the step will run; called before it begins. `width` is the number of queries that a
         request with all its drafts brings."""
         own = tuple(turn.query_count for turn in turns)
         bucket = self.bucket(own, width)
         if any(turn.request.sampling.changes_logits for turn in turns):
-            return Fit(own, bucket or own, "host logits")
-        return Fit(bucket, bucket) if bucket else Fit(own, own, "no bucket")
+            return StepForm(own, bucket or own, "host logits")
+        return StepForm(bucket, bucket) if bucket else StepForm(own, own, "no bucket")
 
     def bucket(self, counts: Sequence[int], width: int) -> tuple[int, ...]:
         return bucket_of(counts, self.sizes, query_max=self._query_max, width=width)
 
     def run(
-        self, step: Step, fit: Fit, course: Course, more: Hashable, compute: Callable[[], Made]
-    ) -> Made:
+        self,
+        step: Step,
+        fit: StepForm,
+        course: Course,
+        more: Hashable,
+        compute: Callable[[], DeviceResults],
+    ) -> DeviceResults:
         """Runs `compute`, as a graph where that is allowed. `more` holds everything else that
         decides which work is queued."""
         kind = _timed(course, more, is_timed=False)
@@ -268,7 +273,9 @@ class Replays:
             self._runner.on_layer()
         self.replayed_count += 1
 
-    def _capture(self, key: Key, compute: Callable[[], tuple[Made, Recording] | None]) -> Captured:
+    def _capture(
+        self, key: Key, compute: Callable[[], tuple[DeviceResults, Recording] | None]
+    ) -> Captured:
         """Captures the step and launches it: it has run when this returns."""
         graph, tuning = Cuda.CUDAGraph(), self._runner.tuning
         ran_before = tuning.mode_counts.copy()

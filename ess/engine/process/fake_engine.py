@@ -64,7 +64,7 @@ Script = Callable[[Add], Iterable[int]]
 
 
 @dataclass(slots=True, eq=False)
-class Going:
+class PacedRequest:
     """`ahead` is the token that comes next, None behind the last."""
 
     add: Add
@@ -101,7 +101,7 @@ class PacedEngine:
         self._per_step = per_step
         self._running_max = running_max
         self._cached_count = cached_count
-        self._going: dict[int, Going] = {}
+        self._going: dict[int, PacedRequest] = {}
         self._step_count = self._made_count = self._prompt_count = 0
         self._told_at_s = 0.0
         self._is_tracing = False
@@ -137,7 +137,7 @@ class PacedEngine:
             case Add():
                 said_count = len(message.said)
                 left = iter(islice(self._script(message), said_count, None))
-                going = Going(message, left, next(left), time.monotonic(), said_count)
+                going = PacedRequest(message, left, next(left), time.monotonic(), said_count)
                 self._going[message.number] = going
                 self._prompt_count += len(message.prompt)
             case Abort(number):
@@ -205,7 +205,7 @@ class PacedEngine:
             ),
         )
 
-    def _piece(self, going: Going) -> Piece:
+    def _piece(self, going: PacedRequest) -> Piece:
         handoff = going.add.handoff
         if handoff is not None and handoff.kind == "give":
             del self._going[going.add.number]
@@ -236,7 +236,7 @@ class PacedEngine:
         )
 
 
-def _line(going: Going) -> RequestLine:
+def _line(going: PacedRequest) -> RequestLine:
     add = going.add
     return RequestLine(
         add.number,

@@ -34,8 +34,8 @@ def first_line() -> bytes:
 
 
 def leave_objects() -> None:
-    """From now on no object is looked at by the garbage collector. At its end the interpreter looks
-    through all of them, which took half a second with those of torch."""
+    """Hides all objects from the garbage collector, just before the process ends. Otherwise the end
+    of the interpreter walks through them, which takes half a second with those of torch."""
     gc.freeze()
 
 

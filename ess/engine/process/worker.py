@@ -20,7 +20,7 @@ import zmq
 from ess.clock import Clock, RealClock
 from ess.door.handoff.port import Port
 from ess.engine.layers.spans import Recorder
-from ess.engine.plan import Made, StepResult
+from ess.engine.plan import NewTokens, StepResult
 from ess.engine.process.build import Built, build
 from ess.engine.process.driven import Driven
 from ess.engine.process.holding import Holding
@@ -247,7 +247,7 @@ class EngineLoop:
 
     def _pieces(self, result: StepResult) -> list[Piece]:
         """One piece for each request, also when two steps that it was in were learned at once."""
-        made_of: dict[int, list[Made]] = {}
+        made_of: dict[int, list[NewTokens]] = {}
         for made in result.made:
             made_of.setdefault(id(made.request), []).append(made)
         scores = zip(result.chunks, result.scored, strict=True)
@@ -263,7 +263,7 @@ class EngineLoop:
                 del self._live[live.number]
         return pieces
 
-    def _piece(self, live: Live, mades: list[Made], scored: Sequence[Chance]) -> Piece:
+    def _piece(self, live: Live, mades: list[NewTokens], scored: Sequence[Chance]) -> Piece:
         tokens = tuple(token for made in mades for token in made.tokens)
         self._counts.made_count += len(tokens)
         return Piece(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ess.door import Step
-from ess.engine.graphs.replays import Fit, Made, Replays
+from ess.engine.graphs.replays import DeviceResults, Replays, StepForm
 from ess.engine.layers.batch import Course
 from ess.engine.plan import Turn
 from ess.engine.ranks.agreement import Ranks, StepNeeds
@@ -23,7 +23,7 @@ from ess.engine.step.laps import Lap
 from ess.engine.step.runner import Runner
 from ess.engine.step.warmth import SeenRows
 from ess.engine.step.way import Way
-from ess.engine.tpot_control import Seen
+from ess.engine.tpot_control import SeenStep
 from ess.overlap.policy import Vector
 
 
@@ -37,9 +37,9 @@ class Flight:
     lap: Lap
     rows: SeenRows
 
-    def seen(self, verified: Sequence[tuple[int, int]]) -> Seen:
+    def seen(self, verified: Sequence[tuple[int, int]]) -> SeenStep:
         assert len(verified) == len(self.turns), f"{len(verified)} outcomes of {len(self.turns)}"
-        return Seen(
+        return SeenStep(
             seconds=self.lap.seconds,
             request_count=len(self.turns),
             query_count=self.step.query_count,
@@ -64,7 +64,7 @@ class Launcher:
         *,
         brought: StepNeeds,
         lap: Lap,
-        fit: Fit | None = None,
+        fit: StepForm | None = None,
         vector: Vector | None = None,
     ) -> Flight:
         """PoolFull if there are no pages for the positions that the turns may reach: then nothing
@@ -109,11 +109,11 @@ class Launcher:
 
 def _computing(
     runner: Runner, way: Way, step: Step, course: Course, fed: StepInput, draft_count: int
-) -> Callable[[], Made]:
+) -> Callable[[], DeviceResults]:
     """What the device does for a step: nothing of it depends on a number that is not there yet."""
 
-    def compute() -> Made:
+    def compute() -> DeviceResults:
         batch = runner.batch(step, course)
-        return Made(way.decoded(runner, batch, fed, draft_count), batch.warmth)
+        return DeviceResults(way.decoded(runner, batch, fed, draft_count), batch.warmth)
 
     return compute

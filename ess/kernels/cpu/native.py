@@ -24,13 +24,18 @@ ISA: Final = "ESS_ISA"
 ISA_NAMES: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 
 
+def check_isa() -> None:
+    """BadInput where ESS_ISA names no instruction set that the library knows."""
+    if (asked := os.environ.get(ISA)) and asked not in ISA_NAMES:
+        raise BadInput(f"{ISA} is {asked!r:.40}, must be one of {', '.join(ISA_NAMES)}")
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec("ess._native")
     if spec is None or spec.origin is None:
         return None
-    if (asked := os.environ.get(ISA)) and asked not in ISA_NAMES:
-        raise BadInput(f"{ISA} is {asked!r:.40}, must be one of {', '.join(ISA_NAMES)}")
+    check_isa()
     return ctypes.CDLL(spec.origin)
 
 

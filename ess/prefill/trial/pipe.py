@@ -98,7 +98,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class TrialTimes:
     """The result of an Ask: `answer.made_s[-1]` is the time of the whole."""
 
     answer: PipeAnswer
@@ -209,11 +209,11 @@ class Pipe:
 
     def run(
         self, prompts: Sequence[list[int]], ends: Sequence[int], *, forgets: bool = True
-    ) -> Ran:
+    ) -> TrialTimes:
         self._say(0, Ask(prompts=list(prompts), ends=list(ends), forgets=forgets))
         answer = self._hear()
         stages = [self._timed(stage) for stage in range(len(self.plan.layers))]
-        return Ran(answer, tuple(itertools.starmap(_joined, zip(*stages, strict=True))))
+        return TrialTimes(answer, tuple(itertools.starmap(_joined, zip(*stages, strict=True))))
 
     def peaks(self) -> list[Peak]:
         return [

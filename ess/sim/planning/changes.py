@@ -35,7 +35,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
+class ChangedPlan:
     """`plan` and `all_gpus` are None where the change was refused."""
 
     name: str
@@ -46,7 +46,7 @@ class Changed:
 
 def changed(
     setup: Setup, question: Question, planner_of: Callable[[Setup], Planner]
-) -> tuple[Changed, ...]:
+) -> tuple[ChangedPlan, ...]:
     """The question as asked, then every change of it."""
     return tuple(
         _changed(name, other, question, planner_of)
@@ -84,14 +84,14 @@ def _nodes(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 def _changed(
     name: str, setup: Setup, question: Question, planner_of: Callable[[Setup], Planner]
-) -> Changed:
+) -> ChangedPlan:
     asked = replace(question, node=setup.node)
     try:
         planner = planner_of(setup)
         if question.is_searched:
             planner = best_way(planner)
         plan = planner.plan()
+        shared = over_all_gpus(planner, plan, asked, prefilling_of(planner))
     except BadInput as refusal:
-        return Changed(name=name, refused=str(refusal))
-    shared = over_all_gpus(planner, plan, asked, prefilling_of(planner))
-    return Changed(name=name, plan=plan, all_gpus=shared)
+        return ChangedPlan(name=name, refused=str(refusal))
+    return ChangedPlan(name=name, plan=plan, all_gpus=shared)

@@ -133,7 +133,7 @@ class Side:
         return self.worker.sustained(self.arrivals, slot_floor=self.slot_floor)
 
     def sustained_at(self, off: ErrorFactors, predicted: Sustained) -> Sustained:
-        """Searched near `found`, in larger steps."""
+        """Searched near what was predicted, in larger steps."""
         worker, floor = self.worker.with_errors(off), self.slot_floor
         return worker.sustained(
             self.arrivals, slot_floor=floor, near=predicted.rate, step=ENDS_STEP

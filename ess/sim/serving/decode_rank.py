@@ -24,7 +24,7 @@ from ess.engine import scheduler, tpot_control
 from ess.engine.chunking.sizes import PrefillTime
 from ess.engine.requests.request import State
 from ess.engine.requests.roster import Roster
-from ess.engine.tpot_control import TPOT, Pace, Seen
+from ess.engine.tpot_control import TPOT, Pace, SeenStep
 from ess.errors import PoolFull
 from ess.pool.capacity import Needs, needs
 from ess.pool.ledger import Ledger, Reservation
@@ -273,7 +273,7 @@ class Running:
         if self.rank.target_ms is None:
             return
         verified = [(flight.depth - 1, life.right[life.step_count - 1]) for life, _ in flight.turns]
-        seen = Seen(
+        seen = SeenStep(
             seconds=flight.decode_s,
             request_count=len(flight.turns),
             query_count=len(flight.turns) * flight.depth,

@@ -71,7 +71,7 @@ class Mixtures(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LayerInputs:
     """What one sequence has in one layer: normed input; queries, keys and values before
     rotation."""
 
@@ -105,7 +105,7 @@ class Fitting:
         self._model = model
         self.mixtures = Mixtures(c.head_count, c.key_head_count, c.value_dim, c.hidden_dim)
 
-    def fit(self, sequences: list[Seen]) -> None:
+    def fit(self, sequences: list[LayerInputs]) -> None:
         recipe, parameters = self._recipe, list(self.mixtures.parameters())
         optimiser = torch.optim.AdamW(parameters, lr=recipe.rate, weight_decay=0.0)
         for step in range(recipe.steps):
@@ -119,10 +119,10 @@ class Fitting:
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
 
-    def _loss(self, seen: Seen) -> Tensor:
+    def _loss(self, seen: LayerInputs) -> Tensor:
         return self._compared(seen)[0]
 
-    def _compared(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+    def _compared(self, seen: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
         """The divergence, the model's attention and the indexer's scores of some queries."""
         recipe, length = self._recipe, len(seen.hidden)
         at = torch.randint(recipe.first_query, length, (recipe.queries,))
@@ -134,7 +134,7 @@ class Fitting:
         return each.sum(-1).mean(), wanted, scores.masked_fill(_future(at, length), -torch.inf)
 
     @torch.no_grad()
-    def tried(self, sequences: list[Seen]) -> dict[str, float]:
+    def tried(self, sequences: list[LayerInputs]) -> dict[str, float]:
         """On sequences that were not trained on."""
         rows = []
         for seen in sequences:
@@ -167,14 +167,14 @@ def train(model: Model, tokens: Tensor, recipe: Recipe, into: Path) -> None:
 
 
 @torch.no_grad()
-def _seen(layer: DecoderLayer, model: Model, state: Tensor) -> Seen:
+def _seen(layer: DecoderLayer, model: Model, state: Tensor) -> LayerInputs:
     entry, dim = layer.enter(state), model.config.value_dim
     sides = _grouped(layer).sides(entry.row)
-    return Seen(entry.hidden, entry.query.view(len(state), -1, dim), *sides)
+    return LayerInputs(entry.hidden, entry.query.view(len(state), -1, dim), *sides)
 
 
 @torch.no_grad()
-def _moved(layer: DecoderLayer, state: Tensor, seen: Seen, rotation: Rotation) -> Tensor:
+def _moved(layer: DecoderLayer, state: Tensor, seen: LayerInputs, rotation: Rotation) -> Tensor:
     """The layer's output for a sequence, with dense attention."""
     turned = rotate(seen.queries, rotation, STYLE), rotate(seen.keys, rotation, STYLE)
     asked, keys, values = (side.transpose(0, 1)[None] for side in (*turned, seen.values))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.planning.answers import PlanAnswer, Question, answered
 from ess.sim.planning.ask import Ask
-from ess.sim.planning.changes import Changed, Setup, changed
+from ess.sim.planning.changes import ChangedPlan, Setup, changed
 from ess.sim.planning.deployment import CACHED_SHARE, OUTPUT_TOKENS, Work
 from ess.sim.planning.fleet import Wanted
 from ess.sim.planning.node import GIGABYTE_US, SOURCES, Node, Numa
@@ -238,17 +239,7 @@ def plan(
     is_free = ask.parallel is None and ask.batch is None and ask.ratio is None
     cut = cut_of(decode.model, ask, pp_size, pp_layer_partition)
     question = _question(ask, tiers, nodes.node, is_searched=is_free)
-
-    def planner_for(setup: Setup) -> Planner:
-        return planner_of(
-            setup.ask,
-            setup.gpu,
-            setup.node,
-            model=decode.model,
-            stack=decode.stack,
-            package=decode.perf_db,
-        )
-
+    planner_for = partial(_planner_for, decode)
     setup = Setup(ask=ask, node=nodes.node, gpu=decode.gpu)
     with console.patience("ess: searching batches, slots and ways to share the model ..."):
         planner = planner_for(setup)
@@ -264,6 +255,17 @@ def plan(
         show(answer, ask, question, [] if cut is None else cut.lines)
         if others:
             show_changes(others)
+
+
+def _planner_for(decode: DecodeFlags, setup: Setup) -> Planner:
+    return planner_of(
+        setup.ask,
+        setup.gpu,
+        setup.node,
+        model=decode.model,
+        stack=decode.stack,
+        package=decode.perf_db,
+    )
 
 
 def _fit(
@@ -326,7 +328,9 @@ def _question(ask: Ask, tiers: TierFlags, node: Node, *, is_searched: bool) -> Q
     )
 
 
-def _document(answer: PlanAnswer, cut: Cut | None, others: tuple[Changed, ...]) -> dict[str, Any]:
+def _document(
+    answer: PlanAnswer, cut: Cut | None, others: tuple[ChangedPlan, ...]
+) -> dict[str, Any]:
     """The answer as JSON, the plan's own fields at the top."""
     whole = msgspec.to_builtins(answer)
     more = {} if cut is None else {"pipeline": msgspec.to_builtins(cut)}

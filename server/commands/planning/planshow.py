@@ -14,7 +14,7 @@ from ess.sim.planning.answers import PlanAnswer, Question
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT, Band
 from ess.sim.planning.batches import Point
-from ess.sim.planning.changes import Changed
+from ess.sim.planning.changes import ChangedPlan
 from ess.sim.planning.deployment import SECONDS_PRICED, TOKENS_PRICED
 from ess.sim.planning.fleet import Groups
 from ess.sim.planning.fleets import Deployed, Fleets
@@ -198,7 +198,7 @@ def _cost(side: Deployed, gpu_price: float) -> str:
     return ranged("{:,.2f}", side.fleet.gpu_count * gpu_price, ends)
 
 
-def show_changes(every: Sequence[Changed]) -> None:
+def show_changes(every: Sequence[ChangedPlan]) -> None:
     """Prints a line for each change; the last factor is over the plan as asked."""
     table = Table.grid(padding=(0, 3))
     for justify in ("left", "right", "right", "right", "right", "left"):

@@ -92,7 +92,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 def checked(settings: Settings) -> Checkpoint:
     """Reads the checkpoint, and refuses what can be found wrong in it and in files of settings
     before anything starts; `read_words` does the same for texts."""
-    native.available()  # refuses a wrong ESS_ISA
+    native.check_isa()
     checkpoint = read_checkpoint(settings.model)
     check_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
     default_sampling(settings.default_sampling, checkpoint.defaults)

@@ -11,7 +11,7 @@ import pytest
 
 from ess.bench.load import prompts
 from ess.bench.load.load import RequestFlags
-from ess.bench.load.prompts import Asked, Prompts, asked_of, read_prompts
+from ess.bench.load.prompts import LoadRequest, Prompts, asked_of, read_prompts
 from ess.errors import BadInput
 from ess.sim.serving.arrivals import Arrival
 from ess.sim.serving.goodput import Objective
@@ -127,7 +127,7 @@ def test_conversations_and_lines_of_a_file(tmp_path: Path) -> None:
     assert 1 <= made[0].output_tokens < 20 == made[1].output_tokens
     path.write_text('{"prompt": "a", "output_tokens": 7}\n\n{"prompt": "b"}\n{"prompt": " "}\n')
     made = read_prompts(path, output_max=20, count=9)
-    assert made == [Asked(0.0, "a", 7), Asked(0.0, "b", 20)]
+    assert made == [LoadRequest(0.0, "a", 7), LoadRequest(0.0, "b", 20)]
     assert read_prompts(path, output_max=20, count=1) == made[:1]
     separated = "one\u2028two\x85three"
     path.write_text(f'{{"prompt": "{separated}"}}\r\n{{"prompt": "b"}}\r\n')

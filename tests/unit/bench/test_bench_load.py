@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from ess.bench import cli
-from ess.bench.harness.measure.streaming import Seen, address_of, streamed
+from ess.bench.harness.measure.streaming import TimedAnswer, address_of, streamed
 from ess.bench.load import offered, prompts
 from ess.bench.load.figures import is_good, load_rows
 from ess.bench.load.offered import Offered, Target, offer
-from ess.bench.load.prompts import Asked
+from ess.bench.load.prompts import LoadRequest
 from ess.errors import BadInput, BadState
 from ess.sim.serving.goodput import Objective
 
@@ -87,7 +87,7 @@ async def serving(answer: Answer) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-def seen_of(sent: bytes, **more: Any) -> tuple[Seen, dict[str, Any]]:
+def seen_of(sent: bytes, **more: Any) -> tuple[TimedAnswer, dict[str, Any]]:
     """What the client makes of these bytes, and what it asked."""
     got: list[dict[str, Any]] = []
 
@@ -95,7 +95,7 @@ def seen_of(sent: bytes, **more: Any) -> tuple[Seen, dict[str, Any]]:
         got.append(asked)
         writer.write(sent)
 
-    async def run() -> Seen:
+    async def run() -> TimedAnswer:
         async for url in serving(answer):
             return await streamed(f"{url}/at/", {"prompt": [1]}, **more)
         raise AssertionError
@@ -201,7 +201,7 @@ def test_the_limit_of_requests_under_way_holds_and_all_are_sent() -> None:
             writer.write(chunked(*STREAM))
 
         async for url in serving(answer):
-            return await offer(Target(url, "m"), [Asked(0.0, [1], 5)] * 9, at_most=held)
+            return await offer(Target(url, "m"), [LoadRequest(0.0, [1], 5)] * 9, at_most=held)
         raise AssertionError
 
     done = asyncio.run(run())
@@ -231,15 +231,15 @@ def test_requests_are_sent_when_they_are_due(
 ) -> None:
     """Each takes two seconds; one that waits for room in the client is late."""
 
-    async def two_seconds(*_: Any, **__: Any) -> Seen:
+    async def two_seconds(*_: Any, **__: Any) -> TimedAnswer:
         await asyncio.sleep(2.0)
-        return Seen([2.0])
+        return TimedAnswer([2.0])
 
     clock = Jumping()
     loop = asyncio.SelectorEventLoop(clock)
     monkeypatch.setattr(loop, "time", lambda: clock.now_s)
     monkeypatch.setattr(offered, "streamed", two_seconds)
-    asked = [Asked(at_s, [1], 5) for at_s in (0.0, 1.0, 2.5)]
+    asked = [LoadRequest(at_s, [1], 5) for at_s in (0.0, 1.0, 2.5)]
     with contextlib.closing(loop):
         done = loop.run_until_complete(offer(Target("", "m"), asked, at_most=at_most))
     assert (done.sent_s, done.late_s, done.took_s) == (sent_s, late_s, took_s)
@@ -257,7 +257,7 @@ def test_failures_are_kept_and_only_a_server_without_answers_is_an_error() -> No
             writer.write(said if is_refused else chunked(*STREAM))
 
         async for url in serving(answer):
-            return await offer(Target(url, "m"), [Asked(0.0, [n], 5) for n in range(4)])
+            return await offer(Target(url, "m"), [LoadRequest(0.0, [n], 5) for n in range(4)])
         raise AssertionError
 
     done = asyncio.run(run(lambda number: number % 2 == 1))
@@ -272,7 +272,7 @@ def test_failures_are_kept_and_only_a_server_without_answers_is_an_error() -> No
 # ---- figures
 
 
-def load(*seen: Seen, took_s: float = 10.0, failures: int = 0) -> Offered:
+def load(*seen: TimedAnswer, took_s: float = 10.0, failures: int = 0) -> Offered:
     return Offered(
         seen=list(seen),
         sent_s=[0.0] * len(seen),
@@ -282,8 +282,10 @@ def load(*seen: Seen, took_s: float = 10.0, failures: int = 0) -> Offered:
     )
 
 
-def seen(*events_s: float, tokens: int = 0, prompt: int = 0, cached: int = 0) -> Seen:
-    return Seen(list(events_s), prompt_tokens=prompt, cached_tokens=cached, counted_tokens=tokens)
+def seen(*events_s: float, tokens: int = 0, prompt: int = 0, cached: int = 0) -> TimedAnswer:
+    return TimedAnswer(
+        list(events_s), prompt_tokens=prompt, cached_tokens=cached, counted_tokens=tokens
+    )
 
 
 def by_name(rows: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ess.engine.step.underway.future import FutureMap, depth_reasons
 from ess.engine.step.warmth import Warmth
 from ess.engine.step.way import Way
 from ess.engine.step_bytes import positions_max
-from ess.engine.tpot_control import Seen, drafts_of
+from ess.engine.tpot_control import SeenStep, drafts_of
 from ess.units import counted, format_bytes
 
 
@@ -199,7 +199,7 @@ class Flights:
         if self.replays is not None:
             self.replays.close()
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: SeenStep) -> None:
         if self._config.is_paced:
             self.pace = tpot_control.advance(self.pace, seen)
 

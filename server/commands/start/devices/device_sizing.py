@@ -82,10 +82,7 @@ def plan_on_device(
     ]
     room = room_of(report, settings)
     left = room - sum(line.bytes for line in rest)
-    if settings.index_bytes == AUTO:
-        shape = _beside_slots(shape, left, is_given=settings.slot_bytes != AUTO)
-    if settings.slot_bytes == AUTO:
-        shape = _filled(shape, left, token_capacity)
+    shape = _fitted(shape, settings, left, token_capacity)
     lines = (*rest[:1], *pool_lines(shape), *rest[1:])
     device = DevicePlan(
         name=report.name,
@@ -178,6 +175,13 @@ def _check_least(name: str, settings: Settings, count: int, least: int, *, unit:
             f"{name} is {getattr(settings, name)}, the least that works is"
             f" {format_bytes(least * unit)}"
         )
+
+
+def _fitted(shape: PoolShape, settings: Settings, room: int, token_capacity: int) -> PoolShape:
+    """Index pages first, then slots, as far as their sizes are not set."""
+    if settings.index_bytes == AUTO:
+        shape = _beside_slots(shape, room, is_given=settings.slot_bytes != AUTO)
+    return _filled(shape, room, token_capacity) if settings.slot_bytes == AUTO else shape
 
 
 def _beside_slots(most: PoolShape, room: int, *, is_given: bool) -> PoolShape:
