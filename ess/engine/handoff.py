@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 
 from ess.door import Sequence as Opened
-from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent
+from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent, Timeline
 from ess.engine.config import EngineConfig
 from ess.engine.plan import Chunk
 from ess.engine.requests.request import Request
@@ -177,6 +177,8 @@ class Handoffs:
         try:
             self._port.receiver.expect(opened, uid=takes.uid, peer=takes.peer)
         except BadInput as error:
+            began = Timeline(self._port.now_s, ())
+            self.ended.append(Missed(takes.uid, str(error), began))
             self._told.append((request, f"handoff {takes.uid}: {error}"))
         else:
             self._coming[takes.uid] = request

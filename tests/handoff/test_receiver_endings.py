@@ -271,9 +271,10 @@ def test_only_a_fresh_sequence_on_the_host_may_land(guarded: Pair) -> None:
     for uid in (-1, 1 << 63):
         with pytest.raises(BadInput, match=f"uid is {uid}"):
             guarded.receiver.expect(fresh, uid=uid, peer=epoch)
+    assert guarded.receiver.missed_count == 0, "of these, none was a handoff"
     with pytest.raises(BadInput, match="peer 0000000000000005 is not connected"):
         guarded.receiver.expect(fresh, uid=UID, peer=5)
-    assert len(guarded.receiver) == 0
+    assert (len(guarded.receiver), guarded.receiver.missed_count) == (0, 1)
     guarded.check()
 
 

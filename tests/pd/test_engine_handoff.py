@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from ess.door.handoff.endings import Missed
 from ess.engine.requests.request import Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import Unavailable
@@ -202,6 +203,8 @@ def test_rows_that_do_not_come_are_computed_here(cause: str):
     taken = missed(pair, cause)
     run_to_end(pair, taken)
     assert [taken.output] == alone([(TEXT[:200], taken.sampling)])
+    assert pair.decode.port.stats().missed == 1
+    assert [type(each) for each in pair.decode.engine.ended_handoffs] == [Missed]
 
 
 @pytest.mark.parametrize("cause", CAUSES)

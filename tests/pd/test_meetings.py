@@ -77,8 +77,8 @@ def test_whatever_goes_wrong_a_meeting_is_tried_again(monkeypatch: pytest.Monkey
     async def meet(address: str, metadata: bytes) -> Met:
         return Met(address, 7, b"ours")
 
-    async def until_lost(ready: object, most_s: float) -> None:
-        await asyncio.sleep(most_s)
+    async def until_lost(ready: object) -> None:
+        await asyncio.Event().wait()
 
     engine = SimpleNamespace(until_ready=until_ready, until_lost=until_lost)
     link = SimpleNamespace(engine=engine, meet=meet)
@@ -101,9 +101,10 @@ def test_whatever_goes_wrong_a_meeting_is_tried_again(monkeypatch: pytest.Monkey
 def test_the_next_engine_meets_all_as_soon_as_it_is_ready(
     is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also where the engine is replaced during a meeting. Until then every prompt whose rows come
-    from a prefill worker would be computed here."""
+    """Also where the engine is replaced during a meeting. Until then the peer is not up: prompts
+    that it has made would be computed here, and nobody would know."""
     asked: list[bytes] = []
+    told: list[bytes] = []
     answers = asyncio.Event()
 
     async def post(at: object, path: str, ours: bytes) -> bytes:
@@ -112,6 +113,7 @@ def test_the_next_engine_meets_all_as_soon_as_it_is_ready(
         return b"theirs"
 
     async def meet(address: str, theirs: bytes) -> Met:
+        told.append(theirs)
         return Met(address, 7, b"ours")
 
     async def come(numbers: list[bytes]) -> None:
@@ -130,11 +132,17 @@ def test_the_next_engine_meets_all_as_soon_as_it_is_ready(
             answers.set()
             while met.missing:
                 await asyncio.sleep(0)
+        answers.clear()
         link.interrupt("it broke")
         link.renew(f"ipc://{tmp_path}/two")
         link._hear(Ready(vocabulary=9, length_max=9, load_s=0.0, metadata=b"two"))
-        answers.set()
         await come([b"one", b"two"])
+        assert met.missing == ["127.0.0.1:9"]
+        assert is_late or "the next one has not met it" in met.lines()[0]["why"]
+        answers.set()
+        while met.missing:
+            await asyncio.sleep(0)
+        assert told == [b"theirs"] * (1 if is_late else 2), "of a meeting that was given up"
         running.cancel()
         link.close()
         context.destroy(linger=0)

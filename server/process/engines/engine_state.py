@@ -7,7 +7,6 @@ starting --Ready--> ready --interrupt--> restarting --Ready--> ready ...
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Literal
 
 from ess.clock import Clock
@@ -53,12 +52,10 @@ class EngineState:
             await self.became_ready.wait()
         return self.ready
 
-    async def until_lost(self, ready: Ready, most_s: float) -> None:
-        """Waits until the engine that has said `ready` is lost, `most_s` at most."""
+    async def until_lost(self, ready: Ready) -> None:
+        """Waits until the engine that has said `ready` is lost."""
         if self.ready is ready:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(most_s):
-                    await self._was_lost.wait()
+            await self._was_lost.wait()
 
     def hear(self, message: FromEngine) -> None:
         """Takes from any message what it says of the engine."""

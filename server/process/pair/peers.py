@@ -4,8 +4,9 @@
     to the engine:        Meet(address, theirs)                           ->  Met(epoch)
 
 So a prefill worker may start later, or restart: its next boot has another epoch, and is met within
-two seconds. Our own next engine meets all of them as soon as it is ready. An address in a request
-is only looked up here; it is never dialled.
+two seconds. Our own next engine knows none of them: from the loss of an engine on no peer is up,
+until the next one, as soon as it is ready, has met it. An address in a request is only looked up
+here; it is never dialled.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MEET_S: Final = 5.0
 MISSES_MAX: Final = 3
 HEAD_BYTES_MAX: Final = 16 << 10
 NOT_YET: Final = "it has not been met yet"
+REPLACED: Final = "the engine here was lost, and the next one has not met it yet"
 
 
 @dataclass(slots=True)
@@ -89,9 +91,22 @@ class Peers:
                 group.create_task(self._keep(peer))
 
     async def _keep(self, peer: Peer) -> None:
-        while (ready := await self._link.engine.until_ready()) is not None:
-            await self._meet(peer, ready.metadata)
-            await self._link.engine.until_lost(ready, MEET_EVERY_S)
+        """Each engine of ours meets the peer, and a meeting of a lost engine is given up: it would
+        tell the next engine of a peer that does not know it."""
+        engine = self._link.engine
+        while (ready := await engine.until_ready()) is not None:
+            meeting = asyncio.ensure_future(self._meet_again(peer, ready.metadata))
+            try:
+                await engine.until_lost(ready)
+            finally:
+                meeting.cancel()
+                await asyncio.gather(meeting, return_exceptions=True)
+            peer.missed(REPLACED, self._clock.now_s())
+
+    async def _meet_again(self, peer: Peer, metadata: bytes) -> None:
+        while True:
+            await self._meet(peer, metadata)
+            await asyncio.sleep(MEET_EVERY_S)
 
     async def _meet(self, peer: Peer, metadata: bytes) -> None:
         """Meets a peer; it is down after MISSES_MAX late answers, or once it refuses or is gone.

@@ -123,7 +123,8 @@ class Receiver:
         """Tells a peer, and those it is the lead of, that there is room for the rows of this
         sequence that are not cached.
 
-        The sequence was opened with `on_device=False`, and nothing has been imported.
+        The sequence was opened with `on_device=False`, and nothing has been imported. Where
+        the peer is not connected, the handoff is refused, and counts as missed.
         """
         origins = self._check_expected(sequence, uid, peer)
         rooms = self._rooms(sequence, uid, origins)
@@ -213,6 +214,7 @@ class Receiver:
             raise BadInput(f"{sequence!r} has rows that were not cached: nothing may land on them")
         origins = self.origins.find(peer)
         if origins is None:
+            self.missed_count += 1
             raise BadInput(f"peer {peer:016x} is not connected; {len(self.origins)} peers are")
         if uid in self._entries:
             raise BadInput(f"handoff {uid} is under way already")
