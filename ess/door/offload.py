@@ -294,7 +294,10 @@ class Offload:
 
         A step starts at `sequence.length`: import n - 1 rows of n known tokens, and the step brings
         the row of the last. With nothing imported it starts at 0, or behind the cached prefix:
-        that is prefill by steps, and `append` brings every row.
+        that is prefill by steps, and `append` brings every row. So does a step whose import was
+        forgotten: positions that its queries select are refused as outside of their context, and
+        `commit` refuses ids that are not those of its positions. Without ids its rows count as
+        those of the first positions.
         An earlier step may be sealed and not learned: pages are provided for the most that it can
         have accepted, and positions follow the device's own lengths. `starts` says where the new
         rows begin; where rows were imported for a part of the known tokens only, a step without it

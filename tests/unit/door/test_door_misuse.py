@@ -250,6 +250,24 @@ def test_with_nothing_imported_steps_bring_every_row(offload):
     assert (sequence.length, sequence.tokens) == (6, list(range(6)))
 
 
+def test_an_import_that_was_forgotten_is_noticed(offload):
+    """The step begins at position 0, where the row of another token belongs."""
+    sequence = offload.open(list(range(11)))
+    step = offload.begin([sequence], query_counts=[1])
+    for layer in range(3):
+        step.append(layer, rows(1))
+    chosen = selection(*range(8))
+    match = "is position 1, which is outside its context of 1 tokens"
+    refused(offload, BadInput, match, lambda: step.resolve(0, chosen))
+    match = "was opened with token 0 at position 0, and tokens has 10 there"
+    refused(offload, BadInput, match, lambda: step.commit(accepted=[1], tokens=[[10]]))
+    assert sequence.length == 0
+    step.abandon()
+    for layer in range(3):
+        sequence.import_rows(layer, 0, rows(10))
+    assert offload.begin([sequence], query_counts=[1]).query_start.tolist() == [10]
+
+
 def test_a_fork_leaves_the_pending_token_behind(offload):
     sequence = opened(offload, 70)
     fork = sequence.fork()
