@@ -212,7 +212,8 @@ class EngineLink:
             self._waiting = asyncio.get_running_loop().call_later(wait_s, self._give_up)
 
     def renew(self, endpoint: str) -> None:
-        """Listens to another engine from now on. `run` must not be running."""
+        """Listens to another engine from now on. `run` must not be running. OSError if there can be
+        no socket now."""
         self._socket.renew(endpoint)
         self.engine.renew()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -24,6 +27,7 @@ from ess.engine.process.messages import (
     Piece,
     Progress,
     Ready,
+    Stop,
 )
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, Unavailable
@@ -211,6 +215,31 @@ def test_another_engine_is_heard_elsewhere_and_numbers_go_on(tmp_path: Path):
         assert link.engine.restart_count == 1
         hearing.cancel()
         context.destroy(linger=0)
+
+    linked(tmp_path, act)
+
+
+def test_where_no_socket_can_be_made_the_last_one_stays(tmp_path: Path, monkeypatch):
+    """Messages of the server's end go to a socket, and libzmq crashes where that is closed."""
+
+    async def act(link: EngineLink, peer: Peer) -> None:
+        hearing = asyncio.ensure_future(link.run())
+        await peer.send(Packer().pack(READY))
+        assert await link.engine.until_ready() == READY
+        link.interrupt("it broke")
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+        with monkeypatch.context() as patch:
+            full = zmq.ZMQError(errno.EMFILE)
+            patch.setattr(zmq.asyncio.Context, "socket", Mock(side_effect=full))
+            with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                link.renew(f"ipc://{tmp_path}/next")
+        with pytest.raises(OSError, match=os.strerror(errno.ENOENT)):
+            link.renew(f"ipc://{tmp_path}/nowhere/next")
+        assert (link.engine.state, link.engine.restart_count) == ("restarting", 0)
+        link.stop()
+        assert await told(peer) == Stop()
+        link.renew(f"ipc://{tmp_path}/next")
 
     linked(tmp_path, act)
 

@@ -12,6 +12,7 @@ import re
 import resource
 import signal
 import socket
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from ess.server.process.engines.group import EngineGroup, Loss, Member
 from ess.server.process.engines.restarts import OVER_S, Restarts
 from ess.server.process.engines.succession import EngineStart, Succession
 from ess.server.process.fronts import Fronts, Start, endpoint_of
+from ess.server.process.whole_run import run_whole
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
 from tests.server.test_fronts import (
@@ -422,12 +424,46 @@ def test_a_front_that_cannot_be_started_is_tried_again(monkeypatch):
 
 @pytest.mark.slow
 def test_a_server_that_can_open_nothing_more_ends():
-    with Process(*PACED).wait_ready() as process:
+    with Process(*PACED, "--engine-restarts", "1").wait_ready() as process:
         resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE, (8, 8))
         kill(process)
         assert process.ended(60) == 1
         said = process.process.communicate()[1].strip().splitlines()
-        assert any(line.startswith("ess: the engine is gone") for line in said)
+        full = f"the engine is gone: it cannot be started: {os.strerror(errno.EMFILE)}"
+        assert said[-1].startswith(f"ess: {full}; it was started again once")
+
+
+def test_a_loop_ends_where_no_file_can_be_opened():
+    """All that is still running in it is over before it closes."""
+    ends: list[str] = []
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def beside() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.append("a task")
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            ends.append("a generator")
+
+    async def work() -> int:
+        beside_it = asyncio.ensure_future(beside())
+        await asyncio.to_thread(int)
+        number = await anext(left := numbers())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        assert not beside_it.done()
+        assert left is not None
+        return number
+
+    try:
+        assert run_whole(work()) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert ends == ["a task", "a generator"]
 
 
 def test_restarts_are_counted_over_a_time():

@@ -10,7 +10,6 @@ one; when stdin closes, the first process is gone. Only the first process handle
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -18,7 +17,6 @@ import sys
 
 import msgspec
 import uvicorn
-import uvloop
 
 from ess import console
 from ess.clock import Clock, RealClock
@@ -42,6 +40,7 @@ from ess.server.process.listening.stand_in import has_started
 from ess.server.process.requests.open_calls import FrontPlace
 from ess.server.process.service import Service
 from ess.server.process.tally import Shelf
+from ess.server.process.whole_run import run_whole
 
 
 class Front:
@@ -152,11 +151,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(0, "rb", buffering=0, closefd=False) as orders:
         start = msgspec.json.decode(orders.readline(), type=Start)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        runner.run(serve(start))
+    run_whole(serve(start))
     return 0
 
 

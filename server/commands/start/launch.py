@@ -71,6 +71,7 @@ from ess.server.process.signals import Signals, taken_signals
 from ess.server.process.tally import Shelf
 from ess.server.process.text_child import Desk
 from ess.server.process.texts import Texts
+from ess.server.process.whole_run import run_whole
 from ess.transfer.messages import Seal
 from ess.units import format_bytes
 
@@ -133,8 +134,7 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
     ):
         banner.greet(resolved, plan, url=url_of(settings, listeners[0]), json=json)
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(told, words, listeners, further, signals))
+        return run_whole(_serve(told, words, listeners, further, signals))
 
 
 def planned(

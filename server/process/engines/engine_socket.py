@@ -32,17 +32,27 @@ class EngineSocket:
         return self.packer.for_server(await self._socket.recv())
 
     def renew(self, endpoint: str) -> None:
-        """Listens to another engine from now on. `receive` must not be waiting."""
+        """Listens to another engine from now on. `receive` must not be waiting. OSError if there
+        can be no socket now: then nothing has changed. The last socket is closed behind that, since
+        libzmq crashes where a closed one is used."""
+        fresh = self._bound(endpoint)
         self.close(linger=0)
-        self._socket = self._bound(endpoint)
+        self._socket = fresh
 
     def close(self, *, linger: int | None = None) -> None:
         self._socket.close(linger=linger)
 
     def _bound(self, endpoint: str) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from None
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, UNREAD_MAX)
-        socket.bind(endpoint)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise OSError(error.errno, error.strerror) from None
         return socket

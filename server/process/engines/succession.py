@@ -112,7 +112,6 @@ class Succession:
         self._fronts.succeed(self._number, sentence)
         await self._end_lost(loss, sentence)
         await self._pause(pause_s)
-        self._link.renew(endpoint_of(self._given.folder, self._link.place.front, self._number))
 
     async def _pause(self, pause_s: float) -> None:
         """Waits; the server's end cuts it short."""
@@ -134,6 +133,7 @@ class Succession:
         if self._ends.is_set():
             return Loss("the server ends")
         try:
+            self._listen()
             self._group = group = await self._given.start(self._number)
         except OSError as error:  # too many processes or files, too little memory: for now
             return Loss(f"it cannot be started: {error.strerror or error}")
@@ -147,6 +147,11 @@ class Succession:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _listen(self) -> None:
+        """Each engine has an endpoint of its own; the first one's is there from the beginning."""
+        if self._number:
+            self._link.renew(endpoint_of(self._given.folder, self._link.place.front, self._number))
 
     def _lose(self, loss: Loss) -> None:
         """Only the first report counts: all others about a lost engine follow from that."""
