@@ -4,7 +4,8 @@
 
 Of each way to serve, the model in the box in float32 gets the same requests, eight at a time, while
 another client pauses and resumes generation, in the words of vLLM or of SGLang, or adds a key, has
-the server read it, and removes the key before. Exits with 1 if an answer is wrong.
+the server read it, and removes the key before. Exits with 1 if an answer is wrong. Behind a router
+one of the workers is paused, since routers have no such routes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ WAYS: Final = {
     "pp": ("--pp-size", "2"),
     "dp": ("--dp-size", "2"),
     "processes": ("--server-processes", "2", "--mtp", "2"),
+    "pd": ("--pd", "1p2d", "--mtp", "2"),
 }
 PAUSES: Final = (
     ("/pause?mode=keep", {}, "/resume"),
@@ -45,8 +47,8 @@ PAUSES: Final = (
 )
 COUNT: Final = 60
 AT_ONCE: Final = 8
-AGAIN: Final = (401, 503)
-"""Asked with a key that was removed meanwhile, or while no engine is ready."""
+AGAIN: Final = (0, 401, 503)
+"""Asked between two routers, with a key that was removed meanwhile, or while no engine is ready."""
 
 
 class Keys:
@@ -65,7 +67,7 @@ class Keys:
         fresh = f"key-{int(self.newest.removeprefix('key-')) + 1}"
         self._write(self.newest, fresh)
         process.process.send_signal(signal.SIGHUP)
-        until(lambda: {status(process, fresh) for _ in range(6)} == {200}, "the new key")
+        until(lambda: {status(process.url, fresh) for _ in range(6)} == {200}, "the new key")
         self.newest = fresh
         self._write(fresh)
 
@@ -75,18 +77,31 @@ class Keys:
         os.replace(other, self._path)
 
 
-def said(process: Process, key: str, path: str, body: object = None) -> Answer:
-    return ask(process.url + path, body, authorization=f"Bearer {key}")
+def said(url: str, key: str, path: str, body: object = None) -> Answer:
+    return ask(url + path, body, authorization=f"Bearer {key}")
 
 
-def status(process: Process, key: str) -> int:
-    return said(process, key, "/v1/models").status
+def status(url: str, key: str) -> int:
+    return said(url, key, "/v1/models").status
+
+
+def started(*way: str) -> Process:
+    """Ready: a server with a router is when it greets, and its router has no /ready."""
+    process = Process(*EXACT, *ROOM, *way)
+    return process if "--pd" in way else process.wait_ready()
+
+
+def paused_at(process: Process) -> list[str]:
+    """The URLs at which generation is paused: of the workers, where a router is in front."""
+    listed = process.greeting.get("processes", [])
+    workers = [each["url"] for each in listed if each["role"] != "router"]
+    return workers if len(workers) < len(listed) else [process.url]
 
 
 def answers(process: Process, keys: Keys, asked: Sequence[Asked]) -> list[Result]:
     def one(each: Asked) -> Result:
         while True:
-            answer = said(process, keys.newest, each.path, dict(each.body))
+            answer = said(process.url, keys.newest, each.path, dict(each.body))
             if answer.status not in AGAIN:
                 return result_of(each, answer)
             time.sleep(0.05)
@@ -97,7 +112,7 @@ def answers(process: Process, keys: Keys, asked: Sequence[Asked]) -> list[Result
 
 @contextmanager
 def disturbed(process: Process, keys: Keys, draw: random.Random) -> Iterator[Counter[str]]:
-    over, counts = threading.Event(), Counter[str]()
+    over, counts, urls = threading.Event(), Counter[str](), paused_at(process)
 
     def strike() -> None:
         while not over.is_set():
@@ -105,10 +120,10 @@ def disturbed(process: Process, keys: Keys, draw: random.Random) -> Iterator[Cou
                 keys.change(process)
                 counts["keys"] += 1
             else:
-                stop, body, go_on = draw.choice(PAUSES)
-                told = [said(process, keys.newest, stop, body).status]
+                url, (stop, body, go_on) = draw.choice(urls), draw.choice(PAUSES)
+                told = [said(url, keys.newest, stop, body).status]
                 time.sleep(draw.uniform(0, 0.15))
-                told.append(said(process, keys.newest, go_on, {}).status)
+                told.append(said(url, keys.newest, go_on, {}).status)
                 counts["pauses" if told == [200, 200] else f"refused with {told}"] += 1
             time.sleep(draw.uniform(0, 0.2))
 
@@ -129,13 +144,13 @@ def main() -> None:
     given = parser.parse_args()
     asked, wrong_count = mixed(COUNT), 0
     keys = Keys()
-    with Process(*EXACT, *ROOM, "--mtp", "1", *keys.flags).wait_ready() as alone:
+    with started("--mtp", "1", *keys.flags) as alone:
         expected = answers(alone, keys, asked)
     print("| way | pauses | changes of keys | answers | wrong |\n|---|---:|---:|---:|---:|")
     for way in given.ways or WAYS:
         keys, draw = Keys(), random.Random(given.seed)
         with (
-            Process(*EXACT, *ROOM, *WAYS[way], *keys.flags).wait_ready() as process,
+            started(*WAYS[way], *keys.flags) as process,
             disturbed(process, keys, draw) as counts,
         ):
             made = [answers(process, keys, asked) for _ in range(given.rounds)]
