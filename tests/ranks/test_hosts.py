@@ -113,10 +113,12 @@ def test_four_hosts_answer_as_one_process_and_go_on_behind_a_lost_rank(tmp_path)
         victim = launchers[2].server
         os.kill(victim, signal.SIGKILL)
         for host in (0, 1, 3):
-            said = rf"^rank-{host}: .*LinkLost.*is lost"
+            said = rf"^\S+ rank-{host}: .*LinkLost.*is lost"
             until(lambda said=said, host=host: launchers[host].said(said), said, within_s=NOTICED_S)
         until(
-            lambda: launchers[2].said("^ess: rank-2 is gone: its process was ended by SIGKILL"),
+            lambda: launchers[2].said(
+                r"^\S+ ess: rank-2 is gone: its process was ended by SIGKILL"
+            ),
             "its end",
         )
         assert asked(net, 1, urls) == expected

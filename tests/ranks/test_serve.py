@@ -114,7 +114,9 @@ def test_a_server_that_is_killed_is_missed_and_comes_back(tmp_path, victim):
             for url in urls:
                 assert list(tokens(url)) == expected
             assert router.ask("/v1/completions", ASKED).status == 200
-        assert re.search(rf"^rank-{1 - victim}: .*LinkLost.*is lost", log.read_text(), re.MULTILINE)
+        assert re.search(
+            rf"^\S+ rank-{1 - victim}: .*LinkLost.*is lost", log.read_text(), re.MULTILINE
+        )
 
 
 def test_ranks_that_cannot_start_say_why():

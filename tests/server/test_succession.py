@@ -214,7 +214,7 @@ def test_beyond_the_limit_the_server_ends_and_says_so():
         assert process.ended(60) == 1
         last = process.process.communicate()[1].strip().splitlines()[-1]
         most = "it was started again 2 times within 10 minutes, which is the most"
-        assert last == f"ess: {KILLED}; {most}"
+        assert last.endswith(f" ess: {KILLED}; {most}")
 
 
 @pytest.mark.slow
@@ -430,7 +430,7 @@ def test_a_server_that_can_open_nothing_more_ends():
         assert process.ended(60) == 1
         said = process.process.communicate()[1].strip().splitlines()
         full = f"the engine is gone: it cannot be started: {os.strerror(errno.EMFILE)}"
-        assert said[-1].startswith(f"ess: {full}; it was started again once")
+        assert f" ess: {full}; it was started again once" in said[-1]
 
 
 def test_a_loop_ends_where_no_file_can_be_opened():

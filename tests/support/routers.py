@@ -27,7 +27,7 @@ from ess.ports import kept_port
 from tests.server.harness import until
 from tests.server.test_life import Process
 
-LINE = re.compile(r"^ess: request (\S+) (\S+) (\S+) (\S+)(?: \(\w+\))? after", re.MULTILINE)
+LINE = re.compile(r"^\S+ ess: request (\S+) (\S+) (\S+) (\S+)(?: \(\w+\))? after", re.MULTILINE)
 # What docs/serving.md advises, and a pace at which a test can wait.
 BREAKER = ("--cb-failure-threshold", "3", "--cb-timeout-duration-secs", "1")
 ADVISED = ("--health-check-endpoint", "/ready", *BREAKER)

@@ -46,6 +46,7 @@ from ess.server.commands.start.files.watched import FILES_S, Watched
 from ess.server.commands.start.settings import Settings, resolve
 from ess.server.commands.start.written_addresses import listed
 from ess.server.process.logs.log_pipe import unblocked_stderr
+from ess.server.process.logs.log_times import passed_on
 from ess.server.process.own_folder import own_folder
 from ess.server.process.signals import HANG_S
 
@@ -70,11 +71,10 @@ def serve_pd(
     share = share_of(resolved, shape, stages)
     chosen = routers.choose(router, has_keys=bool(resolved.settings.keys))
     settings = resolved.settings
-    is_json = settings.log_format == "json"
     with (
         kept_place(settings) as place,
         own_folder() as folder,
-        unblocked_stderr(is_json=is_json),
+        unblocked_stderr(settings.log_format),
     ):
         for sentence in resolved.notes:
             console.note(f"ess: {sentence}")
@@ -163,7 +163,8 @@ class PdProcesses:
 
     def _worker(self, role: Role, name: str, told: Mapping[str, str]) -> Keeper:
         """Starts a worker with its settings in a file: the process table must not show them."""
-        given = {**self._share.settings, **told}
+        log_format = passed_on(self._settings.log_format)
+        given = {**self._share.settings, **told, "log_format": log_format}
         if role == "prefill":
             given |= self._share.stages
         path = self._written(f"{name}.json", msgspec.json.encode(given).decode())

@@ -133,7 +133,7 @@ def serve_on_ray(resolved: Resolved, *, json: bool) -> int:
     except ModuleNotFoundError:
         raise Unavailable("ray is missing: install ess[ray]") from None
     own = {} if "RAY_ADDRESS" in os.environ else {"object_store_memory": OBJECT_BYTES}
-    with unblocked_stderr(is_json=resolved.settings.log_format == "json"):
+    with unblocked_stderr(resolved.settings.log_format):
         for sentence in resolved.notes:
             console.note(f"ess: {sentence}")
         ray.init(logging_level="warning", **own)

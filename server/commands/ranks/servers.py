@@ -31,6 +31,7 @@ from ess.server.commands.start.files.words import read_words
 from ess.server.commands.start.launch import checked, derived, layout_of, planned, sized
 from ess.server.commands.start.settings import Resolved, Settings
 from ess.server.process.logs.log_pipe import unblocked_stderr
+from ess.server.process.logs.log_times import passed_on
 from ess.server.process.own_folder import own_folder
 from ess.server.process.signals import HANG_S
 
@@ -70,7 +71,7 @@ def serve_ranks(resolved: Resolved, *, json: bool) -> int:
     with (
         own_folder() as folder,
         kept_places(division.settings) as (ports, address),
-        unblocked_stderr(is_json=resolved.settings.log_format == "json"),
+        unblocked_stderr(resolved.settings.log_format),
     ):
         for sentence in division.notes:
             console.note(f"ess: {sentence}")
@@ -165,6 +166,7 @@ class RankProcesses:
             "host": settings.host,
             "port": port,
             "peer_secret_file": str(secret),
+            "log_format": passed_on(settings.log_format),
         }
         write_private(path, msgspec.json.encode(given).decode())
         order = Order(

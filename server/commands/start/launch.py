@@ -130,7 +130,7 @@ def serve_with(resolved: Resolved, *, json: bool = False) -> int:
         taken_signals() as signals,
         listening(settings) as listeners,
         bootstrapping(settings, listeners[0]) as further,
-        unblocked_stderr(is_json=settings.log_format == "json"),
+        unblocked_stderr(settings.log_format),
     ):
         banner.greet(resolved, plan, url=url_of(settings, listeners[0]), json=json)
         logging.basicConfig(level=logging.WARNING, format="ess: %(message)s")
@@ -178,7 +178,7 @@ def run_node(told: ServerFacts) -> int:
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     node = Node(starter(settings, launch, told.layers, lambda number: []))
     with (
-        unblocked_stderr(is_json=settings.log_format == "json"),
+        unblocked_stderr(settings.log_format),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         where = f"met at {settings.dist_init_addr}"

@@ -33,6 +33,7 @@ from ess.server.commands.start.setting_checks import (
 )
 from ess.server.commands.start.torchrun import placed_by_torchrun
 from ess.server.commands.start.written_addresses import listed, read_origins, without_login
+from ess.server.process.logs.log_records import LogFormat
 from ess.server.process.pair.addresses import Named, read_peers
 
 Origin = Literal["default", "file", "environment", "flag", "derived"]
@@ -188,8 +189,10 @@ class Settings(ProcessConfig):
     request_log: bool = setting(
         False, "telemetry", "A line per request on stderr: route, status, tokens, times; no texts."
     )
-    log_format: Literal["text", "json"] = setting(
-        "text", "telemetry", "What a line of stderr is: a sentence, or a record for a collector."
+    log_format: LogFormat = setting(
+        "text",
+        "telemetry",
+        "A line of stderr: a sentence with its time, without it, or a record for a collector.",
     )
     otlp_endpoint: str = setting(
         "", "telemetry", "Where OpenTelemetry spans go, as http://127.0.0.1:4318/v1/traces."

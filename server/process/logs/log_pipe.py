@@ -5,7 +5,7 @@ read (a write that never returns). So descriptor 2 becomes the end of our own pi
 block, and a thread copies from it to the original stderr. What cannot be written is kept up to
 `KEPT_BYTES`; more is dropped and counted, and the count is written once there is room. Everything
 passes here: notes, logging, tracebacks, output of libraries, and the engine process, which inherits
-the descriptor. So here the log can become one of JSON.
+the descriptor. So here the log gets its form: times in front of sentences, or JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-from ess.server.process.logs.log_records import Records
+from ess.server.process.logs.log_records import Lines, LogFormat, Records
+from ess.server.process.logs.log_times import Timed, is_journal
 
 STDERR: Final = 2
 KEPT_BYTES: Final = 256 << 10
@@ -27,7 +28,7 @@ PIECE_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes this many wit
 
 
 @contextlib.contextmanager
-def unblocked_stderr(*, is_json: bool = False) -> Iterator[None]:
+def unblocked_stderr(form: LogFormat) -> Iterator[None]:
     """Restores stderr after the block if all was written, else discards: the end must not wait."""
     outside = os.dup(STDERR)
     inside, into = os.pipe()
@@ -35,7 +36,7 @@ def unblocked_stderr(*, is_json: bool = False) -> Iterator[None]:
     sys.stderr.flush()
     os.dup2(into, STDERR)
     os.close(into)
-    carrier = Carrier(inside, outside, records=Records() if is_json else None)
+    carrier = Carrier(inside, outside, lines=_lines(form, outside))
     carrier.start()
     try:
         yield
@@ -50,15 +51,21 @@ def unblocked_stderr(*, is_json: bool = False) -> Iterator[None]:
             os.dup2(outside, STDERR)
 
 
-class Carrier(threading.Thread):
-    """Copies from `inside` to `outside` until all writers of the pipe have closed it; `records`
-    writes the text as JSON."""
+def _lines(form: LogFormat, outside: int) -> Lines | None:
+    if form == "json":
+        return Records()
+    return None if form == "plain" or is_journal(outside, os.environ) else Timed()
 
-    def __init__(self, inside: int, outside: int, *, records: Records | None = None) -> None:
+
+class Carrier(threading.Thread):
+    """Copies from `inside` to `outside` until all writers of the pipe have closed it; `lines` gives
+    the text another form."""
+
+    def __init__(self, inside: int, outside: int, *, lines: Lines | None = None) -> None:
         super().__init__(name="ess-log", daemon=True)
         self._inside = inside
         self._outside = outside
-        self._records = records
+        self._lines = lines
         self._waiting = bytearray()
         self.lost_bytes = 0
 
@@ -81,12 +88,12 @@ class Carrier(threading.Thread):
         kept = piece[: max(0, KEPT_BYTES - len(self._waiting))]
         self._waiting += self._form(kept)
         self.lost_bytes += len(piece) - len(kept)
-        if not piece and self._records is not None:
-            self._waiting += self._records.end()
+        if not piece and self._lines is not None:
+            self._waiting += self._lines.end()
         return bool(piece)
 
     def _form(self, text: bytes) -> bytes:
-        return text if self._records is None else self._records.feed(text)
+        return text if self._lines is None else self._lines.feed(text)
 
     def _give(self) -> None:
         """Writes a piece of what is kept; after the last, the number of bytes lost."""

@@ -9,13 +9,15 @@ process.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from ess.decoding import UNDECODABLE
 
+LogFormat = Literal["text", "plain", "json"]
 OURS: Final = b'{"time":'
 FAULTS: Final = (
     b"Traceback (most recent call last):",
@@ -34,13 +36,11 @@ def record(level: str, message: str, **more: Any) -> bytes:
     return msgspec.json.encode({"time": at, "level": level, "message": message, **more})
 
 
-class Records:
-    """Makes records of text that comes in pieces."""
+class Lines(ABC):
+    """Text that comes in pieces, written anew line by line."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self._fault: list[bytes] = []
-        self._groups = Groups()
 
     def feed(self, piece: bytes) -> bytes:
         *lines, self._rest = (self._rest + piece).split(b"\n")
@@ -50,7 +50,21 @@ class Records:
 
     def end(self) -> bytes:
         """Ends the text; returns what is left of it."""
-        return self._of_line(self._rest) + self._of_fault()
+        rest, self._rest = self._rest, b""
+        return self._of_line(rest) if rest else b""
+
+    @abstractmethod
+    def _of_line(self, line: bytes) -> bytes: ...
+
+
+class Records(Lines):
+    def __init__(self) -> None:
+        super().__init__()
+        self._fault: list[bytes] = []
+        self._groups = Groups()
+
+    def end(self) -> bytes:
+        return super().end() + self._of_fault()
 
     def _of_line(self, line: bytes) -> bytes:
         if made := _passed(line):  # also of another process, in the middle of a traceback

@@ -119,7 +119,7 @@ def test_a_line_and_a_traceback_without_an_end_are_cut():
 def test_what_is_lost_is_a_record_too():
     inside, into = os.pipe()
     reader, outside = os.pipe()
-    carrier = Carrier(inside, outside, records=Records())
+    carrier = Carrier(inside, outside, lines=Records())
     carrier.start()
     for _ in range(400):
         os.write(into, b"x" * 4095 + b"\n")
