@@ -53,6 +53,7 @@ FLUSH_S: Final = 2.0
 TELL_EVERY_S: Final = 0.25
 ENGINE_STOP_S: Final = 3.0
 LOOK_S: Final = 0.05
+READY: Final = ("/ready", 200)
 HEARD_S: Final = 0.5
 """By then all processes of the server have heard of a drain, and the engine has their requests."""
 
@@ -184,6 +185,15 @@ class Running:
             self._server.should_exit = self._server.force_exit = True
             self._tell(self._engines.kill)
 
+    @property
+    def _is_probed(self) -> bool:
+        """Whether anything sends requests here because this server is ready: a probe has got 200 of
+        `/ready`, or a router lists this server. Then requests still come until the next probe, and
+        it is better to answer them than to refuse their connections. A probe of long ago counts:
+        nobody says how often probes come."""
+        asked = self._service.tally_of_all.answers
+        return self.registration is not None or bool(asked.get(READY))
+
     def _reread(self) -> None:
         self._reading = asyncio.ensure_future(refresh_files(self._server))
         self._fronts.refresh()
@@ -194,10 +204,10 @@ class Running:
             self._loop.call_soon_threadsafe(act, *given)
 
     def _begin_drain(self, number: int) -> None:
-        """Lets probes see 503 for a while before the listener closes, unless they never saw 200."""
+        """After SIGTERM probes see 503 for a while before the listener closes."""
         self._service.draining = True
         self._engines.end()
-        is_told = number == signal.SIGTERM and self._engines.was_ready
+        is_told = number == signal.SIGTERM and self._engines.was_ready and self._is_probed
         work = self._drain(self._settings.drain_grace_s if is_told else 0.0)
         self._draining = asyncio.ensure_future(self._to_the_end(work))
 

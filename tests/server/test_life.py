@@ -190,6 +190,14 @@ def test_sigterm_lets_streams_finish_while_probes_see_503():
 
 
 @pytest.mark.slow
+def test_sigterm_does_not_wait_for_probes_that_never_came():
+    with Process("--engine", "paced", "--drain-grace-s", "3600", "--drain-s", "3600") as process:
+        until(lambda: process.status("/health_generate") == 200, "an answer")
+        process.process.send_signal(signal.SIGTERM)
+        assert process.ended(60) == 0
+
+
+@pytest.mark.slow
 def test_a_drain_has_an_end_and_says_so():
     with Process("--drain-s", "0.5", "--drain-grace-s", "0").wait_ready() as process:
         stream = process.stream()
