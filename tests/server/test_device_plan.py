@@ -13,7 +13,7 @@ import pytest
 from ess.engine.devices import DEFAULTS, SERVED, DeviceReport
 from ess.engine.process.messages import Launch
 from ess.engine.step_bytes import graph_bytes, room_bytes, staged_bytes
-from ess.errors import BadInput
+from ess.errors import BadInput, EssError, Unavailable
 from ess.models.weights.expected.dry_run import make_plan, read_config
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.pool.device_bytes import PoolShape, pool_bytes
@@ -152,7 +152,7 @@ def test_a_device_that_others_use_is_not_planned_to_the_last_byte():
         assert plan.device is not None
         assert plan.device.room == room
     little = msgspec.structs.replace(FOUND, free_bytes=RESERVED // 2)
-    with pytest.raises(BadInput, match=r"may take 0.*512\.00 MiB are free, of which 1\.00 GiB"):
+    with pytest.raises(Unavailable, match=r"may take 0.*512\.00 MiB are free, of which 1\.00 GiB"):
         planned(little, host_bytes="96MiB")
 
 
@@ -212,8 +212,9 @@ def test_the_sizes_that_are_told_the_engine_are_those_of_the_plan():
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_with_numbers(given: dict[str, str], says: str):
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(EssError, match=says) as caught:
         planned(**given)
+    assert isinstance(caught.value, Unavailable) == ("host_bytes" in given)
 
 
 # ---- stages
@@ -271,7 +272,7 @@ def test_stages_that_share_a_device_share_its_room():
 def test_a_stage_that_does_not_fit_is_refused_by_name():
     with pytest.raises(BadInput, match=r"of stage 0 \(layers .*\) on cuda:0, a GPU \(weights"):
         of_stages(TWO, device_bytes="1MiB", **SIZES)
-    with pytest.raises(BadInput, match=r"host.s memory, of which .* are free: lower host"):
+    with pytest.raises(Unavailable, match=r"host.s memory, of which .* are free: lower host"):
         of_stages(TWO, host_bytes="96MiB", free=97 << 20)
 
 
@@ -334,7 +335,7 @@ def test_what_comes_behind_steps_and_from_prompts_is_locked_too():
     layout = read_checkpoint("").config.layout()
     size, chunk = 200 * layout.host_page_bytes, {"chunk_tokens": 256}
     staged = staged_bytes(layout, **chunk, length_max=8192)
-    with pytest.raises(BadInput, match=r"host.s memory, of which .* are free: lower host"):
+    with pytest.raises(Unavailable, match=r"host.s memory, of which .* are free: lower host"):
         planned(host_bytes=str(size), free=size + staged, **chunk)
     planned(host_bytes=str(size), free=size + staged + (1 << 20), **chunk)
 

@@ -14,7 +14,7 @@ from ess.config import Setting, settings_of
 from ess.engine.config import ProcessConfig
 from ess.engine.devices import DEFAULTS
 from ess.engine.process.messages import Launch
-from ess.errors import BadInput
+from ess.errors import BadInput, EssError, PoolFull, Unavailable
 from ess.free_resources import memory_free
 from ess.layout import ModelLayout
 from ess.server.commands import cli
@@ -378,7 +378,6 @@ def test_the_plan_says_how_many_fit_and_why_no_more():
 def test_the_pools_hold_what_the_plan_says(asked: dict):
     """The real pools, with the plan's bytes: so many requests open, and not one more."""
     from ess.door import Offload
-    from ess.errors import PoolFull
 
     asked = {"max_model_len": "2k", "host_bytes": "64MiB", **asked}
     plan = planned(**asked)
@@ -468,9 +467,10 @@ GIB = 1 << 30
     ],
 )
 def test_a_plan_that_the_machine_cannot_hold_is_refused(asked: dict, says: str):
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(EssError) as caught:
         planned(free=47 * GIB // 2, **{"max_model_len": "2k", **asked})
     assert says in str(caught.value)
+    assert isinstance(caught.value, Unavailable) == ("not one request" not in says)
 
 
 @pytest.mark.parametrize("name", ["slot_bytes", "index_bytes"])

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from ess.errors import BadInput
+from ess.errors import BadInput, Unavailable
 from ess.free_resources import memory_free
 from ess.layout import ModelLayout
 from ess.pool.capacity import (
@@ -164,13 +164,14 @@ def with_rooms(plan: MemoryPlan, settings: Settings, layout: ModelLayout) -> Mem
 
 def _check_size(name: str, size: int, free: int) -> None:
     if size > free:
-        raise BadInput(
+        raise Unavailable(
             f"{name} is {format_bytes(size)}, but {format_bytes(free)} are free on this machine"
         )
 
 
 def _check_fit(plan: MemoryPlan, settings: Settings, free: int) -> None:
-    """Refuses a plan that the machine cannot hold, before anything is allocated."""
+    """Refuses a plan that the machine cannot hold, before anything is allocated. Unavailable: the
+    same settings may fit when others have left."""
     for name in ("slot_bytes", "index_bytes"):
         if getattr(settings, name) != AUTO:
             _check_size(name, getattr(plan, name), free)
@@ -182,7 +183,7 @@ def _check_fit(plan: MemoryPlan, settings: Settings, free: int) -> None:
         **({"state_bytes": plan.state_bytes} if plan.state_bytes else {}),
     }
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    raise BadInput(
+    raise Unavailable(
         f"the plan needs {format_bytes(plan.total_bytes)} ({listed}), but {format_bytes(free)} are"
         f" free on this machine; lower {_to_lower(parts, settings)}"
     )

@@ -23,7 +23,7 @@ from ess.engine.devices import DeviceReport
 from ess.engine.graphs.buckets import bucket_sizes
 from ess.engine.layer_bytes import BF16, F32
 from ess.engine.step_bytes import decode_bytes, graph_bytes, prompt_bytes, staged_bytes
-from ess.errors import BadInput
+from ess.errors import BadInput, Unavailable
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
 from ess.pool.capacity import page_count
@@ -67,7 +67,8 @@ class Needed(msgspec.Struct, frozen=True, kw_only=True):
 def plan_on_device(
     settings: Settings, needed: Needed, report: DeviceReport, *, free: int
 ) -> MemoryPlan:
-    """The plan; `free` is the host's free memory. BadInput with advice if it does not fit."""
+    """The plan; `free` is the host's free memory. BadInput or Unavailable, with advice, if it
+    does not fit."""
     layout = needed.layout
     longest = asked_length(settings, needed.config.positions_max)
     host_bytes = host_bytes_of(settings, layout, longest, free)
@@ -284,9 +285,10 @@ def _graphs(needed: Needed, settings: Settings, length_max: int, report: DeviceR
 
 
 def check_fit(device: DevicePlan, settings: Settings) -> None:
-    """Refuses a plan that does not fit, before anything is allocated."""
+    """Refuses a plan that does not fit, before anything is allocated. Unavailable: it may fit when
+    others have left the machine."""
     if device.locked > device.host_free:
-        raise BadInput(
+        raise Unavailable(
             f"the plan locks {format_bytes(device.locked)} of the host's memory, of which"
             f" {format_bytes(device.host_free)} are free: lower host_bytes"
         )
@@ -294,7 +296,8 @@ def check_fit(device: DevicePlan, settings: Settings) -> None:
         return
     listed = ", ".join(f"{line.name} {format_bytes(line.bytes)}" for line in device.lines)
     largest = max(device.lines, key=lambda line: line.bytes)
-    raise BadInput(
+    is_asked = device.taken > size_of(settings.device_bytes, of=device.total)
+    raise (BadInput if is_asked else Unavailable)(
         f"the plan takes {format_bytes(device.taken)} of {device.name} ({listed}), and may take"
         f" {format_bytes(device.room)}: device_bytes is {settings.device_bytes} of"
         f" {format_bytes(device.total)}, and {format_bytes(device.free)} are free, of which"
