@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
+MORE_TEMPLATES: Final = "additional_chat_templates"
+TOOL_FILE: Final = "tool_use.jinja"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 CONFIG_FILE: Final = "config.json"
 # What templates may ask for by name, as in transformers.
@@ -231,17 +233,31 @@ def _sources(folder: Folder, known: Mapping[str, Any]) -> tuple[str | None, str 
     """The template, and another for conversations with tools, if there is one. `known` is the
     tokenizer's configuration."""
     if TEMPLATE_FILE in folder.names():
-        raw = folder.read(TEMPLATE_FILE, bytes_max=SOURCE_BYTES_MAX)
-        try:
-            return raw.decode("utf-8"), None
-        except UnicodeError as error:
-            raise BadInput(f"{TEMPLATE_FILE} is not UTF-8: {error}") from None
+        return _source(folder, TEMPLATE_FILE), _tool_source(folder)
     source = known.get("chat_template")
     if isinstance(source, list):
         return _named_sources(source)
     if source is not None and not isinstance(source, str):
         raise BadInput(f"{TOKENIZER_CONFIG_FILE}: chat_template is {json_kind(source)}")
     return source, None
+
+
+def _source(folder: Folder, name: str) -> str:
+    try:
+        return folder.read(name, bytes_max=SOURCE_BYTES_MAX).decode("utf-8")
+    except UnicodeError as error:
+        raise BadInput(f"{name} is not UTF-8: {error}") from None
+
+
+def _tool_source(folder: Folder) -> str | None:
+    """Beside the template transformers writes others into a folder, each under its name."""
+    if MORE_TEMPLATES not in folder.names():
+        return None
+    inner = folder.inner(MORE_TEMPLATES)
+    try:
+        return _source(inner, TOOL_FILE) if TOOL_FILE in inner.names() else None
+    finally:
+        inner.close()
 
 
 def _named_sources(listed: Sequence[Any]) -> tuple[str, str | None]:

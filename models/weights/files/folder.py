@@ -4,8 +4,9 @@ Contract: nothing outside the folder is opened, whatever config.json or the inde
 is opened once; every file is then opened by a plain name relative to that descriptor, without
 following a link, so there is no path to resolve and no moment between a check and its use.
 
-One exception: a Hugging Face cache keeps snapshots as links to `../../blobs/<name>`. Such a link,
-and no other, is followed, again by descriptors, to a regular file of that very folder.
+One exception: a Hugging Face cache keeps snapshots as links to `../../blobs/<name>`, one `..` more
+from an inner folder. Such a link, and no other, is followed, again by descriptors, to a regular
+file of that very folder.
 
 Limit: a file that another process shortens while it is mapped kills this one (SIGBUS), as with
 every memory-mapped reader. A checkpoint must not be rewritten in place while it is served.
@@ -23,7 +24,7 @@ from ess.errors import BadInput
 from ess.models.weights.files.strict_json import parse_object
 
 JSON_BYTES_MAX: Final = 64 << 20
-_BLOB_LINK: Final = re.compile(r"\.\./\.\./blobs/([0-9A-Za-z_-]{1,255})")
+_BLOB_NAME: Final = re.compile(r"[0-9A-Za-z_-]{1,255}")
 _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK: opening a named pipe must not wait for a writer that never comes.
 _FILE_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -39,14 +40,24 @@ def check_plain_name(name: object, *, where: str) -> str:
 
 
 class Folder:
-    """A checkpoint folder, held open by its descriptor."""
+    """A checkpoint folder, held open by its descriptor, or a folder `inside` one."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, inside: Folder | None = None) -> None:
         self.path = Path(path)
+        self._blobs: str = "../../blobs" if inside is None else f"../{inside._blobs}"
         try:
-            self._fd = os.open(self.path, _FOLDER_FLAGS)
+            if inside is None:
+                self._fd = os.open(self.path, _FOLDER_FLAGS)
+            else:
+                flags = _FOLDER_FLAGS | os.O_NOFOLLOW
+                self._fd = os.open(self.path.name, flags, dir_fd=inside._fd)
         except (OSError, ValueError) as error:
             raise BadInput(f"{self.path} is not a readable folder: {error}") from None
+
+    def inner(self, name: str) -> Folder:
+        """The folder of this name in this one; the caller closes it."""
+        check_plain_name(name, where=str(self.path))
+        return Folder(self.path / name, inside=self)
 
     def names(self) -> list[str]:
         return sorted(os.listdir(self._fd))
@@ -91,16 +102,16 @@ class Folder:
 
     def _open_link(self, name: str, *, where: str) -> int:
         target = os.readlink(name, dir_fd=self._fd)
-        blob = _BLOB_LINK.fullmatch(target)
-        if blob is None:
+        folder, _, blob = target.rpartition("/")
+        if folder != self._blobs or _BLOB_NAME.fullmatch(blob) is None:
             raise BadInput(
                 f"{where}: {name!r} is a symbolic link to {target[:200]!r}; links are not followed,"
                 " but for those of a Hugging Face cache"
             )
         try:
-            blobs = os.open("../../blobs", _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=self._fd)
+            blobs = os.open(self._blobs, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=self._fd)
             try:
-                return os.open(blob[1], _FILE_FLAGS, dir_fd=blobs)
+                return os.open(blob, _FILE_FLAGS, dir_fd=blobs)
             finally:
                 os.close(blobs)
         except OSError as error:

@@ -213,6 +213,53 @@ def test_of_named_templates_one_is_for_tools(tmp_path: Path) -> None:
     style.close()
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_template_for_tools_may_be_in_a_folder_beside(tmp_path: Path, is_linked: bool) -> None:
+    """As transformers writes it, and as a cache of the hub links to it."""
+    snapshot = tmp_path / "snapshots" / "1"
+    folder = snapshot / "additional_chat_templates"
+    folder.mkdir(parents=True)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    sources = {"chat_template.jinja": "{{ messages[-1].content }}!"}
+    sources |= {
+        f"{folder.name}/tool_use.jinja": "{{ messages[-1].content }} {{ tools[0].function.name }}?",
+        f"{folder.name}/rag.jinja": "{{ documents[0] }}",
+    }
+    for number, (name, source) in enumerate(sources.items()):
+        path = snapshot / name
+        if is_linked:
+            (blobs / f"b{number}").write_text(source)
+            path.symlink_to(f"{'../' * (1 + len(Path(name).parts))}blobs/b{number}")
+        else:
+            path.write_text(source)
+    style = style_of(snapshot, vocabulary(tmp_path, "<a>"))
+    assert isinstance(style, TemplateStyle)
+    tools = [{"type": "function", "function": {"name": "tide", "parameters": {}}}]
+    for given, text in ((tools, "hi tide?"), ((), "hi!")):
+        asked = read_messages([{"role": "user", "content": "hi"}], tools=given)
+        assert style.encode(Conversation(asked, thinking=False)) == text
+    style.close()
+
+
+def test_a_folder_of_templates_is_no_link_and_has_no_links_elsewhere(tmp_path: Path) -> None:
+    elsewhere, model = tmp_path / "elsewhere", tmp_path / "model"
+    elsewhere.mkdir()
+    model.mkdir()
+    (elsewhere / "tool_use.jinja").write_text("x")
+    (model / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    other = vocabulary(tmp_path, "<a>")
+    folder = model / "additional_chat_templates"
+    folder.symlink_to(elsewhere)
+    with pytest.raises(BadInput, match="additional_chat_templates is not a readable folder"):
+        style_of(model, other)
+    folder.unlink()
+    folder.mkdir()
+    (folder / "tool_use.jinja").symlink_to("../../elsewhere/tool_use.jinja")
+    with pytest.raises(BadInput, match="links are not followed"):
+        style_of(model, other)
+
+
 def ask(style: ChatStyle, text: str) -> None:
     assert isinstance(style, TemplateStyle)
     asked = read_messages([{"role": "user", "content": "hi"}])
