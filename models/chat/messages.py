@@ -11,6 +11,7 @@ from ess.errors import BadInput
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
+REFUSAL: Final = "refusal"
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -121,8 +122,9 @@ def json_kind(value: Any) -> str:
     return kinds.get(type(value), default)
 
 
-def text_of(content: Any, *, where: str) -> str:
-    """A content is a string, nothing, or a list of text parts."""
+def text_of(content: Any, *, where: str, may_refuse: bool = False) -> str:
+    """A content is a string, nothing, or a list of text parts. What an assistant said may be a
+    refusal."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -131,8 +133,11 @@ def text_of(content: Any, *, where: str) -> str:
         raise BadInput(f"{where} is {json_kind(content)}, expected text")
     parts = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in TEXT_PARTS:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind == REFUSAL and may_refuse:
+            parts.append(_text(part.get(REFUSAL), where))
+            continue
+        if kind not in TEXT_PARTS:
             raise BadInput(f"{where} has a part of type {str(kind)[:40]!r}, only 'text' is served")
         parts.append(_text(part.get("text"), where))
     return "".join(parts)
@@ -150,9 +155,13 @@ def _message(index: int, item: Any) -> Message:
     response_format = item.get("response_format")
     if response_format is not None and not isinstance(response_format, Mapping):
         raise BadInput(f"{where}.response_format is not an object")
+    may_refuse = role == "assistant"
+    content = text_of(item.get("content"), where=f"{where}.content", may_refuse=may_refuse)
+    if may_refuse and not content:
+        content = text_of(item.get(REFUSAL), where=f"{where}.{REFUSAL}")
     return Message(
         role=cast(Role, role),
-        content=text_of(item.get("content"), where=f"{where}.content"),
+        content=content,
         reasoning=text_of(reasoning, where=f"{where}.reasoning_content"),
         tool_calls=_tool_calls(where, item.get("tool_calls")),
         call_id=_identity(item.get("tool_call_id"), f"{where}.tool_call_id"),

@@ -152,9 +152,12 @@ def _unserved(kind: object, role: str, where: str) -> BadInput:
 
 class Blocks:
     """Blocks of one answer as they grow; `pending` is the last block, which may still grow. A call
-    that was never ended is streamed, but no part of `ended`: its input is half a JSON."""
+    that was never ended is streamed, but no part of `ended`: its input is half a JSON. `thoughts`
+    is all that was thought in blocks that have ended; clients see it if `shows_thoughts`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_thoughts: bool = True) -> None:
+        self._shows_thoughts = shows_thoughts
+        self.thoughts = ""
         self.ended: list[Item] = []
         self._pending: Item | None = None
         self._texts: list[str] = []
@@ -164,17 +167,13 @@ class Blocks:
     def has_calls(self) -> bool:
         return any(block["type"] == "tool_use" for block in self.ended)
 
-    @property
-    def thoughts(self) -> str:
-        """All that was thought in blocks that have ended."""
-        return "".join(block["thinking"] for block in self.ended if block["type"] == "thinking")
-
     def take(self, said: Event) -> list[Item]:
         match said:
             case Content(text):
                 return [*self._open("text"), self._grow("text_delta", text=text)]
             case Reasoning(text):
-                return [*self._open("thinking"), self._grow("thinking_delta", thinking=text)]
+                opened, grown = self._open("thinking"), self._grow("thinking_delta", thinking=text)
+                return [*opened, grown] if self._shows_thoughts else opened
             case CallBegin(_, name):
                 return [*self.close(), self._begin(_call(name))]
             case CallArguments(_, text):
@@ -191,8 +190,12 @@ class Blocks:
     def _end(self, *, is_whole: bool) -> list[Item]:
         block, self._pending = self._pending, None
         assert block is not None, "the end of a block without a beginning"
+        text = "".join(self._texts)
+        if block["type"] == "thinking":
+            self.thoughts += text
+            text = text if self._shows_thoughts else ""
         if is_whole:
-            self.ended.append(_filled(block, "".join(self._texts)))
+            self.ended.append(_filled(block, text))
         return [{"type": "content_block_stop", "index": self._index}]
 
     def _open(self, kind: str) -> list[Item]:

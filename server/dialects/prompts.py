@@ -30,6 +30,7 @@ from ess.server.dialects.tools import (
     choice_of_messages,
     choice_of_responses,
     goes_on,
+    instructed,
     is_thinking,
     names_of,
     offered_tools,
@@ -191,7 +192,7 @@ class PromptReader:
         names = self._names(ask)
         thinking = settle(ask, thinks(ask), default=self._thinks)
         return self._rendered(
-            ask.messages,
+            instructed(ask.messages),
             offered_tools(ask.tools, ask.tool_choice),
             thinking and not ask.continue_final_message,
             goes_on=ask.continue_final_message,

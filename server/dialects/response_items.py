@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, Final
 
 from ess.errors import BadInput
-from ess.models.chat.messages import TEXT_PARTS, json_kind
+from ess.models.chat.messages import REFUSAL, TEXT_PARTS, json_kind
 from ess.models.chat.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from ess.server.dialects.tools import full_name
 
 Item = dict[str, Any]
+INSTRUCTING: Final = ("system", "developer")
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[Item]:
-    """The items as chat messages. Reasoning and calls join the assistant's message beside them."""
+    """The items as chat messages. Reasoning and calls join the assistant's message beside them.
+
+    What a developer says are instructions: at the beginning they join the system's, later they
+    become a turn of the user. A chat format has no such speaker, or drops what it said.
+    """
     messages: list[Item] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
@@ -26,7 +34,17 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
         raise BadInput("input is empty: give a text or at least one item")
     for place, item in enumerate(given):
         _append(messages, item, where=f"input[{place}]")
-    return messages
+    return _instructed(messages)
+
+
+def _instructed(messages: Sequence[Item]) -> list[Item]:
+    leading = [*takewhile(lambda message: message["role"] in INSTRUCTING, messages)]
+    rest = [
+        {**message, "role": "user"} if message["role"] == "developer" else message
+        for message in messages[len(leading) :]
+    ]
+    text = "\n\n".join(message["content"] for message in leading)
+    return [{"role": "system", "content": text}, *rest] if leading else rest
 
 
 def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> None:
@@ -34,12 +52,13 @@ def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> Non
         case "message":
             _say(messages, item, where=where)
         case "reasoning":
-            text = _text(item.get("content") or [], where, ("reasoning_text",))
+            text = _text(item.get("content") or [], where, ("reasoning_text", "text"))
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         case "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+            name = full_name(item.get("namespace"), item.get("name"))
+            function = {"name": name, "arguments": item.get("arguments", "{}")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         case "function_call_output":
@@ -55,10 +74,11 @@ def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> Non
 
 def _say(messages: list[Item], item: Mapping[str, Any], *, where: str) -> None:
     """Adds an assistant's text to the reasoning before it."""
-    text = _text(item.get("content"), where, TEXT_PARTS)
+    is_said = item.get("role") == "assistant"
+    text = _text(item.get("content"), where, (*TEXT_PARTS, *((REFUSAL,) if is_said else ())))
     last = messages[-1] if messages else {}
     is_begun = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
-    if item.get("role") == "assistant" and is_begun:
+    if is_said and is_begun:
         last["content"] = text
     else:
         messages.append({"role": item.get("role"), "content": text})
@@ -71,15 +91,22 @@ def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
         raise BadInput(f"{where} has {json_kind(content)} where text belongs")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in kinds or not isinstance(part.get("text"), str):
+        said = part.get(_field(str(kind))) if kind in kinds else None
+        if not isinstance(said, str):
             raise BadInput(f"{where} has a part of type {kind!r:.40}; only text is served")
-    return "".join(part["text"] for part in content)
+    return "".join(part[_field(part["type"])] for part in content)
+
+
+def _field(kind: str) -> str:
+    return REFUSAL if kind == REFUSAL else "text"
 
 
 class Items:
-    """Items of one answer as they grow; `pending` is the last item, which may still grow."""
+    """Items of one answer as they grow; `pending` is the last item, which may still grow. Calls of
+    functions in `namespaces` have two names."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]] = MappingProxyType({})) -> None:
+        self._namespaces = namespaces
         self.ended: list[Item] = []
         self._pending: Item | None = None
         self._texts: list[str] = []
@@ -95,7 +122,7 @@ class Items:
             case Reasoning(text):
                 return [*self._open("reasoning"), self._grow(text, "reasoning_text.delta")]
             case CallBegin(_, name):
-                return [*self.close(), *self._begin(_call(name))]
+                return [*self.close(), *self._begin(self._call(name))]
             case CallArguments(_, text):
                 return [self._grow(text, "function_call_arguments.delta")]
             case CallEnd():
@@ -117,6 +144,10 @@ class Items:
         """Ends the text. A call that is still open counts as cut, for any reason of the end."""
         is_cut = self._pending is not None and self._pending["type"] == "function_call"
         return self.close("incomplete" if is_cut else status)
+
+    def _call(self, name: str) -> Item:
+        namespace, own = self._namespaces.get(name, ("", name))
+        return {**_call(own), "namespace": namespace} if namespace else _call(own)
 
     def _open(self, kind: str) -> list[Item]:
         if self._pending is not None and self._pending["type"] == kind:

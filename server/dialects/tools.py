@@ -11,6 +11,7 @@ from ess.server.process.bounds import TOOLS_MAX
 
 OF_SERVER: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 NO_EFFORTS: Final = ("none", "no_think")
+SEARCH: Final = "web_search"
 
 Tool = Mapping[str, Any]
 ToolChoice = str | Mapping[str, Any] | None
@@ -147,16 +148,74 @@ def goes_on(ask: schemas.ChatAsk | schemas.TokenizeAsk) -> bool:
     return bool(ask.continue_final_message)
 
 
+def instructed(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A developer who speaks first, as OpenAI's clients name the system, is the system: chat
+    formats have no such speaker, or drop what it said before the last question. One with tools of
+    its own is DeepSeek's, and stays."""
+    first, *rest = messages or [{}]
+    is_system = first.get("role") == "developer" and not first.get("tools")
+    return [{**first, "role": "system"}, *rest] if is_system else list(messages)
+
+
 def tools_of_responses(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
-    """The functions in the form of a chat's tools."""
+    """The functions in the form of a chat's tools, those of a namespace under their full names. A
+    search that is offered beside functions is left out: a model need not search."""
     offered: list[Tool] = []
     for place, tool in enumerate(given or ()):
-        if tool.get("type") != "function":
-            kind = tool.get("type")
-            raise BadInput(f"tools[{place}].type is {kind!r:.40}; only function is served")
-        function = {name: value for name, value in tool.items() if name != "type"}
-        offered.append({"type": "function", "function": function})
+        match tool.get("type"):
+            case "function":
+                offered.append(_as_chat_tool(tool))
+            case "namespace":
+                offered += [
+                    _as_chat_tool({**inner, "name": full_name(tool.get("name"), inner.get("name"))})
+                    for inner in _inner(tool, where=f"tools[{place}]")
+                ]
+            case kind if kind != SEARCH:
+                raise BadInput(
+                    f"tools[{place}].type is {kind!r:.40}; function and namespace are served"
+                )
+    if given and not offered:
+        raise BadInput(f"tools has no function: nothing is searched here, leave out {SEARCH}")
     return offered
+
+
+def _as_chat_tool(tool: Mapping[str, Any]) -> Tool:
+    function = {name: value for name, value in tool.items() if name != "type"}
+    return {"type": "function", "function": function}
+
+
+def _inner(tool: Mapping[str, Any], *, where: str) -> list[Mapping[str, Any]]:
+    """The functions of a namespace."""
+    inner = tool.get("tools")
+    if not isinstance(tool.get("name"), str) or not isinstance(inner, list):
+        raise BadInput(f"{where} must have a name and a list of tools")
+    for place, each in enumerate(inner):
+        if not isinstance(each, Mapping) or each.get("type") != "function":
+            raise BadInput(f"{where}.tools[{place}] must be a function")
+        if not isinstance(each.get("name"), str):
+            raise BadInput(f"{where}.tools[{place}] must have a name")
+    return inner
+
+
+def full_name(namespace: Any, name: Any) -> Any:
+    """What the model calls a function of a namespace.
+
+    >>> full_name("mcp__disk__", "read"), full_name("disk", "read"), full_name(None, "read")
+    ('mcp__disk__read', 'disk__read', 'read')
+    """
+    if not isinstance(namespace, str) or not isinstance(name, str) or not namespace:
+        return name
+    return f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
+
+
+def namespaces_of(given: Sequence[Mapping[str, Any]] | None) -> dict[str, tuple[str, str]]:
+    """Namespace and name of each function in a namespace, by its full name."""
+    spaces = [tool for tool in given or () if tool.get("type") == "namespace"]
+    return {
+        full_name(tool["name"], inner["name"]): (tool["name"], inner["name"])
+        for tool in spaces
+        for inner in tool["tools"]
+    }
 
 
 def tools_of_messages(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:

@@ -170,6 +170,27 @@ def test_thoughts_and_calls_come_whole_and_in_events(calling: Served):
     assert nameless(put_together(streamed(calling, tools=TOOLS, **THINKING))) == nameless(whole)
 
 
+def test_thoughts_that_are_omitted_are_counted(calling: Served):
+    hidden = {"thinking": {**THINKING["thinking"], "display": "omitted"}}
+    shown, whole = create(calling, tools=TOOLS, **THINKING), create(calling, tools=TOOLS, **hidden)
+    assert whole["content"][0] == {"type": "thinking", "thinking": "", "signature": ""}
+    shown["content"][0]["thinking"] = ""
+    assert nameless(whole) == nameless(shown), "the usage too"
+    events = streamed(calling, tools=TOOLS, **hidden)
+    assert not [e for e in events if e.get("delta", {}).get("type") == "thinking_delta"]
+    assert nameless(put_together(events)) == nameless(whole)
+
+
+@pytest.mark.parametrize("thinking", [{}, THINKING])
+def test_no_tokens_warm_the_cache(calling: Served, thinking: dict[str, Any]):
+    whole = create(calling, max_tokens=0, **thinking)
+    assert (whole["content"], whole["stop_reason"]) == ([], "max_tokens")
+    assert whole["usage"]["output_tokens"] == 0
+    assert whole["usage"]["input_tokens"] == len(asked_of(calling)[0])
+    assert asked_of(calling)[1].tokens_max == 1
+    assert nameless(put_together(streamed(calling, max_tokens=0, **thinking))) == nameless(whole)
+
+
 def test_half_a_call_is_no_block_of_the_whole(calling: Served):
     count = len(TOKENIZER.encode(REPLY[: REPLY.index("Ulm")]))
     whole = create(calling, tools=TOOLS, max_tokens=count, **THINKING)

@@ -35,7 +35,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
     ("changed", "says"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"thinking": {"type": "enabled", "display": "full"}}, "thinking.display is 'full'"),
         ({"max_tokens": 9999}, "max_tokens is 9,999"),
         ({"messages": []}, "messages is empty: give at least one message"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "role is ['user']"),

@@ -125,7 +125,9 @@ def test_kept_responses_are_looked_up_and_forgotten(served: Served):
         with pytest.raises(openai.BadRequestError, match="stream is not served"):
             asking.retrieve(made.id, stream=True)
         [item] = asking.input_items.list(made.id)
-        assert (item.role, item.content) == ("user", "When?")
+        assert (item.type, item.role, item.status) == ("message", "user", "completed")
+        [part] = item.content
+        assert (part.type, part.text) == ("input_text", "When?")
         told = [item.role for item in asking.input_items.list(second.id, order="asc")]
         assert told == ["user", "assistant", "user"]
         assert [item.role for item in asking.input_items.list(second.id)] == told[::-1]
@@ -144,13 +146,33 @@ def test_items_are_listed_up_to_a_limit(served: Served):
         asking = connected.responses.input_items
         for limit, is_cut in ((2, True), (3, False), (4, False)):
             listed = asking.list(made.id, order="asc", limit=limit)
-            assert [item.content for item in listed.data] == ["0", "1", "2"][:limit]
+            assert texts_of(listed.data) == ["0", "1", "2"][:limit]
             assert listed.has_more == is_cut
-        assert [item.content for item in asking.list(made.id, limit=1).data] == ["2"]
+            assert (listed.first_id, listed.last_id) == (listed.data[0].id, listed.data[-1].id)
+        assert texts_of(asking.list(made.id, limit=1).data) == ["2"]
+        assert texts_of(asking.list(made.id, limit=1, order="asc")) == ["0", "1", "2"], "by pages"
         for wrong, name in (({"limit": 0}, "limit"), ({"after": "msg_1"}, "after")):
             with pytest.raises(openai.BadRequestError) as caught:
                 asking.list(made.id, **wrong)
             assert caught.value.param == name
+
+
+def texts_of(items: Any) -> list[str]:
+    return [item.content[0].text for item in items]
+
+
+def test_an_item_has_the_same_id_wherever_it_is_listed(served: Served):
+    named = {"type": "message", "id": "msg_mine", "role": "user", "content": "a"}
+    given = [named, {"role": "user", "content": "b"}, {"role": "user", "content": "b"}]
+    first = create(served, input=given)
+    second = create(served, input="c", previous_response_id=first.id)
+    with client(served) as connected:
+        listing = connected.responses.input_items
+        ids = [item.id for item in listing.list(first.id, order="asc")]
+        assert (ids[0], len({*ids})) == ("msg_mine", 3)
+        more = [item.id for item in listing.list(second.id, order="asc")]
+    assert more[:4] == [*ids, first.output[0].id]
+    assert len({*more}) == 5
 
 
 def test_what_is_not_kept_cannot_be_followed(served: Served):

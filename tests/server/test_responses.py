@@ -8,6 +8,9 @@ from typing import Any
 import openai
 import pytest
 
+from ess.models.chat.reply import CallBegin, CallEnd
+from ess.server.dialects.response_items import Items
+from ess.server.dialects.tools import namespaces_of
 from tests.server.harness import TOKENIZER, Served
 from tests.server.tool_calls import ARGUMENTS, REASONING
 
@@ -115,6 +118,51 @@ def test_items_go_back_in(calling: Served):
     assert "<result>tide is 5</result>\n<result>now is 5</result>" in prompt
 
 
+def test_functions_of_a_namespace_have_its_name_too(calling: Served):
+    """As Codex sends those of MCP servers. What nobody here can run is left out beside them."""
+    inner = [{**TOOLS[0], "name": "ide"}, {**TOOLS[1], "name": "now"}]
+    spaces = [
+        {"type": "namespace", "name": "t", "description": "", "tools": inner[:1]},
+        {"type": "namespace", "name": "mcp__", "description": "", "tools": inner[1:]},
+    ]
+    made = create(calling, tools=[*spaces, TOOLS[0], {"type": "web_search"}])
+    prompt = prompt_of(calling)
+    assert all(f'"name": "{name}"' in prompt for name in ("t__ide", "mcp__now", "tide"))
+    assert "web_search" not in prompt
+    assert [tool.type for tool in made.tools] == ["namespace", "namespace", "function"]
+    call = {"type": "function_call", "call_id": "c", "arguments": "{}"}
+    said = [{**call, "name": "now", "namespace": "mcp__"}]
+    result = [{"type": "function_call_output", "call_id": "c", "output": "5"}]
+    create(calling, input=[{"role": "user", "content": "?"}, *said, *result], tools=spaces)
+    assert 'invoke name="mcp__now"' in prompt_of(calling)
+
+
+def test_a_call_of_a_namespace_comes_back_under_both_names(calling: Served):
+    space = {"type": "namespace", "name": "n_", "description": "", "tools": []}
+    with pytest.raises(openai.BadRequestError, match="has no function"):
+        create(calling, tools=[space])
+    items = Items(namespaces_of([{**space, "tools": [{"type": "function", "name": "ow"}]}]))
+    for event in (CallBegin(0, "n_ow"), CallEnd(0), CallBegin(1, "tide"), CallEnd(1)):
+        items.take(event)
+    first, second = items.ended
+    assert (first["name"], first["namespace"]) == ("ow", "n_")
+    assert (second["name"], "namespace" in second) == ("tide", False)
+
+
+def test_a_refusal_is_what_the_assistant_said(plain: Served):
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
+    asked = {"role": "user", "content": "Why?"}
+    create(plain, input=[said, asked])
+    assert "assistant: I will not.\n" in prompt_of(plain)
+    for turn in (said, {"role": "assistant", "content": None, "refusal": "I will not."}):
+        talk = client(plain).chat.completions
+        talk.create(model="test-model", messages=[turn, asked], max_tokens=5)
+        assert "assistant: I will not.\n" in prompt_of(plain)
+        wrong = {"role": "user", "content": said["content"]}
+        with pytest.raises(openai.BadRequestError, match="refusal"):
+            talk.create(model="test-model", messages=[wrong], max_tokens=5)
+
+
 def test_forms_and_calls_become_grammars(calling: Served):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "x", "schema": schema}
@@ -150,7 +198,7 @@ def test_forms_and_calls_become_grammars(calling: Served):
             "input",
             "'input_image'",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "leave out web_search"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "'mcp'"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "1 to 128"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "y"}}, "tool_choice", "'y'"),

@@ -50,12 +50,17 @@ def _refuse_unserved(ask: schemas.MessagesAsk) -> None:
         raise BadInput(f"n is {ask.n}, must be 1: a message is one answer")
     if ask.stop is not None:
         raise BadInput("stop is not a field of a message request: give stop_sequences")
+    display = (ask.thinking or {}).get("display")
+    if display not in (None, "summarized", "omitted"):
+        raise BadInput(f"thinking.display is {display!r:.40}; summarized and omitted are served")
 
 
 def _wanted(service: Service, ask: schemas.MessagesAsk, forms: Forms) -> sampling_params.Wanted:
+    """With `max_tokens` 0 a client wants the prompt in the cache and no answer: the engine makes
+    one token, which nobody sees."""
     wanted = sampling_params.wanted_of(
         ask,
-        tokens_max=ask.max_tokens,
+        tokens_max=ask.max_tokens or 1,
         seed=ask.seed,
         more_stops=service.style.stops,
         keep_special=service.is_marked,
@@ -79,7 +84,7 @@ class MessageShape:
     ) -> None:
         self.grown = grown
         self.parser = parser
-        self.blocks = Blocks()
+        self.blocks = Blocks(shows_thoughts=(ask.thinking or {}).get("display") != "omitted")
         self._ask = ask
         self._prompt_count = len(prompt)
         self._model = ask.model or service.name
@@ -89,10 +94,17 @@ class MessageShape:
         [only] = self.grown.generations
         return only
 
+    def hear(self, text: str, *, is_last: bool) -> list[Item]:
+        """The events of what the model has said."""
+        if self._ask.max_tokens == 0:
+            return []
+        said = self.parser.push(text) if text else []
+        said = [*said, *self.parser.finish()] if is_last else said
+        events = [event for part in said for event in self.blocks.take(part)]
+        return [*events, *self.blocks.close()] if is_last else events
+
     def whole(self) -> Item:
-        for said in (*self.parser.push(self.generation.text), *self.parser.finish()):
-            self.blocks.take(said)
-        self.blocks.close()
+        self.hear(self.generation.text, is_last=True)
         return {**self.document(), "content": self.blocks.ended, **self.end()}
 
     def document(self) -> Item:
@@ -110,6 +122,8 @@ class MessageShape:
     def end(self) -> Item:
         """Why the answer ended, once all its blocks have. An aborted one says `abort`."""
         finish, stopped_by = self.generation.finish, self.generation.stopped_by
+        if self._ask.max_tokens == 0 and finish != "abort":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
         if finish == "stop" and stopped_by in (self._ask.stop_sequences or ()):
             return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
         if finish == "stop" and self.blocks.has_calls:
@@ -123,7 +137,7 @@ class MessageShape:
             "input_tokens": self._prompt_count - cached_count,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached_count,
-            "output_tokens": self.generation.made_count,
+            "output_tokens": self.generation.made_count if self._ask.max_tokens else 0,
             "output_tokens_details": {"thinking_tokens": self.generation.count_up_to(thoughts)},
         }
 
@@ -145,12 +159,7 @@ class MessageWriter(Writer):
     def feed(self, index: int, delta: Delta) -> bytes:
         assert index == 0, "a message is one answer"
         shape = self._shape
-        said = shape.parser.push(delta.text) if delta.text else []
-        if delta.finish is not None:
-            said = [*said, *shape.parser.finish()]
-        events = [event for part in said for event in shape.blocks.take(part)]
-        if delta.finish is not None:
-            events += shape.blocks.close()
+        events = shape.hear(delta.text, is_last=delta.finish is not None)
         if not self._is_begun:
             self._is_begun = True
             events = [{"type": "message_start", "message": shape.document()}, *events]

@@ -26,6 +26,7 @@ from ess.server.dialects.response_items import Item, Items
 from ess.server.dialects.routes.completions import usage
 from ess.server.dialects.scored_reply import ScoredParser
 from ess.server.dialects.streaming import Answer, EventStream, Writer, made_of, read, respond
+from ess.server.dialects.tools import SEARCH, namespaces_of
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON, error_body
 from ess.server.process.service import Service
@@ -179,7 +180,7 @@ class ResponseShape:
         self.prompt = prompt
         self.parser = parser
         self.history = history
-        self.items = Items()
+        self.items = Items(namespaces_of(ask.tools))
         self._scored = (
             ScoredParser(parser, service.tokenizer, keep_special=service.is_marked)
             if _wants_logprobs(ask)
@@ -256,7 +257,7 @@ class ResponseShape:
             "temperature": defaults.temperature if ask.temperature is None else ask.temperature,
             "text": {"format": {"type": "text"}, **(ask.text or {})},
             "tool_choice": ask.tool_choice or "auto",
-            "tools": ask.tools or [],
+            "tools": [tool for tool in ask.tools or () if tool.get("type") != SEARCH],
             "top_logprobs": ask.top_logprobs or 0,
             "top_p": defaults.top_p if ask.top_p is None else ask.top_p,
             "truncation": "disabled",

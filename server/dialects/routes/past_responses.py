@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Final
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from ess.errors import BadInput
 from ess.server.dialects.response_history import owner_of
+from ess.server.dialects.response_items import Item
 from ess.server.http.openapi.door import Door
 from ess.server.http.responses import JSON, Absent, answer
 from ess.server.process.requests.kept_responses import Kept
@@ -20,6 +22,12 @@ from ess.server.process.service import Service
 PATH: Final = "/v1/responses/{response_id}"
 COUNTED: Final = "/v1/responses/input_tokens"
 """It fits PATH, and only POST is served there."""
+PREFIXES: Final = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
 
 
 async def retrieve(request: Request) -> Response:
@@ -36,19 +44,55 @@ async def input_items(request: Request) -> Response:
         raise BadInput(f"order is {order!r:.40}, must be asc or desc")
     if limit is not None and re.fullmatch("[1-9][0-9]{0,8}", limit) is None:
         raise BadInput(f"limit is {limit!r:.40}, must be a number from 1")
-    if "after" in asked:
-        raise BadInput("after is not served: without limit all items come at once")
-    items = msgspec.json.decode(b"[%b]" % _found(request).asked, type=list[msgspec.Raw])
-    count = len(items) if limit is None else int(limit)
+    items = items_of(_found(request).asked)
+    items = _after(asked.get("after"), items if order == "asc" else items[::-1])
+    shown = items[: len(items) if limit is None else int(limit)]
     return answer(
         {
             "object": "list",
-            "data": (items if order == "asc" else items[::-1])[:count],
-            "first_id": None,
-            "last_id": None,
-            "has_more": count < len(items),
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(shown) < len(items),
         }
     )
+
+
+def _after(identity: str | None, items: list[Item]) -> list[Item]:
+    if identity is None:
+        return items
+    for place, item in enumerate(items, start=1):
+        if item["id"] == identity:
+            return items[place:]
+    raise BadInput(f"after is {identity!r:.80}, which is the id of none of these items")
+
+
+def items_of(asked: bytes) -> list[Item]:
+    """The items as the specification lists them. An item that came without an id gets one that
+    follows from all items up to it: it is the same whenever they are listed, also for a response
+    that follows."""
+    so_far, items = hashlib.sha256(), []
+    for raw in msgspec.json.decode(b"[%b]" % asked, type=list[msgspec.Raw]):
+        so_far.update(bytes(raw))
+        given = msgspec.json.decode(raw)
+        kind = given.get("type") or "message"
+        made = f"{PREFIXES[kind]}_{so_far.hexdigest()[:32]}"
+        item = {**given, "type": kind, "id": given.get("id") or made}
+        item["status"] = given.get("status") or "completed"
+        items.append({**item, **_parts(item)} if kind == "message" else item)
+    return items
+
+
+def _parts(message: Item) -> Item:
+    """The content of a message as parts, where a client gave a plain text."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return {}
+    if message.get("role") == "assistant":
+        part: Item = {"type": "output_text", "text": content, "annotations": []}
+    else:
+        part = {"type": "input_text", "text": content}
+    return {"content": [part]}
 
 
 async def delete(request: Request) -> Response:
@@ -104,7 +148,7 @@ DOORS: Final = (
         (f"{PATH}/input_items",),
         input_items,
         "The items that led to a response.",
-        queries=("order", "limit"),
+        queries=("order", "limit", "after"),
     ),
     Door("POST", (f"{PATH}/cancel",), cancel, "End a response that is made in the background."),
 )
