@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta, field
@@ -22,9 +22,11 @@ Share = Annotated[float, Meta(ge=0.0, le=1e6)]
 THETA: Final = 10000.0
 LENGTH_MAX: Final = 1 << 32
 
+Kind = Literal["default", "yarn"]
+
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    kind: Literal["default", "yarn"] = field(name="rope_type", default="default")
+    kind: Kind = field(name="rope_type", default="default")
     theta: Theta = field(name="rope_theta", default=THETA)
     positions_trained: Annotated[int, Meta(ge=1, le=LENGTH_MAX)] = field(
         name="original_max_position_embeddings", default=1
@@ -69,12 +71,15 @@ def read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
     rope = {key: value for key, value in said.items() if value is not None}
     rope = {"rope_type": rope.pop("type", "default"), **rope}
     rope.setdefault("rope_theta", given.get("rope_theta", THETA))
+    if (kind := rope["rope_type"]) not in get_args(Kind):
+        only = " and ".join(get_args(Kind))
+        raise BadInput(f"rope_type {kind!r:.40} in {name} is not supported, only {only}")
     if rope.pop("partial_rotary_factor", 1) != 1:
         raise BadInput(f"partial_rotary_factor of {name} is not supported, only 1")
     known = {field.encode_name for field in msgspec.structs.fields(Rope)}
     if unknown := sorted(rope.keys() - known):
         raise BadInput(f"{unknown[0][:60]} in {name} is not supported")
-    if rope["rope_type"] == "yarn":
+    if kind == "yarn":
         _complete_yarn(rope, said, given, name=name)
     return rope
 

@@ -220,8 +220,11 @@ _BOTH: Final[list[tuple[str, Change]]] = [
     ("partial_rotary_factor", yarn(partial_rotary_factor=0.5, rope_theta=1e6)),
 ]
 _ROPE: Final[list[tuple[str, Change]]] = [
-    *((kind, yarn(rope_type=kind)) for kind in ("linear", "dynamic", "longrope", "llama3")),
-    ("proportional", yarn(rope_type="proportional")),
+    *(
+        (f"rope_type '{kind}' in rope_scaling", yarn(rope_type=kind))
+        for kind in ("linear", "dynamic", "longrope", "llama3", "proportional")
+    ),
+    ("rope_type 'llama3' in rope_scaling", yarn(rope_type="llama3", low_freq_factor=1.0)),
     ("factor", yarn(factor=GONE)),
     ("factor", yarn(factor=None, mscale_all_dim=1.0)),
     ("factor", yarn(factor=None, original_max_position_embeddings=8192)),
