@@ -65,7 +65,7 @@ class Choice:
 @functools.cache
 def settle() -> tuple[Choice, ...]:
     """The choices for this process; the first call measures, keeps and applies them."""
-    named = os.environ.get(VARIABLE, "")
+    named = asked()
     if named == UNMEASURED or not native.available():
         return unmeasured()
     if named:
@@ -80,6 +80,14 @@ def settle() -> tuple[Choice, ...]:
         with contextlib.suppress(OSError):
             keep(path, choices)
     return apply(choices)
+
+
+def asked() -> str:
+    """What ESS_ROWS says, checked; empty if it says nothing, or nothing is native."""
+    named = os.environ.get(VARIABLE, "") if native.available() else ""
+    if named and named not in (allowed := (UNMEASURED, *way_names())):
+        raise BadInput(f"{VARIABLE} is {named!r:.40}, must be one of {', '.join(allowed)}")
+    return named
 
 
 def apply(choices: Sequence[Choice]) -> tuple[Choice, ...]:
@@ -106,9 +114,6 @@ def unmeasured() -> tuple[Choice, ...]:
 
 
 def everywhere(name: str) -> tuple[Choice, ...]:
-    if name not in way_names():
-        ways = ", ".join((UNMEASURED, *way_names()))
-        raise BadInput(f"{VARIABLE} is {name!r}, must be one of {ways}")
     return tuple(
         Choice(row_bytes=row_bytes, count=count, way=name, gain=1.0)
         for row_bytes, count in classes()

@@ -99,6 +99,14 @@ def test_a_wrong_instruction_set_is_refused(
     assert native.available()
 
 
+def test_a_wrong_way_to_copy_rows_is_refused_before_the_engine_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ESS_ROWS", "fast")
+    said = refused(EMBEDDED, capsys)
+    assert said.startswith("ESS_ROWS is 'fast', must be one of unmeasured, requests, plain, ")
+
+
 def test_variables_that_kernels_read_are_no_settings() -> None:
     named = {"ESS_ROWS": "plain", "ESS_ISA": "avx2", "ESS_CACHE_DIR": "/var/cache"}
     assert set(resolve({}, environment=named).origins.values()) == {"default"}

@@ -24,8 +24,8 @@ from ess.engine.config import ProcessConfig
 from ess.engine.entries.refusals import check_settings
 from ess.engine.process.messages import Launch
 from ess.errors import BadInput
+from ess.flashtrans import ways
 from ess.free_resources import cores_free, memory_free
-from ess.kernels.cpu import native
 from ess.layout import ModelLayout
 from ess.models.chat.reply import PlainParser
 from ess.models.weights.expected.kept_bytes import kept_bytes
@@ -93,7 +93,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 def checked(settings: Settings) -> Checkpoint:
     """Reads the checkpoint, and refuses what can be found wrong in it and in files of settings
     before anything starts; `read_words` does the same for texts."""
-    native.check_isa()
+    ways.asked()  # refuses a wrong ESS_ROWS, and before that a wrong ESS_ISA
     checkpoint = read_checkpoint(settings.model)
     check_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
     default_sampling(settings.default_sampling, checkpoint.defaults)
