@@ -60,7 +60,7 @@ class ArrivingPrompts:
 
 
 @dataclass(slots=True)
-class Waited:
+class FirstTokens:
     """Seconds until each first token, and how many requests decoded in each step until then."""
 
     first_s: list[float] = field(default_factory=list)
@@ -106,7 +106,7 @@ def rows_of(load: ArrivingPrompts) -> list[Row]:
     ]
 
 
-def _running(by_pack: Waited, by_one: Waited) -> dict[str, Any]:
+def _running(by_pack: FirstTokens, by_one: FirstTokens) -> dict[str, Any]:
     return {
         "steps": len(by_pack.running),
         "running": round(statistics.fmean(by_pack.running)),
@@ -175,8 +175,8 @@ def _span(sequence: Opened, prompt: Sequence[int]) -> Span:
 
 def _waited(
     model: Model, load: ArrivingPrompts, prompts: Sequence[Sequence[int]], chunk_tokens: int
-) -> Waited:
-    eng, waited = _engine(model, load, chunk_tokens), Waited()
+) -> FirstTokens:
+    eng, waited = _engine(model, load, chunk_tokens), FirstTokens()
     eng.add(prompts[0][:2], Sampling(tokens_max=4))
     for _ in eng.run():
         pass

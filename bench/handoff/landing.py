@@ -32,7 +32,7 @@ HIDDEN_TARGET: Final = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landed:
+class LandingTimes:
     """Seconds from the prompt's last layer until its rows had landed and until its first token."""
 
     prompt_s: float
@@ -48,7 +48,7 @@ def landing_rows(length: int, *, rounds: int) -> list[Row]:
         size = handoff_bytes(pair.decode.offload.layout, length - 1)
         link_s = LINK_SHARE * free.prompt_s
         console.note(f"{length:,} tokens: {free.prompt_s:.1f} s of prompt, {link_s:.1f} s of link")
-        arms: dict[bool, list[Landed]] = {False: [], True: []}
+        arms: dict[bool, list[LandingTimes]] = {False: [], True: []}
         for at, prompt in enumerate(prompts[1:]):
             at_once = bool(at % 2)
             arms[at_once].append(pair.hand_over(prompt, bytes_per_s=size / link_s, at_once=at_once))
@@ -56,7 +56,11 @@ def landing_rows(length: int, *, rounds: int) -> list[Row]:
 
 
 def _rows(
-    length: int, size: int, link_s: float, layerwise: Sequence[Landed], whole: Sequence[Landed]
+    length: int,
+    size: int,
+    link_s: float,
+    layerwise: Sequence[LandingTimes],
+    whole: Sequence[LandingTimes],
 ) -> list[Row]:
     config = {
         "prompt_s": round(statistics.median(each.prompt_s for each in layerwise), 2),
@@ -89,7 +93,7 @@ def _rows(
     ]
 
 
-def _median_hidden(link_s: float, landed: Sequence[Landed]) -> float:
+def _median_hidden(link_s: float, landed: Sequence[LandingTimes]) -> float:
     return round(statistics.median(1 - each.landed_s / link_s for each in landed), 2)
 
 
@@ -125,7 +129,7 @@ class Pair:
         self._child.__exit__(None, None, None)
         self.decode.close()
 
-    def hand_over(self, prompt: list[int], *, bytes_per_s: float, at_once: bool) -> Landed:
+    def hand_over(self, prompt: list[int], *, bytes_per_s: float, at_once: bool) -> LandingTimes:
         self._uid += 1
         self._child.tell(uid=self._uid, prompt=prompt, bytes_per_s=bytes_per_s)
         if at_once:
@@ -137,7 +141,7 @@ class Pair:
             landed_s, first_s = self._landed(request)
             made = self._made_while_pumping()
         self._finish(request)
-        return Landed(
+        return LandingTimes(
             prompt_s=made["took_s"],
             landed_s=max(0.0, landed_s - made["made_s"]),
             first_token_s=first_s - made["made_s"],

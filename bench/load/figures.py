@@ -20,10 +20,10 @@ import numpy as np
 
 from ess.bench.harness.measure.streaming import TimedAnswer
 from ess.bench.harness.report import Row, compare
-from ess.bench.load.offered import Offered
+from ess.bench.load.offered import OfferedLoad
 from ess.sim.serving.goodput import Objective
 
-Times = Callable[[Offered], list[float]]
+Times = Callable[[OfferedLoad], list[float]]
 SHOWN: Final = (50, 99)
 LEAST: Final = 1e-9
 SAMPLES_MAX: Final = 10_000
@@ -37,7 +37,7 @@ TIMES: Final[tuple[tuple[str, Times], ...]] = (
     ("between events", lambda load: [gap for seen in load.seen for gap in seen.gaps_s]),
     ("whole answer", lambda load: [seen.last_s for seen in load.seen]),
 )
-RATES: Final[tuple[tuple[str, str, Callable[[Offered], float]], ...]] = (
+RATES: Final[tuple[tuple[str, str, Callable[[OfferedLoad], float]], ...]] = (
     ("requests", "requests/s", lambda load: len(load.seen)),
     ("output", "tokens/s", lambda load: sum(seen.output_tokens for seen in load.seen)),
     (
@@ -54,7 +54,11 @@ def is_good(seen: TimedAnswer, objective: Objective) -> bool:
 
 
 def load_rows(
-    load: Offered, objective: Objective, *, config: dict[str, Any], against: Offered | None = None
+    load: OfferedLoad,
+    objective: Objective,
+    *,
+    config: dict[str, Any],
+    against: OfferedLoad | None = None,
 ) -> list[Row]:
     """Rows of a load, beside the same load on another server, if one is named."""
     rows = [_answered(load, config)]
@@ -67,7 +71,7 @@ def load_rows(
     return [*rows, _in_flight(load), _late(load), *_cached(load)]
 
 
-def _answered(load: Offered, config: dict[str, Any]) -> Row:
+def _answered(load: OfferedLoad, config: dict[str, Any]) -> Row:
     failed = Counter(load.failures)
     return Row(
         name="answered",
@@ -84,7 +88,7 @@ def _row(
     name: str,
     unit: str,
     pair: Sequence[float],
-    against: Offered | None,
+    against: OfferedLoad | None,
     *,
     better: Any,
     config: dict[str, Any] | None = None,
@@ -99,7 +103,9 @@ def _row(
     )  # fmt: skip
 
 
-def _time_rows(name: str, times: Times, load: Offered, against: Offered | None) -> list[Row]:
+def _time_rows(
+    name: str, times: Times, load: OfferedLoad, against: OfferedLoad | None
+) -> list[Row]:
     ours = [1e3 * each for each in times(load)]
     theirs = [1e3 * each for each in times(against)] if against else ours
     if not ours or not theirs:
@@ -120,7 +126,7 @@ def _time_rows(name: str, times: Times, load: Offered, against: Offered | None) 
     ]
 
 
-def _goodput(load: Offered, objective: Objective) -> Row:
+def _goodput(load: OfferedLoad, objective: Objective) -> Row:
     """Requests that failed do not count."""
     good = sum(is_good(seen, objective) for seen in load.seen)
     return Row(
@@ -138,7 +144,7 @@ def _goodput(load: Offered, objective: Objective) -> Row:
     )
 
 
-def _in_flight(load: Offered) -> Row:
+def _in_flight(load: OfferedLoad) -> Row:
     """The mean over the time of the load; the peak counts requests that were sent and not over."""
     spans = [(sent, sent + seen.last_s) for sent, seen in zip(load.sent_s, load.seen, strict=True)]
     edges = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
@@ -147,7 +153,7 @@ def _in_flight(load: Offered) -> Row:
     return Row(name="in flight, mean", value=mean, unit="requests", config={"peak": peak})
 
 
-def _late(load: Offered) -> Row:
+def _late(load: OfferedLoad) -> Row:
     """How long after its time a request was sent: much of it is a client that is too slow, or
     `--at-most`."""
     late_ms = [1e3 * max(0.0, each) for each in load.late_s]
@@ -159,7 +165,7 @@ def _late(load: Offered) -> Row:
     )
 
 
-def _cached(load: Offered) -> list[Row]:
+def _cached(load: OfferedLoad) -> list[Row]:
     """Left out where the server does not count prompts."""
     asked = sum(seen.prompt_tokens for seen in load.seen)
     cached = sum(seen.cached_tokens for seen in load.seen)

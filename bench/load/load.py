@@ -26,7 +26,7 @@ from ess.bench.engine.serve import started
 from ess.bench.harness.measure.streaming import address_of
 from ess.bench.harness.report import Row
 from ess.bench.load.figures import load_rows
-from ess.bench.load.offered import Offered, Target, offer
+from ess.bench.load.offered import OfferedLoad, Target, offer
 from ess.bench.load.prompts import Kind, LoadRequest, Prompts, arriving, asked_of, read_prompts
 from ess.console import MaybeWhole, Whole
 from ess.errors import BadInput, Unavailable
@@ -160,7 +160,7 @@ def _server(url: str | None) -> Iterator[str]:
 
 def _offered(
     url: str, model: str | None, asked: list[LoadRequest], at_most: int | None
-) -> tuple[Offered, str]:
+) -> tuple[OfferedLoad, str]:
     """The load, after two requests that are not counted: first steps of a server are slow. They
     have a prompt of their own, so nothing of the load is cached by them."""
     address = address_of(url)

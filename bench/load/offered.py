@@ -29,7 +29,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Offered:
+class OfferedLoad:
     """`seen` are the answered requests, `sent_s` when each was sent after the beginning."""
 
     seen: list[TimedAnswer] = field(default_factory=list)
@@ -45,8 +45,8 @@ class Offered:
 
 async def offer(
     target: Target, asked: Sequence[LoadRequest], *, at_most: int | None = None
-) -> Offered:
-    loop, offered = asyncio.get_running_loop(), Offered()
+) -> OfferedLoad:
+    loop, offered = asyncio.get_running_loop(), OfferedLoad()
     room = contextlib.nullcontext() if at_most is None else asyncio.Semaphore(at_most)
     begun_s = loop.time()
 

@@ -10,8 +10,8 @@ from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.engine.chunking.sizer import ChunkSizer
 from ess.sim.prefill.pipeline import autotune, exhaustive, prefill
-from ess.sim.prefill.published_rows import PROMPT, Fitted, fit_all, predictions
-from ess.sim.prefill.stage_clock import Clocked, Links, clocked
+from ess.sim.prefill.published_rows import PROMPT, FittedModel, fit_all, predictions
+from ess.sim.prefill.stage_clock import ClockedChunks, Links, clocked
 
 TOLERANCE: Final = 0.05
 TUNER_TARGET: Final = 0.99
@@ -44,7 +44,7 @@ def prefill_benchmark(*, smoke: bool) -> list[Row]:
     return rows + [_tuner(model, smoke=smoke) for model in models]
 
 
-def _overhead(model: Fitted) -> Row:
+def _overhead(model: FittedModel) -> Row:
     static = model.published.static[0][0]
     return Row(
         name=f"{model.published.name} overhead per chunk and stage, fitted",
@@ -58,7 +58,7 @@ def _overhead(model: Fitted) -> Row:
     )
 
 
-def _followed(model: Fitted) -> Row:
+def _followed(model: FittedModel) -> Row:
     """Time to the first token with the chunk sizes of an engine that does not know its times: it
     profiles them at the start and observes them later, each with noise."""
     time, (first, smoothing) = model.published.time, model.published.dynamic
@@ -85,7 +85,7 @@ def _followed(model: Fitted) -> Row:
     )
 
 
-def _sends(model: Fitted) -> Row:
+def _sends(model: FittedModel) -> Row:
     """Time to the first token over slow links, with hidden states in float32."""
     ways = [
         _on_links(model, Links(latency_s=SLOW_LATENCY_S, bytes_per_s=SLOW_LINK, is_async=is_async))
@@ -103,7 +103,7 @@ def _sends(model: Fitted) -> Row:
     )
 
 
-def _on_links(model: Fitted, links: Links) -> Clocked:
+def _on_links(model: FittedModel, links: Links) -> ClockedChunks:
     sizes = model.run(*model.published.dynamic).chunk_sizes
     pipeline, ends = model.pipeline(), list(itertools.accumulate(sizes))
     seconds = [
@@ -121,7 +121,7 @@ def _on_links(model: Fitted, links: Links) -> Clocked:
     )
 
 
-def _bubbles(model: Fitted) -> Row:
+def _bubbles(model: FittedModel) -> Row:
     stages = model.published.stages
     ran = clocked([[1.0] * stages] * EQUAL_CHUNKS, under_way_max=stages + 2)
     return compare(
@@ -134,7 +134,7 @@ def _bubbles(model: Fitted) -> Row:
     )
 
 
-def _tuner(model: Fitted, *, smoke: bool) -> Row:
+def _tuner(model: FittedModel, *, smoke: bool) -> Row:
     """Time to the first token at the tuner's settings, against the best of all settings."""
     prompt = SMOKE_PROMPT if smoke else PROMPT
     tuned = autotune(model.published.time, model.pipeline(), prompt=prompt)

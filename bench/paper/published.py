@@ -31,7 +31,7 @@ from ess.sim.fit_constants import BATCH_MIN
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
 from ess.sim.operators import tables
-from ess.sim.operators.paper import LAYERS, Fitted, PaperOperators
+from ess.sim.operators.paper import LAYERS, FittedConstants, PaperOperators
 from ess.sim.published import Throughput
 
 THROUGHPUT: Final = 0.05
@@ -46,7 +46,7 @@ FIG7: Final[dict[str, Any]] = {"context": 131_072, "mtp": 2, "batch": 160}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reproduced:
+class ReproducedRow:
     """A row of Table 2 and our figures for it."""
 
     row: Throughput
@@ -58,7 +58,7 @@ class Reproduced:
 
 def paper_benchmark(*, smoke: bool) -> list[Row]:
     """Takes about a second, so the smoke size is the same."""
-    operators = PaperOperators(tables=tables.load(), fitted=Fitted.shipped())
+    operators = PaperOperators(tables=tables.load(), fitted=FittedConstants.shipped())
     table = _distinct(reproduce_table(operators))
     held_out = [ours for ours in table if not ours.row.is_resident]
     rows = [
@@ -76,7 +76,7 @@ def paper_benchmark(*, smoke: bool) -> list[Row]:
     ]
 
 
-def _distinct(table: Sequence[Reproduced]) -> list[Reproduced]:
+def _distinct(table: Sequence[ReproducedRow]) -> list[ReproducedRow]:
     """Keeps the last of blocks that differ only in accepted tokens: their steps are equal."""
     steps = {
         (ours.row.queries_each, ours.row.context, ours.row.tbo, ours.row.batch): ours
@@ -124,7 +124,7 @@ def _with_misses(operators: PaperOperators, factor: float) -> Row:
     )
 
 
-def reproduce_table(operators: PaperOperators, *, miss_factor: float = 1.0) -> list[Reproduced]:
+def reproduce_table(operators: PaperOperators, *, miss_factor: float = 1.0) -> list[ReproducedRow]:
     curves = misses.published()
     return [
         _reproduce(operators, curves, row, miss_factor=miss_factor)
@@ -134,7 +134,7 @@ def reproduce_table(operators: PaperOperators, *, miss_factor: float = 1.0) -> l
 
 def _reproduce(
     operators: PaperOperators, curves: misses.MissCurves, row: Throughput, *, miss_factor: float
-) -> Reproduced:
+) -> ReproducedRow:
     """At 32K the batch was chosen and the ratio follows from it; at 128K the other way round."""
     budget = paper_budget()
     given_ratio = row.is_resident or not row.tbo
@@ -155,7 +155,7 @@ def _reproduce(
     )
     prediction = simulate(operators, scenario)
     rate = prediction.tokens_per_s(batch=batch, accepted=row.accepted)
-    return Reproduced(
+    return ReproducedRow(
         row=row,
         batch=batch,
         ratio=slots / row.context,
@@ -196,14 +196,14 @@ def _config(row: Throughput) -> dict[str, Any]:
     }
 
 
-def _capacity_rows(table: Sequence[Reproduced]) -> list[Row]:
+def _capacity_rows(table: Sequence[ReproducedRow]) -> list[Row]:
     """The ratio where the batch is given, and the batch where the ratio is. The memory of the
     device was chosen by all of them."""
     facts = {(ours.row.context, ours.row.batch): ours for ours in table}
     return [_capacity_row(ours) for ours in facts.values()]
 
 
-def _capacity_row(ours: Reproduced) -> Row:
+def _capacity_row(ours: ReproducedRow) -> Row:
     config = _config(ours.row) | {"kind": "capacity", "in_fit": True}
     if ours.row.is_resident or not ours.row.tbo:
         return against_paper(
@@ -215,7 +215,7 @@ def _capacity_row(ours: Reproduced) -> Row:
     )
 
 
-def _throughput_row(ours: Reproduced) -> Row:
+def _throughput_row(ours: ReproducedRow) -> Row:
     prediction = ours.prediction
     counts = {mode.name: prediction.modes.count(mode) for mode in Mode if mode in prediction.modes}
     exposed = {"exposed_ms": round(prediction.exposed_us / 1e3, 2)}
@@ -232,14 +232,14 @@ def _throughput_row(ours: Reproduced) -> Row:
     )
 
 
-def _mean_row(table: Sequence[Reproduced]) -> Row:
+def _mean_row(table: Sequence[ReproducedRow]) -> Row:
     errors = [abs(ours.node_tokens_per_s / ours.row.node_tokens_per_s - 1) for ours in table]
     mean = 1.0 - statistics.mean(errors)
     name, config = "table 2 mean agreement, held out", {"rows": len(table)}
     return against_paper(name, "of 1", mean, 1.0, target=1.0 - MEAN, config=config)
 
 
-def gain_rows(table: Sequence[Reproduced]) -> list[Row]:
+def gain_rows(table: Sequence[ReproducedRow]) -> list[Row]:
     """Factors over the baseline of each setting; 8 points are 0.08 of a factor."""
     at = {(ours.row.queries_each, ours.row.accepted, ours.row.batch): ours for ours in table}
     base, mtp = at[2, 1.7, 52], at[4, 3.4, 52]
@@ -255,7 +255,7 @@ def gain_rows(table: Sequence[Reproduced]) -> list[Row]:
     return [*rows, _gain_row("gain of offload after MTP", whole[0] - alone[0], whole[1] - alone[1])]
 
 
-def _factors(high: Reproduced, low: Reproduced) -> tuple[float, float]:
+def _factors(high: ReproducedRow, low: ReproducedRow) -> tuple[float, float]:
     theirs = high.row.node_tokens_per_s / low.row.node_tokens_per_s
     return high.node_tokens_per_s / low.node_tokens_per_s, theirs
 
@@ -266,7 +266,7 @@ def _gain_row(name: str, ours: float, theirs: float) -> Row:
     )
 
 
-def _unlimited_rows(operators: PaperOperators, table: Sequence[Reproduced]) -> list[Row]:
+def _unlimited_rows(operators: PaperOperators, table: Sequence[ReproducedRow]) -> list[Row]:
     """Batches that Table 2 does not already have without offload."""
     printed = {ours.row.batch for ours in table if ours.row.is_resident}
     batches = {

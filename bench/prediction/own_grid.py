@@ -23,7 +23,7 @@ from ess.bench.harness.threads import compute_threads
 from ess.bench.prediction.grid import Cell, Grid
 from ess.bench.prediction.step_tables import (
     StepTables,
-    Timed,
+    TimedStep,
     chunk_surface,
     miss_us,
     step_tables,
@@ -110,14 +110,14 @@ def rows_of(grid: Grid, *, with_folder: bool) -> list[Row]:
         folder=default_folder() if with_folder else None,
         segment=min(SEGMENT, min(grid.contexts)),
     )
-    rows = [row for mtp in grid.drafts for row in Measured(prefix, grid, mtp).rows()]
+    rows = [row for mtp in grid.drafts for row in MeasuredGrid(prefix, grid, mtp).rows()]
     steps = [row for row in rows if not row.config["chunk"]]
     mixed = [row for row in rows if row.config["chunk"]]
     return [*rows, *_summary("steps", steps), *_summary("steps with a prompt chunk", mixed)]
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredGrid:
     """All cells at one number of drafts."""
 
     prefix: Prefix
@@ -132,7 +132,7 @@ class Measured:
             rows += [_row(cell, tables[batch], step) for cell, step in steps.items()]
         return [*rows, *self._with_chunks(tables)]
 
-    def _batch(self, batch: int) -> tuple[StepTables, dict[Cell, Timed]]:
+    def _batch(self, batch: int) -> tuple[StepTables, dict[Cell, TimedStep]]:
         """The tables of a batch, and the measured steps to predict from them."""
         timed, cells = self.grid.timed_cells(self.mtp, batch), self.grid.cells(self.mtp, batch)
         many = timed[len(timed) // 2]
@@ -167,7 +167,7 @@ class Measured:
         return cell.context + cell.chunk * self.grid.chunk_steps // 2
 
 
-def _row(cell: Cell, tables: StepTables, measured: Timed, *, beside_us: float = 0.0) -> Row:
+def _row(cell: Cell, tables: StepTables, measured: TimedStep, *, beside_us: float = 0.0) -> Row:
     us = tables.us(context=cell.context, misses=measured.misses) + beside_us
     return agreement(
         name="step of the embedded model",

@@ -44,7 +44,7 @@ class ProcessorClock(Clock):
     now_ns = staticmethod(time.process_time_ns)
 
 
-class Timed(NamedTuple):
+class TimedStep(NamedTuple):
     """A step, or the mean of several: microseconds by stage, and rows missed in all groups."""
 
     stages: Mapping[str, float]
@@ -59,7 +59,7 @@ class Timed(NamedTuple):
         return sum(self.stages.get(stage, 0.0) for stage in FETCHING)
 
 
-Visit = Callable[[Cell, int], list[Timed]]
+Visit = Callable[[Cell, int], list[TimedStep]]
 """Runs this many steps of a cell, in order."""
 
 
@@ -76,21 +76,21 @@ class StepTables:
         return stages_us + self.miss_us * (misses - self.misses.at(context))
 
 
-def timed_in_turns(visit: Visit, cells: Iterable[Cell], *, steps: int) -> dict[Cell, Timed]:
+def timed_in_turns(visit: Visit, cells: Iterable[Cell], *, steps: int) -> dict[Cell, TimedStep]:
     """Visits every cell in order, then in reverse, then in order again, so that a slow hour of the
     machine affects all of them, and one engine is open at a time.
 
     A visit runs `steps`; its first does not count, and of the others the fastest third of all
     visits does: what other programs leave in the processor's caches only makes a step slower."""
     ordered = list(cells)
-    taken: dict[Cell, list[Timed]] = defaultdict(list)
+    taken: dict[Cell, list[TimedStep]] = defaultdict(list)
     for turn in range(VISITS):
         for cell in reversed(ordered) if turn % 2 else ordered:
             taken[cell] += visit(cell, steps)[1:]
     return {cell: _mean(sorted(each, key=lambda step: step.us)) for cell, each in taken.items()}
 
 
-def visited(prefix: Prefix, cell: Cell, steps: int) -> list[Timed]:
+def visited(prefix: Prefix, cell: Cell, steps: int) -> list[TimedStep]:
     """Times steps of a cell, in NONE, with an engine opened for them."""
     console.note(str(cell))
     shape = DecodeWork(
@@ -103,12 +103,12 @@ def visited(prefix: Prefix, cell: Cell, steps: int) -> list[Timed]:
         misses = [float(missed.sum()) for missed in watched.arm.taken.misses]
     del watched
     gc.collect()  # reference circles keep an engine alive, with up to 3 GB
-    return [Timed(*each) for each in zip(totals, misses, strict=True)]
+    return [TimedStep(*each) for each in zip(totals, misses, strict=True)]
 
 
-def _mean(steps: list[Timed]) -> Timed:
+def _mean(steps: list[TimedStep]) -> TimedStep:
     fastest = steps[: max(1, len(steps) // FASTEST)]
-    return Timed(
+    return TimedStep(
         stages={
             stage: statistics.mean(step.stages.get(stage, 0.0) for step in fastest)
             for stage in set().union(*(step.stages for step in fastest))
@@ -117,7 +117,7 @@ def _mean(steps: list[Timed]) -> Timed:
     )
 
 
-def step_tables(steps: Mapping[int, Timed], *, miss_us: float) -> StepTables:
+def step_tables(steps: Mapping[int, TimedStep], *, miss_us: float) -> StepTables:
     """Tables from timed steps by context."""
     contexts = sorted(steps)
     sizes = tuple(map(float, contexts))
@@ -131,7 +131,7 @@ def step_tables(steps: Mapping[int, Timed], *, miss_us: float) -> StepTables:
     )
 
 
-def miss_us(few: Timed, many: Timed) -> float:
+def miss_us(few: TimedStep, many: TimedStep) -> float:
     """The time of one miss, from two steps of the same shape at two ratios."""
     further = many.misses - few.misses
     return max(0.0, many.fetching_us - few.fetching_us) / further if further > 0 else 0.0

@@ -14,7 +14,7 @@ from ess.models.config import ModelConfig
 from ess.models.load import EMBEDDED
 from ess.prefill.trial.pipe import Kind, PipeTrial, TrialTimes, model_config
 from ess.prefill.trial.pipe_messages import Slow
-from ess.sim.prefill.measured import Measured
+from ess.sim.prefill.measured import MeasuredChunk
 from ess.sim.prefill.tuning import Layers
 
 CONFIG: Final = ProcessConfig(threads=1, mtp=2)
@@ -62,9 +62,9 @@ def stage_s(ran: TrialTimes, kind: Kind) -> list[list[float]]:
     return [list(chunk.stage_s(kind)) for chunk in ran.chunks]
 
 
-def measured(rans: Sequence[TrialTimes], kind: Kind) -> list[Measured]:
+def measured(rans: Sequence[TrialTimes], kind: Kind) -> list[MeasuredChunk]:
     return [
-        Measured(chunk.done, chunk.count, chunk.layer_s(kind))
+        MeasuredChunk(chunk.done, chunk.count, chunk.layer_s(kind))
         for ran in rans
         for chunk in ran.chunks
     ]

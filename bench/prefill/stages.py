@@ -16,7 +16,7 @@ from ess.bench.prefill.rig import ends_of, layers_of, measured, plan_of, sharing
 from ess.prefill.trial.pipe import Kind, Pipe, TrialTimes, kind_for
 from ess.sim.prefill.measured import modelled
 from ess.sim.prefill.pipeline import prefill
-from ess.sim.prefill.stage_clock import Clocked
+from ess.sim.prefill.stage_clock import ClockedChunks
 from ess.sim.prefill.tuning import Layers, on_clock
 
 TOLERANCE: Final = 0.05
@@ -39,7 +39,7 @@ class StagesArm:
     def chunk_count(self) -> int:
         return len(self.rans[0].chunks)
 
-    def on_clock(self) -> list[Clocked]:
+    def on_clock(self) -> list[ClockedChunks]:
         return [on_clock(stage_s(ran, self.kind)) for ran in self.rans]
 
     def busy_s(self) -> list[float]:

@@ -64,7 +64,7 @@ ORDERS: Final[tuple[tuple[Tbo, Sbo], ...]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodeFigures:
     """One rank's figures: for each step the milliseconds in which it only waited for the line; over
     all of them the bytes that it sent, by token and layer."""
 
@@ -93,7 +93,7 @@ def comm_benchmark(*, smoke: bool = False) -> list[Row]:
     return [*rows, *member_rows(smoke=smoke)]
 
 
-def exposed(ranks: list[Decoded]) -> list[float]:
+def exposed(ranks: list[DecodeFigures]) -> list[float]:
     """For each step, the time of the rank which waited longest."""
     each = zip(*(rank.exposed_ms for rank in ranks), strict=True)
     return [max(LEAST_MS, *ms) for ms in each]
@@ -123,7 +123,7 @@ def favourites(seed: int) -> list[float]:
     return loads
 
 
-def volumes(ranks: list[Decoded], config: ModelConfig) -> list[Row]:
+def volumes(ranks: list[DecodeFigures], config: ModelConfig) -> list[Row]:
     out, back = even_bytes(config, RANKS)
     return [
         compare(
@@ -150,7 +150,7 @@ def even_bytes(config: ModelConfig, ranks: int) -> tuple[float, float]:
     return met * (line + 2 * chosen), chosen * (ranks - 1) / ranks * line
 
 
-def decoded(batch: int, steps: int, *, tbo: Tbo, sbo: Sbo) -> list[Decoded]:
+def decoded(batch: int, steps: int, *, tbo: Tbo, sbo: Sbo) -> list[DecodeFigures]:
     line = Line(LATENCY_S, BYTES_PER_S)
     return together(
         local_group(RANKS, team=RANKS),
@@ -164,7 +164,9 @@ def expert_count() -> int:
         return checkpoint.model_config.expert_count
 
 
-def decode(group: Group, line: Line, batch: int, steps: int, *, tbo: Tbo, sbo: Sbo) -> Decoded:
+def decode(
+    group: Group, line: Line, batch: int, steps: int, *, tbo: Tbo, sbo: Sbo
+) -> DecodeFigures:
     team = LateTeam(group.team, line)
     expert_ranks = ExpertRanks(team, even(expert_count(), group.size))
     model = load_model(expert_ranks=expert_ranks)
@@ -187,7 +189,7 @@ def decode(group: Group, line: Line, batch: int, steps: int, *, tbo: Tbo, sbo: S
         if at >= SETTLE_STEPS:
             exposed_ms.append((team.exposed_s - before_s) * 1e3)
     sent = expert_ranks.traffic
-    seen = Decoded(
+    seen = DecodeFigures(
         exposed_ms, sent.out_bytes / sent.token_count, sent.back_bytes / sent.token_count
     )
     engine.close()

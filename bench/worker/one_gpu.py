@@ -184,7 +184,7 @@ def taken(plan: SliceRun, way: DecodeWay, batch: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class SliceFigures:
     """One way: verified tokens over the time of each step, its outputs and its misses. How many
     tokens are kept depends on the draws, which differ between two batches."""
 
@@ -194,7 +194,7 @@ class Measured:
     config: dict[str, Any]
 
 
-def measured(plan: SliceRun, model: Model, name: str, batch: int) -> Measured:
+def measured(plan: SliceRun, model: Model, name: str, batch: int) -> SliceFigures:
     console.note(f"{name}: {batch} requests of {plan.context:,} tokens ...")
     shape = plan.shape(batch)
     arm = DrawnArm(noise(model, plan.context), shape, plan.way(name), model=model)
@@ -204,7 +204,7 @@ def measured(plan: SliceRun, model: Model, name: str, batch: int) -> Measured:
                 arm.forget()
             arm.step()
         each = statistics.fmean(arm.taken.tokens)
-        return Measured(
+        return SliceFigures(
             rates=[batch * plan.mtp / seconds for seconds in arm.taken.seconds],
             outputs=arm.outputs,
             misses=float(sum(missed.mean() for missed in arm.taken.misses)) / plan.steps / batch,
@@ -230,7 +230,7 @@ def config_of(plan: SliceRun, arm: DecodeArm, tokens: float) -> dict[str, Any]:
     }
 
 
-def rate_row(plan: SliceRun, ours: Measured, rival: Measured | None = None) -> Row:
+def rate_row(plan: SliceRun, ours: SliceFigures, rival: SliceFigures | None = None) -> Row:
     """Both outputs must agree for every request and token that both have."""
     if rival is None:
         value = statistics.median(ours.rates)
@@ -254,7 +254,7 @@ def rate_row(plan: SliceRun, ours: Measured, rival: Measured | None = None) -> R
     )
 
 
-def predicted_row(plan: SliceRun, ours: Measured, rival: Measured) -> Row:
+def predicted_row(plan: SliceRun, ours: SliceFigures, rival: SliceFigures) -> Row:
     host_gib = host_bytes(plan, ours.config["batch"]) * plan.scale / (1 << 30)
     rates = [[rate / plan.scale for rate in way.rates] for way in (ours, rival)]
     row = compare(
@@ -274,7 +274,7 @@ def predicted_row(plan: SliceRun, ours: Measured, rival: Measured) -> Row:
     return msgspec.structs.replace(row, samples=[])
 
 
-def missed_row(ours: Measured) -> Row:
+def missed_row(ours: SliceFigures) -> Row:
     return Row(
         name="slice: misses of a request, layer and step",
         value=ours.misses,

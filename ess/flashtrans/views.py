@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ess.errors import BadInput, Unavailable
 from ess.kernels.cpu.native import address
-from ess.kernels.streams import IndexList, Known, RowCopy, RowMatrix, Tensor
+from ess.kernels.streams import IndexList, KnownMatrix, RowCopy, RowMatrix, Tensor
 
 _INDEX_DTYPES: Final = (np.dtype(np.int32), np.dtype(np.int64))
 
@@ -100,16 +100,16 @@ def check(copy: RowCopy, *, devices: bool = False) -> CheckedCopy:
     return CheckedCopy(source, target, _device_count(copy.count, source, target, devices=devices))
 
 
-def known(matrix: npt.NDArray[Any]) -> Known:
+def known(matrix: npt.NDArray[Any]) -> KnownMatrix:
     """Checks a writable matrix once, for many copies from it or to it."""
     if not matrix.flags.writeable:
         raise BadInput("a known matrix is read-only")
     side = _side("matrix", matrix, None, devices=False)
-    return Known(matrix, side.address, side.row_count, side.row_bytes, side.stride_bytes)
+    return KnownMatrix(matrix, side.address, side.row_count, side.row_bytes, side.stride_bytes)
 
 
 def _side(name: str, matrix: RowMatrix, rows: IndexList, *, devices: bool) -> Side:
-    if isinstance(matrix, Known):
+    if isinstance(matrix, KnownMatrix):
         shape = matrix.address, matrix.row_count, matrix.row_bytes, matrix.stride_bytes
         side = Side(name, matrix, *shape, None)
     else:

@@ -40,7 +40,7 @@ class Tensor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownMatrix:
     """A matrix on the host whose shape and strides `ess.flashtrans.views.known` has checked. It
     holds as long as the memory stays where it is."""
 
@@ -51,7 +51,7 @@ class Known:
     stride_bytes: int
 
 
-RowMatrix: TypeAlias = npt.NDArray[Any] | Tensor | Known
+RowMatrix: TypeAlias = npt.NDArray[Any] | Tensor | KnownMatrix
 IndexList: TypeAlias = npt.NDArray[Any] | Tensor | None
 
 

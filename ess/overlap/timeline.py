@@ -82,7 +82,7 @@ class Timeline:
             return self.clock.now_ns()
         return self.stopwatch.mark() if self.stopwatch.is_on else None
 
-    def note(self, of: Watched, stage: str, started: Any) -> None:
+    def note(self, of: WatchedStages, stage: str, started: Any) -> None:
         """A stage that started at `started` ends now."""
         layer, first_query = of.number, of.first_query
         if self.stopwatch is None:
@@ -126,7 +126,7 @@ class Timeline:
         assert all(span.started_ns <= span.finished_ns for span in self.spans), "a span ends early"
 
 
-class Watched(Protocol):
+class WatchedStages(Protocol):
     """Stages of one layer for the queries from `first_query` on."""
 
     @property
@@ -146,7 +146,7 @@ def within(ranges: Ranges, name: str) -> Iterator[None]:
         ranges.range_pop()
 
 
-W = TypeVar("W", bound=Watched)
+W = TypeVar("W", bound=WatchedStages)
 
 
 def timed(stage: Callable[Concatenate[W, A], T]) -> Callable[Concatenate[W, A], T]:

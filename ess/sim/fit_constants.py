@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ess.sim import published
 from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators import tables
-from ess.sim.operators.paper import FITTED_FILE, Fitted, PaperOperators
+from ess.sim.operators.paper import FITTED_FILE, FittedConstants, PaperOperators
 
 BATCH_MIN: Final = 8
 UNLIMITED_ACCEPTED: Final = 1.7
@@ -79,7 +79,7 @@ def _digitised() -> list[Target]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    fitted: Fitted
+    fitted: FittedConstants
     rms: float
 
 
@@ -103,9 +103,9 @@ def fit(rows: Sequence[Target]) -> list[Candidate]:
 def _fit_two(
     measured: tables.Tables, rows: Sequence[Target], *, balance: str, repeat: float
 ) -> Candidate:
-    def constants(point: Reals) -> Fitted:
+    def constants(point: Reals) -> FittedConstants:
         scale, fixed_ms = (round(float(value), 4) for value in point)
-        return Fitted(
+        return FittedConstants(
             compute_scale=scale,
             query_repeat=repeat,
             step_fixed_us=round(1e3 * fixed_ms, 1),

@@ -32,7 +32,7 @@ class StepTime(NamedTuple):
     exposed_us: float
 
 
-class Clocked(Protocol):
+class StepClock(Protocol):
     """What a replay needs: the time of a step. `misses` are per request and layer."""
 
     def at(self, *, requests: int, queries: int, context: float, misses: float) -> StepTime: ...

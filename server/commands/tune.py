@@ -29,7 +29,7 @@ from ess.prefill.trial.pipe import Kind, Pipe, PipeTrial, TrialTimes, kind_for
 from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint
 from ess.server.commands.start.launch import derived, layout_of
 from ess.server.commands.start.settings import Settings, resolve
-from ess.sim.prefill.measured import Measured, Model, modelled
+from ess.sim.prefill.measured import MeasuredChunk, Model, modelled
 from ess.sim.prefill.tuning import Forecast, Setting, on_clock, search
 from ess.units import PAGE_ROWS, align_up, parse_size
 
@@ -232,8 +232,8 @@ class Tuner:
         )
 
 
-def _measured(ran: TrialTimes, kind: Kind) -> list[Measured]:
-    return [Measured(chunk.done, chunk.count, chunk.layer_s(kind)) for chunk in ran.chunks]
+def _measured(ran: TrialTimes, kind: Kind) -> list[MeasuredChunk]:
+    return [MeasuredChunk(chunk.done, chunk.count, chunk.layer_s(kind)) for chunk in ran.chunks]
 
 
 def _first_token_s(ran: TrialTimes, kind: Kind) -> float:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from ess.models.chat.reply import ReplyParser
 from ess.server.dialects.forms.calls import ReplyRules
 from ess.server.dialects.generation import Generation
-from ess.server.dialects.sampling_params import Wanted, samplings
+from ess.server.dialects.sampling_params import SamplingWishes, samplings
 from ess.server.dialects.schemas import Generated
 from ess.server.dialects.streaming import Answer
 from ess.server.http.request_ids import begin
@@ -19,7 +19,7 @@ from ess.server.process.service import Service
 def begin_answer(
     request: Request,
     ask: Generated,
-    wanted: Wanted,
+    wanted: SamplingWishes,
     prompts: Sequence[list[int]],
     *,
     named: str | None,
@@ -34,7 +34,7 @@ def begin_answer(
 def begin_reply(
     request: Request,
     ask: Generated,
-    wanted: Wanted,
+    wanted: SamplingWishes,
     prompt: list[int],
     rules: ReplyRules,
     *,

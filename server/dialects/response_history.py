@@ -12,7 +12,7 @@ from ess.decoding import UNDECODABLE
 from ess.errors import BadInput
 from ess.server.http.request_ids import given_key
 from ess.server.process.bounds import JOINED_BYTES_MAX
-from ess.server.process.requests.kept_responses import Kept, KeptResponses
+from ess.server.process.requests.kept_responses import KeptResponse, KeptResponses
 from ess.server.process.service import Service
 
 NULL: Final = msgspec.Raw(b"null")
@@ -70,7 +70,7 @@ class History:
             self._hold(self._shelf, asked)
         return raw
 
-    def _found(self, shelf: KeptResponses, identity: str) -> Kept:
+    def _found(self, shelf: KeptResponses, identity: str) -> KeptResponse:
         kept = shelf.find(self.owner, identity)
         if kept is None:
             raise BadInput(
@@ -110,7 +110,7 @@ class History:
         said = msgspec.json.encode([item for item in document["output"] if _is_whole(item)])
         whole = msgspec.json.encode(document)
         is_open = document["status"] == "in_progress"
-        kept = Kept(asked=self._asked, said=said[1:-1], document=whole, is_open=is_open)
+        kept = KeptResponse(asked=self._asked, said=said[1:-1], document=whole, is_open=is_open)
         self.is_kept = document["store"] = self._shelf.put(self.owner, document["id"], kept)
 
 

@@ -22,7 +22,7 @@ from ess.server.process.service import SamplingDefaults, Service
 SEED_BITS: Final = 63
 
 
-class Wanted(Sampled, kw_only=True):
+class SamplingWishes(Sampled, kw_only=True):
     """What a client of any dialect asks for, before bounds and defaults. `tokens_usual` is the
     dialect's own default for `tokens_max`. `names` has the client's own name for a field, for
     errors that begin with the field."""
@@ -41,13 +41,13 @@ class Wanted(Sampled, kw_only=True):
     names: Mapping[str, str] = MappingProxyType({})
 
 
-def wanted_of(ask: Sampled, **named: Any) -> Wanted:
+def wanted_of(ask: Sampled, **named: Any) -> SamplingWishes:
     """Fields that all dialects spell alike, and those given by name."""
     same = {name: getattr(ask, name) for name in Sampled.__struct_fields__}
-    return Wanted(**same, **named)
+    return SamplingWishes(**same, **named)
 
 
-def wanted_of_openai(ask: Common, **named: Any) -> Wanted:
+def wanted_of_openai(ask: Common, **named: Any) -> SamplingWishes:
     _refuse_unserved(ask)
     refuse_streamed(ask.stream, ask.prompt_logprobs)
     named.setdefault("prompt_logprobs", ask.prompt_logprobs)
@@ -62,7 +62,7 @@ def wanted_of_openai(ask: Common, **named: Any) -> Wanted:
 
 
 def samplings(
-    service: Service, wanted: Wanted, prompts: Sequence[list[int]]
+    service: Service, wanted: SamplingWishes, prompts: Sequence[list[int]]
 ) -> tuple[list[tuple[list[int], Sampling]], Ending]:
     """One sampling per prompt and choice; choices of a prompt stand together, each with its own
     seed. A prompt is scored once, by its first choice."""
@@ -92,7 +92,7 @@ def _in_words_of_client(sentence: str, names: Mapping[str, str]) -> str:
 
 
 def _samplings(
-    service: Service, wanted: Wanted, prompts: Sequence[list[int]]
+    service: Service, wanted: SamplingWishes, prompts: Sequence[list[int]]
 ) -> tuple[list[tuple[list[int], Sampling]], Ending]:
     if not prompts:
         raise BadInput("the prompt is an empty list: give at least one")
@@ -120,7 +120,7 @@ def _samplings(
     return made, ending
 
 
-def _check_count(most: int, wanted: Wanted, prompt_count: int) -> None:
+def _check_count(most: int, wanted: SamplingWishes, prompt_count: int) -> None:
     if prompt_count > most:
         where = wanted.names.get("prompt", "prompt")
         raise BadInput(f"{where} has {prompt_count:,} prompts; at most {most} fit in one request")
@@ -132,7 +132,7 @@ def _check_count(most: int, wanted: Wanted, prompt_count: int) -> None:
         )
 
 
-def _sampling(service: Service, wanted: Wanted, *, tokens_max: int) -> Sampling:
+def _sampling(service: Service, wanted: SamplingWishes, *, tokens_max: int) -> Sampling:
     """Applies the engine's bounds and, for missing fields, the checkpoint's defaults."""
     defaults = service.defaults
     given = {name: getattr(wanted, name) for name in SamplingDefaults.__dataclass_fields__}
@@ -169,7 +169,7 @@ def _wrapped(seed: int) -> int:
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _tokens_max(service: Service, wanted: Wanted, prompt: list[int]) -> int:
+def _tokens_max(service: Service, wanted: SamplingWishes, prompt: list[int]) -> int:
     left = service.limits.length_max - len(prompt)
     if wanted.tokens_max is None:
         usual = wanted.tokens_usual or service.limits.tokens_default
@@ -182,7 +182,7 @@ def _tokens_max(service: Service, wanted: Wanted, prompt: list[int]) -> int:
     return wanted.tokens_max
 
 
-def _stops(wanted: Wanted) -> tuple[str, ...]:
+def _stops(wanted: SamplingWishes) -> tuple[str, ...]:
     asked = [wanted.stop] if isinstance(wanted.stop, str) else list(wanted.stop or ())
     stops = tuple(dict.fromkeys([*asked, *wanted.more_stops]))
     check_stops(stops)

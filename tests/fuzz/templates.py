@@ -5,8 +5,8 @@
      "config": the tokenizer's configuration of a checkpoint, only for the style "folder"}
 
 A conversation becomes a prompt or is refused in a sentence, and what it quotes has no mark in it.
-What a reply says does not depend on how it was cut. A checkpoint's configuration names a style or is
-refused.
+What a reply says does not depend on how it was cut. A checkpoint's configuration names a style, or
+is refused.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ess.server.dialects.response_history import owner_of
 from ess.server.http.app import DOORS, Application
 from ess.server.http.connection.outlets import Straight
 from ess.server.http.routes import peer_routes
-from ess.server.process.requests.kept_responses import Kept, KeptResponses
+from ess.server.process.requests.kept_responses import KeptResponse, KeptResponses
 from tests.server.harness import PacedEngine, Served, counting, raw, saying, until
 
 ASKED = {"prompt": "a", "max_tokens": 3}
@@ -147,7 +147,7 @@ def test_head_is_answered_wherever_get_is():
     listed = [(door.methods, path) for door in doors for path in door.paths]
     filled = {"{model:path}": "test-model", "{recording}": "demo.json", "{response_id}": "resp_a"}
     shelf = KeptResponses(100)
-    shelf.put(owner_of([]), "resp_a", Kept(asked=b"", said=b"", document=b"{}"))
+    shelf.put(owner_of([]), "resp_a", KeptResponse(asked=b"", said=b"", document=b"{}"))
     asked = [functools.reduce(lambda p, k: p.replace(k, filled[k]), filled, p) for _, p in listed]
     readable = {path for methods, path in listed if "GET" in methods.split()}
     with Served(PacedEngine(saying("one")), kept=shelf) as served:

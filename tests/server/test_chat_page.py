@@ -51,6 +51,9 @@ def test_an_answer_is_shown_made_again_and_survives_a_reload(page: Browser):
         assert page.value(f"{CARDS}.length") == 2
         page.go(served.url + "/chat")
         assert page.value(f"{CARDS}.length") == 2
+        page.value("Storage.prototype.setItem = () => { throw new Error('no room'); }")
+        ask(page, "and now?")
+        page.until(f"{CARDS}.length === 4 && {LAST} === 'fine, thanks' && {SEND} === 'Send'")
         page.value("document.getElementById('fresh').click()")
         assert page.value(f"{CARDS}.length") == 0
         assert page.errors() == []

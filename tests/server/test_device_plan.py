@@ -18,7 +18,7 @@ from ess.models.weights.expected.dry_run import make_plan, read_config
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.pool.device_bytes import PoolShape, pool_bytes
 from ess.server.commands.start import banner
-from ess.server.commands.start.devices.device_sizing import RESERVED, Needed, plan_on_device
+from ess.server.commands.start.devices.device_sizing import RESERVED, DeviceNeeds, plan_on_device
 from ess.server.commands.start.devices.device_stages import COMING, LEAVING, plan_stages
 from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
 from ess.server.commands.start.launch import launch_of, layout_of
@@ -48,7 +48,7 @@ FOUND = DeviceReport(
 def planned(found: DeviceReport = FOUND, *, free: int = HOST, **given: Any) -> MemoryPlan:
     settings = resolve({"device": "cuda", "max_model_len": "8k", **given}, environment={}).settings
     config = read_checkpoint("").config
-    needed = Needed(
+    needed = DeviceNeeds(
         config=config,
         layout=config.layout(row=settings.row),
         weight_bytes=3 << 30,
@@ -374,7 +374,7 @@ def test_index_keys_leave_room_for_slots(given: dict[str, Any], short: int, long
     asked = {"device": "cuda", "dp_size": 8, "mtp": 2, "max_model_len": "128k", **given}
     settings = resolve(asked, environment={}).settings
     layout = config.layout()
-    needed = Needed(config=config, layout=layout, weight_bytes=WEIGHTS, file_bytes=WEIGHTS)
+    needed = DeviceNeeds(config=config, layout=layout, weight_bytes=WEIGHTS, file_bytes=WEIGHTS)
     plan = plan_on_device(settings, needed, H200, free=1900 * GIB // 8)
     rooms = {room.length: room.count for room in plan.rooms}
     assert (rooms[8192], rooms[131072]) == (short, long)

@@ -24,7 +24,7 @@ from ess.server.commands.start.settings import resolve
 from ess.server.dialects.response_history import History, owner_of
 from ess.server.http.request_ids import given_key
 from ess.server.process.bounds import JOINED_BYTES_MAX, LOOP_BODY_BYTES
-from ess.server.process.requests.kept_responses import Kept, KeptResponses
+from ess.server.process.requests.kept_responses import KeptResponse, KeptResponses
 from ess.server.process.service import Limits
 from tests.server.harness import TOKENIZER, PacedEngine, Served, saying, until
 from tests.support.process import Process
@@ -290,7 +290,7 @@ def test_of_a_field_that_comes_twice_the_last_counts(served: Served, end: bytes)
 def test_a_long_body_is_joined_without_an_object_per_item(body: bytes):
     """On the event loop: of 600 KB the items alone would take 20 MB."""
     shelf, limits = KeptResponses(4 << 20), Limits(running_max=1, waiting_max=1, length_max=64)
-    shelf.put(owner_of([]), "a", Kept(asked=b'{"role":"user"}', said=b"", document=b"{}"))
+    shelf.put(owner_of([]), "a", KeptResponse(asked=b'{"role":"user"}', said=b"", document=b"{}"))
     history = History(SimpleNamespace(kept=shelf, limits=limits), [])
     tracemalloc.start()
     joined = history.joined(body)
@@ -304,8 +304,8 @@ def test_a_long_body_is_joined_without_an_object_per_item(body: bytes):
 
 
 def test_the_longest_unused_are_forgotten():
-    def kept(size: int) -> Kept:
-        return Kept(asked=b"x", said=b"yz", document=b"x" * (size - 3))
+    def kept(size: int) -> KeptResponse:
+        return KeptResponse(asked=b"x", said=b"yz", document=b"x" * (size - 3))
 
     shelf = KeptResponses(200)
     for name in ("a", "b"):

@@ -22,7 +22,7 @@ from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT, inverse, joined, miss_marks, moved
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import Deployment, Prefilling, Work, compared, gain_band
-from ess.sim.planning.fleet import Wanted, fewest, late_wait_s, smallest_tier
+from ess.sim.planning.fleet import FleetGoal, fewest, late_wait_s, smallest_tier
 from ess.sim.planning.fleets import fleets
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
@@ -154,7 +154,7 @@ def test_the_queue_of_a_tier_is_that_of_a_simulation(pipelines: int, load: float
 
 
 def test_the_smallest_tier_meets_the_objective_and_one_less_does_not():
-    wanted = Wanted(rate=3.0, ttft_s=4.0)
+    wanted = FleetGoal(rate=3.0, ttft_s=4.0)
 
     def through(stages: int) -> tuple[float, float]:
         return 2.0 / stages, 2.4 / stages + 1.0
@@ -170,7 +170,7 @@ def test_the_smallest_tier_meets_the_objective_and_one_less_does_not():
     heavy = smallest_tier(replace(wanted, prefill_gpus_min=64), through, first_step_s=0.05)
     assert heavy.gpu_count >= 64
     with pytest.raises(BadInput, match=r"within 1 s is out of reach: .* takes 1\.2 s"):
-        smallest_tier(Wanted(rate=3.0, ttft_s=1.0), through, first_step_s=0.05)
+        smallest_tier(FleetGoal(rate=3.0, ttft_s=1.0), through, first_step_s=0.05)
 
 
 def test_a_fleet_has_whole_groups_with_something_to_spare():
@@ -180,7 +180,7 @@ def test_a_fleet_has_whole_groups_with_something_to_spare():
             point(1024.0),
             8,
             work=WORK,
-            wanted=Wanted(rate=rate, ttft_s=9.0),
+            wanted=FleetGoal(rate=rate, ttft_s=9.0),
             through=lambda stages: (1.0, 1.0),
         )
         assert (found.decode.count, found.decode.gpu_count) == (groups, 8 * groups)
@@ -203,7 +203,7 @@ def test_few_requests_are_prefilled_in_the_smallest_group(planner: Planner):
             prefilling=prefilling_of(planner),
             node=Node(),
             work=Work(context=131_072),
-            wanted=Wanted(rate=rate, ttft_s=30.0),
+            wanted=FleetGoal(rate=rate, ttft_s=30.0),
         ).offload
         for rate in (0.5, 20.0)
     )
@@ -222,7 +222,7 @@ def test_the_fewest_gpus_and_their_first_token_have_ends(planner: Planner):
             prefilling=prefilling_of(planner),
             node=Node(),
             work=work,
-            wanted=Wanted(rate=rate, ttft_s=30.0),
+            wanted=FleetGoal(rate=rate, ttft_s=30.0),
         ).offload
         for rate in (0.5, 20.0)
     }

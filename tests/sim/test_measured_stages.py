@@ -9,7 +9,7 @@ import pytest
 from ess.engine.chunking.sizes import Chunking, PrefillTime, chunks
 from ess.errors import BadInput
 from ess.layout import ModelLayout
-from ess.sim.prefill.measured import Measured, Model, modelled
+from ess.sim.prefill.measured import MeasuredChunk, Model, modelled
 from ess.sim.prefill.pipeline import autotune, prefill
 from ess.sim.prefill.tuning import (
     Setting,
@@ -25,12 +25,12 @@ SHARES = (0.13, 0.14, 0.14, 0.14, 0.14, 0.14, 0.17)
 HALVES = ((0, 3), (3, 6))
 
 
-def run_of(size: int, prompt: int, slow=lambda: 1.0) -> list[Measured]:
+def run_of(size: int, prompt: int, slow=lambda: 1.0) -> list[MeasuredChunk]:
     made = []
     for done in range(0, prompt, size):
         count = min(size, prompt - done)
         seconds = (TIME.of(count, after=done) + OVERHEAD_S) * slow()
-        made.append(Measured(done, count, tuple(share * seconds for share in SHARES)))
+        made.append(MeasuredChunk(done, count, tuple(share * seconds for share in SHARES)))
     return made
 
 
@@ -74,7 +74,7 @@ def test_chunks_of_nearly_one_size_do_not_blow_up_the_fit(seed: int):
 
 
 def test_without_growth_it_is_flat():
-    seen = [Measured(done, 512, (0.1,)) for done in range(0, 4096, 512)]
+    seen = [MeasuredChunk(done, 512, (0.1,)) for done in range(0, 4096, 512)]
     model = modelled(seen)
     assert model.is_flat
     assert model.seconds(1 << 20, 512) == pytest.approx(0.1, rel=0.05)
@@ -84,9 +84,9 @@ def test_no_chunks_or_chunks_of_different_layers_are_refused():
     with pytest.raises(BadInput, match="0 chunks"):
         modelled([])
     with pytest.raises(BadInput, match="same layers"):
-        modelled([Measured(0, 64, (1.0,)), Measured(64, 64, (1.0, 2.0))])
+        modelled([MeasuredChunk(0, 64, (1.0,)), MeasuredChunk(64, 64, (1.0, 2.0))])
     with pytest.raises(BadInput, match="took no time"):
-        modelled([Measured(0, 64, (0.0,))])
+        modelled([MeasuredChunk(0, 64, (0.0,))])
 
 
 def test_mtp_is_with_the_last_stage():

@@ -8,7 +8,7 @@ import pytest
 
 from ess.bench.prediction.grid import ROWS_MAX, Cell, Grid
 from ess.bench.prediction.step_tables import (
-    Timed,
+    TimedStep,
     chunk_surface,
     miss_us,
     step_tables,
@@ -30,9 +30,9 @@ GRID = Grid(
 )
 
 
-def timed(context: int, misses: float) -> Timed:
+def timed(context: int, misses: float) -> TimedStep:
     """Half a microsecond a miss to plan and one to wait for, keys by the context."""
-    return Timed({"select": context / 8, "plan": misses / 2, "wait": misses}, misses)
+    return TimedStep({"select": context / 8, "plan": misses / 2, "wait": misses}, misses)
 
 
 def test_every_pair_of_values_meets_in_the_grid():
@@ -90,14 +90,14 @@ def test_cells_are_visited_there_and_back_and_the_fastest_steps_count():
     order: list[Cell] = []
     ticks = itertools.count(10)
 
-    def visit(cell: Cell, steps: int) -> list[Timed]:
+    def visit(cell: Cell, steps: int) -> list[TimedStep]:
         order.append(cell)
-        return [Timed({"select": 1.0}, 0.0), *(timed_at(next(ticks)) for _ in range(steps - 1))]
+        return [TimedStep({"select": 1.0}, 0.0), *(timed_at(next(ticks)) for _ in range(steps - 1))]
 
     timed = timed_in_turns(visit, cells, steps=3)
     assert order == [*cells, *reversed(cells), *cells]
     assert [timed[cell].us for cell in cells] == [10.5, 12.5, 14.5], "the first two of six, not 1.0"
 
 
-def timed_at(us: int) -> Timed:
-    return Timed({"select": float(us)}, 0.0)
+def timed_at(us: int) -> TimedStep:
+    return TimedStep({"select": float(us)}, 0.0)

@@ -10,7 +10,7 @@ from ess.bench.harness.report import Row
 from ess.bench.paper.published import paper_benchmark
 from ess.sim import fit_constants
 from ess.sim.operators import tables
-from ess.sim.operators.paper import FITTED_FILE, Fitted, PaperOperators
+from ess.sim.operators.paper import FITTED_FILE, FittedConstants, PaperOperators
 
 MISSED = {
     ("gain 128K", None),
@@ -95,6 +95,6 @@ def test_the_constants_are_the_fitted_ones_and_no_offload_row_took_part():
     assert list(document["rows"]) == [target.name for target in asked]
     assert document["candidates"][0]["fitted"] == document["constants"]
     errors = fit_constants.relative_errors(
-        PaperOperators(tables=tables.load(), fitted=Fitted.shipped()), asked
+        PaperOperators(tables=tables.load(), fitted=FittedConstants.shipped()), asked
     )
     assert [round(float(error), 4) for error in errors] == list(document["rows"].values())

@@ -17,25 +17,26 @@ from ess.sim.decode_step import Prediction, Scenario, simulate
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
 from ess.sim.operators import tables
-from ess.sim.operators.paper import Fitted, PaperOperators
+from ess.sim.operators.paper import FittedConstants, PaperOperators
 from ess.sim.operators.stages import Machine, Operators
-from ess.sim.planning import planner
+from ess.sim.planning import changes, planner
 from ess.sim.planning.answers import Question, answered
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT
 from ess.sim.planning.batches import Point, best, tried
 from ess.sim.planning.changes import Setup, changed
-from ess.sim.planning.deployment import Work
+from ess.sim.planning.deployment import Prefilling, Work
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Plan, Planner
 from ess.sim.planning.planners import planner_of
+from ess.sim.planning.prefilling import prefilling_of
 
 GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
 def operators() -> PaperOperators:
-    return PaperOperators(tables=tables.load(), fitted=Fitted.shipped())
+    return PaperOperators(tables=tables.load(), fitted=FittedConstants.shipped())
 
 
 def answer(operators: PaperOperators, *, as_paper: bool = False, **ask: float) -> Plan:
@@ -313,7 +314,7 @@ def test_a_normal_node_is_the_default_and_more_is_said(capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out) == normal
 
 
-def test_changes_are_planned_as_if_they_had_been_asked():
+def test_changes_are_planned_as_if_they_had_been_asked(monkeypatch: pytest.MonkeyPatch):
     ask = Ask(context=65_536, batch=4, host_bytes=8 << 40, device_bytes=4 << 30)
     question = Question(node=Node(), work=Work(context=65_536))
 
@@ -322,10 +323,19 @@ def test_changes_are_planned_as_if_they_had_been_asked():
             raise BadInput("no drafts, no plan")
         return planner_of(setup.ask, setup.gpu, setup.node)
 
+    def prefilling_for(planner: Planner) -> Prefilling:
+        if planner.ask.host_bytes == 4 << 40:
+            raise BadInput("no GPU prefills")
+        return prefilling_of(planner)
+
+    monkeypatch.setattr(changes, "prefilling_of", prefilling_for)
     setup = Setup(ask=ask, node=question.node, gpu="h200")
     found = {each.name: each for each in changed(setup, question, planner_for)}
     assert len(found) == 10
-    assert {name for name, each in found.items() if each.refused} == {"--mtp 1"}
+    assert {name for name, each in found.items() if each.refused} == {
+        "--mtp 1",
+        "host memory: half",
+    }
     alone = {
         "as asked": setup,
         "host link: half, as PCIe 4": replace(setup, node=Node(link_rate=bytes_per_us(37.0) / 2)),

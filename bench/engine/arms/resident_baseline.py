@@ -27,7 +27,7 @@ from ess.errors import BadState
 from ess.flashtrans.views import known
 from ess.kernels.cpu import native
 from ess.kernels.cpu.layer import Find, Layers
-from ess.kernels.streams import Known
+from ess.kernels.streams import KnownMatrix
 from ess.pool.lru import planner
 from ess.pool.warmup import WindowSet
 from ess.units import PAGE_ROWS
@@ -137,7 +137,7 @@ class EveryRow:
 class _DirectRows:
     """`Direct` by address."""
 
-    def __init__(self, pools: HostPools, slots: Slots, slabs: Many[Known]) -> None:
+    def __init__(self, pools: HostPools, slots: Slots, slabs: Many[KnownMatrix]) -> None:
         self._pools = pools
         self._space = slots.workspaces[0]
         self._slabs = slabs

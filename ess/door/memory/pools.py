@@ -19,7 +19,7 @@ from ess.flashtrans.lanes import WorkerLane
 from ess.flashtrans.patient import PatientLane
 from ess.flashtrans.views import known
 from ess.kernels.memory import host_memory, memory_file
-from ess.kernels.streams import Known, Lane
+from ess.kernels.streams import KnownMatrix, Lane
 from ess.layout import ModelLayout
 from ess.pool.capacity import (
     HOST_PAGES,
@@ -151,9 +151,9 @@ class HostPools(Pools):
     index: IndexPool
     sparse: SparsePool
     inflight: InFlight
-    slabs: tuple[tuple[Known, ...], ...]
-    host_runs: tuple[tuple[range, Known], ...]
-    host_layers: tuple[Known, ...]
+    slabs: tuple[tuple[KnownMatrix, ...], ...]
+    host_runs: tuple[tuple[range, KnownMatrix], ...]
+    host_layers: tuple[KnownMatrix, ...]
     at_once_bytes: int
 
     def step_arrays(
@@ -256,7 +256,7 @@ def make_states(layout: ModelLayout, sizes: PoolSizes) -> States | None:
     return States(layout, sequence_max=sizes.sequence_max, length_max=sizes.length_max)
 
 
-def _known_slots(sparse: SparsePool) -> tuple[tuple[Known, ...], ...]:
+def _known_slots(sparse: SparsePool) -> tuple[tuple[KnownMatrix, ...], ...]:
     return tuple(
         tuple(known(sparse.slots_of(group, member)) for member in range(len(layers)))
         for group, layers in enumerate(sparse.layout.groups)

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from ess.door.memory.pools import HostPools
     from ess.door.residency.slots import Slots
     from ess.door.steps.step import Step
-    from ess.kernels.streams import Known
+    from ess.kernels.streams import KnownMatrix
 
 
-def bind_append(pools: HostPools, layers: Layers, layer: int, slab: Known) -> None:
+def bind_append(pools: HostPools, layers: Layers, layer: int, slab: KnownMatrix) -> None:
     """Where new rows and keys of this layer go, but for their slots."""
     number = pools.layout.key_layer_of(pools.layout.group_of(layer))
     assert number is not None, f"layer {layer} has no index keys"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ess.door.memory.pools import HostPools
 from ess.errors import BadState
 from ess.kernels.cpu import native
-from ess.kernels.streams import Event, Known, RowCopy
+from ess.kernels.streams import Event, KnownMatrix, RowCopy
 from ess.pool.lru.arena import FetchPlan
 from ess.units import PAGE_ROWS
 
@@ -27,7 +27,7 @@ def write_new(
     row_ids: Rows,
     keys: Bytes | None,
     *,
-    slab: Known,
+    slab: KnownMatrix,
     slots: Rows,
     rows: Bytes,
 ) -> None:

@@ -36,7 +36,7 @@ def in_words(refusal: EssError) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveRequest:
     """A request that a front waits for, under its number and the name that its client knows."""
 
     number: int
@@ -60,7 +60,7 @@ class LoopCounts:
 
 def status_of(
     engine: Driven,
-    lives: Sequence[Live],
+    lives: Sequence[LiveRequest],
     counts: LoopCounts,
     *,
     now_s: float,
@@ -123,7 +123,7 @@ def _pools(layout: ModelLayout, stats: Stats) -> tuple[PoolUse, ...]:
     )
 
 
-def _line(live: Live, now_s: float) -> RequestLine:
+def _line(live: LiveRequest, now_s: float) -> RequestLine:
     request = live.request
     return RequestLine(
         live.number,

@@ -50,7 +50,7 @@ from ess.engine.process.messages import (
     Tracing,
 )
 from ess.engine.process.peers import Peers
-from ess.engine.process.status import Live, LoopCounts, in_words, status_of
+from ess.engine.process.status import LiveRequest, LoopCounts, in_words, status_of
 from ess.engine.process.wire import SocketWire, Wire
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.chance import Chance
@@ -84,7 +84,7 @@ class EngineLoop:
             engine.offload.follow_prefixes(events)
         self._wire = wire
         self._clock = clock
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, LiveRequest] = {}
         self._counts = LoopCounts()
         self._told_at_s = clock.now_s() - STATUS_EVERY_S
         self._is_blocked = False
@@ -219,7 +219,7 @@ class EngineLoop:
             self._wire.give(Progress((refused,)))
             return
         began_s = self._clock.now_s()
-        self._live[message.number] = Live(message.number, request, message.name, began_s)
+        self._live[message.number] = LiveRequest(message.number, request, message.name, began_s)
         self._counts.prompt_count += len(request.prompt)
 
     def _flush(self) -> str:
@@ -263,7 +263,7 @@ class EngineLoop:
                 del self._live[live.number]
         return pieces
 
-    def _piece(self, live: Live, mades: list[NewTokens], scored: Sequence[Chance]) -> Piece:
+    def _piece(self, live: LiveRequest, mades: list[NewTokens], scored: Sequence[Chance]) -> Piece:
         tokens = tuple(token for made in mades for token in made.tokens)
         self._counts.made_count += len(tokens)
         return Piece(
@@ -277,7 +277,7 @@ class EngineLoop:
             isinstance(live.request.refusal, Unavailable) or bool(live.request.fault),
         )
 
-    def _admitted(self, live: Live) -> int | None:
+    def _admitted(self, live: LiveRequest) -> int | None:
         """Tokens found in the prefix cache, once, when the request has left the queue."""
         request = live.request
         is_early = request.state in ("waiting", "loading")

@@ -32,7 +32,7 @@ SKIP: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
+class MissAgreement:
     """Misses per request and layer in one step of two queries, by LRU and as published."""
 
     context: int
@@ -72,11 +72,11 @@ def lru_curves(shape_of: MissCurves, drawing: Drawing) -> MissCurves:
     return MissCurves(means=means, shapes=shape_of.shapes)
 
 
-def agreement(lru: MissCurves, published: MissCurves) -> list[Agreed]:
+def agreement(lru: MissCurves, published: MissCurves) -> list[MissAgreement]:
     """Both at every published ratio; below the smallest one curves are extrapolated."""
     least = min(curve.sizes[0] for curve in published.means.values())
     return [
-        Agreed(
+        MissAgreement(
             context=context,
             ratio=ratio,
             lru=math.exp(logarithm),

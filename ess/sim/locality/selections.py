@@ -92,7 +92,7 @@ class RequestLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class DrawnStep:
     """One step of one layer: what each query picked, ascending, and a score for every position.
 
     Cold picks get the least score that was picked, all other cold positions `COLD_SCORE`.
@@ -160,10 +160,10 @@ class LayerStream:
         picks = [self._query().selection for _ in range(count)]
         return np.stack(picks) if picks else np.empty((0, self._load.top_k), np.int32)
 
-    def __iter__(self) -> Iterator[Drawn]:
+    def __iter__(self) -> Iterator[DrawnStep]:
         return (self.step() for _ in range(self._load.step_count))
 
-    def step(self) -> Drawn:
+    def step(self) -> DrawnStep:
         start, picks = self._length, []
         scores = np.full(self._load.context_end, COLD_SCORE, np.float32)
         for _ in range(self._load.query_count):
@@ -172,7 +172,7 @@ class LayerStream:
             picks.append(query.selection)
             scores[query.members] = np.maximum(scores[query.members], query.scores)
             scores[query.selection] = np.maximum(scores[query.selection], query.threshold)
-        return Drawn(length=start, selection=np.stack(picks), scores=scores)
+        return DrawnStep(length=start, selection=np.stack(picks), scores=scores)
 
     def _query(self) -> _Query:
         profile, load = self._profile, self._load

@@ -16,7 +16,7 @@ from typing import Final, Literal
 from ess.errors import BadInput
 from ess.sim.operators import tables
 from ess.sim.operators.families import family_of
-from ess.sim.operators.paper import Fitted, PaperOperators
+from ess.sim.operators.paper import FittedConstants, PaperOperators
 from ess.sim.operators.silicon.assembled import SiliconOperators
 from ess.sim.operators.silicon.bank import package_bank, shipped_bank
 from ess.sim.operators.silicon.chip import chip_of
@@ -73,7 +73,7 @@ def operators_of(
     machine = known.machine if link_rate is None else replace(known.machine, link_rate=link_rate)
     return PaperOperators(
         tables=tables.load(package, gpu=gpu, system=known.system),
-        fitted=Fitted.shipped(),
+        fitted=FittedConstants.shipped(),
         machine=machine,
     )
 

@@ -65,7 +65,7 @@ MERGE_BYTES: Final = HEADS * LATENT_DIM * (4 + 4 + 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class FittedConstants:
     """Fitted on published rows without offload only; see ess.sim.fit_constants.
 
     `compute_scale` applies where published operators may differ from ours: the module without its
@@ -78,7 +78,7 @@ class Fitted:
     balance: str
 
     @classmethod
-    def shipped(cls) -> Fitted:
+    def shipped(cls) -> FittedConstants:
         constants: Mapping[str, Any] = json.loads(FITTED_FILE.read_text())["constants"]
         return cls(**constants)
 
@@ -88,7 +88,7 @@ class PaperOperators:
     """DeepSeek-V3.2 on the GPUs of the first tables; attention and experts over all of them."""
 
     tables: Tables
-    fitted: Fitted
+    fitted: FittedConstants
     machine: Machine = field(default_factory=Machine)
     family: Family = FAMILY
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ess.sim.planning.advice import advice
-from ess.sim.planning.deployment import Compared, Deployment, Prefilling, Work, compared
-from ess.sim.planning.fleet import Wanted
+from ess.sim.planning.deployment import Comparison, Deployment, Prefilling, Work, compared
+from ess.sim.planning.fleet import FleetGoal
 from ess.sim.planning.fleets import Fleets, fleets
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Plan, Planner
@@ -22,7 +22,7 @@ class Question:
     node: Node
     work: Work
     price: float | None = None
-    wanted: Wanted | None = None
+    wanted: FleetGoal | None = None
     is_searched: bool = False
 
 
@@ -31,7 +31,7 @@ class PlanAnswer:
     """`marks` name what was not measured for this question."""
 
     plan: Plan
-    all_gpus: Compared
+    all_gpus: Comparison
     fleets: Fleets | None
     advice: tuple[str, ...]
     marks: tuple[str, ...]
@@ -65,7 +65,7 @@ def _fleet_marks(found: Fleets | None) -> list[str]:
 
 def over_all_gpus(
     planner: Planner, plan: Plan, question: Question, prefilling: Prefilling
-) -> Compared:
+) -> Comparison:
     deployment = Deployment(
         work=question.work,
         prefilling=prefilling,

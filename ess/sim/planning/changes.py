@@ -14,7 +14,7 @@ from ess.errors import BadInput
 from ess.sim.operators.silicon.chip import CHIPS, chip_of
 from ess.sim.planning.answers import Question, over_all_gpus
 from ess.sim.planning.ask import Ask
-from ess.sim.planning.deployment import Compared
+from ess.sim.planning.deployment import Comparison
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Plan, Planner
 from ess.sim.planning.prefilling import prefilling_of
@@ -40,7 +40,7 @@ class ChangedPlan:
 
     name: str
     plan: Plan | None = None
-    all_gpus: Compared | None = None
+    all_gpus: Comparison | None = None
     refused: str | None = None
 
 

@@ -76,7 +76,7 @@ class Prefilling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class SystemRate:
     """One system over all its GPUs. `prefill_gpus` are for each decode GPU; `tokens_per_s` and
     `requests_per_s` are those of one GPU of either kind, with `band` for both. `limiter` is set if
     the network of a node limits decode."""
@@ -108,7 +108,7 @@ class Deployment:
         if self.price is not None and not 0.0 < self.price < math.inf:
             raise BadInput(f"a price of {self.price} for a GPU and hour must be above 0")
 
-    def shared(self, point: Point) -> Shared:
+    def shared(self, point: Point) -> SystemRate:
         """The point's decode GPUs with the prefill GPUs that feed them."""
         ended = point.tokens_per_s / self.work.output_tokens
         landed = self.landing_max()
@@ -122,7 +122,7 @@ class Deployment:
 
         off = {"rate": point.rate_band, "prefill": self.prefilling.band}
         band, tokens = moved(requests, **off), requests(1.0, 1.0) * self.work.output_tokens
-        return Shared(
+        return SystemRate(
             prefill_gpus=prefill_gpus(1.0, 1.0),
             prefill_band=moved(prefill_gpus, **off),
             tokens_per_s=tokens,
@@ -148,26 +148,26 @@ class Deployment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class Comparison:
     """Offload against resident over all GPUs; gains are None if there is no resident side. GPUs
     prefill in groups of `prefill_group`."""
 
     prefill_group: int
-    offload: Shared
-    resident: Shared | None
+    offload: SystemRate
+    resident: SystemRate | None
     gain: float | None
     gain_band: Band
 
 
-def compared(deployment: Deployment, offload: Point, resident: Point | None) -> Compared:
+def compared(deployment: Deployment, offload: Point, resident: Point | None) -> Comparison:
     """Compares the two sides, which have the same prefill."""
     ours, group = deployment.shared(offload), deployment.prefilling.group_gpus
     if resident is None:
-        return Compared(
+        return Comparison(
             prefill_group=group, offload=ours, resident=None, gain=None, gain_band=EXACT
         )
     theirs = deployment.shared(resident)
-    return Compared(
+    return Comparison(
         prefill_group=group,
         offload=ours,
         resident=theirs,
@@ -181,7 +181,7 @@ def compared(deployment: Deployment, offload: Point, resident: Point | None) -> 
     )
 
 
-def _decode_s(shared: Shared) -> float:
+def _decode_s(shared: SystemRate) -> float:
     """Seconds of one decode GPU for one request."""
     return 1.0 / (shared.requests_per_s * (1.0 + shared.prefill_gpus))
 

@@ -40,7 +40,7 @@ Through = Callable[[int], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class FleetGoal:
     """Requests a second, seconds to the first token for nine in ten, and the least prefill GPUs
     that hold the weights."""
 
@@ -85,7 +85,9 @@ class Fleet:
         return self.decode.gpu_count + self.prefill.gpu_count
 
 
-def fewest(point: Point, group_gpus: int, *, work: Work, wanted: Wanted, through: Through) -> Fleet:
+def fewest(
+    point: Point, group_gpus: int, *, work: Work, wanted: FleetGoal, through: Through
+) -> Fleet:
     """The fewest GPUs, with decode groups that run this batch."""
     group_rate = point.tokens_per_s * group_gpus / work.output_tokens
     groups = math.ceil(wanted.rate / (LOAD_MAX * group_rate))
@@ -96,7 +98,7 @@ def fewest(point: Point, group_gpus: int, *, work: Work, wanted: Wanted, through
     )
 
 
-def smallest_tier(wanted: Wanted, through: Through, *, first_step_s: float) -> PrefillTier:
+def smallest_tier(wanted: FleetGoal, through: Through, *, first_step_s: float) -> PrefillTier:
     """The prefill tier with the fewest GPUs, and among equals the earliest first token."""
     tiers = [
         tier
@@ -113,7 +115,7 @@ def smallest_tier(wanted: Wanted, through: Through, *, first_step_s: float) -> P
 
 
 def _tier(
-    wanted: Wanted, stages: int, busy_s: float, ready_s: float, first_step_s: float
+    wanted: FleetGoal, stages: int, busy_s: float, ready_s: float, first_step_s: float
 ) -> PrefillTier | None:
     """The smallest tier with this many stages; None if even an idle pipeline is too late."""
     spare_s = wanted.ttft_s - ready_s - first_step_s
@@ -139,7 +141,9 @@ def _tier(
     )
 
 
-def first_token_s(tier: Groups, wanted: Wanted, through: Through, *, first_step_s: float) -> float:
+def first_token_s(
+    tier: Groups, wanted: FleetGoal, through: Through, *, first_step_s: float
+) -> float:
     """Seconds to the first token for nine in ten; infinite if the tier gets more than it can do."""
     busy_s, ready_s = through(tier.gpus_each)
     load = wanted.rate * busy_s

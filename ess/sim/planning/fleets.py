@@ -12,7 +12,7 @@ from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.bands import Band, at_ends, moved
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import Prefilling, Work
-from ess.sim.planning.fleet import Fleet, Through, Wanted, fewest, first_token_s
+from ess.sim.planning.fleet import Fleet, FleetGoal, Through, fewest, first_token_s
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
 from ess.sim.planning.prefilling import least_group, prefilling_in, through
@@ -24,7 +24,7 @@ Ends = tuple[float, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployed:
+class DeployedFleet:
     """A fleet, the batch that its decode groups run, and how their GPUs share the model.
 
     `gpu_ends` are the GPUs needed if times are off by their bands, `first_token_ends_s` what such
@@ -47,12 +47,12 @@ class Deployed:
 class Fleets:
     """`resident` is None if no way without offload meets the objectives."""
 
-    offload: Deployed
-    resident: Deployed | None
+    offload: DeployedFleet
+    resident: DeployedFleet | None
 
 
 def fleets(
-    planner: Planner, *, prefilling: Prefilling, node: Node, work: Work, wanted: Wanted
+    planner: Planner, *, prefilling: Prefilling, node: Node, work: Work, wanted: FleetGoal
 ) -> Fleets:
     """Few requests need less than the fastest group that prefills, so the smallest is tried too."""
     least = least_group(planner)
@@ -78,10 +78,10 @@ def fleets(
 
 def _smallest(
     searches: Iterable[Search], sizes: Sequence[Planner], point_of: QuickPoint
-) -> Deployed | None:
+) -> DeployedFleet | None:
     """The smallest fleet; a refusal only if all searches refuse. Where requests fill more than one
     group that prefills, no smaller group would be better."""
-    found: list[Deployed] = []
+    found: list[DeployedFleet] = []
     refusals: list[BadInput] = []
     for search in searches:
         try:
@@ -102,11 +102,11 @@ class Search:
     """The goal of a fleet. `token` and `prefill` are factors on predicted times."""
 
     work: Work
-    wanted: Wanted
+    wanted: FleetGoal
     through: Through
     prefilling: Prefilling
 
-    def smallest(self, sizes: Iterable[Planner], point_of: QuickPoint) -> Deployed | None:
+    def smallest(self, sizes: Iterable[Planner], point_of: QuickPoint) -> DeployedFleet | None:
         fleets = [
             (fleet, sized)
             for sized in sizes
@@ -121,7 +121,7 @@ class Search:
 
     def _deployed(
         self, fleet: Fleet, sized: Planner, point: Point, point_of: QuickPoint
-    ) -> Deployed:
+    ) -> DeployedFleet:
         def gpu_count(token: float, prefill: float) -> float:
             try:
                 other = self._fleet(sized, point_of, token=token, prefill=prefill)
@@ -137,7 +137,7 @@ class Search:
         off = {"token": point.token_band, "prefill": self.prefilling.band}
         low, high = at_ends(fleet.gpu_count, moved(gpu_count, **off))
         first, last = at_ends(fleet.prefill.first_token_s, moved(first_s, **off))
-        return Deployed(
+        return DeployedFleet(
             fleet=fleet,
             point=point,
             parallel=sized.ask.way,

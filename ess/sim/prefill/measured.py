@@ -36,7 +36,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredChunk:
     """A chunk of `count` tokens behind `done`: seconds of each layer, those of MTP last."""
 
     done: int
@@ -87,7 +87,7 @@ class Model:
         return Costs(layers=self.shares[:layer_count], mtp=math.fsum(self.shares[layer_count:]))
 
 
-def modelled(chunks: Sequence[Measured]) -> Model:
+def modelled(chunks: Sequence[MeasuredChunk]) -> Model:
     if not chunks or len({len(chunk.layer_s) for chunk in chunks}) != 1:
         raise BadInput(f"{len(chunks)} chunks: all must be of the same layers, at least one")
     if not all(chunk.count > 0 and chunk.seconds > 0 for chunk in chunks):
@@ -108,7 +108,7 @@ def modelled(chunks: Sequence[Measured]) -> Model:
     )
 
 
-def _fitted(chunks: Sequence[Measured]) -> tuple[PrefillTime, float, bool]:
+def _fitted(chunks: Sequence[MeasuredChunk]) -> tuple[PrefillTime, float, bool]:
     """Least squares of relative errors, with no term below 0. Chunks far from the fit count less: a
     busy machine makes some of them slow."""
     sizes = [(chunk.done, chunk.count) for chunk in chunks]

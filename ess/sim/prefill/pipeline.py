@@ -93,7 +93,7 @@ def chunked(time: PrefillTime, pipeline: Pipeline, chunking: Chunking, *, prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class TunedPipeline:
     """The best settings, their result, and how many were tried."""
 
     chunking: Chunking
@@ -103,7 +103,7 @@ class Tuned:
 
 def autotune(
     time: PrefillTime, pipeline: Pipeline, *, prompt: int, unit: int = 1024, page: int = 64
-) -> Tuned:
+) -> TunedPipeline:
     """Finds the first chunk and smoothing with the shortest time to the first token.
 
     First the best static size, by doubling and then closing in. Then a few multiples of it with a
@@ -121,7 +121,7 @@ def autotune(
 
 def exhaustive(
     time: PrefillTime, pipeline: Pipeline, *, prompt: int, unit: int = 1024, page: int = 64
-) -> Tuned:
+) -> TunedPipeline:
     """Tries every first chunk in multiples of `unit`, with every smoothing in steps of 0.05."""
     search = _Search(time, pipeline, prompt=prompt, unit=unit, page=page)
     every = [(first, place / 20) for first in range(1, search.first_max + 1) for place in range(21)]
@@ -183,9 +183,9 @@ class _Search:
     def _bounded(self, first: int, smoothing: float) -> tuple[int, float]:
         return max(1, min(first, self.first_max)), round(min(1.0, max(0.0, smoothing)), 2)
 
-    def tuned(self, first: int, smoothing: float) -> Tuned:
+    def tuned(self, first: int, smoothing: float) -> TunedPipeline:
         first, smoothing = self._bounded(first, smoothing)
-        return Tuned(
+        return TunedPipeline(
             chunking=self._chunking(first, smoothing),
             result=self._result((first, smoothing)),
             tried_count=len(self._results),

@@ -25,7 +25,7 @@ H20_BF16_PER_FP8: Final = 148 / 296
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
+class PublishedModel:
     """One model's measurements. `static` are (chunk, speedup); `dynamic` (first, smoothing)."""
 
     name: str
@@ -48,7 +48,7 @@ class Published:
         )
 
 
-DEEPSEEK_V31: Final = Published(
+DEEPSEEK_V31: Final = PublishedModel(
     name="DeepSeek-V3.1 PP4 TP8",
     layers=61,
     stages=4,
@@ -58,7 +58,7 @@ DEEPSEEK_V31: Final = Published(
     static=((4 * K, 3.20), (12 * K, 2.54 * 1.184)),
     dynamic=(12 * K, 0.65),
 )
-QWEN3_235B: Final = Published(
+QWEN3_235B: Final = PublishedModel(
     name="Qwen3-235B PP8 TP4",
     layers=94,
     stages=8,
@@ -71,10 +71,10 @@ QWEN3_235B: Final = Published(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class FittedModel:
     """A model with the constants fitted to its static rows."""
 
-    published: Published
+    published: PublishedModel
     overhead_s: float
     hidden: float
 
@@ -109,9 +109,9 @@ class Prediction:
         return self.predicted / self.published - 1
 
 
-def fit_all() -> tuple[Fitted, Fitted]:
+def fit_all() -> tuple[FittedModel, FittedModel]:
     deepseek = _fit_both(DEEPSEEK_V31)
-    start = Fitted(published=QWEN3_235B, overhead_s=0.0, hidden=deepseek.hidden)
+    start = FittedModel(published=QWEN3_235B, overhead_s=0.0, hidden=deepseek.hidden)
     return deepseek, _fit_overhead(start)
 
 
@@ -133,7 +133,7 @@ def predictions() -> list[Prediction]:
     return rows + _deepseek_rows(deepseek) + _qwen_rows(qwen)
 
 
-def _deepseek_rows(model: Fitted) -> list[Prediction]:
+def _deepseek_rows(model: FittedModel) -> list[Prediction]:
     dynamic = model.published.dynamic
     speedup, name = model.speedup(*dynamic), model.published.name
     ttft = model.run(*dynamic).ttft_s
@@ -143,7 +143,7 @@ def _deepseek_rows(model: Fitted) -> list[Prediction]:
     ]
 
 
-def _qwen_rows(model: Fitted) -> list[Prediction]:
+def _qwen_rows(model: FittedModel) -> list[Prediction]:
     dynamic = model.published.dynamic
     speedup, name = model.speedup(*dynamic), model.published.name
     rows = [
@@ -161,7 +161,7 @@ def _qwen_rows(model: Fitted) -> list[Prediction]:
     ]
 
 
-def _fit_overhead(model: Fitted) -> Fitted:
+def _fit_overhead(model: FittedModel) -> FittedModel:
     """The overhead that meets the first static row, given this share of hidden bubbles."""
     chunk, speedup = model.published.static[0]
     overhead = _falling_root(
@@ -170,12 +170,12 @@ def _fit_overhead(model: Fitted) -> Fitted:
     return replace(model, overhead_s=overhead)
 
 
-def _fit_both(published: Published) -> Fitted:
+def _fit_both(published: PublishedModel) -> FittedModel:
     """Meets both static rows: more hidden bubbles need more overhead, which hurts small chunks."""
     chunk, speedup = published.static[1]
 
-    def at(hidden: float) -> Fitted:
-        return _fit_overhead(Fitted(published=published, overhead_s=0.0, hidden=hidden))
+    def at(hidden: float) -> FittedModel:
+        return _fit_overhead(FittedModel(published=published, overhead_s=0.0, hidden=hidden))
 
     hidden = _falling_root(lambda value: speedup - at(value).speedup(chunk, 0.0), high=1.0)
     return at(hidden)

@@ -42,7 +42,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clocked:
+class ClockedChunks:
     """When each chunk left the last stage, and how long each stage computed."""
 
     ended_s: tuple[float, ...]
@@ -97,7 +97,7 @@ def clocked(
     under_way_max: int,
     links: Links | None = None,
     sent_bytes: Sequence[float] | None = None,
-) -> Clocked:
+) -> ClockedChunks:
     """`seconds[chunk][stage]`; `sent_bytes[chunk]` is what a stage sends to the next."""
     sizes = [0.0] * len(seconds) if sent_bytes is None else sent_bytes
     _check(seconds, sizes, under_way_max)
@@ -111,7 +111,7 @@ def clocked(
             stage.run(there_s, taken_s)
             if number + 1 < len(stages):
                 there_s = stage.send(stages[number + 1], over, size)
-    return Clocked(
+    return ClockedChunks(
         ended_s=tuple(stages[-1].ended_s),
         busy_s=tuple(math.fsum(column) for column in zip(*seconds, strict=True)),
     )

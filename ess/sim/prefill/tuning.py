@@ -18,7 +18,7 @@ from ess.engine.chunking.sizes import Chunking, PrefillTime, chunks
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.sim.prefill.measured import Model
-from ess.sim.prefill.stage_clock import Clocked, clocked
+from ess.sim.prefill.stage_clock import ClockedChunks, clocked
 from ess.units import PAGE_ROWS, align_up
 
 AHEAD: Final = 2
@@ -73,7 +73,7 @@ class Forecast:
     chunk_count: int
 
 
-def on_clock(seconds: Sequence[Sequence[float]]) -> Clocked:
+def on_clock(seconds: Sequence[Sequence[float]]) -> ClockedChunks:
     """Runs the chunks with as many under way as a pipeline allows."""
     return clocked(seconds, under_way_max=len(seconds[0]) + AHEAD)
 

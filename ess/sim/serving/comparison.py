@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ess.errors import BadInput
-from ess.sim.locality.lru_curves import Agreed, Drawing, agreement, lru_curves
+from ess.sim.locality.lru_curves import Drawing, MissAgreement, agreement, lru_curves
 from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.bands import Band
 from ess.sim.planning.node import Node
@@ -23,7 +23,7 @@ from ess.sim.serving.prefixes import reused, shared
 from ess.sim.serving.replay import Drafting, Replay
 from ess.sim.serving.replay_settings import Serving
 from ess.sim.serving.traffic import chance_of
-from ess.sim.serving.worker import ENDS_STEP, ErrorFactors, Size, Sustained, Worker
+from ess.sim.serving.worker import ENDS_STEP, ErrorFactors, Size, SustainedRate, Worker
 from ess.sim.step_grid import StepTimes
 from ess.units import PAGE_ROWS
 
@@ -56,9 +56,9 @@ class Served:
     band: Band
     prefill_band: Band
     marks: tuple[str, ...]
-    sustained: tuple[Sustained, ...] = ()
-    sustained_ends: tuple[tuple[Sustained, Sustained], ...] = ()
-    agreed: tuple[Agreed, ...] = ()
+    sustained: tuple[SustainedRate, ...] = ()
+    sustained_ends: tuple[tuple[SustainedRate, SustainedRate], ...] = ()
+    agreed: tuple[MissAgreement, ...] = ()
 
 
 def serve(
@@ -129,10 +129,10 @@ class Side:
     def summary(self, off: ErrorFactors) -> Summary:
         return summarise(self.replayed(off), self.worker.serving.objective)
 
-    def sustained(self) -> Sustained:
+    def sustained(self) -> SustainedRate:
         return self.worker.sustained(self.arrivals, slot_floor=self.slot_floor)
 
-    def sustained_at(self, off: ErrorFactors, predicted: Sustained) -> Sustained:
+    def sustained_at(self, off: ErrorFactors, predicted: SustainedRate) -> SustainedRate:
         """Searched near what was predicted, in larger steps."""
         worker, floor = self.worker.with_errors(off), self.slot_floor
         return worker.sustained(
@@ -169,7 +169,7 @@ def check_lengths(arrivals: Sequence[Arrival]) -> None:
         )
 
 
-def _with_misses(planner: Planner, serving: Serving) -> tuple[Planner, tuple[Agreed, ...]]:
+def _with_misses(planner: Planner, serving: Serving) -> tuple[Planner, tuple[MissAgreement, ...]]:
     if serving.misses == "curve":
         return planner, ()
     drawing = Drawing(queries_each=planner.ask.queries_each, seed=serving.seed)

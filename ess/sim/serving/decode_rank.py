@@ -30,7 +30,7 @@ from ess.pool.capacity import Needs, needs
 from ess.pool.ledger import Ledger, Reservation
 from ess.sim.serving.arrivals import Arrival
 from ess.sim.serving.lines import Lines, Span
-from ess.sim.step_grid import Clocked
+from ess.sim.step_grid import StepClock
 
 BATCH: Final = "batch"
 LOOK_EVERY: Final = 16
@@ -51,7 +51,7 @@ class Rank:
     slot_count: int
     slot_floor: int | None
     window_floor: int = 0
-    times: Clocked
+    times: StepClock
     missed: Missed
     depth: int = 1
     target_ms: float | None = None

@@ -20,7 +20,7 @@ from ess.engine.step_bytes import positions_max
 from ess.pool.capacity import SLOTS
 from ess.sim.locality.misses import PUBLISHED_QUERIES
 from ess.sim.planning.deployment import Prefilling
-from ess.sim.planning.fleet import Wanted, smallest_tier
+from ess.sim.planning.fleet import FleetGoal, smallest_tier
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
 from ess.sim.planning.prefilling import tier_of
@@ -30,7 +30,7 @@ from ess.sim.serving.goodput import summarise
 from ess.sim.serving.replay import Drafting, Replay, replay
 from ess.sim.serving.replay_settings import AUTO, Serving
 from ess.sim.serving.traffic import at_rate
-from ess.sim.step_grid import Clocked, StepTime
+from ess.sim.step_grid import StepClock, StepTime
 
 GOOD_SHARE: Final = 0.9
 RATE_MIN: Final = 1 / 64
@@ -43,7 +43,7 @@ Size = tuple[int, int]
 """Pipelines and GPUs of each."""
 
 
-class Sustained(NamedTuple):
+class SustainedRate(NamedTuple):
     """The highest rate per decode GPU or group of heads, and the GPUs that it takes."""
 
     rate: float
@@ -66,7 +66,7 @@ class ErrorFactors(NamedTuple):
 class ScaledSteps:
     """Step times that are off by a factor."""
 
-    times: Clocked
+    times: StepClock
     factor: float
 
     def at(self, *, requests: int, queries: int, context: float, misses: float) -> StepTime:
@@ -81,7 +81,7 @@ class Worker:
     planner: Planner
     serving: Serving
     node: Node
-    times: Clocked
+    times: StepClock
     prefilling: Prefilling
     drafting: Drafting
     cached: list[int]
@@ -137,7 +137,7 @@ class Worker:
             alone = tier_of(self.planner, self.prefilling, self.node, (1, stages))
             return alone.seconds(prompt, cached=cached)
 
-        wanted = Wanted(rate=rate, ttft_s=self.serving.objective.ttft_s)
+        wanted = FleetGoal(rate=rate, ttft_s=self.serving.objective.ttft_s)
         tier = smallest_tier(wanted, through, first_step_s=self.serving.objective.tpot_s)
         return tier.count, tier.gpus_each
 
@@ -148,7 +148,7 @@ class Worker:
         slot_floor: int | None,
         near: float = 1.0,
         step: float = RATE_STEP,
-    ) -> Sustained:
+    ) -> SustainedRate:
         """The highest rate, to a factor of `step`, at which enough requests meet the objective; 0
         if there is none.
 
@@ -157,11 +157,11 @@ class Worker:
         once. The search begins near a rate, and assumes that a rank which sustains a rate sustains
         every lower rate too.
         """
-        low, high = Sustained(0.0, self.decoding), math.inf
+        low, high = SustainedRate(0.0, self.decoding), math.inf
         rate = min(max(near, RATE_MIN), RATE_MAX)
         while low.rate < RATE_MAX and high > max(RATE_MIN, step * low.rate):
             gpus = self._gpus_if_met(arrivals, rate, slot_floor)
-            low, high = (low, rate) if gpus is None else (Sustained(rate, gpus), high)
+            low, high = (low, rate) if gpus is None else (SustainedRate(rate, gpus), high)
             if low.rate and high < math.inf:
                 rate = math.sqrt(low.rate * high)
             else:

@@ -43,7 +43,7 @@ Tokens = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredTokens:
     """Nats of the tokens at the positions `where`."""
 
     where: npt.NDArray[np.int64]
@@ -102,7 +102,7 @@ def windows(tokens: Tokens, device: torch.device) -> list[tuple[int, Tensor]]:
 
 
 @torch.no_grad()
-def score_tokens(network: Network, tokens: Tokens, *, share: float) -> Scored:
+def score_tokens(network: Network, tokens: Tokens, *, share: float) -> ScoredTokens:
     """An even share of all windows; no token twice, the first and the last few never."""
     batches = windows(tokens, network.lm_head.weight.device)
     chosen = np.linspace(0, len(batches) - 1, max(int(len(batches) * share), 1)).astype(int)
@@ -115,7 +115,7 @@ def score_tokens(network: Network, tokens: Tokens, *, share: float) -> Scored:
             start = first + row * (WINDOW - CONTEXT) + 1
             where.append(np.arange(start + skip, start + WINDOW))
             nats.append(row_nats[skip:].cpu().numpy())
-    return Scored(np.concatenate(where), np.concatenate(nats))
+    return ScoredTokens(np.concatenate(where), np.concatenate(nats))
 
 
 @torch.no_grad()
@@ -144,7 +144,7 @@ def token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
 
 
 def package_bits(
-    scored: Scored, tokens: Tokens, sizes: npt.NDArray[np.int64], corpus: list[dict[str, Any]]
+    scored: ScoredTokens, tokens: Tokens, sizes: npt.NDArray[np.int64], corpus: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Bits per byte of each held-out package, by the begin tokens of its documents."""
     document = (np.cumsum(tokens == BEGIN_ID) - 1)[scored.where]

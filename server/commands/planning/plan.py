@@ -26,7 +26,7 @@ from ess.sim.planning.answers import PlanAnswer, Question, answered
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.changes import ChangedPlan, Setup, changed
 from ess.sim.planning.deployment import CACHED_SHARE, OUTPUT_TOKENS, Work
-from ess.sim.planning.fleet import Wanted
+from ess.sim.planning.fleet import FleetGoal
 from ess.sim.planning.node import GIGABYTE_US, SOURCES, Node, Numa
 from ess.sim.planning.planner import Planner
 from ess.sim.planning.planners import MODEL, planner_of
@@ -318,7 +318,7 @@ def _asked(decode: DecodeFlags, ways: WayFlags, nodes: NodeFlags) -> Ask:
 def _question(ask: Ask, tiers: TierFlags, node: Node, *, is_searched: bool) -> Question:
     wanted = None
     if tiers.rate is not None:
-        wanted = Wanted(rate=tiers.rate, ttft_s=parse_duration(tiers.ttft, "--ttft") / 1e6)
+        wanted = FleetGoal(rate=tiers.rate, ttft_s=parse_duration(tiers.ttft, "--ttft") / 1e6)
     return Question(
         node=node,
         work=Work(context=ask.context, output_tokens=tiers.out, cached_share=tiers.cached),

@@ -17,7 +17,7 @@ from ess.sim.planning.batches import Point
 from ess.sim.planning.changes import ChangedPlan
 from ess.sim.planning.deployment import SECONDS_PRICED, TOKENS_PRICED
 from ess.sim.planning.fleet import Groups
-from ess.sim.planning.fleets import Deployed, Fleets
+from ess.sim.planning.fleets import DeployedFleet, Fleets
 from ess.units import counted, format_bytes
 
 Line = tuple[str, str, str, str]
@@ -193,7 +193,7 @@ def _gpus(groups: Groups) -> str:
     return f"{groups.gpu_count:,} ({groups.count:,} x {groups.gpus_each})"
 
 
-def _cost(side: Deployed, gpu_price: float) -> str:
+def _cost(side: DeployedFleet, gpu_price: float) -> str:
     ends = tuple(end and end * gpu_price for end in side.gpu_ends)
     return ranged("{:,.2f}", side.fleet.gpu_count * gpu_price, ends)
 

@@ -32,7 +32,7 @@ from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.overlap import calibration
 from ess.server.commands.start import banner
 from ess.server.commands.start.devices.device_probing import device_reports
-from ess.server.commands.start.devices.device_sizing import Needed, plan_on_device
+from ess.server.commands.start.devices.device_sizing import DeviceNeeds, plan_on_device
 from ess.server.commands.start.devices.device_stages import plan_stages
 from ess.server.commands.start.files.checkpoint import (
     EMBEDDED,
@@ -148,7 +148,7 @@ def planned(
         entries = read_entries(Path(checkpoint.path))
         if settings.is_staged:
             return plan_stages(settings, checkpoint, entries, layout, reports, free=free)
-        needed = Needed(
+        needed = DeviceNeeds(
             config=checkpoint.config,
             layout=layout,
             weight_bytes=kept_bytes(

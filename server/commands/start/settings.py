@@ -34,7 +34,7 @@ from ess.server.commands.start.setting_checks import (
 from ess.server.commands.start.torchrun import placed_by_torchrun
 from ess.server.commands.start.written_addresses import listed, read_origins, without_login
 from ess.server.process.logs.log_records import LogFormat
-from ess.server.process.pair.addresses import Named, read_peers
+from ess.server.process.pair.addresses import NamedWorker, read_peers
 
 Origin = Literal["default", "file", "environment", "flag", "derived"]
 PREFIX: Final = "ESS_"
@@ -234,7 +234,7 @@ class Settings(ProcessConfig):
         return read_origins(self.allowed_origins)
 
     @property
-    def peer_list(self) -> tuple[Named, ...]:
+    def peer_list(self) -> tuple[NamedWorker, ...]:
         return read_peers(self.peers)
 
     @property

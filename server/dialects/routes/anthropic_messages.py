@@ -55,9 +55,11 @@ def _refuse_unserved(ask: schemas.MessagesAsk) -> None:
         raise BadInput(f"thinking.display is {display!r:.40}; summarized and omitted are served")
 
 
-def _wanted(service: Service, ask: schemas.MessagesAsk, forms: Forms) -> sampling_params.Wanted:
+def _wanted(
+    service: Service, ask: schemas.MessagesAsk, forms: Forms
+) -> sampling_params.SamplingWishes:
     """With `max_tokens` 0 a client wants the prompt in the cache and no answer: the engine makes
-    one token, which nobody sees."""
+    a token that is not shown."""
     wanted = sampling_params.wanted_of(
         ask,
         tokens_max=ask.max_tokens or 1,

@@ -50,7 +50,7 @@ async def chat(request: Request) -> Response:
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
 
 
-def _wanted(service: Service, ask: schemas.ChatAsk, forms: Forms) -> sampling_params.Wanted:
+def _wanted(service: Service, ask: schemas.ChatAsk, forms: Forms) -> sampling_params.SamplingWishes:
     if ask.top_logprobs and not ask.logprobs:
         raise BadInput("top_logprobs needs logprobs to be true")
     is_newer = ask.max_completion_tokens is not None

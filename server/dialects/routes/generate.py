@@ -68,7 +68,7 @@ def _same_for_all(name: str, asked: int | list[int] | list[bool] | None) -> int:
 
 def _wanted(
     ask: schemas.GenerateAsk, sampling: schemas.SglangSampling, forms: Forms
-) -> sampling_params.Wanted:
+) -> sampling_params.SamplingWishes:
     top = _same_for_all("top_logprobs_num", ask.top_logprobs_num)
     _same_for_all(
         "return_logprob", ask.return_logprob if isinstance(ask.return_logprob, list) else None

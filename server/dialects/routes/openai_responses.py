@@ -141,7 +141,9 @@ async def _made(shape: ResponseShape, response: Begun) -> None:
         response.held.close()
 
 
-def _wanted(service: Service, ask: schemas.ResponsesAsk, forms: Forms) -> sampling_params.Wanted:
+def _wanted(
+    service: Service, ask: schemas.ResponsesAsk, forms: Forms
+) -> sampling_params.SamplingWishes:
     return sampling_params.wanted_of(
         ask,
         tokens_max=ask.max_output_tokens,

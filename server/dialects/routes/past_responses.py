@@ -16,7 +16,7 @@ from ess.server.dialects.response_history import owner_of
 from ess.server.dialects.response_items import Item
 from ess.server.http.openapi.door import Door
 from ess.server.http.responses import JSON, Absent, answer
-from ess.server.process.requests.kept_responses import Kept
+from ess.server.process.requests.kept_responses import KeptResponse
 from ess.server.process.service import Service
 
 PATH: Final = "/v1/responses/{response_id}"
@@ -119,7 +119,7 @@ async def cancel(request: Request) -> Response:
     return Response(kept.document, media_type=JSON)
 
 
-def _found(request: Request) -> Kept:
+def _found(request: Request) -> KeptResponse:
     service: Service = request.app.state.service
     identity = _identity(request)
     kept = service.kept

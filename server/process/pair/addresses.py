@@ -28,7 +28,7 @@ class Address(msgspec.Struct, frozen=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Named(msgspec.Struct, frozen=True):
+class NamedWorker(msgspec.Struct, frozen=True):
     """A worker's name for the router, and the address to dial."""
 
     name: Address
@@ -53,20 +53,20 @@ def read_address(text: str, *, where: str) -> Address:
     return address_of(parts[1], int(parts[2]))
 
 
-def read_peers(text: str) -> tuple[Named, ...]:
+def read_peers(text: str) -> tuple[NamedWorker, ...]:
     """Reads `HOST:PORT,...`; NAME:PORT=HOST:PORT where the router's name is not the address to
     dial.
 
     >>> [str(peer.at) for peer in read_peers("a:1, b:2=[::1]:3")]
     ['a:1', '[::1]:3']
     """
-    peers: dict[Address, Named] = {}
+    peers: dict[Address, NamedWorker] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, _, at = item.partition("=")
         called = read_address(name, where="peers")
         if called in peers:
             raise BadInput(f"peers has {called} twice")
-        peers[called] = Named(called, read_address(at, where="peers") if at else called)
+        peers[called] = NamedWorker(called, read_address(at, where="peers") if at else called)
     if len(peers) > PEERS_MAX:
         raise BadInput(f"peers has {len(peers):,} addresses; at most {PEERS_MAX} are met")
     return tuple(peers.values())

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 from ess.clock import Clock
 from ess.errors import BadInput, Unavailable
 from ess.server.process.link import EngineLink
-from ess.server.process.pair.addresses import Address, Named, read_address
+from ess.server.process.pair.addresses import Address, NamedWorker, read_address
 from ess.transfer.members import METADATA_BYTES_MAX
 from ess.transfer.messages import Seal
 
@@ -37,7 +37,7 @@ REPLACED: Final = "the engine here was lost, and the next one has not met it yet
 class Peer:
     """`epoch` is that of its last boot that was met; `why` says why it is not up."""
 
-    named: Named
+    named: NamedWorker
     since_s: float
     epoch: int = 0
     is_up: bool = False
@@ -58,7 +58,7 @@ class Peer:
 class Peers:
     """The table: address -> epoch, up or not, since when."""
 
-    def __init__(self, named: Sequence[Named], link: EngineLink, clock: Clock) -> None:
+    def __init__(self, named: Sequence[NamedWorker], link: EngineLink, clock: Clock) -> None:
         self._link = link
         self._clock = clock
         now_s = clock.now_s()

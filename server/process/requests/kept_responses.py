@@ -11,7 +11,7 @@ from collections import OrderedDict
 import msgspec
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class KeptResponse(msgspec.Struct, frozen=True, kw_only=True):
     """All of it is JSON: `asked` has the items that led to the response, those of the responses
     before it among them; `said` has the items of its answer. Both are the inside of a list: no item
     is an object of its own, which would take several times as much memory as its JSON. One that
@@ -35,7 +35,7 @@ class KeptResponses:
         self._bytes_max = bytes_max // 2
         self._bytes = 0
         self.held_bytes = 0
-        self._kept: OrderedDict[tuple[bytes, str], Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, str], KeptResponse] = OrderedDict()
 
     def reserve(self, size: int) -> bool:
         """Whether a request under way may hold so much until its response is kept. Nothing is
@@ -49,7 +49,7 @@ class KeptResponses:
         """The request has ended."""
         self.held_bytes -= size
 
-    def put(self, owner: bytes, identity: str, kept: Kept) -> bool:
+    def put(self, owner: bytes, identity: str, kept: KeptResponse) -> bool:
         """Whether it is kept. A response that is too large by itself is not kept, and no other
         response is dropped for it."""
         self.drop(owner, identity)
@@ -62,7 +62,7 @@ class KeptResponses:
             self._bytes -= longest_unused.size
         return True
 
-    def find(self, owner: bytes, identity: str) -> Kept | None:
+    def find(self, owner: bytes, identity: str) -> KeptResponse | None:
         kept = self._kept.get((owner, identity))
         if kept is not None:
             self._kept.move_to_end((owner, identity))

@@ -21,7 +21,7 @@ from ess.bench import cli
 from ess.bench.harness.measure.streaming import TimedAnswer, address_of, streamed
 from ess.bench.load import offered, prompts
 from ess.bench.load.figures import is_good, load_rows
-from ess.bench.load.offered import Offered, Target, offer
+from ess.bench.load.offered import OfferedLoad, Target, offer
 from ess.bench.load.prompts import LoadRequest
 from ess.errors import BadInput, BadState
 from ess.sim.serving.goodput import Objective
@@ -187,7 +187,7 @@ def test_addresses_as_people_write_them() -> None:
 def test_the_limit_of_requests_under_way_holds_and_all_are_sent() -> None:
     under_way, peak, held = 0, 0, 3
 
-    async def run() -> Offered:
+    async def run() -> OfferedLoad:
         full = asyncio.Event()
 
         async def answer(writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
@@ -246,7 +246,7 @@ def test_requests_are_sent_when_they_are_due(
 
 
 def test_failures_are_kept_and_only_a_server_without_answers_is_an_error() -> None:
-    async def run(refused: Callable[[int], bool]) -> Offered:
+    async def run(refused: Callable[[int], bool]) -> OfferedLoad:
         async def answer(writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
             assert (asked["model"], asked["temperature"], asked["ignore_eos"]) == ("m", 0, True)
             assert asked["stream_options"] == {"include_usage": True}
@@ -272,8 +272,8 @@ def test_failures_are_kept_and_only_a_server_without_answers_is_an_error() -> No
 # ---- figures
 
 
-def load(*seen: TimedAnswer, took_s: float = 10.0, failures: int = 0) -> Offered:
-    return Offered(
+def load(*seen: TimedAnswer, took_s: float = 10.0, failures: int = 0) -> OfferedLoad:
+    return OfferedLoad(
         seen=list(seen),
         sent_s=[0.0] * len(seen),
         late_s=[0.0] * (len(seen) + failures),

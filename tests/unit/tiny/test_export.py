@@ -13,7 +13,7 @@ from ess.models.tiny.trainer.evaluate import (
     CONTEXT,
     WINDOW,
     Drafts,
-    Scored,
+    ScoredTokens,
     package_bits,
     score_tokens,
     windows,
@@ -88,7 +88,7 @@ def test_drafts_are_counted_against_the_trunk() -> None:
 
 def test_packages_share_the_bits_out() -> None:
     tokens = np.array([0, 5, 1, 0, 6, 1, 0, 7, 1], dtype=np.uint16)
-    scored = Scored(np.arange(1, 9), np.log(2) * np.arange(1, 9, dtype=np.float32))
+    scored = ScoredTokens(np.arange(1, 9), np.log(2) * np.arange(1, 9, dtype=np.float32))
     sizes = np.array([0, 1, 9, 9, 9, 2, 3, 4])
     corpus = [
         {"package": "a", "role": "held-out", "documents": 2},

@@ -54,7 +54,7 @@ NOTES: Final[Mapping[str, str]] = {
 }
 
 
-class Needed(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the device besides the pools; the size settings do not change them, except those of
     the steps."""
 
@@ -65,7 +65,7 @@ class Needed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_on_device(
-    settings: Settings, needed: Needed, report: DeviceReport, *, free: int
+    settings: Settings, needed: DeviceNeeds, report: DeviceReport, *, free: int
 ) -> MemoryPlan:
     """The plan; `free` is the host's free memory. BadInput or Unavailable, with advice, if it
     does not fit."""
@@ -233,7 +233,9 @@ def pool_lines(shape: PoolShape) -> list[Line]:
     ]
 
 
-def _steps(needed: Needed, settings: Settings, length_max: int, *, has_rooms: bool) -> list[Line]:
+def _steps(
+    needed: DeviceNeeds, settings: Settings, length_max: int, *, has_rooms: bool
+) -> list[Line]:
     """They take turns, and a library's room is taken of the same memory: it is counted once."""
     config, layout = needed.config, needed.layout
     queries, tokens = settings.max_running * settings.mtp, settings.chunk_tokens
@@ -263,7 +265,7 @@ def _steps(needed: Needed, settings: Settings, length_max: int, *, has_rooms: bo
     ]
 
 
-def _graphs(needed: Needed, settings: Settings, length_max: int, report: DeviceReport) -> Line:
+def _graphs(needed: DeviceNeeds, settings: Settings, length_max: int, report: DeviceReport) -> Line:
     """The memory of graphs: the engine captures none beyond this."""
     running = settings.max_running
     sizes = bucket_sizes(settings.graph_sizes, largest=running, splits=settings.tbo != "off")
