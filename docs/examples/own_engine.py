@@ -8,6 +8,8 @@ tensor, once through an offload whose slots hold a fraction of the rows. The tok
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 import ess
@@ -31,7 +33,7 @@ class ToyModel:
         noise = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=noise) / float(shape[-1] ** 0.5)
+            return torch.randn(*shape, generator=noise) / math.sqrt(shape[-1])
 
         self.embedding = weight(VOCABULARY, WIDTH) * 8
         self.to_row = [weight(LATENT, WIDTH) for _ in range(LAYERS)]

@@ -107,7 +107,7 @@ class Offload:
             host_bytes=_bytes("host_bytes", host_bytes),
             index_bytes=None if index_bytes is None else _bytes("index_bytes", index_bytes),
             sequence_max=sequence_max,
-            length_max=in_range("length_max", parse_size(length_max), 1, 1 << 31),
+            length_max=in_range("length_max", parse_size(length_max, "length_max"), 1, 1 << 31),
             query_max=query_max,
             part_max=part_max,
             slot_floor=floor,
@@ -410,7 +410,7 @@ def _check_counts(**named: int) -> None:
 
 def _bytes(name: str, size: int | str) -> int:
     """The size in bytes; BadInput where it is beyond any address space."""
-    return in_range(name, parse_size(size), 0, 1 << 62)
+    return in_range(name, parse_size(size, name), 0, 1 << 62)
 
 
 def _check_eviction(evict: str, device: str) -> None:

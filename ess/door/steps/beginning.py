@@ -49,7 +49,8 @@ def _check_sizes(
 ) -> None:
     query_max = owner.pools.sizes.query_max
     if len(set(sequences)) != len(sequences):
-        raise BadInput("a sequence is in the step twice")
+        twice = next(each for each in sequences if sequences.count(each) > 1)
+        raise BadInput(f"sequence {twice.number} is in the step twice")
     if not 1 <= total <= query_max:
         raise BadInput(f"query_counts sum to {total}, must be 1..{query_max}")
     if room is not None:

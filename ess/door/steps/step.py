@@ -38,7 +38,8 @@ StepState = Literal["open", "sealed", "learned"]
 
 
 class Step:
-    """Made by `Offload.begin`. Query numbers count through the sequences in batch order.
+    """Made by `Offload.begin`. Query numbers count through the sequences in batch order. A context
+    manager: a step that is still open at the end of the block is given up.
 
     A verb that takes `queries` is about these, None: all of them. `append` and `resolve` take a
     `range`, and ranges of a layer follow each other in batch order.
@@ -101,6 +102,13 @@ class Step:
     def __repr__(self) -> str:
         sequences = f"{len(self.sequences)} sequences, {self.query_count} queries"
         return f"<Step {self.number}: {self.state}, {sequences}>"
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.state == "open":
+            self.abandon()
 
     # ---- what may be read
 

@@ -54,6 +54,13 @@ def known_texts(
             if was != now:
                 raise BadInput(
                     f"sequence {sequence.number} was opened with token {was} at position {place},"
-                    f" and tokens has {now} there"
+                    f" and tokens has {now} there: {_why_known(sequence, start)}"
                 )
     return texts
+
+
+def _why_known(sequence: Sequence, start: int) -> str:
+    """What a caller has most likely forgotten who gives another token at a known position."""
+    if start + 1 < len(sequence.progress.tokens):
+        return f"its rows from position {start} on were not imported"
+    return "a step's first token is the one known before it, the sampled one begins the next step"

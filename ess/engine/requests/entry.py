@@ -14,12 +14,15 @@ from ess.engine.tokens.stops import Reader
 from ess.errors import BadInput, EssError
 from ess.models.config import ModelConfig
 from ess.models.text.tokenizer import Tokenizer
+from ess.units import shown
 
 
 def check_prompt(request: Request, *, vocabulary: int, longest: int) -> None:
     for name, ids in (("prompt", request.prompt), ("said", request.said)):
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-            raise BadInput(f"{name} ids must be 0..{vocabulary - 1}")
+            place, wrong = next(each for each in enumerate(ids) if not 0 <= each[1] < vocabulary)
+            limit = f"{name} ids must be 0..{vocabulary - 1}"
+            raise BadInput(f"{limit}: {name}[{place}] is {shown(wrong)}")
     if request.length_max > longest:
         raise BadInput(
             f"prompt and max_tokens make {request.length_max} positions, at most {longest}"

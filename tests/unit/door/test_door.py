@@ -200,7 +200,15 @@ def test_verbs_at_a_wrong_moment_are_refused(offload):
     refused(offload, BadInput, "2 entries", lambda: step.commit(accepted=[1, 1]))
     other = [[99]]
     said = "opened with token 10 at position 10, and tokens has 99"
+    said += " there: a step's first token is the one known before it"
     refused(offload, BadInput, said, lambda: step.commit(accepted=[1], tokens=other))
+    step.commit(accepted=[1])
+    unready = offload.open(list(range(30, 50)))
+    step = offload.begin([unready], query_counts=[1])
+    for layer in range(3):
+        step.append(layer, rows(1))
+    said = "tokens has 49 there: its rows from position 0 on were not imported"
+    refused(offload, BadInput, said, lambda: step.commit(accepted=[1], tokens=[[49]]))
     step.commit(accepted=[1])
     for call in (
         lambda: step.commit(accepted=[1]),

@@ -26,6 +26,27 @@ def begun(offload, count: int = 10):
     return offload.begin([opened(offload, count)], query_counts=[1])
 
 
+def test_the_end_of_a_block_gives_an_open_step_up(offload):
+    sequence = opened(offload)
+    with pytest.raises(BadInput), offload.begin([sequence], query_counts=[1]) as step:
+        step.append(9, rows(1))
+    assert step.state == "learned"
+    assert sequence.length == 10
+    with offload.begin([sequence], query_counts=[1]) as step:
+        for layer in range(LAYOUT.layer_total):
+            step.append(layer, rows(1))
+        step.commit(accepted=[1])
+    assert sequence.length == 11
+    offload.check()
+
+
+def test_a_sequence_that_is_in_a_step_twice_is_named(offload):
+    first, other = opened(offload), opened(offload)
+    twice = [first, other, other]
+    call = lambda: offload.begin(twice, query_counts=[1] * 3)  # noqa: E731
+    refused(offload, BadInput, f"sequence {other.number} is in the step twice", call)
+
+
 # ---- whose it is
 
 
@@ -153,7 +174,8 @@ def test_wrong_terms_of_a_sequence_are_refused(offload, changes, match):
     [
         ({"slot_floor": -1}, "slot_floor is -1"),
         ({"slot_floor": 0}, "slot_floor is 0"),
-        ({"length_max": 0}, "length_max is 0|not a size"),
+        ({"length_max": 0}, "length_max is 0"),
+        ({"slot_bytes": "lots"}, "slot_bytes: 'lots' is not a size"),
         ({"lane": "fast"}, "lane is 'fast', must be a lane"),
         ({"part_max": 1.5}, "part_max is 1.5, must be a whole number"),
     ],
