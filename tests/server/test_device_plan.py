@@ -17,7 +17,10 @@ from ess.errors import BadInput, EssError, Unavailable
 from ess.models.weights.expected.dry_run import make_plan, read_config
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.pool.device_bytes import PoolShape, pool_bytes
-from ess.server.commands.start import banner
+from ess.server.commands.pd.shares import told_settings
+from ess.server.commands.ranks import servers
+from ess.server.commands.start import banner, launch
+from ess.server.commands.start.devices import device_probing
 from ess.server.commands.start.devices.device_sizing import RESERVED, DeviceNeeds, plan_on_device
 from ess.server.commands.start.devices.device_stages import COMING, LEAVING, plan_stages
 from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
@@ -382,3 +385,26 @@ def test_index_keys_leave_room_for_slots(given: dict[str, Any], short: int, long
     assert plan.device.taken <= plan.device.room
     if "slot_bytes" not in given:
         assert plan.device.room - plan.device.taken < GIB // 4, "room is left over"
+
+
+def test_ranks_of_one_command_plan_each_for_its_own_device(monkeypatch: pytest.MonkeyPatch):
+    """Of the second device others have nearly all."""
+    crowded = msgspec.structs.replace(FOUND, count=2, free_bytes=2 * RESERVED + GIB)
+    reports = {0: msgspec.structs.replace(crowded, free_bytes=70 * GIB), 1: crowded}
+    reports = {at: msgspec.structs.replace(each, torch_count=2) for at, each in reports.items()}
+    monkeypatch.setattr(device_probing, "ask", reports.get)
+    given = {"device": "cuda", "dp_size": 2, "host_bytes": "4GiB", "max_model_len": "8k"}
+    told = servers.divided(resolve(given, environment={}))
+    plans = []
+    for rank in range(2):
+        place = {"dp_rank": rank, "dist_init_addr": "127.0.0.1:9", "peer_secret": SECRET}
+        own = {**told_settings(told, but=servers.OF_RANK), **place}
+        own |= servers.device_of(told.settings, rank)
+        settings = resolve(own, environment={}).settings
+        checkpoint = read_checkpoint("")
+        plans.append(launch.planned(settings, checkpoint, layout_of(settings, checkpoint)))
+    assert plans[0].slot_bytes > 2 * plans[1].slot_bytes > 0
+    assert plans[0].length_max == plans[1].length_max == 8192
+    given["slot_bytes"] = "256MiB"
+    told = servers.divided(resolve(given, environment={}))
+    assert told_settings(told, but=servers.OF_RANK)["slot_bytes"] == "256MiB"

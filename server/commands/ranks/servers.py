@@ -57,6 +57,8 @@ OF_RANK: Final = frozenset(
     )
 )
 
+ON_DEVICE: Final = ("slot_bytes", "index_bytes", "graph_bytes")
+
 
 def check_alike(resolved: Resolved) -> None:
     """Refuses settings that several ranks cannot share."""
@@ -94,13 +96,16 @@ def device_of(settings: Settings, rank: int) -> dict[str, str]:
 
 def divided(resolved: Resolved) -> Resolved:
     """The settings of each rank: automatic sizes and threads become its share of the machine; given
-    ones hold for each rank. Checks everything that a rank would check."""
+    ones hold for each rank. Automatic sizes on a device stay so: each rank has a device of its own,
+    and of one of them other processes may have a part. Checks everything that a rank would check.
+    """
     checkpoint = checked(resolved.settings)
     resolved = derived(resolved, checkpoint)
     layout = layout_of(resolved.settings, checkpoint)
     read_words(resolved.settings, checkpoint)
     count = len(ranks_of(resolved.settings))
-    return sized(resolved, planned(resolved.settings, checkpoint, layout, shared_by=count))
+    plan = planned(resolved.settings, checkpoint, layout, shared_by=count)
+    return sized(resolved, plan, but=() if plan.device is None else ON_DEVICE)
 
 
 @contextlib.contextmanager

@@ -262,16 +262,15 @@ def calibrated(resolved: Resolved, layout: ModelLayout) -> Resolved:
     return msgspec.structs.replace(resolved, notes=(*resolved.notes, note))
 
 
-def sized(resolved: Resolved, plan: MemoryPlan) -> Resolved:
-    """Replaces automatic sizes by those of the plan."""
+def sized(resolved: Resolved, plan: MemoryPlan, *, but: Sequence[str] = ()) -> Resolved:
+    """Replaces automatic sizes by those of the plan, `but` some."""
     names = ["host_bytes", "slot_bytes", "index_bytes"]
     if plan.device is not None:
         names.append("graph_bytes")
     sizes = {name: format_bytes(getattr(plan, name)) for name in names}
     sizes["max_model_len"] = str(plan.length_max)
-    return resolved.deriving(
-        **{n: size for n, size in sizes.items() if getattr(resolved.settings, n) == AUTO}
-    )
+    auto = [name for name in sizes if getattr(resolved.settings, name) == AUTO]
+    return resolved.deriving(**{name: sizes[name] for name in auto if name not in but})
 
 
 def listeners_of(settings: Settings) -> list[socket.socket]:

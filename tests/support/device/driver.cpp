@@ -32,8 +32,9 @@ EXPORT Result cuDriverGetVersion(int* version) {
     const char* asked = std::getenv("EMULATED_VERSION");
     return *version = asked ? std::atoi(asked) : 13000, kOk;
 }
+static int asked_last = 0;
 EXPORT Result cuDeviceGet(int* device, int ordinal) {
-    *device = ordinal;
+    *device = asked_last = ordinal;
     if (!world().initialised) return kNotInitialised;
     return 0 <= ordinal && ordinal < device_count() ? kOk : 101;
 }
@@ -264,11 +265,15 @@ EXPORT Result cuMemAlloc(Address* at, size_t bytes) {
     watch_array(name.c_str(), (void*)*at, bytes, false);
     return kOk;
 }
-// 80 GiB, or ESS_DEVICE_BYTES of them, less what the driver itself has given out.
+// Of 80 GiB what neither this process has, as far as the driver gave it out, nor others:
+// EMULATED_USED=0,1000 says how many bytes they have of the first device, the second and so on.
 EXPORT Result cuMemGetInfo(size_t* free, size_t* total) {
     if (!world().current) return kNoContext;
-    const char* given = std::getenv("ESS_DEVICE_BYTES");
-    *free = *total = given ? std::strtoull(given, nullptr, 10) : 80ull << 30;
+    *free = *total = 80ull << 30;
+    const char* used = std::getenv("EMULATED_USED");
+    for (int i = 0; used && i < asked_last; i++)
+        if ((used = std::strchr(used, ','))) used++;
+    *free -= used ? std::strtoull(used, nullptr, 10) : 0;
     for (auto& [start, size] : world().allocated) *free -= size;
     return kOk;
 }
