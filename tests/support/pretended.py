@@ -309,8 +309,8 @@ def without_waits():
 
 
 @contextlib.contextmanager
-def graph(made, stream=None):
-    made.capture_begin()
+def graph(made, stream=None, **options):
+    made.capture_begin(**options)
     try:
         yield
     finally:

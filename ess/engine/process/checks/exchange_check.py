@@ -5,8 +5,14 @@
 
 Each rank has all experts of a layer of the model in the box, and beside them its share; so it can
 compute the expected sums. The memory that the exchange takes of the device is printed beside the
-estimate that memory plans use. A rank that fails, or says nothing in time, is named, and all are
-ended.
+estimate that memory plans use. A rank that fails, or says nothing in time, is named with the last
+line of its log, and all are ended.
+
+NCCL's guide wants an exchange to be captured by all ranks or by none. Ranks that decode keep to
+less: all queue the same exchanges, but each has graphs of its own, so one replays what another runs
+eagerly. No part of NCCL that we use tells the two apart while it registers no memory of graphs.
+Whether that holds on this machine is tried here: each rank in turn replays while the others do not,
+then the others while it does not.
 """
 
 from __future__ import annotations
@@ -14,18 +20,20 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from ess import console
 from ess.engine.process.lifeline import die_with_parent
 from ess.errors import EssError, Unavailable
 from ess.ports import kept_port
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from ess.comm.group import Group
 
@@ -34,12 +42,16 @@ PATIENCE_S: Final = 60.0
 TOKEN_COUNT: Final = 96
 WORDS_MAX: Final = 300
 RANK: Final = (sys.executable, "-m", "ess.engine.process.checks.exchange_check")
+REPLAYS: Final = (
+    "exchanges in which one rank replays a graph and another does not; `--graphs 0` does without"
+)
 TOLERANCE: Final = 1e-4
 """The tolerance in float32: ranks add experts up in another order than a single device does."""
 
 
 class RankTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """`taken_bytes` of the device are for an exchange in bfloat16, as estimated."""
+    """`same`: also where one rank replays and another does not. `taken_bytes` of the device are for
+    an exchange in bfloat16, as estimated."""
 
     same: bool
     taken_bytes: int
@@ -87,29 +99,34 @@ def _told(count: int, program: Sequence[str], limit_s: float) -> list[str]:
                 )
             lines = [threads.submit(_line_of, *each) for each in enumerate(ranks)]
             done, silent = wait(lines, timeout=limit_s, return_when=FIRST_EXCEPTION)
-            return _lines(lines, done, silent, limit_s)
+            wrong = [error for each in lines if each in done and (error := each.exception())]
+            if wrong:
+                raise wrong[0]
+            if silent:
+                for process in ranks:
+                    process.kill()
+                raise _silence(lines, silent, limit_s)
+            return [each.result() for each in lines]
         finally:
             for process in ranks:
                 process.kill()
 
 
-def _lines(
-    lines: list[Future[str]], done: set[Future[str]], silent: set[Future[str]], limit_s: float
-) -> list[str]:
-    wrong = [error for each in lines if each in done and (error := each.exception())]
-    if wrong:
-        raise wrong[0]
-    if silent:
-        names = ", ".join(_name(rank) for rank, each in enumerate(lines) if each in silent)
-        raise Unavailable(f"nothing after {limit_s:g} s from {names}")
-    return [each.result() for each in lines]
+def _silence(lines: list[Future[str]], silent: set[Future[str]], limit_s: float) -> Unavailable:
+    """Names the ranks, which have been killed, and says how far the first of them had come."""
+    ranks = [rank for rank, each in enumerate(lines) if each in silent]
+    last = str(lines[ranks[0]].exception()).partition(": ")[2]
+    names = ", ".join(map(_name, ranks))
+    return Unavailable(
+        f"nothing after {limit_s:g} s from {names}; the last line of rank {ranks[0]}: {last}"
+    )
 
 
 def _line_of(rank: int, process: subprocess.Popen[str]) -> str:
     said, fault = process.communicate()
     if process.returncode == 0 and (lines := said.strip().splitlines()):
         return lines[-1]
-    words = fault.strip().splitlines() or [f"it ended with {process.returncode}"]
+    words = fault.strip().splitlines() or [f"nothing in its log, exit code {process.returncode}"]
     raise Unavailable(f"{_name(rank)} cannot exchange: {words[-1][:WORDS_MAX]}")
 
 
@@ -185,13 +202,39 @@ def _exchanged(group: Group, home: torch.device, form: Literal["f32", "bf16"]) -
         torch.cuda.synchronize(home)
         torch.cuda.reset_peak_memory_stats(home)
         held_bytes = torch.cuda.memory_allocated(home)
-        came = shared.mlp(hidden)
+        came = [shared.mlp(hidden)]
         torch.cuda.synchronize(home)
         taken_bytes = torch.cuda.max_memory_allocated(home) - held_bytes
+        console.note(REPLAYS)
+        came += _replayed_in_turn(group, home, lambda: shared.mlp(hidden))
     group.team.check()
+    difference = max(float((each - wanted).abs().max()) for each in came)
     value_bytes = alone.mla.dtype.itemsize
     estimated_bytes = exchange_bytes(whole.config, TOKEN_COUNT, group.size, value_bytes=value_bytes)
-    return _Exchanged(float((came - wanted).abs().max()), taken_bytes, estimated_bytes)
+    return _Exchanged(difference, taken_bytes, estimated_bytes)
+
+
+def _replayed_in_turn(
+    group: Group, home: torch.device, exchange: Callable[[], Tensor]
+) -> list[Tensor]:
+    """What this rank got of each exchange: `group.size` turns in which one rank captures and
+    replays, then as many in which all but one replay."""
+    import torch
+
+    graph: Any = torch.cuda.CUDAGraph()
+    came = list[torch.Tensor]()
+    for turn in range(2 * group.size):
+        is_first, is_own = turn < group.size, turn % group.size == group.rank
+        if is_first and is_own:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                replayed = exchange()
+        if is_first == is_own:
+            graph.replay()
+            came.append(replayed.clone())
+        else:
+            came.append(exchange())
+        torch.cuda.synchronize(home)
+    return came
 
 
 def main(count: int, *of_rank: int) -> None:
