@@ -4,7 +4,7 @@
 
 Each case is an engine of its own, in one group for all; the tokens of its requests and how its
 steps ran are printed as a line of JSON. A case that names a rank which is `lost` ends there in the
-middle.
+middle of its requests, or where it has met the others `lost_at` times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.device.rank_tasks import TASKS, added
 from tests.support.checkpoints import tensors
 
 PATIENCE_S = 60.0
-OF_TEST = ("tasks", "redundant", "rehearses", "lost")
+OF_TEST = ("tasks", "redundant", "rehearses", "lost", "lost_at")
 
 
 class Rank:
@@ -51,11 +51,19 @@ class Rank:
         model = build(config, lambda name: whole[name].to("cuda"), expert_ranks=self.expert_ranks)
         settings = {name: case[name] for name in case if name not in OF_TEST}
         _, offload, chosen = engines.parts("cuda", **settings)
-        ranks = Many(self.expert_ranks, on_meet=group.advance)
+        self.meets_left = case.get("lost_at", 0) if case.get("lost") == group.rank else 0
+        self.advance = group.advance
+        ranks = Many(self.expert_ranks, on_meet=self.met)
         self.engine = Engine(model, offload, chosen, ranks=ranks)
         self.requests, self.waited, self.stood_by, self.by_graph = [], [], 0, 0
         if case.get("rehearses"):
             self.engine.rehearse(lambda said: None)
+
+    def met(self):
+        self.advance()
+        self.meets_left -= 1
+        if not self.meets_left:
+            os._exit(3)
 
     def run(self, *, is_lost=False):
         left, step = list(self.tasks), 0

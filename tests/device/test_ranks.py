@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 
+from ess.engine.process.checks import exchange_check
 from ess.ports import kept_port
 from tests.device.rank_tasks import expected
 from tests.device.test_served import FLAGS, FOLDER, MADE, PROMPT
@@ -131,13 +132,32 @@ def test_a_rank_that_is_idle_between_requests_stands_by_from_graphs(more: dict, 
     assert ranks[1]["eager"].keys() == {"first steps"}
 
 
-def test_a_rank_that_is_lost_ends_the_others_in_words(built: Path):
-    """In the middle of requests, whose steps are replays."""
-    [case] = [{**CASES[1], "lost": 1}]
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param({}, id="requests"),
+        pytest.param({"lost_at": 2}, id="captures", marks=pytest.mark.long),
+        pytest.param({"lost_at": 12}, id="further captures", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_is_lost_ends_the_others_in_words(at: dict[str, int], built: Path):
+    """In the middle of requests, whose steps are replays, or of the rehearsal."""
+    [case] = [{**CASES[1], "lost": 1, **at}]
     with processes(2, [case], built) as made:
         said, _ = made[0].communicate(timeout=LIMIT_S)
         assert made[1].wait(LIMIT_S) == 3
     assert "rank 1 (member 1 of stage 0) is lost" in json.loads(said)["lost"]
+
+
+@pytest.mark.long
+def test_all_devices_exchange_whoever_replays(built: Path, monkeypatch: pytest.MonkeyPatch):
+    """What `ess doctor` asks of them."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(FOLDER), str(ROOT))))
+    monkeypatch.setenv("PRETENDED_DRIVER", str(built))
+    monkeypatch.setenv("EMULATED_DEVICES", "3")
+    found = exchange_check.trial(3)
+    assert found.wrong == ()
+    assert 0 < found.taken_bytes <= found.estimated_bytes
 
 
 @pytest.mark.long

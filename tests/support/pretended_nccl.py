@@ -1,10 +1,15 @@
 """NCCL beside the pretended device: over gloo, which sees its tensors as the host's.
 
 A collective is work of the device: it is captured, and a replay does it again. It is done at once
-and so it waits for its peers, who do the same ones in the same order.
+and so it waits for its peers, who do the same ones in the same order. With a peer gone it waits
+until it is aborted; then the device goes on with bytes that mean nothing.
 """
 
 from __future__ import annotations
+
+import threading
+
+import torch
 
 from ess.comm.processes import meeting, tensors
 from tests.support.pretended import PRETENCE
@@ -20,6 +25,7 @@ class Done:
 class PretendedNccl:
     def __init__(self, group):
         self._group = group
+        self._aborted = threading.Event()
 
     def alltoall_base(self, came, content, due, given):
         return self._queued(self._group.alltoall_base, came, content, due, given)
@@ -29,9 +35,17 @@ class PretendedNccl:
 
     def abort(self):
         tensors.break_waits(self._group)
+        self._aborted.set()
 
     def _queued(self, act, came, content, *sizes):
-        PRETENCE.launch(lambda: act(came, content, *sizes).wait(), came, content)
+        def exchange():
+            try:
+                act(came, content, *sizes).wait()
+            except RuntimeError:
+                assert self._aborted.wait(GLOO_S), "a peer is gone, and nothing ends the exchange"
+                came.view(torch.uint8).fill_(0xFF)
+
+        PRETENCE.launch(exchange, came, content)
         return Done()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections import Counter
 
@@ -168,7 +169,10 @@ class CUDAGraph(Device):
         self._root = self.queues.stream
 
     def capture_end(self):
+        """After an error, which may have spoilt the capture, as if it had."""
         self.queues.captured = None
+        if sys.exception() is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     def replay(self):
         """Behind what the current stream has queued, which waits for all of it."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 import gc
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -302,8 +302,11 @@ class Replays:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     yield
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # it says only that something before has failed
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         finally:
             self._runner.on_layer = between
             if collects:
