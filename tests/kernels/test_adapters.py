@@ -163,6 +163,9 @@ class DeepGemmStandIn:
         count, together, heads, dim = q.shape
         assert together in self.together, f"next_n {together}"
         assert len(table) == len(lengths) == count
+        behind = lengths.untyped_storage().nbytes() - lengths.nbytes
+        assert lengths.is_contiguous()
+        assert behind >= lengths[0].nbytes, "a length behind the last is read"
         assert pages.shape[1:] == (64, 1, 132)
         self.calls.append(together)
         counts = lengths

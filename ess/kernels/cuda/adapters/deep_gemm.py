@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ess.errors import Unavailable
@@ -98,10 +99,16 @@ class DeepGemm:
     ) -> Tensor:
         """For a request without keys, which is a pad, it is asked for one, in whatever page the
         request's line of the table begins with: where no request has a key, its kernel of schedules
-        reads beyond its memory (2.6.1, multiples of 32 requests), and the context is lost."""
+        reads beyond its memory (2.6.1, multiples of 32 requests), and the context is lost.
+
+        Behind the lengths there is another line of them. Multiprocessors for which a schedule has
+        no work ask how long the request behind the last one is (builds from 7f2a703 on): they use
+        no such length, but memory must be there."""
         width = table.shape[1] * PAGE_ROWS
-        counts = lengths.to(torch.int32).clamp(min=1).view(-1, together).contiguous()
-        counts = counts[:, -1].contiguous() if self._flat_lengths else counts
+        told = lengths.to(torch.int32).clamp(min=1).view(-1, together)
+        told = told[:, -1:] if self._flat_lengths else told
+        counts = F.pad(told, (0, 0, 0, 1), value=1)[:-1]
+        counts = counts[:, 0] if self._flat_lengths else counts
         sm_count = self._module.get_num_sms()
         schedule = self._module.get_paged_mqa_logits_metadata(counts, PAGE_ROWS, sm_count)
         logits: Tensor = self._module.fp8_paged_mqa_logits(
