@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ess.bench.gpu.layer_points import HOST_ROWS_MAX, TOP_K, Batch, Point
+from ess.kernels.cuda.driver import shared_device
+from ess.kernels.cuda.pinned import pinned_memory
 from ess.layout import IndexCodec, RowCodec
 from ess.units import PAGE_ROWS, align_up, div_ceil
 
@@ -116,13 +118,22 @@ class Weights:
 
 
 def _random_rows(count: int, where: str) -> Tensor:
-    """One block of rows without NaN, repeated; host rows are pinned."""
+    """One block of rows without NaN, repeated."""
     block = torch.randint(0, 0x7E, (BLOCK_ROWS, ROWS.row_bytes), dtype=torch.uint8, device=where)
     scales_to = ROWS.latent_dim + 4 * ROWS.scale_count
     block[:, ROWS.latent_dim : scales_to].view(torch.float32).fill_(2.0**-8)
     block[:, scales_to:].view(torch.bfloat16).fill_(0.125)
-    shape, is_host = (count, ROWS.row_bytes), where == "cpu"
-    rows = torch.empty(shape, dtype=torch.uint8, device=where, pin_memory=is_host)
+    rows = (
+        _pinned(count)
+        if where == "cpu"
+        else torch.empty(count, ROWS.row_bytes, dtype=torch.uint8, device=where)
+    )
     for start in range(0, count, BLOCK_ROWS):
         rows[start : start + BLOCK_ROWS] = block[: count - start]
     return rows
+
+
+def _pinned(count: int) -> Tensor:
+    """Registered as pools are: torch would take the next power of two, and keep it."""
+    memory = pinned_memory(shared_device(0), count * ROWS.row_bytes, row_bytes=ROWS.row_bytes)
+    return torch.from_numpy(memory).view(count, ROWS.row_bytes)
