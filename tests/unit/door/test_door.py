@@ -203,13 +203,6 @@ def test_verbs_at_a_wrong_moment_are_refused(offload):
     said += " there: a step's first token is the one known before it"
     refused(offload, BadInput, said, lambda: step.commit(accepted=[1], tokens=other))
     step.commit(accepted=[1])
-    unready = offload.open(list(range(30, 50)))
-    step = offload.begin([unready], query_counts=[1])
-    for layer in range(3):
-        step.append(layer, rows(1))
-    said = "tokens has 49 there: its rows from position 0 on were not imported"
-    refused(offload, BadInput, said, lambda: step.commit(accepted=[1], tokens=[[49]]))
-    step.commit(accepted=[1])
     for call in (
         lambda: step.commit(accepted=[1]),
         lambda: step.append(0, rows(1)),
