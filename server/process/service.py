@@ -173,10 +173,18 @@ class Service:
         return self.board.enter()
 
     def check_state(self) -> None:
+        """Whether a request can be taken; counts it if not."""
+        try:
+            self._check_state()
+        except Refused as error:
+            self.tally.refusals[error.reason] += 1
+            raise
+
+    def _check_state(self) -> None:
         self._check_engine()
         if self.draining:
             sentence = "the server is shutting down; send the request to another"
-            raise self.refused(sentence, "draining", 5.0)
+            raise Refused(sentence, reason="draining", retry_after_s=5.0)
         self.check_loaded()
 
     @property
@@ -190,25 +198,27 @@ class Service:
         return "paused" if is_paused else self.link.engine.state
 
     def check_making(self) -> None:
-        """Refuses also where requests are taken but no token is made."""
-        self.check_state()
+        """Refuses also where requests are taken but no token is made. It is for probes: they are no
+        requests, so nothing is counted."""
+        self._check_state()
         if self.link.engine.is_held:
             sentence = "generation is paused; /resume or /continue_generation lets it go on"
-            raise self.refused(sentence, "paused", 5.0)
+            raise Refused(sentence, reason="paused", retry_after_s=5.0)
 
     def check_loaded(self) -> None:
         """Refuses until the engine is loaded; a draining worker still answers other workers."""
         self._check_engine()
         if self.link.engine.state == "starting" or not (self.shelf is None or self.shelf.has_all()):
             sentence = "the model is being loaded; try again soon"
-            raise self.refused(sentence + self.awaited, "starting", 2.0)
+            raise Refused(sentence + self.awaited, reason="starting", retry_after_s=2.0)
 
     def _check_engine(self) -> None:
         if self.link.engine.state == "lost":
             raise Interrupted(self.link.engine.why_lost)
         if self.link.engine.state == "restarting":
             sentence = f"{self.link.engine.why_lost}; it is being started again{self.awaited}"
-            raise self.refused(sentence, "restarting", Interrupted.retry_after_s)
+            again_s = Interrupted.retry_after_s
+            raise Refused(sentence, reason="restarting", retry_after_s=again_s)
 
     @property
     def awaited(self) -> str:

@@ -94,6 +94,48 @@ def test_a_key_is_asked_for_and_a_server_that_goes_is_missed(page: Browser):
     assert page.value(LAST) == "hello"
 
 
+@pytest.mark.slow
+@needs_browser
+def test_an_answer_that_fails_midway_keeps_what_came_and_can_be_made_again(page: Browser):
+    with Served(PacedEngine(counting(10**6), pace_s=0.01)) as served:
+        page.go(served.url + "/chat")
+        ask(page, "count")
+        page.until(f"{LAST}?.length > 10")
+        served.call(lambda: [each.transport.abort() for each in served.connections])
+        page.until(f"{FAILURES}.length === 1 && {SEND} === 'Send'")
+        assert page.value(FAILURES)[0] in ("the connection broke", "the answer ended early")
+        assert len(page.value(LAST)) > 10
+        page.until("!document.getElementById('send').disabled")
+        page.value("document.querySelector('.retry').click()")
+        page.until(f"{LAST}?.length > 10 && {SEND} === 'Stop' && !{FAILURES}.length")
+        served.call(lambda: served.service.link.lose("the engine fell over"))
+        page.until(f"{FAILURES}.some((one) => one.includes('fell over')) && {SEND} === 'Send'")
+        assert len(page.value(LAST)) > 10
+
+
+@pytest.mark.slow
+@needs_browser
+def test_text_of_any_script_is_shown_as_it_is(page: Browser):
+    """Markup stays text, and each paragraph runs in its own direction."""
+    text = "\u05e9\u05dc\u05d5\u05dd\nif a < b:\n    <b>x</b> & ```\n\u4e2d\u6587\uff0c"
+    edges = """(() => {
+      const pre = document.querySelector('#log article:last-child > pre');
+      const all = document.createRange(), box = pre.getBoundingClientRect();
+      all.selectNodeContents(pre);
+      const lines = [...all.getClientRects()].filter((one) => one.width);
+      const first = lines[0], last = lines.at(-1);
+      return [box.right - first.right < 2, last.left - box.left < 2];
+    })()"""
+    with Served(PacedEngine(saying(text))) as served:
+        page.go(served.url + "/chat")
+        ask(page, "hi")
+        page.until(f"{SEND} === 'Send' && document.querySelector('.figures').textContent")
+        assert page.value(LAST) == text
+        assert page.value(edges) == [True, True]
+        assert page.value("document.querySelectorAll('#log b').length") == 0
+        assert page.errors() == []
+
+
 def test_the_page_loads_nothing_and_may_speak_to_its_server_only():
     with (
         Served(PacedEngine(counting(1)), keys=("right",)) as served,

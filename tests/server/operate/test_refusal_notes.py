@@ -42,6 +42,16 @@ def test_many_refusals_are_one_note(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
+def test_probes_are_no_refused_requests():
+    engine = PacedEngine(counting(2), says_ready=False)
+    with Served(engine) as served:
+        for path in ("/ready", "/health_generate"):
+            assert refused(served, path)[0] == 503
+        assert not served.service.tally.refusals
+        assert refused(served, "/v1/completions", completion(prompt="a"))[0] == 503
+        assert served.service.tally.refusals == {"starting": 1}
+
+
 @pytest.mark.parametrize("is_json", [False, True])
 def test_the_line_of_a_refused_request_has_the_reason(
     is_json: bool, monkeypatch: pytest.MonkeyPatch
