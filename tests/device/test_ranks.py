@@ -15,8 +15,9 @@ import pytest
 
 from ess.engine.process.checks import exchange_check
 from ess.ports import kept_port
+from ess.units import parse_size
 from tests.device.rank_tasks import expected
-from tests.device.test_served import FLAGS, FOLDER, MADE, PROMPT
+from tests.device.test_served import FOLDER, GRAPHS, MADE, PROMPT
 from tests.device.test_served import expected as served_alone
 from tests.server.harness import TOKENIZER, until
 from tests.support import beside
@@ -160,12 +161,20 @@ def test_all_devices_exchange_whoever_replays(built: Path, monkeypatch: pytest.M
     assert 0 < found.taken_bytes <= found.estimated_bytes
 
 
+USED = f"0,{78 * 2**30 - 180 * 2**20}"
+"""Of 80 GiB, 2 stay free where ranks meet."""
+SIZES = ("--form", "f32", "--row", "f32", "--host-bytes", "96MiB", "--max-running", "2", *GRAPHS)
+
+
 @pytest.mark.long
 def test_one_command_starts_a_server_for_each_device(built: Path):
+    """Of the second one others have so much that not all rows have slots."""
     paths = os.pathsep.join((str(FOLDER), str(ROOT)))
     told = {"PYTHONPATH": paths, "PRETENDED_DRIVER": str(built), "EMULATED_DEVICES": "2"}
     [wanted] = served_alone(PROMPT)
-    with Process("--device", "cuda", "--dp-size", "2", *FLAGS, **told) as process:
+    with Process(
+        "--device", "cuda", "--dp-size", "2", *SIZES, **told, EMULATED_USED=USED
+    ) as process:
         urls = [line["url"] for line in process.greeting["processes"]]
         for url in urls:
             until(lambda url=url: ask(f"{url}/ready").status == 200, "ranks that met", within_s=240)
@@ -177,5 +186,7 @@ def test_one_command_starts_a_server_for_each_device(built: Path):
             assert made.choices[0].text == TOKENIZER.decode(wanted)
         shown = [ask(f"{url}/server_info").document for url in urls]
         assert [each["settings"]["device"]["value"] for each in shown] == ["cuda:0", "cuda:1"]
+        slots = [parse_size(each["settings"]["slot_bytes"]["value"]) for each in shown]
+        assert slots[0] > 90 << 20 > 70 << 20 > slots[1] > 0
         process.process.terminate()
         assert process.ended(120) == 0
