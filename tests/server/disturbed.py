@@ -83,7 +83,8 @@ def said(url: str, key: str, path: str, body: object = None) -> Answer:
 
 def status(url: str, key: str) -> int:
     """Of a route that needs a key at routers too."""
-    return said(url, key, "/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 1}).status
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+    return said(url, key, "/v1/completions", body).status
 
 
 def started(*way: str) -> Process:
