@@ -193,7 +193,7 @@ def test_a_router_is_told_of_all_workers(router: routers.Router):
     met = "" if router.name == "vllm_router" else " 1"
     assert f"--prefill http://a:1{met} --decode http://b:2 --decode http://c:3" in text
     assert "--host 0.0.0.0 --port 8000 --prometheus-host 127.0.0.1" in text
-    assert "--api-key k --tenant-api-key client-0:a --tenant-api-key client-1:b --policy" in text
+    assert "--api-key=k --tenant-api-key client-0:a --tenant-api-key client-1:b --policy" in text
 
 
 def test_a_taken_port_is_said_before_anything_starts():

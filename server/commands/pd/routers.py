@@ -108,7 +108,7 @@ def words_for(
         words += ["--prefill", url, *([url.rpartition(":")[2]] if router.meets_at_port else [])]
     for url in decodes:
         words += ["--decode", url]
-    words += ["--api-key", key] if key else []
+    words += [f"--api-key={key}"] if key else []  # one word: a key may begin with a dash
     for number, each in enumerate(keys):
         words += ["--tenant-api-key", f"client-{number}:{each}"]
     return (*words, *FLAGS)
