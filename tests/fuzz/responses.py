@@ -9,7 +9,7 @@ from tests.fuzz.fuzzer import Finding
 
 STATUSES = {
     *(100, 200, 204, 304, 307, 400, 401, 403, 404, 405, 406, 408, 409, 411, 413, 414, 415, 417),
-    *(421, 422, 426, 431, 503),
+    *(421, 422, 426, 431, 501, 503),
 }
 STATUS_LINE = re.compile(rb"HTTP/1\.1 (\d{3}) [\x20-\x7e]*")
 FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e\x80-\xff\t]*)")
@@ -71,6 +71,8 @@ def _body(
     if headers.get(b"transfer-encoding") == b"chunked":
         return _chunked(status, headers, rest)
     length = headers.get(b"content-length", b"")
+    if not length and headers.get(b"connection") == b"close":  # of a stream for HTTP/1.0
+        return Response(status, headers, rest), b""
     if not length.isdigit():
         raise Finding("not HTTP", "no length", f"{status} {headers}")
     size = int(length)

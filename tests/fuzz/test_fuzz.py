@@ -192,6 +192,8 @@ def test_what_is_no_response_is_told() -> None:
         b"cd",
     ]
     assert not responses(head + b"a", has_heads=False)[0].is_whole
+    closed = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nab"
+    assert [answer.body for answer in responses(closed, has_heads=False)] == [b"ab"]
     for raw in (
         head + b"abc\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nx: a\nb\r\n\r\n",
