@@ -484,18 +484,3 @@ def opened_full(offload: Offload, tokens: list[int]):
         keys = torch.ones((128, LAYOUT.index.key_bytes), dtype=torch.uint8)
         sequence.import_keys(layer=layer, start=0, keys=keys)
     return sequence
-
-
-@pytest.mark.parametrize(
-    ("evict", "device", "sentence"),
-    [
-        ("mru", "cpu", "evict is 'mru', must be one of lru, sieve, score"),
-        ("sieve", "cuda", "evict is 'sieve': on cuda rows give way by lru alone"),
-        ("score", "cuda", "evict is 'score': on cuda rows give way by lru alone"),
-    ],
-)
-def test_a_policy_that_is_not_there_is_refused_by_name(evict, device, sentence):
-    with pytest.raises(BadInput, match=sentence):
-        Offload.create(
-            LAYOUT, slot_bytes="1MiB", host_bytes="1MiB", device=device, evict=evict, lane=None
-        )

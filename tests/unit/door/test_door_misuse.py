@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ess.door import Sequence, Step
+from ess.door import Offload, Sequence, Step
 from ess.errors import BadInput, BadState
 from ess.flashtrans import InlineLane
 from ess.pool.disk.tier import DiskTier
@@ -463,3 +463,18 @@ def test_a_follower_of_one_query_needs_its_row_before_the_selection_is_read(offl
     step.append(1, rows(1))
     step.resolve(1, None).wait()
     step.abandon()
+
+
+@pytest.mark.parametrize(
+    ("evict", "device", "sentence"),
+    [
+        ("mru", "cpu", "evict is 'mru', must be one of lru, sieve, score"),
+        ("sieve", "cuda", "evict is 'sieve': on cuda rows give way by lru alone"),
+        ("score", "cuda", "evict is 'score': on cuda rows give way by lru alone"),
+    ],
+)
+def test_a_policy_that_is_not_there_is_refused_by_name(evict, device, sentence):
+    with pytest.raises(BadInput, match=sentence):
+        Offload.create(
+            LAYOUT, slot_bytes="1MiB", host_bytes="1MiB", device=device, evict=evict, lane=None
+        )
