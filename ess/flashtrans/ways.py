@@ -82,6 +82,12 @@ def settle() -> tuple[Choice, ...]:
     return apply(choices)
 
 
+def check_environment() -> None:
+    """BadInput for an ESS_ROWS or an ESS_ISA that is none."""
+    native.check_isa()
+    asked()
+
+
 def asked() -> str:
     """What ESS_ROWS says, checked; empty if it says nothing, or nothing is native."""
     named = os.environ.get(VARIABLE, "") if native.available() else ""

@@ -189,8 +189,8 @@ class Running:
     def _is_probed(self) -> bool:
         """Whether anything sends requests here because this server is ready: a probe has got 200 of
         `/ready`, or a router lists this server. Then requests still come until the next probe, and
-        it is better to answer them than to refuse their connections. A probe of long ago counts:
-        nobody says how often probes come."""
+        it is better to answer them than to refuse their connections. A probe of long ago counts
+        too: how often probes come is not known."""
         asked = self._service.tally_of_all.answers
         return self.registration is not None or bool(asked.get(READY))
 

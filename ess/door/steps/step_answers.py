@@ -60,7 +60,7 @@ def known_texts(
 
 
 def _why_known(sequence: Sequence, start: int) -> str:
-    """What a caller has most likely forgotten who gives another token at a known position."""
+    """The likeliest reason for another token at a known position."""
     if start + 1 < len(sequence.progress.tokens):
         return f"its rows from position {start} on were not imported"
     return "a step's first token is the one known before it, the sampled one begins the next step"

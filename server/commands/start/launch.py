@@ -93,7 +93,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 def checked(settings: Settings) -> Checkpoint:
     """Reads the checkpoint, and refuses what can be found wrong in it and in files of settings
     before anything starts; `read_words` does the same for texts."""
-    ways.asked()  # refuses a wrong ESS_ROWS, and before that a wrong ESS_ISA
+    ways.check_environment()
     checkpoint = read_checkpoint(settings.model)
     check_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
     default_sampling(settings.default_sampling, checkpoint.defaults)

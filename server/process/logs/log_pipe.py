@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ess.server.process.logs.log_records import Lines, LogFormat, Records
-from ess.server.process.logs.log_times import Timed, is_journal
+from ess.server.process.logs.log_times import TimedLines, is_journal
 
 STDERR: Final = 2
 KEPT_BYTES: Final = 256 << 10
@@ -54,7 +54,7 @@ def unblocked_stderr(form: LogFormat) -> Iterator[None]:
 def _lines(form: LogFormat, outside: int) -> Lines | None:
     if form == "json":
         return Records()
-    return None if form == "plain" or is_journal(outside, os.environ) else Timed()
+    return None if form == "plain" or is_journal(outside, os.environ) else TimedLines()
 
 
 class Carrier(threading.Thread):

@@ -2,7 +2,7 @@
 
 A sentence of another of our processes has the name of that process in front of it, and gets its
 time here. The lines of a traceback and of a library stay as they are; the sentence before them says
-when. systemd's journal notes the time of every line by itself: there a second time is left away.
+when. systemd's journal notes the time of every line by itself: there no second time is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ess.server.process.logs.log_records import Lines, LogFormat
 OURS: Final = re.compile(rb"(?:[a-z]+(?:-[0-9]+)?: )?ess: ")
 
 
-class Timed(Lines):
+class TimedLines(Lines):
     def _of_line(self, line: bytes) -> bytes:
         return (b"%b %b\n" % (now(), line)) if OURS.match(line) else line + b"\n"
 

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from ess.server.process.logs.log_pipe import unblocked_stderr
-from ess.server.process.logs.log_times import Timed, is_journal, passed_on
+from ess.server.process.logs.log_times import TimedLines, is_journal, passed_on
 
 TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d) (.*)")
 OTHERS = [
@@ -29,7 +29,7 @@ OURS = ["ess: ready", "rank-1: ess: ready", "decode-12: ess: \u00e9", "router: e
 def test_only_our_sentences_get_a_time_however_they_come(seed: int):
     chance = random.Random(seed)
     lines = chance.choices(OTHERS + OURS, k=20)
-    left, timed, made = "\n".join(lines).encode(), Timed(), b""
+    left, timed, made = "\n".join(lines).encode(), TimedLines(), b""
     while left:
         size = chance.choice((1, 2, 7, 1000))
         made += timed.feed(left[:size])
@@ -45,7 +45,7 @@ def test_only_our_sentences_get_a_time_however_they_come(seed: int):
 
 
 def test_the_time_is_that_of_the_sentence():
-    match = TIME.fullmatch(Timed().feed(b"ess: now\n").decode().rstrip("\n"))
+    match = TIME.fullmatch(TimedLines().feed(b"ess: now\n").decode().rstrip("\n"))
     assert match is not None
     said_at = datetime.fromisoformat(match[1])
     assert timedelta(0) <= datetime.now(said_at.tzinfo) - said_at < timedelta(minutes=5)
