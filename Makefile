@@ -21,9 +21,9 @@ NEW_ENOUGH = 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.versi
 define INSTALL
 	@$(PYTHON) -c $(NEW_ENOUGH)
 	@echo "installing into $(VENV): torch for the CPU, packages, the native library; some minutes"
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q $(2) 'setuptools>=77' wheel
-	$(BIN)/python $(BUILD) & native=$$!; \
+	$(BIN)/python $(BUILD) & native=$$!; trap 'kill $$native' INT TERM; \
 	{ $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $(2) torch==2.13.0; } && \
 	CC=false CXX=false $(BIN)/pip install -q $(2) --no-build-isolation -e '.[$(1)]' && \
 	wait $$native

@@ -203,8 +203,8 @@ def show_changes(every: Sequence[ChangedPlan]) -> None:
     table = Table.grid(padding=(0, 3))
     for justify in ("left", "right", "right", "right", "right", "left"):
         table.add_column(justify=justify)
-    table.add_row("what if", "batch", "tokens/s per", "over", "tokens/s per", "")
-    table.add_row("", "", "decode GPU", "resident", "GPU, all", "")
+    table.add_row("what if", "batch", "tokens/s per", "over", "tokens/s per", "over")
+    table.add_row("", "", "decode GPU", "resident", "GPU, all", "as asked")
     asked = every[0].all_gpus
     for each in every:
         if each.plan is None or each.all_gpus is None:
