@@ -1,4 +1,5 @@
-"""The dashboard's pictures for the documents, always the same ones from one recording.
+"""The pictures in the documents: the dashboard's are always the same ones from one recording, those
+of the chat page show what smollm2 answers.
 
 python -m tests.server.screens                the pictures in docs/screens
 python -m tests.server.screens --record       a new recording, from a server under load
@@ -20,6 +21,8 @@ from tests.support.process import Process
 ROOT = Path(__file__).resolve().parents[2]
 RECORDING = "demo.json"
 DESK, PHONE = (1280, 800), (390, 844)
+CHAT = (960, 560)
+QUESTIONS = ("What is the capital of France?", "And of Italy?")
 LOADED = (
     *("--max-running", "8", "--max-waiting", "16", "--max-model-len", "4k"),
     *("--slot-bytes", "20MiB"),
@@ -72,6 +75,36 @@ def shoot(folder: Path) -> list[Path]:
     return made
 
 
+def ask(page: Browser, question: str, *, answered: int) -> None:
+    """Returns when so many answers are whole."""
+    page.until("!document.getElementById('send').disabled")
+    page.value(f"document.getElementById('question').value = {question!r}")
+    page.value("document.getElementById('question').focus()")
+    page.press("Enter")
+    figures = "document.querySelectorAll('.figures:not(:empty)').length"
+    page.until(f"{figures} === {answered}", within_s=60)
+
+
+def shoot_chat(folder: Path) -> list[Path]:
+    """The first answer, during which the engine still warms up, is in no picture."""
+    made = []
+    with Process("smollm2").wait_ready() as process, Browser() as page:
+        page.resize(*CHAT)
+        page.go(process.url + "/chat")
+        page.value("document.getElementById('temperature').value = '0'")
+        ask(page, QUESTIONS[0], answered=1)
+        page.value("document.getElementById('fresh').click()")
+        for number, question in enumerate(QUESTIONS, start=1):
+            ask(page, question, answered=number)
+        for scheme in ("light", "dark"):
+            page.dress(scheme)
+            path = folder / f"chat-{scheme}.png"
+            path.write_bytes(page.still())
+            made.append(path)
+        assert not page.errors(), page.errors()
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--record", action="store_true")
@@ -79,7 +112,7 @@ def main() -> None:
         record(Path(str(resources.files("ess.server.http"))) / "recordings" / RECORDING)
     folder = ROOT / "docs" / "screens"
     folder.mkdir(exist_ok=True)
-    for path in shoot(folder):
+    for path in (*shoot(folder), *shoot_chat(folder)):
         print(path.relative_to(ROOT))
 
 
