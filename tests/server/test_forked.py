@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +155,19 @@ def test_what_ends_it_ends_the_engine(number: signal.Signals):
 
 
 @pytest.mark.usefixtures("_imported")
+def test_a_nursery_outlives_who_ends_before_its_answer(tmp_path: Path):
+    """What stands for a fork is killed at any moment."""
+    raw = json.dumps({"words": ["-c", "pass"], "folder": str(ROOT), "environment": {**os.environ}})
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as standing:
+            standing.connect(f"\0{nursery('disk').address}")
+            with (tmp_path / "printed").open("w") as file:
+                socket.send_fds(standing, [raw.encode()], [file.fileno()] * 3)
+            assert select.select([standing], [], [], 60)[0]
+    with started("disk", ["-c", "print(7)"], stdout=-1, text=True) as process:
+        assert process.communicate(timeout=60)[0] == "7\n"
+
+
 def test_an_engine_whose_environment_is_read_at_a_start_is_started():
     before = forks()
     with engine(OMP_NUM_THREADS="3") as process:

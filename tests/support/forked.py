@@ -215,7 +215,7 @@ class Forks:
         if pid:
             for file in files:
                 os.close(file)
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(ConnectionError):
                 who.send(b"%d" % pid)
         return not pid
 
@@ -231,7 +231,7 @@ class Forks:
         for pid, told in list(self._told.items()):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
-                with contextlib.suppress(BrokenPipeError):
+                with contextlib.suppress(ConnectionError):
                     os.write(told, b"%d" % os.waitstatus_to_exitcode(status))
                 os.close(self._told.pop(pid))
 
@@ -255,13 +255,22 @@ def main(asks: socket.socket, hears: socket.socket, modules: Sequence[str]) -> N
             forks.tell()
         elif who is hears:
             forks.standing[hears.accept()[0]] = 0
-        elif not (found := socket.recv_fds(who, ASKED_MAX, 8))[0]:
+        elif not (heard := _heard(who))[0]:
             if who is asks:
                 return
             forks.leave(who)
-        elif forks.begin(who, asked := json.loads(found[0]), files := found[1]):
+        elif forks.begin(who, asked := json.loads(heard[0]), files := heard[1]):
             break
     _become(asked, files)
+
+
+def _heard(who: socket.socket) -> tuple[bytes, list[int]]:
+    """No bytes behind the end of `who`, also of one that has ended before it read our answer."""
+    try:
+        message, files, *_ = socket.recv_fds(who, ASKED_MAX, 8)
+    except ConnectionResetError:
+        return b"", []
+    return message, files
 
 
 def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
