@@ -27,6 +27,8 @@ def page() -> Iterator[Browser]:
 
 @pytest.fixture(autouse=True)
 def _fresh(page: Browser) -> None:
+    """The page of the test before would go on asking its server, which has ended."""
+    page.go("about:blank")
     page.events.clear()
 
 
