@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from ess.clock import RealClock
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.pd import routers
+from ess.server.commands.pd.keeper import Order
 from ess.server.commands.pd.kept import Kept
 from ess.server.commands.pd.processes import PdProcesses, serve_pd
 from ess.server.commands.pd.routers import ROUTERS, Place
@@ -142,6 +145,34 @@ def test_workers_read_the_keys_again_and_know_the_routers(
     files = told.api_key_file.split(",")
     assert (files[0] == str(keys)) == is_file
     assert all(Path(file).stat().st_mode & 0o077 == 0 for file in files[is_file:])
+
+
+def test_keys_that_change_while_workers_start_are_the_first_router_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whether before the file is watched or after."""
+    file, orders = tmp_path / "keys", []
+    file.write_text("a\n")
+    settings = resolve({"api_key_file": str(file)}, environment={}).settings
+    each, place = share("1p1d"), Place(host="127.0.0.1", port=9, metrics_port=10)
+    file.write_text("b\n")
+
+    def keep(kept: Kept, role: str, order: Order, is_ready: object) -> SimpleNamespace:
+        orders.append(order)
+        return SimpleNamespace(listens=None, ready=None, url="http://a:1")
+
+    async def wait_until(kept: Kept, *given: object) -> None:
+        file.write_text("c\nd\n")
+
+    monkeypatch.setattr(Kept, "keep", keep)
+    monkeypatch.setattr(Kept, "wait_until", wait_until)
+    processes = PdProcesses(
+        shape_of("1p1d"), each, routers.ROUTERS[0], place, settings, tmp_path, RealClock()
+    )
+    assert processes._keys == ("b",)
+    asyncio.run(processes._begin())
+    clients = [word for word in orders[-1].words if word.startswith("client-")]
+    assert clients == ["client-0:c", "client-1:d"]
 
 
 def test_workers_do_not_read_the_environment_again():

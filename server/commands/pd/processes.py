@@ -8,8 +8,9 @@ first finish their streams, which need the others; then prefill workers end, the
 of them outlives this process, however it ends.
 
 Workers read files of keys again when they change. A router has the keys of its start: when they
-change, another takes its place, while the first finishes its streams. The router itself asks with a
-key that is made here, which the workers know too.
+change, another takes its place, while the first finishes its streams. They are watched from before
+the workers start, which may take minutes. The router itself asks with a key that is made here,
+which the workers know too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import msgspec
 
 from ess import console
 from ess.clock import Clock, RealClock
+from ess.errors import BadInput
 from ess.ports import kept_port
 from ess.server.commands.pd import routers, table
 from ess.server.commands.pd.keeper import Keeper, Order
@@ -111,6 +113,11 @@ class PdProcesses:
         self._folder = folder
         self._key = secrets.token_urlsafe(SECRET_BYTES) if settings.keys else ""
         self._keys = settings.keys
+        paths = listed(settings.api_key_file)
+        self._watched = Watched("api_key_file", paths, self._take_keys)
+        if paths:
+            with contextlib.suppress(BadInput):  # they were read before they were watched
+                self._take_keys()
         roles = ("prefill", "decode", "router")
         self._kept = Kept(roles, environment=clean(os.environ), clock=clock)
 
@@ -145,6 +152,7 @@ class PdProcesses:
         ]
         for keeper in (*prefills, *decodes):
             await self._kept.wait_until(keeper, keeper.ready, "ready")
+        self._watched.refresh()
         router = self._kept.keep("router", self._router_order(), self._is_router_ready)
         await self._kept.wait_until(router, router.ready, "ready")
 
@@ -196,11 +204,10 @@ class PdProcesses:
         """Looks at the file of keys every few seconds, and at once after SIGHUP."""
         if not self._settings.api_key_file:
             return
-        watched = Watched("api_key_file", listed(self._settings.api_key_file), self._take_keys)
         with contextlib.ExitStack() as ports:
             while True:
                 await self._kept.until_hangup(within_s=FILES_S)
-                if watched.refresh():
+                if self._watched.refresh():
                     free = ports.enter_context(kept_port(HOST))  # the first router has its own yet
                     self._place = dataclasses.replace(self._place, metrics_port=free)
                     await self._kept.replace("router", self._router_order(), self._is_router_ready)
@@ -209,7 +216,7 @@ class PdProcesses:
         keys = listed(read_keys(self._settings.api_key_file))
         check_header_text(keys)
         self._keys = keys
-        return "another router starts with these keys"
+        return "the next router starts with these keys"
 
     # ---- the end
 
