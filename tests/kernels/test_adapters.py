@@ -152,6 +152,9 @@ class DeepGemmStandIn:
         assert (block, sm_count) == (64, 132)
         assert lengths.dim() == (1 if self.flat else 2), "lengths have the wrong form"
         assert lengths.is_cuda or lengths.max() > 0, "an illegal memory access was encountered"
+        behind = lengths.untyped_storage().nbytes() - lengths.nbytes
+        assert lengths.is_contiguous()
+        assert behind >= lengths[0].nbytes, "a length behind the last is read"
         return "schedule"
 
     def fp8_paged_mqa_logits(
@@ -163,9 +166,6 @@ class DeepGemmStandIn:
         count, together, heads, dim = q.shape
         assert together in self.together, f"next_n {together}"
         assert len(table) == len(lengths) == count
-        behind = lengths.untyped_storage().nbytes() - lengths.nbytes
-        assert lengths.is_contiguous()
-        assert behind >= lengths[0].nbytes, "a length behind the last is read"
         assert pages.shape[1:] == (64, 1, 132)
         self.calls.append(together)
         counts = lengths
