@@ -313,8 +313,11 @@ def graph(made, stream=None, **options):
     made.capture_begin(**options)
     try:
         yield
-    finally:
-        made.capture_end()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            made.capture_end()
+        raise
+    made.capture_end()
 
 
 def interpret(function, *args, grid, warmup, **kwargs):
