@@ -17,6 +17,7 @@ from ess.models.chat.messages import Conversation, Message
 from ess.models.chat.styles import TemplateStyle, style_of
 from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
+from ess.server.commands.start import banner
 from ess.server.commands.start.begin import serve_flags
 from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
 from ess.server.commands.start.files.words import chat_template, read_words
@@ -105,6 +106,13 @@ def test_a_wrong_way_to_copy_rows_is_refused_before_the_engine_starts(
     monkeypatch.setenv("ESS_ROWS", "fast")
     said = refused(EMBEDDED, capsys)
     assert said.startswith("ESS_ROWS is 'fast', must be one of unmeasured, requests, plain, ")
+
+
+@pytest.mark.parametrize("meets", [{}, {"peers": "10.0.0.1:8998"}, {"fake_prefill": True}])
+def test_a_decode_worker_without_peers_says_so(meets: dict[str, Any]) -> None:
+    given = {"role": "decode", "peer_secret": "s" * 16, **meets}
+    lines = banner._title(resolve(given, environment={}).settings)
+    assert any("knows no prefill worker" in line for line in lines) == (not meets)
 
 
 def test_variables_that_kernels_read_are_no_settings() -> None:

@@ -68,6 +68,8 @@ def _title(settings: Settings) -> Iterator[str]:
     if settings.model == EMBEDDED:
         real = "; a small real one: `ess serve smollm2`" if settings.role == "both" else ""
         yield f"It is the model in the box, and says nonsense{real}"
+    if settings.role == "decode" and not settings.peers and not settings.fake_prefill:
+        yield "It knows no prefill worker, as --peers names none: it computes prompts itself"
 
 
 def _grid(*justify: str) -> Table:
