@@ -1,7 +1,7 @@
 """What error a perfect model would have: how far apart measurements of the same are.
 
 A model gives one figure for one set of stated conditions. Where two measurements under these
-conditions differ by a factor r, the best figure is off by sqrt(r) - 1 from one of them.
+conditions differ by a factor r, the best figure is off by (r - 1) / (r + 1) from both.
 
 A model may also be right but for a factor that a source does not state: its site, its software. So
 the last row shows what is left of our errors if all rows of a source share a factor: each row is

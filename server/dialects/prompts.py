@@ -266,7 +266,7 @@ class PromptReader:
             thinking = self._thinks if asked is None else asked
             lists = [
                 self._rendered(
-                    ask.messages or [],
+                    instructed(ask.messages or []),
                     offered_tools(ask.tools, None),
                     thinking and not is_begun,
                     goes_on=is_begun,

@@ -107,11 +107,19 @@ class History:
         document says whether it is kept: a response that is too large is not."""
         if self._shelf is None or not self.is_kept:
             return
-        said = msgspec.json.encode([item for item in document["output"] if _is_whole(item)])
+        items = map(_without_chances, filter(_is_whole, document["output"]))
+        said = msgspec.json.encode(list(items))
         whole = msgspec.json.encode(document)
         is_open = document["status"] == "in_progress"
         kept = KeptResponse(asked=self._asked, said=said[1:-1], document=whole, is_open=is_open)
         self.is_kept = document["store"] = self._shelf.put(self.owner, document["id"], kept)
+
+
+def _without_chances(item: dict[str, Any]) -> dict[str, Any]:
+    """The item as a prompt needs it: log probabilities are much longer than the text."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
 def _identity(given: msgspec.Raw) -> str | None:

@@ -62,6 +62,8 @@ class ScoredParser:
             self._place(token, chance)
         heard: list[Scored] = []
         begin = self._pushed
+        if begin + len(text) > self._length:
+            self._place_end(begin + len(text))
         while self._ends and self._ends[0] < begin + len(text):
             heard += self._push_piece(text[self._pushed - begin : self._ends.popleft() - begin])
         return heard + self._push_piece(text[self._pushed - begin :])
@@ -78,6 +80,15 @@ class ScoredParser:
             self._placed.append(PlacedTokens(tokens, chances, self._length))
             self._ends.append(self._length)
             self._textless = []
+
+    def _place_end(self, length: int) -> None:
+        """The text ends with what an unfinished character is worth, whose tokens had no text."""
+        said = [pair for pair in self._textless if pair[0] not in self._tokenizer.special_ids]
+        if said:
+            tokens, chances = zip(*said, strict=True)
+            self._placed.append(PlacedTokens(tokens, chances, length))
+            self._ends.append(length)
+        self._length, self._textless = length, []
 
     def _push_piece(self, piece: str) -> list[Scored]:
         self._open += piece

@@ -278,14 +278,20 @@ def event(document: Any) -> bytes:
 
 
 async def respond(
-    grown: Answer, receive: Receive, *, writer: Writer | None, whole: Callable[[], Any]
+    grown: Answer,
+    receive: Receive,
+    *,
+    writer: Writer | None,
+    whole: Callable[[], Any],
+    kept: Callable[[Any], Any] = lambda document: document,
 ) -> Response:
-    """A stream if there is a writer, else the document that `whole` makes."""
+    """A stream if there is a writer, else the document that `whole` makes, if need be in a thread,
+    and `kept` completes."""
     try:
         if writer is not None:
             return await _stream(grown, receive, writer)
         if await first_of(grown.collect(), gone(receive)):
-            made = await made_of(grown, whole)
+            made = kept(await made_of(grown, whole))
             return answer(_with_params(made, grown.call.params))
     except BaseException:
         grown.give_up()

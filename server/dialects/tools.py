@@ -175,8 +175,19 @@ def tools_of_responses(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
                     f"tools[{place}].type is {kind!r:.40}; function and namespace are served"
                 )
     if given and not offered:
-        raise BadInput(f"tools has no function: nothing is searched here, leave out {SEARCH}")
+        is_search = any(tool.get("type") == SEARCH for tool in given)
+        advice = f": nothing is searched here, leave out {SEARCH}" if is_search else ""
+        raise BadInput(f"tools has no function{advice}")
+    _refuse_doubles(offered, namespaces_of(given))
     return offered
+
+
+def _refuse_doubles(offered: Sequence[Tool], spaces: Mapping[str, object]) -> None:
+    """A call of a name that two tools have would be taken for that of the namespace."""
+    names = [_name_of(tool) for tool in offered]
+    for name in spaces:
+        if names.count(name) > 1:
+            raise BadInput(f"tools: {name!r:.80} is the full name of two functions")
 
 
 def _as_chat_tool(tool: Mapping[str, Any]) -> Tool:
@@ -257,16 +268,23 @@ def is_thinking(given: Mapping[str, Any] | None) -> bool:
     return kind != "disabled"
 
 
+def _under_full_name(chosen: Any) -> Any:
+    """A function as a choice names it, by the name that the model calls it by."""
+    if not isinstance(chosen, Mapping):
+        return chosen
+    return {"name": full_name(chosen.get("namespace"), chosen.get("name"))}
+
+
 def choice_of_responses(given: ToolChoice) -> ToolChoice:
     """In the form of a chat's choice."""
     if not isinstance(given, Mapping):
         return given
     match given.get("type"):
         case "function":
-            return {"type": "function", "function": {"name": given.get("name")}}
+            return {"type": "function", "function": _under_full_name(given)}
         case "allowed_tools":
             listed = given.get("tools")
-            tools = listed if isinstance(listed, list) else []
+            tools = [_under_full_name(each) for each in listed] if isinstance(listed, list) else []
             allowed = {"mode": given.get("mode"), "tools": [{"function": each} for each in tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
     return {"type": str(given.get("type"))}

@@ -281,8 +281,8 @@ class EngineLink:
             case Cut(front):
                 self.on_cut(front)
             case Fault(sentence):
+                self.on_fault(sentence)  # which counts the calls that end here
                 self.interrupt(f"the engine is gone: {sentence}")
-                self.on_fault(sentence)
 
 
 def _adds(

@@ -35,5 +35,9 @@ async def _to_the_end(work: Coroutine[Any, Any, Result]) -> Result:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         loop = asyncio.get_running_loop()
+        for task in left:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                told = {"message": "a task failed as it was cancelled", "exception": error}
+                loop.call_exception_handler(told)
         await loop.shutdown_asyncgens()
         await loop.shutdown_default_executor()

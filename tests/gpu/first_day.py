@@ -103,6 +103,15 @@ def phases(kept: Path) -> Iterator[list[Part]]:
         yield [Part(name, (*only, *rows), LIMIT_S[name])]
 
 
+@contextlib.contextmanager
+def without_signals() -> Iterator[None]:
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 class Day:
     """`report` is what has been learned so far; only this owner writes it."""
 
@@ -115,12 +124,15 @@ class Day:
         here = machine()
         if (kept / REPORT).exists():
             self.go_on(here)
-        self.report["machine"] = here
+        if kind_of(here) is not None or "machine" not in self.report:
+            self.report["machine"] = here
 
     def go_on(self, here: dict[str, Any]) -> None:
-        """What an earlier run has learned, unless it was on another kind of device."""
+        """What an earlier run has learned, unless it was on another kind of device. A run that sees
+        no device, if only for now, sets nothing aside."""
         earlier = read(self.kept / REPORT)
-        if earlier is not None and kind_of(earlier["machine"]) in (None, kind_of(here)):
+        kind = kind_of(here)
+        if earlier is not None and (kind is None or kind_of(earlier["machine"]) in (None, kind)):
             self.report |= earlier
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(self.kept / PRINTED, self.kept / EARLIER)
@@ -164,9 +176,11 @@ class Day:
             self.write()
 
     def cut_off(self, playing: Playing) -> None:
-        """A part may only now be starting its process: until all have ended."""
-        while wait(playing, timeout=0.1).not_done:
-            end_marked(f"{os.getpid()}.")
+        """A part may only now be starting its process: until all have ended. A second signal, as
+        of a session that closes, would leave them running."""
+        with without_signals():
+            while wait(playing, timeout=0.1).not_done:
+                end_marked(f"{os.getpid()}.")
         for each, part in playing.items():
             self.end(part, each.result() | {"ended": False, "end": "cut off"})
         self.write()

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "ESS_FIRST_DAY"
-"""A variable of every process that such a program starts, and that these start."""
+MARK = "FIRST_DAY_OF_ESS"
+"""A variable of every process that such a program starts, and that these start. Names that begin
+with ESS_ are settings to a server."""
 GONE_S = 5.0
 """A process that waits in the driver may not end even when it is killed."""
 ROUNDS = 3

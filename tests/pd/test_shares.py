@@ -179,6 +179,8 @@ def test_workers_do_not_read_the_environment_again():
     """A share of host_bytes would give way to ESS_HOST_BYTES, which is for all."""
     given = {"PATH": "/bin", "ESS_HOST_BYTES": "1GiB", "VLLM_API_KEY": "k", "OPENAI_API_KEY": "k"}
     assert clean(given) == {"PATH": "/bin"}
+    kept = {"ESS_ROWS": "plain", "ESS_ISA": "avx2", "ESS_CACHE_DIR": "/cache"}
+    assert clean({**given, **kept}) == {"PATH": "/bin", **kept}
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -57,6 +57,20 @@ def prompt_of(served: Served) -> str:
     return TOKENIZER.decode(served.engine.adds[-1].prompt)
 
 
+def test_log_probabilities_are_not_part_of_what_follows(served: Served):
+    """They would fill the longest body that is read within some thousand tokens."""
+    wish = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    first = create(served, input="When?", **wish)
+    assert first.output[0].content[0].logprobs
+    assert served.service.kept is not None
+    kept = served.service.kept.find(owner_of([(b"authorization", b"Bearer none")]), first.id)
+    assert kept is not None
+    assert b'"logprobs":[]' in kept.said
+    assert b'"bytes"' not in kept.said
+    with client(served) as asking:
+        assert asking.responses.retrieve(first.id).output[0].content[0].logprobs
+
+
 def test_a_response_follows_another_and_that_one_a_third(served: Served):
     first = create(served, input="When?", instructions="Be brief.")
     assert (first.store, first.previous_response_id) == (True, None)

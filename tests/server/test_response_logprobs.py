@@ -71,6 +71,24 @@ def test_too_many_are_refused_by_their_name(plain: Served):
     assert caught.value.param == "top_logprobs"
 
 
+@pytest.mark.parametrize("step", [1, 9])
+def test_a_character_cut_off_by_the_end_has_its_tokens(step: int):
+    own = TOKENIZER.encode("a \U0001f642")[:-1]
+    text = TOKENIZER.decode(own)
+    assert text.endswith("\ufffd"), "the character is in several tokens"
+    chances = [Chance(-place - 1.0, 1) for place in range(len(own))]
+    scored = ScoredParser(DeepSeekParser(thinking=False), TOKENIZER, keep_special=False)
+    heard, given = [], 0
+    for at in range(0, len(own), step):
+        known = TOKENIZER.decode(own[: at + step]).rstrip("\ufffd")
+        heard += scored.push(text[given : len(known)], own[at : at + step], chances[at : at + step])
+        given = len(known)
+    heard += [*scored.push(text[given:], (), ()), *scored.finish()]
+    assert "".join(event.text for event, _ in heard if isinstance(event, Content)) == text
+    expected = chat_logprobs(TOKENIZER, own, chances)["content"]
+    assert [entry for _, entries in heard for entry in entries] == expected
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_tokens_are_those_of_the_content_however_the_reply_is_cut(seed: int):
     """Contents that look like pieces of marks, characters in several tokens; texts that lag behind

@@ -137,6 +137,20 @@ def test_functions_of_a_namespace_have_its_name_too(calling: Served):
     assert 'invoke name="mcp__now"' in prompt_of(calling)
 
 
+def test_a_choice_may_name_a_namespace_and_full_names_are_unequal(calling: Served):
+    spaces = [{"type": "namespace", "name": "t", "description": "", "tools": TOOLS[:1]}]
+    name = TOOLS[0]["name"]
+    own = {**TOOLS[0], "name": f"t__{name}"}
+    with pytest.raises(openai.BadRequestError, match=f"'t__{name}' is the full name of two"):
+        create(calling, tools=[*spaces, own])
+    chosen = {"type": "function", "namespace": "t", "name": name}
+    for choice in (chosen, {"type": "allowed_tools", "mode": "auto", "tools": [chosen]}):
+        create(calling, tools=[*spaces, TOOLS[1]], tool_choice=choice)
+        prompt = prompt_of(calling)
+        assert f'"name": "t__{name}"' in prompt
+        assert f'"name": "{TOOLS[1]["name"]}"' not in prompt
+
+
 def test_a_call_of_a_namespace_comes_back_under_both_names(calling: Served):
     space = {"type": "namespace", "name": "n_", "description": "", "tools": []}
     with pytest.raises(openai.BadRequestError, match="has no function"):

@@ -23,6 +23,7 @@ import pytest
 
 from ess.pool.disk.folder import SLAB
 from ess.server.process.child import Child, End
+from ess.server.process.engines import restarts
 from ess.server.process.engines.group import EngineGroup, Loss, Member
 from ess.server.process.engines.restarts import OVER_S, Restarts
 from ess.server.process.engines.succession import EngineStart, Succession
@@ -364,8 +365,10 @@ class Unable:
         self.heard.append(endpoint)
 
 
-def test_an_engine_that_cannot_be_started_is_lost():
-    """The system has no more processes for us, say."""
+def test_an_engine_that_cannot_be_started_is_lost(monkeypatch: pytest.MonkeyPatch):
+    """The system has no more processes for us, say: it is tried again after growing pauses, however
+    useful the engine before was."""
+    monkeypatch.setattr(restarts, "PAUSE_S", 0.001)
     unable, clock = Unable(), ManualClock()
     start = EngineStart(
         folder="here",
@@ -380,7 +383,13 @@ def test_an_engine_that_cannot_be_started_is_lost():
     why = f"the engine is gone: it cannot be started: {os.strerror(errno.EAGAIN)}"
     assert said.startswith(f"{why}; it was started again 2 times")
     assert unable.tried == [0, 1, 2]
-    assert unable.heard == [why, endpoint_of("here", 0, 1), why, endpoint_of("here", 0, 2), said]
+    assert unable.heard == [
+        f"{why}; another starts in 0.001 s",
+        endpoint_of("here", 0, 1),
+        f"{why}; another starts in 0.002 s",
+        endpoint_of("here", 0, 2),
+        said,
+    ]
 
 
 def test_a_front_that_cannot_be_started_is_tried_again(monkeypatch):

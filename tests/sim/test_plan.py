@@ -334,6 +334,7 @@ def test_changes_are_planned_as_if_they_had_been_asked(monkeypatch: pytest.Monke
     assert len(found) == 10
     assert {name for name, each in found.items() if each.refused} == {
         "--mtp 1",
+        "--gpus 16, their memory alike",
         "host memory: half",
     }
     alone = {

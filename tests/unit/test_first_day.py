@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ess.server.commands.start.settings import read_environment
 from tests.gpu import first_day
 from tests.gpu.__main__ import UNFINISHED
 from tests.gpu.first_day import PRINTED, REPORT, Part
+from tests.gpu.marked import MARK
 from tests.support.kin import wait_for_end
 
 ROWS = {"rows": [{"name": "a row", "met": False}]}
@@ -221,6 +223,10 @@ def test_a_part_that_found_nothing_to_do_runs_again(
     assert first_day.main(given) == 0
 
 
+def test_a_server_of_a_day_takes_the_mark_for_no_setting() -> None:
+    assert read_environment({MARK: "1.tests."}) == {}
+
+
 def test_a_report_of_another_device_or_a_damaged_one_is_set_aside(
     alone: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +237,11 @@ def test_a_report_of_another_device_or_a_damaged_one_is_set_aside(
     assert first_day.main(["--kept", str(kept)]) == 0
     counts = json.loads((kept / REPORT).read_text())["counts"]
     assert counts == "1 passed, 0 skipped, 0 failed", "the same device: it goes on"
+    monkeypatch.setattr(first_day, "machine", lambda: {"devices": "none"})
+    assert first_day.main(["--kept", str(kept)]) == 0
+    report = json.loads((kept / REPORT).read_text())
+    assert report["counts"] == counts, "a device that is not seen for now is no other device"
+    assert report["machine"] == {"devices": "a GPU, 1 MiB"}
     monkeypatch.setattr(first_day, "machine", lambda: {"devices": "another GPU, 1 MiB"})
     assert first_day.main(["--kept", str(kept)]) == 0
     assert json.loads((kept / REPORT).read_text())["counts"].startswith("2 passed")

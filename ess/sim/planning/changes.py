@@ -64,7 +64,8 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         if gpus in GROUPS and ask.parallel is None:
             host = None if ask.host_bytes is None else ask.host_bytes * gpus // ask.gpu_count
             other = replace(ask, gpu_count=gpus, host_bytes=host)
-            yield f"--gpus {gpus}", replace(setup, ask=other)
+            alike = "" if host is None else ", their memory alike"
+            yield f"--gpus {gpus}{alike}", replace(setup, ask=other)
     for gpu in CHIPS:
         if gpu != setup.gpu and ask.device_bytes is None:
             yield f"--gpu {gpu}", replace(setup, gpu=gpu)
@@ -78,8 +79,10 @@ def _nodes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     link = node.link_rate or chip_of(setup.gpu).machine.link_rate
     ddr4 = replace(node, dram_rate=DDR4_SHARE * node.dram_rate)
     yield "host memory: DDR4", replace(setup, node=ddr4)
-    for name, factor in (("half, as PCIe 4", 0.5), ("twice, as PCIe 6", 2.0)):
-        yield f"host link: {name}", replace(setup, node=replace(node, link_rate=factor * link))
+    for name, as_pcie, factor in (("half", 4, 0.5), ("twice", 6, 2.0)):
+        same = f", as PCIe {as_pcie}" if node.link_rate is None else ""
+        other = replace(node, link_rate=factor * link)
+        yield f"host link: {name}{same}", replace(setup, node=other)
 
 
 def _changed(

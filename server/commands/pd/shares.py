@@ -12,12 +12,20 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ess.errors import BadInput
+from ess.flashtrans import ways
 from ess.layout import ModelLayout
 from ess.server.commands.start.compat_flags import FAMILY
 from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint, read_entries
 from ess.server.commands.start.files.words import read_words
 from ess.server.commands.start.launch import derived, layout_of, sized
-from ess.server.commands.start.settings import FIELDS, PREFIX, Resolved, Settings, resolve
+from ess.server.commands.start.settings import (
+    FIELDS,
+    PREFIX,
+    READ_ELSEWHERE,
+    Resolved,
+    Settings,
+    resolve,
+)
 from ess.server.commands.start.sizing import STATE_COPIES, MemoryPlan, plan_memory
 from ess.transfer.messages import SECRET_BYTES_MIN
 
@@ -99,6 +107,7 @@ def share_of(resolved: Resolved, shape: Shape, stages: Mapping[str, Any] | None 
     """Divides what `ess serve` would take by the number of workers. Checks everything that a worker
     would check: a start that must fail starts nothing."""
     check_settings(resolved)
+    ways.check_environment()
     settings = resolved.settings
     checkpoint = read_checkpoint(settings.model)
     if settings.engine == "model":
@@ -181,4 +190,8 @@ def clean(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without variables that set settings, as the worker's file has them all, and
     without a key that a router would send to workers."""
     families = (PREFIX, *FAMILY, "OPENAI_API_KEY")
-    return {name: value for name, value in environment.items() if not name.startswith(families)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in READ_ELSEWHERE or not name.startswith(families)
+    }

@@ -160,7 +160,7 @@ def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
         both(
             "prefill GPUs",
             lambda side: _gpus(side.fleet.prefill),
-            f"pipelines x GPUs of each, in groups of {fleets.offload.prefill_group}",
+            f"pipelines x GPUs of each, timed as in groups of {fleets.offload.prefill_group}",
         ),
         both("batch per group of heads", lambda side: f"{side.point.batch}", "at most"),
         both(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -14,7 +13,6 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
-import uvloop
 import zmq.asyncio
 
 from ess import console
@@ -177,13 +175,10 @@ def run_node(told: ServerFacts) -> int:
     ranks = ranks_here(settings)
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     node = Node(starter(settings, launch, told.layers, lambda number: []))
-    with (
-        unblocked_stderr(settings.log_format),
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
+    with unblocked_stderr(settings.log_format):
         where = f"met at {settings.dist_init_addr}"
         console.note(f"ess: {shown} of {settings.world_size} here, {where}")
-        return runner.run(node.run())
+        return run_whole(node.run())
 
 
 def check_kept(folder: str) -> None:

@@ -59,7 +59,7 @@ async def _respond(request: Request, service: Service, history: History) -> Resp
     if ask.background:
         return _begun(shape)
     writer = ResponseWriter(shape) if ask.stream else None
-    return await respond(grown, request.receive, writer=writer, whole=shape.whole)
+    return await respond(grown, request.receive, writer=writer, whole=shape.whole, kept=shape.kept)
 
 
 async def input_tokens(request: Request) -> Response:
@@ -128,7 +128,7 @@ async def _made(shape: ResponseShape, response: Begun) -> None:
     """Whatever happens, the document says at the end how the response ended."""
     try:
         await shape.grown.collect()
-        await made_of(shape.grown, shape.whole)
+        shape.kept(await made_of(shape.grown, shape.whole))
     except asyncio.CancelledError:
         shape.broken_off("cancelled")
     except EssError as error:
@@ -198,7 +198,7 @@ class ResponseShape:
     def whole(self) -> Item:
         made = self.generation
         self.hear(made.text, made.tokens, made.chances, is_last=True)
-        return self.last()
+        return self._ended()
 
     def hear(
         self,
@@ -227,14 +227,22 @@ class ResponseShape:
         return document
 
     def last(self) -> Item:
-        """The document at the end of the answer."""
+        """The document at the end of the answer; it is kept."""
+        return self.kept(self._ended())
+
+    def kept(self, document: Item) -> Item:
+        """On the event loop: a thread that makes a document goes on when its request is cancelled,
+        and would keep one that was deleted meanwhile."""
+        self.history.keep(document)
+        return document
+
+    def _ended(self) -> Item:
         finish = self.generation.finish
         status = "completed" if finish == "stop" else "incomplete"
         self.items.end(status)
         document = {**self.document(status), "output": self.items.ended, "usage": self._usage()}
         if finish == "length":
             document["incomplete_details"] = {"reason": "max_output_tokens"}
-        self.history.keep(document)
         return document
 
     def document(self, status: str) -> Item:

@@ -68,7 +68,7 @@ class EngineState:
                 self.has_answered |= message.made_count > 0
             case Held():
                 self.holding.hear(is_on=message.is_on, at_s=message.at_s)
-            case Ready():
+            case Ready() if self.state != "lost":
                 self._begin(message)
 
     def _begin(self, ready: Ready) -> None:

@@ -23,10 +23,12 @@ SEEN_S: Final = 0.25
 @dataclass(frozen=True, slots=True)
 class Loss:
     """How an engine was lost. `is_said` if it said so itself, or ended with an exit code: started
-    again in the same way, it may well end in the same way."""
+    again in the same way, it may well end in the same way. `open_count` is the number of requests
+    that were open then, where they have ended since."""
 
     how: str
     is_said: bool = False
+    open_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,10 +100,11 @@ class Succession:
 
     async def _succeed(self, loss: Loss, sentence: str) -> None:
         restarts = self._given.restarts
-        pause_s = restarts.add(was_of_use=self._link.engine.has_answered)
+        was_of_use = self._group is not None and self._link.engine.has_answered
+        pause_s = restarts.add(was_of_use=was_of_use)
         self._number += 1
         starts = f"another starts in {pause_s:g} s" if pause_s else "another starts"
-        count = self._link.open_count + self._link.open_elsewhere_count
+        count = self._open_count() if loss.open_count is None else loss.open_count
         console.note(
             f"ess: {sentence}; {starts} ({restarts.count} of {restarts.most});"
             f" {requests_are(count)} open{_advice(loss)}"
@@ -112,6 +113,9 @@ class Succession:
         self._fronts.succeed(self._number, sentence)
         await self._end_lost(loss, sentence)
         await self._pause(pause_s)
+
+    def _open_count(self) -> int:
+        return self._link.open_count + self._link.open_elsewhere_count
 
     async def _pause(self, pause_s: float) -> None:
         """Waits; the server's end cuts it short."""
@@ -128,7 +132,7 @@ class Succession:
     async def _run_one(self) -> Loss:
         """Runs one engine until it is lost; its processes may still be there."""
         self._lost = asyncio.get_running_loop().create_future()
-        self._link.on_fault = lambda sentence: self._lose(Loss(sentence, is_said=True))
+        self._link.on_fault = lambda sentence: self._lose(Loss(sentence, True, self._open_count()))
         self._group = None
         if self._ends.is_set():
             return Loss("the server ends")

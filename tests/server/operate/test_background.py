@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from ess.server.dialects.routes import openai_responses
 from ess.server.process.requests.kept_responses import KeptResponses
 from tests.server.harness import PacedEngine, Served, counting, saying, until
 
@@ -77,6 +79,27 @@ def test_one_that_is_ended_frees_the_engine(slow: Served, way: str):
         until(lambda: len(slow.engine.aborted) == 1, "the engine's word")
     assert slow.service.kept is not None
     assert slow.service.kept.held_bytes == 0
+
+
+def test_a_document_that_a_thread_makes_is_kept_by_the_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    """The thread goes on where its request is cancelled, and may not bring a deleted one back."""
+    seen: list[str] = []
+
+    async def made_of(grown: Any, whole: Any) -> Any:
+        made = await asyncio.to_thread(whole)
+        shelf = served.service.kept
+        assert shelf is not None
+        seen.extend(kept.document.decode() for kept in shelf._kept.values())
+        return made
+
+    monkeypatch.setattr(openai_responses, "made_of", made_of)
+    with client(served) as asking:
+        begun = begin(asking)
+        until(lambda: asking.responses.retrieve(begun.id).status == "completed", "its end")
+    assert any('"in_progress"' in document for document in seen if begun.id in document)
+    assert not any('"completed"' in document for document in seen if begun.id in document)
 
 
 def test_an_engine_that_is_lost_is_the_reason(slow: Served):
