@@ -49,11 +49,13 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """`cached_count` is known with the first piece, all `prompt_chances` with the first token."""
+    """`cached_count` is known with the first piece, all `prompt_chances` with the first token.
+    `chances` are not kept for a stream that sends each log probability once."""
 
     tokenizer: Tokenizer
     ending: Ending
     cached_count: int = 0
+    keeps_chances: bool = True
     finish: Finish | None = None
     stopped_by: str | int | None = None
     tokens: list[int] = field(default_factory=list)
@@ -106,7 +108,8 @@ class Generation:
         self.prompt_chances.extend(piece.prompt_chances)
         delta = self._grow(piece)
         self.tokens += delta.tokens
-        self.chances += delta.chances
+        if self.keeps_chances:
+            self.chances += delta.chances
         self._texts.append(delta.text)
         self.finish, self.stopped_by = delta.finish, delta.stopped_by
         return delta

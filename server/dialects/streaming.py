@@ -48,9 +48,11 @@ STREAM_HEADERS: Final = (
 
 class Writer(Protocol):
     """How a dialect writes an answer: `feed` gets every delta of every choice, in order. `done`
-    comes last, also behind an error."""
+    comes last, also behind an error. One that `repeats_chances` has those of former deltas in its
+    events too."""
 
     done: bytes = DONE
+    repeats_chances: bool = False
 
     def begin(self) -> bytes: ...
 
@@ -289,6 +291,8 @@ async def respond(
     and `kept` completes."""
     try:
         if writer is not None:
+            for generation in grown.generations:
+                generation.keeps_chances = writer.repeats_chances
             return await _stream(grown, receive, writer)
         if await first_of(grown.collect(), gone(receive)):
             made = kept(await made_of(grown, whole))

@@ -95,7 +95,8 @@ def _own(service: Service) -> Iterator[Metric]:
     yield _count("ess_disconnects", sentence, tally.disconnect_count)
     answers = {(route, str(code)): n for (route, code), n in sorted(tally.answers.items())}
     yield _counts("ess_answers", "HTTP answers", ["route", "status"], answers)
-    yield _by_name("ess_refusals", "requests answered 503", "reason", tally.refusals)
+    sentence = "requests answered 503, slow clients cut off"
+    yield _by_name("ess_refusals", sentence, "reason", tally.refusals)
     yield _by_name("ess_finished", "answers ended", "how", tally.finishes)
     short = {(name,): float(name == status.limiter) for name in LIMITERS}
     yield _gauges("ess_limiter", "1 for what waiting requests are short of", ["limiter"], short)

@@ -52,6 +52,7 @@ from ess.server.process.bounds import (
     RESUME_S,
     TEXT_CHARS_MAX,
     TOOLS_MAX,
+    UNREAD_BYTES,
 )
 from ess.transfer import members
 from ess.transfer.messages import MEMBERS_MAX
@@ -179,6 +180,11 @@ BOUNDS: Final = (
         most="60 s",
         beyond="the connection is closed",
         setting="--stall-s",
+    ),
+    Bound(
+        what="pieces of answers that wait for slow clients, of all in a process of the server",
+        most=f"{UNREAD_BYTES >> 20} MiB",
+        beyond="the answer of which most waits ends with an error, `slow_reader`",
     ),
     Bound(
         what="time in which the rest of a refused request is still taken",

@@ -41,6 +41,8 @@ CHUNK_BYTES_MEAN: Final = 32
 
 JOINED_BYTES_MAX: Final = 4 << 20
 
+UNREAD_BYTES: Final = 128 << 20
+
 JOURNAL_BYTES: Final = 256 << 20
 RESUME_S: Final = 300.0
 

@@ -247,6 +247,11 @@ class EngineLink:
         is_lost = self.engine.state == "lost"
         assert not (is_lost and self.open_count), f"{self.open_count} requests, no engine"
 
+    def _bound_unread(self) -> None:
+        while (call := self.calls.furthest_behind()) is not None:
+            self.abort(call)
+            self.calls.cut(call)
+
     def _resend_records(self) -> None:
         """Sends all records to the new engine, behind the lost one's word on whether steps are
         held. If the new one is lost meanwhile, the next one gets them."""
@@ -271,6 +276,7 @@ class EngineLink:
         match message:
             case Progress(pieces, at_s):
                 self.calls.deliver(pieces, heard_at_s=self.engine.heard_at_s, left_at_s=at_s)
+                self._bound_unread()
             case Status():
                 self._board.publish(message)
             case Ready():

@@ -99,6 +99,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.tally.to_socket = self.link.calls.to_socket
+        self.link.calls.refusals = self.tally.refusals
 
     @property
     def tally_of_all(self) -> Tally:

@@ -120,7 +120,10 @@ CLASSES: Final = (
     FaultClass(
         "A client reads slowly, or not at all",
         (),
-        ("server/test_attacks_http.py::test_who_reads_nothing_of_many_answers_is_cut_off",),
+        (
+            "server/test_attacks_http.py::test_who_reads_nothing_of_many_answers_is_cut_off",
+            "server/operate/test_slow_readers.py",
+        ),
     ),
     FaultClass(
         "Logits that are no numbers",

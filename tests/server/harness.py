@@ -144,6 +144,7 @@ class Served:
         connections_max: int = 1024,
         head_bytes_max: int = 32 << 10,
         idle_s: int = 5,
+        send_bytes: int = 0,
         spans: TracerProvider | None = None,
         root_path: str = "",
         within: Callable[[ASGIApp], ASGIApp] = lambda app: app,
@@ -173,6 +174,8 @@ class Served:
             tally=self._tally,
         )
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if send_bytes:  # connections take this over, and wait in the server instead
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -208,6 +208,8 @@ def finish_reason(grown: Generation) -> dict[str, Any] | None:
 
 
 class GenerateWriter(Writer):
+    repeats_chances = True
+
     def __init__(self, shape: GenerateShape) -> None:
         self._shape = shape
 

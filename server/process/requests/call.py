@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from ess.engine.process.messages import Piece
-from ess.server.http.responses import Interrupted
+from ess.errors import EssError
 
 Reader = Callable[[list[Piece]], bool]
+TAKEN_MAX: Final = 16
+"""Pieces taken at once: a slow client's others wait as pieces, whose size is known, not as bytes on
+their way to its socket."""
+PIECE_BYTES: Final = 200
+TOKEN_BYTES: Final = 40
+CHANCE_BYTES: Final = 130
+"""What pieces, their tokens and each of their log probabilities take in memory."""
 
 
 class Call:
     """The engine's requests of one HTTP request.
 
     `params` go into its answer beside the text: kv_transfer_params of a prefill leg. `pending` are
-    its requests that have not ended; the oldest piece of those taken last arrived at `heard_at_s`.
+    its requests that have not ended; the oldest of the pieces that waited together arrived at
+    `heard_at_s`.
     A task that waits in `take` may name a reader, which gets pieces in the link's own turn, without
     waking the task; an end, and pieces that the reader does not take, wake it.
     """
@@ -32,12 +40,19 @@ class Call:
         self.started_s = started_s
         self.numbers = numbers
         self.pending = set(numbers)
-        self.error: str | None = None
+        self.error: EssError | None = None
         self.heard_at_s = 0.0
         self._pieces: list[Piece] = []
+        self._bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._reader: Reader | None = None
         self._broken: Exception | None = None
+
+    @property
+    def unread_bytes(self) -> int:
+        """What waits for a client that reads slowly; nothing if a task waits here, which takes the
+        pieces in its next turn."""
+        return self._bytes if self._waiter is None else 0
 
     def put(self, piece: Piece, *, heard_at_s: float = 0.0) -> bool:
         """Returns True for the first piece that has not been taken: the waiter must be told."""
@@ -45,6 +60,7 @@ class Call:
         if is_first:
             self.heard_at_s = heard_at_s
         self._pieces.append(piece)
+        self._bytes += bytes_of(piece)
         if piece.tokens:
             self.made_count += len(piece.tokens)
             self.first_at_s = self.first_at_s or heard_at_s
@@ -62,7 +78,7 @@ class Call:
         if self._waiter is None or self._waiter.done():
             return
         if self._reader is not None:
-            pieces, self._pieces = self._pieces, []
+            pieces, size, self._pieces, self._bytes = self._pieces, self._bytes, [], 0
             try:
                 if self._reader(pieces):
                     return
@@ -70,11 +86,17 @@ class Call:
                 self._broken = error
             else:
                 self._pieces[:0] = pieces
+                self._bytes += size
         self.nudge()
 
-    def fail(self, sentence: str) -> None:
-        self.error = sentence
+    def fail(self, error: EssError) -> None:
+        self.error = error
         self.nudge()
+
+    def cut(self, error: EssError) -> None:
+        """Fails without the pieces that wait."""
+        self._pieces, self._bytes = [], 0
+        self.fail(error)
 
     def nudge(self) -> None:
         """Lets the reader go on, without pieces if none have come."""
@@ -82,19 +104,30 @@ class Call:
             self._waiter.set_result(None)
 
     async def take(self, reader: Reader | None = None) -> list[Piece]:
-        """All pieces that have come; waits for the first that no reader takes, or for a nudge.
+        """The next TAKEN_MAX pieces; waits for the first that no reader takes, or for a nudge.
 
-        Pieces from before a failure are returned first; then Interrupted is raised.
+        Pieces from before a failure are returned first; then it is raised.
         """
         if not self._pieces and self.error is None:
             self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader
             try:
                 await self._waiter
             finally:
-                self._reader = None
+                self._waiter = self._reader = None
         if self._broken is not None:
             raise self._broken
         if not self._pieces and self.error is not None:
-            raise Interrupted(self.error)
-        taken, self._pieces = self._pieces, []
+            raise self.error
+        taken = self._pieces[:TAKEN_MAX]
+        del self._pieces[:TAKEN_MAX]
+        self._bytes -= sum(map(bytes_of, taken))
         return taken
+
+
+def bytes_of(piece: Piece) -> int:
+    """About what a piece takes in memory."""
+    size = PIECE_BYTES + TOKEN_BYTES * len(piece.tokens)
+    for chances in (piece.chances, piece.prompt_chances):
+        if chances:  # those of a request have equally many
+            size += len(chances) * (1 + len(chances[0].top)) * CHANCE_BYTES
+    return size

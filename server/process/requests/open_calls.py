@@ -7,13 +7,17 @@ apart: front f of n has the numbers f, f + n, f + 2n ... The calls' records are 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
+from weakref import WeakSet
 
 from ess.clock import Clock
 from ess.engine.process.messages import Add, Piece
 from ess.engine.tokens.sampling import Sampling
+from ess.server.http.responses import Interrupted, Refused
+from ess.server.process.bounds import UNREAD_BYTES
 from ess.server.process.requests.call import Call
 from ess.server.process.requests.journal import Journal
 from ess.server.process.tally import Waits
@@ -42,14 +46,23 @@ ALONE: Final = FrontPlace()
 
 
 class OpenCalls:
-    """`to_socket` counts how long tokens take from the engine to the sockets of clients."""
+    """`to_socket` counts how long tokens take from the engine to the sockets of clients.
+
+    A client that reads more slowly than its tokens come has them wait in its call, at most
+    `unread_max` bytes for all clients together. Beyond that the call ends for which most waits, so
+    those end whose clients are furthest behind, and none whose client keeps up: for it nothing
+    waits. It may have ended in the engine.
+    """
 
     def __init__(self, place: FrontPlace, clock: Clock, journal: Journal) -> None:
         self.to_socket = Waits()
+        self.refusals: dict[str, int] = Counter()
+        self.unread_max = UNREAD_BYTES
         self._place = place
         self._clock = clock
         self._journal = journal
         self._calls: dict[int, Call] = {}
+        self._unread: WeakSet[Call] = WeakSet()
         self._next_number = place.first_number
 
     def __len__(self) -> int:
@@ -97,7 +110,7 @@ class OpenCalls:
                 continue
             for number in call.pending:
                 self.remove(number)
-            call.fail(sentence)
+            call.fail(Interrupted(sentence))
 
     def lose_engine(self) -> None:
         """The engine is lost: requests that may be the cause are in no record any more."""
@@ -118,10 +131,29 @@ class OpenCalls:
                 del self._calls[piece.number]
             if call.put(self._journal.hear(piece), heard_at_s=heard_at_s):
                 waiting.append(call)
+            else:
+                self._unread.add(call)
         for call in waiting:
             call.tell()
         if left_at_s:
             asyncio.get_running_loop().call_soon(self._written, left_at_s, len(pieces))
+
+    def furthest_behind(self) -> Call | None:
+        """The call for whose client most waits, if too much waits for all."""
+        for call in [call for call in self._unread if not call.unread_bytes]:
+            self._unread.discard(call)
+        if sum(call.unread_bytes for call in self._unread) <= self.unread_max:
+            return None
+        return max(self._unread, key=lambda call: call.unread_bytes)
+
+    def cut(self, call: Call) -> None:
+        """Ends a call whose client is too far behind, without what waits for it."""
+        self.refusals["slow_reader"] += 1
+        sentence = (
+            f"the client reads too slowly: {call.unread_bytes:,} bytes of its answer wait in the"
+            f" server, more than for any other; for all together {self.unread_max:,} may wait"
+        )
+        call.cut(Refused(sentence, reason="slow_reader", retry_after_s=None))
 
     def check(self) -> None:
         place = self._place

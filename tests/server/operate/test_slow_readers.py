@@ -1,0 +1,124 @@
+"""Pieces of answers that wait for slow clients: how much may wait, and whose answer ends beyond."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import tracemalloc
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ess.engine.process.messages import Abort, Packer, Piece, Progress
+from ess.engine.tokens.chance import Chance
+from ess.engine.tokens.sampling import Sampling
+from ess.server.http.responses import Refused
+from ess.server.process.link import EngineLink
+from ess.server.process.requests.call import TAKEN_MAX, Call, bytes_of
+from tests.attacks.wire import completion, post, rest
+from tests.server.harness import PacedEngine, Served, counting, until
+from tests.server.test_link import READY, Peer, linked, told
+
+ONE = Piece(0, (7,))
+
+
+def test_the_call_furthest_behind_ends_and_the_others_go_on(tmp_path: Path):
+    async def act(link: EngineLink, peer: Peer) -> None:
+        hearing = asyncio.ensure_future(link.run())
+        link.calls.unread_max = 9 * bytes_of(ONE)
+        await peer.send(Packer().pack(READY))
+        await link.engine.became_ready.wait()
+        slow = link.start("slow", [([1], Sampling()), ([2], Sampling())])
+        slower, fast = (link.start(name, [([3], Sampling())]) for name in ("slower", "fast"))
+        assert [(await told(peer)).number for _ in range(4)] == [0, 1, 2, 3]
+
+        async def say(*pieces: Piece) -> None:
+            """Until the fast client has its token, and so until all is bounded."""
+            await peer.send(Packer().pack(Progress((*pieces, Piece(3, (9,))))))
+            assert [piece.tokens for piece in await fast.take()] == [(9,)]
+
+        for _ in range(3):
+            await say(Piece(0, (7,)), Piece(1, (7,)), Piece(2, (8,)))
+        assert not link.calls.refusals, "as much as may wait"
+        await say(Piece(0, (7,)), Piece(1, (7,)), Piece(2, (8,)))
+        assert [await told(peer), await told(peer)] == [Abort(0), Abort(1)]
+        with pytest.raises(Refused, match=rf"wait in the server.* {link.calls.unread_max:,} may"):
+            await slow.take()
+        assert (slow.unread_bytes, slow.pending, link.open_count) == (0, set(), 2)
+        await say(Piece(0, (7,)))
+        assert [piece.tokens for piece in await slower.take()] == [(8,)] * 4
+
+        await say(*[Piece(2, (8,))] * 20, Piece(2, (8,), "length"))
+        with pytest.raises(Refused, match="too slowly") as refusal:
+            await slower.take()
+        assert (refusal.value.reason, link.calls.refusals) == ("slow_reader", {"slow_reader": 2})
+        assert link.open_count == 1, "it had ended in the engine"
+        await say()
+        hearing.cancel()
+
+    linked(tmp_path, act)
+
+
+def test_what_waits_is_taken_in_order_a_little_at_a_time():
+    async def run() -> None:
+        call = Call("a", range(1), started_s=0.0)
+        for token in range(2 * TAKEN_MAX + 1):
+            call.put(Piece(0, (token,)))
+        seen: list[int] = []
+        while call.unread_bytes:
+            assert call.unread_bytes == (2 * TAKEN_MAX + 1 - len(seen)) * bytes_of(ONE)
+            taken = await call.take()
+            assert len(taken) <= TAKEN_MAX
+            seen += [token for piece in taken for token in piece.tokens]
+        assert seen == [*range(2 * TAKEN_MAX + 1)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("top_count", [None, 0, 5, 20])
+def test_a_piece_takes_as_much_memory_as_is_counted(top_count: int | None):
+    def chance(seed: int) -> Chance:
+        top = tuple((1000 + seed + rank, -0.1 * seed - rank) for rank in range(top_count or 0))
+        return Chance(-0.5 - seed, 300 + seed, top)
+
+    pieces = [
+        Piece(1000 + n, (5000 + n,), chances=() if top_count is None else (chance(n),))
+        for n in range(500)
+    ]
+    raw = msgspec.msgpack.encode(pieces)
+    tracemalloc.start()
+    try:
+        made = msgspec.msgpack.decode(raw, type=list[Piece])
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert made == pieces
+    assert 0.7 <= sum(map(bytes_of, made)) / taken <= 1.5
+
+
+def test_who_reads_nothing_of_a_long_stream_gets_an_error_and_the_others_their_tokens():
+    """The answer does not fit into the sockets, and the client is not stalled for long enough."""
+    engine = PacedEngine(counting(3000))
+    with Served(engine, send_bytes=4096) as served, socket.socket() as made:
+        calls, tally = served.service.link.calls, served.service.tally
+        calls.unread_max = 20_000
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        made.settimeout(60)
+        made.connect(("127.0.0.1", served.port))
+        made.sendall(post(completion(max_tokens=3000, stream=True), "connection: close"))
+        until(lambda: tally.refusals["slow_reader"] == 1, "the end of the slow one")
+        until(lambda: engine.aborted == [engine.adds[0].number], "the abort")
+        assert served.service.link.open_count == 0
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as other:
+            other.sendall(post(completion(max_tokens=50, stream=True), "connection: close"))
+            whole = rest(other)
+        assert whole.count(b'"text":"a"') == 50
+        told = rest(made)
+        assert 0 < told.count(b'"text":"a"') < 3000
+        *_, error, done = [part for part in told.split(b"\n\n") if b"data: " in part]
+        said = json.loads(error[error.index(b"data: ") + 6 :])["error"]
+        assert (said["type"], said["code"]) == ("overloaded", "slow_reader")
+        assert "20,000 may wait" in said["message"]
+        assert b"[DONE]" in done
