@@ -14,10 +14,12 @@ import pytest
 from ess.engine.process.messages import Abort, Packer, Piece, Progress
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
+from ess.server.dialects.generation import Generation
+from ess.server.dialects.streaming import EventStream
 from ess.server.http.responses import Refused
 from ess.server.process.link import EngineLink
 from ess.server.process.requests.call import TAKEN_MAX, Call, bytes_of
-from tests.attacks.wire import completion, post, rest
+from tests.attacks.wire import completion, head, post, rest
 from tests.server.harness import PacedEngine, Served, counting, until
 from tests.server.test_link import READY, Peer, linked, told
 
@@ -122,3 +124,39 @@ def test_who_reads_nothing_of_a_long_stream_gets_an_error_and_the_others_their_t
         assert (said["type"], said["code"]) == ("overloaded", "slow_reader")
         assert "20,000 may wait" in said["message"]
         assert b"[DONE]" in done
+
+
+GENERATE = {
+    "text": "x",
+    "stream": True,
+    "return_logprob": True,
+    "sampling_params": {"max_new_tokens": 9},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kept_count"),
+    [
+        ("/v1/completions", completion(max_tokens=9, stream=True, logprobs=2), 0),
+        ("/generate", json.dumps(GENERATE).encode(), 9),
+    ],
+)
+def test_a_stream_keeps_log_probabilities_only_to_send_them_again(
+    path: str, body: bytes, kept_count: int, monkeypatch: pytest.MonkeyPatch
+):
+    generations: list[Generation] = []
+    init = EventStream.__init__
+
+    def noted(self: EventStream, *given: object) -> None:
+        init(self, *given)
+        generations.extend(self._answer.generations)
+
+    monkeypatch.setattr(EventStream, "__init__", noted)
+    with Served(PacedEngine(counting(9))) as served:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as made:
+            lines = (f"content-length: {len(body)}", "connection: close")
+            made.sendall(head(path, *lines, method="POST") + body)
+            told = rest(made)
+        [generation] = generations
+    assert told.count(b"logprobs") >= 9
+    assert (generation.made_count, len(generation.chances)) == (9, kept_count)
