@@ -285,17 +285,17 @@ async def respond(
     *,
     writer: Writer | None,
     whole: Callable[[], Any],
-    kept: Callable[[Any], Any] = lambda document: document,
+    keep: Callable[[Any], Any] = lambda document: document,
 ) -> Response:
     """A stream if there is a writer, else the document that `whole` makes, if need be in a thread,
-    and `kept` completes."""
+    and `keep` completes on the event loop."""
     try:
         if writer is not None:
             for generation in grown.generations:
                 generation.keeps_chances = writer.repeats_chances
             return await _stream(grown, receive, writer)
         if await first_of(grown.collect(), gone(receive)):
-            made = kept(await made_of(grown, whole))
+            made = keep(await made_of(grown, whole))
             return answer(_with_params(made, grown.call.params))
     except BaseException:
         grown.give_up()

@@ -107,9 +107,11 @@ def phases(kept: Path) -> Iterator[list[Part]]:
 def without_signals() -> Iterator[None]:
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 class Day:

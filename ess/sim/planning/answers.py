@@ -58,8 +58,8 @@ def answered(planner: Planner, question: Question) -> PlanAnswer:
     )
 
 
-def _fleet_marks(found: Fleets | None) -> list[str]:
-    sides = [] if found is None else [found.offload, found.resident]
+def _fleet_marks(fleets: Fleets | None) -> list[str]:
+    sides = [] if fleets is None else [fleets.offload, fleets.resident]
     return [mark for side in sides if side is not None for mark in side.marks]
 
 

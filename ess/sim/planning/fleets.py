@@ -81,7 +81,7 @@ def _smallest(
 ) -> DeployedFleet | None:
     """The smallest fleet; a refusal only if all searches refuse. Where requests fill more than one
     group that prefills, no smaller group would be better."""
-    found: list[DeployedFleet] = []
+    fleets: list[DeployedFleet] = []
     refusals: list[BadInput] = []
     for search in searches:
         try:
@@ -89,12 +89,12 @@ def _smallest(
         except BadInput as refusal:
             refusals.append(refusal)
         else:
-            found += [] if fleet is None else [fleet]
+            fleets += [] if fleet is None else [fleet]
             if fleet is not None and fleet.fleet.prefill.gpu_count > fleet.prefill_group:
                 break
-    if not found and refusals:
+    if not fleets and refusals:
         raise refusals[0]
-    return min(found, key=lambda each: each.fleet.gpu_count, default=None)
+    return min(fleets, key=lambda each: each.fleet.gpu_count, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ async def _respond(request: Request, service: Service, history: History) -> Resp
     if ask.background:
         return _begun(shape)
     writer = ResponseWriter(shape) if ask.stream else None
-    return await respond(grown, request.receive, writer=writer, whole=shape.whole, kept=shape.kept)
+    return await respond(grown, request.receive, writer=writer, whole=shape.whole, keep=shape.keep)
 
 
 async def input_tokens(request: Request) -> Response:
@@ -128,7 +128,7 @@ async def _made(shape: ResponseShape, response: Begun) -> None:
     """Whatever happens, the document says at the end how the response ended."""
     try:
         await shape.grown.collect()
-        shape.kept(await made_of(shape.grown, shape.whole))
+        shape.keep(await made_of(shape.grown, shape.whole))
     except asyncio.CancelledError:
         shape.broken_off("cancelled")
     except EssError as error:
@@ -198,7 +198,7 @@ class ResponseShape:
     def whole(self) -> Item:
         made = self.generation
         self.hear(made.text, made.tokens, made.chances, is_last=True)
-        return self._ended()
+        return self._final_document()
 
     def hear(
         self,
@@ -228,15 +228,16 @@ class ResponseShape:
 
     def last(self) -> Item:
         """The document at the end of the answer; it is kept."""
-        return self.kept(self._ended())
+        return self.keep(self._final_document())
 
-    def kept(self, document: Item) -> Item:
+    def keep(self, document: Item) -> Item:
         """On the event loop: a thread that makes a document goes on when its request is cancelled,
         and would keep one that was deleted meanwhile."""
         self.history.keep(document)
         return document
 
-    def _ended(self) -> Item:
+    def _final_document(self) -> Item:
+        """Ends the items."""
         finish = self.generation.finish
         status = "completed" if finish == "stop" else "incomplete"
         self.items.end(status)

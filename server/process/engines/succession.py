@@ -132,7 +132,7 @@ class Succession:
     async def _run_one(self) -> Loss:
         """Runs one engine until it is lost; its processes may still be there."""
         self._lost = asyncio.get_running_loop().create_future()
-        self._link.on_fault = lambda sentence: self._lose(Loss(sentence, True, self._open_count()))
+        self._link.on_fault = self._on_fault
         self._group = None
         if self._ends.is_set():
             return Loss("the server ends")
@@ -156,6 +156,9 @@ class Succession:
         """Each engine has an endpoint of its own; the first one's is there from the beginning."""
         if self._number:
             self._link.renew(endpoint_of(self._given.folder, self._link.place.front, self._number))
+
+    def _on_fault(self, sentence: str) -> None:
+        self._lose(Loss(sentence, is_said=True, open_count=self._open_count()))
 
     def _lose(self, loss: Loss) -> None:
         """Only the first report counts: all others about a lost engine follow from that."""

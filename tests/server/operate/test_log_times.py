@@ -34,15 +34,15 @@ def test_only_our_sentences_get_a_time_however_they_come(seed: int):
         size = chance.choice((1, 2, 7, 1000))
         made += timed.feed(left[:size])
         left = left[size:]
-    found = (made + timed.end()).decode().removesuffix("\n").split("\n")
+    written = (made + timed.end()).decode().removesuffix("\n").split("\n")
     while lines and not lines[-1]:
         lines.pop()
-    assert len(found) >= len(lines)
-    for line, shown in zip(lines, found, strict=False):
+    assert len(written) >= len(lines)
+    for line, shown in zip(lines, written, strict=False):
         match = TIME.fullmatch(shown)
         assert (match[2] if match else shown) == line
         assert bool(match) == (line in OURS)
-    assert not any(found[len(lines) :])
+    assert not any(written[len(lines) :])
 
 
 def test_the_time_is_that_of_the_sentence():
