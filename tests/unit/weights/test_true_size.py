@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -62,11 +61,7 @@ def test_the_true_checkpoint_opens(tmp_path: Path) -> None:
     except OSError as error:
         pytest.skip(f"this file system has no room for sparse files: {error}")
     assert total == 689_471_107_200
-    begin = time.perf_counter()
     with Checkpoint(tmp_path) as checkpoint:
-        elapsed_s = time.perf_counter() - begin
-        print(f"opened {len(checkpoint.specs):,} weights in {elapsed_s:.1f} s")
-        assert elapsed_s < 30.0
         weights = RankWeights(checkpoint, split=Split(ep=32, ep_rank=31), form="stored")
         assert weights.tensor("model.layers.61.eh_proj.weight").shape == (7168, 14336)
         last = "model.layers.60.mlp.experts.255.up_proj.weight"
