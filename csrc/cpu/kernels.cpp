@@ -83,11 +83,12 @@ std::vector<Run> runs_of(const Index& call, int64_t most = kRunQueries) {
 // Whether a run's top-k is found faster without all logits: many queries share a page, and most of
 // its keys are out.
 int64_t screened_from(const Index& call, int64_t k) {
-    const bool is_half = call.key_form == Form::fp8 && call.query_form != Form::f32;
-    return (is_half ? kScreenShareHalf : kScreenShare) * k;
+    return (is_half(call) ? kScreenShareHalf : kScreenShare) * k;
 }
 
+// Where tiles take the products, all logits are found faster.
 bool may_screen(const Index& call, int64_t k) {
+    if (is_half(call) && in_tiles(call.key_dim / 2)) return false;
     const bool fits = call.key_dim % 64 == 0 && call.key_dim <= 256;
     return kernels().select && fits && call.query_count >= kScreenQueriesLeast &&
            call.table_width * kPageKeys >= screened_from(call, k);
@@ -127,8 +128,7 @@ int32_t lengths_fault(const int32_t* lengths, int64_t count, int64_t width, int6
 const Kernels& kernels() {
     if (isa() == Isa::portable) return kernels_portable;
     if (isa() == Isa::avx2) return kernels_avx2;
-    if (!has_bf16()) return kernels_avx512;
-    return has_tiles() ? kernels_amx : kernels_avx512_bf16;
+    return has_bf16() ? kernels_avx512_bf16 : kernels_avx512;
 }
 
 void* scratch(Use use, int64_t bytes) {
@@ -147,11 +147,7 @@ void* scratch(Use use, int64_t bytes) {
 
 }  // namespace ess
 
-// Tiles change index logits alone: what callers pack for a set, they pack for it with tiles too.
-ESS_EXPORT const char* ess_kernels_name() {
-    using namespace ess;
-    return &kernels() == &kernels_amx ? kernels_avx512_bf16.name : kernels().name;
-}
+ESS_EXPORT const char* ess_kernels_name() { return ess::kernels().name; }
 
 ESS_EXPORT int32_t ess_has_tiles() { return ess::has_tiles(); }
 

@@ -65,6 +65,11 @@ struct Index {
     const int32_t* lengths;
 };
 
+// Whether products are taken in bf16 by sets that have them: both sides fit.
+inline bool is_half(const Index& call) {
+    return call.key_form == Form::fp8 && call.query_form != Form::f32;
+}
+
 // Consecutive queries that read the same pages, each as far as it reaches; `longest` reaches all.
 struct Run {
     int64_t first;
@@ -98,6 +103,17 @@ struct Op {
     const void* weight;
     const void* more;
     float value;
+};
+
+// A product of matrices: tokens as words, weights as panels (product.h), floats out.
+struct Product {
+    const uint32_t* words;  // [token, steps]
+    const uint32_t* panels;
+    int64_t steps;
+    int64_t out_dim;
+    float* out;  // [token, stride]
+    int64_t stride;
+    float factor;
 };
 
 struct Experts {
@@ -147,8 +163,15 @@ struct Kernels {
     int64_t lanes;
 };
 
-extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx512_bf16,
-    kernels_amx;
+extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+
+// What avx512_bf16 leaves to tile registers, where there are any: products of bf16 whose sums are
+// whole tiles of words long. Reads words of as many tokens as make whole tiles.
+constexpr int64_t kTileRows = 16, kTileWords = 16;
+inline bool in_tiles(int64_t words) { return words % kTileWords == 0 && has_tiles(); }
+void index_in_tiles(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
+                    int64_t stride);
+void product_in_tiles(const Product& product, int64_t tokens);
 
 // Those of the widest set that this machine has and ESS_ISA allows.
 const Kernels& kernels();

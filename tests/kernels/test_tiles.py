@@ -1,7 +1,7 @@
-"""Index logits by tile registers, which tests/support/emulated_tiles.h plays where there are none.
+"""Products by tile registers, which tests/support/emulated_tiles.h plays where there are none.
 
-What test_index and test_screen ask of every set is asked of the library that is built with them;
-tests of this file that name a library run within that, by a process of their own.
+What test_index, test_screen and test_stage ask of every set is asked of the library that is built
+with them; tests of this file that name a library run within that, by a process of their own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 
 from ess.kernels import backend
 from ess.kernels.cpu import native
+from ess.kernels.cpu.stage import Stage, pack
 from tests.kernels.test_index import FORMS, HEADS, Case, make, same_bits
 from tests.support import tiled
 
 IS_TILED = bool(os.environ.get(tiled.VARIABLE))
 HALF = ("fp8 under fp8", "fp8 under bf16")
-FILES = ("tiles", "index", "screen")
+FILES = ("tiles", "index", "screen", "stage")
 plays = pytest.mark.skipif(
     not native.available() or native.kernels() != "avx512_bf16" or not shutil.which("g++"),
     reason="tiles are played by a CPU with AVX-512 in bf16, and a compiler",
@@ -138,3 +139,18 @@ def test_whole_numbers_have_the_reference_s_bits(form: str) -> None:
     for heads, key_dim in [(heads, 128) for heads in HEADS] + [(5, 64), (7, 36), (20, 32)]:
         case = whole_numbers(form, heads, key_dim)
         same_bits(case.run(ours.index_logits) + 0.0, case.run(reference.index_logits) + 0.0)
+
+
+@pytest.mark.skipif(not native.available(), reason="ess._native is not built")
+@pytest.mark.parametrize("in_dim", [32, 50, 256])
+def test_products_of_whole_numbers_are_exact(in_dim: int) -> None:
+    """By tiles, whole and in part, and beside them."""
+    random = torch.Generator().manual_seed(in_dim)
+    for out_dim in (1, 16, 40, 72, 128, 200):
+        weight = torch.randint(-8, 9, (out_dim, in_dim), generator=random).bfloat16()
+        stage = Stage()
+        stage.give(stage.linear(stage.take(in_dim), pack(weight), factor=0.5), torch.float32)
+        for count in (1, 15, 16, 17, 32, 33, 64, 65):
+            tokens = torch.randint(-8, 9, (count, in_dim), generator=random).bfloat16()
+            [made] = stage([tokens])
+            same_bits(made + 0.0, tokens.float() @ weight.float().T / 2 + 0.0)

@@ -8,23 +8,18 @@
 // and dropped.
 //
 // Products are taken in bf16 where both sides fit: fp8 keys, and queries in fp8 or bf16. Where
-// there are tiles, tiles take these, in whole vectors of one query's heads.
+// there are tiles, tiles take these, in whole vectors of one query's heads: compiled with ESS_TILES
+// this file is that part alone.
 #pragma once
 
 constexpr int64_t kIndexKeys = kLanes == 16 ? 8 : 4;
 constexpr int kIndexVectors = kLanes == 4 ? 2 : 3;
 constexpr int kUsualWords = 64;  // of keys of 128 values in bf16
 
-// Whether tiles take the products of bf16: a sum over whole tiles of words.
-ESS_LANE bool in_tiles(const Index& call, bool half) {
-    return ESS_TILES && half && call.key_dim % (2 * kLanes) == 0;
-}
-
 // The queries of a run, packed: vector v of heads at packed + v * panel, [step, lane].
 struct IndexWork {
     int64_t spread, words, steps, panel;
     int64_t per_query;  // vectors
-    bool is_tiled;
     uint32_t* packed;
     float* weights;  // [vector, lane]
     uint32_t* keys;  // of a page
@@ -32,12 +27,9 @@ struct IndexWork {
     float* logits;   // [query, key] of a page
 
     IndexWork(const Index& call, int64_t query_count, bool half)
-        : spread(in_tiles(call, half)
-                     ? 1
-                     : spread_of(call.head_count, call.key_dim / (half ? 2 : 1))),
+        : spread(ESS_TILES ? 1 : spread_of(call.head_count, call.key_dim / (half ? 2 : 1))),
           words(call.key_dim / (half ? 2 : 1)), steps(words / spread), panel(steps * kLanes),
-          per_query(round_up(call.head_count * spread, kLanes) / kLanes),
-          is_tiled(in_tiles(call, half)) {
+          per_query(round_up(call.head_count * spread, kLanes) / kLanes) {
         const uintptr_t bytes = carve(0, query_count);
         carve((uintptr_t)scratch(Use::index, int64_t(bytes)), query_count);
     }
@@ -178,8 +170,6 @@ ESS_LANE void index_vectors(const IndexWork& work, const uint32_t* keys, int64_t
 }
 
 #if ESS_TILES
-#include "../sets/tiles.h"
-
 // One or two vectors of heads with all keys of a page.
 template <int vectors>
 ESS_LANE void tile_vectors(const IndexWork& work, const uint32_t* keys, int64_t vector,
@@ -187,9 +177,9 @@ ESS_LANE void tile_vectors(const IndexWork& work, const uint32_t* keys, int64_t 
     constexpr int64_t count = 2 * kTileRows;
     alignas(64) float products[vectors][count][kLanes];
     for (int64_t key = 0; key < kPageKeys; key += count) {
-        multiply_tiles<vectors>(keys + key * work.words, work.words,
-                                work.packed + vector * work.panel, work.panel, work.steps,
-                                products[0][0], next.part(key / count, kPageKeys / count));
+        multiply_tiles<2, vectors>(keys + key * work.words, work.words,
+                                   work.packed + vector * work.panel, work.panel, work.steps,
+                                   products[0][0], next.part(key / count, kPageKeys / count));
         for (int v = 0; v < vectors; v++)
             for (int64_t i = 0; i < count; i += kIndexKeys) {
                 Floats sums[kIndexKeys];
@@ -213,14 +203,15 @@ template <bool half, int spread>
 ESS_LANE void index_page(const IndexWork& work, const uint32_t* keys, int64_t vectors,
                          NextPage next) {
 #if ESS_TILES
-    if (spread == 1 && work.is_tiled) return tile_page(work, keys, vectors, next);
-#endif
+    return tile_page(work, keys, vectors, next);
+#else
     for (int64_t vector = 0; vector < vectors; vector += kIndexVectors, next.lines = 0)
         switch (vectors - vector) {
             case 1: index_vectors<half, spread, 1, 2>(work, keys, vector, next); break;
             case 2: index_vectors<half, spread, 2>(work, keys, vector, next); break;
             default: index_vectors<half, spread, kIndexVectors>(work, keys, vector, next);
         }
+#endif
 }
 
 // Those of a page's logits that lie within the length of their query.
@@ -253,13 +244,19 @@ void index_spread(const Index& call, const Run& run, const IndexWork& work, int6
     }
 }
 
+#if ESS_TILES
+void index(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
+           int64_t stride) {
+    const IndexWork work(call, run.count, true);
+    const Tiles tiles;
+    pack_run<true>(call, run, work);
+    index_spread<true, 1>(call, run, work, first, last, logits, stride);
+}
+#else
 template <bool half>
 void index_in(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
               int64_t stride) {
     const IndexWork work(call, run.count, half);
-#if ESS_TILES
-    const Tiles tiles(work.is_tiled);
-#endif
     pack_run<half>(call, run, work);
     if (work.spread == 4)
         index_spread<half, kLanes >= 8 ? 4 : 1>(call, run, work, first, last, logits, stride);
@@ -272,8 +269,10 @@ void index_in(const Index& call, const Run& run, int64_t first, int64_t last, fl
 void index(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
            int64_t stride) {
 #if ESS_HALF
-    if (call.key_form == Form::fp8 && call.query_form != Form::f32)
-        return index_in<true>(call, run, first, last, logits, stride);
+    if (is_half(call) && in_tiles(call.key_dim / 2))
+        return index_in_tiles(call, run, first, last, logits, stride);
+    if (is_half(call)) return index_in<true>(call, run, first, last, logits, stride);
 #endif
     index_in<false>(call, run, first, last, logits, stride);
 }
+#endif

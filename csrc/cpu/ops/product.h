@@ -1,7 +1,9 @@
 // Products of a few tokens with packed weights.
 //
 // Weights are packed: panels of kLanes outputs, each [word of the input, output], zeros behind the
-// last. A word is a float or a pair of bf16; with pairs the input is rounded to bf16 first.
+// last. A word is a float or a pair of bf16; with pairs the input is rounded to bf16 first. Where
+// there are tiles, they take pairs whose sums are whole tiles long, for one token as for many: a
+// token's bits are the same in any company. With ESS_TILES this file is that part.
 #pragma once
 
 template <bool half, int rows, int vectors>
@@ -21,30 +23,55 @@ ESS_LANE void panel_block(const uint32_t* left, int64_t stride, const uint32_t* 
     }
 }
 
-// What a product of matrices is: `rows` tokens as words, weights as panels, floats out.
-struct Product {
-    const uint32_t* words;  // [token, steps]
-    const uint32_t* panels;
-    int64_t steps;
-    int64_t out_dim;
-    float* out;  // [token, stride]
-    int64_t stride;
-    float factor;
-};
+// A vector of a token's sums, cut off behind the last output.
+ESS_LANE void store_sums(const Product& p, Floats sums, int64_t token, int64_t column) {
+    sums *= p.factor;
+    float* to = p.out + token * p.stride + column;
+    const int64_t room = p.out_dim - column;
+    if (room >= kLanes)
+        store(to, sums);
+    else
+        __builtin_memcpy(to, &sums, room * 4);
+}
 
+#if ESS_TILES
+// Up to two tiles of tokens with one or two panels, or one tile with four.
+template <int tiles, int vectors>
+ESS_LANE void tile_block(const Product& p, int64_t token, int64_t count, int64_t column) {
+    alignas(64) float sums[vectors][tiles * kTileRows][kLanes];
+    multiply_tiles<tiles, vectors>(p.words + token * p.steps, p.steps, p.panels + column * p.steps,
+                                   p.steps * kLanes, p.steps, sums[0][0]);
+    for (int v = 0; v < vectors; v++)
+        for (int64_t i = 0; i < count; i++)
+            store_sums(p, load<Floats>(sums[v][i]), token + i, column + v * kLanes);
+}
+
+template <int vectors>
+ESS_LANE void tile_columns(const Product& p, int64_t tokens, int64_t column) {
+    for (int64_t token = 0; token < tokens; token += 2 * kTileRows) {
+        const int64_t rest = tokens - token;
+        if (rest > kTileRows)
+            tile_block<2, vectors>(p, token, rest < 2 * kTileRows ? rest : 2 * kTileRows, column);
+        else
+            tile_block<1, vectors>(p, token, rest, column);
+    }
+}
+
+void product(const Product& p, int64_t tokens) {
+    const Tiles tiles;
+    int64_t column = 0;
+    for (; tokens <= kTileRows && column + 3 * kLanes < p.out_dim; column += 4 * kLanes)
+        tile_block<1, 4>(p, 0, tokens, column);
+    for (; column + kLanes < p.out_dim; column += 2 * kLanes) tile_columns<2>(p, tokens, column);
+    if (column < p.out_dim) tile_columns<1>(p, tokens, column);
+}
+#else
 template <int rows, int vectors>
 ESS_LANE void store_block(const Product& p, const Floats (&sums)[rows][vectors], int64_t token,
                           int64_t column) {
     for (int row = 0; row < rows; row++)
-        for (int v = 0; v < vectors; v++) {
-            const Floats sum = sums[row][v] * p.factor;
-            float* to = p.out + (token + row) * p.stride + column + v * kLanes;
-            const int64_t room = p.out_dim - column - v * kLanes;
-            if (room >= kLanes)
-                store(to, sum);
-            else
-                __builtin_memcpy(to, &sum, room * 4);
-        }
+        for (int v = 0; v < vectors; v++)
+            store_sums(p, sums[row][v], token + row, column + v * kLanes);
 }
 
 template <bool half, int rows, int vectors>
@@ -74,6 +101,7 @@ void product_in(const Product& p, int64_t tokens) {
 
 void product(const Product& p, int64_t tokens, [[maybe_unused]] bool half) {
 #if ESS_HALF
+    if (half && in_tiles(p.steps)) return product_in_tiles(p, tokens);
     if (half) return product_in<true>(p, tokens);
 #endif
     product_in<false>(p, tokens);
@@ -104,3 +132,4 @@ ESS_LANE void to_words(const float* from, int64_t dim, bool half, uint32_t* to) 
     round_values(from, dim, (half_any*)to);
     if (dim & 1) ((half_any*)to)[dim] = 0;
 }
+#endif

@@ -276,12 +276,6 @@ template <bool half, int spread>
 ESS_LANE void index_query(const IndexWork& work, const uint32_t* keys, int64_t query) {
     for (int64_t i = 0; i < work.per_query; i++) {
         const int64_t vector = query * work.per_query + i;
-#if ESS_TILES
-        if (spread == 1 && work.is_tiled) {
-            tile_vectors<1>(work, keys, vector, {});
-            continue;
-        }
-#endif
         index_vectors<half, spread, 1>(work, keys, vector, {});
     }
 }
@@ -457,9 +451,6 @@ template <bool half>
 void select_in(const Index& call, const Run& run, int64_t k, int32_t* out) {
     const Screen screen(call, run.count, k);
     const IndexWork work(call, run.count, half);
-#if ESS_TILES
-    const Tiles tiles(work.is_tiled);
-#endif
     pack_screen(call, run, screen);
     pack_run<half>(call, run, work);
     const int32_t* table = call.table + run.longest * call.table_stride;
@@ -487,7 +478,6 @@ void select_in(const Index& call, const Run& run, int64_t k, int32_t* out) {
 }
 
 void select(const Index& call, const Run& run, int64_t k, int32_t* out) {
-    if (call.key_form == Form::fp8 && call.query_form != Form::f32)
-        return select_in<true>(call, run, k, out);
+    if (is_half(call)) return select_in<true>(call, run, k, out);
     select_in<false>(call, run, k, out);
 }

@@ -339,14 +339,15 @@ ESS_LANE uintptr_t lay_out(const Stage& stage, int64_t tokens, uintptr_t at, flo
         if (most > wide) wide = most;
         if (e.per_token > per_token) per_token = e.per_token;
     }
-    const auto take = [&](int64_t count) {
+    const auto take_for = [&](int64_t tokens, int64_t count) {
         const uintptr_t from = at;
         at += round_up(count * tokens * 4, 64);
         return (void*)from;
     };
+    const auto take = [&](int64_t count) { return take_for(tokens, count); };
     for (int64_t i = 0; i < stage.register_count; i++)
         registers[i] = (float*)take(stage.widths[i]);
-    bench->words = (uint32_t*)take(words + 1);
+    bench->words = (uint32_t*)take_for(round_up(tokens, kTileRows), words + 1);  // for whole tiles
     bench->sums = (float*)take(coded / kGroupInputs);
     bench->room = (uint32_t*)at;
     if (tokens >= kWriteOutFrom) at += coded * kPanelsTogether * kLanes * 4;

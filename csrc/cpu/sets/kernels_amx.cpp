@@ -1,4 +1,4 @@
-// avx512_bf16 with products of tiles where these fit. A test's build plays the tiles.
+// Products of tiles, which avx512_bf16 calls where they fit. A test's build plays the tiles.
 #ifdef ESS_EMULATED_TILES
 #include ESS_EMULATED_TILES
 #endif

@@ -32,6 +32,12 @@ namespace ESS_SET {
 
 #include "tile.h"
 
+#if ESS_TILES
+#include "tiles.h"
+
+#include "../ops/index.h"
+#include "../ops/product.h"
+#else
 #include "powers.h"
 
 #include "../ops/attend.h"
@@ -48,10 +54,19 @@ constexpr auto kSelect = &select;
 #else
 constexpr decltype(Kernels::select) kSelect = nullptr;
 #endif
+#endif
 
 }  // namespace ESS_SET
 }  // namespace
 
+#if ESS_TILES
+void index_in_tiles(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
+                    int64_t stride) {
+    ESS_SET::index(call, run, first, last, logits, stride);
+}
+
+void product_in_tiles(const Product& product, int64_t tokens) { ESS_SET::product(product, tokens); }
+#else
 #define ESS_JOIN(a, b) a##b
 #define ESS_TABLE(set) ESS_JOIN(kernels_, set)
 #define ESS_TEXT(set) ESS_STRING(set)
@@ -60,6 +75,7 @@ const Kernels ESS_TABLE(ESS_SET) = {ESS_TEXT(ESS_SET), ESS_SET::attend, ESS_SET:
                                     ESS_SET::top_k, ESS_SET::kSelect, ESS_SET::merge,
                                     ESS_SET::stage, ESS_SET::pack_panels, ESS_SET::pack_codes,
                                     ESS_LANES};
+#endif
 
 }  // namespace ess
 

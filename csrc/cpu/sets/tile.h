@@ -106,6 +106,7 @@ struct Factor {
 struct Nothing {
     __attribute__((always_inline)) void request(int64_t) const {}
     bool wants(int64_t) const { return false; }
+    Nothing part(int64_t, int64_t) const { return {}; }
 };
 
 // sums[row][column] += rows of `left` times columns of `right`, [step, vector of columns], vectors

@@ -14,9 +14,6 @@
 // calls.
 #pragma once
 
-constexpr int64_t kTileRows = 16;
-constexpr int64_t kTileWords = 16;
-
 struct alignas(64) TileShapes {
     uint8_t palette = 0, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -27,8 +24,7 @@ ESS_LANE void settle_memory(const void* at) { __asm__ volatile("" ::"r"(at) : "m
 
 class Tiles {
 public:
-    explicit Tiles(bool wanted) : wanted_(wanted) {
-        if (!wanted_) return;
+    Tiles() {
         _tile_storeconfig(&before_);
         settle_memory(&before_);
         TileShapes whole;
@@ -40,49 +36,54 @@ public:
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
     ~Tiles() {
-        if (!wanted_) return;
         settle_memory(&before_);
         if (before_.palette) _tile_loadconfig(&before_);
         else _tile_release();
     }
 
 private:
-    const bool wanted_;
     TileShapes before_;
 };
 
-// sums[vector][key, head] of 32 keys with one or two vectors of heads, `steps` words long. Tiles 0
-// to 3 are sums, 4 and 5 keys, 6 and 7 heads.
-template <int vectors>
-ESS_LANE void multiply_tiles(const uint32_t* keys, int64_t key_words, const uint32_t* heads,
-                             int64_t panel, int64_t steps, float* sums, const NextPage& next) {
-    const int64_t stride = 4 * key_words, tile = kTileRows * kTileWords;
-    settle_memory(keys);
+// sums[vector][row, column] of one or two tiles of rows, `row_words` apart, with one or two vectors
+// of columns, or four with one tile, a panel apart; `steps` words long. Tiles 0 to 3 are sums, 4
+// and 5 rows, 6 and 7 columns. What will be needed later is requested from memory meanwhile.
+template <int tiles, int vectors, typename Later = Nothing>
+ESS_LANE void multiply_tiles(const uint32_t* rows, int64_t row_words, const uint32_t* columns,
+                             int64_t panel, int64_t steps, float* sums, const Later& later = {}) {
+    static_assert(tiles * vectors <= 4, "there are four sums");
+    constexpr bool four = tiles == 1 && vectors == 4, square = tiles == 2 && vectors == 2;
+    const int64_t stride = 4 * row_words, tile = kTileRows * kTileWords;
+    settle_memory(rows);
     _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (vectors == 2) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t step = 0; step < steps; step += kTileWords) {
-        const NextPage lines = next.part(step / kTileWords, steps / kTileWords);
+    if constexpr (tiles == 2 || four) _tile_zero(1);
+    if constexpr (vectors >= 2) _tile_zero(2);
+    if constexpr (square || four) _tile_zero(3);
+    for (int64_t step = 0; step < steps; step += kTileWords, columns += kTileWords * kLanes) {
+        const auto lines = later.part(step / kTileWords, steps / kTileWords);
         for (int64_t line = 0; lines.wants(line); line++) lines.request(line);
-        _tile_loadd(4, keys + step, stride);
-        _tile_loadd(5, keys + kTileRows * key_words + step, stride);
-        _tile_loadd(6, heads + step * kLanes, 4 * kLanes);
+        _tile_loadd(4, rows + step, stride);
+        _tile_loadd(6, columns, 4 * kLanes);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
-        if constexpr (vectors == 2) {
-            _tile_loadd(7, heads + panel + step * kLanes, 4 * kLanes);
+        if constexpr (tiles == 2) {
+            _tile_loadd(5, rows + kTileRows * row_words + step, stride);
+            _tile_dpbf16ps(1, 5, 6);
+        }
+        if constexpr (vectors >= 2) {
+            _tile_loadd(7, columns + panel, 4 * kLanes);
             _tile_dpbf16ps(2, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
+        }
+        if constexpr (square) _tile_dpbf16ps(3, 5, 7);
+        if constexpr (four) {
+            _tile_loadd(6, columns + 2 * panel, 4 * kLanes);
+            _tile_dpbf16ps(1, 4, 6);
+            _tile_loadd(7, columns + 3 * panel, 4 * kLanes);
+            _tile_dpbf16ps(3, 4, 7);
         }
     }
     _tile_stored(0, sums, 4 * kLanes);
-    _tile_stored(1, sums + tile, 4 * kLanes);
-    if constexpr (vectors == 2) {
-        _tile_stored(2, sums + 2 * tile, 4 * kLanes);
-        _tile_stored(3, sums + 3 * tile, 4 * kLanes);
-    }
+    if constexpr (tiles == 2 || four) _tile_stored(1, sums + (four ? 2 : 1) * tile, 4 * kLanes);
+    if constexpr (vectors >= 2) _tile_stored(2, sums + tiles * tile, 4 * kLanes);
+    if constexpr (square || four) _tile_stored(3, sums + 3 * tile, 4 * kLanes);
     settle_memory(sums);
 }

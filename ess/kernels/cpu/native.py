@@ -86,7 +86,7 @@ def kernels() -> str:
 
 
 def has_tiles() -> bool:
-    """Whether index logits in bf16 are multiplied by tile registers (AMX)."""
+    """Whether tile registers (AMX) take products of bf16, of stages and of index logits."""
     return bool(function("ess_has_tiles", [], ctypes.c_int32)())
 
 
