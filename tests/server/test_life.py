@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -26,9 +25,9 @@ from ess.overlap.calibration import shape_of
 from ess.server.commands import cli
 from ess.server.commands.start.files.checkpoint import embedded_path, read_checkpoint
 from tests.server.harness import TOKENIZER, until
-from tests.support.forked import finished
+from tests.support.forked import finished, started
 from tests.support.kin import is_running
-from tests.support.process import ROOT, RUN, Process
+from tests.support.process import RUN, Process
 
 GRACE_S = 3.0
 
@@ -245,15 +244,10 @@ def test_an_engine_does_not_outlive_its_server():
 @pytest.mark.parametrize("program", ["worker", "fake_engine"])
 def test_an_engine_whose_server_has_ended_first_loads_nothing(program: str, said: bytes):
     """It reads nothing of its message, which would be refused."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"ess.engine.process.{program}", "ipc:///nowhere"],
-        input=said,
-        capture_output=True,
-        check=False,
-        timeout=120,
-        cwd=ROOT,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    words, pipes = ["-m", f"ess.engine.process.{program}", "ipc:///nowhere"], ("stdin", "stdout")
+    with started("engine", words, **dict.fromkeys((*pipes, "stderr"), subprocess.PIPE)) as process:
+        written = process.communicate(said, timeout=120)
+    assert (process.returncode, *written) == (0, b"", b"")
 
 
 @pytest.mark.slow

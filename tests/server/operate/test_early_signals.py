@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from ess import scripts
-from tests.support.process import ROOT, RUN, SMALL
+from tests.support.forked import ROOT, finished
+from tests.support.process import RUN, SMALL
 
 AT = {
     "its greeting": ("ess.server.commands.start.banner", "greet"),
@@ -48,14 +48,10 @@ def test_the_server_ends_as_always_and_leaves_nothing(at: str, numbers, tmp_path
     socket = tmp_path / "socket"
     flags = ("--engine", "paced", "--uds", str(socket))
     given = ["serve", "--json", *words, *flags]
-    ended = subprocess.run(
-        [sys.executable, "-c", SIGNALLED.format(told=told) + RUN, *given],
-        cwd=ROOT,
+    ended = finished(
+        "server",
+        *("-c", SIGNALLED.format(told=told) + RUN, *given),
         env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert ended.returncode == 0, ended.stderr
     assert not [*tmp_path.glob("ess-*")], "its folder"
