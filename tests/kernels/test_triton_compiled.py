@@ -37,6 +37,7 @@ from tests.support.compiled import (
     report,
     top_k_of,
     types,
+    usage,
 )
 from tests.support.few import few
 
@@ -112,7 +113,7 @@ def test_attention_in_float32_compiles_without_spills() -> None:
             num_stages=shape.stages,
         )
         assert binary.metadata.shared <= 227 << 10
-        assert figures(binary).spilled == 0
+        assert usage(binary).spilled == 0
 
 
 @pytest.mark.slow
@@ -222,7 +223,7 @@ def test_the_small_kernels_compile_without_spills() -> None:
         compiled(shares.lay_out, shared, {"KEYS": 64, "BLOCKS_MIN": 2, "IS_CUT": True}),
         compiled(attend.close_up, lists, {"BLOCK": 1024}),
     ):
-        assert figures(binary).spilled == 0
+        assert usage(binary).spilled == 0
 
 
 @pytest.mark.slow
@@ -241,7 +242,7 @@ def test_the_shared_top_k_compiles_without_spills() -> None:
             spread.take, take, chunk | {"HAS_SLOTS": True, "CHUNKS": index.CHUNKS_MIN}, num_warps=8
         ),
     ):
-        assert figures(binary).spilled == 0
+        assert usage(binary).spilled == 0
 
 
 @pytest.mark.slow
@@ -268,7 +269,7 @@ def test_counts_and_strides_of_one_compile_too() -> None:
 @pytest.mark.parametrize("kind", ["*fp32", "*i16"])
 def test_what_finishes_rows_and_keys_compiles_without_spills(kind: str) -> None:
     for binary in finishes(kind):
-        assert figures(binary).spilled == 0
+        assert usage(binary).spilled == 0
         assert "ftz" not in binary.asm["ptx"]
 
 
@@ -288,7 +289,7 @@ def test_what_comes_to_experts_and_goes_compiles_without_spills(kind: str) -> No
         ),
     ):
         binary = compiled(kernel, kinds | given, sizes | constants, enable_fp_fusion=False)
-        assert figures(binary).spilled == 0
+        assert usage(binary).spilled == 0
 
 
 @pytest.mark.slow
@@ -321,7 +322,7 @@ def test_the_row_codec_compiles_and_keeps_subnormals(kind: str) -> None:
             {"values": kind, "places": "*i64", **places, **strides},
             shape | {"PAGE": page},
         )
-        assert figures(encode).spilled == 0
+        assert usage(encode).spilled == 0
         assert "ftz" not in encode.asm["ptx"]
     for name in ("GROUP_PADDED", "POWER_OF_TWO", "TAIL_IS_F32"):
         del shape[name]
@@ -330,7 +331,7 @@ def test_the_row_codec_compiles_and_keeps_subnormals(kind: str) -> None:
         {**places, "values": kind, **types("i32: count row_stride value_stride")},
         shape | {"INTERPRETED": False},
     )
-    assert figures(decode).spilled == 0
+    assert usage(decode).spilled == 0
     assert "ftz" not in decode.asm["ptx"]
 
 

@@ -130,6 +130,12 @@ def options_of(shape: Any, capability: int) -> dict[str, Any]:
     return {"num_warps": shape.warps, "num_stages": stages, "capability": capability}
 
 
+class Usage(NamedTuple):
+    registers: int
+    spilled: int
+    shared: int
+
+
 class Figures(NamedTuple):
     registers: int
     spilled: int
@@ -144,23 +150,26 @@ class Figures(NamedTuple):
     lines: float = math.nan
 
 
+def usage(binary: Any) -> Usage:
+    """The binary's own words on a thread."""
+    said = _said("-res-usage", binary)
+    registers, spilled = (int(re.findall(rf"{each}:(\d+)", said)[-1]) for each in ("REG", "STACK"))
+    return Usage(registers, spilled, binary.metadata.shared)
+
+
 def figures(binary: Any, *, rows: int = 0) -> Figures:
-    """The binary's own words on a thread, and counts over its innermost loop with products, of
-    which a turn takes so many `rows`."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(binary.asm["cubin"])
-        usage, code = (_said(each, path) for each in ("-res-usage", "-sass"))
-    loop = _loop([(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(code)])
+    """These words, and counts over the binary's innermost loop with products, of which a turn takes
+    so many `rows`. Its instructions are half a second of the disassembler's."""
+    code = INSTRUCTION.findall(_said("-sass", binary))
+    loop = _loop([(int(at, 16), name, rest) for at, name, rest in code])
 
     def count(*starts: str) -> int:
         return sum(name.startswith(starts) for name in loop)
 
-    registers, spilled = (int(re.findall(rf"{each}:(\d+)", usage)[-1]) for each in ("REG", "STACK"))
     found = count("STL", "LDL"), count(*GROUPED), count(*SINGLE), count("WARPGROUP.DEPBAR")
     asked = sum(map(bytes_read, loop)) * 32 * binary.metadata.num_warps
     return Figures(
-        *(registers, spilled, binary.metadata.shared, len(loop), *found),
+        *(*usage(binary), len(loop), *found),
         *(count("LDGSTS"), count("BAR"), asked / LINE_BYTES / rows if rows else math.nan),
     )
 
@@ -173,11 +182,12 @@ def bytes_read(name: str) -> int:
     return next((bits[part] for part in name.split(".") if part in bits), 32) // 8
 
 
-def _said(about: str, path: Path) -> str:
-    run = subprocess.run(
-        [TOOLS / "cuobjdump", about, path], capture_output=True, text=True, check=True
-    )
-    return run.stdout
+def _said(about: str, binary: Any) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(binary.asm["cubin"])
+        command = [TOOLS / "cuobjdump", about, path]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _loop(code: list[tuple[int, str, str]]) -> list[str]:
