@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.house.tree import ROOT
+from tests.support.forked import run
+
+GENERATE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 
 
 def test_a_second_run_reads_the_prompts_from_the_disk(tmp_path: Path) -> None:
-    command = [sys.executable, "docs/examples/generate.py", str(tmp_path / "cache")]
-    first, second = (
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
-        for _ in range(2)
-    )
-    parts = [re.split(r"\n(\w+) run: (\d+) of 682 .*\n", done.stdout) for done in (first, second)]
+    words = (GENERATE, "docs/examples/generate.py", tmp_path / "cache")
+    first, second = (run("engine", "-c", *words, env=os.environ) for _ in range(2))
+    parts = [re.split(r"\n(\w+) run: (\d+) of 682 .*\n", printed) for printed in (first, second)]
     text, turn, count, again, later, cached, rest = parts[0]
     assert (turn, later, count, rest) == ("first", "second", "0", "")
     assert again == text
