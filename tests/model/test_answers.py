@@ -74,7 +74,7 @@ def engine(
     offload = Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.page_bytes * 6,
-        host_bytes=40 * layout.host_page_bytes,
+        host_bytes=32 * layout.host_page_bytes,
         length_max=1024,
         slot_floor=64,
     )

@@ -42,7 +42,7 @@ def engine(codec: str, *, mode: str, chunks: int, mtp: int = 2, lengths=(1, 90, 
     offload = Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.page_bytes * chunks,
-        host_bytes=60 * layout.host_page_bytes,
+        host_bytes=24 * layout.host_page_bytes,
         length_max=1024,
         slot_floor=24,
         lane=LateLane(seed=chunks),

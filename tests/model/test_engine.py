@@ -31,7 +31,7 @@ def engine(
     *,
     mtp: int = 1,
     chunks: int = 2,
-    host_pages: int = 60,
+    host_pages: int = 24,
     index_pages: int | None = None,
     chunk_tokens: int = 48,
     **config,
