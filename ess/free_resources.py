@@ -23,11 +23,28 @@ CORE_GROUPS: Final = (
     ("sys/fs/cgroup/cpu", "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
 )
 
+UNLIMITED: Final = 1 << 62
+
 
 def memory_free(root: Path = Path("/")) -> int:
     """Bytes available now without taking them from other processes."""
     groups = [_memory_of_group(*files) for files in _files_of_groups(root, MEMORY_GROUPS)]
-    return min([_memory_of_machine(root), *groups])
+    return min([_memory_of_machine(root, "MemAvailable", "SC_AVPHYS_PAGES"), *groups])
+
+
+def memory_total(root: Path = Path("/")) -> int:
+    """Bytes that this process could have if no other took any: of the machine, or of its group."""
+    groups = [_limit_of(limit) for limit, _, _ in _files_of_groups(root, MEMORY_GROUPS)]
+    return min([_memory_of_machine(root, "MemTotal", "SC_PHYS_PAGES"), *groups])
+
+
+def _limit_of(limit: Path) -> int:
+    """The bytes that a group may have, unlimited without one."""
+    try:
+        most = limit.read_text().strip()
+        return UNLIMITED if most == "max" else int(most)
+    except (OSError, ValueError):
+        return UNLIMITED
 
 
 def _files_of_groups(
@@ -56,28 +73,26 @@ def _path_of_group(root: Path, controller: str) -> Sequence[str]:
     return ()
 
 
-def _memory_of_machine(root: Path) -> int:
+def _memory_of_machine(root: Path, name: str, pages: str) -> int:
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) << 10
     except OSError:
         pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _memory_of_group(limit: Path, use: Path, stat: Path) -> int:
     """Bytes left in the group; unlimited without one. Its droppable file pages count as free."""
+    most = _limit_of(limit)
     try:
-        most = limit.read_text().strip()
-        if most == "max":
-            return 1 << 62
         used = int(use.read_text())
         lines = stat.read_text().splitlines()
         dropped = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-        return max(0, int(most) - used + dropped)
     except (OSError, ValueError):
-        return 1 << 62
+        return UNLIMITED
+    return UNLIMITED if most == UNLIMITED else max(0, most - used + dropped)
 
 
 def cores_free(root: Path = Path("/")) -> int:

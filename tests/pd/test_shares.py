@@ -82,7 +82,7 @@ def test_each_worker_has_a_thread_and_slots_for_a_request():
 def test_what_each_of_them_would_refuse_is_refused_at_once():
     with pytest.raises(BadInput, match=r"host_bytes is .*: not one request of 8,192 tokens fits"):
         share("1p3d", host_bytes="96MiB", max_model_len="8k")
-    with pytest.raises(Unavailable, match="are free on this machine"):
+    with pytest.raises(BadInput, match="are free on this machine; it would not fit"):
         share("1p3d", host_bytes="100TiB")
 
 

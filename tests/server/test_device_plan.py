@@ -24,7 +24,8 @@ from ess.server.commands.start.devices import device_probing
 from ess.server.commands.start.devices.device_sizing import RESERVED, DeviceNeeds, plan_on_device
 from ess.server.commands.start.devices.device_stages import COMING, LEAVING, plan_stages
 from ess.server.commands.start.files.checkpoint import read_checkpoint, read_entries
-from ess.server.commands.start.launch import launch_of, layout_of
+from ess.server.commands.start.launch import layout_of
+from ess.server.commands.start.server_facts import launch_of
 from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.sizing import MemoryPlan
 from ess.server.commands.start.topology import launches_of
@@ -35,6 +36,7 @@ from tests.server.test_stages import TORCHRUN
 GIB = 1 << 30
 HOST = 8 * GIB
 WEIGHTS = 977 * GIB // 10
+SHARED = {"pp_devices": "1,1"}
 STAGES = {"role": "prefill", "peer_secret": SECRET, "device": "cuda", "pp_size": 2}
 FOUND = DeviceReport(
     torch="2.13.0+cu130",
@@ -217,7 +219,42 @@ def test_the_sizes_that_are_told_the_engine_are_those_of_the_plan():
 def test_a_plan_that_does_not_fit_is_refused_with_numbers(given: dict[str, str], says: str):
     with pytest.raises(EssError, match=says) as caught:
         planned(**given)
-    assert isinstance(caught.value, Unavailable) == ("host_bytes" in given)
+    assert isinstance(caught.value, Unavailable) == ("the least" not in says)
+
+
+TOO_MUCH = r"\(weights.*; it would not fit either if nothing else ran here$"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"device": "cpu", "host_bytes": "9GiB"},
+            "9.00 GiB, but 8.00 GiB are free on this machine$",
+        ),
+        ({"device": "cpu", "host_bytes": "17GiB"}, "; it would not fit either if nothing else ran"),
+        ({"host_bytes": "9GiB"}, "9.00 GiB, but 8.00 GiB are free on this machine$"),
+        ({"host_bytes": "17GiB"}, "17.00 GiB, but 8.00 GiB are free .* if nothing else ran here$"),
+        ({"slot_bytes": "70GiB"}, r"slots 70.00 GiB.*slot_bytes decides, now 70GiB$"),
+        ({"slot_bytes": "75GiB"}, TOO_MUCH),
+        ({"device_bytes": "100MiB"}, TOO_MUCH),
+        ({**STAGES, **SHARED, "index_bytes": "66GiB"}, r"on cuda:1, .*index_bytes .*, now 66GiB$"),
+        ({**STAGES, **SHARED, "index_bytes": "75GiB"}, TOO_MUCH),
+    ],
+)
+def test_a_plan_that_would_not_fit_on_an_empty_machine_is_the_settings_fault(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], says: str
+):
+    """Nothing but a change of the settings helps then, so that a supervisor need not try again."""
+    report = msgspec.structs.replace(FOUND, count=2, torch_count=2)
+    monkeypatch.setattr(device_probing, "ask", lambda ordinal: report)
+    monkeypatch.setattr(launch, "memory_free", lambda: 8 * GIB)
+    monkeypatch.setattr(launch, "memory_total", lambda: 16 * GIB)
+    asked = {"device": "cuda", "max_model_len": "8k", "host_bytes": "96MiB", **given}
+    settings, checkpoint = resolve(asked, environment={}).settings, read_checkpoint("")
+    with pytest.raises(EssError, match=says) as caught:
+        launch.planned(settings, checkpoint, layout_of(settings, checkpoint))
+    assert type(caught.value) is (BadInput if "would not fit" in str(caught.value) else Unavailable)
 
 
 # ---- stages
@@ -273,7 +310,7 @@ def test_stages_that_share_a_device_share_its_room():
 
 
 def test_a_stage_that_does_not_fit_is_refused_by_name():
-    with pytest.raises(BadInput, match=r"of stage 0 \(layers .*\) on cuda:0, a GPU \(weights"):
+    with pytest.raises(Unavailable, match=r"of stage 0 \(layers .*\) on cuda:0, a GPU \(weights"):
         of_stages(TWO, device_bytes="1MiB", **SIZES)
     with pytest.raises(Unavailable, match=r"host.s memory, of which .* are free: lower host"):
         of_stages(TWO, host_bytes="96MiB", free=97 << 20)

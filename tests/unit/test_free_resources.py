@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ess import free_resources
-from ess.free_resources import cores_free, memory_free
+from ess.free_resources import cores_free, memory_free, memory_total
 
 VERSION_2 = "sys/fs/cgroup/cpu.max"
 VERSION_1 = "sys/fs/cgroup/cpu/cpu.cfs_{}_us"
@@ -72,7 +72,8 @@ def test_the_limits_of_groups_below_the_topmost_hold(
         limit, use = "limit_in_bytes", "usage_in_bytes"
         quota = {"cpu.cfs_quota_us": "200000\n", "cpu.cfs_period_us": "100000\n"}
     write(tmp_path, "proc/self/cgroup", said)
-    write(tmp_path, "proc/meminfo", "MemAvailable: 1000000 kB\n")
+    write(tmp_path, "proc/meminfo", "MemTotal: 9000000 kB\nMemAvailable: 1000000 kB\n")
+    assert memory_total(tmp_path) == 9000000 << 10
     assert (memory_free(tmp_path), cores_free(tmp_path)) == (1000000 << 10, 6)
     write(tmp_path, f"{memory}/memory.{limit}", "5000000\n")
     write(tmp_path, f"{memory}/memory.{use}", "3000000\n")
@@ -80,6 +81,7 @@ def test_the_limits_of_groups_below_the_topmost_hold(
     for name, text in quota.items():
         write(tmp_path, f"{cores}/{name}", text)
     assert (memory_free(tmp_path), cores_free(tmp_path)) == (2500000, 2)
+    assert memory_total(tmp_path) == 5000000
     write(tmp_path, "proc/self/cgroup", "0::/gone\n")
     assert (memory_free(tmp_path), cores_free(tmp_path)) == (1000000 << 10, 6)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Set
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -13,6 +14,7 @@ import msgspec
 
 from ess.errors import BadInput
 from ess.flashtrans import ways
+from ess.free_resources import memory_total
 from ess.layout import ModelLayout
 from ess.server.commands.start.compat_flags import FAMILY
 from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint, read_entries
@@ -26,7 +28,7 @@ from ess.server.commands.start.settings import (
     Settings,
     resolve,
 )
-from ess.server.commands.start.sizing import STATE_COPIES, MemoryPlan, plan_memory
+from ess.server.commands.start.sizing import STATE_COPIES, MemoryPlan, now_or_never, plan_memory
 from ess.transfer.messages import SECRET_BYTES_MIN
 
 Role = Literal["prefill", "decode"]
@@ -165,13 +167,15 @@ def _plan(
     settings: Settings, layout: ModelLayout, checkpoint: Checkpoint, *, weights: int
 ) -> MemoryPlan:
     """The memory plan with `weights` copies of the weights, and of all states, in it."""
-    return plan_memory(
+    plan = partial(
+        plan_memory,
         settings,
         layout,
         positions_max=checkpoint.config.positions_max,
         weight_bytes=checkpoint.weight_bytes * weights,
         state_copies=STATE_COPIES["decode"] * weights,
     )
+    return now_or_never(plan, partial(plan, free=memory_total()))
 
 
 def told_settings(resolved: Resolved, *, but: Set[str]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from ess.engine.process.lifeline import die_with_parent
 from ess.errors import EssError
 from ess.server.commands.start.files.words import read_words
 from ess.server.commands.start.http_config import uvicorn_config
-from ess.server.commands.start.launch import ServerFacts, engine_link, make_service, recovery_of
+from ess.server.commands.start.launch import engine_link, recovery_of
+from ess.server.commands.start.server_facts import ServerFacts, make_service
 from ess.server.http import telemetry
 from ess.server.process.board import Board
 from ess.server.process.fronts import Start, endpoint_of

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import resource
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
 import zmq.asyncio
+from msgspec.structs import replace
 
 from ess import console
 from ess.clock import Clock, RealClock
 from ess.comm.experts.balance import check_places
-from ess.engine.config import ProcessConfig
+from ess.engine.devices import DeviceReport
 from ess.engine.entries.refusals import check_settings
-from ess.engine.process.messages import Launch
 from ess.errors import BadInput
 from ess.flashtrans import ways
-from ess.free_resources import cores_free, memory_free
+from ess.free_resources import cores_free, memory_free, memory_total
 from ess.layout import ModelLayout
-from ess.models.chat.reply import PlainParser
 from ess.models.weights.expected.kept_bytes import kept_bytes
 from ess.overlap import calibration
 from ess.server.commands.start import banner
@@ -43,9 +42,21 @@ from ess.server.commands.start.files.hidden_files import check_tls
 from ess.server.commands.start.files.words import Words, read_words, template_names
 from ess.server.commands.start.http_config import uvicorn_config
 from ess.server.commands.start.node import STOPPED_S, Node
+from ess.server.commands.start.server_facts import (
+    ServerFacts,
+    kept_responses,
+    launch_of,
+    make_service,
+)
 from ess.server.commands.start.setting_checks import check_events
 from ess.server.commands.start.settings import Resolved, Settings
-from ess.server.commands.start.sizing import AUTO, MemoryPlan, check_sizes, plan_memory, size_of
+from ess.server.commands.start.sizing import (
+    AUTO,
+    MemoryPlan,
+    check_sizes,
+    now_or_never,
+    plan_memory,
+)
 from ess.server.commands.start.topology import layers_of, ranks_here, starter
 from ess.server.http import telemetry
 from ess.server.process.board import Board
@@ -59,33 +70,16 @@ from ess.server.process.listening import sockets
 from ess.server.process.listening.stand_in import StandIn
 from ess.server.process.logs.log_pipe import unblocked_stderr
 from ess.server.process.own_folder import own_folder
-from ess.server.process.pair.peers import Peers, Split
 from ess.server.process.pair.registration import registration_of
 from ess.server.process.requests.journal import NO_RECOVERY, Recovery
-from ess.server.process.requests.kept_responses import KeptResponses
 from ess.server.process.requests.open_calls import FrontPlace
-from ess.server.process.service import Limits, Service
 from ess.server.process.signals import Signals, taken_signals
 from ess.server.process.tally import Shelf
-from ess.server.process.text_child import Desk
-from ess.server.process.texts import Texts
 from ess.server.process.whole_run import run_whole
-from ess.transfer.messages import Seal
 from ess.units import format_bytes
 
 FRONT: Final = "ess.server.commands.start.front"
 FILES_OF_OURS: Final = 128
-
-
-class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What every process of the server knows. `port` is where other workers connect, `layers` are
-    those of each stage, if the engine has stages."""
-
-    resolved: Resolved
-    checkpoint: Checkpoint
-    plan: MemoryPlan
-    layers: tuple[tuple[int, int], ...] = ()
-    port: int = 0
 
 
 def checked(settings: Settings) -> Checkpoint:
@@ -140,7 +134,23 @@ def planned(
 ) -> MemoryPlan:
     """The plan for the host's memory, of which `shared_by` workers have equal parts, or for the
     device's, after asking the device whether it can serve."""
-    free, reports = memory_free() // shared_by, device_reports(settings)
+    found = device_reports(settings)
+    empty = {name: replace(each, free_bytes=each.total_bytes) for name, each in found.items()}
+    told = (settings, checkpoint, layout)
+    return now_or_never(
+        partial(_plan, *told, found, free=memory_free() // shared_by),
+        partial(_plan, *told, empty, free=memory_total() // shared_by),
+    )
+
+
+def _plan(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    layout: ModelLayout,
+    reports: Mapping[str, DeviceReport],
+    *,
+    free: int,
+) -> MemoryPlan:
     share_bytes = checkpoint.share_bytes(settings.dp_size, redundant=settings.redundant_experts)
     if reports:
         entries = read_entries(Path(checkpoint.path))
@@ -244,7 +254,7 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
 def layout_of(settings: Settings, checkpoint: Checkpoint) -> ModelLayout:
     config = checkpoint.config
     if settings.mtp == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
+        config = replace(config, mtp_layer_count=0)
     return config.layout(row=settings.row)
 
 
@@ -254,7 +264,7 @@ def calibrated(resolved: Resolved, layout: ModelLayout) -> Resolved:
     if not path:
         return resolved
     note = f"the calibration {path} was measured on {calibration.load(path, layout).machine}"
-    return msgspec.structs.replace(resolved, notes=(*resolved.notes, note))
+    return replace(resolved, notes=(*resolved.notes, note))
 
 
 def sized(resolved: Resolved, plan: MemoryPlan, *, but: Sequence[str] = ()) -> Resolved:
@@ -307,7 +317,7 @@ async def _serve(
 ) -> int:
     settings, clock, count = told.resolved.settings, RealClock(), len(listeners)
     port = port_of(further[0] if further else listeners[0])
-    told = msgspec.structs.replace(told, port=port)
+    told = replace(told, port=port)
     board = Board(clock)
     place = FrontPlace(count=count)
     recovery = recovery_of(settings)
@@ -379,100 +389,3 @@ def starts_of(told: ServerFacts, folder: str, listeners: Sequence[socket.socket]
         )
         for front in range(1, len(listeners))
     ]
-
-
-def make_service(told: ServerFacts, words: Words, *, link: EngineLink, board: Board) -> Service:
-    resolved, checkpoint, plan = told.resolved, told.checkpoint, told.plan
-    settings = resolved.settings
-    desk = Desk(
-        model=checkpoint.path,
-        length_max=plan.length_max,
-        vocabulary=words.vocabulary,
-        template=words.template,
-        template_names=template_names(settings.default_chat_template_kwargs),
-    )
-    return Service(
-        names=settings.names,
-        model_type=checkpoint.config.family,
-        architecture=checkpoint.architecture,
-        tokenizer=words.tokenizer,
-        texts=Texts(words.tokenizer, words.style, desk),
-        style=words.style,
-        is_marked=not isinstance(words.style.parser(thinking=False), PlainParser),
-        eos_ids=checkpoint.eos_ids,
-        vocabulary=words.vocabulary,
-        token_capacity=plan.token_capacity,
-        limits=Limits(
-            running_max=settings.max_running,
-            waiting_max=settings.max_waiting,
-            length_max=plan.length_max,
-            tokens_default=settings.default_max_tokens,
-            keep_alive_s=settings.keep_alive_s,
-            stall_s=settings.stall_s,
-            body_max=size_of(settings.body_bytes, of=1 << 30),
-            names=settings.hosts,
-            tells_usage=settings.stream_usage,
-        ),
-        defaults=default_sampling(settings.default_sampling, checkpoint.defaults),
-        link=link,
-        board=board,
-        clock=RealClock(),
-        described=resolved.shown(),
-        weight_bytes=plan.weight_bytes,
-        compat=settings.compat,
-        layers=told.layers if settings.role == "prefill" else (),
-        split=split_of(settings, told.port, link),
-        kept=kept_responses(settings),
-    )
-
-
-def kept_responses(settings: Settings) -> KeptResponses | None:
-    """Where responses are kept: in one process, so that each of them is found."""
-    if not settings.keep_responses:
-        return None
-    for name, is_shared, each in (
-        ("server_processes", settings.server_processes > 1, "process"),
-        ("role", settings.role != "both", "worker"),
-        ("dp_rank", settings.dp_rank >= 0, "rank"),
-    ):
-        if is_shared:
-            raise BadInput(
-                f"keep_responses is {settings.keep_responses}, and {name} is"
-                f" {getattr(settings, name)}: each {each} would find its own responses alone"
-            )
-    return KeptResponses(size_of(settings.keep_responses, of=memory_free()))
-
-
-def split_of(settings: Settings, port: int, link: EngineLink) -> Split:
-    secret = settings.peer_secret.encode()
-    return Split(
-        role=settings.role,
-        host=settings.host,
-        port=port,
-        has_own_port=bool(settings.bootstrap_port),
-        peers=Peers(settings.peer_list, link, RealClock()) if settings.role == "decode" else None,
-        seal=Seal(secret) if settings.role != "both" else None,
-        allows_fake=settings.fake_prefill,
-    )
-
-
-def has_others(settings: Settings) -> bool:
-    """Whether the engine meets processes that this command does not start."""
-    return settings.role != "both" or settings.dp_size > 1 or settings.nnodes > 1
-
-
-def launch_of(settings: Settings, checkpoint: Checkpoint, plan: MemoryPlan) -> Launch:
-    told = {
-        field.name: getattr(settings, field.name) for field in dataclasses.fields(ProcessConfig)
-    }
-    told["query_max"] = settings.max_running * settings.mtp
-    told["graph_byte_max"] = plan.graph_bytes
-    return Launch(
-        model=checkpoint.path,
-        config=ProcessConfig(**told),
-        length_max=plan.length_max,
-        slot_bytes=plan.slot_bytes,
-        host_bytes=plan.host_bytes,
-        index_bytes=plan.index_bytes,
-        secret=settings.peer_secret if has_others(settings) else "",
-    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
 
-from ess.errors import BadInput, Unavailable
+from ess.errors import BadInput, EssError, Unavailable
 from ess.free_resources import memory_free
 from ess.layout import ModelLayout
 from ess.pool.capacity import (
@@ -100,8 +100,9 @@ def plan_memory(
     free: int | None = None,
     state_copies: int | None = None,
 ) -> MemoryPlan:
-    """Plans the pools; `free` is this machine's free memory, read if not given, `state_copies` how
-    many times requests' states are kept, by default as the role needs."""
+    """Plans the pools. Unavailable if too little memory is free. `free` is this machine's free
+    memory, read if not given, `state_copies` how many times requests' states are kept, by default
+    as the role needs."""
     copies = STATE_COPIES[settings.role] if state_copies is None else state_copies
     free = memory_free() if free is None else free
     longest = asked_length(settings, positions_max)
@@ -123,6 +124,20 @@ def plan_memory(
     )
     _check_fit(plan, settings, free)
     return with_rooms(plan, settings, layout)
+
+
+def now_or_never(now: Callable[[], MemoryPlan], alone: Callable[[], MemoryPlan]) -> MemoryPlan:
+    """The plan for what is free now. Its refusal is the settings' fault, a BadInput, if they would
+    not fit either where nothing else has memory, which the other plan finds."""
+    try:
+        return now()
+    except Unavailable as error:
+        try:
+            alone()
+        except EssError:
+            sentence = f"{error}; it would not fit either if nothing else ran here"
+            raise BadInput(sentence) from None
+        raise
 
 
 def asked_length(settings: Settings, positions_max: int) -> int:
@@ -171,7 +186,7 @@ def _check_size(name: str, size: int, free: int) -> None:
 
 def _check_fit(plan: MemoryPlan, settings: Settings, free: int) -> None:
     """Refuses a plan that the machine cannot hold, before anything is allocated. Unavailable: the
-    same settings may fit when others have left."""
+    same settings may fit when others have left; `now_or_never` finds whether they would."""
     for name in ("slot_bytes", "index_bytes"):
         if getattr(settings, name) != AUTO:
             _check_size(name, getattr(plan, name), free)

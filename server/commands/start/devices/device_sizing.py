@@ -288,7 +288,7 @@ def _graphs(needed: DeviceNeeds, settings: Settings, length_max: int, report: De
 
 def check_fit(device: DevicePlan, settings: Settings) -> None:
     """Refuses a plan that does not fit, before anything is allocated. Unavailable: it may fit when
-    others have left the machine."""
+    others have left the machine; `now_or_never` finds whether it would."""
     if device.locked > device.host_free:
         raise Unavailable(
             f"the plan locks {format_bytes(device.locked)} of the host's memory, of which"
@@ -298,8 +298,7 @@ def check_fit(device: DevicePlan, settings: Settings) -> None:
         return
     listed = ", ".join(f"{line.name} {format_bytes(line.bytes)}" for line in device.lines)
     largest = max(device.lines, key=lambda line: line.bytes)
-    is_asked = device.taken > size_of(settings.device_bytes, of=device.total)
-    raise (BadInput if is_asked else Unavailable)(
+    raise Unavailable(
         f"the plan takes {format_bytes(device.taken)} of {device.name} ({listed}), and may take"
         f" {format_bytes(device.room)}: device_bytes is {settings.device_bytes} of"
         f" {format_bytes(device.total)}, and {format_bytes(device.free)} are free, of which"
