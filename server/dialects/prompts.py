@@ -206,7 +206,7 @@ class PromptReader:
         choice = choice_of_responses(ask.tool_choice)
         names = self._names(ask)
         return self._rendered(
-            messages_of(ask.input, ask.instructions),
+            instructed(messages_of(ask.input, ask.instructions)),
             offered_tools(tools_of_responses(ask.tools), choice),
             settle(ask, response_thinks(ask), default=self._thinks),
             is_cut=is_cut,

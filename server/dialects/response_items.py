@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from ess.errors import BadInput
 from ess.models.chat.messages import REFUSAL, TEXT_PARTS, json_kind
@@ -18,33 +17,19 @@ from ess.models.chat.reply import CallArguments, CallBegin, CallEnd, Content, Ev
 from ess.server.dialects.tools import full_name
 
 Item = dict[str, Any]
-INSTRUCTING: Final = ("system", "developer")
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[Item]:
-    """The items as chat messages. Reasoning and calls join the assistant's message beside them.
-
-    What a developer says are instructions: at the beginning they join the system's, later they
-    become a turn of the user. A chat format has no such speaker, or drops what it said.
-    """
-    messages: list[Item] = [{"role": "system", "content": instructions}] if instructions else []
+    """The items as chat messages, the instructions as a developer's. Reasoning and calls join the
+    assistant's message beside them."""
+    messages: list[Item] = [{"role": "developer", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not given:
         raise BadInput("input is empty: give a text or at least one item")
     for place, item in enumerate(given):
         _append(messages, item, where=f"input[{place}]")
-    return _instructed(messages)
-
-
-def _instructed(messages: Sequence[Item]) -> list[Item]:
-    leading = [*takewhile(lambda message: message["role"] in INSTRUCTING, messages)]
-    rest = [
-        {**message, "role": "user"} if message["role"] == "developer" else message
-        for message in messages[len(leading) :]
-    ]
-    text = "\n\n".join(message["content"] for message in leading)
-    return [{"role": "system", "content": text}, *rest] if leading else rest
+    return messages
 
 
 def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ess.errors import BadInput
+from ess.models.chat.messages import text_of
 from ess.server.dialects import schemas
 from ess.server.process.bounds import TOOLS_MAX
 
@@ -149,12 +150,39 @@ def goes_on(ask: schemas.ChatAsk | schemas.TokenizeAsk) -> bool:
 
 
 def instructed(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A developer who speaks first, as OpenAI's clients name the system, is the system: chat
-    formats have no such speaker, or drop what it said before the last question. One with tools of
-    its own is DeepSeek's, and stays."""
-    first, *rest = messages or [{}]
-    is_system = first.get("role") == "developer" and not first.get("tools")
-    return [{**first, "role": "system"}, *rest] if is_system else list(messages)
+    """What a developer says are instructions, and chat formats have no such speaker, or drop what
+    it said before the last question. At the beginning they become one message with the system's,
+    later they are a turn of the user. A developer with tools or a format of its own is DeepSeek's,
+    and stays."""
+    is_beginning = True
+    leading: list[Mapping[str, Any]] = []
+    rest: list[Mapping[str, Any]] = []
+    for message in messages:
+        instructs = _instructs(message)
+        is_beginning = is_beginning and (instructs or message.get("role") == "system")
+        if is_beginning:
+            leading.append(message)
+        else:
+            rest.append({**message, "role": "user"} if instructs else message)
+    return [*(_joined(leading) if any(map(_instructs, leading)) else leading), *rest]
+
+
+def _instructs(message: Mapping[str, Any]) -> bool:
+    is_own = message.get("tools") or message.get("response_format")
+    return message.get("role") == "developer" and not is_own
+
+
+def _joined(leading: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A single message as it is, several with a blank line between their texts."""
+    content = leading[0].get("content")
+    if len(leading) > 1:
+        texts = [
+            text_of(message.get("content"), where=f"messages[{place}].content")
+            for place, message in enumerate(leading)
+        ]
+        content = "\n\n".join(filter(None, texts))
+    fields = {name: value for message in leading for name, value in message.items()}
+    return [{**fields, "role": "system", "content": content}]
 
 
 def tools_of_responses(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:

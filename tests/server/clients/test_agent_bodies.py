@@ -113,18 +113,24 @@ def test_a_developer_at_the_beginning_is_the_system(calling: Served):
     turns = [("developer", "Be brief."), ("user", "Hi"), ("assistant", "Hi."), ("user", "When?")]
     talk = [{"role": role, "content": text} for role, text in turns]
     prompts = []
-    for first in ("developer", "system"):
-        body = {"messages": [{**talk[0], "role": first}, *talk[1:]], "reasoning_effort": "high"}
+    texts = {"developer": "brief.", "system": [{"type": "text", "text": "Be"}]}
+    for speakers in ("developer",), ("system",), ("system", "developer"):
+        first = [{"role": role, "content": texts[role]} for role in speakers]
+        if len(first) == 1:
+            first[0]["content"] = "Be\n\nbrief."
+        body = {"messages": [*first, *talk[1:]], "reasoning_effort": "high"}
         asked(calling, "/v1/chat/completions", {"max_tokens": 5, **body})
         prompts.append(prompt_of(calling))
         given = {"input": body["messages"], "reasoning": {"effort": "high"}}
         asked(calling, "/v1/responses", {"max_output_tokens": 5, **given})
         prompts.append(prompt_of(calling))
     assert len({*prompts}) == 1
-    assert "Be brief." in prompts[0]
+    assert "Be\n\nbrief." in prompts[0]
     late = [*talk[1:], {"role": "developer", "content": "Be long."}, talk[3]]
     asked(calling, "/v1/responses", {"input": late, "reasoning": {"effort": "high"}})
-    assert "<｜User｜>Be long." in prompt_of(calling)
+    assert "<｜User｜>Be long." in (prompt := prompt_of(calling))
+    asked(calling, "/v1/chat/completions", {"messages": late, "reasoning_effort": "high"})
+    assert prompt_of(calling) == prompt
 
 
 def claude_code(**more: Any) -> dict[str, Any]:
