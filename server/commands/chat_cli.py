@@ -215,19 +215,16 @@ class Screen:
 
 
 def _sentence(report: Mapping[str, Any]) -> str:
-    """The measurements as a sentence; what was not measured is left out."""
+    """The measurements in two lines; what was not measured is left out."""
     rate, turns, hits = (report[n] for n in ("tokens_per_s", "tokens_per_step", "row_hit_rate"))
     cached = f" ({report['cached_tokens']} cached)" if report["cached_tokens"] else ""
-    parts = [
-        f"{report['prompt_tokens']} tokens of prompt{cached}",
-        f"first text after {report['ttft_ms']:,.0f} ms",
-        f"{report['tokens']} tokens" + (f" at {rate} a second" if rate else ""),
-    ]
+    prompt = f"{report['prompt_tokens']} tokens of prompt{cached}"
+    parts = [f"{report['tokens']} tokens" + (f" at {rate} a second" if rate else "")]
     if turns is not None:
         parts.append(f"{turns:.2f} per step")
     if hits is not None:
         parts.append(f"{hits:.1%} of rows resident")
-    return " · ".join(parts)
+    return f"{prompt} · first text after {report['ttft_ms']:,.0f} ms\n{' · '.join(parts)}"
 
 
 def top(
@@ -294,7 +291,10 @@ def _shown(client: Client, ends: str = "Ctrl-C ends") -> Table:
     table.add_row("oldest wait", f"{load['oldest_wait_s']:.1f} s", "without a token")
     table.add_row("tokens/s", f"{load['gen_throughput']:,.1f}", "")
     table.add_row("tokens/step", f"{load['tokens_per_turn']:.2f}", "per request")
-    table.add_row("rows resident", f"{load['row_hit_rate']:.1%}", "of those selected")
+    if load["row_asked"]:
+        table.add_row("rows resident", f"{load['row_hit_rate']:.1%}", "of those selected")
+    else:
+        table.add_row("rows resident", "-", "none was selected")
     table.add_row("prefix cached", f"{load['cache_hit_rate']:.1%}", "of prompt tokens")
     for name, pool in load["memory"].items():
         share = pool["used"] / max(pool["capacity"], 1)

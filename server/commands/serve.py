@@ -21,10 +21,10 @@ from ess.config import Setting
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.pd.routers import RouterName
 from ess.server.commands.start.compat_flags import (
+    DP_ATTENTION,
     FLAGS,
     ForeignFlags,
     check_foreign,
-    of_each_rank,
 )
 from ess.server.commands.start.setting_checks import OF_DECODING
 from ess.server.commands.start.settings import FIELDS, SECTIONS
@@ -214,6 +214,7 @@ def _serve_pd(
     json: bool,
 ) -> int:
     flags = _with_foreign(flags, foreign)
+    flags.pop(DP_ATTENTION, None)  # there is one rank
     try:
         from ess.server.commands.pd.processes import serve_pd
     except ModuleNotFoundError as error:
@@ -237,4 +238,4 @@ def _with_foreign(flags: dict[str, Any], foreign: ForeignFlags | None) -> dict[s
     foreign = foreign or ForeignFlags()
     for sentence in check_foreign(foreign):
         console.note(f"ess: {sentence}")
-    return of_each_rank(flags, foreign)
+    return {**flags, DP_ATTENTION: True} if foreign.enable_dp_attention else flags

@@ -82,7 +82,7 @@ def test_a_question_gets_its_answer(served: Served, capsys: pytest.CaptureFixtur
     assert run(served, "chat", *asked, "--stats") == 0
     out, err = capsys.readouterr()
     assert out == " At noon, I think.\n"
-    said = r"17 tokens of prompt \(1 cached\) · first text after [\d,]+ ms · 9 tokens at"
+    said = r"17 tokens of prompt \(1 cached\) · first text after [\d,]+ ms\n9 tokens at"
     assert re.search(said, err)
     add = served.engine.adds[-1]
     assert TOKENIZER.decode(add.prompt) == "system: Be brief.\nuser: When?\nassistant:"

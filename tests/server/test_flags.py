@@ -94,6 +94,15 @@ def test_a_file_in_yaml_is_told_what_settings_are_written_in(tmp_path: Path) -> 
         read_file(file)
 
 
+def test_what_divided_attention_says_of_gpus_holds_wherever_they_are_counted(tmp_path: Path):
+    (file := tmp_path / "serve.toml").write_text("tp-size = 2\n")
+    given, said = {"enable_dp_attention": True}, {"ESS_DP_SIZE": "2"}
+    assert resolve(given, config=file, environment=said).settings.tp_size == 1
+    assert resolve({**given, "tp_size": 2}, environment={}).settings.tp_size == 2
+    with pytest.raises(BadInput, match="tp_size is 2 and dp_size is 3: with --enable-dp-attention"):
+        resolve({**given, "dp_size": 3}, config=file, environment=said)
+
+
 def test_variables_that_kernels_read_are_no_settings():
     named = {"ESS_ROWS": "plain", "ESS_ISA": "avx2", "ESS_CACHE_DIR": "/var/cache"}
     assert set(resolve({}, environment=named).origins.values()) == {"default"}

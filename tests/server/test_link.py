@@ -162,9 +162,12 @@ def test_a_fault_ends_every_call_after_what_it_had(tmp_path: Path):
         call = link.start("a", [([1], Sampling())])
         flush = asyncio.ensure_future(link.flush())
         await peer.send(packer.pack(Progress((Piece(0, (7,)),))))
+        counted: list[int] = []
+        link.on_fault = lambda sentence: counted.append(link.open_count)
         await peer.send(packer.pack(Fault("it broke")))
         with pytest.raises(Unavailable, match="it broke"):
             await flush
+        assert (counted, link.open_count) == ([1], 0), "the line in the log has the number"
         assert (await call.take())[0].tokens == (7,)
         with pytest.raises(Unavailable, match="it broke"):
             await call.take()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from cyclopts import Parameter
 
@@ -260,6 +260,7 @@ class ForeignFlags:
     ] = False
 
 
+DP_ATTENTION: Final = "enable_dp_attention"
 MTP: Final = "the checkpoint's own MTP layer drafts, --mtp tokens at most"
 
 # Accepted and logged: what they ask for is always so, or changes no answer.
@@ -367,24 +368,19 @@ NOT_HERE: Final[Mapping[str, str]] = {
 }
 
 
-def of_each_rank(settings: Mapping[str, Any], flags: ForeignFlags) -> dict[str, Any]:
+def of_each_rank(devices: int, ranks: int) -> int:
     """SGLang's --tp-size counts all GPUs where attention is divided by requests: here each rank of
     --dp-size has its share of them.
 
-    >>> of_each_rank({"tp_size": 8, "dp_size": 8}, ForeignFlags(enable_dp_attention=True))
-    {'tp_size': 1, 'dp_size': 8}
-    >>> of_each_rank({"tp_size": 8, "dp_size": 8}, ForeignFlags())
-    {'tp_size': 8, 'dp_size': 8}
+    >>> of_each_rank(16, 8)
+    2
     """
-    devices, ranks = settings.get("tp_size"), settings.get("dp_size")
-    if not (flags.enable_dp_attention and devices and ranks):
-        return dict(settings)
     if devices % ranks:
         raise BadInput(
             f"tp_size is {devices} and dp_size is {ranks}: with --enable-dp-attention tp_size"
             " counts the GPUs of all ranks, and each needs equally many"
         )
-    return {**settings, "tp_size": devices // ranks}
+    return devices // ranks
 
 
 def check_foreign(flags: ForeignFlags) -> list[str]:

@@ -22,7 +22,13 @@ from ess.config import Setting, setting, settings_of
 from ess.engine.config import ProcessConfig
 from ess.engine.devices import brought_by
 from ess.errors import BadInput
-from ess.server.commands.start.compat_flags import VALUES, is_of_cluster, read_foreign
+from ess.server.commands.start.compat_flags import (
+    DP_ATTENTION,
+    VALUES,
+    is_of_cluster,
+    of_each_rank,
+    read_foreign,
+)
 from ess.server.commands.start.files.hidden_files import read_keys, read_secret
 from ess.server.commands.start.setting_checks import (
     check_api_keys,
@@ -285,7 +291,10 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 def resolve(
     flags: Mapping[str, Any], *, config: Path | None = None, environment: Mapping[str, str]
 ) -> Resolved:
-    """Merges all origins; flags that are None were not given."""
+    """Merges all origins; flags that are None were not given. DP_ATTENTION among them says what
+    tp_size counts, wherever that comes from."""
+    given_flags = {name: value for name, value in flags.items() if value is not None}
+    has_shares = given_flags.pop(DP_ATTENTION, False)
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = dict.fromkeys(FIELDS, "default")
     foreign, notes = read_foreign(environment)
@@ -293,7 +302,10 @@ def resolve(
         ("file", {} if config is None else read_file(config)),
         ("environment", foreign),
         ("environment", read_environment(environment)),
-        ("flag", {name: value for name, value in flags.items() if value is not None}),
+        (
+            "flag",
+            {n: value for n, value in flags.items() if value is not None and n != DP_ATTENTION},
+        ),
     )
     for origin, given in layers:
         for name, value in given.items():
@@ -303,6 +315,8 @@ def resolve(
         del values["pp_layer_partition"]
         origins["pp_layer_partition"] = "default"
         notes.append("pp_layer_partition from environment has no effect: there is one stage")
+    if has_shares and {"tp_size", "dp_size"} <= values.keys():
+        values["tp_size"] = of_each_rank(values["tp_size"], values["dp_size"])
     for name, given in placed_by_torchrun(environment, values).items():
         values[name] = given
         if name in FIELDS:
