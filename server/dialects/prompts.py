@@ -31,7 +31,7 @@ from ess.server.dialects.tools import (
     choice_of_responses,
     goes_on,
     instructed,
-    is_thinking,
+    message_thinks,
     names_of,
     offered_tools,
     response_thinks,
@@ -220,11 +220,13 @@ class PromptReader:
         goes_on = message_blocks.goes_on(ask.messages)
         if goes_on:
             ask.thinking = None
+            if ask.chat_template_kwargs:
+                ask.chat_template_kwargs = {**ask.chat_template_kwargs, "thinking": False}
         tools = offered_tools(tools_of_messages(ask.tools), choice_of_messages(ask.tool_choice))
         return self._rendered(
             message_blocks.messages_of(ask.messages, ask.system),
             tools,
-            is_thinking(ask.thinking),
+            message_thinks(ask),
             goes_on=goes_on,
             is_cut=is_cut,
             names=self._names(ask),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -53,7 +54,7 @@ class History:
         if self._shelf is None or len(raw) > JOINED_BYTES_MAX:
             return raw
         try:
-            given = msgspec.json.decode(raw or b"{}", type=_Given)
+            given = msgspec.json.decode(raw.removeprefix(BOM_UTF8) or b"{}", type=_Given)
         except UNDECODABLE:
             return raw
         self.previous = _identity(given.previous_response_id)

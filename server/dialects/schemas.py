@@ -6,6 +6,7 @@ routers add their own.
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -205,6 +206,7 @@ class MessagesAsk(AddressedSampled, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     stream: bool | None = None
     request_id: str | None = None
@@ -220,6 +222,7 @@ class CountTokensAsk(msgspec.Struct, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 Generated = Addressed | AddressedSampled
@@ -227,10 +230,12 @@ Generated = Addressed | AddressedSampled
 
 
 class TokenSampling(Sampled, kw_only=True):
-    """vLLM's sampling parameters by name."""
+    """vLLM's sampling parameters by name. Two change texts alone, of which there are none."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -315,7 +320,9 @@ def sampled_of(ask: msgspec.Struct) -> msgspec.Struct | None:
 
 
 def read(raw: bytes, kind: type[Ask]) -> Ask:
-    """Decodes a body; all of it must be UTF-8, even fields that are ignored."""
+    """Decodes a body; all of it must be UTF-8, even fields that are ignored. A mark in front, with
+    which editors on Windows begin a file, is no part of it."""
+    raw = raw.removeprefix(BOM_UTF8)
     try:
         raw.decode("utf-8")
         ask = msgspec.json.decode(raw or b"{}", type=kind)

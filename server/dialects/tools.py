@@ -110,6 +110,12 @@ def response_thinks(ask: Response) -> bool | None:
     return wants_thinking(ask.chat_template_kwargs, (ask.reasoning or {}).get("effort"))
 
 
+def message_thinks(ask: Messages) -> bool:
+    """Whether a message thinks: by the keyword for a template, else by Anthropic's `thinking`."""
+    thinking, wanted = is_thinking(ask.thinking), wants_thinking(ask.chat_template_kwargs, None)
+    return thinking if wanted is None else wanted
+
+
 def settle(ask: schemas.ChatAsk | Response, asked: bool | None, *, default: bool) -> bool:
     """What was asked, or the default, which the ask says from now on: the prompt and the reply are
     read in two processes."""
@@ -122,8 +128,7 @@ def names_of(ask: Templated) -> dict[str, Any]:
     """What the chat template gets by name, beside what the server itself says."""
     names: dict[str, Any] = {}
     if isinstance(ask, Messages):
-        effort = (ask.output_config or {}).get("effort")
-        return {} if effort is None else {"reasoning_effort": effort}
+        names = {"reasoning_effort": (ask.output_config or {}).get("effort")}
     if isinstance(ask, Response):
         names = {"reasoning_effort": (ask.reasoning or {}).get("effort")}
     if isinstance(ask, schemas.ChatAsk):

@@ -155,7 +155,7 @@ CHAT_FILES = (
     *("models/chat/deepseek_v32.py", "models/chat/dsml.py"),
     *(f"models/chat/parsers/{name}.py" for name in ("deepseek_v32", "glm", "stream", "tagged")),
     *("models/chat/messages.py", "models/chat/quoting.py", "models/chat/reply.py"),
-    *("models/chat/schemas.py", "models/chat/styles.py", "models/chat/template.py"),
+    *("models/chat/json_schemas.py", "models/chat/styles.py", "models/chat/template.py"),
     "models/text/marks.py",
 )
 QUOTED = frozenset(

@@ -168,6 +168,12 @@ def test_thoughts_and_calls_come_whole_and_in_events(calling: Served):
     said_count = len(TOKENIZER.encode(REPLY[REPLY.index("Let me look.") :]))
     assert 0 < thought_count < whole["usage"]["output_tokens"] - said_count
     assert nameless(put_together(streamed(calling, tools=TOOLS, **THINKING))) == nameless(whole)
+    assert nameless(create(calling, tools=TOOLS, **CHAT_THINKING)) == nameless(whole)
+    plain = nameless(create(calling))
+    assert nameless(create(calling, **THINKING, chat_template_kwargs={"thinking": False})) == plain
+    begun = [*ASKED, {"role": "assistant", "content": "It"}]
+    for asked in (THINKING, CHAT_THINKING):
+        assert create(calling, messages=begun, **asked)["content"][0]["type"] == "text"
 
 
 def test_thoughts_that_are_omitted_are_counted(calling: Served):

@@ -70,17 +70,20 @@ def sampling(served: Served, path: str, body: dict[str, Any]) -> Any:
 # ---- refused
 
 
+OF_TEXTS = ("skip_special_tokens", "include_stop_str_in_output")
 SERVED_AT = {
     CHAT: {
         *("max_completion_tokens", "top_logprobs", "include_reasoning"),
-        "return_tokens_as_token_ids",
+        *("return_tokens_as_token_ids", *OF_TEXTS),
     },
-    COMPLETIONS: {"echo", "suffix", "add_special_tokens", "return_tokens_as_token_ids"},
+    COMPLETIONS: {
+        *("echo", "suffix", "add_special_tokens", "return_tokens_as_token_ids", *OF_TEXTS)
+    },
     SGLANG: {
         *("max_new_tokens", "min_new_tokens", "sampling_seed", "json_schema", "structural_tag"),
-        *("return_text_in_logprobs", "input_ids"),
+        *("return_text_in_logprobs", "input_ids", "skip_special_tokens"),
     },
-    TOKENS: set(),
+    TOKENS: {*OF_TEXTS},
 }
 
 
@@ -102,7 +105,10 @@ def test_a_key_that_wishes_for_nothing_is_no_wish(plain: Served, path):
     nothing = {name: None for name in UNSERVED if name not in SERVED_AT[path]}
     routers = {"kv_transfer_params": {"a": 1}, "bootstrap_room": 5, "routing_key": "u", "my_ext": 1}
     usual = {"return_hidden_states": False, "separate_reasoning": True, "lora_path": []}
+    usual |= {"skip_special_tokens": True}
     post(plain, path, {**BODIES[path], **nothing, **routers, **usual, "user": "u", "store": True})
+    marked = "\ufeff" + json.dumps(BODIES[path])  # as editors on Windows begin a file
+    assert status(plain, path, marked) == 200
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ess.errors import BadInput
-from ess.models.chat.schemas import Schema, listed_values, resolved
+from ess.models.chat.json_schemas import Schema, listed_values, resolved
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer

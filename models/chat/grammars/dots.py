@@ -18,6 +18,7 @@ from ess.models.chat.grammars.calls import (
     literal,
     string_values,
 )
+from ess.models.chat.json_schemas import TEXT, Schema, types_of
 from ess.models.chat.parsers.dots import (
     CALLS,
     CALLS_END,
@@ -28,7 +29,6 @@ from ess.models.chat.parsers.dots import (
     THINK,
     THINK_END,
 )
-from ess.models.chat.schemas import TEXT, Schema, types_of
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer

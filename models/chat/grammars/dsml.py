@@ -28,7 +28,7 @@ from ess.models.chat.grammars.calls import (
     literal,
     string_values,
 )
-from ess.models.chat.schemas import Schema, branches, listed_values
+from ess.models.chat.json_schemas import Schema, branches, listed_values
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer

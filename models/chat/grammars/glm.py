@@ -21,8 +21,8 @@ from ess.models.chat.grammars.calls import (
     literal,
     string_values,
 )
+from ess.models.chat.json_schemas import Schema
 from ess.models.chat.parsers.glm import GLM, Tags
-from ess.models.chat.schemas import Schema
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer

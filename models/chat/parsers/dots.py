@@ -18,8 +18,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ess.models.chat.json_schemas import TEXT, Types, parameter_types
 from ess.models.chat.parsers.tagged import TaggedParser, Tags
-from ess.models.chat.schemas import TEXT, Types, parameter_types
 
 THINK, THINK_END = "<think>", "</think>"
 CALLS, CALLS_END = "<dots_function_call>", "</dots_function_call>"

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ess.models.chat.json_schemas import parameter_types
 from ess.models.chat.parsers.stream import State, StreamParser
 from ess.models.chat.reply import CallBegin, CallEnd
-from ess.models.chat.schemas import parameter_types
 from ess.models.text.marks import first_mark
 
 THINK_END: Final = "</think>"

@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable
 
 from ess.errors import BadInput
+from ess.models.chat.json_schemas import Types, type_of
 from ess.models.chat.messages import write_json
 from ess.models.chat.reply import CallArguments, Content, Event, Flaw, Reasoning
-from ess.models.chat.schemas import Types, type_of
 from ess.models.text.marks import first_mark, held_chars
 
 State = Callable[[], bool]

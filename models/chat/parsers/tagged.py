@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Final
 
+from ess.models.chat.json_schemas import Types
 from ess.models.chat.parsers.stream import State, StreamParser
 from ess.models.chat.reply import CallBegin, CallEnd
-from ess.models.chat.schemas import Types
 
 # No ">" inside a name: then the first ">" decides, in whatever pieces a tag arrives.
 _NAME: Final = r' name="([^">]{0,512})"'

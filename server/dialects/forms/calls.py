@@ -17,7 +17,7 @@ from ess.server.dialects.tools import (
     ToolChoice,
     choice_of_messages,
     choice_of_responses,
-    is_thinking,
+    message_thinks,
     mode_of,
     offered_tools,
     response_thinks,
@@ -61,7 +61,7 @@ def rules_of(ask: Conversation) -> ReplyRules:
         case schemas.MessagesAsk():
             choice, tools = choice_of_messages(ask.tool_choice), tools_of_messages(ask.tools)
             parallel = (ask.tool_choice or {}).get("disable_parallel_tool_use") is not True
-            thinking = is_thinking(ask.thinking)
+            thinking = message_thinks(ask)
     return ReplyRules(
         tools=offered_tools(tools, choice),
         choice=mode_of(choice),

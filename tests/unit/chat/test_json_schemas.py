@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from ess.models.chat.json_schemas import types_of
 from ess.models.chat.parsers.dots import DotsParser
 from ess.models.chat.parsers.glm import GlmParser
 from ess.models.chat.reply import parse
-from ess.models.chat.schemas import types_of
 
 ROOT: dict[str, Any] = {
     "$defs": {
