@@ -162,6 +162,17 @@ def test_generate_scores_the_prompt_from_a_position_on(served: Served):
     assert nothing is None
     assert [[token for _, token, _ in top] for top in tops] == [[7, 8], [8, 9]]
     assert served.engine.adds[-1].sampling.prompt_start == 1
+    for streamed in (False, True):  # the prompt alone, as SGLang's `select` and `cache_prefix` ask
+        asked = {**body, "sampling_params": {"max_new_tokens": 0}, "stream": streamed}
+        events = (
+            stream(served, "/generate", asked) if streamed else [ask(served, "/generate", asked)]
+        )
+        alone, said = events[-1], events[-1]["meta_info"]
+        assert (alone["text"], alone["output_ids"], said["completion_tokens"]) == ("", [], 0)
+        assert said["finish_reason"] == {"type": "length", "length": 0}
+        assert said["output_token_logprobs"] == said["output_top_logprobs"] == []
+        for name in ("input_token_logprobs", "input_top_logprobs"):
+            assert said[name] == meant[name]
     meant = ask(served, "/generate", {**body, "logprob_start_len": -1})["meta_info"]
     assert "input_token_logprobs" not in meant
     with pytest.raises(urllib.error.HTTPError) as refused:

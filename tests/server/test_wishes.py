@@ -198,7 +198,7 @@ def test_what_cannot_be_is_refused_by_name(plain: Served, path, changed, param, 
         (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
         (CHAT, {"max_tokens": 9999}, "max_tokens", "max_tokens is 9,999"),
         (CHAT, {"messages": [{"role": "user", "content": "x " * 5000}]}, "messages", "the prompt"),
-        (SGLANG, {"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens", "is 0"),
+        (SGLANG, {"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens", "is -1"),
         (SGLANG, {"sampling_params": {"max_new_tokens": 9999}}, "max_new_tokens", "is 9,999"),
         (
             SGLANG,

@@ -51,6 +51,12 @@ def scored_from(ask: schemas.GenerateAsk) -> int | None:
     return start if has_logprobs(ask) and start >= 0 else None
 
 
+def is_prompt_alone(ask: schemas.GenerateAsk) -> bool:
+    """Whether a client wants the scores of a prompt, or the prompt in the cache, and no answer: the
+    engine makes a token that is not shown."""
+    return ask.sampling_params is not None and ask.sampling_params.max_new_tokens == 0
+
+
 def _check_start(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> None:
     start = scored_from(ask)
     for prompt in prompts:
@@ -78,7 +84,7 @@ def _wanted(
     where = "input_ids" if ask.text is None else "text"
     return sampling_params.wanted_of(
         sampling,
-        tokens_max=sampling.max_new_tokens,
+        tokens_max=1 if is_prompt_alone(ask) else sampling.max_new_tokens,
         tokens_usual=128,
         tokens_min=sampling.min_new_tokens,
         keep_stop=bool(sampling.no_stop_trim),
@@ -137,20 +143,21 @@ class GenerateShape:
         """SGLang's form: everything so far, in every chunk."""
         grown = self.grown.generations[index]
         choices = len(self.grown.generations) // len(self.prompts)
+        made = 0 if is_prompt_alone(self.ask) else grown.made_count
         meant: dict[str, Any] = {
             "id": self.grown.call.request_id,
-            "finish_reason": finish_reason(grown),
+            "finish_reason": finish_reason(grown, made),
             "prompt_tokens": len(self.prompts[index // choices]),
-            "completion_tokens": grown.made_count,
+            "completion_tokens": made,
             "cached_tokens": grown.cached_count,
         }
         if scored_from(self.ask) is not None:
             scored = self.grown.generations[index // choices * choices].prompt_chances
             meant |= self._input_logprobs(index, self.prompts[index // choices], scored)
         if has_logprobs(self.ask):
-            meant |= self._output_logprobs(index, grown)
-        ids = self._list(index, "output_ids", grown.made_count, grown.tokens.__getitem__)
-        document = {"text": grown.text, "output_ids": ids, "meta_info": meant}
+            meant |= self._output_logprobs(index, grown, made)
+        ids = self._list(index, "output_ids", made, grown.tokens.__getitem__)
+        document = {"text": grown.text if made else "", "output_ids": ids, "meta_info": meant}
         return {**document, "index": index} if self.is_many else document
 
     def _input_logprobs(
@@ -171,16 +178,16 @@ class GenerateShape:
             "input_top_logprobs": self._list(index, "input_top", 1 + len(chances), top),
         }
 
-    def _output_logprobs(self, index: int, grown: Generation) -> dict[str, msgspec.Raw]:
+    def _output_logprobs(self, index: int, grown: Generation, count: int) -> dict[str, msgspec.Raw]:
         tokens, chances = grown.tokens, grown.chances
 
         def scored(at: int) -> list[Any]:
             return self._scored(chances[at].logprob, tokens[at])
 
         return {
-            "output_token_logprobs": self._list(index, "output", len(tokens), scored),
+            "output_token_logprobs": self._list(index, "output", count, scored),
             "output_top_logprobs": self._list(
-                index, "output_top", len(chances), lambda at: self._top(chances[at])
+                index, "output_top", count, lambda at: self._top(chances[at])
             ),
         }
 
@@ -196,14 +203,15 @@ class GenerateShape:
         return [logprob, token, text]
 
 
-def finish_reason(grown: Generation) -> dict[str, Any] | None:
+def finish_reason(grown: Generation, made: int) -> dict[str, Any] | None:
+    """`made` tokens are shown: where none are, nothing was stopped."""
     match grown.finish:
         case None:
             return None
-        case "length":
-            return {"type": "length", "length": grown.made_count}
         case "abort":
             return {"type": "abort", "message": "aborted", "status_code": 499}
+        case reason if reason == "length" or not made:
+            return {"type": "length", "length": made}
     return {"type": "stop", "matched": grown.stopped_by}
 
 
