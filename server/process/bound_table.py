@@ -52,7 +52,6 @@ from ess.server.process.bounds import (
     RESUME_S,
     TEXT_CHARS_MAX,
     TOOLS_MAX,
-    UNREAD_BYTES,
 )
 from ess.transfer import members
 from ess.transfer.messages import MEMBERS_MAX
@@ -183,8 +182,9 @@ BOUNDS: Final = (
     ),
     Bound(
         what="pieces of answers that wait for slow clients, of all in a process of the server",
-        most=f"{UNREAD_BYTES >> 20} MiB",
+        most="128MiB",
         beyond="the answer of which most waits ends with an error, `slow_reader`",
+        setting="--unread-bytes",
     ),
     Bound(
         what="time in which the rest of a refused request is still taken",

@@ -41,6 +41,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 def make_service(told: ServerFacts, words: Words, *, link: EngineLink, board: Board) -> Service:
     resolved, checkpoint, plan = told.resolved, told.checkpoint, told.plan
     settings = resolved.settings
+    link.calls.unread_max = size_of(settings.unread_bytes, of=memory_free())
     desk = Desk(
         model=checkpoint.path,
         length_max=plan.length_max,

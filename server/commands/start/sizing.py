@@ -24,7 +24,7 @@ from ess.units import PAGE_ROWS, div_ceil, format_bytes, parse_size
 AUTO: Final = "auto"
 SIZES: Final = (
     *("host_bytes", "slot_bytes", "index_bytes", "device_bytes", "graph_bytes"),
-    *("max_model_len", "body_bytes", "header_bytes", "keep_responses"),
+    *("max_model_len", "body_bytes", "header_bytes", "unread_bytes", "keep_responses"),
 )
 HOST_SHARE: Final = 4  # of free memory, at most, unless host_bytes says how much
 HOST_BYTES_MAX: Final = 4 << 30

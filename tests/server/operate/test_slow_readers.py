@@ -15,14 +15,21 @@ import pytest
 from ess.engine.process.messages import Abort, Packer, Piece, Progress
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
+from ess.server.commands.start.files.checkpoint import read_checkpoint
+from ess.server.commands.start.files.words import read_words
+from ess.server.commands.start.server_facts import ServerFacts, make_service
+from ess.server.commands.start.settings import resolve
+from ess.server.commands.start.sizing import plan_memory
 from ess.server.dialects.generation import Generation
 from ess.server.dialects.streaming import EventStream
 from ess.server.http.responses import Refused
+from ess.server.process.board import Board
 from ess.server.process.link import EngineLink
 from ess.server.process.requests.call import TAKEN_MAX, Call, bytes_of
 from tests.attacks.wire import completion, head, post, rest
 from tests.server.harness import PacedEngine, Served, counting, until
 from tests.server.test_link import READY, Peer, linked, told
+from tests.support.manual_clock import ManualClock
 
 ONE = Piece(0, (7,))
 
@@ -162,3 +169,17 @@ def test_a_stream_keeps_log_probabilities_only_to_send_them_again(
         [generation] = generations
     assert told.count(b"logprobs") >= 9
     assert (generation.made_count, len(generation.chances)) == (9, kept_count)
+
+
+def test_how_much_may_wait_is_set(tmp_path: Path):
+    """And the service of every process knows it."""
+    resolved, checkpoint = resolve({"unread_bytes": "3MiB"}, environment={}), read_checkpoint("")
+    settings, layout = resolved.settings, checkpoint.config.layout()
+    plan = plan_memory(settings, layout, positions_max=2048, weight_bytes=1, free=8 << 30)
+    told = ServerFacts(resolved=resolved, checkpoint=checkpoint, plan=plan)
+
+    async def act(link: EngineLink, peer: Peer) -> None:
+        make_service(told, read_words(settings, checkpoint), link=link, board=Board(ManualClock()))
+        assert link.calls.unread_max == 3 << 20
+
+    linked(tmp_path, act)
