@@ -20,6 +20,7 @@ from ess.engine.process.kv_events import (
 from ess.engine.tokens import grammar
 from ess.engine.tokens.grammar_child import COMPILE_CPU_S, MEMORY_BYTES_MAX, STEP_CPU_S
 from ess.engine.tokens.sampling import ALLOWED_IDS_MAX
+from ess.server.http.connection.reader_watch import LOOK_S
 from ess.server.process.bounds import (
     BAD_WORD_CHARS_MAX,
     BAD_WORDS_MAX,
@@ -184,6 +185,12 @@ BOUNDS: Final = (
         what="pieces of answers that wait for slow clients, of all in a process of the server",
         most="128MiB",
         beyond="the answer of which most waits ends with an error, `slow_reader`",
+        setting="--unread-bytes",
+    ),
+    Bound(
+        what="answers in sockets of slow clients, of all in a process, as long as several wait",
+        most="128MiB",
+        beyond=f"after {LOOK_S:g} s the connection is closed for which most waits",
         setting="--unread-bytes",
     ),
     Bound(

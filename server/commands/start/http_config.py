@@ -36,6 +36,7 @@ def uvicorn_config(
         head_bytes_max=size_of(settings.header_bytes, of=1 << 20),
         stall_s=settings.stall_s,
         tally=service.tally,
+        unsent_max=service.link.calls.unread_max,
     )
     api = create_app(
         service,

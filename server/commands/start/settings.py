@@ -132,7 +132,9 @@ class Settings(ProcessConfig):
     body_bytes: str = setting("32MiB", "listening", "The longest request body.")
     header_bytes: str = setting("32KiB", "listening", "The longest request line with its headers.")
     unread_bytes: str = setting(
-        "128MiB", "listening", "What may wait for slow clients of streams, in each process."
+        "128MiB",
+        "listening",
+        "What may wait for slow clients, in calls and again in sockets, of each process.",
     )
     max_model_len: str = setting("auto", "limits", "Tokens of the longest request, such as 128k.")
     default_sampling: str = setting(

@@ -6,7 +6,8 @@ time, whatever it sends:
     head      bytes, headers, seconds; requests waiting behind one that is being answered
     body      a deadline that grows with the bytes received; extensions and trailers are bounded
               and dropped. The gate bounds the length of the body itself
-    answer    a reader that takes nothing is cut off, even while the connection closes
+    answer    a reader that takes nothing is cut off, even while the connection closes, and the
+              slowest of those for whom too much waits
     between   blank lines do not keep an idle connection open
 
 Beyond `connections_max` a few connections are accepted for probes and for our other workers, so
@@ -38,6 +39,7 @@ from ess.server.process.bounds import (
     PIPELINED_MAX,
     PROBE_CONNECTIONS,
     PROBE_HEAD_S,
+    UNREAD_BYTES,
 )
 from ess.server.process.tally import Tally
 
@@ -48,7 +50,9 @@ class LimitedProtocol(HttpToolsProtocol):
     connections_max = 1024
     head_bytes_max = 32 << 10
     stall_s = 60.0
+    unsent_max = UNREAD_BYTES
     tally: Tally
+    waiting: set[ReaderWatch]
 
     def __init__(
         self,
@@ -73,7 +77,14 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._outlet = Outlet(transport, self._part)
-        self._reader = ReaderWatch(transport, self.loop, stall_s=self.stall_s, tally=self.tally)
+        self._reader = ReaderWatch(
+            transport,
+            self.loop,
+            stall_s=self.stall_s,
+            tally=self.tally,
+            waiting=self.waiting,
+            unsent_max=self.unsent_max,
+        )
         self.tally.connection_count = len(self.connections)
         self._is_extra = len(self.connections) > self.connections_max
         if self._is_extra and not self._has_room():
@@ -348,7 +359,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited(
-    *, connections_max: int, head_bytes_max: int, stall_s: float, tally: Tally
+    *,
+    connections_max: int,
+    head_bytes_max: int,
+    stall_s: float,
+    tally: Tally,
+    unsent_max: int = UNREAD_BYTES,
 ) -> type[LimitedProtocol]:
     """A protocol class with these limits, as uvicorn creates the instances itself."""
     return type(
@@ -359,5 +375,7 @@ def limited(
             "head_bytes_max": head_bytes_max,
             "stall_s": stall_s,
             "tally": tally,
+            "unsent_max": unsent_max,
+            "waiting": set(),
         },
     )

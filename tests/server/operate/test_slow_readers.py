@@ -7,7 +7,10 @@ import gc
 import json
 import socket
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,10 +25,12 @@ from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.sizing import plan_memory
 from ess.server.dialects.generation import Generation
 from ess.server.dialects.streaming import EventStream
+from ess.server.http.connection.reader_watch import LOOK_S, ReaderWatch
 from ess.server.http.responses import Refused
 from ess.server.process.board import Board
 from ess.server.process.link import EngineLink
 from ess.server.process.requests.call import TAKEN_MAX, Call, bytes_of
+from ess.server.process.tally import Tally
 from tests.attacks.wire import completion, head, post, rest
 from tests.server.harness import PacedEngine, Served, counting, until
 from tests.server.test_link import READY, Peer, linked, told
@@ -183,3 +188,41 @@ def test_how_much_may_wait_is_set(tmp_path: Path):
         assert link.calls.unread_max == 3 << 20
 
     linked(tmp_path, act)
+
+
+class Socket:
+    """A connection for which `unsent` bytes wait, and the loop that looks at it."""
+
+    def __init__(self, unsent: int, waiting: set[ReaderWatch]) -> None:
+        self.unsent, self.tally, self.is_cut = unsent, Tally(), False
+        transport = SimpleNamespace(get_write_buffer_size=lambda: self.unsent, abort=self._abort)
+        loop = SimpleNamespace(call_later=self._call_later)
+        shared = {"tally": self.tally, "waiting": waiting, "unsent_max": 100}
+        self.watch = ReaderWatch(transport, loop, stall_s=6 * LOOK_S, **shared)
+        self.watch.begin()
+
+    def _abort(self) -> None:
+        self.is_cut = True
+
+    def _call_later(self, after_s: float, call: Callable[..., None], *given: object) -> Any:
+        assert after_s == LOOK_S
+        self.look = lambda: call(*given)
+        return SimpleNamespace(cancel=lambda: None)
+
+
+def test_of_sockets_in_which_too_much_waits_the_fullest_is_closed():
+    waiting: set[ReaderWatch] = set()
+    first, second, third = (Socket(unsent, waiting) for unsent in (60, 70, 30))
+    for socket_, is_cut in ((first, False), (third, False), (second, True)):
+        socket_.look()
+        assert socket_.is_cut == is_cut, socket_.unsent
+    assert second.tally.refusals["slow_reader"] == 1
+    first.unsent = 1000
+    third.watch.end()
+    first.look()  # alone it may take its time, as long as it takes something
+    for taken in (0, 0, 0, 1, 0, 0, 0, 0, 0):
+        first.unsent -= taken
+        first.look()
+    assert not first.is_cut
+    first.look()
+    assert (first.is_cut, waiting) == (True, set())
