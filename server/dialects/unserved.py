@@ -82,6 +82,7 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "logits_processors": _CODE,
         "custom_logit_processor": _CODE,
         "vllm_xargs": _CODE,
+        "beam_width": "there is no beam search",
         "length_penalty": "there is no beam search",
         "early_stopping": "there is no beam search",
         "logprob_token_ids": "give logprobs",
@@ -170,6 +171,7 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "include_reasoning": True,
         "separate_reasoning": True,
         "stream_reasoning": True,
+        "beam_width": 1,
         "length_penalty": 1.0,
     }
 )
