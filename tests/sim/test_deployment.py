@@ -167,8 +167,10 @@ def test_the_smallest_tier_meets_the_objective_and_one_less_does_not():
         busy_s, ready_s = through(stages)
         load = wanted.rate * busy_s
         assert load > 0.9 * fewer or late_wait_s(fewer, load, busy_s) + ready_s + 0.05 > 4.0
-    heavy = smallest_tier(replace(wanted, prefill_gpus_min=64), through, first_step_s=0.05)
-    assert heavy.gpu_count >= 64
+    for group in (8, 24, 64):
+        whole = smallest_tier(replace(wanted, prefill_group=group), through, first_step_s=0.05)
+        assert whole.gpu_count % group == 0
+        assert tier.gpu_count <= whole.gpu_count < tier.gpu_count + group
     with pytest.raises(BadInput, match=r"within 1 s is out of reach: .* takes 1\.2 s"):
         smallest_tier(FleetGoal(rate=3.0, ttft_s=1.0), through, first_step_s=0.05)
 
@@ -209,6 +211,7 @@ def test_few_requests_are_prefilled_in_the_smallest_group(planner: Planner):
     )
     assert (few.prefill_group, few.fleet.prefill.gpu_count) == (8, 8)
     assert many.prefill_group == 16
+    assert many.fleet.prefill.gpu_count % 16 == 0
 
 
 def test_the_fewest_gpus_and_their_first_token_have_ends(planner: Planner):

@@ -1,5 +1,5 @@
-"""The fewest GPUs for a rate of requests and two objectives: decode in whole groups, prefill in
-whole pipelines.
+"""The fewest GPUs for a rate of requests and two objectives: both tiers in whole groups, prefill in
+whole pipelines too.
 
 Decode: a group that runs at its best batch within the time per token ends a number of requests a
 second. Arrivals are uneven, so it gets at most `LOAD_MAX` of that; so does prefill.
@@ -26,7 +26,7 @@ from typing import Final
 from ess.errors import BadInput
 from ess.sim.planning.batches import Point
 from ess.sim.planning.deployment import Work
-from ess.units import counted
+from ess.units import align_up, counted
 
 LOAD_MAX: Final = 0.9
 LATE_SHARE: Final = 0.1
@@ -41,12 +41,12 @@ Through = Callable[[int], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetGoal:
-    """Requests a second, seconds to the first token for nine in ten, and the least prefill GPUs
-    that hold the weights."""
+    """Requests a second, seconds to the first token for nine in ten, and the GPUs that share the
+    experts in prefill: a tier has whole groups of them."""
 
     rate: float
     ttft_s: float
-    prefill_gpus_min: int = 1
+    prefill_group: int = 1
 
     def __post_init__(self) -> None:
         if not 0.0 < self.rate <= RATE_MAX:
@@ -117,12 +117,13 @@ def smallest_tier(wanted: FleetGoal, through: Through, *, first_step_s: float) -
 def _tier(
     wanted: FleetGoal, stages: int, busy_s: float, ready_s: float, first_step_s: float
 ) -> PrefillTier | None:
-    """The smallest tier with this many stages; None if even an idle pipeline is too late."""
+    """The smallest tier with this many stages, in as many pipelines as fill whole groups; None if
+    even an idle pipeline is too late."""
     spare_s = wanted.ttft_s - ready_s - first_step_s
     if spare_s < 0.0:
         return None
     load = wanted.rate * busy_s
-    least = max(1, math.ceil(load / LOAD_MAX), math.ceil(wanted.prefill_gpus_min / stages))
+    least = max(1, math.ceil(load / LOAD_MAX))
     most = least + PIPELINES_SPARE
     if most > PIPELINES_MAX:
         raise BadInput(
@@ -130,9 +131,11 @@ def _tier(
             f"{counted(stages, 'GPU')} busy; at most {PIPELINES_MAX - PIPELINES_SPARE:,} can be "
             "planned"
         )
-    pipelines = bisect_left(
+    enough = bisect_left(
         range(most), True, lo=least, key=lambda count: late_wait_s(count, load, busy_s) <= spare_s
     )
+    to_fill = wanted.prefill_group // math.gcd(wanted.prefill_group, stages)
+    pipelines = align_up(enough, to_fill)
     return PrefillTier(
         count=pipelines,
         gpus_each=stages,

@@ -15,6 +15,7 @@ from ess.sim.planning.deployment import Prefilling, Work
 from ess.sim.planning.fleet import Fleet, FleetGoal, Through, fewest, first_token_s
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
+from ess.sim.planning.prefilling import GROUPS as PREFILL_GROUPS
 from ess.sim.planning.prefilling import least_group, prefilling_in, through
 from ess.sim.planning.ways import GROUPS, ways
 
@@ -54,15 +55,17 @@ class Fleets:
 def fleets(
     planner: Planner, *, prefilling: Prefilling, node: Node, work: Work, wanted: FleetGoal
 ) -> Fleets:
-    """Few requests need less than the fastest group that prefills, so the smallest is tried too."""
-    least = least_group(planner)
-    some = [prefilling]
-    if least < prefilling.group_gpus:
-        some.append(prefilling_in(planner, least))
+    """Whole groups of the fastest size that prefills may have GPUs to spare, so smaller groups are
+    tried too."""
+    smaller = sorted({least_group(planner), *PREFILL_GROUPS})
+    some = [
+        prefilling,
+        *(prefilling_in(planner, gpus) for gpus in smaller if gpus < prefilling.group_gpus),
+    ]
     searches = [
         Search(
             work=work,
-            wanted=replace(wanted, prefill_gpus_min=each.group_gpus),
+            wanted=replace(wanted, prefill_group=each.group_gpus),
             through=partial(through, planner, each, node, work),
             prefilling=each,
         )
@@ -79,8 +82,7 @@ def fleets(
 def _smallest(
     searches: Iterable[Search], sizes: Sequence[Planner], point_of: QuickPoint
 ) -> DeployedFleet | None:
-    """The smallest fleet; a refusal only if all searches refuse. Where requests fill more than one
-    group that prefills, no smaller group would be better."""
+    """The smallest fleet; a refusal only if all searches refuse."""
     fleets: list[DeployedFleet] = []
     refusals: list[BadInput] = []
     for search in searches:
@@ -90,8 +92,6 @@ def _smallest(
             refusals.append(refusal)
         else:
             fleets += [] if fleet is None else [fleet]
-            if fleet is not None and fleet.fleet.prefill.gpu_count > fleet.prefill_group:
-                break
     if not fleets and refusals:
         raise refusals[0]
     return min(fleets, key=lambda each: each.fleet.gpu_count, default=None)

@@ -147,6 +147,8 @@ def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
     wanted = question.wanted
     assert wanted is not None, "fleets of no rate"
     both = Sides(fleets.offload, fleets.resident).line
+    sides = [fleets.offload] if fleets.resident is None else [fleets.offload, fleets.resident]
+    groups = " and ".join(dict.fromkeys(str(side.prefill_group) for side in sides))
     lines = [
         both(
             "fewest GPUs",
@@ -160,7 +162,7 @@ def fleet_lines(fleets: Fleets, question: Question) -> list[Line]:
         both(
             "prefill GPUs",
             lambda side: _gpus(side.fleet.prefill),
-            f"pipelines x GPUs of each, timed as in groups of {fleets.offload.prefill_group}",
+            f"pipelines x GPUs of each, in whole groups of {groups}",
         ),
         both("batch per group of heads", lambda side: f"{side.point.batch}", "at most"),
         both(
