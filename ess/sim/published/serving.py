@@ -6,6 +6,9 @@ a bound only. `seen` says which part of the model was chosen with the row in vie
 host time (taken from it), the share of peak of an H20, its network and tiles (from the row's page),
 that a node gathers tokens, how many experts few tokens touch, how the row was run; or no.
 
+`output` is how many steps a request's answer takes; for a rate, tokens a step. `sends` says that
+tokens were sent to their experts within a node too.
+
 `stack` is the framework that served, if we have its tables; else SGLang's are used.
 
     decode    milliseconds of a step: requests per GPU x tokens a step over tokens per second
