@@ -48,6 +48,7 @@ def test_the_plan_says_what_fits_and_what_was_not_measured(name: str, capsys: Ca
     assert f"not measured: every operator of {family}" in words
     plan(decode=DecodeFlags(model=name), json=True)
     fit = told(capsys)
+    assert fit["schema"] == "ess.fit/1"
     by_device = fit["room_bytes"] // fit["request_offloaded_bytes"]
     by_host = fit["host_bytes"] // fit["request_host_bytes"]
     assert fit["batch"] == min(by_device, by_host) > 0

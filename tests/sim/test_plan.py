@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -251,6 +252,14 @@ def test_the_command_prints_a_table_or_a_document(capsys: pytest.CaptureFixture[
     document = json.loads(capsys.readouterr().out)
     assert document["chosen"]["batch"] == 32
     assert document["chosen"]["modes"]
+    assert document["question"]["ask"]["batch"] == 32
+    table = (
+        (Path(__file__).parents[2] / "docs/planning.md").read_text().split("## As a document")[1]
+    )
+    keys = [line.split("|")[1] for line in table.split("\n## ")[0].splitlines() if line[:1] == "|"]
+    listed = set(re.findall(r"`(\w+)`", " ".join(keys)))
+    assert {*document} == listed - {"pipeline", "what_if"} | {"schema"}
+    assert document["schema"] == "ess.plan/1"
     assert main(["plan", "--ctx", "128k", "--batch", "32"]) == 0
     assert "index wall" in capsys.readouterr().out
 

@@ -21,6 +21,7 @@ from ess.units import format_bytes
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """What one GPU holds, and what one request takes of it."""
 
+    schema: str = "ess.fit/1"
     model: str
     gpu: str
     gpu_count: int

@@ -33,6 +33,7 @@ from ess.sim.planning.planners import MODEL, planner_of
 from ess.sim.planning.ways import best_way
 from ess.units import parse_size
 
+SCHEMA: Final = "ess.plan/1"
 DURATION: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*$")
 DURATION_US: Final = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
@@ -250,7 +251,7 @@ def plan(
     if html is not None:
         _write_page(html, planner, question, decode)
     if json:
-        console.print_json(_document(answer, cut, others))
+        console.print_json(_document(_asked_for(decode, setup, question), answer, cut, others))
     else:
         show(answer, ask, question, [] if cut is None else cut.lines)
         if others:
@@ -328,15 +329,26 @@ def _question(ask: Ask, tiers: TierFlags, node: Node, *, is_searched: bool) -> Q
     )
 
 
+def _asked_for(decode: DecodeFlags, setup: Setup, question: Question) -> dict[str, Any]:
+    parts = {**msgspec.to_builtins(setup), **msgspec.to_builtins(question)}
+    return {"model": decode.model, "stack": decode.stack, **parts}
+
+
 def _document(
-    answer: PlanAnswer, cut: Cut | None, others: tuple[ChangedPlan, ...]
+    asked: dict[str, Any], answer: PlanAnswer, cut: Cut | None, others: tuple[ChangedPlan, ...]
 ) -> dict[str, Any]:
-    """The answer as JSON, the plan's own fields at the top."""
+    """The question and its answer as JSON, the plan's own fields at the top; docs/planning.md lists
+    all of them."""
     whole = msgspec.to_builtins(answer)
-    more = {} if cut is None else {"pipeline": msgspec.to_builtins(cut)}
-    if others:
-        more["what_if"] = msgspec.to_builtins(others)
-    return {**whole.pop("plan"), **whole, "sources": dict(SOURCES), **more}
+    parts = {"pipeline": cut, "what_if": others or None}
+    return {
+        "schema": SCHEMA,
+        "question": asked,
+        **whole.pop("plan"),
+        **whole,
+        "sources": dict(SOURCES),
+        **{name: msgspec.to_builtins(part) for name, part in parts.items() if part is not None},
+    }
 
 
 def _write_page(html: Path, planner: Planner, question: Question, decode: DecodeFlags) -> None:
