@@ -26,8 +26,9 @@ from ess.sim.planning.fleet import FleetGoal, fewest, late_wait_s, smallest_tier
 from ess.sim.planning.fleets import fleets
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
+from ess.sim.planning.planners import planner_of
 from ess.sim.planning.prefilling import prefilling_in, prefilling_of
-from ess.sim.planning.ways import best_way, ways
+from ess.sim.planning.ways import CLEARLY, best_way, ways
 from ess.sim.planning.weights import weight_bytes
 from ess.sim.prefill.prefill_time import FAR
 
@@ -273,6 +274,16 @@ def test_the_best_way_is_no_worse_than_any(planner: Planner):
     assert found.resident is not None
     assert wide.resident is not None
     assert found.resident.tokens_per_s >= wide.resident.tokens_per_s
+
+
+def test_more_host_memory_never_makes_fewer_tokens():
+    """Beyond what one way must be better than a plainer one by. Behind a slow link the largest
+    batch of a way may be too large, so that it says little about the way's best."""
+    node = Node(link_rate=20e3)
+    ask = Ask(context=65_536, queries_each=3, host_bytes=node.host_bytes_of(32))
+    asks = (ask, replace(ask, host_bytes=2 * node.host_bytes_of(32)))
+    less, more = (best_way(planner_of(each, "h200", node, model="glm-5")).plan() for each in asks)
+    assert CLEARLY * more.chosen.tokens_per_s >= less.chosen.tokens_per_s
 
 
 def test_what_misses_rest_on_is_marked():

@@ -13,7 +13,7 @@ from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.server.commands.cli import main
 from ess.server.commands.planning.plan import parse_duration
-from ess.sim import step_grid
+from ess.sim import memory_budget, step_grid
 from ess.sim.decode_step import Prediction, Scenario, simulate
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
@@ -92,12 +92,25 @@ def test_host_memory_limits(operators: PaperOperators):
     assert (found.chosen.batch, found.limiter) == (2, "host pages")
 
 
+def test_the_planner_names_its_own_limit(
+    operators: PaperOperators, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory_budget, "BATCH_MAX", 8)
+    for ask, limiter in (
+        ({}, "the most requests that are planned"),
+        ({"batch": 7}, "the batch asked for"),
+    ):
+        found = answer(operators, context=64, **ask)
+        assert (found.chosen.batch, found.limiter) == (7, limiter)
+
+
 @pytest.mark.parametrize(
     ("ask", "match"),
     [
         ({"context": 131_072, "batch": 90}, r"batch of 90 at 131,072 .* device memory are missing"),
         ({"context": 131_072, "token_us_max": 20_000.0}, r"20.0 ms a token .* ms too many"),
         ({"context": 131_072, "gpu_count": 4}, r"weights on 4 GPUs .* are missing"),
+        ({"context": 131_072, "gpu_count": 1}, r"weights on 1 GPU take"),
         ({"context": 32_768, "host_bytes": GIB}, r"GiB of host memory are missing per GPU"),
         ({"context": 131_072, "batch": 2, "ratio": 0.5}, "fixes the ratio"),
         ({"context": 131_072, "accepted": 2.5}, "between 1 and 2"),

@@ -12,6 +12,7 @@ from ess.sim.planning.bands import Band
 from ess.units import div_ceil
 
 CANDIDATES_MAX: Final = 16
+HEAVY_LINK: Final = 0.05
 FILLED_MAX: Final = 64
 """A wider gap is searched by a grid first: plans for short contexts have gaps of thousands."""
 
@@ -41,6 +42,10 @@ class Point:
     rate_band: Band
     exposed_ends_us: tuple[float, float]
     marks: tuple[str, ...]
+
+    @property
+    def is_link_heavy(self) -> bool:
+        return self.exposed_us > HEAVY_LINK * self.step_us
 
 
 def tried(

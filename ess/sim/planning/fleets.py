@@ -83,11 +83,12 @@ def _smallest(
     searches: Iterable[Search], sizes: Sequence[Planner], point_of: QuickPoint
 ) -> DeployedFleet | None:
     """The smallest fleet; a refusal only if all searches refuse."""
+    points = [(sized, point) for sized in sizes if (point := _point(point_of, sized)) is not None]
     fleets: list[DeployedFleet] = []
     refusals: list[BadInput] = []
     for search in searches:
         try:
-            fleet = search.smallest(sizes, point_of)
+            fleet = search.smallest(points, point_of)
         except BadInput as refusal:
             refusals.append(refusal)
         else:
@@ -106,28 +107,27 @@ class Search:
     through: Through
     prefilling: Prefilling
 
-    def smallest(self, sizes: Iterable[Planner], point_of: QuickPoint) -> DeployedFleet | None:
-        fleets = [
-            (fleet, sized)
-            for sized in sizes
-            if (fleet := self._fleet(sized, point_of, token=1.0, prefill=1.0)) is not None
-        ]
+    def smallest(
+        self, points: Iterable[tuple[Planner, Point]], point_of: QuickPoint
+    ) -> DeployedFleet | None:
+        """`points` are what `point_of` gives for groups of every size."""
+        fleets = [(self._fleet(sized, point), sized, point) for sized, point in points]
         if not fleets:
             return None
-        fleet, sized = min(fleets, key=lambda each: each[0].gpu_count)
-        point = point_of(sized)
-        assert point is not None, "a fleet without a batch"
+        fleet, sized, point = min(fleets, key=lambda each: each[0].gpu_count)
         return self._deployed(fleet, sized, sized.banded(point), point_of)
 
     def _deployed(
         self, fleet: Fleet, sized: Planner, point: Point, point_of: QuickPoint
     ) -> DeployedFleet:
         def gpu_count(token: float, prefill: float) -> float:
+            timed = point if token == 1.0 else _point(point_of, sized.timed(token))
+            if timed is None:
+                return math.inf
             try:
-                other = self._fleet(sized, point_of, token=token, prefill=prefill)
+                return self._fleet(sized, timed, token=token, prefill=prefill).gpu_count
             except BadInput:
                 return math.inf
-            return math.inf if other is None else other.gpu_count
 
         def first_s(token: float, prefill: float) -> float:
             slower = self._slower(prefill)
@@ -149,11 +149,8 @@ class Search:
         )
 
     def _fleet(
-        self, sized: Planner, point_of: QuickPoint, *, token: float, prefill: float
-    ) -> Fleet | None:
-        point = _point(point_of, sized.timed(token))
-        if point is None:
-            return None
+        self, sized: Planner, point: Point, *, token: float = 1.0, prefill: float = 1.0
+    ) -> Fleet:
         return fewest(
             replace(
                 point,

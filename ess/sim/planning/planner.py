@@ -29,7 +29,7 @@ from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT, Band, ask_marks, inverse, joined, miss_marks
 from ess.sim.planning.batches import Point, best, tried
 from ess.sim.planning.weights import weight_bytes
-from ess.units import format_bytes
+from ess.units import counted, format_bytes
 
 MEMORY_SHARE: Final = 0.9
 RESERVED_BYTES: Final = 4_169_107_456
@@ -38,7 +38,6 @@ RESERVED_BYTES: Final = 4_169_107_456
 WORTH: Final = 1.02
 """Offload that gains less than this over resident is not worth its host memory."""
 
-HEAVY_LINK: Final = 0.05
 MISS_FACTORS: Final = (0.5, 2.0)
 TIME: Final = "time per token"
 
@@ -110,8 +109,9 @@ class Planner:
         left = int(whole) - weights - RESERVED_BYTES
         if left <= 0:
             raise BadInput(
-                f"weights on {self.ask.gpu_count} GPUs take {format_bytes(weights)} each and leave "
-                f"no memory for a request: {format_bytes(-left)} are missing; take more GPUs"
+                f"weights on {counted(self.ask.gpu_count, 'GPU')} take {format_bytes(weights)} "
+                f"each and leave no memory for a request: {format_bytes(-left)} are missing; "
+                "take more GPUs"
             )
         return left
 
@@ -230,7 +230,7 @@ class Planner:
     def _batch_band(self, chosen: Point) -> Band:
         """The largest batches within the time per token, at the ends of that time's band."""
         slots = self.least_slots if self.ask.ratio is None else chosen.slots_each
-        fewer, more = (self.timed(1.0 + side).quick(slots) for side in chosen.token_band[::-1])
+        fewer, more = (self.timed(1.0 + side).largest(slots) for side in chosen.token_band[::-1])
         return (
             (fewer.batch if fewer else 0) / chosen.batch - 1.0,
             (more or chosen).batch / chosen.batch - 1.0,
@@ -341,23 +341,38 @@ class Planner:
         return simulate(self.operators, scenario)
 
     def quick(self, slots_each: int) -> Point | None:
-        """A quick guess at the best point: the largest batch with at least these slots that is
-        within the time per token, assuming that steps only grow with the batch."""
-        context = self.ask.context
-        is_whole = slots_each >= context
-        budget = self.device_budget if is_whole else self.budget
-        low, high = 0, budget.batch_max(context=context, slots_each=slots_each)
+        """A quick guess at the best point: the largest batch, or, where that waits for the link, a
+        quarter fewer requests again and again, as long as they make more tokens per second."""
+        point = self.largest(slots_each)
+        while point is not None and point.batch > 1 and point.is_link_heavy:
+            fewer = self._with_slots(3 * point.batch // 4, slots_each)
+            if fewer.tokens_per_s <= point.tokens_per_s:
+                break
+            point = fewer
+        return point
+
+    def largest(self, slots_each: int) -> Point | None:
+        """The largest batch with at least these slots that is within the time per token, assuming
+        that steps only grow with the batch."""
+        budget = self.device_budget if slots_each >= self.ask.context else self.budget
+        low, high = 0, budget.batch_max(context=self.ask.context, slots_each=slots_each)
         largest = None
         batch = high
         while low < high:
-            slots = budget.slots_each(context=context, batch=batch)
-            point = self.point(batch, context if is_whole else slots)
+            point = self._with_slots(batch, slots_each)
             if self._in_time(point):
                 low, largest = batch, point
             else:
                 high = batch - 1
             batch = (low + high + 1) // 2
         return largest
+
+    def _with_slots(self, batch: int, slots_each: int) -> Point:
+        """The batch with all rows on the device if that is asked for, else with its fair slots."""
+        context = self.ask.context
+        if slots_each >= context:
+            return self.point(batch, context)
+        return self.point(batch, self.budget.slots_each(context=context, batch=batch))
 
     def _in_time(self, point: Point) -> bool:
         return self.ask.token_us_max is None or point.token_us <= self.ask.token_us_max
@@ -375,10 +390,11 @@ class Planner:
         if larger and not self._in_time(larger[0]):
             return TIME
         if larger:
-            heavy = larger[0].exposed_us > HEAVY_LINK * larger[0].step_us
-            return self.link_name if heavy else "compute"
+            return self.link_name if larger[0].is_link_heavy else "compute"
         least = chosen.slots_each if self.ask.ratio is not None else self.least_slots
         short = self.budget.refusal(
             context=self.ask.context, batch=chosen.batch + 1, slots_each=least
         )
-        return "the batch asked for" if short is None else short.limiter
+        if short is not None:
+            return short.limiter
+        return "the batch asked for" if self.ask.batch else "the most requests that are planned"

@@ -1,6 +1,6 @@
 """The ways of sharing a model over GPUs that are tried, and the best with and without offload.
 
-Every way is judged by a quick guess, its largest batch in time; the best way is then planned in
+Every way is judged by a quick guess at its best batch in time; the best way is then planned in
 full. A way must be better than a plainer one by `CLEARLY`: less is within the error of the guess.
 The best ways with and without offload may differ.
 """
