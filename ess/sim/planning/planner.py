@@ -290,6 +290,7 @@ class Planner:
         if short is None:
             return
         place = "host" if short.limiter == HOST_PAGES else "device"
+        said = f"with {slots_each:,} slots a layer it {short}"
         if place == "host":
             missing = (short.needed - short.free) * self.layout.host_page_bytes
         else:
@@ -297,9 +298,12 @@ class Planner:
             slot_bytes = batch * slots_each * budget.slot_bytes
             slot_bytes += budget.window_bytes(context=context, batch=batch)
             missing = index_bytes + slot_bytes - self.device_bytes
+            if index_bytes > self.device_bytes:
+                room = format_bytes(self.device_bytes)
+                said = f"index keys take {format_bytes(index_bytes)}, and requests have {room}"
         raise BadInput(
-            f"a batch of {batch:,} at {context:,} tokens does not fit: with {slots_each:,} slots a "
-            f"layer it {short}; {format_bytes(missing)} of {place} memory are missing per GPU"
+            f"a batch of {batch:,} at {context:,} tokens does not fit: {said}; "
+            f"{format_bytes(missing)} of {place} memory are missing per GPU"
         )
 
     def best_resident(self) -> Point | None:
