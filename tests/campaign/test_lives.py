@@ -9,6 +9,7 @@ import pytest
 
 from ess.door.sequences import progress
 from ess.engine.tokens import verification
+from ess.overlap.policy import Mode
 from ess.pool import prefix
 from tests.campaign.lives.plan import (
     FAMILIES,
@@ -47,6 +48,12 @@ def test_everything_is_drawn() -> None:
     assert {life.form for life in lives} == {*ROW_FORMS}
     assert {ask.wish for life in lives for ask in life.asks} == {*WISHES, *OF_TEXT}
     assert {hit.what for life in lives for hit in life.hits} == {*HAPPENINGS}
+    assert {life.drifts for life in lives} == {True, False}
+
+
+def test_a_life_whose_settings_change_runs_every_mode() -> None:
+    seen = live(msgspec.structs.replace(two(mtp=4), drifts=True)).seen
+    assert all(seen[f"layers {mode.name}"] for mode in Mode), seen
 
 
 def two(**settings: object) -> Life:

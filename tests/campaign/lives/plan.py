@@ -18,6 +18,7 @@ MTP_MAX: Final = {"embedded": 6, "deepseek_v32": 6, "glm_moe_dsa": 6, "deepseek_
 STATEFUL: Final = ("glm5_next", "deepseek_v4")
 COMPILED: Final = ("deepseek_v32", "glm_moe_dsa", "embedded")
 ROW_FORMS: Final = ("f32", "bf16", "fp8")
+DRIFTS: Final = 0.4
 
 Happening = Literal["cancel", "preempt", "forget", "verify", "rebalance"]
 HAPPENINGS: Final[tuple[Happening, ...]] = Happening.__args__
@@ -56,7 +57,7 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
     """`engine` are settings; slots of `chunks` pages a group; of requests `lines` run at a time;
-    drafts are right with the chance `right`."""
+    drafts are right with the chance `right`; with `drifts` settings change at every turn."""
 
     seed: int
     family: str
@@ -72,6 +73,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     right: float
     asks: tuple[Ask, ...]
     hits: tuple[Hit, ...]
+    drifts: bool = False
 
 
 PLAIN: Final[dict[str, Any]] = {
@@ -126,6 +128,7 @@ def drawn(seed: int, families: tuple[str, ...] = FAMILIES) -> Life:
             )
             for _ in range(hit_count)
         ),
+        drifts=not settings["deterministic"] and draw.random() < DRIFTS,
     )
 
 

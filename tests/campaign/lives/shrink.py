@@ -32,6 +32,8 @@ def _less(life: Life) -> Iterator[Life]:
             if any(getattr(ask, name) != value for name, value in less.items()):
                 asks = (*life.asks[:at], replace(ask, **less), *life.asks[at + 1 :])
                 yield replace(life, asks=asks)
+    if life.drifts:
+        yield replace(life, drifts=False)
     if life.evict != "lru":
         yield replace(life, evict="lru")
     if life.delay_max:

@@ -18,8 +18,10 @@ from ess.engine.requests.request import Request
 from ess.engine.tokens.chance import Chance
 from ess.errors import PoolFull
 from ess.layout import ModelLayout
+from ess.overlap.policy import Mode
 from ess.pool.sparse import FIRST_STEP, NOW_MAX
 from tests.campaign.drafts import Drafts, made_by
+from tests.campaign.lives.drift import Drift
 from tests.campaign.lives.plan import OF_TEXT, TURNS, Ask, Hit, Life
 from tests.campaign.lives.truth import Truth, alone, lines, model, nearest, tokenizer, truth, wish
 from tests.support.manual_lane import ManualLane
@@ -92,6 +94,9 @@ class World:
         self._held: list[tuple[int, Told]] = []
         vocabulary = model(life.family).config.vocab_size
         self.drafts = Drafts(self._texts, vocabulary=vocabulary, right=life.right, seed=life.seed)
+        self._drift: Drift | None = None
+        if life.drifts:
+            self._drift = Drift(self.engine, seed=life.seed, cuts_chunks=life.form == "f32")
         self.offload._pools.sparse.step += NOW_MAX - FIRST_STEP - life.seed % 40
 
     def live(self) -> Outcome:
@@ -122,6 +127,8 @@ class World:
         for hit in self.life.hits:
             if hit.at == turn:
                 self._strike(hit, turn)
+        if self._drift is not None:
+            self._drift.turn()
         for due, told in [*self._held]:
             if due <= turn and self._resumed(told):
                 self._held.remove((due, told))
@@ -231,6 +238,8 @@ class World:
         self.outcome.seen["right drafts"] = self.drafts.right_count
         self.outcome.seen["preempted"] = self.engine.preempted_count
         self.outcome.seen["moved"] = self.engine.moved_count
+        for mode, count in zip(Mode, self.engine.tuning.mode_counts.sum(axis=0), strict=True):
+            self.outcome.seen[f"layers {mode.name}"] = int(count)
         self.engine.forget_prefixes()
         self.offload.check()
         stats = self.offload.stats()
