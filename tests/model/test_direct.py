@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import fields
 
@@ -15,6 +16,7 @@ from ess.engine.tokens.sampling import Sampling
 from ess.flashtrans.patient import PatientLane
 from ess.kernels.cpu import native
 from ess.kernels.cpu.layer import Stop
+from ess.overlap.policy import Mode
 from tests.model.test_engine import prompt
 from tests.support.checkpoints import small
 from tests.support.manual_lane import ManualLane
@@ -94,6 +96,13 @@ def same_state(one: Engine, other: Engine) -> None:
         assert np.array_equal(getattr(one.warmth, name), getattr(other.warmth, name)), name
 
 
+def changing(eng: Engine) -> None:
+    """A seed draws the mode of each layer at every step."""
+    draw, layout = random.Random(5), eng.offload.layout
+    modes = Mode.RESIDENT, Mode.RESIDENT, Mode.NONE, Mode.NONE, Mode.DA
+    eng.tuning._wanted = lambda _: tuple(draw.choices(modes, k=layout.layer_total))
+
+
 def in_turn(one: Engine, other: Engine) -> None:
     """A check asks the lane, and then copies land: only now and then."""
     while not one.is_idle:
@@ -123,6 +132,16 @@ def test_native_layers_are_the_schedules(codec, mode, chunks, met):
     in_turn(direct, plain)
     assert stops.pop(Stop.NONE) > 10, "no layer ran natively"
     assert set(stops) >= met
+
+
+def test_modes_that_change_from_step_to_step():
+    direct, plain, stops = pair("fp8", mode="none", chunks=2, mtp=3)
+    for eng in (direct, plain):
+        changing(eng)
+    in_turn(direct, plain)
+    assert (direct.tuning.mode_counts[:, : Mode.DBA] > 0).all()
+    assert stops.pop(Stop.NONE) > 10, "no layer ran natively"
+    assert set(stops) == {Stop.ABSENT, Stop.FETCH}
 
 
 @pytest.mark.parametrize("codec", ["f32", "fp8"])
