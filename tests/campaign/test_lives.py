@@ -11,6 +11,7 @@ from ess.door.sequences import progress
 from ess.engine.tokens import verification
 from ess.overlap.policy import Mode
 from ess.pool import prefix
+from tests.campaign.lives import divided
 from tests.campaign.lives.plan import (
     FAMILIES,
     HAPPENINGS,
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SEEDS = range(4)
 MORE = range(4, 250)
+DIVIDED = (0, 1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -40,6 +42,11 @@ def test_every_token_is_right_and_every_page_is_free(seed: int) -> None:
 @pytest.mark.parametrize("seed", MORE)
 def test_so_it_is_in_many_lives(seed: int) -> None:
     assert live(drawn(seed)).seen["steps"]
+
+
+@pytest.mark.parametrize("seed", DIVIDED)
+def test_every_token_is_right_where_ranks_divide_the_model_or_its_experts(seed: int) -> None:
+    assert divided.live(seed)["tokens"]
 
 
 def test_everything_is_drawn() -> None:

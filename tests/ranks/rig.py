@@ -99,7 +99,7 @@ class Rank:
             lane=ManualLane(seed=chunks + group.rank, delay_max=3),
             poison=True,
         )
-        settings = EngineConfig(mtp=mtp, chunk_tokens=48, **config)
+        settings = EngineConfig(**{"mtp": mtp, "chunk_tokens": 48, **config})
         self.engine = Engine(
             made, self.offload, settings, ranks=Many(self.expert_ranks, on_meet=group.advance)
         )

@@ -118,7 +118,7 @@ def drawn(seed: int, families: tuple[str, ...] = FAMILIES) -> Life:
         lines=draw.choice((1, 2, 3, 8)),
         delay_max=draw.choice((0, 3, 20)),
         right=draw.choice((0.0, 0.5, 0.9, 1.0)),
-        asks=tuple(_ask(draw, lengths, wishes) for _ in range(draw.randint(1, 8))),
+        asks=tuple(drawn_ask(draw, lengths, wishes) for _ in range(draw.randint(1, 8))),
         hits=tuple(
             Hit(
                 at=draw.randrange(TURNS),
@@ -167,7 +167,7 @@ def _lengths(draw: random.Random, page: int, chunk: int) -> list[int]:
     return [max(1, min(length, 3 * page + 40)) for length in near] + [draw.randint(1, 3 * page)]
 
 
-def _ask(draw: random.Random, lengths: list[int], wishes: list[str]) -> Ask:
+def drawn_ask(draw: random.Random, lengths: list[int], wishes: list[str]) -> Ask:
     tokens = draw.choice((1, 2, 5, 12, 24, 40))
     return Ask(
         at=draw.randrange(TURNS),
