@@ -16,12 +16,16 @@ from ess.engine.tokens.sampling import Sampling
 from ess.flashtrans.patient import PatientLane
 from ess.kernels.cpu import native
 from ess.kernels.cpu.layer import Stop
+from ess.models import layers
 from ess.overlap.policy import Mode
 from tests.model.test_engine import prompt
 from tests.support.checkpoints import small
 from tests.support.manual_lane import ManualLane
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
+
+TIMED = ("index", "plan", "pre_attn", "attend_all")
+"""A layer that is absent is selected for twice by the schedules."""
 
 
 class LateLane(PatientLane):
@@ -90,6 +94,8 @@ def same_state(one: Engine, other: Engine) -> None:
         if not field.name.endswith("_ns") and field.name != "disk":
             assert np.array_equal(*(getattr(each, field.name) for each in stats)), field.name
     assert np.array_equal(one.tuning.mode_counts, other.tuning.mode_counts)
+    runs = [eng.tuning.timeline.run_count for eng in (one, other)]
+    assert [runs[0][stage] for stage in TIMED] == [runs[1][stage] for stage in TIMED]
     for group in range(one.offload.layout.group_count):
         assert np.array_equal(*(pool.sparse.hit_age(group) for pool in pools)), f"ages of {group}"
     for name in ("hits", "asked"):
@@ -161,6 +167,18 @@ def test_logits_are_those_of_the_schedules_and_stay(codec, mode, chunks):
     for each, other in zip(*seen, strict=True):
         assert each.logits.equal(other.logits)
         assert each.hidden.equal(other.hidden)
+
+
+def test_positions_whose_angles_are_not_kept(monkeypatch):
+    """One request comes to where the kept angles grow, and the other is behind their end."""
+    direct, plain, stops = pair("fp8", mode="none", chunks=9, lengths=(123, 257))
+    monkeypatch.setattr(layers, "KEPT_LEAST", 64)
+    monkeypatch.setattr(layers, "KEPT_MAX", 256)
+    for rotary in {eng.runner.model.rotary for eng in (direct, plain)}:
+        monkeypatch.setattr(rotary, "kept", rotary.kept[:0])
+    in_turn(direct, plain)
+    assert stops[Stop.NONE] > 10
+    assert len(direct.runner.model.rotary.kept) == 256
 
 
 @pytest.mark.parametrize("mode", ["none", "resident"])

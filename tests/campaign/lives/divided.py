@@ -44,6 +44,8 @@ VOCABULARY: Final = 512
 LENGTHS: Final = (1, 2, 15, 16, 17, 48, 63, 64, 65, 95, 128, 130, 193)
 WISHES: Final = ("greedy", "greedy", "warm", "cut", "penalised", "bound", "ended", "told")
 HAPPENINGS: Final = ("cancel", "preempt", "preempt", "forget")
+UNCUT: Final = ((1, 2), (2, 1), (2, 2))
+"""Ranks of a stage, and stages, for a family of which two layers share a selection."""
 SALTS: Final = (b"", b"a tenant")
 
 Told = tuple[list[int], str]
@@ -212,7 +214,7 @@ def settings(draw: random.Random) -> dict[str, Any]:
 def live_divided_model(seed: int) -> Counter[str]:
     draw = random.Random(seed)
     family, mtp = draw.choice(("v32", "glm")), draw.choice((1, 2, 4))
-    tp, pp = draw.choice(((1, 2), (2, 1), (2, 2), (1, 3)))
+    tp, pp = draw.choice(((1, 2), (2, 1), (2, 2), (1, 3)) if family == "v32" else UNCUT)
     shape = mesh.Shape(
         family=family,
         tp=tp,
