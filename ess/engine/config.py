@@ -319,7 +319,7 @@ def _check_ranks(config: ProcessConfig) -> None:
     if config.role == "prefill":
         raise BadInput(
             f"dp_size is {size}, and role is prefill: several prefill workers behind a router make"
-            " prompts beside one another"
+            " prompts beside one another, and pp_size divides the layers of one among processes"
         )
     if config.device != "cpu":
         _check_device_ranks(config)

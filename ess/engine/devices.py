@@ -112,9 +112,22 @@ def check_device(config: ProcessConfig) -> None:
     for name, (served, why) in SERVED.items():
         value = getattr(config, name)
         if value not in served:
-            raise BadInput(f"{name} is {value!r:.80}, and device is {device!r}: {why}")
+            shown = f"{name} is {value!r:.80}, and device is {device!r}: {why}"
+            raise BadInput(shown + (_instead(config) if why == TEAM else ""))
     if config.pp_size > 1 and config.role != "prefill":
-        raise BadInput(f"pp_size is {config.pp_size}, and device is {device!r}: {DECODES}")
+        shown = f"pp_size is {config.pp_size}, and device is {device!r}: {DECODES}"
+        raise BadInput(shown + _instead(config))
+
+
+def _instead(config: ProcessConfig) -> str:
+    """What uses as many devices."""
+    count = config.world_size * config.dp_size
+    if config.role == "prefill":
+        return f"; pp_size {count} gives each of {count} devices its layers"
+    return (
+        f"; dp_size {count} uses {count} devices: each has requests of its own, and its share of"
+        " the experts"
+    )
 
 
 def check_stage_devices(config: ProcessConfig) -> None:

@@ -33,6 +33,18 @@ from ess.server.commands.start.settings import read_file, resolve
             ["--dp", "2", "--device", "cuda", "--sbo", "combine-down"],
             "sbo is combine-down, dp_size 2 and device cuda",
         ),
+        (["-tp", "8", "--device", "cuda"], "; dp_size 8 uses 8 devices: each has requests of its"),
+        (["-pp", "2", "-dpn", "0", "--device", "cuda"], "; dp_size 2 uses 2 devices: each has"),
+        (
+            ["-pcp", "4", "--device", "cuda", "--disaggregation-mode", "prefill"],
+            "; pp_size 4 gives each of 4 devices its layers",
+        ),
+        (["--tp", "8", "--dp", "8", "--device", "cuda"], "; dp_size 64 uses 64 devices: each"),
+        (["-dp", "8", "-ep", "--sbo", "combine-down", "--device", "cuda"], "dp_size 8 and device"),
+        (["-dp", "16", "-dpl", "8"], "-local is not served: --nnodes and --node-rank say which"),
+        (["-dp", "2", "-dpa", "h", "-dpp", "9"], "--data-parallel-address is not served: --dist-i"),
+        (["-tp", "8", "-dcp", "8"], "must be 1: a rank of --dp-size has the whole contexts of its"),
+        (["--tokenizer-mode", "deepseek_v32", "--port", "-1"], "--tokenizer-mode has no effect"),
         (["--dp", "2", "--deterministic"], "dp_size is 2, and deterministic is set"),
         (
             ["--dp", "2", "--dp-rank", "0", "--dist-init-addr", "10.1.2.3:29500"],

@@ -44,10 +44,10 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "row": ("--kv-cache-dtype",),
     "keep_alive_s": ("--sse-keep-alive",),
     "drain_s": ("--drain", "--shutdown-timeout"),
-    "pp_size": ("--pipeline-parallel-size", "--pp"),
-    "tp_size": ("--tensor-parallel-size", "--tp"),
-    "dp_size": ("--data-parallel-size", "--dp"),
-    "dp_rank": ("--data-parallel-rank",),
+    "pp_size": ("--pipeline-parallel-size", "--pp", "-pp"),
+    "tp_size": ("--tensor-parallel-size", "--tp", "-tp"),
+    "dp_size": ("--data-parallel-size", "--dp", "-dp"),
+    "dp_rank": ("--data-parallel-rank", "-dpn"),
     "ep_size": ("--expert-parallel-size", "--ep"),
     "redundant_experts": (
         "--ep-num-redundant-experts",
@@ -55,7 +55,11 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
         "--eplb-config.num_redundant_experts",
     ),
     "executor": ("--distributed-executor-backend",),
-    "cp_size": ("--prefill-context-parallel-size", "--attn-cp-size"),
+    "dist_init_addr": ("--nccl-init-addr",),
+    "cp_size": (
+        *("--prefill-context-parallel-size", "-pcp"),
+        *("--attention-context-parallel-size", "--attn-cp-size"),
+    ),
     "dynamic_chunking": ("--enable-dynamic-chunking",),
     "watchdog_s": ("--watchdog-timeout",),
     "nvtx": ("--enable-layerwise-nvtx-tracing", "--enable-layerwise-nvtx-marker"),
@@ -159,8 +163,36 @@ class ForeignFlags:
     speculative_algorithm: Annotated[
         str | None, Parameter(name=["--speculative-algorithm", "--spec-algorithm"])
     ] = None
-    enable_expert_parallel: bool = False
+    enable_expert_parallel: Annotated[bool, Parameter(name=["--enable-expert-parallel", "-ep"])] = (
+        False
+    )
     enable_dp_attention: bool = False
+    data_parallel_size_local: Annotated[
+        int | None, Parameter(name=["--data-parallel-size-local", "-dpl"])
+    ] = None
+    data_parallel_start_rank: Annotated[
+        int | None, Parameter(name=["--data-parallel-start-rank", "-dpr"])
+    ] = None
+    data_parallel_address: Annotated[
+        str | None, Parameter(name=["--data-parallel-address", "-dpa"])
+    ] = None
+    data_parallel_rpc_port: Annotated[
+        int | None, Parameter(name=["--data-parallel-rpc-port", "-dpp"])
+    ] = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    data_parallel_backend: Annotated[
+        str | None, Parameter(name=["--data-parallel-backend", "-dpb"])
+    ] = None
+    decode_context_parallel_size: Annotated[
+        int, Parameter(name=["--decode-context-parallel-size", "-dcp", "--dcp-size"])
+    ] = 1
+    moe_data_parallel_size: Annotated[
+        int, Parameter(name=["--moe-data-parallel-size", "--moe-dp-size"])
+    ] = 1
+    moe_dense_tp_size: int | None = None
+    enable_dp_lm_head: bool = False
+    load_balance_method: str | None = None
     enable_eplb: bool = False
     eplb_config: str | None = None
     page_size: Annotated[int, Parameter(name=["--page-size", "--block-size"])] = 64
@@ -171,7 +203,20 @@ class ForeignFlags:
     quantization: str | None = None
     compilation_config: str | None = None
     attention_backend: str | None = None
-    moe_a2a_backend: str | None = None
+    nsa_prefill_backend: Annotated[
+        str | None, Parameter(name=["--nsa-prefill-backend", "--dsa-prefill-backend"])
+    ] = None
+    nsa_decode_backend: Annotated[
+        str | None, Parameter(name=["--nsa-decode-backend", "--dsa-decode-backend"])
+    ] = None
+    moe_runner_backend: str | None = None
+    moe_a2a_backend: Annotated[
+        str | None, Parameter(name=["--moe-a2a-backend", "--all2all-backend"])
+    ] = None
+    deepep_mode: str | None = None
+    disaggregation_transfer_backend: str | None = None
+    disaggregation_ib_device: str | None = None
+    tokenizer_mode: str | None = None
     schedule_policy: Annotated[
         str | None, Parameter(name=["--schedule-policy", "--scheduling-policy"])
     ] = None
@@ -261,6 +306,11 @@ class ForeignFlags:
 
 
 DP_ATTENTION: Final = "enable_dp_attention"
+ONE_WAY: Final = "ranks of --dp-size exchange tokens in one way; see --sbo and --tbo"
+CHOSEN: Final = "kernels are chosen by the machine; ess doctor shows them"
+WHOLE: Final = "what is not experts is whole on each rank of --dp-size"
+MEETING: Final = "is not served: --dist-init-addr HOST:PORT says where all machines meet"
+PLACES: Final = "is not served: --nnodes and --node-rank say which ranks of --dp-size run here"
 MTP: Final = "the checkpoint's own MTP layer drafts, --mtp tokens at most"
 
 # Accepted and logged: what they ask for is always so, or changes no answer.
@@ -276,6 +326,9 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "enable_expert_parallel": "experts are divided over all ranks of --dp-size",
     "enable_dp_attention": "each rank of --dp-size has requests of its own, and its share of the"
     " GPUs that --tp-size counts",
+    "moe_dense_tp_size": WHOLE,
+    "enable_dp_lm_head": WHOLE,
+    "load_balance_method": "each rank has a port of its own, and a router in front chooses one",
     "enable_eplb": "experts are placed at the start, by --expert-load, and stay there",
     "eplb_config": "--redundant-experts says how many second places experts have",
     "enable_hisparse": "rows are always offloaded",
@@ -291,8 +344,15 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "quantization": "config.json says how weights are stored, --form what they are computed in",
     "compilation_config": "--graphs and --graph-sizes say which steps of a device are graphs",
     "cuda_graph_max_bs": "--graph-sizes says which steps of a device are graphs",
-    "attention_backend": "kernels are chosen by the machine; ess doctor shows them",
-    "moe_a2a_backend": "ranks of --dp-size exchange tokens in one way; see --sbo and --tbo",
+    "attention_backend": CHOSEN,
+    "nsa_prefill_backend": CHOSEN,
+    "nsa_decode_backend": CHOSEN,
+    "moe_runner_backend": CHOSEN,
+    "disaggregation_transfer_backend": "--transport says how rows are handed over",
+    "disaggregation_ib_device": "UCX_NET_DEVICES says it to NIXL, with --transport nixl",
+    "tokenizer_mode": "the checkpoint's own tokenizer.json and format are read",
+    "moe_a2a_backend": ONE_WAY,
+    "deepep_mode": ONE_WAY,
     "schedule_policy": "requests start by their priority, then as they came",
     "seed": "a request that wants the same answer again gives a seed itself",
     "max_prefill_tokens": "--chunk-tokens says how many tokens of prompts a step takes",
@@ -330,7 +390,7 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "schedule_conservativeness": "a request runs when it has room; --promise says how much",
     "enable_mixed_chunk": "prompts always run beside decoding",
     "enable_priority_scheduling": "priority is always obeyed; lower values run earlier",
-    "enable_torch_compile": "kernels are chosen by the machine; ess doctor shows them",
+    "enable_torch_compile": CHOSEN,
     "enable_p2p_check": "where ranks run decides how they exchange what they have",
     "disable_custom_all_reduce": "where ranks run decides how they exchange what they have",
     "disable_shared_experts_fusion": "--sbo says what shared experts run beside",
@@ -338,6 +398,16 @@ NO_EFFECT: Final[Mapping[str, str]] = {
 
 # Refused: the answer, or the machine that makes it, would differ from what was asked for.
 NOT_HERE: Final[Mapping[str, str]] = {
+    "data_parallel_size_local": PLACES,
+    "data_parallel_start_rank": PLACES,
+    "data_parallel_address": MEETING,
+    "data_parallel_rpc_port": MEETING,
+    "master_addr": MEETING,
+    "master_port": MEETING,
+    "data_parallel_backend": "is not served: --executor says what starts the ranks of --dp-size",
+    "decode_context_parallel_size": "must be 1: a rank of --dp-size has the whole contexts of its"
+    " own requests",
+    "moe_data_parallel_size": "must be 1: experts are divided over all ranks of --dp-size",
     "page_size": "must be 64: a page has 64 rows",
     "speculative_eagle_topk": "must be 1: drafts are a chain, not a tree",
     "disable_radix_cache": "is not served: equal prefixes are always shared",
