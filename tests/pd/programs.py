@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 
 def listens() -> None:
@@ -28,6 +30,26 @@ def listens_once() -> None:
         print("not again", file=sys.stderr, flush=True)
         sys.exit(9)
     listens()
+
+
+def leaves_a_child() -> None:
+    """Its first child lives on until there is a file `end`; what they do is in the file it gets."""
+    lives = Path(sys.argv[1])
+    is_first = not lives.exists()
+    write(lives, "begins")
+    if is_first and not os.fork():
+        os.closerange(0, 3)
+        write(lives, "left")
+        while not (lives.parent / "end").exists():
+            time.sleep(0.01)
+        write(lives, "ends")
+        os._exit(0)
+    listens()
+
+
+def write(file: Path, line: str) -> None:
+    with file.open("a") as lines:
+        lines.write(line + "\n")
 
 
 def is_deaf() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from ess.clock import RealClock
 from ess.server.commands.pd import keeper as keepers
 from ess.server.commands.pd.keeper import STARTS_MAX, Keeper, Order
 from ess.server.commands.pd.kept import Kept
+from ess.server.commands.pd.orphans import Orphans, adopt_orphans
 from ess.server.process.child import LINE_BYTES_MAX, lines_of
 from ess.server.process.logs.log_records import record
 from tests.server.harness import until
@@ -32,7 +34,10 @@ async def at_once(url: str) -> bool:
 
 def made(program: str, *words: str, is_ready: Callable[[str], Awaitable[bool]] = at_once) -> Keeper:
     order = Order(name="worker-1", home=f"tests.pd.programs:{program}", words=words)
-    return Keeper(order, environment=ENVIRONMENT, is_ready=is_ready, clock=RealClock())
+    clock = RealClock()
+    return Keeper(
+        order, environment=ENVIRONMENT, is_ready=is_ready, clock=clock, orphans=Orphans(clock)
+    )
 
 
 async def between_two_lives() -> tuple[Keeper, asyncio.Task[None]]:
@@ -100,6 +105,41 @@ def test_a_killed_program_is_back_at_its_port(capsys: pytest.CaptureFixture[str]
     assert said.count(gone) == 2
     again = "ess: worker-1 starts again in"
     assert said.index(f"{again} 0.5 s") < said.index(f"{again} 1 s"), "pauses grow"
+
+
+def test_what_a_killed_program_leaves_ends_before_it_starts_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    """As an engine does whose memory takes seconds to go. Without the wait the next life would
+    begin beside it: both write into one file."""
+    monkeypatch.setattr(keepers, "AGAIN_S", 0.01)
+    lives = tmp_path / "lives"
+
+    async def work() -> None:
+        kept = made("leaves_a_child", str(lives))
+        kept.start()
+        await kept.ready.wait()
+        await written(lives, "left")
+        os.kill(kept.pid, signal.SIGKILL)
+        said = ""
+        while "waits for the end of 1 process that killed ones left" not in said:
+            await asyncio.sleep(0.01)
+            said += capsys.readouterr().err
+            assert lives.read_text().count("begins") == 1
+        (tmp_path / "end").touch()
+        await written(lives, "begins\nleft\nends\nbegins\n")
+        await kept.end(within_s=30)
+
+    adopt_orphans()
+    try:
+        run(work)
+    finally:
+        adopt_orphans(is_wanted=False)
+
+
+async def written(file: Path, text: str) -> None:
+    while not file.exists() or text not in file.read_text():
+        await asyncio.sleep(0.01)
 
 
 def test_the_last_start_says_why(
@@ -205,6 +245,7 @@ PARENT = """
 import asyncio, os, sys
 from ess.clock import RealClock
 from ess.server.commands.pd.keeper import Keeper, Order
+from ess.server.commands.pd.orphans import Orphans
 
 async def at_once(url):
     return True
@@ -212,7 +253,9 @@ async def at_once(url):
 async def main():
     home, words = "tests.pd.programs:hangs", (sys.argv[1],)
     order = Order(name="worker-1", home=home, words=words, url="http://x:1")
-    kept = Keeper(order, environment=dict(os.environ), is_ready=at_once, clock=RealClock())
+    clock = RealClock()
+    more = {"is_ready": at_once, "clock": clock, "orphans": Orphans(clock)}
+    kept = Keeper(order, environment=dict(os.environ), **more)
     keeping = kept.start()
     await kept.ready.wait()
     print(kept.pid, flush=True)

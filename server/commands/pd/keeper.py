@@ -1,8 +1,9 @@
 """A worker or a router as a process that is started again when it ends.
 
-Pauses between starts grow. A program that ends before it was ever ready is not started again: the
-same cause would end it again. Later, `STARTS_MAX` such starts in a row are the last. Then
-`why_lost` says how it ended, with its last lines.
+Pauses between starts grow, and processes that killed ones left end first. A program that ends
+before it was ever ready is not started again: the same cause would end it again. Later,
+`STARTS_MAX` such starts in a row are the last. Then `why_lost` says how it ended, with its last
+lines.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 from ess import console
 from ess.clock import Clock
 from ess.server.commands.pd.leashed import Program
+from ess.server.commands.pd.orphans import Orphans
 from ess.server.process.child import Child
 from ess.server.process.fronts import AGAIN_MAX_S, AGAIN_S, CALM_S
 
@@ -50,6 +52,7 @@ class Keeper:
         environment: Mapping[str, str],
         is_ready: Callable[[str], Awaitable[bool]],
         clock: Clock,
+        orphans: Orphans,
     ) -> None:
         self.name = order.name
         self.url = order.url
@@ -61,6 +64,7 @@ class Keeper:
         self._environment = environment
         self._is_ready = is_ready
         self._clock = clock
+        self._orphans = orphans
         self._child: Child | None = None
         self._ending = asyncio.Event()
         self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
@@ -117,6 +121,7 @@ class Keeper:
             wait_s = AGAIN_S if self._clock.now_s() - began_s > CALM_S else wait_s
             console.note(f"ess: {sentence}\ness: {self.name} starts again in {wait_s:g} s")
             await asyncio.sleep(wait_s)
+            await self._orphans.gone(self.name)
             wait_s = min(2 * wait_s, AGAIN_MAX_S)
 
     async def _run_program(self) -> str:
@@ -125,8 +130,8 @@ class Keeper:
         self.listens.clear()
         program = Program(home=self._order.home, words=self._words(), parent=os.getpid())
         try:
-            child = self._child = await Child.start(
-                LEASHED, program, environment=self._environment, is_heard=True
+            child = self._child = await self._orphans.started(
+                Child.start(LEASHED, program, environment=self._environment, is_heard=True)
             )
         except OSError as error:
             return f"it cannot be started: {error.strerror or error}"
@@ -142,6 +147,7 @@ class Keeper:
             return how
         finally:
             self._child = None
+            self._orphans.forget(child)
             for task in (*hearing, watching):
                 task.cancel()
             await asyncio.gather(*hearing, watching, return_exceptions=True)

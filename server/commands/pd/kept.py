@@ -17,6 +17,7 @@ from ess import console
 from ess.clock import Clock
 from ess.errors import Unavailable
 from ess.server.commands.pd.keeper import Keeper, Order
+from ess.server.commands.pd.orphans import Orphans
 
 ASK_S: Final = 2.0
 TELL_EVERY_S: Final = 10.0
@@ -37,6 +38,7 @@ class Kept:
         self._stop = asyncio.Event()
         self._by = signal.SIGTERM
         self._hung_up = asyncio.Event()
+        self._orphans = Orphans(clock)
 
     def heed_signals(self) -> None:
         """The first signal ends all processes in order, the second kills them at once. On a
@@ -67,7 +69,13 @@ class Kept:
         self._stop.set()
 
     def keep(self, role: str, order: Order, is_ready: Callable[[str], Awaitable[bool]]) -> Keeper:
-        keeper = Keeper(order, environment=self._environment, is_ready=is_ready, clock=self._clock)
+        keeper = Keeper(
+            order,
+            environment=self._environment,
+            is_ready=is_ready,
+            clock=self._clock,
+            orphans=self._orphans,
+        )
         self._keepers[role].append(keeper)
         self._tasks[keeper.start()] = keeper
         return keeper

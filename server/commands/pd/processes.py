@@ -33,6 +33,7 @@ from ess.ports import kept_port
 from ess.server.commands.pd import routers, table
 from ess.server.commands.pd.keeper import Keeper, Order
 from ess.server.commands.pd.kept import Kept, address_of, ask, is_worker_ready, write_private
+from ess.server.commands.pd.orphans import adopt_orphans
 from ess.server.commands.pd.routers import Place, Router, RouterName
 from ess.server.commands.pd.shares import (
     Role,
@@ -124,6 +125,7 @@ class PdProcesses:
     async def run(self, *, json: bool) -> int:
         """Returns 0 if it was asked to end, 1 if too few workers or no router is left."""
         self._kept.heed_signals()
+        adopt_orphans()
         try:
             if not await self._kept.unless_stopped(self._begin()):
                 return 0

@@ -26,6 +26,7 @@ from ess.errors import BadInput
 from ess.ports import kept_port
 from ess.server.commands.pd.keeper import Keeper, Order
 from ess.server.commands.pd.kept import Kept, is_worker_ready, write_private
+from ess.server.commands.pd.orphans import adopt_orphans
 from ess.server.commands.pd.shares import clean, told_settings
 from ess.server.commands.start.files.words import read_words
 from ess.server.commands.start.launch import checked, derived, layout_of, planned, sized
@@ -136,6 +137,7 @@ class RankProcesses:
     async def run(self, *, json: bool) -> int:
         """Returns 0 if it was asked to end, 1 if no rank is left."""
         self._kept.heed_signals()
+        adopt_orphans()
         try:
             if not await self._kept.unless_stopped(self._begin()):
                 return 0
