@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -166,6 +167,14 @@ USED = f"0,{78 * 2**30 - 180 * 2**20}"
 SIZES = ("--form", "f32", "--row", "f32", "--host-bytes", "96MiB", "--max-running", "2", *GRAPHS)
 
 
+def completion(url: str) -> str:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    made = client.completions.create(
+        model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
+    )
+    return made.choices[0].text
+
+
 @pytest.mark.long
 def test_one_command_starts_a_server_for_each_device(built: Path):
     """Of the second one others have so much that not all rows have slots."""
@@ -179,14 +188,41 @@ def test_one_command_starts_a_server_for_each_device(built: Path):
         for url in urls:
             until(lambda url=url: ask(f"{url}/ready").status == 200, "ranks that met", within_s=240)
         for url in urls:
-            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-            made = client.completions.create(
-                model="ess-embedded", prompt=PROMPT, max_tokens=MADE, temperature=0, timeout=300
-            )
-            assert made.choices[0].text == TOKENIZER.decode(wanted)
+            assert completion(url) == TOKENIZER.decode(wanted)
         shown = [ask(f"{url}/server_info").document for url in urls]
         assert [each["settings"]["device"]["value"] for each in shown] == ["cuda:0", "cuda:1"]
         slots = [parse_size(each["settings"]["slot_bytes"]["value"]) for each in shown]
         assert slots[0] > 90 << 20 > 70 << 20 > slots[1] > 0
         process.process.terminate()
         assert process.ended(120) == 0
+
+
+@pytest.mark.long
+def test_an_engine_that_is_killed_in_the_rehearsal_comes_back_with_the_others(
+    built: Path, tmp_path: Path
+):
+    """No engine has been ready, and that of rank 0 says that it is lost: both start again."""
+    paths = os.pathsep.join((str(FOLDER), str(ROOT)))
+    told = {"PYTHONPATH": paths, "PRETENDED_DRIVER": str(built), "EMULATED_DEVICES": "2"}
+    (secret := tmp_path / "secret").write_text("of all ranks of this test")
+    logs = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    with contextlib.ExitStack() as kept:
+        meeting = f"127.0.0.1:{kept.enter_context(kept_port('127.0.0.1'))}"
+        alike = ("--dp-size", "2", "--dist-init-addr", meeting, "--peer-secret-file", str(secret))
+        servers = []
+        for rank, log in enumerate(logs):
+            lines = kept.enter_context(log.open("w"))
+            of_rank = ("--dp-rank", str(rank), "--device", f"cuda:{rank}")
+            process = Process(*of_rank, *alike, *SIZES, stderr=lines.fileno(), **told)
+            servers.append(kept.enter_context(process))
+        until(lambda: all("a step" in log.read_text() for log in logs), "rehearsals", within_s=240)
+        os.kill(servers[1].engine_pid, signal.SIGKILL)
+        assert "captured in" not in logs[1].read_text(), "it was killed too late"
+        for server, log in zip(servers, logs, strict=True):
+            until(lambda log=log: "ready after" in log.read_text(), "a restart", within_s=240)
+            assert log.read_text().count("another starts") == 1
+            assert server.status("/ready") == 200
+        assert "rank 1 (member 1 of stage 0) is lost" in logs[0].read_text()
+        [wanted] = served_alone(PROMPT)
+        for server in servers:
+            assert completion(server.url) == TOKENIZER.decode(wanted)
