@@ -100,7 +100,7 @@ CARRIED := build/site
 WHEELS_FOR ?= 3.12
 SERVE_ALONE = annotated-doc annotated-types anyio attrs click cyclopts docstring-parser docutils \
 	fastapi h11 httptools idna llguidance msgspec opentelemetry-api pydantic pydantic-core pyzmq \
-	rich-rst starlette typing-inspection uvicorn
+	rich-rst starlette typing-extensions typing-inspection uvicorn
 
 test-gpu bench-gpu first-day: export PYTHONUNBUFFERED = 1
 test-gpu bench-gpu first-day: export PYTHONPATH := $(if $(wildcard $(WHEELS)),$(CURDIR)/$(CARRIED):)$(PYTHONPATH)
