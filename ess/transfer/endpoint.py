@@ -25,6 +25,8 @@ from ess.transfer.transport import (
 from ess.units import PAGE_ROWS
 
 NOBODY: Final = bytes(NONCE_BYTES)
+HEARTBEAT_S: Final = 1.0
+LOST_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,7 @@ class Endpoint(ABC):
     """The part of a transport that needs no network: subclasses move the bytes."""
 
     guards = True
+    _lost_s = LOST_S
 
     def __init__(self, identity: Identity, *, clock: Clock | None = None) -> None:
         self._identity = identity

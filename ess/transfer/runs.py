@@ -46,10 +46,10 @@ def no_runs() -> Runs:
     return np.empty((0, 3), np.int64)
 
 
-def page_runs(region: int, pages: NDArray[np.int64], *, page_bytes: int, begin: int = 0) -> Runs:
-    """A run per page; page p lies at `begin + p * page_bytes` of the region."""
+def page_runs(region: int, pages: NDArray[np.int64], *, page_bytes: int) -> Runs:
+    """A run per page; page p lies at `p * page_bytes` of the region."""
     runs = np.empty((len(pages), 3), np.int64)
-    runs[:, 0], runs[:, 1], runs[:, 2] = region, begin + pages * page_bytes, page_bytes
+    runs[:, 0], runs[:, 1], runs[:, 2] = region, pages * page_bytes, page_bytes
     return runs
 
 

@@ -62,9 +62,9 @@ def put_vllm(monkeypatch: pytest.MonkeyPatch, version: dict[str, Any], *, rank: 
     monkeypatch.setitem(sys.modules, STATE, state)
 
 
-def connector(monkeypatch: pytest.MonkeyPatch, version: dict[str, Any], *, rank: int = 0) -> Any:
+def connector(monkeypatch: pytest.MonkeyPatch, version: dict[str, Any]) -> Any:
     """Our module, imported as this vLLM imports it; forgotten when the test is over."""
-    put_vllm(monkeypatch, version, rank=rank)
+    put_vllm(monkeypatch, version, rank=0)
     monkeypatch.delitem(sys.modules, CONNECTOR, raising=False)
     module = importlib.import_module(CONNECTOR)
     monkeypatch.setitem(sys.modules, CONNECTOR, module)

@@ -160,9 +160,9 @@ def hoarded(target: Target) -> str:
         return asked_plainly("/version", target)
 
 
-def asked_plainly(path: str, target: Target, *headers: str, method: str = "GET") -> str:
+def asked_plainly(path: str, target: Target, *headers: str) -> str:
     with target.connection() as made:
-        made.sendall(head(path, *headers, method=method))
+        made.sendall(head(path, *headers, method="GET"))
         return status_of(made)
 
 

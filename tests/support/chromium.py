@@ -31,6 +31,7 @@ FLAGS = (
     *("--no-first-run", "--disable-extensions", "--disable-background-networking"),
     *("--force-prefers-reduced-motion", "--force-color-profile=srgb", "--remote-debugging-pipe"),
 )
+WINDOW = 1280, 800
 DEADLINE_S = 120.0
 ERRORS = ("error", "assert")
 
@@ -55,7 +56,7 @@ DIFFERING = """async (...pictures) => {
 
 
 class Browser:
-    def __init__(self, *, width: int = 1280, height: int = 800) -> None:
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         self.downloads = Path(self._folder.name) / "downloads"
         self.downloads.mkdir()
@@ -68,7 +69,7 @@ class Browser:
         self._process = subprocess.Popen(
             [
                 *("bash", "-c", redirect, "bash", chromium, *FLAGS),
-                *(f"--user-data-dir={self._folder.name}", f"--window-size={width},{height}"),
+                *(f"--user-data-dir={self._folder.name}", "--window-size={},{}".format(*WINDOW)),
             ],
             pass_fds=(child_in, child_out),
             stdout=subprocess.DEVNULL,
@@ -81,7 +82,7 @@ class Browser:
         self._session = ""
         self.events: list[dict[str, Any]] = []
         self._open_tab()
-        self.resize(width, height)
+        self.resize(*WINDOW)
 
     def _open_tab(self) -> None:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]

@@ -8,8 +8,8 @@ from ess.clock import Clock
 class ManualClock(Clock):
     """A clock that only the test advances."""
 
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
+    def __init__(self) -> None:
+        self._now_s = 0.0
 
     def now_s(self) -> float:
         return self._now_s

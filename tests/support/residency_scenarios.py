@@ -387,9 +387,9 @@ class Landing:
     One graph warms and one fills; rows, ages and their count are written before each replay.
     """
 
-    def __init__(self, step, *, room, width=48):
+    def __init__(self, step, *, room):
         self.step, self.given = step, 1
-        sizes = div_ceil(room, width), width, step.shape.block_max
+        sizes = div_ceil(room, 48), 48, step.shape.block_max
         shape = residency_shape(*sizes, is_together=step.shape.is_together)
         self.work = ResidencyWorkspaces(step.device, shape, step.ints, ring=1)
         self.residency = Residency(step.device, step.residency.arena, self.work)

@@ -40,9 +40,9 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     def median_s(self) -> float:
         return statistics.median(self.seconds)
 
-    def per(self, unit_count: float, *, scale: float = 1.0) -> list[float]:
-        """Rates: `unit_count * scale` per second, for each repetition."""
-        return [unit_count * scale / taken_s for taken_s in self.seconds]
+    def per(self, unit_count: float) -> list[float]:
+        """Rates: `unit_count` per second, for each repetition."""
+        return [unit_count / taken_s for taken_s in self.seconds]
 
     def each(self, unit_count: float = 1.0, *, scale: float = 1.0) -> list[float]:
         """Durations of one of `unit_count` units, in seconds times `scale`."""

@@ -48,8 +48,6 @@ def pinned_memory(
     *,
     row_bytes: int = 1,
     touch_threads: int | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    progress: Progress | None = None,
 ) -> Bytes:
     """Zeroed, on huge pages where the system has them. The last view that goes frees it. A thread
     of each core touches it, at most 16, unless `touch_threads` says how many: the first touch of a
@@ -58,7 +56,7 @@ def pinned_memory(
     prefer_node(memory, device.host_node)
     cores = min(len(os.sched_getaffinity(0)), TOUCH_THREADS_MAX)
     touch(memory, cores if touch_threads is None else touch_threads)
-    register(device, memory, row_bytes=row_bytes, chunk_bytes=chunk_bytes, progress=progress)
+    register(device, memory, row_bytes=row_bytes)
     return memory[:byte_count]
 
 

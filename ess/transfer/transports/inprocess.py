@@ -9,7 +9,6 @@ from ess.clock import Clock
 from ess.transfer.endpoint import Endpoint, Identity
 from ess.transfer.runs import Runs, views
 from ess.transfer.transport import Event, Transfer
-from ess.transfer.transports.streams import LOST_S
 
 
 class Exchange:
@@ -30,12 +29,10 @@ class InProcessTransport(Endpoint):
         exchange: Exchange,
         name: str,
         clock: Clock | None = None,
-        lost_s: float = LOST_S,
     ) -> None:
         super().__init__(identity, clock=clock)
         self._exchange = exchange
         self._name = name.encode()
-        self._lost_s = lost_s
         self._looked_s = self._clock.now_s()
         self._names: dict[int, bytes] = {}
         self._fenced: set[int] = set()

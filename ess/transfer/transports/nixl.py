@@ -24,11 +24,10 @@ import numpy as np
 
 from ess.clock import Clock
 from ess.errors import BadInput, Unavailable
-from ess.transfer.endpoint import Endpoint, Identity
+from ess.transfer.endpoint import HEARTBEAT_S, Endpoint, Identity
 from ess.transfer.messages import Heartbeat
 from ess.transfer.runs import Region, Runs, fault_of
 from ess.transfer.transport import Event, Transfer
-from ess.transfer.transports.streams import HEARTBEAT_S, LOST_S
 
 MODULES: Final = ("nixl_cu13._api", "nixl_cu12._api")
 CONTENT: Final = b"N"
@@ -62,20 +61,11 @@ class _Peer:
 class NixlTransport(Endpoint):
     guards = False
 
-    def __init__(
-        self,
-        identity: Identity,
-        *,
-        clock: Clock | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
-        lost_s: float = LOST_S,
-    ) -> None:
+    def __init__(self, identity: Identity, *, clock: Clock | None = None) -> None:
         super().__init__(identity, clock=clock)
         api = nixl_api()
         config = api.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False)
         self._agent = api.nixl_agent(_name(identity.epoch), config)
-        self._heartbeat_s = heartbeat_s
-        self._lost_s = lost_s
         self._looked_s = self._clock.now_s()
         self._peers: dict[int, _Peer] = {}
         self._requests: dict[int, Any] = {}
@@ -228,7 +218,7 @@ class NixlTransport(Endpoint):
                 peer.heard_s = now_s
             elif peer.heard_s is not None and now_s - peer.heard_s > self._lost_s:
                 self._lose(epoch, f"silent for {now_s - peer.heard_s:.1f} s")
-            elif now_s - peer.sent_s >= self._heartbeat_s:
+            elif now_s - peer.sent_s >= HEARTBEAT_S:
                 peer.sent_s = now_s
                 self._beat(epoch)
 

@@ -25,7 +25,7 @@ from ess.transfer.endpoint import Identity
 from ess.transfer.runs import Region, Runs, fault_of, views
 from ess.transfer.transport import Event, Transfer
 from ess.transfer.transports.channel import Kind
-from ess.transfer.transports.streams import HEARTBEAT_S, LOST_S, Link, StreamTransport
+from ess.transfer.transports.streams import Link, StreamTransport
 
 SLICE_BYTES: Final = 16 << 20
 
@@ -45,20 +45,11 @@ def shared_region(number: int, size: int) -> Region:
 class SharedTransport(StreamTransport):
     guards = False
 
-    def __init__(
-        self,
-        identity: Identity,
-        *,
-        clock: Clock | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
-        lost_s: float = LOST_S,
-    ) -> None:
+    def __init__(self, identity: Identity, *, clock: Clock | None = None) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(b"\0ess-%016x" % identity.epoch)
         listener.listen()
-        super().__init__(
-            identity, listener=listener, clock=clock, heartbeat_s=heartbeat_s, lost_s=lost_s
-        )
+        super().__init__(identity, listener=listener, clock=clock)
         self._theirs: dict[int, dict[int, Region]] = {}
         self._copies: deque[tuple[int, Link, Copy]] = deque()
 

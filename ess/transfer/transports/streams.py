@@ -20,15 +20,13 @@ from typing import Final
 
 from ess.clock import Clock
 from ess.errors import BadInput
-from ess.transfer.endpoint import NOBODY, Endpoint, Identity
+from ess.transfer.endpoint import HEARTBEAT_S, NOBODY, Endpoint, Identity
 from ess.transfer.messages import NONCE_BYTES
 from ess.transfer.runs import Runs, views
 from ess.transfer.transport import Event, Transfer
 from ess.transfer.transports.channel import Channel, Frame, Kind
 
 STRANGERS_MAX: Final = 64
-HEARTBEAT_S: Final = 1.0
-LOST_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +60,10 @@ class StreamTransport(Endpoint):
         *,
         listener: socket.socket,
         clock: Clock | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
-        lost_s: float = LOST_S,
     ) -> None:
         super().__init__(identity, clock=clock)
         self._listener = listener
         self._listener.setblocking(False)
-        self._heartbeat_s = heartbeat_s
-        self._lost_s = lost_s
         self._looked_s = self._clock.now_s()
         self._links: list[Link] = []
         self._ours: dict[int, Link] = {}
@@ -280,7 +274,7 @@ class StreamTransport(Endpoint):
                 link.heard_s = now_s
             elif now_s - link.heard_s > self._lost_s:
                 self._fault_of_link(link, f"silent for {now_s - link.heard_s:.1f} s")
-            if link.is_met and now_s - link.sent_s >= self._heartbeat_s:
+            if link.is_met and now_s - link.sent_s >= HEARTBEAT_S:
                 link.channel.send(Kind.ALIVE)
                 link.sent_s = now_s
 

@@ -9,7 +9,7 @@ from typing import Final
 from ess.clock import Clock
 from ess.errors import BadInput, Unavailable
 from ess.transfer.endpoint import Identity
-from ess.transfer.transports.streams import HEARTBEAT_S, LOST_S, StreamTransport
+from ess.transfer.transports.streams import StreamTransport
 
 BACKLOG: Final = 128
 
@@ -24,16 +24,8 @@ class TcpTransport(StreamTransport):
         host: str = "127.0.0.1",
         port: int = 0,
         clock: Clock | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
-        lost_s: float = LOST_S,
     ) -> None:
-        super().__init__(
-            identity,
-            listener=_listener(host, port),
-            clock=clock,
-            heartbeat_s=heartbeat_s,
-            lost_s=lost_s,
-        )
+        super().__init__(identity, listener=_listener(host, port), clock=clock)
 
     def _address(self) -> bytes:
         host, port = self._listener.getsockname()[:2]

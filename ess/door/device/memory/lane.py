@@ -27,10 +27,10 @@ Cuda: Any = torch.cuda
 
 
 class DeviceLane:
-    def __init__(self, ordinal: int, *, block_count_max: int = COPY_BLOCKS) -> None:
+    def __init__(self, ordinal: int) -> None:
         self.device = shared_device(ordinal)
         self.home = torch.device("cuda", ordinal)
-        self.mover = RowMover(self.device, block_count_max=block_count_max)
+        self.mover = RowMover(self.device, block_count_max=COPY_BLOCKS)
         self.steps = CudaStream(self.device, priority=-1)
         self.landings = CudaStream(self.device)
         self.keys_under_way = False

@@ -30,6 +30,7 @@ DOCUMENT_END: Final = "\x00"
 PARAGRAPH_LENGTH_MIN: Final = 40
 LINE_LENGTH_MIN: Final = 60
 DOCUMENT_BYTES_MAX: Final = 4 << 20
+HELD_OUT_EVERY: Final = 20
 NOT_PAGES: Final = frozenset(
     {"genindex.html", "genindex-all.html", "search.html", "py-modindex.html"}
 )
@@ -291,16 +292,16 @@ def build(*, into: Path, folder: Path) -> list[dict[str, object]]:
     return report
 
 
-def build_from_text(*, text: Path, into: Path, held_out_share: int = 20) -> None:
-    """A folder of one's own texts: every `held_out_share`-th document is held out."""
+def build_from_text(*, text: Path, into: Path) -> None:
+    """A folder of one's own texts: every twentieth document is held out."""
     into.mkdir(parents=True, exist_ok=True)
     texts = list(text_documents(text))
     if len(texts) < 2:
         raise BadInput(f"{text} holds {len(texts)} text files, need at least 2")
     held_out = Deduplicator()
-    kept = [held_out.keep(part) for part in texts[::held_out_share]]
+    kept = [held_out.keep(part) for part in texts[::HELD_OUT_EVERY]]
     rest = Deduplicator(forbidden=frozenset(held_out.seen))
-    others = [rest.keep(part) for at, part in enumerate(texts) if at % held_out_share]
+    others = [rest.keep(part) for at, part in enumerate(texts) if at % HELD_OUT_EVERY]
     (into / "held_out.txt").write_text("".join(part + DOCUMENT_END for part in kept))
     (into / "train.txt").write_text("".join(part + DOCUMENT_END for part in others))
 
