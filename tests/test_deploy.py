@@ -87,7 +87,7 @@ def read(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Set
 
     monkeypatch.setattr(begin, "serve_flags", taken)
     given = [
-        VARIABLE.sub(lambda found: STANDS_FOR[next(filter(None, found.groups()))], w) for w in words
+        VARIABLE.sub(lambda match: STANDS_FOR[next(filter(None, match.groups()))], w) for w in words
     ]
     given = [word.replace("/etc/ess/peer.secret", str(secret)) for word in given]
     assert cli.main(given) == 0, shlex.join(given)

@@ -31,13 +31,13 @@ SCRIPTS = {"ess": "ess.server.commands.cli", "ess-bench": "ess.bench.cli"}
 
 
 def blocks(language: str, mark: str = "") -> list:
-    found = []
+    listed = []
     for document in DOCUMENTS:
         for number, match in enumerate(FENCE.finditer(document.read_text())):
             if match[1] == language and match[2].strip() == mark:
                 name = f"{document.relative_to(ROOT)}-{number}"
-                found.append(pytest.param(match[3], id=name))
-    return found
+                listed.append(pytest.param(match[3], id=name))
+    return listed
 
 
 def dialogue(text: str) -> list[tuple[str, str]]:

@@ -16,13 +16,13 @@ NAMES_MAX = 25
 
 def for_type_checkers(source: str) -> dict[str, str]:
     """Name -> module of every import under TYPE_CHECKING."""
-    found = {}
+    homes = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for statement in node.body:
                 assert isinstance(statement, ast.ImportFrom), ast.unparse(statement)
-                found |= {alias.name: statement.module for alias in statement.names}
-    return found
+                homes |= {alias.name: statement.module for alias in statement.names}
+    return homes
 
 
 def test_the_three_lists_are_one() -> None:
@@ -72,13 +72,13 @@ def untyped(thing: object) -> list[str]:
 
 
 def public_functions(owner: object) -> list[tuple[str, object]]:
-    found = []
+    listed = []
     for name, member in vars(owner).items():
         inner = member.fget if isinstance(member, property) else member
         function = getattr(inner, "__func__", inner)
         if inspect.isfunction(function) and (not name.startswith("_") or name == "__init__"):
-            found.append((name, function))
-    return found
+            listed.append((name, function))
+    return listed
 
 
 def test_the_checks_catch() -> None:

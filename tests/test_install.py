@@ -54,12 +54,12 @@ def torch_free_modules() -> list[str]:
     """As the import contract lists them; a package includes all its modules."""
     contracts = project()["tool"]["importlinter"]["contracts"]
     listed = next(each for each in contracts if each.get("forbidden_modules") == ["torch"])
-    found = []
+    modules = []
     for name in listed["source_modules"]:
         folder = ROOT / name.replace(".", "/")
         inner = sorted(folder.rglob("*.py")) if folder.is_dir() else []
-        found += [name, *(module_name(path) for path in inner if not is_program(path))]
-    return found
+        modules += [name, *(module_name(path) for path in inner if not is_program(path))]
+    return modules
 
 
 def is_program(path: Path) -> bool:

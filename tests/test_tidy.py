@@ -101,13 +101,13 @@ def _trees() -> Iterator[None]:
 def test_the_tree_keeps_the_rule(
     rule: Callable[[str], list[str]], suffixes: tuple[str, ...], where: Callable[[str], bool]
 ) -> None:
-    found = [
+    lines = [
         f"{name}:{finding}"
         for name, text in texts(*suffixes)
         if where(name)
         for finding in rule(text)
     ]
-    assert not found, "\n" + "\n".join(found)
+    assert not lines, "\n" + "\n".join(lines)
 
 
 def test_functions_and_files_are_short_as_a_rule() -> None:
@@ -155,17 +155,17 @@ def test_modules_and_files_that_texts_name_are_there() -> None:
 
 def test_no_modules_need_one_another() -> None:
     sources = {module_of(name): text for name, text in package_texts().items()}
-    found = [" needs ".join(walk) for walk in circles(import_graph(sources))]
-    assert not found, "\n".join(["cut the circle at what both need:", *found])
+    lines = [" needs ".join(walk) for walk in circles(import_graph(sources))]
+    assert not lines, "\n".join(["cut the circle at what both need:", *lines])
 
 
 def test_every_name_is_used_by_more_than_tests() -> None:
-    found = [
+    lines = [
         f"{name} (line {name.line})"
         for name in unused_in_tree(allowed.KEPT)
         if str(name) not in allowed.KEPT
     ]
-    assert not found, "\n".join(["nothing but tests reaches these; delete them:", *found])
+    assert not lines, "\n".join(["nothing but tests reaches these; delete them:", *lines])
 
 
 def test_what_is_kept_unused_is_unused() -> None:
@@ -330,9 +330,9 @@ INNER, OUTER = 1, 2
 
 def test_names_that_nothing_reaches() -> None:
     sources = {"ess.a": USED, "ess.b": USED_BY_IT}
-    found = unused_names(sources, roots={}, entries={("ess.a", "main")})
+    unused_ones = unused_names(sources, roots={}, entries={("ess.a", "main")})
     unused = {"ess.a:dead", "ess.a:deader", "ess.b:OUTER", "ess.b:Shape.lonely"}
-    assert set(map(str, found)) == unused
+    assert set(map(str, unused_ones)) == unused
     document = "import ess.a\nfrom ess.b import OUTER, Shape\ness.a.dead(Shape().lonely, OUTER)"
     assert unused_names(sources, roots={"README": document}, entries={("ess.a", "main")}) == []
 

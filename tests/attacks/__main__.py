@@ -32,12 +32,12 @@ def least(name: str, tree: Path) -> Figures:
     """Noise does not come every time, a fault does."""
     if name in STARTS:
         return measure_start(name, STARTS[name], tree)
-    found = measure(ATTACKS[name], tree)
+    figures = measure(ATTACKS[name], tree)
     for _ in range(RUNS_MAX - 1):
-        if not GAP_S < (found.gap_s or 0.0) < 4 * GAP_S:
+        if not GAP_S < (figures.gap_s or 0.0) < 4 * GAP_S:
             break
-        found = min(found, measure(ATTACKS[name], tree), key=lambda each: each.gap_s)
-    return found
+        figures = min(figures, measure(ATTACKS[name], tree), key=lambda each: each.gap_s)
+    return figures
 
 
 def main() -> int:
@@ -51,26 +51,26 @@ def main() -> int:
     if unknown := set(given.names) - set(names):
         parser.error(f"no attack is named {', '.join(sorted(unknown))}")
     here = machine()
-    found = []
+    measured = []
     for name in given.names or names:
-        found.append(least(name, given.tree))
-        print("  ".join(cells(found[-1])), file=sys.stderr, flush=True)
+        measured.append(least(name, given.tree))
+        print("  ".join(cells(measured[-1])), file=sys.stderr, flush=True)
         if given.keep:
-            given.keep.write_bytes(msgspec.json.encode(found))
-    tell(given, here, found)
+            given.keep.write_bytes(msgspec.json.encode(measured))
+    tell(given, here, measured)
     return 0
 
 
-def tell(given: argparse.Namespace, here, found: list[Figures]) -> None:
+def tell(given: argparse.Namespace, here, measured: list[Figures]) -> None:
     if given.json:
-        rows = [row for each in found for row in rows_of(each, str(given.tree.name))]
+        rows = [row for each in measured for row in rows_of(each, str(given.tree.name))]
         document = Document(build=build(), machine=here, rows=rows)
         write(document, json=given.json, out=None)
     before = []
     if given.before:
         before = msgspec.json.decode(given.before.read_bytes(), type=list[Figures])
-    print(f"{here.line()}\n\n{aligned(paired(before, found))}")
-    for name in (name for each in found for name in above(each)):
+    print(f"{here.line()}\n\n{aligned(paired(before, measured))}")
+    for name in (name for each in measured for name in above(each)):
         print(f"above its goal: {name}")
 
 

@@ -13,24 +13,24 @@ FLUSH_S = 3.0
 COLUMNS = ("attack", "it got", "server MiB", "all MiB", "gap ms", "health ms", "exit s", "beside")
 
 
-def cells(found: Figures) -> list[str]:
+def cells(figures: Figures) -> list[str]:
     return [
-        found.name,
-        found.got,
-        mib(found.server_bytes),
-        mib(found.all_bytes),
-        milliseconds(found.gap_s),
-        milliseconds(found.health_s),
-        exit_of(found),
-        beside(found),
+        figures.name,
+        figures.got,
+        mib(figures.server_bytes),
+        mib(figures.all_bytes),
+        milliseconds(figures.gap_s),
+        milliseconds(figures.health_s),
+        exit_of(figures),
+        beside(figures),
     ]
 
 
-def beside(found: Figures) -> str:
+def beside(figures: Figures) -> str:
     counts = (
-        (found.left, "left"),
-        (found.tracebacks, "tracebacks"),
-        (found.unhealthy, "probes failed"),
+        (figures.left, "left"),
+        (figures.tracebacks, "tracebacks"),
+        (figures.unhealthy, "probes failed"),
     )
     return ", ".join(f"{count} {what}" for count, what in counts if count)
 
@@ -43,24 +43,24 @@ def milliseconds(time_s: float | None) -> str:
     return "" if time_s is None else f"{1e3 * time_s:,.0f}"
 
 
-def exit_of(found: Figures) -> str:
-    if found.exit_s is not None:
-        return f"{found.exit_s:.1f} ({found.code})"
-    return "never" if is_stuck(found) else ""
+def exit_of(figures: Figures) -> str:
+    if figures.exit_s is not None:
+        return f"{figures.exit_s:.1f} ({figures.code})"
+    return "never" if is_stuck(figures) else ""
 
 
-def is_stuck(found: Figures) -> bool:
+def is_stuck(figures: Figures) -> bool:
     """It ran, and did not end."""
-    return found.exit_s is None and found.all_bytes is not None
+    return figures.exit_s is None and figures.all_bytes is not None
 
 
 def paired(before: Sequence[Figures], after: Sequence[Figures]) -> list[list[str]]:
     """Both in each cell where they differ, the earlier first."""
-    earlier = {found.name: cells(found) for found in before}
+    earlier = {figures.name: cells(figures) for figures in before}
     rows = []
-    for found in after:
-        now = cells(found)
-        then = earlier.get(found.name, now)
+    for figures in after:
+        now = cells(figures)
+        then = earlier.get(figures.name, now)
         pairs = zip(then, now, strict=True)
         rows.append([a if a == b else f"{a or '-'} / {b or '-'}" for a, b in pairs])
     return rows
@@ -82,26 +82,26 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def above(found: Figures) -> list[str]:
+def above(figures: Figures) -> list[str]:
     """What is above its goal."""
-    return [row.name for row in rows_of(found, "") if row.met is False]
+    return [row.name for row in rows_of(figures, "") if row.met is False]
 
 
-def rows_of(found: Figures, tree: str) -> list[Row]:
-    attack = ATTACKS.get(found.name)
+def rows_of(figures: Figures, tree: str) -> list[Row]:
+    attack = ATTACKS.get(figures.name)
     if attack is None:
         return []
     given = [
-        ("server", found.server_bytes, "B", attack.server_mib << 20),
-        ("all", found.all_bytes, "B", attack.all_mib << 20),
-        ("gap", found.gap_s, "s", GAP_S),
-        ("exit", EXIT_S if is_stuck(found) else found.exit_s, "s", DRAIN_S + FLUSH_S),
-        ("left", found.left, "processes", 0),
+        ("server", figures.server_bytes, "B", attack.server_mib << 20),
+        ("all", figures.all_bytes, "B", attack.all_mib << 20),
+        ("gap", figures.gap_s, "s", GAP_S),
+        ("exit", EXIT_S if is_stuck(figures) else figures.exit_s, "s", DRAIN_S + FLUSH_S),
+        ("left", figures.left, "processes", 0),
     ]
-    config = {"tree": tree, "got": found.got}
+    config = {"tree": tree, "got": figures.got}
     return [
         Row(
-            name=f"{found.name}: {what}",
+            name=f"{figures.name}: {what}",
             value=value,
             unit=unit,
             baseline="goal",

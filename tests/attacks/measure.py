@@ -171,23 +171,23 @@ def measure(attack: Attack, tree: Path) -> Figures:
         with memory:
             began_s = time.monotonic()
             got = attacked(attack, process)
-            found = Figures(name=attack.name, got=got)
+            figures = Figures(name=attack.name, got=got)
             ended_s = time.monotonic()
             if not attack.ends:
                 time.sleep(AFTER_S)
-                found.server_bytes = None if memory.is_over else memory.server_bytes()
-            found.exit_s, found.code = ended(process, attack)
-        found.all_bytes = memory.all_bytes()
-        found.left = left_after(memory)
+                figures.server_bytes = None if memory.is_over else memory.server_bytes()
+            figures.exit_s, figures.code = ended(process, attack)
+        figures.all_bytes = memory.all_bytes()
+        figures.left = left_after(memory)
         seen = bystander.seen()
         window = began_s, ended_s + AFTER_S
         if not attack.ends:
-            found.gap_s, found.health_s = seen.gap_s(*window), seen.health_s(*window)
-            found.late_s, found.unhealthy = seen.late_s(*window), seen.unhealthy(*window)
+            figures.gap_s, figures.health_s = seen.gap_s(*window), seen.health_s(*window)
+            figures.late_s, figures.unhealthy = seen.late_s(*window), seen.unhealthy(*window)
         if memory.is_over:
-            found.got = f"ended by us at {CEILING_BYTES >> 30} GiB"
-        found.tracebacks = tracebacks_in(log) if attack.log is kept_log else 0
-    return found
+            figures.got = f"ended by us at {CEILING_BYTES >> 30} GiB"
+        figures.tracebacks = tracebacks_in(log) if attack.log is kept_log else 0
+    return figures
 
 
 def measure_start(name: str, flags: tuple[str, ...], tree: Path) -> Figures:

@@ -13,8 +13,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 def peak_bytes(process: int) -> int:
     """The most that it has held since `forget_peak`, or ever; 0 if it has ended."""
-    found = re.search(r"VmHWM:\s+(\d+)", told(process, "status"))
-    return int(found[1]) << 10 if found else 0
+    line = re.search(r"VmHWM:\s+(\d+)", told(process, "status"))
+    return int(line[1]) << 10 if line else 0
 
 
 def forget_peak(process: int) -> None:
@@ -32,5 +32,5 @@ def birth(process: int) -> int:
 
     A process that has ended counts as ended even if its parent has not waited for it.
     """
-    found = fields(process)
-    return int(found[19]) if found and found[0] not in "ZX" else 0
+    words = fields(process)
+    return int(words[19]) if words and words[0] not in "ZX" else 0

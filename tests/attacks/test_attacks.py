@@ -92,11 +92,11 @@ WANTED = {
 @pytest.mark.parametrize("name", few([*WANTED][4:], all_of=WANTED))
 def test_an_attack_costs_what_it_may(name: str):
     attack = ATTACKS[name]
-    found = measure(attack, ROOT)
-    assert (found.got, found.code) == WANTED[name], found
-    assert (found.left, found.tracebacks) == (0, 0), found
-    assert found.all_bytes <= attack.all_mib << 20, found
-    assert attack.ends or found.server_bytes <= attack.server_mib << 20, found
+    figures = measure(attack, ROOT)
+    assert (figures.got, figures.code) == WANTED[name], figures
+    assert (figures.left, figures.tracebacks) == (0, 0), figures
+    assert figures.all_bytes <= attack.all_mib << 20, figures
+    assert attack.ends or figures.server_bytes <= attack.server_mib << 20, figures
 
 
 @pytest.mark.slow

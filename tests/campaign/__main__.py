@@ -44,26 +44,26 @@ def seed_played(family: str, seed: int) -> Played:
 
 
 def run(seeds: range, jobs: int, family: str) -> list[Played]:
-    found = []
+    played = []
     with ProcessPoolExecutor(jobs) as pool:
         for result in pool.map(partial(seed_played, family), seeds, chunksize=4):
-            found.append(result)
+            played.append(result)
             if result.wrong:
                 print(f"seed {result.plan.seed}: {result.wrong}", flush=True)
-            if len(found) % PROGRESS_EVERY == 0:
-                print(f"{len(found)} of {len(seeds)} seeds ...", file=sys.stderr, flush=True)
-    return found
+            if len(played) % PROGRESS_EVERY == 0:
+                print(f"{len(played)} of {len(seeds)} seeds ...", file=sys.stderr, flush=True)
+    return played
 
 
-def report(found: list[Played]) -> None:
-    outcomes = [each.outcome for each in found if each.outcome is not None]
+def report(played: list[Played]) -> None:
+    outcomes = [each.outcome for each in played if each.outcome is not None]
     for title in ("faults", "ends", "seen"):
         counts = sum((getattr(outcome, title) for outcome in outcomes), Counter())
         print(title)
         for name, count in counts.most_common():
             print(f"  {name:<28}{count:>9,}")
-    failed = [each for each in found if each.wrong]
-    print(f"{len(found):,} seeds, {len(failed)} failed")
+    failed = [each for each in played if each.wrong]
+    print(f"{len(played):,} seeds, {len(failed)} failed")
 
 
 def explain(failed: Played) -> None:
@@ -90,10 +90,10 @@ def main() -> None:
         print(play(msgspec.json.decode(asked.plan.read_bytes(), type=Plan)))
         return
     began_s = time.monotonic()
-    found = run(range(asked.first, asked.first + asked.seeds), asked.jobs, asked.family)
-    report(found)
+    played = run(range(asked.first, asked.first + asked.seeds), asked.jobs, asked.family)
+    report(played)
     print(f"{time.monotonic() - began_s:.0f} s with {asked.jobs} processes")
-    failed = [each for each in found if each.wrong]
+    failed = [each for each in played if each.wrong]
     for each in failed[:3]:
         explain(each)
     sys.exit(bool(failed))

@@ -20,18 +20,18 @@ def shrunk(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
 
 def _less(plan: Plan) -> list[Plan]:
     """The plan without one of its requests, faults, odds or features; the largest parts first."""
-    found = []
+    smaller = []
     for name in ("asks", "hits"):
         listed = getattr(plan, name)
-        found += [_with(plan, name, listed[:at] + listed[at + 1 :]) for at in range(len(listed))]
+        smaller += [_with(plan, name, listed[:at] + listed[at + 1 :]) for at in range(len(listed))]
     for name in ("odds", "disk_odds"):
         odds = getattr(plan, name)
-        found += [
+        smaller += [
             _with(plan, name, {fault: odds[fault] for fault in odds if fault != left})
             for left in odds
         ]
-    found += [_with(plan, *each) for each in PLAIN.items() if getattr(plan, each[0]) != each[1]]
-    return found
+    smaller += [_with(plan, *each) for each in PLAIN.items() if getattr(plan, each[0]) != each[1]]
+    return smaller
 
 
 def _with(plan: Plan, name: str, value: object) -> Plan:

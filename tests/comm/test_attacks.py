@@ -184,10 +184,10 @@ def test_env_names_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_object_is_pickled_between_ranks() -> None:
     banned = re.compile(r"pickle|_object\b|_object_list|marshal|\beval\(|torch\.(save|load)\(")
-    found = [
+    lines = [
         f"{name}: {match[0]}"
         for name, text in texts(".py")
         if name.startswith("ess/comm/")
         for match in banned.finditer(text)
     ]
-    assert not found
+    assert not lines

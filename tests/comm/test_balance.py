@@ -26,14 +26,14 @@ def skewed(count: int, seed: int, steepness: float) -> list[float]:
 
 
 def cases(count: int) -> list[tuple[int, int, int, float, int]]:
-    drawn, found = random.Random(7), []
-    while len(found) < count:
+    drawn, listed = random.Random(7), []
+    while len(listed) < count:
         experts, ranks = drawn.choice([4, 12, 60, 64]), drawn.choice([1, 2, 3, 4, 8])
         redundant = -experts % ranks + ranks * drawn.randrange(4)
         if redundant <= experts * (ranks - 1):
             steepness = drawn.choice([0.0, 0.5, 1.0, 3.0])
-            found.append((experts, ranks, redundant, steepness, len(found)))
-    return found
+            listed.append((experts, ranks, redundant, steepness, len(listed)))
+    return listed
 
 
 def test_every_placement_is_one_whatever_the_loads():
@@ -63,7 +63,7 @@ def test_with_few_experts_no_other_placement_is_better():
     """Against all ways to have 6 experts on 3 ranks, with copies as they are given out."""
     for seed in range(10):
         loads = skewed(6, seed, 1.0)
-        found = max(rank_loads(balanced(loads, 3, 3), loads))
+        most = max(rank_loads(balanced(loads, 3, 3), loads))
         copies = [e for e, count in enumerate(copy_counts(loads, 3, 3)) for _ in range(count)]
         best = min(
             max(rank_loads((first, second, third), loads))
@@ -72,7 +72,7 @@ def test_with_few_experts_no_other_placement_is_better():
             for third in [less(less(copies, first), second)]
             if all(len(set(own)) == 3 for own in (first, second, third))
         )
-        assert found <= best * 4 / 3
+        assert most <= best * 4 / 3
 
 
 def less(copies, own) -> tuple[int, ...]:

@@ -228,12 +228,12 @@ def test_where_offload_pays() -> None:
     plan = make_plan(published(FLASH), ep=8)
     room = (139 << 30) - plan.rank.bytes
     machine = Machine(room_bytes=room, weight_bytes=plan.rank.bytes)
-    found = {k: gain(plan.config, machine, tokens=k << 10) for k in (8, 32, 128, 512, 1024)}
-    assert [each.batch_resident for each in found.values()] == [2955, 894, 236, 59, 30]
-    assert [each.batch_offloaded for each in found.values()] == [3395, 2185, 901, 268, 138]
-    shares = [round(each.break_even, 2) for each in found.values()]
+    gains = {k: gain(plan.config, machine, tokens=k << 10) for k in (8, 32, 128, 512, 1024)}
+    assert [each.batch_resident for each in gains.values()] == [2955, 894, 236, 59, 30]
+    assert [each.batch_offloaded for each in gains.values()] == [3395, 2185, 901, 268, 138]
+    shares = [round(each.break_even, 2) for each in gains.values()]
     assert shares == [0.0, 0.03, 0.14, 0.61, 1.2]
-    for each in found.values():
+    for each in gains.values():
         assert each.at(each.break_even) == pytest.approx(1.0)
         assert each.at(0.0) > each.at(0.1)
     with pytest.raises(BadInput, match="hold no request of 1,048,576 tokens"):

@@ -20,27 +20,29 @@ from tests.states.test_serve import resolved
 
 
 def test_rows_are_in_bf16_unless_it_is_said(folder: Path) -> None:
-    found = resolved(folder, max_model_len="2k", max_running=4)
-    assert (found.settings.row, found.origins["row"]) == ("bf16", "derived")
+    settled = resolved(folder, max_model_len="2k", max_running=4)
+    assert (settled.settings.row, settled.origins["row"]) == ("bf16", "derived")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_what_a_worker_of_two_plans(folder: Path, role: str) -> None:
     """A state more for each request: what is handed over."""
     more = {"peers": "127.0.0.1:1"} if role == "decode" else {}
-    found = resolved(
+    settled = resolved(
         folder, role=role, peer_secret="s" * 16, max_model_len="2k", max_running=4, **more
     )
     checkpoint = read_checkpoint(str(folder))
-    layout = layout_of(found.settings, checkpoint)
-    plan = planned(found.settings, checkpoint, layout)
+    layout = layout_of(settled.settings, checkpoint)
+    plan = planned(settled.settings, checkpoint, layout)
     assert plan.state_bytes == 3 * 4 * layout.request_state_bytes(2048)
 
 
 def test_what_a_pair_plans(folder: Path) -> None:
     """The states of all workers are looked at before one starts."""
-    found = resolve({"model": str(folder), "max_model_len": "2k", "max_running": 4}, environment={})
-    share = share_of(found, shape_of("1p2d"))
+    settled = resolve(
+        {"model": str(folder), "max_model_len": "2k", "max_running": 4}, environment={}
+    )
+    share = share_of(settled, shape_of("1p2d"))
     layout = read_config(world.LISTED).layout(row="bf16")
     assert share.plan.state_bytes == 3 * 4 * layout.request_state_bytes(2048)
 

@@ -57,10 +57,10 @@ def test_low_precision_is_near_float32_and_near_the_host(context: int, weights: 
     ours = logits(context, SERVED, "none", "cuda", weights)
     kl_max, flipped_max = FROM_FLOAT32[weights]
     for form, given in ((EXACT, "f32"), (SERVED, "bf16")):
-        found = apart(logits(context, form, "none", "cpu", given), ours)
-        print(f"from {form.name}: mean KL {found.mean:.1e}, flipped {found.flipped:.1%}")
-        assert 0 < found.mean <= kl_max
-        assert context == min(SIZES) or found.flipped <= flipped_max
+        distance = apart(logits(context, form, "none", "cpu", given), ours)
+        print(f"from {form.name}: mean KL {distance.mean:.1e}, flipped {distance.flipped:.1%}")
+        assert 0 < distance.mean <= kl_max
+        assert context == min(SIZES) or distance.flipped <= flipped_max
 
 
 @pytest.mark.long

@@ -222,12 +222,12 @@ def handed(pair):
 
 @pytest.mark.usefixtures("disks")
 def test_nothing_that_the_host_does_races():
-    with watched() as (found, said):
+    with watched() as (races, said):
         pair = Unchecked("cuda-cuda", **CASE)
         for _ in handed(pair):
-            assert found() == []
+            assert races() == []
         pair.close()
-        assert found() == []
+        assert races() == []
     assert said == set(TOUCHES.values())
 
 
@@ -251,8 +251,8 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_touch_that_comes_too_early_is_found(name):
     mistake, says = MISTAKES[name]
-    with mistake, watched() as (found, _):
-        pair = Looking(lambda: any(re.search(says, sentence) for sentence in found()))
+    with mistake, watched() as (races, _):
+        pair = Looking(lambda: any(re.search(says, sentence) for sentence in races()))
         with pytest.raises(Seen):
             for _ in handed(pair):
                 pass

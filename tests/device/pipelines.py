@@ -110,9 +110,9 @@ def test_a_cached_prefix_is_read_from_the_host():
     pipe.add(shared)
     pipe.run()
     pipe.release_all()
-    found = pipe.add(second)
+    request = pipe.add(second)
     pipe.run()
-    assert found.cached_count == 128
+    assert request.cached_count == 128
     with by_the_same_products():
         whole = Pipe(1)
         for prompt in (shared, second):
@@ -387,12 +387,12 @@ def test_a_state_leaves_before_the_host_waits_for_its_chunk(monkeypatch: pytest.
 
 def found_in(pipe_of) -> list[str]:
     """A stage of one layer waits for nothing before its state leaves."""
-    with RACES.watched() as found:
+    with RACES.watched() as races:
         pipe = pipe_of()
         pipe.add(text(300))
         pipe.run()
         pipe.settle()
-        return found()
+        return races()
 
 
 def test_nothing_races():
@@ -421,8 +421,8 @@ MISTAKES = {
 def test_a_wait_that_is_left_out_is_found(name):
     mistake, says = MISTAKES[name]
     with mistake:
-        found = found_in(lambda: Pipe(3, device=THERE))
-    assert any(re.search(says, sentence) for sentence in found), found
+        races = found_in(lambda: Pipe(3, device=THERE))
+    assert any(re.search(says, sentence) for sentence in races), races
 
 
 def test_a_state_is_kept_until_it_has_come(monkeypatch: pytest.MonkeyPatch):

@@ -65,8 +65,8 @@ def steps(eng):
 @contextlib.contextmanager
 def watched(case):
     """The watch begins before the engine is made: its pools are new memory."""
-    with RACES.watched() as found:
-        yield found, engines.engine("cuda", **case)
+    with RACES.watched() as races:
+        yield races, engines.engine("cuda", **case)
 
 
 @contextlib.contextmanager
@@ -117,17 +117,17 @@ VERIFIED = {"graphs": "off", "depth": "1", "verify_every": 1}
     [DEEP, *(pytest.param(more, marks=pytest.mark.long) for more in ({}, RESIDENT, VERIFIED))],
 )
 def test_nothing_races(change):
-    with never_early(), watched(SHORT | change) as (found, eng):
+    with never_early(), watched(SHORT | change) as (races, eng):
         for _ in short(eng):
-            assert found() == []
+            assert races() == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", LONG, ids=lambda case: "-".join(case.values()))
 def test_nothing_races_in_a_long_scenario(case):
-    with watched(case) as (found, eng):
+    with watched(case) as (races, eng):
         close(engines.scenario(eng), engines.expected(case["family"]))
-        assert found() == []
+        assert races() == []
 
 
 # ---- a wait is left out
@@ -200,8 +200,8 @@ MORE = {
 )
 def test_a_wait_that_is_left_out_is_found(name):
     case, mistake, says = (MISTAKES | MORE)[name]
-    with never_early(), mistake, watched(case) as (found, eng):
+    with never_early(), mistake, watched(case) as (races, eng):
         for _ in short(eng):
-            if any(re.search(says, sentence) for sentence in found()):
+            if any(re.search(says, sentence) for sentence in races()):
                 return
-    raise AssertionError(found())
+    raise AssertionError(races())

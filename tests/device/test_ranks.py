@@ -157,9 +157,9 @@ def test_all_devices_exchange_whoever_replays(built: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(FOLDER), str(ROOT))))
     monkeypatch.setenv("PRETENDED_DRIVER", str(built))
     monkeypatch.setenv("EMULATED_DEVICES", "3")
-    found = exchange_check.trial(3)
-    assert found.wrong == ()
-    assert 0 < found.taken_bytes <= found.estimated_bytes
+    outcome = exchange_check.trial(3)
+    assert outcome.wrong == ()
+    assert 0 < outcome.taken_bytes <= outcome.estimated_bytes
 
 
 USED = f"0,{78 * 2**30 - 180 * 2**20}"

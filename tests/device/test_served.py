@@ -230,10 +230,10 @@ def test_a_driver_of_an_earlier_cuda_is_named_before_anything_is_loaded(
 ):
     for name, value in {**told, "EMULATED_VERSION": "12080"}.items():
         monkeypatch.setenv(name, value)
-    found = doctor.ask(0)
-    assert found.arch == "sm_90a"
+    report = doctor.ask(0)
+    assert report.arch == "sm_90a"
     assert f"the driver is of CUDA 12.8 and does not load what {program.compiler_version()} " in (
-        found.why_not("cuda")
+        report.why_not("cuda")
     )
 
 

@@ -72,9 +72,9 @@ def test_a_wrong_copy_is_found_and_named_and_no_step_waits():
         eng.step()
         waited.append(dict(PRETENCE.waited))
     assert {name for names in waited[1:] for name in names} == {"an earlier moment"}
-    said = [found.sentence for found in eng.verifier.mismatches if found.layer == layer]
+    said = [mismatch.sentence for mismatch in eng.verifier.mismatches if mismatch.layer == layer]
     assert said[0] == f"slot {named} differs from row {row} on the host"
-    assert {found.layer for found in eng.verifier.mismatches} == {layer}
+    assert {mismatch.layer for mismatch in eng.verifier.mismatches} == {layer}
     eng.offload.close()
 
 

@@ -390,10 +390,10 @@ def test_a_slot_that_differs_from_its_host_is_named(made):
     named = slots[row_of[slots] >= 0][[0, 3]]
     memory, spoilt = doors.device.memory(2).slots, there(named).long()
     memory[spoilt] = 255 - memory[spoilt]
-    found = [(int(slot), int(row_of[slot])) for slot in named]
-    assert doors.device.verify(2) == found
+    differing = [(int(slot), int(row_of[slot])) for slot in named]
+    assert doors.device.verify(2) == differing
     some = doors.device.compare(2, most=1).read()
-    assert (some.count, some.listed) == (2, found[:1])
+    assert (some.count, some.listed) == (2, differing[:1])
 
 
 def test_a_graph_is_replayed_for_other_steps(made):

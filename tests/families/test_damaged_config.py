@@ -103,11 +103,11 @@ def test_a_wrong_value_is_refused_by_its_key(family: str) -> None:
     whole = read_config(raw)
     for key in keys_of(raw):
         for wrong in wrongs(key, said_of(raw).get(key)):
-            found = outcome(damaged(raw, key, wrong))
-            if found != whole and (not isinstance(found, str) or key not in found):
-                failures.append(f"{key} {wrong!r:.40}: {found!r:.200}")
-            if isinstance(found, str) and ("\n" in found or len(found) > 400):
-                failures.append(f"{key} {wrong!r:.40} is not said in a sentence: {found:.500}")
+            answer = outcome(damaged(raw, key, wrong))
+            if answer != whole and (not isinstance(answer, str) or key not in answer):
+                failures.append(f"{key} {wrong!r:.40}: {answer!r:.200}")
+            if isinstance(answer, str) and ("\n" in answer or len(answer) > 400):
+                failures.append(f"{key} {wrong!r:.40} is not said in a sentence: {answer:.500}")
     assert not failures, "\n".join(failures)
 
 
@@ -116,9 +116,9 @@ def test_a_missing_key_is_named_or_has_a_value_of_its_own(family: str) -> None:
     raw = TINY[family]
     for key in said_of(raw).keys() - {"model_type"}:
         for nothing in (GONE, None):
-            found = outcome(damaged(raw, key, nothing))
-            assert isinstance(found, ModelConfig) or key in found, f"{key}: {found}"
-            assert isinstance(found, str) or key not in ALWAYS, f"{family} was read without {key}"
+            answer = outcome(damaged(raw, key, nothing))
+            assert isinstance(answer, ModelConfig) or key in answer, f"{key}: {answer}"
+            assert isinstance(answer, str) or key not in ALWAYS, f"{family} was read without {key}"
 
 
 NESTED: Final = [
@@ -136,23 +136,23 @@ def test_a_wrong_value_inside_of_an_object_is_refused_by_a_key(family: str, key:
     whole, inside = read_config(raw), said_of(raw)[key]
     for name in inside:
         for wrong in (-1, "x", math.nan, 1e300, ["x"], {"a": 1}):
-            found = outcome(damaged(raw, key, {**inside, name: wrong}))
-            named = isinstance(found, str) and (name in found or key in found)
-            assert named or found == whole, f"{key}.{name} {wrong!r}: {found!r:.200}"
+            answer = outcome(damaged(raw, key, {**inside, name: wrong}))
+            named = isinstance(answer, str) and (name in answer or key in answer)
+            assert named or answer == whole, f"{key}.{name} {wrong!r}: {answer!r:.200}"
 
 
 @pytest.mark.parametrize("family", ["mistral_large4", "glm5_next"])
 @pytest.mark.parametrize("wrong", ["x", 3, [1]])
 def test_a_text_that_is_none_is_refused(family: str, wrong: object) -> None:
-    found = outcome({**TINY[family], "text_config": wrong})
-    assert isinstance(found, str)
-    assert "text_config is" in found
+    answer = outcome({**TINY[family], "text_config": wrong})
+    assert isinstance(answer, str)
+    assert "text_config is" in answer
 
 
 @pytest.mark.parametrize("wrong", ["deepseek_v9", "", None, 3, ["glm"], {"a": 1}, "x" * 4000])
 def test_an_unknown_family_is_refused_by_name(wrong: object) -> None:
-    found = outcome({**checkpoints.TINY_V32, "model_type": wrong})
-    assert isinstance(found, str)
-    assert found.startswith("model_type ")
-    assert "deepseek_v32" in found
-    assert len(found) < 400
+    answer = outcome({**checkpoints.TINY_V32, "model_type": wrong})
+    assert isinstance(answer, str)
+    assert answer.startswith("model_type ")
+    assert "deepseek_v32" in answer
+    assert len(answer) < 400

@@ -22,8 +22,8 @@ Captured = pytest.CaptureFixture[str]
 
 
 def told(captured: Captured) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(captured.readouterr().out)
-    return found
+    document: dict[str, Any] = json.loads(captured.readouterr().out)
+    return document
 
 
 def test_what_is_not_measured_is_known() -> None:

@@ -68,9 +68,9 @@ def drawn(count: int, key_count: int) -> tuple[Probe, torch.Tensor]:
 def test_a_selection_is_that_of_the_obvious_loop_at_every_length() -> None:
     probe, keys = drawn(70, 70)
     lengths = torch.arange(70) + 1
-    found = select_units(probe, keys, lengths, WIDTH, UNIT)
+    selected = select_units(probe, keys, lengths, WIDTH, UNIT)
     for query, length in enumerate(lengths.tolist()):
-        assert found[query].tolist() == obvious(probe, keys, length, query), length
+        assert selected[query].tolist() == obvious(probe, keys, length, query), length
 
 
 def of_rows(keys: torch.Tensor) -> torch.Tensor:
@@ -179,19 +179,19 @@ def test_the_last_token_of_a_unit_brings_its_key(cuts: tuple[int, ...]) -> None:
         else:
             alone = Carried(beside, torch.tensor([1]), torch.tensor([start]))
             made.append(alone.unit_keys(layer, texts[0][start:stop]))
-    found = torch.cat(made)
-    assert torch.equal(found[UNIT - 1 :: UNIT], pooled(texts[0], UNIT))
+    units = torch.cat(made)
+    assert torch.equal(units[UNIT - 1 :: UNIT], pooled(texts[0], UNIT))
     rest = torch.arange(30) % UNIT != UNIT - 1
-    assert not found[rest].any()
+    assert not units[rest].any()
 
 
 def test_what_a_query_asks_for_is_what_is_selected() -> None:
     probe, keys = drawn(70, 70)
     lengths = np.arange(1, 71, dtype=np.int32)
-    found = select_units(probe, keys, torch.from_numpy(lengths), WIDTH, UNIT)
+    selected = select_units(probe, keys, torch.from_numpy(lengths), WIDTH, UNIT)
     seen = hit_counter(lengths, layout())
     seen.located(range(70))
-    assert seen.seen().read()[1].tolist() == (found >= 0).sum(1).tolist()
+    assert seen.seen().read()[1].tolist() == (selected >= 0).sum(1).tolist()
 
 
 @pytest.mark.parametrize(

@@ -92,18 +92,18 @@ def progress(fuzzer: Fuzzer, passed_s: float) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], *, is_json: bool) -> None:
+def show(report: dict[str, Any], *, is_json: bool) -> None:
     if is_json:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(report), flush=True)
         return
     print(
-        f"{found['target']}: {found['seconds']:.0f} s, {found['executions']:,} executions,"
-        f" {found['per_s']}/s, {found['lines']} of {found['lines_total']} lines,"
-        f" {found['outcomes']} outcomes, {found['corpus']} inputs,"
-        f" {len(found['findings'])} findings",
+        f"{report['target']}: {report['seconds']:.0f} s, {report['executions']:,} executions,"
+        f" {report['per_s']}/s, {report['lines']} of {report['lines_total']} lines,"
+        f" {report['outcomes']} outcomes, {report['corpus']} inputs,"
+        f" {len(report['findings'])} findings",
         flush=True,
     )
-    for what, count in found["findings"].items():
+    for what, count in report["findings"].items():
         print(f"    {count} x {what}", flush=True)
 
 

@@ -83,8 +83,8 @@ class KeptChild:
         if not mark:
             return None
         self._rest = rest
-        found: dict[str, Any] = json.loads(line)
-        return found
+        document: dict[str, Any] = json.loads(line)
+        return document
 
 
 def cpu_s(pid: int) -> float:

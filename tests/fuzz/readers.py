@@ -318,11 +318,11 @@ class Disks:
         (self._folder / CATALOGUE).write_bytes(content_ if base == 1 else self._catalogue)
         made = tier(self._folder, pages=8)
         try:
-            found = [loaded(made, content(number)) for number in range(PAGE_COUNT)]
+            are_there = [loaded(made, content(number)) for number in range(PAGE_COUNT)]
             fill(made, range(PAGE_COUNT))
             assert made.uses.fault or all(loaded(made, content(n)) for n in range(PAGE_COUNT))
             made.check()
         finally:
             made.close()
-        if not all(found):
-            raise BadInput(f"{found.count(False)} pages are not found; {made.opened}")
+        if not all(are_there):
+            raise BadInput(f"{are_there.count(False)} pages are not found; {made.opened}")

@@ -25,16 +25,16 @@ class Response:
 
 def responses(raw: bytes, *, has_heads: bool) -> list[Response]:
     """With `has_heads` an answer may be one to a HEAD, which has a length and no body."""
-    found = []
+    read = []
     while raw:
         head, mark, rest = raw.partition(b"\r\n\r\n")
         if not mark:
-            found.append(Response(0, {}, raw, is_whole=False))
-            return found
+            read.append(Response(0, {}, raw, is_whole=False))
+            return read
         status, headers = _head(head)
         response, raw = _body(status, headers, rest, has_heads=has_heads)
-        found.append(response)
-    return found
+        read.append(response)
+    return read
 
 
 def check_status(response: Response, *, place: str) -> None:

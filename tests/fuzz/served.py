@@ -125,11 +125,11 @@ class ServedTarget:
     def _take_census(self) -> None:
         """The first one is what the others are compared with: caches fill up once."""
         values, self._since_census = self._since_census, []
-        found = self._count()
+        census = self._count()
         if self._before is None:
-            self._before = found
+            self._before = census
             return
-        kind, grown = most_grown(self._before, found)
+        kind, grown = most_grown(self._before, census)
         if grown < LEAK_MIN:
             return
         while len(values) > 1:

@@ -179,7 +179,7 @@ class Templates:
             "plain": PlainStyle(),
             "glm": TemplateStyle(TEMPLATE, replies=GLM),
             "template": TemplateStyle(TEMPLATE),
-            **{name: TemplateStyle(TEMPLATE, replies=found) for name, found in FURTHER.items()},
+            **{name: TemplateStyle(TEMPLATE, replies=replies) for name, replies in FURTHER.items()},
         }
         self.lines.__enter__()
         return self

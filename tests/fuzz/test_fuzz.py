@@ -121,17 +121,17 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     makes."""
     create_app = harness.create_app
     monkeypatch.setattr(harness, "create_app", lambda *a, **k: planted.Raising(create_app(*a, **k)))
-    found, run_count = set(), 0
+    faults, run_count = set(), 0
     for seed in (10, 12, 4, 8):  # of 15 seeds the luckiest
         with Bodies(extra=[Path(planted.__file__)]) as target:
             target.paths = ["/generate"]
             fuzzer = Fuzzer(target, seed=seed)
             while not fuzzer.found and fuzzer.run_count < 2_500:
                 fuzzer.step()
-        found, run_count = {kind for kind, _ in fuzzer.found}, run_count + fuzzer.run_count
-        if found:
+        faults, run_count = {kind for kind, _ in fuzzer.found}, run_count + fuzzer.run_count
+        if faults:
             break
-    assert found == {"Planted"}, f"in {run_count} inputs"
+    assert faults == {"Planted"}, f"in {run_count} inputs"
 
 
 STREAM = [["bytes", "GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n"], ["turns", 20]]

@@ -34,7 +34,7 @@ def record(raw: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
     whole = oracle.read(tokens, [length])
     pieces = oracle.read(tokens, [PREFILL] + [1] * STEPS)
     dense = Oracle(folder / "dense", {**raw, "index_topk": length}, weights)
-    found = {
+    arrays = {
         "tokens": np.array(tokens, np.int16),
         "logits": whole.logits.numpy(),
         "logits_cached": pieces.logits[PREFILL:].numpy(),
@@ -44,8 +44,8 @@ def record(raw: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
         "rows": np.stack([r[::SAMPLED].numpy() for r in whole.rows]),
         "keys": np.stack([k[::SAMPLED].numpy() for k in whole.keys if k is not None]),
     }
-    found["selections"] = found["selections"].astype(np.int16)
-    return found
+    arrays["selections"] = arrays["selections"].astype(np.int16)
+    return arrays
 
 
 def _clear_tokens(model: checkpoints.Model, length: int) -> list[int]:
@@ -59,12 +59,12 @@ def _clear_tokens(model: checkpoints.Model, length: int) -> list[int]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = {
+        arrays = {
             f"{raw['model_type']}.{name}": values
             for raw in (checkpoints.TINY_V32, checkpoints.TINY_GLM)
             for name, values in record(raw, Path(folder) / raw["model_type"]).items()
         }
-    np.savez_compressed(HERE / "families.npz", **found)
+    np.savez_compressed(HERE / "families.npz", **arrays)
     print((HERE / "families.npz").stat().st_size, "bytes")
 
 

@@ -34,7 +34,7 @@ def main() -> None:
     place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**place)
     model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).eval()
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for number, question in enumerate(QUESTIONS):
         turns = [{"role": "user", "content": question}]
         written = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
@@ -42,14 +42,14 @@ def main() -> None:
         with torch.inference_mode():
             logits = model(ids).logits[0, :, COLUMNS]
             said = model.generate(ids, max_new_tokens=STEPS, do_sample=False)[0, ids.shape[1] :]
-        found |= {
+        arrays |= {
             f"{number}.written": np.frombuffer(written.encode(), np.uint8),
             f"{number}.tokens": ids[0].numpy().astype(np.uint16),
             f"{number}.logits": logits.numpy(),
             f"{number}.greedy": said.numpy().astype(np.uint16),
         }
         print(tokenizer.decode(said))
-    np.savez_compressed(HERE / "guest.npz", **found)
+    np.savez_compressed(HERE / "guest.npz", **arrays)
 
 
 if __name__ == "__main__":

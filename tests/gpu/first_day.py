@@ -225,8 +225,8 @@ class Day:
                 self.report["parts"]["tests"] |= {"ended": False}
         if part.name == "doctor":
             with contextlib.suppress(ValueError):
-                found, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
-                self.report["doctor"] = found
+                report, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
+                self.report["doctor"] = report
         with contextlib.suppress(OSError, ValueError):
             rows = json.loads(self.rows_of(part.name).read_text())["rows"]
             others = [row for row in self.report["rows"] if row.get("part") != part.name]

@@ -23,9 +23,9 @@ OWN = ({"device": "cuda:0"}, {"device": "cuda:1"})
 
 
 def test_all_devices_exchange_and_an_exchange_takes_what_is_estimated():
-    found = exchange_check.trial(COUNT)
-    assert not found.wrong
-    assert 0 < found.taken_bytes <= found.estimated_bytes
+    outcome = exchange_check.trial(COUNT)
+    assert not outcome.wrong
+    assert 0 < outcome.taken_bytes <= outcome.estimated_bytes
 
 
 @pytest.mark.parametrize(("tbo", "sbo"), [("off", "off"), ("on", "dispatch-shared")])

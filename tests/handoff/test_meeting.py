@@ -22,8 +22,8 @@ def origins(*ranges: tuple[int, int]):
 
 
 def test_each_layer_once_in_any_order() -> None:
-    found = origins((3, 6), (6, 8), (0, 3))
-    assert [(each.layers, each.groups) for each in found] == [
+    met = origins((3, 6), (6, 8), (0, 3))
+    assert [(each.layers, each.groups) for each in met] == [
         (range(3, 6), range(2, 3)),
         (range(6, 8), range(3, 5)),
         (range(3), range(2)),

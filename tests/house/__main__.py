@@ -122,10 +122,10 @@ def public_members() -> list[str]:
 
 
 def loops(sources: dict[str, str]) -> list[str]:
-    found: defaultdict[str, int] = defaultdict(int)
+    counts: defaultdict[str, int] = defaultdict(int)
     for name, text in sources.items():
-        found[layer_of(name)] += len(vague_loops(text))
-    return [f"{count:3} {layer}" for layer, count in sorted(found.items()) if count]
+        counts[layer_of(name)] += len(vague_loops(text))
+    return [f"{count:3} {layer}" for layer, count in sorted(counts.items()) if count]
 
 
 def stale(unused: set[str]) -> list[str]:

@@ -57,13 +57,13 @@ def imported(text: str, sources: Container[str]) -> Iterator[str]:
 def circles(graph: Graph) -> list[list[str]]:
     """Every set of modules that need one another, as a walk around it by its shortest way."""
     reached = {module: reachable(graph, module) for module in graph}
-    found, seen = [], set()
+    walks, seen = [], set()
     for module in sorted(graph):
         if module in reached[module] and module not in seen:
             together = {other for other in reached[module] if module in reached[other]}
             seen |= together
-            found.append(shortest_walk(graph, module))
-    return found
+            walks.append(shortest_walk(graph, module))
+    return walks
 
 
 def reachable(graph: Graph, start: str) -> set[str]:

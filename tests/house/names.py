@@ -21,7 +21,7 @@ def lost_modules(text: str, sources: Mapping[str, str]) -> list[str]:
     """`sources`: the text of every module, by its name."""
     return [
         f"{line}: no module has {name}"
-        for line, name in found(DOTTED, text)
+        for line, name in matches_in(DOTTED, text)
         if not is_there(name, sources)
     ]
 
@@ -29,7 +29,7 @@ def lost_modules(text: str, sources: Mapping[str, str]) -> list[str]:
 def lost_short_modules(text: str, sources: Mapping[str, str]) -> list[str]:
     return [
         f"{line}: no module has ess.{name}"
-        for line, name in found(SHORT, text)
+        for line, name in matches_in(SHORT, text)
         if not is_there(f"ess.{name}", sources)
     ]
 
@@ -38,12 +38,12 @@ def lost_files(text: str, files: Set[str]) -> list[str]:
     """From the root, from `ess`, or, of a test, from the folder of the tests."""
     return [
         f"{line}: there is no {name}"
-        for line, name in found(PATH, text)
+        for line, name in matches_in(PATH, text)
         if not {name, name.removeprefix("ess/"), f"tests/{name}"} & files
     ]
 
 
-def found(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:
+def matches_in(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:
     for line, content in enumerate(text.splitlines(), 1):
         for match in pattern.finditer(content):
             yield line, match[match.lastindex or 0]

@@ -50,7 +50,7 @@ def bare_cpp(text: str) -> str:
 
 def long_cpp_functions(text: str) -> list[str]:
     """Namespaces, types and tables are transparent; any other outermost braces hold a body."""
-    found, stack, statement, line = [], [], "", 1
+    long, stack, statement, line = [], [], "", 1
     for sign in bare_cpp(text):
         line += sign == "\n"
         if sign == "{":
@@ -61,18 +61,18 @@ def long_cpp_functions(text: str) -> list[str]:
         elif sign == "}" and stack:
             body, start, nested = stack.pop()
             if body and not nested and line - start + 1 > FUNCTION_LINES_MAX:
-                found.append(f"{start}: a body of {line - start + 1} lines; split it")
+                long.append(f"{start}: a body of {line - start + 1} lines; split it")
         statement = "" if sign in "{};" else statement + sign
-    return found
+    return long
 
 
 def banned_words(text: str) -> list[str]:
-    found = []
+    lines = []
     for name, line in declared_names(parsed(text)):
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_").split("_")
         if "_".join(words) in BANNED_ALONE or BANNED_ANYWHERE & set(words):
-            found.append(f"{line}: {name!r} says nothing; use a word of DESIGN section 4")
-    return found
+            lines.append(f"{line}: {name!r} says nothing; use a word of DESIGN section 4")
+    return lines
 
 
 def declared_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -101,7 +101,7 @@ def banned_cpp_words(text: str) -> list[str]:
 def module_state(text: str) -> list[str]:
     """Modules hold constants, types and functions: nothing that a later call could change."""
     tree = parsed(text)
-    found = [
+    lines = [
         f"{node.lineno}: `global` makes module state; pass the owner in"
         for node in ast.walk(tree)
         if isinstance(node, ast.Global)
@@ -112,8 +112,8 @@ def module_state(text: str) -> list[str]:
         for target in targets:
             if isinstance(target, ast.Name):
                 constants.add(target.id)
-                found += [f"{node.lineno}: {target.id} {why}" for why in why_state(target.id, node)]
-    return found + [
+                lines += [f"{node.lineno}: {target.id} {why}" for why in why_state(target.id, node)]
+    return lines + [
         f"{line}: {name} is changed after it was made; give it an owner"
         for name, line in changed_names(tree)
         if name in constants
@@ -153,7 +153,7 @@ def changed_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def positional_flags(text: str) -> list[str]:
-    found = []
+    lines = []
     for node in functions(parsed(text)):
         given = [*node.args.posonlyargs, *node.args.args]
         defaults = [None] * (len(given) - len(node.args.defaults)) + [*node.args.defaults]
@@ -161,23 +161,23 @@ def positional_flags(text: str) -> list[str]:
             annotation = "" if argument.annotation is None else ast.unparse(argument.annotation)
             flag = isinstance(default, ast.Constant) and isinstance(default.value, bool)
             if not node.name.startswith("_") and (flag or re.search(r"\bbool$", annotation)):
-                found.append(f"{node.lineno}: {node.name}({argument.arg}): make it keyword-only")
-    return found
+                lines.append(f"{node.lineno}: {node.name}({argument.arg}): make it keyword-only")
+    return lines
 
 
 def vague_errors(text: str) -> list[str]:
     """Errors are ours and typed, and carry a sentence that names the thing."""
-    found = []
+    lines = []
     for node in ast.walk(parsed(text)):
         if not isinstance(node, ast.Raise) or node.exc is None:
             continue
         call = node.exc if isinstance(node.exc, ast.Call) else None
         name = ast.unparse(call.func if call else node.exc).rpartition(".")[2]
         if name in BUILTIN_ERRORS:
-            found.append(f"{node.lineno}: {name}; raise one of ess.errors instead")
+            lines.append(f"{node.lineno}: {name}; raise one of ess.errors instead")
         if name in ESS_ERRORS and not (call and call.args and is_sentence(call.args[0])):
-            found.append(f"{node.lineno}: {name} needs a sentence: what is wrong, what to do")
-    return found
+            lines.append(f"{node.lineno}: {name} needs a sentence: what is wrong, what to do")
+    return lines
 
 
 def is_sentence(node: ast.expr) -> bool:
@@ -209,9 +209,9 @@ def long_file(text: str) -> list[str]:
 
 def matches(pattern: re.Pattern[str], text: str, advice: str) -> list[str]:
     return [
-        f"{number}: {found[0]!r}: {advice}"
+        f"{number}: {match[0]!r}: {advice}"
         for number, line in enumerate(text.splitlines(), 1)
-        if (found := pattern.search(line))
+        if (match := pattern.search(line))
     ]
 
 

@@ -114,14 +114,14 @@ def unused_names(
         if "__main__" in {text for statement in source.bare for text in texts_in(statement)}:
             reader.reach(module, "")
     reader.settle()
-    found = [
+    unused = [
         Unused(source.module, statements[0].lineno, name)
         for source in tree.values()
         if not source.module.endswith("__main__")
         for name, statements in source.definitions.items()
         if (source.module, name) not in reader.reached and not name.startswith("__")
     ]
-    return sorted([*found, *unused_methods(tree, reader)])
+    return sorted([*unused, *unused_methods(tree, reader)])
 
 
 def unused_methods(tree: Mapping[str, Source], reader: Reached) -> Iterator[Unused]:

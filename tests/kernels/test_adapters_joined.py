@@ -32,13 +32,13 @@ class Counted:
     names: list[str] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(truth, name)
+        function = getattr(truth, name)
         if name not in ASKED:
-            return found
+            return function
 
         def call(*given: Any, **options: Any) -> Any:
             self.names.append(name)
-            return found(*given, **options)
+            return function(*given, **options)
 
         return call
 

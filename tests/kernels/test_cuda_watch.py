@@ -115,8 +115,8 @@ def test_the_right_way_passes_on_every_schedule(name, kernels, folder):
 
 
 def test_launches_are_ordered_and_a_fault_ends_one_alone(kernels, folder):
-    found = play(kernels, folder, "write_words", "read_words", "write_words", "bytes_beside")
-    assert (found["words"] == 3).all()
+    played = play(kernels, folder, "write_words", "read_words", "write_words", "bytes_beside")
+    assert (played["words"] == 3).all()
     with pytest.raises(DeviceFault):
         play(kernels, folder, "write_words", "block_to_block")
     assert (play(kernels, folder, "write_words")["words"] == 3).all()

@@ -84,13 +84,13 @@ def test_any_number_of_positions_is_located_alike():
     seen = set()
     for queries in range(1, QUERIES + 1):
         for width in range(1, WIDTH + 1):
-            some, found = np.ascontiguousarray(chosen[:queries, -width:]), []
+            some, answers = np.ascontiguousarray(chosen[:queries, -width:]), []
             for operations, lookup, arena, _ in worlds:
                 out = np.full_like(some, 77)
                 given = lookup, some, lines[:queries], lengths[:queries]
-                found.append((operations.locate(arena, *given, out=out), out.tolist()))
-            assert found[0] == found[1]
-            seen.add(found[0][0])
+                answers.append((operations.locate(arena, *given, out=out), out.tolist()))
+            assert answers[0] == answers[1]
+            seen.add(answers[0][0])
     assert len(seen) > 20
 
 
@@ -102,7 +102,7 @@ def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes)
     worlds = list(two_worlds(rng, at_once_bytes))
     lines, lengths = ids([0, 0, 1, 2]), ids([200, 201, 202, 320])
     for step in range(300, 330):
-        selection, found = positions(rng), []
+        selection, answers = positions(rng), []
         for operations, lookup, arena, split in worlds:
             out, layers = np.empty_like(selection), range(step % 2, LAYERS)
             claims = operations.resolve(
@@ -128,7 +128,7 @@ def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes)
             operations.land(arena, claims.slots.copy(), ticket=step)
             absent = operations.locate(arena, lookup, selection, lines, lengths, out=out)
             source = lookup.host_rows[: len(claims.rows)].copy()
-            found.append(
+            answers.append(
                 [claims.slots.copy(), claims.rows.copy(), source, lookup.rows, in_flight, out]
                 + [lookup.unwritten_count, hidden, absent, claims.place_count]
                 + [claims.is_landed, lookup.slab.copy(), arena.ticket_of.copy()]
@@ -146,7 +146,7 @@ def test_positions_resolve_and_locate_as_their_specification_says(at_once_bytes)
             seen["placed"] += claims.place_count
             assert (source % 64 == claims.rows % 64).all()
             assert (source // 64 == lookup.host_page_of[claims.rows // 64]).all()
-        for each, other in zip(*found, strict=True):
+        for each, other in zip(*answers, strict=True):
             np.testing.assert_array_equal(each, other)
     assert seen["landed", False]
     assert bool(seen["landed", True]) == (at_once_bytes > 0)

@@ -90,8 +90,8 @@ def test_where_tiles_are_refused_the_set_without_them_runs(library: Path, tmp_pa
 def test_refused_logits() -> None:
     assert not native.has_tiles()
     cpu = backend.ops("cpu")
-    found = {form: make(form, heads=11).run(cpu.index_logits) for form in HALF}
-    torch.save(found, os.environ["LOGITS"])
+    logits = {form: make(form, heads=11).run(cpu.index_logits) for form in HALF}
+    torch.save(logits, os.environ["LOGITS"])
 
 
 @within

@@ -50,8 +50,8 @@ SPILLED_MAX = {False: 24, True: 256}
 SPREAD = types("*fp32: logits, *i32: lengths known, i32: k logit_stride")
 
 
-def fills_a_multiprocessor(found: Figures, *, warps: int) -> bool:
-    return 2 * found.shared > SHARED_MAX or 2 * 32 * warps * found.registers > REGISTERS
+def fills_a_multiprocessor(code: Figures, *, warps: int) -> bool:
+    return 2 * code.shared > SHARED_MAX or 2 * 32 * warps * code.registers > REGISTERS
 
 
 @pytest.mark.slow
@@ -70,17 +70,17 @@ def test_attention_does_not_spill_in_its_loop(form: Any, heads: int, adds: bool)
 
     used, *others = candidates(form=form, heads=heads, is_half=True, generation=9)
     for shape in [used] if adds else [used, *others]:
-        found = figures(attention_of(shape, form, adds=adds))
-        assert found.shared <= SHARED_MAX
-        assert found.spilled <= SPILLED_MAX[adds]
-        assert found.loop_spills <= (6 if adds else 0)
-        assert found.copies > 0
-        assert fills_a_multiprocessor(found, warps=shape.warps)
+        code = figures(attention_of(shape, form, adds=adds))
+        assert code.shared <= SHARED_MAX
+        assert code.spilled <= SPILLED_MAX[adds]
+        assert code.loop_spills <= (6 if adds else 0)
+        assert code.copies > 0
+        assert fills_a_multiprocessor(code, warps=shape.warps)
         if shape.heads >= 64:
-            assert found.wgmma == 36 + shape.keys // 16
-            assert found.waits == 3
+            assert code.wgmma == 36 + shape.keys // 16
+            assert code.waits == 3
         else:
-            assert found.mma > 0
+            assert code.mma > 0
 
 
 @pytest.mark.slow
@@ -91,9 +91,9 @@ def test_attention_does_not_spill_in_its_loop_on_blackwell(form: Any, heads: int
     from ess.kernels.cuda.triton.shapes import candidates
 
     used, *_ = candidates(form=form, heads=heads, is_half=True, generation=10)
-    found = figures(attention_of(used, form, capability=100))
-    assert found.loop_spills == 0
-    assert found.shared <= SHARED_MAX
+    code = figures(attention_of(used, form, capability=100))
+    assert code.loop_spills == 0
+    assert code.shared <= SHARED_MAX
 
 
 @pytest.mark.slow
@@ -130,13 +130,13 @@ def test_attention_in_float32_compiles_without_spills() -> None:
     ],
 )
 def test_index_logits_compile(form: Any, kind: str, dtype: torch.dtype, each: int) -> None:
-    found = figures(logits_of(kind, dtype, IndexCodec(form=form), each=each))
+    code = figures(logits_of(kind, dtype, IndexCodec(form=form), each=each))
     is_half = dtype != torch.float32
-    assert (found.wgmma > 0) == is_half
-    assert found.spilled <= (56 if each == 4 else 0)
-    assert found.loop_spills <= (3 if each == 4 else 0)
-    assert found.shared <= SHARED_MAX
-    assert fills_a_multiprocessor(found, warps=8) or not is_half
+    assert (code.wgmma > 0) == is_half
+    assert code.spilled <= (56 if each == 4 else 0)
+    assert code.loop_spills <= (3 if each == 4 else 0)
+    assert code.shared <= SHARED_MAX
+    assert fills_a_multiprocessor(code, warps=8) or not is_half
 
 
 @pytest.mark.slow
@@ -170,11 +170,11 @@ def test_the_largest_programs_fit_where_a_block_has_99_KiB() -> None:
 @pytest.mark.parametrize("capability", [89, pytest.param(120, marks=pytest.mark.long)])
 def test_index_logits_do_not_spill_where_a_block_has_99_KiB(capability: int) -> None:
     for each in (4,) if capability == 89 else (1, 2, 3, 4):
-        found = figures(
+        code = figures(
             logits_of("*i16", torch.bfloat16, IndexCodec(), each=each, capability=capability)
         )
-        assert (found.spilled, found.loop_spills) == (0, 0), each
-        assert fills_a_multiprocessor(found, warps=8), each
+        assert (code.spilled, code.loop_spills) == (0, 0), each
+        assert fills_a_multiprocessor(code, warps=8), each
 
 
 @pytest.mark.slow
@@ -187,13 +187,13 @@ def test_experts_do_not_spill_and_as_many_programs_fit_as_are_launched(weight: t
     for shape in {
         one for (fp8, _), shapes in CANDIDATES.items() if fp8 == is_fp8 for one in shapes
     }:
-        found = figures(products_of(shape, weight))
-        assert found.spilled == found.loop_spills == found.mma == 0
-        assert found.wgmma * shape.warps // 4 == 16
-        assert found.waits == 1
-        assert found.copies > 0
-        assert shape.programs * (found.shared + 1024) <= SHARED_MAX + 1024
-        assert shape.programs * 32 * shape.warps * found.registers <= REGISTERS
+        code = figures(products_of(shape, weight))
+        assert code.spilled == code.loop_spills == code.mma == 0
+        assert code.wgmma * shape.warps // 4 == 16
+        assert code.waits == 1
+        assert code.copies > 0
+        assert shape.programs * (code.shared + 1024) <= SHARED_MAX + 1024
+        assert shape.programs * 32 * shape.warps * code.registers <= REGISTERS
 
 
 @pytest.mark.slow
@@ -201,9 +201,9 @@ def test_experts_in_float32_compile_without_spills() -> None:
     from ess.kernels.cuda.triton.grouped import EXACT
 
     for weight in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-        found = figures(products_of(EXACT, weight, token=torch.float32))
-        assert found.spilled == 0
-        assert found.wgmma == found.mma == 0
+        code = figures(products_of(EXACT, weight, token=torch.float32))
+        assert code.spilled == 0
+        assert code.wgmma == code.mma == 0
 
 
 def test_the_small_kernels_compile_without_spills() -> None:
@@ -299,13 +299,13 @@ def test_dense_products_compile_without_spills(capability: int) -> None:
     from ess.kernels.cuda.triton.linear import SHAPES
 
     for shape in SHAPES:
-        found = figures(linear_of(shape, capability=capability))
-        assert found.spilled == found.loop_spills == found.mma == 0
-        assert found.copies > 0
-        assert found.shared <= SHARED_MAX
+        code = figures(linear_of(shape, capability=capability))
+        assert code.spilled == code.loop_spills == code.mma == 0
+        assert code.copies > 0
+        assert code.shared <= SHARED_MAX
         if capability == 90:
-            assert found.wgmma > 0
-            assert found.waits == 1
+            assert code.wgmma > 0
+            assert code.waits == 1
 
 
 @pytest.mark.parametrize("kind", ["*fp32", "*i16"])
@@ -362,9 +362,9 @@ def test_the_table_of_the_log_is_what_the_compiler_makes(at: int, capability: in
     made = {}
     for title, make, rows in report(capability):
         if title not in NOT_THERE:
-            found = figures(make(), rows=rows)
-            sizes = found.registers, found.shared, found.spilled, found.loop_spills
-            made[title] = [*sizes, found.loop]
+            code = figures(make(), rows=rows)
+            sizes = code.registers, code.shared, code.spilled, code.loop_spills
+            made[title] = [*sizes, code.loop]
     assert made == dict(held(at))
 
 
@@ -390,13 +390,13 @@ def test_no_program_is_of_a_batch_s_numbers() -> None:
     from ess.kernels.cuda.triton import device
 
     met = set()
-    for found in pkgutil.iter_modules(device.__path__, f"{device.__name__}."):
-        for name, kernel in vars(importlib.import_module(found.name)).items():
+    for module in pkgutil.iter_modules(device.__path__, f"{device.__name__}."):
+        for name, kernel in vars(importlib.import_module(module.name)).items():
             if name.startswith("_"):
                 continue
             for param in getattr(kernel, "params", ()):
                 if param.name in CHANGING:
-                    assert param.do_not_specialize, f"{found.name}: {name} has {param.name}"
+                    assert param.do_not_specialize, f"{module.name}: {name} has {param.name}"
                     met.add(param.name)
     assert met == CHANGING
 

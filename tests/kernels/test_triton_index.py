@@ -97,12 +97,12 @@ def test_shared_lists_know_their_slots(ops: Ops) -> None:
     slot_of = torch.randperm(80 * 64, generator=generator).int()
     slot_of[::5] = -1
     there = [each.to(device()) for each in (logits, lengths, table, slot_of)]
-    found = []
+    lists = []
     for spreads in (False, True):
         out = torch.full((3, 50), 7, dtype=torch.int32, device=device())
         slots = torch.full_like(out, 7)
         placement = Placement(slot_of=there[3], table=there[2], slots=slots)
         top_k_into(there[0], there[1], out=out, placement=placement, spreads=spreads)
-        found.append((out, slots))
-    assert torch.equal(found[1][0].cpu(), reference.top_k(logits, lengths, k=50))
-    assert all(torch.equal(each, other) for each, other in zip(*found, strict=True))
+        lists.append((out, slots))
+    assert torch.equal(lists[1][0].cpu(), reference.top_k(logits, lengths, k=50))
+    assert all(torch.equal(each, other) for each, other in zip(*lists, strict=True))

@@ -28,9 +28,9 @@ def test_every_count_of_heads_has_a_shape(form: Any) -> None:
 
     for heads in (1, 16, 17, 32, 33, 64, 128):
         for generation, most in ((9, 64), (10, 32)):
-            found = candidates(form=form, heads=heads, is_half=True, generation=generation)
-            assert found[0].heads >= min(heads, most)
-            assert len({shape.name for shape in found}) == len(found) > 1
+            shapes = candidates(form=form, heads=heads, is_half=True, generation=generation)
+            assert shapes[0].heads >= min(heads, most)
+            assert len({shape.name for shape in shapes}) == len(shapes) > 1
         [little] = candidates(form=form, heads=heads, is_half=True, generation=8, has_little=True)
         assert little.heads == (16 if heads <= 16 else 32)
     [exact] = candidates(form=form, heads=128, is_half=False, generation=9)

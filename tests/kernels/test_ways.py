@@ -146,10 +146,10 @@ def test_a_real_measurement_names_ways_of_the_table(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ways, "TARGET_BYTES", 5 << 20)
     monkeypatch.setattr(ways, "PART_BYTES", 1 << 20)
     monkeypatch.setattr(ways, "ROUNDS", 2)
-    found = ways.measured()
-    assert [(choice.row_bytes, choice.count) for choice in found] == CLASSES
+    choices = ways.measured()
+    assert [(choice.row_bytes, choice.count) for choice in choices] == CLASSES
     usual = [choice.way for choice in ways.unmeasured()]
-    for choice, before in zip(found, usual, strict=True):
+    for choice, before in zip(choices, usual, strict=True):
         assert choice.way in way_names()
         assert choice.gain == 1 if choice.way == before else choice.gain >= ways.CLEARLY
         assert choice.count == ways.COUNTS[-1] or "staged" not in choice.way

@@ -228,11 +228,11 @@ def _step(
             where.wait()
             memory = door.memory(layer)
             slots = where.slots.numpy()
-            found = np.where(
+            picked = np.where(
                 (slots >= 0)[..., None],
                 memory.slots.numpy()[np.maximum(slots, 0)],
                 memory.host.numpy()[np.maximum(-2 - slots, 0)],
             )
-            assert np.array_equal(found[0], rows[layer][chosen]), f"layer {layer}"
+            assert np.array_equal(picked[0], rows[layer][chosen]), f"layer {layer}"
     step.commit(accepted=[len(new)], tokens=[list(new)])
     door.check()

@@ -29,10 +29,10 @@ def held_keys(engine: Engine, request: Request, count: int) -> torch.Tensor:
     here = sequence.holding.row_ids(0, count * UNIT)[last]
     home = sequence.holding.host_rows(0, count * UNIT)[last]
     layers = range(pools.layout.key_layer_count)
-    found = np.stack([pools.index.keys.read(layer, here) for layer in layers])
+    keys = np.stack([pools.index.keys.read(layer, here) for layer in layers])
     for layer in layers:
-        assert np.array_equal(pools.latent.keys.read(layer, home), found[layer])
-    return torch.from_numpy(found).view(torch.float32)
+        assert np.array_equal(pools.latent.keys.read(layer, home), keys[layer])
+    return torch.from_numpy(keys).view(torch.float32)
 
 
 def until_said(engine: Engine, prompt: list[int], count: int) -> Request:

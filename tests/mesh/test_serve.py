@@ -34,9 +34,9 @@ def check_pools(pids: list[int], tp: int, pp: int, *, writer: int | None = None)
     """All have one file mapped, a process of each stage for writing, and no other memory that is so
     large; what it costs them together is its pages, once. Returns the file. A `writer` is another
     worker, which has mapped it to hand rows over."""
-    found = {pid: mappings(pid) for pid in pids}
-    pools = [m for each in found.values() for m in each if m.file.startswith(POOL)]
-    ways = [{m.access for m in each if m.file.startswith(POOL)} for each in found.values()]
+    mapped = {pid: mappings(pid) for pid in pids}
+    pools = [m for each in mapped.values() for m in each if m.file.startswith(POOL)]
+    ways = [{m.access for m in each if m.file.startswith(POOL)} for each in mapped.values()]
     assert sorted(map(sorted, ways)) == [["r--s"]] * (tp - 1) * pp + [["rw-s"]] * pp
     blocks = [path.stat().st_blocks for pid in pids for path in files(pid)]
     shared = (
@@ -46,7 +46,7 @@ def check_pools(pids: list[int], tp: int, pp: int, *, writer: int | None = None)
     print(f"{pool >> 10} KiB of rows and keys, {together >> 10} KiB of {tp * pp} processes")
     assert 0.95 * pool < together < 1.05 * pool
     least = max(pool.byte_count for pool in pools) // pp // 2
-    for each in found.values():
+    for each in mapped.values():
         others = [m for m in each if m.byte_count >= least and not m.file.startswith(POOL)]
         assert not [m for m in others if m.resident_bytes and "w" in m.access], "a second copy"
     [file] = {pool.inode for pool in pools}

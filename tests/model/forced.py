@@ -196,9 +196,9 @@ def turned(runs: Runs, line: int) -> Iterator[tuple[Place, str]]:
 
 def report(runs: Runs, start: int) -> None:
     for name, other in (("as it is", runs.other), ("with NONE's choices", runs.forced)):
-        found = apart(runs.none, other)
-        leads = " ".join(f"{lead:.2f}" for lead in found.leads) or "-"
-        print(f"{name}: mean KL {found.mean:.1e}, max {float(found.kl.max()):.1e}, leads {leads}")
+        gap = apart(runs.none, other)
+        leads = " ".join(f"{lead:.2f}" for lead in gap.leads) or "-"
+        print(f"{name}: mean KL {gap.mean:.1e}, max {float(gap.kl.max()):.1e}, leads {leads}")
     kl = apart(runs.none, runs.other).kl
     for line in range(len(kl)):
         worst = int(kl[line].argmax())

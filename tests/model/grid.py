@@ -173,19 +173,19 @@ def differences(case: Case) -> list[str]:
     """What one configuration gets wrong; empty when it is exact and leaves nothing behind."""
     name = case["checkpoint"]
     eng = engine(case)
-    found = []
+    lines = []
     for request, start, stop in scenario(eng, name):
         wanted = expected(name, start, stop)
         if request.output != wanted:
-            found.append(f"request {request.number} of {stop - start}: {request.output} {wanted}")
+            lines.append(f"request {request.number} of {stop - start}: {request.output} {wanted}")
     eng.offload.drain()
     stats = eng.offload.stats()
     if stats.used_slot_count.sum():
-        found.append(f"slots in use at the end: {stats.used_slot_count.tolist()}")
+        lines.append(f"slots in use at the end: {stats.used_slot_count.tolist()}")
     if stats.free_index_page_count != stats.index_page_count:
-        found.append(f"index pages: {stats.free_index_page_count} of {stats.index_page_count} free")
+        lines.append(f"index pages: {stats.free_index_page_count} of {stats.index_page_count} free")
     eng.offload.close()
-    return found
+    return lines
 
 
 def full_grid() -> Iterator[Case]:
@@ -206,10 +206,10 @@ def main() -> None:
     passed: Counter[tuple[str, str]] = Counter()
     failed, started = [], time.monotonic()
     for number, case in enumerate(cases, start=1):
-        found = differences(case)
-        passed[case["checkpoint"], case["mode"]] += not found
-        failed += [f"{case}: {line}" for line in found]
-        print(f"{number}/{len(cases)} {time.monotonic() - started:.0f} s", *found, flush=True)
+        lines = differences(case)
+        passed[case["checkpoint"], case["mode"]] += not lines
+        failed += [f"{case}: {line}" for line in lines]
+        print(f"{number}/{len(cases)} {time.monotonic() - started:.0f} s", *lines, flush=True)
     print(*failed, sep="\n")
     if asked.out:
         before = asked.out.read_text().partition(HEADING)[0] if asked.out.exists() else ""

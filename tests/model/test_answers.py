@@ -107,13 +107,13 @@ def said(request: Request) -> str:
 
 
 def check_schema(text: str) -> None:
-    found = json.loads(text)
-    assert list(found) == ["name", "kind", "sizes"]
-    assert isinstance(found["name"], str)
-    assert len(found["name"]) <= 12
-    assert found["kind"] in ("module", "function")
-    assert 1 <= len(found["sizes"]) <= 3
-    assert all(isinstance(each, int) and 0 <= each <= 99 for each in found["sizes"])
+    document = json.loads(text)
+    assert list(document) == ["name", "kind", "sizes"]
+    assert isinstance(document["name"], str)
+    assert len(document["name"]) <= 12
+    assert document["kind"] in ("module", "function")
+    assert 1 <= len(document["sizes"]) <= 3
+    assert all(isinstance(each, int) and 0 <= each <= 99 for each in document["sizes"])
 
 
 WISHES = [
@@ -150,9 +150,9 @@ def test_answers_follow_their_grammars():
     [{"mtp": 3, "preempt": True}, {"mtp": 4, "mode": "dba", "depth": 1}],
 )
 def test_answers_depend_on_nothing_else(config):
-    for expected, found in zip(plainly(), answers(WISHES, **config), strict=True):
-        assert found.output == expected.output
-        assert (found.reason, found.ended_by) == (expected.reason, expected.ended_by)
+    for expected, answer in zip(plainly(), answers(WISHES, **config), strict=True):
+        assert answer.output == expected.output
+        assert (answer.reason, answer.ended_by) == (expected.reason, expected.ended_by)
 
 
 def test_a_grammar_that_fails_says_so_and_ends():
@@ -207,11 +207,11 @@ def test_the_model_s_end_ends_unless_it_is_ignored():
 def test_chances_come_with_the_tokens():
     made = engine(mtp=3, depth=1)
     request = made.add(ids("The module named"), Sampling(tokens_max=8, logprobs=4, ignore_eos=True))
-    found = [chance for step in made.run() for each in step.made for chance in each.chances]
-    assert len(found) >= 8
+    chances = [chance for step in made.run() for each in step.made for chance in each.chances]
+    assert len(chances) >= 8
     tokens = request.prompt + request.output
     scores = Plain(model()).run(tokens).logits.log_softmax(-1)[len(request.prompt) - 1 :]
-    for token, chance, row in zip(request.output, found, scores, strict=False):
+    for token, chance, row in zip(request.output, chances, scores, strict=False):
         assert chance.rank == 1
         assert chance.top[0] == (token, chance.logprob)
         assert math.isclose(chance.logprob, float(row[token]), abs_tol=1e-3)
@@ -227,8 +227,8 @@ def scored(made: Engine, wish: Sampling, text: str = LONG) -> tuple[int, list[Ch
     made.add(ids(text), wish)
     steps = list(made.run())
     computed = [chunk.start for step in steps for chunk in step.chunks]
-    found = [chance for step in steps for scored in step.scored for chance in scored]
-    return min(computed, default=0), found
+    chances = [chance for step in steps for scored in step.scored for chance in scored]
+    return min(computed, default=0), chances
 
 
 @functools.cache
@@ -247,9 +247,9 @@ def test_a_prompt_s_chances_are_those_of_a_full_forward(config, start, monkeypat
     assert len(tokens) > 160
     for turn in range(2):
         wish = Sampling(tokens_max=2, prompt_logprobs=3, prompt_start=start)
-        cached_count, found = scored(made, wish)
-        assert len(found) == len(tokens) - 1 - start
-        for position, chance in enumerate(found, start=start):
+        cached_count, chances = scored(made, wish)
+        assert len(chances) == len(tokens) - 1 - start
+        for position, chance in enumerate(chances, start=start):
             row, token = truth()[position], tokens[position + 1]
             assert math.isclose(chance.logprob, float(row[token]), abs_tol=1e-3)
             assert chance.rank == 1 + int((row > row[token]).sum())
@@ -268,10 +268,10 @@ def test_a_prompt_s_chances_are_those_of_a_full_forward(config, start, monkeypat
 def test_chances_of_a_prompt_of_one_token_are_none():
     made = engine()
     assert len(ids("a")) == 1
-    _, found = scored(made, Sampling(tokens_max=2, prompt_logprobs=0), text="a")
-    assert found == []
-    _, found = scored(made, Sampling(tokens_max=2, prompt_logprobs=0, prompt_start=999))
-    assert found == []
+    _, chances = scored(made, Sampling(tokens_max=2, prompt_logprobs=0), text="a")
+    assert chances == []
+    _, chances = scored(made, Sampling(tokens_max=2, prompt_logprobs=0, prompt_start=999))
+    assert chances == []
     made.offload.close()
 
 

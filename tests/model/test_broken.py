@@ -50,8 +50,8 @@ def answers(wishes: list[tuple[list[int], Sampling]], **config: object) -> list[
 @pytest.mark.parametrize("config", [{}, {"mtp": 3}, {"mode": "da", "depth": 1}])
 def test_it_ends_with_a_reason_and_the_others_say_what_they_would(config: dict):
     expected = answers([*GOOD], **config)
-    found = answers([wish for pair in zip(GOOD, BROKEN, strict=True) for wish in pair], **config)
-    assert [(r.reason, r.output) for r in found[::2]] == [(r.reason, r.output) for r in expected]
-    for request in found[1::2]:
+    requests = answers([wish for pair in zip(GOOD, BROKEN, strict=True) for wish in pair], **config)
+    assert [(r.reason, r.output) for r in requests[::2]] == [(r.reason, r.output) for r in expected]
+    for request in requests[1::2]:
         assert (request.reason, request.output) == ("failed", [])
         assert request.fault == f"the logits behind {len(request.prompt)} tokens are no numbers"

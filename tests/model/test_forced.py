@@ -43,7 +43,7 @@ def test_with_the_choices_of_none_little_is_left() -> None:
         for place in runs().by_none.rows
     )
     assert turned > 0, "no near tie turned: this says nothing"
-    found = apart(runs().none, runs().forced)
-    assert found.mean < 1e-4
-    assert float(found.kl.max()) < 5e-3
-    assert not any(lead > 0.1 for lead in found.leads)
+    distance = apart(runs().none, runs().forced)
+    assert distance.mean < 1e-4
+    assert float(distance.kl.max()) < 5e-3
+    assert not any(lead > 0.1 for lead in distance.leads)

@@ -95,12 +95,12 @@ def split_step(eng) -> list[Span]:
 
 
 def at(spans: list[Span], layer: int, first_query: int, stage: str) -> int:
-    [found] = [
+    [place_there] = [
         place
         for place, span in enumerate(spans)
         if (span.layer, span.first_query, span.stage) == (layer, first_query, stage)
     ]
-    return found
+    return place_there
 
 
 def test_each_half_s_fetch_stands_beside_the_other_s_experts():
@@ -193,7 +193,10 @@ def test_followers_go_the_way_of_their_leader():
         SimpleNamespace(number=at, has_rows=True, experts=at in with_experts or None)
         for at in range(7)
     ]
-    runs = [(split, [each.number for each in found]) for split, found in layer_runs(layers, layout)]
+    runs = [
+        (split, [each.number for each in layers_in])
+        for split, layers_in in layer_runs(layers, layout)
+    ]
     assert runs == [(False, [0, 1]), (True, [2, 3, 4, 5, 6])]
 
 

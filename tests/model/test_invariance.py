@@ -39,10 +39,10 @@ def logits_of_first(
     layout = config.layout(row="f32", index="f32") if form == "f32" else config.layout()
     seen: list[torch.Tensor] = []
     company: list[int] = []
-    found = Runner.decode
+    decode = Runner.decode
 
     def noted(self: Runner, batch: object, tokens: list[int]) -> Forward:
-        forward = found(self, batch, tokens)  # type: ignore[arg-type]
+        forward = decode(self, batch, tokens)  # type: ignore[arg-type]
         seen.append(forward.logits[0].clone())
         company.append(len(forward.logits))
         return forward

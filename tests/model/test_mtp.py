@@ -27,8 +27,8 @@ RAWS = [checkpoints.TINY_V32, checkpoints.TINY_GLM]
 
 @pytest.fixture(params=RAWS, ids=["deepseek_v32", "glm_moe_dsa"])
 def raw(request: pytest.FixtureRequest) -> dict[str, Any]:
-    found: dict[str, Any] = request.param
-    return found
+    document: dict[str, Any] = request.param
+    return document
 
 
 @pytest.mark.parametrize("length", [6, 40], ids=["dense", "sparse"])

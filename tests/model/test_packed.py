@@ -143,20 +143,20 @@ def test_each_prompt_gets_its_own_chances(chunk_tokens):
     wishes = [SCORED, Sampling(tokens_max=6), SCORED, SCORED]
     lengths = (30, 20, 150, 33)
     made = [eng.add(prompt(length), wish) for length, wish in zip(lengths, wishes, strict=True)]
-    found = {request: [] for request in made}
+    chances_of = {request: [] for request in made}
     widest = 0
     for result in eng.run():
         widest = max(widest, len(result.chunks))
         for chunk, scored in zip(result.chunks, result.scored, strict=True):
-            found[chunk.request] += scored
+            chances_of[chunk.request] += scored
     assert widest == (4 if chunk_tokens == 512 else 3)
-    assert found[made[1]] == []
+    assert chances_of[made[1]] == []
     for request in (made[0], made[2], made[3]):
         alone = engine("v32", mtp=2, modes="none", chunk_tokens=512)
         alone.add(request.prompt, SCORED)
         [wanted] = next(iter(alone.run())).scored
-        assert len(found[request]) == len(wanted) == request.prefill_count
-        for ours, theirs in zip(found[request], wanted, strict=True):
+        assert len(chances_of[request]) == len(wanted) == request.prefill_count
+        for ours, theirs in zip(chances_of[request], wanted, strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
             assert ours.rank == theirs.rank
 

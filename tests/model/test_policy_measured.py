@@ -31,11 +31,11 @@ LOSES_MAX = 1.03
 
 def points() -> list[tuple[dict[str, Any], dict[str, float]]]:
     """The 30 batches that were measured: what each is, and its rows."""
-    found: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
+    measured: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
     for row in json.loads(MEASURED.read_text())["rows"]:
         if row["name"].startswith("layer: "):
-            found[tuple(sorted(row["config"].items()))][row["name"][7:]] = row["value"]
-    return [(dict(key), rows) for key, rows in found.items()]
+            measured[tuple(sorted(row["config"].items()))][row["name"][7:]] = row["value"]
+    return [(dict(key), rows) for key, rows in measured.items()]
 
 
 def chosen(point: dict[str, Any], rows: dict[str, float], began: Mode) -> Mode:

@@ -50,19 +50,21 @@ def logits(context: int) -> Logits:
     return read(models, ways, lines, tokens=tokens)
 
 
-def seen(name: str, found: Distance) -> Distance:
-    leads = " ".join(f"{lead:.2f}" for lead in found.leads)
-    print(f"{name}: mean KL {found.mean:.1e}, flipped {found.flipped:.1%}, leads {leads or '-'}")
-    return found
+def seen(name: str, distance: Distance) -> Distance:
+    leads = " ".join(f"{lead:.2f}" for lead in distance.leads)
+    print(
+        f"{name}: mean KL {distance.mean:.1e}, flipped {distance.flipped:.1%}, leads {leads or '-'}"
+    )
+    return distance
 
 
 @pytest.mark.parametrize("context", [min(SIZES), pytest.param(max(SIZES), marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", [FP8, SERVED], ids=lambda form: form.name)
 def test_low_precision_is_near_float32(context: int, form: Form) -> None:
-    found = seen(form.name, apart(logits(context)[EXACT, "none"], logits(context)[form, "none"]))
+    distance = seen(form.name, apart(logits(context)[EXACT, "none"], logits(context)[form, "none"]))
     kl_max, flipped_max = FROM_FLOAT32[context]
-    assert 0 < found.mean <= kl_max
-    assert found.flipped <= flipped_max
+    assert 0 < distance.mean <= kl_max
+    assert distance.flipped <= flipped_max
 
 
 @pytest.mark.parametrize("mode", ["da", "dba"])
@@ -74,8 +76,8 @@ def test_low_precision_is_near_float32(context: int, form: Form) -> None:
 def test_offload_adds_little_to_that(context: int, form: Form, mode: str) -> None:
     """NONE is bitwise what RESIDENT is (`test_exactness`)."""
     made = logits(context)
-    found = seen(f"{form.name}, {mode}", apart(made[form, "none"], made[form, mode]))
-    assert found.mean <= KL_OF_OFFLOAD
-    assert float(found.kl.median()) <= KL_OF_OFFLOAD / 1000
-    assert found.flipped <= FLIPPED_BY_OFFLOAD
-    assert sum(lead > LEAD for lead in found.leads) <= 1
+    distance = seen(f"{form.name}, {mode}", apart(made[form, "none"], made[form, mode]))
+    assert distance.mean <= KL_OF_OFFLOAD
+    assert float(distance.kl.median()) <= KL_OF_OFFLOAD / 1000
+    assert distance.flipped <= FLIPPED_BY_OFFLOAD
+    assert sum(lead > LEAD for lead in distance.leads) <= 1

@@ -124,8 +124,8 @@ def test_the_roster_finds_the_first_whoever_left_in_between():
             gone = waiting.pop(rand.choice(list(waiting)))
             roster.move(gone, rand.choice(("prefilling", "finished")))
             left_count += 1
-        found = roster.first_waiting()
-        assert found is min(waiting.values(), key=lambda one: one.rank, default=None)
+        first = roster.first_waiting()
+        assert first is min(waiting.values(), key=lambda one: one.rank, default=None)
         assert len(roster._ranks) <= 2 * len(waiting) + SPARE
         if number % 100 == 0:
             roster.check()

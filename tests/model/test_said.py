@@ -69,8 +69,8 @@ def test_an_answer_goes_on_behind_what_was_said(config: dict):
     for share in (0.4, 1.0):
         counts = [int(share * (len(request.output) - 1)) for request in whole]
         begun = [request.output[:count] for request, count in zip(whole, counts, strict=True)]
-        found, chances = made(wishes, begun, **config)
-        for expected, request in zip(whole, found, strict=True):
+        requests, chances = made(wishes, begun, **config)
+        for expected, request in zip(whole, requests, strict=True):
             assert request.output == expected.output
             assert (request.reason, request.ended_by) == (expected.reason, expected.ended_by)
         tokens = [chance.rank for chance in chances[0]]

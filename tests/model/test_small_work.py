@@ -118,10 +118,10 @@ def test_angles_that_are_kept_are_those_that_are_computed():
     rng = np.random.default_rng(3)
     for most in (40, 3000, 40, 1 << 18):
         positions = torch.from_numpy(rng.integers(0, most, 37).astype(np.int32))
-        found, computed = kept.at(positions), longer._computed(positions)
-        assert found.cos.equal(computed.cos)
-        assert found.sin.equal(computed.sin)
-        assert found.positions is positions
+        angles, computed = kept.at(positions), longer._computed(positions)
+        assert angles.cos.equal(computed.cos)
+        assert angles.sin.equal(computed.sin)
+        assert angles.positions is positions
     assert len(kept.kept) == 4096, "positions beyond what is kept are computed"
 
 

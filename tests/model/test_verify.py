@@ -39,7 +39,7 @@ def test_a_wrong_copy_is_found_and_named():
     assert eng.offload.verify(0) == []
     for _ in range(6):
         eng.step()
-    said = [found.sentence for found in eng.verifier.mismatches if found.layer == 1]
+    said = [mismatch.sentence for mismatch in eng.verifier.mismatches if mismatch.layer == 1]
     assert f"slot {slots[3]} differs from row {rows[3]} on the host" in said
 
 

@@ -53,9 +53,9 @@ TOOLS = [
 
 def grammar_of(**asked: object) -> Grammar:
     ask = schemas.read(json.dumps({"prompt": "", **asked}).encode(), schemas.CompletionAsk)
-    found = constraints.of_openai(ask, tokenizer())
-    assert found is not None
-    return found
+    grammar = constraints.of_openai(ask, tokenizer())
+    assert grammar is not None
+    return grammar
 
 
 def calling(style: ChatStyle, **given: object) -> Grammar:
@@ -99,9 +99,9 @@ def plainly() -> list[Request]:
 
 
 def test_a_choice_is_one_of_its_options():
-    found = plainly()[:4]
-    assert {said(request) for request in found} <= set(OPTIONS)
-    assert {request.reason for request in found} == {"stop"}
+    requests = plainly()[:4]
+    assert {said(request) for request in requests} <= set(OPTIONS)
+    assert {request.reason for request in requests} == {"stop"}
 
 
 def test_a_request_that_has_ended_follows_no_grammar():
@@ -136,13 +136,13 @@ def test_structures_come_behind_their_triggers():
 
 def replies() -> list[tuple[Reply, bool]]:
     """The calls of both formats, and whether there may be several."""
-    found = []
+    listed = []
     for number, request in enumerate(plainly()[10:]):
         style = styles()[number // 4]
         reply = parse(style.parser(thinking=False, tools=TOOLS), said(request))
         if request.reason == "stop":
-            found.append((reply, number % 4 < 2))
-    return found
+            listed.append((reply, number % 4 < 2))
+    return listed
 
 
 def test_required_calls_are_calls_with_right_arguments():
@@ -155,23 +155,23 @@ def test_required_calls_are_calls_with_right_arguments():
     assert {call.name for reply, _ in replies() for call in reply.tool_calls} == {"tide", "now"}
 
 
-def check_arguments(name: str, found: dict[str, object]) -> None:
+def check_arguments(name: str, arguments: dict[str, object]) -> None:
     if name == "now":
-        assert found == {}
+        assert arguments == {}
         return
     assert name == "tide"
-    assert {"city", "days"} <= found.keys() <= {"city", "days", "unit"}
-    assert found["city"] in ("Ulm", 'Bad "Urach"', "Köln")
-    assert found.get("unit") in ("m", "ft", None)
-    assert isinstance(found["days"], list)
-    assert all(1 <= day <= 31 for day in found["days"])
+    assert {"city", "days"} <= arguments.keys() <= {"city", "days", "unit"}
+    assert arguments["city"] in ("Ulm", 'Bad "Urach"', "Köln")
+    assert arguments.get("unit") in ("m", "ft", None)
+    assert isinstance(arguments["days"], list)
+    assert all(1 <= day <= 31 for day in arguments["days"])
 
 
 @pytest.mark.parametrize("config", [{"mtp": 2}, {"mtp": 3, "depth": 1}])
 def test_the_same_answers_with_drafts(config):
-    for expected, found in zip(plainly(), answers(wishes(), **config), strict=True):
-        assert found.output == expected.output
-        assert found.reason == expected.reason
+    for expected, answer in zip(plainly(), answers(wishes(), **config), strict=True):
+        assert answer.output == expected.output
+        assert answer.reason == expected.reason
 
 
 def test_other_tenants_prefixes_are_not_found():

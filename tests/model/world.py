@@ -313,10 +313,10 @@ class World:
             hit, place = answer.hit[query].numpy(), answer.place[query].numpy()
             assert (hit[: answer.hit_count[query]] >= 0).all()
             assert (hit[answer.hit_count[query] :] == -1).all()
-            found = [slots[slot].tobytes() for slot in hit[hit >= 0]]
-            found += [host[row].tobytes() for row in place[place >= 0]]
-            assert set(found) <= wanted, (layer, query)
-            assert len(set(found)) == len(found)
+            read = [slots[slot].tobytes() for slot in hit[hit >= 0]]
+            read += [host[row].tobytes() for row in place[place >= 0]]
+            assert set(read) <= wanted, (layer, query)
+            assert len(set(read)) == len(read)
 
     def _read_all(self, layer: int, first: int, answer: Resolution, texts: list[list[int]]) -> None:
         """After the wait, `slots` names every selected row in order, each on one side only."""

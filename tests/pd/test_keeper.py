@@ -299,9 +299,9 @@ def test_a_line_without_an_end_comes_in_pieces():
         stream = asyncio.StreamReader(limit=1 << 20)
         stream.feed_data(b"short\n" + b"x" * (3 * LINE_BYTES_MAX) + b"\nlast")
         stream.feed_eof()
-        found = [line async for line in lines_of(stream)]
-        assert (found[0], found[-1]) == ("short", "last")
-        assert max(map(len, found)) <= 2 * LINE_BYTES_MAX
-        assert sum(map(len, found)) == 3 * LINE_BYTES_MAX + len("shortlast")
+        lines = [line async for line in lines_of(stream)]
+        assert (lines[0], lines[-1]) == ("short", "last")
+        assert max(map(len, lines)) <= 2 * LINE_BYTES_MAX
+        assert sum(map(len, lines)) == 3 * LINE_BYTES_MAX + len("shortlast")
 
     run(work)

@@ -345,10 +345,10 @@ def test_what_a_role_needs_is_said_at_the_start(flags: dict, environment: dict, 
 def test_the_secret_comes_from_a_file_and_is_never_shown(tmp_path: Path):
     path = tmp_path / "secret"
     path.write_text(f"{SECRET}\n")
-    found = resolve({"role": "decode", "peer_secret_file": str(path)}, environment={})
-    assert found.settings.peer_secret == SECRET
-    assert SECRET not in repr(found)
-    assert SECRET not in repr(found.shown())
+    settled = resolve({"role": "decode", "peer_secret_file": str(path)}, environment={})
+    assert settled.settings.peer_secret == SECRET
+    assert SECRET not in repr(settled)
+    assert SECRET not in repr(settled.shown())
     with pytest.raises(BadInput, match="give only one of them"):
         resolve({"role": "decode", "peer_secret_file": str(path)}, environment=KEY)
     path.write_text(" \n")

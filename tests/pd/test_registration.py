@@ -56,8 +56,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         name = self.path.removeprefix("/workers/").replace("%2F", "/")
-        found = self.server.workers.pop(name, None)
-        self._answer(404 if found is None else 202, {})
+        worker = self.server.workers.pop(name, None)
+        self._answer(404 if worker is None else 202, {})
 
     def _answer(self, status: int, document: object) -> None:
         self.server.asked.append((self.command, self.headers["authorization"]))

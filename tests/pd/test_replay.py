@@ -26,11 +26,11 @@ class Pair:
 
 def ports() -> set[int]:
     """Where the captured bodies say that prefill workers are."""
-    found = {28430, 28431}
+    numbers = {28430, 28431}
     for sent in BODIES:
         port = sent["body"].get("bootstrap_port")
-        found |= {*port} if isinstance(port, list) else {port} if port else set()
-    return found
+        numbers |= {*port} if isinstance(port, list) else {port} if port else set()
+    return numbers
 
 
 @pytest.fixture(scope="module")

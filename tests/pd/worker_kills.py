@@ -197,15 +197,15 @@ class Killing:
         until(lambda: not is_running(victim), "its end")
         return lambda: {*listed(worker)} - {victim} != set() and worker.status("/ready") == 200
 
-    def _note(self, found: Found, ended: Sequence[Asked], killed_s: float) -> None:
-        found.kill_count += 1
+    def _note(self, sums: Found, ended: Sequence[Asked], killed_s: float) -> None:
+        sums.kill_count += 1
         for asked in ended:
             is_open = asked.began_s < killed_s < asked.ended_s
-            (found.ends if is_open else found.later)[asked.how] += 1
+            (sums.ends if is_open else sums.later)[asked.how] += 1
             if is_open and asked.how != "whole":
-                found.waits_s.append(asked.ended_s - killed_s)
+                sums.waits_s.append(asked.ended_s - killed_s)
             if not self._is_right(asked):
-                found.wrong.append(f"{asked}")
+                sums.wrong.append(f"{asked}")
 
     def _is_right(self, asked: Asked) -> bool:
         """Of a conversation that was cut off, what has come."""
@@ -251,7 +251,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=("paced", "model"), default="paced")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    found = campaign(
+    sums_of = campaign(
         given.parts or PARTS,
         count=given.count,
         router=given.router,
@@ -260,11 +260,11 @@ def main() -> int:
     )
     print("| killed | kills | open then | waits p50, p99, longest, s | begun later | wrong |")
     print("|---|---:|---|---|---|---:|")
-    for part, seen in found.items():
+    for part, seen in sums_of.items():
         print(seen.row(part))
         for wrong in seen.wrong[:3]:
             print(wrong, file=sys.stderr)
-    return int(any(seen.wrong for seen in found.values()))
+    return int(any(seen.wrong for seen in sums_of.values()))
 
 
 if __name__ == "__main__":

@@ -135,8 +135,8 @@ def test_a_page_that_is_damaged_on_one_stage_counts_on_none(tmp_path, damaged, m
     pipe.run()
     assert request.cached_count == 0, "the first page is the damaged one"
     assert_alike(pipe, [1], engine_given([PROMPT], mtp=mtp))
-    found = [stage.offload.stats().disk.damaged_count for stage in pipe.stages]
-    assert found == [int(damaged == 0), int(damaged == 1)]
+    damaged_counts = [stage.offload.stats().disk.damaged_count for stage in pipe.stages]
+    assert damaged_counts == [int(damaged == 0), int(damaged == 1)]
     assert_quiet(pipe)
     pipe.close()
     assert turn(tmp_path, PROMPT, mtp=mtp) == FULL - 64 * mtp, "it was stored anew"

@@ -196,19 +196,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     is_paced = given.engine == "paced"
-    found = campaign(count=given.count, is_paced=is_paced, recover=given.recover, seed=given.seed)
+    sums = campaign(count=given.count, is_paced=is_paced, recover=given.recover, seed=given.seed)
     print(f"| --recover {given.recover}, {given.engine} engine | |\n|---|---:|")
-    print(f"| kills | {found.kill_count:,} |")
-    print(f"| requests that went on in another engine | {found.resumed_count:,} |")
-    for how, count in sorted(found.answers.items()):
+    print(f"| kills | {sums.kill_count:,} |")
+    print(f"| requests that went on in another engine | {sums.resumed_count:,} |")
+    for how, count in sorted(sums.answers.items()):
         print(f"| answers that {how} | {count:,} |")
-    print(f"| wrong answers | {len(found.wrong)} |")
-    if found.slowest_s:
-        print(f"| slowest error behind a kill | {found.slowest_s:.2f} s |")
-    for wrong in found.wrong:
+    print(f"| wrong answers | {len(sums.wrong)} |")
+    if sums.slowest_s:
+        print(f"| slowest error behind a kill | {sums.slowest_s:.2f} s |")
+    for wrong in sums.wrong:
         print(wrong, file=sys.stderr)
-    is_short = given.recover == "resume" and found.answers["ended with an error"] > 0
-    return 1 if found.wrong or is_short else 0
+    is_short = given.recover == "resume" and sums.answers["ended with an error"] > 0
+    return 1 if sums.wrong or is_short else 0
 
 
 if __name__ == "__main__":

@@ -162,9 +162,9 @@ class Sample:
 
 def sampled(server: Process, began_s: float) -> Sample:
     family = [server.process.pid, *kin(server.process.pid)]
-    found = [told(pid, "statm").split() for pid in family]
+    sizes = [told(pid, "statm").split() for pid in family]
     page_mib = os.sysconf("SC_PAGE_SIZE") / MIB
-    held_mib = [int(words[1]) * page_mib for words in found if words]
+    held_mib = [int(words[1]) * page_mib for words in sizes if words]
     counts = []
     for pid in family:
         with contextlib.suppress(OSError):

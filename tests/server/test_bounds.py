@@ -34,9 +34,9 @@ def test_a_bound_has_its_settings_value():
     assert in_force(values_of({})) == [asdict(bound) for bound in BOUNDS]
     given = {"max_connections": 1500, "body_bytes": "1MiB", "header_bytes": "16k", "idle_s": 7.5}
     given["unread_bytes"] = "64MiB"
-    found = {row["setting"]: row["most"] for row in in_force(values_of({**given, "stall_s": 90}))}
-    assert found == {
-        "": found[""],
+    most = {row["setting"]: row["most"] for row in in_force(values_of({**given, "stall_s": 90}))}
+    assert most == {
+        "": most[""],
         "--max-connections": "1,500",
         "--body-bytes": "1MiB",
         "--header-bytes": "16k",

@@ -67,9 +67,9 @@ def test_choices_stream_beside_each_other(plain: Served):
 def test_a_chat_s_prompt_has_chances_too(plain: Served):
     made = create(plain, max_tokens=2, extra_body={"prompt_logprobs": 0})
     prompt = plain.engine.adds[-1].prompt
-    nothing, *found = made.prompt_logprobs
+    nothing, *chances = made.prompt_logprobs
     assert nothing is None
-    assert [list(each) for each in found] == [[str(token)] for token in prompt[1:]]
+    assert [list(each) for each in chances] == [[str(token)] for token in prompt[1:]]
 
 
 def test_logprobs_stream_and_do_not(plain: Served):

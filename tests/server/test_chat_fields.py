@@ -97,11 +97,11 @@ def test_tokens_of_log_probabilities_may_be_ids(served: Served):
     content = made["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ids
     assert all(e["top_logprobs"][0]["token"].startswith("token_id:") for e in content)
-    found = post(served, COMPLETIONS, prompt="x", logprobs=1, **asked)["choices"][0]["logprobs"]
-    assert found["tokens"] == ids
-    assert [token in top for token, top in zip(ids, found["top_logprobs"], strict=True)]
+    listed = post(served, COMPLETIONS, prompt="x", logprobs=1, **asked)["choices"][0]["logprobs"]
+    assert listed["tokens"] == ids
+    assert [token in top for token, top in zip(ids, listed["top_logprobs"], strict=True)]
     plain = post(served, COMPLETIONS, prompt="x", logprobs=1, max_tokens=2)["choices"][0]
-    assert found["text_offset"] == plain["logprobs"]["text_offset"]
+    assert listed["text_offset"] == plain["logprobs"]["text_offset"]
 
 
 def test_sglang_s_log_probabilities_may_have_texts(served: Served):
@@ -124,8 +124,8 @@ def test_sglang_s_log_probabilities_may_have_texts(served: Served):
 def test_the_top_list_of_a_completion_has_the_token_itself():
     """As OpenAI and vLLM have it: behind the likeliest, if it is none of them."""
     chances = [Chance(-3.0, 9, ((5, -0.1), (6, -0.2))), Chance(-0.1, 1, ((8, -0.1),)), None]
-    found = completion_logprobs(TOKENIZER, [7, 8, 9], chances, 0, by_id=True)
-    assert found["top_logprobs"] == [
+    listed = completion_logprobs(TOKENIZER, [7, 8, 9], chances, 0, by_id=True)
+    assert listed["top_logprobs"] == [
         {"token_id:5": -0.1, "token_id:6": -0.2, "token_id:7": -3.0},
         {"token_id:8": -0.1},
         None,

@@ -91,11 +91,11 @@ def test_a_question_gets_its_answer(served: Served, capsys: pytest.CaptureFixtur
 
 def test_an_answer_as_a_document(served: Served, capsys: pytest.CaptureFixture[str]):
     assert run(served, "chat", "-q", "When?", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["text"] == " At noon, I think."
-    assert found["tokens"] == len(TOKENIZER.encode(" At noon, I think.")) + 1
-    assert found["cached_tokens"] == 1
-    assert found["tokens_per_step"] is None, "no request was served meanwhile, says the status"
+    document = json.loads(capsys.readouterr().out)
+    assert document["text"] == " At noon, I think."
+    assert document["tokens"] == len(TOKENIZER.encode(" At noon, I think.")) + 1
+    assert document["cached_tokens"] == 1
+    assert document["tokens_per_step"] is None, "no request was served meanwhile, says the status"
 
 
 def test_a_conversation_remembers(
@@ -404,9 +404,9 @@ def test_devices_that_cannot_exchange_are_no_reason_not_to_serve(monkeypatch: py
 def test_the_trial_decodes_both_ways():
     from ess.engine.process.checks.selfcheck import trial
 
-    found = trial()
-    assert found.same
-    assert found.miss_count > 100
+    outcome = trial()
+    assert outcome.same
+    assert outcome.miss_count > 100
 
 
 def test_a_key_that_no_header_carries_is_refused_and_not_shown(

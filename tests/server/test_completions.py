@@ -183,11 +183,15 @@ def test_echo_and_logprobs(served: Served):
     made = client(served).completions.create(
         model="test-model", prompt="hello", logprobs=2, max_tokens=3
     )
-    found = made.choices[0].logprobs
-    assert found.token_logprobs == [-0.5, -0.5, -0.5]
-    assert "".join(found.tokens) == made.choices[0].text
-    assert [len(top) for top in found.top_logprobs] == [2, 2, 2]
-    assert found.text_offset == [0, len(found.tokens[0]), len(found.tokens[0] + found.tokens[1])]
+    logprobs = made.choices[0].logprobs
+    assert logprobs.token_logprobs == [-0.5, -0.5, -0.5]
+    assert "".join(logprobs.tokens) == made.choices[0].text
+    assert [len(top) for top in logprobs.top_logprobs] == [2, 2, 2]
+    assert logprobs.text_offset == [
+        0,
+        len(logprobs.tokens[0]),
+        len(logprobs.tokens[0] + logprobs.tokens[1]),
+    ]
 
 
 def test_a_token_is_among_the_likeliest_of_its_place():
@@ -211,15 +215,15 @@ def test_an_echo_with_logprobs_has_those_of_the_prompt(served: Served):
     whole = client(served).completions.create(**asked, max_tokens=3).choices[0]
     count = len(served.engine.adds[-1].prompt)
     assert served.engine.adds[-1].sampling.prompt_logprobs == 2
-    found = whole.logprobs
+    logprobs = whole.logprobs
     assert count >= 2
-    assert found.token_logprobs == [None] + [-0.5] * (count - 1 + 3)
-    assert found.top_logprobs[0] is None
-    assert [len(top) for top in found.top_logprobs[1:]] == [2] * (count + 2)
-    assert "".join(found.tokens) == whole.text
+    assert logprobs.token_logprobs == [None] + [-0.5] * (count - 1 + 3)
+    assert logprobs.top_logprobs[0] is None
+    assert [len(top) for top in logprobs.top_logprobs[1:]] == [2] * (count + 2)
+    assert "".join(logprobs.tokens) == whole.text
     assert whole.text.startswith("hello there")
-    assert [whole.text[at:][:1] for at in found.text_offset] == [
-        token[:1] for token in found.tokens
+    assert [whole.text[at:][:1] for at in logprobs.text_offset] == [
+        token[:1] for token in logprobs.tokens
     ]
     chunks = [
         chunk.choices[0]
@@ -228,9 +232,9 @@ def test_an_echo_with_logprobs_has_those_of_the_prompt(served: Served):
     assert "".join(chunk.text for chunk in chunks) == whole.text
     said = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [value for part in said for value in getattr(part, name)] == getattr(found, name), (
-            name
-        )
+        assert [value for part in said for value in getattr(part, name)] == getattr(
+            logprobs, name
+        ), name
 
 
 @pytest.mark.parametrize(("count", "is_apart"), [(CHANCES_MAX, False), (CHANCES_MAX + 1, True)])
@@ -342,11 +346,11 @@ def test_a_wrong_value_is_named_and_nothing_is_queued(served: Served, changed, s
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(served, "/v1/completions", body)
     assert caught.value.code == 400
-    found = json.loads(caught.value.read())["error"]
-    assert says in found["message"]
-    assert found["type"] == "invalid_request_error"
+    error = json.loads(caught.value.read())["error"]
+    assert says in error["message"]
+    assert error["type"] == "invalid_request_error"
     is_of_several = says in ("echo", "2 constraints")
-    assert found["param"] == (None if is_of_several else next(iter(changed)))
+    assert error["param"] == (None if is_of_several else next(iter(changed)))
     assert len(served.engine.adds) == before
 
 

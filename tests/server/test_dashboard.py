@@ -294,17 +294,17 @@ def ask(url: str, body: bytes | None = None) -> tuple[int, dict]:
 
 
 def frames(url: str, count: int) -> list[tuple[str, dict]]:
-    found, name = [], ""
+    events, name = [], ""
     with urllib.request.urlopen(url + "/v1/events", timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer:
             if line.startswith(b"event: "):
                 name = line[7:].decode().strip()
             elif line.startswith(b"data: "):
-                found.append((name, json.loads(line[6:])))
-                if len(found) == count:
+                events.append((name, json.loads(line[6:])))
+                if len(events) == count:
                     break
-    return found
+    return events
 
 
 def test_events_begin_with_the_past_and_go_on():

@@ -50,7 +50,7 @@ FOUND = DeviceReport(
 )
 
 
-def planned(found: DeviceReport = FOUND, *, free: int = HOST, **given: Any) -> MemoryPlan:
+def planned(report: DeviceReport = FOUND, *, free: int = HOST, **given: Any) -> MemoryPlan:
     settings = resolve({"device": "cuda", "max_model_len": "8k", **given}, environment={}).settings
     config = read_checkpoint("").config
     needed = DeviceNeeds(
@@ -59,14 +59,14 @@ def planned(found: DeviceReport = FOUND, *, free: int = HOST, **given: Any) -> M
         weight_bytes=3 << 30,
         file_bytes=4 << 30,
     )
-    return plan_on_device(settings, needed, found, free=free)
+    return plan_on_device(settings, needed, report, free=free)
 
 
 def test_a_device_brings_its_defaults_and_what_is_given_stays():
-    found = resolve({"device": "cuda:1", "form": "bf16"}, environment={})
-    settings = {name: getattr(found.settings, name) for name in DEFAULTS}
+    settled = resolve({"device": "cuda:1", "form": "bf16"}, environment={})
+    settings = {name: getattr(settled.settings, name) for name in DEFAULTS}
     assert settings == {**DEFAULTS, "form": "bf16"}
-    assert [found.origins[name] for name in ("backend", "form")] == ["derived", "flag"]
+    assert [settled.origins[name] for name in ("backend", "form")] == ["derived", "flag"]
     assert resolve({"device": "auto"}, environment={}).settings.device == "cpu"
 
 
@@ -136,8 +136,8 @@ def test_what_was_found_is_said(changed: dict[str, Any], says: str):
 
 
 def test_slots_take_what_the_rest_leaves_but_no_more_than_there_are_rows():
-    found = msgspec.structs.replace(FOUND, free_bytes=(4 << 30) + RESERVED)
-    plan = planned(found, host_bytes="6GiB")
+    report = msgspec.structs.replace(FOUND, free_bytes=(4 << 30) + RESERVED)
+    plan = planned(report, host_bytes="6GiB")
     assert plan.device is not None
     chunk = read_checkpoint("").config.layout().chunk_bytes
     assert plan.device.room == 4 << 30
@@ -152,8 +152,8 @@ def test_slots_take_what_the_rest_leaves_but_no_more_than_there_are_rows():
 def test_a_device_that_others_use_is_not_planned_to_the_last_byte():
     """Libraries take memory that no line has, and the usual share of a device would leave it."""
     most, full = int((80 << 30) * 0.9), msgspec.structs.replace(FOUND, free_bytes=80 << 30)
-    for found, room in ((full, most), (FOUND, (70 << 30) - RESERVED)):
-        plan = planned(found, host_bytes="96MiB")
+    for report, room in ((full, most), (FOUND, (70 << 30) - RESERVED)):
+        plan = planned(report, host_bytes="96MiB")
         assert plan.device is not None
         assert plan.device.room == room
     little = msgspec.structs.replace(FOUND, free_bytes=RESERVED // 2)
@@ -168,8 +168,8 @@ def test_a_library_for_experts_has_its_room_beside_tokens_and_in_graphs(
     """Weights that are not in fp8 are not multiplied by it."""
     there = msgspec.structs.replace(FOUND, has_rooms=True)
     plain, roomy, other = (
-        planned(found, host_bytes="96MiB", form=form, chunk_tokens=chunk_tokens)
-        for found, form in ((FOUND, "stored"), (there, "stored"), (there, "bf16"))
+        planned(report, host_bytes="96MiB", form=form, chunk_tokens=chunk_tokens)
+        for report, form in ((FOUND, "stored"), (there, "stored"), (there, "bf16"))
     )
     assert plain.device is not None
     assert roomy.device is not None

@@ -99,9 +99,9 @@ def test_a_route_is_tried_out_with_the_key(page: Browser):
     with Served(PacedEngine(saying("one")), keys=keys, within=below("/llm")) as served:
         shown(page, served.url, "/llm/docs", keys=keys)
         for part in (".opblock-summary-control", ".try-out__btn", ".execute"):
-            found = f"document.querySelector('#operations-status-get_v1_models {part}')"
-            page.until(f"{found} !== null")
-            page.value(f"{found}.click()")
+            part_shown = f"document.querySelector('#operations-status-get_v1_models {part}')"
+            page.until(f"{part_shown} !== null")
+            page.value(f"{part_shown}.click()")
         page.until("document.body.textContent.includes('\"test-model\"')")
         assert complaints(page) == []
         assert all(url.startswith((served.url, "data:")) for url in asked_for(page))

@@ -74,16 +74,16 @@ def stream(served: Served, path: str, body: object) -> list[dict]:
 
 def test_generate_speaks_sglang(served: Served):
     sampling = {"max_new_tokens": 50, "temperature": 0, "sampling_seed": 3}
-    found = ask(
+    answer = ask(
         served,
         "/generate",
         {"text": "hello", "sampling_params": sampling, "model": None, "return_entropy": False},
     )
-    assert found["text"] == TEXT
-    assert found["output_ids"] == [*TOKENIZER.encode(TEXT), 1]
-    meant = found["meta_info"]
+    assert answer["text"] == TEXT
+    assert answer["output_ids"] == [*TOKENIZER.encode(TEXT), 1]
+    meant = answer["meta_info"]
     assert meant["finish_reason"] == {"type": "stop", "matched": None}
-    assert (meant["completion_tokens"], meant["cached_tokens"]) == (len(found["output_ids"]), 4)
+    assert (meant["completion_tokens"], meant["cached_tokens"]) == (len(answer["output_ids"]), 4)
     assert served.engine.adds[-1].sampling.seed == 3
 
 
@@ -136,14 +136,14 @@ def test_what_an_event_before_had_is_not_encoded_again():
 
 
 def test_generate_in_batches_and_with_logprobs(served: Served):
-    found = ask(
+    answer = ask(
         served,
         "/generate",
         {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True},
     )
-    assert [each["index"] for each in found] == [0, 1]
-    [first, _] = found[0]["meta_info"]["output_token_logprobs"]
-    assert first == [-0.5, found[0]["output_ids"][0], None]
+    assert [each["index"] for each in answer] == [0, 1]
+    [first, _] = answer[0]["meta_info"]["output_token_logprobs"]
+    assert first == [-0.5, answer[0]["output_ids"][0], None]
     many = ask(served, "/generate", {"input_ids": [[5]], "sampling_params": {"max_new_tokens": 1}})
     assert isinstance(many, list)
 
@@ -196,16 +196,16 @@ def test_tokens_in_tokens_out(served: Served):
         "sampling_params": {"max_tokens": 3, "logprobs": 1, "min_tokens": 1},
         "request_id": "mine",
     }
-    found = ask(served, "/inference/v1/generate", body)
-    [choice] = found["choices"]
-    assert found["request_id"] == "mine"
+    answer = ask(served, "/inference/v1/generate", body)
+    [choice] = answer["choices"]
+    assert answer["request_id"] == "mine"
     assert choice["token_ids"] == TOKENIZER.encode(TEXT)[:3]
     assert choice["finish_reason"] == "length"
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-0.5] * 3
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *events, last = stream(served, "/inference/v1/generate", {**body, **options})
     assert [t for each in events for t in each["choices"][0]["token_ids"]] == choice["token_ids"]
-    assert last["usage"] == found["usage"]
+    assert last["usage"] == answer["usage"]
 
 
 def test_models_version_and_what_is_configured(served: Served):
@@ -215,14 +215,14 @@ def test_models_version_and_what_is_configured(served: Served):
     assert datetime.fromisoformat(listed["created_at"]).timestamp() == listed["created"]
     assert ask(served, "/version") == {"version": ess.__version__}
     for path in ("/server_info", "/get_server_info"):
-        found = ask(served, path)
-        assert found["served_model_name"] == "test-model"
-        assert found["max_running_requests"] == 16
-        assert found["internal_states"][0]["max_total_num_tokens"] == 65536
-        assert found["engine"]["depth_reasons"] == ["request 3: a grammar follows the output"]
-        assert found["engine"]["graphs"]["eager"] == {"memory": 10}
-        assert found["engine"]["modes"] == [{"resident": 4, "none": 3, "da": 2, "dba": 1}]
-        bounds = {bound["what"]: bound for bound in found["bounds"]}
+        answer = ask(served, path)
+        assert answer["served_model_name"] == "test-model"
+        assert answer["max_running_requests"] == 16
+        assert answer["internal_states"][0]["max_total_num_tokens"] == 65536
+        assert answer["engine"]["depth_reasons"] == ["request 3: a grammar follows the output"]
+        assert answer["engine"]["graphs"]["eager"] == {"memory": 10}
+        assert answer["engine"]["modes"] == [{"resident": 4, "none": 3, "da": 2, "dba": 1}]
+        bounds = {bound["what"]: bound for bound in answer["bounds"]}
         assert bounds["connections"]["most"] == "1,024"
     served.service.described = {"max_connections": {"value": 7, "from": "flag"}}
     [most] = [
@@ -248,14 +248,14 @@ def test_one_model_is_shown_or_absent(served: Served):
 
 def test_texts_to_ids_and_back(served: Served):
     for prefix in ("", "/v1"):
-        found = ask(served, f"{prefix}/tokenize", {"prompt": "hello ä", "return_token_strs": True})
-        assert found["tokens"] == TOKENIZER.encode("hello ä", add_special=True)
-        assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-        back = ask(served, f"{prefix}/detokenize", {"tokens": found["tokens"]})
+        answer = ask(served, f"{prefix}/tokenize", {"prompt": "hello ä", "return_token_strs": True})
+        assert answer["tokens"] == TOKENIZER.encode("hello ä", add_special=True)
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+        back = ask(served, f"{prefix}/detokenize", {"tokens": answer["tokens"]})
         assert back["prompt"] == "hello ä"
     messages = [{"role": "user", "content": "hi"}]
-    found = ask(served, "/tokenize", {"messages": messages})
-    assert TOKENIZER.decode(found["tokens"]) == "user: hi\nassistant:"
+    answer = ask(served, "/tokenize", {"messages": messages})
+    assert TOKENIZER.decode(answer["tokens"]) == "user: hi\nassistant:"
     many = ask(served, "/detokenize", {"tokens": [[5], [6]]})
     assert len(many["prompt"]) == 2
 

@@ -53,12 +53,12 @@ class Noise:
 
     def struct(self, kind: type) -> dict[str, Any]:
         share = self.random.random()
-        found = {}
+        fields = {}
         for field in msgspec.structs.fields(kind):
             if field.required or self.random.random() < share * 0.5:
                 self.seen[f"{kind.__name__}.{field.name}"] += 1
-                found[field.encode_name] = self.field(field.name)
-        return found
+                fields[field.encode_name] = self.field(field.name)
+        return fields
 
     def field(self, name: str) -> Any:
         choose = self.random.choice
@@ -119,13 +119,13 @@ class Noise:
 async def sent(port: int, path: str, bodies: list[bytes]) -> list[tuple[int, bytes]]:
     """All bodies over one connection that stays open."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    found = []
+    answers = []
     for body in bodies:
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        found.append(await asyncio.wait_for(answer(reader), 120))
+        answers.append(await asyncio.wait_for(answer(reader), 120))
     writer.close()
-    return found
+    return answers
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
@@ -148,13 +148,13 @@ def storm(count: int, seed: int) -> None:
 
         async def run() -> None:
             for _ in range(count // (len(KINDS) * 50)):
-                found = await asyncio.gather(
+                answered = await asyncio.gather(
                     *(
                         sent(served.port, path, [noise.body(path) for _ in range(50)])
                         for path in KINDS
                     )
                 )
-                for code, text in (each for many in found for each in many):
+                for code, text in (each for many in answered for each in many):
                     assert code in (200, 400, 404), text
                     answers[code] += 1
                     check(code, text)

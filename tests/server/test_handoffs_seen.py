@@ -56,28 +56,28 @@ def test_metrics_have_our_names_and_those_of_both_engines():
     with served() as made:
         until(lambda: made.service.board.status.handoff is not None, "a status")
         made.service.compat = ("vllm", "sglang")
-        found = metrics(made.url)
+        shown = metrics(made.url)
     name = made.service.name
-    assert found["ess_handoffs_total", "landed"] == 5
-    assert found["ess_handoffs_open", "arrival"] == 2
-    assert found["ess_peer_up", "10.0.0.1:8000"] == 1
-    assert found["ess_peer_up", "10.0.0.2:8000"] == 0
-    assert found["ess_peer_silent_seconds", "10.0.0.1:8000"] == 0.5
-    assert found["ess_kv_transfer_bytes_total", "received"] == 4e6
+    assert shown["ess_handoffs_total", "landed"] == 5
+    assert shown["ess_handoffs_open", "arrival"] == 2
+    assert shown["ess_peer_up", "10.0.0.1:8000"] == 1
+    assert shown["ess_peer_up", "10.0.0.2:8000"] == 0
+    assert shown["ess_peer_silent_seconds", "10.0.0.1:8000"] == 0.5
+    assert shown["ess_kv_transfer_bytes_total", "received"] == 4e6
     for prefix, label in (("ess_", ""), ("sglang:", name)):
-        assert found[f"{prefix}kv_transfer_latency_ms_count", label] == 2
-        assert found[f"{prefix}kv_transfer_latency_ms_sum", label] == pytest.approx(50 + 250)
-        assert found[f"{prefix}kv_transfer_bootstrap_ms_sum", label] == pytest.approx(200)
-        assert found[f"{prefix}kv_transfer_total_mb_count", label] == 8
-        assert found[f"{prefix}kv_transfer_total_mb_sum", label] == 6
-        assert found[f"{prefix}kv_transfer_speed_gb_s", label] == 0
-    assert found["sglang:num_decode_transfer_queue_reqs", name] == 2
-    assert found["sglang:num_prefill_inflight_queue_reqs", name] == 1
-    assert found["sglang:num_transfer_failed_reqs_total", name] == 3
-    assert found["vllm:nixl_bytes_transferred_sum", name] == 6e6
-    assert found["vllm:nixl_xfer_time_seconds_count", name] == 2
-    assert found["vllm:nixl_num_failed_transfers_total", name] == 1
-    assert found["vllm:nixl_num_kv_expired_reqs_total", name] == 2
+        assert shown[f"{prefix}kv_transfer_latency_ms_count", label] == 2
+        assert shown[f"{prefix}kv_transfer_latency_ms_sum", label] == pytest.approx(50 + 250)
+        assert shown[f"{prefix}kv_transfer_bootstrap_ms_sum", label] == pytest.approx(200)
+        assert shown[f"{prefix}kv_transfer_total_mb_count", label] == 8
+        assert shown[f"{prefix}kv_transfer_total_mb_sum", label] == 6
+        assert shown[f"{prefix}kv_transfer_speed_gb_s", label] == 0
+    assert shown["sglang:num_decode_transfer_queue_reqs", name] == 2
+    assert shown["sglang:num_prefill_inflight_queue_reqs", name] == 1
+    assert shown["sglang:num_transfer_failed_reqs_total", name] == 3
+    assert shown["vllm:nixl_bytes_transferred_sum", name] == 6e6
+    assert shown["vllm:nixl_xfer_time_seconds_count", name] == 2
+    assert shown["vllm:nixl_num_failed_transfers_total", name] == 1
+    assert shown["vllm:nixl_num_kv_expired_reqs_total", name] == 2
 
 
 def test_a_worker_without_handoffs_has_no_such_metrics():

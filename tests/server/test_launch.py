@@ -146,11 +146,11 @@ def test_a_name_of_the_hub_is_found_where_it_was_fetched_to(
     (home / "refs" / "main").write_text("0123abcd")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     for word in ("some-org/a--model", str(snapshot)):
-        found = read_checkpoint(word)
-        assert (found.path, found.name) == (str(snapshot), "some-org/a--model")
-        assert found.weight_bytes == read_checkpoint("").weight_bytes
-        assert read_entries(Path(found.path)).keys() == read_entries(EMBEDDED).keys()
-        assert len(Tokenizer(found.path)) == len(Tokenizer(EMBEDDED))
+        checkpoint = read_checkpoint(word)
+        assert (checkpoint.path, checkpoint.name) == (str(snapshot), "some-org/a--model")
+        assert checkpoint.weight_bytes == read_checkpoint("").weight_bytes
+        assert read_entries(Path(checkpoint.path)).keys() == read_entries(EMBEDDED).keys()
+        assert len(Tokenizer(checkpoint.path)) == len(Tokenizer(EMBEDDED))
     (home / "refs" / "main").write_text("../../../etc")
     with pytest.raises(BadInput, match="hf download"):
         read_checkpoint("some-org/a--model")

@@ -46,13 +46,13 @@ def test_the_server_s_process_has_no_torch(running: Process):
 
 
 def test_it_says_what_it_serves(running: Process):
-    found = running.greeting
-    assert found["settings"]["max_running"] == {"value": 4, "from": "flag"}
-    assert found["settings"]["host"]["from"] == "default"
-    assert found["settings"]["served_model_name"] == {"value": "ess-embedded", "from": "derived"}
-    [room] = found["memory"]["rooms"]
+    greeting = running.greeting
+    assert greeting["settings"]["max_running"] == {"value": 4, "from": "flag"}
+    assert greeting["settings"]["host"]["from"] == "default"
+    assert greeting["settings"]["served_model_name"] == {"value": "ess-embedded", "from": "derived"}
+    [room] = greeting["memory"]["rooms"]
     assert (room["length"], room["count"], room["limiter"]) == (2048, 4, "max_running")
-    assert found["memory"]["length_max"] == 2048
+    assert greeting["memory"]["length_max"] == 2048
 
 
 @pytest.mark.slow

@@ -122,8 +122,8 @@ def test_a_request_id_goes_out_as_it_came_in():
 )
 def test_a_wrong_path_is_told_the_right_one(path: str, body: dict | None, code: int, says: str):
     with Served(PacedEngine(counting(2))) as served:
-        found, _, error = refused(served, path, body)
-        assert (found, says in error["message"]) == (code, True), error
+        status, _, error = refused(served, path, body)
+        assert (status, says in error["message"]) == (code, True), error
 
 
 def test_a_long_body_is_refused_with_and_without_its_length():
@@ -385,5 +385,5 @@ def test_many_at_once_all_get_their_own():
             return made["choices"][0]["token_ids"]
 
         with concurrent.futures.ThreadPoolExecutor(32) as pool:
-            found = list(pool.map(one, range(100)))
-    assert found == [[index + 20, index + 10, 1] for index in range(100)]
+            usages = list(pool.map(one, range(100)))
+    assert usages == [[index + 20, index + 10, 1] for index in range(100)]

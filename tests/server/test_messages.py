@@ -40,9 +40,9 @@ def exchange(
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=120)
     connection.request(method, path, json.dumps(body), headers)
     answer = connection.getresponse()
-    found = answer.status, answer.headers, answer.read().decode()
+    reply = answer.status, answer.headers, answer.read().decode()
     connection.close()
-    return found
+    return reply
 
 
 def create(served: Served, path: str = PATH, **asked: Any) -> Any:
@@ -55,12 +55,12 @@ def streamed(served: Served, **asked: Any) -> list[Any]:
     body = {"max_tokens": 400, "messages": ASKED, "stream": True, **asked}
     status, headers, text = exchange(served, PATH, body)
     assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream"), text
-    found = []
+    events = []
     for event in text.removesuffix("\n\n").split("\n\n"):
         named, said = event.split("\n")
-        found.append(json.loads(said.removeprefix("data: ")))
-        assert named == f"event: {found[-1]['type']}"
-    return found
+        events.append(json.loads(said.removeprefix("data: ")))
+        assert named == f"event: {events[-1]['type']}"
+    return events
 
 
 def put_together(events: list[Any]) -> Any:
@@ -132,12 +132,12 @@ def test_a_text_is_answered(plain: Served):
 def test_why_it_ended_is_said(plain: Served):
     made = create(plain, max_tokens=2)
     assert (made["stop_reason"], made["usage"]["output_tokens"]) == ("max_tokens", 2)
-    for found in (
+    for message in (
         create(plain, stop_sequences=["xyz", "noon"]),
         put_together(streamed(plain, stop_sequences=["xyz", "noon"])),
     ):
-        assert found["content"] == [{"type": "text", "text": " It is "}]
-        assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "noon")
+        assert message["content"] == [{"type": "text", "text": " It is "}]
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "noon")
 
 
 def test_a_stream_adds_up_to_the_whole(plain: Served):

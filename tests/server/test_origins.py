@@ -42,9 +42,9 @@ def exchange(
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, None if body is None else json.dumps(body), sent)
     answer = connection.getresponse()
-    found = answer.status, answer.headers, answer.read()
+    reply = answer.status, answer.headers, answer.read()
     connection.close()
-    return found
+    return reply
 
 
 def preflight(served: Served, origin: str, **more: str) -> tuple[int, Message, bytes]:
@@ -79,8 +79,8 @@ def test_an_allowed_page_may_read_answers(open_to_page: Served, path: str, strea
 def test_an_allowed_page_may_read_refusals_too(open_to_page: Served, keyed: Served):
     assert exchange(open_to_page, "GET", "/v1/models")[1]["vary"] == "origin"
     for served, status in ((open_to_page, 404), (keyed, 401)):
-        found, headers, _ = exchange(served, "GET", "/nothing", origin=PAGE)
-        assert found == status
+        got, headers, _ = exchange(served, "GET", "/nothing", origin=PAGE)
+        assert got == status
         assert "access-control-allow-origin" in headers
         assert ("vary" in headers) == (served is open_to_page), "all pages get the same from *"
 

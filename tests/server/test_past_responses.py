@@ -453,9 +453,9 @@ def test_without_the_setting_nothing_is_kept():
     ],
 )
 def test_several_processes_would_each_find_their_own(given: dict[str, Any], says: str):
-    found = resolve({"keep_responses": "1MiB", **given}, environment={})
+    settled = resolve({"keep_responses": "1MiB", **given}, environment={})
     with pytest.raises(BadInput, match=f"keep_responses is 1MiB, and {says} would find its own"):
-        derived(found, read_checkpoint("ess-embedded"))
+        derived(settled, read_checkpoint("ess-embedded"))
 
 
 def test_a_size_that_is_none_names_the_setting():

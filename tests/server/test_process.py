@@ -467,8 +467,8 @@ def test_prompts_of_one_step_leave_with_their_own_chances():
         [first, *_] = together.pieces(add.number)
         assert len(first.prompt_chances) == add.number - 1
         wanted = [chance.logprob for chance in apart.pieces(add.number)[0].prompt_chances]
-        found = [chance.logprob for chance in first.prompt_chances]
-        assert found == pytest.approx(wanted, abs=1e-4)
+        logprobs = [chance.logprob for chance in first.prompt_chances]
+        assert logprobs == pytest.approx(wanted, abs=1e-4)
     [traced] = (message for message in together.given if isinstance(message, Traced))
     names = [span.name for span in traced.spans if span.lane == "steps"]
     assert names[0] == "step 1, 0 requests, 48 prompt tokens of 2 requests"

@@ -45,13 +45,13 @@ def written(folder: Path, text: str) -> Path:
 def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path):
     config = written(tmp_path, 'port = 1\nmax-running = 2\nhost = "127.0.0.2"\nwarm = false\n')
     environment = {"ESS_PORT": "2", "ESS_MAX_RUNNING": "3", "HOME": "x", "ESS_VERIFY_EVERY": "7"}
-    found = resolve({"port": 3, "host": None}, config=config, environment=environment)
-    assert found.settings.port == 3
-    assert found.settings.max_running == 3
-    assert found.settings.host == "127.0.0.2"
-    assert found.settings.warm is False
-    assert found.settings.verify_every == 7
-    origins = found.origins
+    settled = resolve({"port": 3, "host": None}, config=config, environment=environment)
+    assert settled.settings.port == 3
+    assert settled.settings.max_running == 3
+    assert settled.settings.host == "127.0.0.2"
+    assert settled.settings.warm is False
+    assert settled.settings.verify_every == 7
+    origins = settled.origins
     assert [origins[n] for n in ("port", "max_running", "host", "mtp")] == [
         "flag",
         "environment",
@@ -85,8 +85,8 @@ def told(*words: str, monkeypatch: pytest.MonkeyPatch) -> Launch:
     flags: dict[str, object] = {}
     monkeypatch.setattr(begin, "serve_flags", lambda given, **_: flags.update(given))
     assert cli.main(["serve", *words]) == 0
-    found = resolve(flags, environment={"ESS_PEER_SECRET": "sixteen bytes are enough"})
-    message = launch.launch_of(found.settings, read_checkpoint(""), planned(max_model_len="2k"))
+    settled = resolve(flags, environment={"ESS_PEER_SECRET": "sixteen bytes are enough"})
+    message = launch.launch_of(settled.settings, read_checkpoint(""), planned(max_model_len="2k"))
     return msgspec.json.decode(msgspec.json.encode(message), type=Launch)
 
 
@@ -214,9 +214,9 @@ def test_every_flag_of_theirs_says_what_becomes_of_it():
 )
 def test_a_variable_of_theirs_sets_ours(variable: str, given: str, name: str, value: object):
     assert variable in SAME
-    found = resolve({}, environment={variable: given})
-    assert getattr(found.settings, name) == value
-    assert (found.origins[name], found.notes) == ("environment", ())
+    settled = resolve({}, environment={variable: given})
+    assert getattr(settled.settings, name) == value
+    assert (settled.origins[name], settled.notes) == ("environment", ())
     assert getattr(resolve({}, environment={variable: ""}).settings, name) != value
     ours = {variable: given, f"ESS_{name.upper()}": "0" if value is True else "77"}
     assert getattr(resolve({}, environment=ours).settings, name) != value
@@ -239,8 +239,8 @@ def test_a_variable_of_theirs_that_sets_nothing_is_named():
 
 
 def test_a_value_of_theirs_is_read():
-    found = resolve({"form": "bfloat16", "row": "fp8_ds_mla"}, environment={"ESS_ROW": "auto"})
-    assert (found.settings.form, found.settings.row) == ("bf16", "fp8")
+    settled = resolve({"form": "bfloat16", "row": "fp8_ds_mla"}, environment={"ESS_ROW": "auto"})
+    assert (settled.settings.form, settled.settings.row) == ("bf16", "fp8")
     assert resolve({"form": "float32"}, environment={}).settings.form == "f32"
     with pytest.raises(BadInput, match=r"form \(--dtype\) from flag is 'float16'"):
         resolve({"form": "float16"}, environment={})
@@ -256,15 +256,15 @@ def test_a_cluster_s_own_variables_are_no_settings():
         "VLLM_PORT": "tcp://10.0.0.2:8000",
         "VLLM_SERVICE_PORT": "8000",
     }
-    found = resolve({}, environment=environment)
-    assert (found.settings.port, found.origins["port"], found.notes) == (8000, "default", ())
+    settled = resolve({}, environment=environment)
+    assert (settled.settings.port, settled.origins["port"], settled.notes) == (8000, "default", ())
 
 
 def test_a_key_is_never_shown():
-    found = resolve({"api_key": "hushed"}, environment={})
-    assert found.shown()["api_key"] == {"value": "set", "from": "flag"}
-    assert "hushed" not in repr(found.shown())
-    assert found.settings.keys == ("hushed",)
+    settled = resolve({"api_key": "hushed"}, environment={})
+    assert settled.shown()["api_key"] == {"value": "set", "from": "flag"}
+    assert "hushed" not in repr(settled.shown())
+    assert settled.settings.keys == ("hushed",)
     several = resolve({"api_key": " a, b ,"}, environment={})
     assert several.settings.keys == ("a", "b")
 
@@ -331,9 +331,9 @@ def test_a_calibration_needs_modes_that_it_can_start():
 def test_a_file_may_be_json(tmp_path: Path):
     path = tmp_path / "serve.json"
     path.write_text('{"max-running": 3, "modes": ["none", "da"]}')
-    found = resolve({}, config=path, environment={})
-    assert (found.settings.max_running, found.settings.modes) == (3, ["none", "da"])
-    assert found.origins["max_running"] == "file"
+    settled = resolve({}, config=path, environment={})
+    assert (settled.settings.max_running, settled.settings.modes) == (3, ["none", "da"])
+    assert settled.origins["max_running"] == "file"
     path.write_text("[1]")
     with pytest.raises(BadInput, match="not a table of settings"):
         resolve({}, config=path, environment={})
@@ -344,8 +344,8 @@ def test_a_file_may_be_json(tmp_path: Path):
 
 def test_what_the_checkpoint_decides_is_named_so():
     checkpoint = read_checkpoint("")
-    found = launch.derived(resolve({}, environment={}), checkpoint)
-    assert (found.settings.mtp, found.origins["mtp"]) == (2, "derived")
+    settled = launch.derived(resolve({}, environment={}), checkpoint)
+    assert (settled.settings.mtp, settled.origins["mtp"]) == (2, "derived")
     kept = launch.derived(resolve({"mtp": 1}, environment={}), checkpoint)
     assert (kept.settings.mtp, kept.origins["mtp"]) == (1, "flag")
     unable = msgspec.structs.replace(checkpoint.config, mtp_layer_count=0)
@@ -357,8 +357,8 @@ LAYOUT = ModelLayout.embedded()
 
 
 def planned(*, free: int | None = None, **changed: object):
-    found = resolve(changed, environment={}).settings
-    return plan_memory(found, LAYOUT, positions_max=131072, weight_bytes=1 << 20, free=free)
+    settings = resolve(changed, environment={}).settings
+    return plan_memory(settings, LAYOUT, positions_max=131072, weight_bytes=1 << 20, free=free)
 
 
 def test_the_plan_says_how_many_fit_and_why_no_more():
@@ -437,10 +437,10 @@ def test_an_address_of_this_machine_needs_no_key():
 def test_keys_from_a_file_are_as_secret(tmp_path: Path):
     path = tmp_path / "keys"
     path.write_text("hushed-1\n hushed-2 \n\n")
-    found = resolve({"host": "0.0.0.0", "api_key_file": str(path)}, environment={})
-    assert found.settings.keys == ("hushed-1", "hushed-2")
-    assert found.shown()["api_key"] == {"value": "set", "from": "flag"}
-    assert "hushed" not in repr(found)
+    settled = resolve({"host": "0.0.0.0", "api_key_file": str(path)}, environment={})
+    assert settled.settings.keys == ("hushed-1", "hushed-2")
+    assert settled.shown()["api_key"] == {"value": "set", "from": "flag"}
+    assert "hushed" not in repr(settled)
     for empty in (b"", b"\n", b"\xff\xfe"):
         path.write_bytes(empty)
         with pytest.raises(BadInput, match=r"keys (has no key|is not text)"):
@@ -448,8 +448,8 @@ def test_keys_from_a_file_are_as_secret(tmp_path: Path):
 
 
 def test_a_login_in_an_address_is_not_shown():
-    found = resolve({"otlp_endpoint": "http://me:secret@box:4318/v1/traces"}, environment={})
-    assert found.shown()["otlp_endpoint"]["value"] == "http://...@box:4318/v1/traces"
+    settled = resolve({"otlp_endpoint": "http://me:secret@box:4318/v1/traces"}, environment={})
+    assert settled.shown()["otlp_endpoint"]["value"] == "http://...@box:4318/v1/traces"
 
 
 GIB = 1 << 30

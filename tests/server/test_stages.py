@@ -140,8 +140,8 @@ def test_torchrun_says_which_rank_this_is():
         resolve({**shared, "dp_size": 2}, environment=OF_RANK)
     with pytest.raises(BadInput, match="dp_rank is 1: leave it out, since torchrun"):
         resolve({**shared, "dp_rank": 1}, environment=OF_RANK)
-    found = resolve(shared, environment=OF_RANK).settings
-    assert (found.dp_rank, found.port, found.dist_init_addr) == (2, 9001, "127.0.0.1:29501")
+    of_rank = resolve(shared, environment=OF_RANK).settings
+    assert (of_rank.dp_rank, of_rank.port, of_rank.dist_init_addr) == (2, 9001, "127.0.0.1:29501")
     there = resolve({**shared, "device": "cuda"}, environment=OF_RANK).settings
     assert (there.device, there.backend) == ("cuda:1", "cuda")
     given = resolve({**shared, "device": "cuda:5"}, environment=OF_RANK).settings
@@ -212,9 +212,9 @@ def test_a_partition_and_chunks_of_sglang_are_understood():
         "SGLANG_PP_LAYER_PARTITION": "3,4",
         "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR": "0.5",
     }
-    found = resolve({**PREFILL, "pp_size": 2}, environment=environment)
-    assert (found.settings.pp_layer_partition, found.settings.smooth) == ("3,4", 0.5)
-    assert found.notes == ()
+    settled = resolve({**PREFILL, "pp_size": 2}, environment=environment)
+    assert (settled.settings.pp_layer_partition, settled.settings.smooth) == ("3,4", 0.5)
+    assert settled.notes == ()
 
 
 SAID = Status(stages=(StageLine(0, (0, 4), 0.5, 9, 0.25), StageLine(1, (4, 7), 0.75, 8, 0.5)))
@@ -233,10 +233,10 @@ def test_stages_are_in_loads_metrics_and_frames():
             "chunks": 8,
             "heard_s": 0.5,
         }
-        found = metrics(served.url)
-        assert found["ess_stage_busy_share", "1"] == 0.75
-        assert found["ess_stage_chunks_total", "0"] == 9
-        assert found["ess_stage_silent_seconds", "0"] == 0.25
+        shown = metrics(served.url)
+        assert shown["ess_stage_busy_share", "1"] == 0.75
+        assert shown["ess_stage_chunks_total", "0"] == 9
+        assert shown["ess_stage_silent_seconds", "0"] == 0.25
 
 
 def test_top_has_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]):

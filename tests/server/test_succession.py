@@ -55,10 +55,10 @@ def kill(process: Process) -> int:
 
 
 def has_engine(process: Process, *others: int) -> bool:
-    found = [
+    engines = [
         pid for pid, words in commands(process.process.pid).items() if "ess.engine.process" in words
     ]
-    return bool(set(found) - {*others})
+    return bool(set(engines) - {*others})
 
 
 def succeeded(process: Process, lost: int) -> None:
@@ -130,8 +130,8 @@ def test_between_two_engines_everything_is_503_with_the_reason_and_a_time():
             assert status == 503
             assert document["error"]["message"].startswith(f"{KILLED}; another starts in ")
             assert headers["retry-after"] == "5"
-        found = metrics(process.url)
-        assert found["ess_up", ""] == 0
+        shown = metrics(process.url)
+        assert shown["ess_up", ""] == 0
         os.kill(process.engine_pid, signal.SIGCONT)
         process.wait_ready()
         assert answered(process, "/v1/completions", b'{"prompt": "x", "max_tokens": 3}')[0] == 200

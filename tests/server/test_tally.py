@@ -33,13 +33,13 @@ def test_the_sum_of_all_is_the_same_whoever_sums(tmp_path: Path):
         shelf.put(tally)
     assert all(shelf.has_all() for shelf in shelves)
     for shelf, own in zip(shelves, tallies, strict=True):
-        found = together([own, *shelf.others()])
-        assert found.answers == {("/generate", 200): 6, ("/generate", 500): 3}
-        assert found.refusals == {"reason 1": 2, "reason 2": 2, "reason 3": 2}
-        assert (found.finishes, found.failure_count) == ({"stop": 6}, 3)
-        assert (found.disconnect_count, found.connection_count) == (6, 60)
-        assert (found.whole.count, round(found.whole.total_s, 6)) == (12, 7.2)
-        assert found.to_socket.counts == [3 * count for count in counted(1).to_socket.counts]
+        total = together([own, *shelf.others()])
+        assert total.answers == {("/generate", 200): 6, ("/generate", 500): 3}
+        assert total.refusals == {"reason 1": 2, "reason 2": 2, "reason 3": 2}
+        assert (total.finishes, total.failure_count) == ({"stop": 6}, 3)
+        assert (total.disconnect_count, total.connection_count) == (6, 60)
+        assert (total.whole.count, round(total.whole.total_s, 6)) == (12, 7.2)
+        assert total.to_socket.counts == [3 * count for count in counted(1).to_socket.counts]
     assert encode(tallies[0]) == encode(counted(1)), "a sum changes no process's own counts"
 
 
@@ -48,8 +48,8 @@ def test_who_takes_a_lost_one_s_place_keeps_its_counts_but_not_its_connections(t
     lost.put(counted(5))
     fresh = Shelf(tmp_path, count=3, front=1, life=1)
     fresh.put(counted(1))
-    found = together(first.others())
-    assert (found.disconnect_count, found.connection_count) == (6, 10)
+    total = together(first.others())
+    assert (total.disconnect_count, total.connection_count) == (6, 10)
     assert together(fresh.others()).disconnect_count == 5
 
 

@@ -190,10 +190,10 @@ def test_what_grows_with_a_body_is_not_made_on_the_event_loop(
 @pytest.mark.parametrize("pad", [{}, LONG, LONGER])
 def test_texts_to_ids_and_back(served: Served, pad: dict):
     texts = ["naïve 漢字", ""]
-    status, found = post(served.url, "/tokenize", {"prompt": texts, **pad})
+    status, document = post(served.url, "/tokenize", {"prompt": texts, **pad})
     assert status == 200
-    assert found["tokens"] == [TOKENIZER.encode(text, add_special=True) for text in texts]
-    asked = {"tokens": found["tokens"], "skip_special_tokens": True, **pad}
+    assert document["tokens"] == [TOKENIZER.encode(text, add_special=True) for text in texts]
+    asked = {"tokens": document["tokens"], "skip_special_tokens": True, **pad}
     assert post(served.url, "/detokenize", asked)[1]["text"] == texts
     status, refused = post(served.url, "/tokenize", {"prompt": "a", "model": "other", **pad})
     assert status == 404, refused
@@ -272,8 +272,8 @@ def test_a_body_that_is_being_read_delays_nobody(served: Served):
         assert post(served.url, "/tokenize", {"prompt": "quick"})[0] == 200
         assert post(served.url, "/v1/completions", {"prompt": "quick", "max_tokens": 1})[0] == 200
         assert slow.answer is None
-    status, found = slow.ended()
-    assert (status, found["tokens"]) == (200, TOKENIZER.encode("slow", add_special=True))
+    status, document = slow.ended()
+    assert (status, document["tokens"]) == (200, TOKENIZER.encode("slow", add_special=True))
 
 
 def test_a_short_body_does_not_wait_behind_a_long_one(served: Served):

@@ -46,9 +46,9 @@ def shown(server: ssl.SSLContext) -> bytes:
     for end in (client, serving, client):
         with contextlib.suppress(ssl.SSLWantReadError):
             end.do_handshake()
-    found = client.getpeercert(binary_form=True)
-    assert found is not None
-    return found
+    certificate = client.getpeercert(binary_form=True)
+    assert certificate is not None
+    return certificate
 
 
 def moved(begin: Path, end: Path) -> None:

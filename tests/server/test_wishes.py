@@ -41,8 +41,8 @@ def refusal(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
         post(served, path, body)
     assert caught.value.code == 400
     assert len(served.engine.adds) == before
-    found: dict[str, Any] = json.loads(caught.value.read())["error"]
-    return found
+    error: dict[str, Any] = json.loads(caught.value.read())["error"]
+    return error
 
 
 def status(served: Served, path: str, body: str) -> int:
@@ -93,9 +93,9 @@ SERVED_AT = {
 )
 def test_what_is_known_and_not_served_is_refused_by_name(plain: Served, path, name):
     wish = False if name.endswith("_reasoning") else ["x"]
-    found = refusal(plain, path, with_field(path, name, wish))
-    assert found["param"] == name
-    assert found["message"].startswith(f"{name} is not ")
+    error = refusal(plain, path, with_field(path, name, wish))
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} is not ")
     if "sampling_params" in BODIES[path]:
         assert refusal(plain, path, {**BODIES[path], name: wish})["param"] == name
 
@@ -186,9 +186,9 @@ def test_a_sampler_at_another_value_is_refused(plain: Served, path, name):
     ],
 )
 def test_what_cannot_be_is_refused_by_name(plain: Served, path, changed, param, says):
-    found = refusal(plain, path, {**BODIES[path], **changed})
-    assert found["param"] == param, found
-    assert says in found["message"]
+    error = refusal(plain, path, {**BODIES[path], **changed})
+    assert error["param"] == param, error
+    assert says in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def test_what_cannot_be_is_refused_by_name(plain: Served, path, changed, param, 
     ],
 )
 def test_a_refusal_is_in_the_client_s_own_words(plain: Served, path, changed, param, says):
-    found = refusal(plain, path, {**BODIES[path], **changed})
-    assert found["param"] == param, found
-    assert says in found["message"]
+    error = refusal(plain, path, {**BODIES[path], **changed})
+    assert error["param"] == param, error
+    assert says in error["message"]
 
 
 # ---- served
@@ -287,9 +287,9 @@ SPOKEN = [
 
 @pytest.mark.parametrize(("path", "changed", "kind"), SPOKEN)
 def test_every_constraint_becomes_a_grammar(plain: Served, path, changed, kind):
-    found = sampling(plain, path, {**BODIES[path], **changed}).grammar
-    assert found is not None
-    assert found.kind == kind
+    grammar = sampling(plain, path, {**BODIES[path], **changed}).grammar
+    assert grammar is not None
+    assert grammar.kind == kind
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, TOKENS])
@@ -391,9 +391,9 @@ def test_a_free_choice_is_free(calling: Served, changed):
     ],
 )  # fmt: skip
 def test_tools_that_cannot_be_are_refused(calling: Served, changed, param, says):
-    found = refusal(calling, CHAT, {**BODIES[CHAT], "tools": [tool("x")], **changed})
-    assert found["param"] == param, found
-    assert says in found["message"]
+    error = refusal(calling, CHAT, {**BODIES[CHAT], "tools": [tool("x")], **changed})
+    assert error["param"] == param, error
+    assert says in error["message"]
 
 
 def test_a_template_without_tools_takes_their_absence(plain: Served):

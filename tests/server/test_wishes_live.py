@@ -81,8 +81,8 @@ def texts(running: Process, params: dict[str, Any], form: dict[str, Any]) -> lis
 
 def test_a_choice_is_one_of_its_options(running: Process):
     options = [' a "b"', "naïve\n", " the end"]
-    found = texts(running, {"temperature": 1.0}, {"structured_outputs": {"choice": options}})
-    assert set(found) <= set(options)
+    chosen = texts(running, {"temperature": 1.0}, {"structured_outputs": {"choice": options}})
+    assert set(chosen) <= set(options)
 
 
 def test_allowed_ids_and_bad_words_hold(running: Process):
@@ -125,11 +125,11 @@ def test_required_calls_come_with_right_arguments(running: Process, choice, stre
         names, arguments = [call.function.name], call.function.arguments
         assert made.choices[0].finish_reason == "tool_calls"
     assert names == ["tide"]
-    found = json.loads(arguments)
-    assert found.keys() == {"city", "days"}
-    assert found["city"] in ("Ulm", "Köln")
-    assert isinstance(found["days"], int)
-    assert found["days"] <= 9
+    document = json.loads(arguments)
+    assert document.keys() == {"city", "days"}
+    assert document["city"] in ("Ulm", "Köln")
+    assert isinstance(document["days"], int)
+    assert document["days"] <= 9
 
 
 def test_responses_call_too(running: Process):

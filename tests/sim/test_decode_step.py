@@ -46,17 +46,17 @@ def test_a_task_waits_for_its_lane_and_for_what_it_needs():
 
 
 def test_a_lane_does_one_thing_at_a_time_and_time_is_conserved(operators: PaperOperators):
-    found = simulate(operators, scenario(200.0))
+    step = simulate(operators, scenario(200.0))
     for lane in (COMPUTE, EXCHANGE, FETCH, STORE):
-        spans = [span for span in found.timeline.spans if span.lane == lane]
+        spans = [span for span in step.timeline.spans if span.lane == lane]
         assert spans, lane
         assert all(a.end_us <= b.start_us for a, b in itertools.pairwise(spans))
     whole = simulate(operators, scenario(None))
-    assert found.step_us - whole.step_us == pytest.approx(found.exposed_us)
+    assert step.step_us - whole.step_us == pytest.approx(step.exposed_us)
     moved = transfer_us(
         miss_count=200, request_count=80, row_bytes=656, bytes_per_us=operators.machine.link_rate
     )
-    assert found.timeline.busy_us(FETCH) == pytest.approx(2 * LAYERS * moved)
+    assert step.timeline.busy_us(FETCH) == pytest.approx(2 * LAYERS * moved)
 
 
 @pytest.mark.parametrize("miss_count", [32.0, 128.0, 256.0, 512.0])
@@ -89,11 +89,11 @@ def test_the_policy_is_never_worse_than_a_forced_mode(operators: PaperOperators)
 
 def test_stages_add_up_to_the_module(operators: PaperOperators):
     """At a measured point: base x scale, plus what the context adds."""
-    found = operators.stages(MicroBatch(request_count=128, queries_each=1, context=131_072))
-    parts = found.project + found.pre_attn + found.attend + found.output
+    stages = operators.stages(MicroBatch(request_count=128, queries_each=1, context=131_072))
+    parts = stages.project + stages.pre_attn + stages.attend + stages.output
     measured = operators.tables.attention
     assert parts == pytest.approx(operators.fitted.compute_scale * measured.at(128, 2048))
-    assert found.index == pytest.approx(measured.at(128, 131_072) - measured.at(128, 2048))
+    assert stages.index == pytest.approx(measured.at(128, 131_072) - measured.at(128, 2048))
 
 
 def test_two_halves_pay_at_large_batches_only(operators: PaperOperators):

@@ -179,15 +179,15 @@ def test_the_smallest_tier_meets_the_objective_and_one_less_does_not():
 def test_a_fleet_has_whole_groups_with_something_to_spare():
     """A GPU ends a request a second, 8 of them 8: 90 % of two groups are 14.4 requests a second."""
     for rate, groups in ((7.0, 1), (7.3, 2), (14.3, 2), (14.5, 3)):
-        found = fewest(
+        fleet = fewest(
             point(1024.0),
             8,
             work=WORK,
             wanted=FleetGoal(rate=rate, ttft_s=9.0),
             through=lambda stages: (1.0, 1.0),
         )
-        assert (found.decode.count, found.decode.gpu_count) == (groups, 8 * groups)
-        assert found.decode.load <= 0.9
+        assert (fleet.decode.count, fleet.decode.gpu_count) == (groups, 8 * groups)
+        assert fleet.decode.load <= 0.9
 
 
 def test_prefill_runs_in_the_group_that_is_fastest_for_each_gpu(planner: Planner):
@@ -220,7 +220,7 @@ def test_the_fewest_gpus_and_their_first_token_have_ends(planner: Planner):
     prefill takes 15 % longer, and one for a slow rate does."""
     work = Work(context=131_072)
     paced = replace(planner, ask=replace(planner.ask, token_us_max=60e3, host_bytes=8 << 40))
-    found = {
+    fleet_at = {
         rate: fleets(
             paced,
             prefilling=prefilling_of(planner),
@@ -230,17 +230,17 @@ def test_the_fewest_gpus_and_their_first_token_have_ends(planner: Planner):
         ).offload
         for rate in (0.5, 20.0)
     }
-    for side in found.values():
+    for side in fleet_at.values():
         low, high = side.gpu_ends
         assert high is not None
         assert low <= side.fleet.gpu_count <= high
         assert side.first_token_ends_s[0] < side.fleet.prefill.first_token_s
-    low, high = found[20.0].gpu_ends
-    prefill = found[20.0].fleet.prefill.gpu_count * found[20.0].prefill_band[1]
+    low, high = fleet_at[20.0].gpu_ends
+    prefill = fleet_at[20.0].fleet.prefill.gpu_count * fleet_at[20.0].prefill_band[1]
     assert high is not None
-    assert high - found[20.0].fleet.gpu_count >= 0.9 * prefill > 10
-    assert found[20.0].first_token_ends_s[1] is None
-    assert found[0.5].first_token_ends_s[1] is not None
+    assert high - fleet_at[20.0].fleet.gpu_count >= 0.9 * prefill > 10
+    assert fleet_at[20.0].first_token_ends_s[1] is None
+    assert fleet_at[0.5].first_token_ends_s[1] is not None
 
 
 def test_weights_are_those_of_the_models():
@@ -268,12 +268,12 @@ def test_every_way_uses_all_gpus_and_wide_is_the_first():
 
 def test_the_best_way_is_no_worse_than_any(planner: Planner):
     """With offload and without, each its own."""
-    found = best_way(planner).plan()
+    plan = best_way(planner).plan()
     wide = planner.plan()
-    assert found.chosen.tokens_per_s >= wide.chosen.tokens_per_s
-    assert found.resident is not None
+    assert plan.chosen.tokens_per_s >= wide.chosen.tokens_per_s
+    assert plan.resident is not None
     assert wide.resident is not None
-    assert found.resident.tokens_per_s >= wide.resident.tokens_per_s
+    assert plan.resident.tokens_per_s >= wide.resident.tokens_per_s
 
 
 def test_more_host_memory_never_makes_fewer_tokens():

@@ -18,9 +18,9 @@ def test_counted_misses_are_the_published_ones_at_32k():
     """At 32K, where the generator was fitted: within 20 % on average, and they fall with slots."""
     published = misses.published()
     counted = lru_curves(published, Drawing(contexts=(32_768,), steps=64, skip=24))
-    found = agreement(counted, published)
-    assert [point.ratio for point in found] == [0.1, 0.2, 0.3, 0.5, 0.9]
-    errors = [abs(point.lru / point.published - 1.0) for point in found]
+    points = agreement(counted, published)
+    assert [point.ratio for point in points] == [0.1, 0.2, 0.3, 0.5, 0.9]
+    errors = [abs(point.lru / point.published - 1.0) for point in points]
     assert statistics.mean(errors) < 0.2
     at = [counted.mean(context=32_768, slots=slots) for slots in range(2048, 32_768, 2048)]
     assert at == sorted(at, reverse=True)

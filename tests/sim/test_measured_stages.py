@@ -108,11 +108,11 @@ def test_the_clock_and_the_simulator_agree():
 @pytest.mark.parametrize("prompt", [4096, 16384, 65536])
 def test_what_is_found_is_as_good_as_the_longer_search(prompt: int):
     """Compared with `autotune`, whose steps are finer and which has no longest chunk."""
-    found = [best(known(), HALVES, prompt, chunk_max=8192) for best in (best_static, best_dynamic)]
-    assert [each.is_dynamic for each in found] == [False, True]
+    tried = [best(known(), HALVES, prompt, chunk_max=8192) for best in (best_static, best_dynamic)]
+    assert [each.is_dynamic for each in tried] == [False, True]
     tuned = autotune(TIME, known().pipeline(HALVES), prompt=prompt, unit=64)
     ours = min(
-        prefill(TIME, known().pipeline(HALVES), each.sizes(TIME, prompt)).ttft_s for each in found
+        prefill(TIME, known().pipeline(HALVES), each.sizes(TIME, prompt)).ttft_s for each in tried
     )
     assert ours <= tuned.result.ttft_s * 1.01
 
@@ -120,13 +120,13 @@ def test_what_is_found_is_as_good_as_the_longer_search(prompt: int):
 def test_a_search_begins_with_the_default_and_balances_the_layers():
     layout = ModelLayout.embedded()
     default = Setting(first=512, smoothing=0.0, layers=HALVES)
-    found = search(known(), layout, default, 16384, chunk_max=4096)
-    assert found[0].setting == default
-    assert all(each.setting != default for each in found[1:])
-    assert found[1].setting.layers == ((0, 4), (4, 6))
-    assert found[1].first_token_s < found[0].first_token_s
-    assert found[1].first_token_s <= 1.01 * min(each.first_token_s for each in found)
-    assert max(each.setting.first for each in found[1:]) <= 4096
+    tried = search(known(), layout, default, 16384, chunk_max=4096)
+    assert tried[0].setting == default
+    assert all(each.setting != default for each in tried[1:])
+    assert tried[1].setting.layers == ((0, 4), (4, 6))
+    assert tried[1].first_token_s < tried[0].first_token_s
+    assert tried[1].first_token_s <= 1.01 * min(each.first_token_s for each in tried)
+    assert max(each.setting.first for each in tried[1:]) <= 4096
 
 
 def test_flags_are_those_of_ess_prefill():

@@ -61,9 +61,9 @@ def test_the_papers_batch_limits(operators: PaperOperators, context: int, ratio:
         layout=ModelLayout.deepseek_v32(mtp=False), device_bytes=80 * GIB, count_map=False
     )
     assert budget.batch_max(context=context, slots_each=slots) == batch
-    found = answer(operators, as_paper=True, context=context, batch=batch, device_bytes=80 * GIB)
-    assert round(found.chosen.ratio, 2) >= ratio
-    assert found.index_wall == (81 if context == 131_072 else 325)
+    plan = answer(operators, as_paper=True, context=context, batch=batch, device_bytes=80 * GIB)
+    assert round(plan.chosen.ratio, 2) >= ratio
+    assert plan.index_wall == (81 if context == 131_072 else 325)
 
 
 def test_the_papers_ratios(operators: PaperOperators):
@@ -77,19 +77,19 @@ def test_the_papers_ratios(operators: PaperOperators):
 
 
 def test_every_planned_batch_is_admitted_and_keeps_the_time(operators: PaperOperators):
-    found = answer(operators, context=131_072, token_us_max=45_000.0, host_bytes=8 << 40)
-    assert found.chosen.token_us <= 45_000.0
-    assert found.chosen.slots_each >= found.slot_floor
-    assert found.chosen.host_bytes <= (8 << 40) // 32
-    assert found.gain is not None
-    assert found.gain > 1.0
-    assert found.resident is not None
-    assert found.resident.batch < found.break_even_batch <= found.chosen.batch
+    plan = answer(operators, context=131_072, token_us_max=45_000.0, host_bytes=8 << 40)
+    assert plan.chosen.token_us <= 45_000.0
+    assert plan.chosen.slots_each >= plan.slot_floor
+    assert plan.chosen.host_bytes <= (8 << 40) // 32
+    assert plan.gain is not None
+    assert plan.gain > 1.0
+    assert plan.resident is not None
+    assert plan.resident.batch < plan.break_even_batch <= plan.chosen.batch
 
 
 def test_host_memory_limits(operators: PaperOperators):
-    found = answer(operators, context=32_768, host_bytes=100 * GIB)
-    assert (found.chosen.batch, found.limiter) == (2, "host pages")
+    plan = answer(operators, context=32_768, host_bytes=100 * GIB)
+    assert (plan.chosen.batch, plan.limiter) == (2, "host pages")
 
 
 def test_the_planner_names_its_own_limit(
@@ -155,11 +155,11 @@ def test_no_batch_near_the_limit_is_skipped(
 ):
     """Below the batch at which memory runs out both systems do the same, so none is better; a grid
     that skips the best batch would make offload the worse of them, and yet recommend it."""
-    found = answer(operators, context=context, token_us_max=limit_us)
-    assert found.resident is not None
-    assert (found.chosen.batch, found.gain) == (found.resident.batch, 1.0)
-    assert (found.limiter, found.recommended) == ("time per token", "resident")
-    more = answer(operators, context=context, batch=found.chosen.batch + 1)
+    plan = answer(operators, context=context, token_us_max=limit_us)
+    assert plan.resident is not None
+    assert (plan.chosen.batch, plan.gain) == (plan.resident.batch, 1.0)
+    assert (plan.limiter, plan.recommended) == ("time per token", "resident")
+    more = answer(operators, context=context, batch=plan.chosen.batch + 1)
     assert more.chosen.token_us > limit_us
 
 
@@ -196,8 +196,8 @@ def test_few_of_many_batches_are_tried_and_the_best_is_found(most: int, share: f
     points = tried(most, point_of, lambda point: point.batch <= slow)
     kept = range(1, slow + 1)
     near = range(max(1, peak - 200), min(slow, peak + 200) + 1) or kept[-200:]
-    found = best(point for point in points if point.batch <= slow)
-    assert found.batch == best(map(point_of, near)).batch
+    chosen = best(point for point in points if point.batch <= slow)
+    assert chosen.batch == best(map(point_of, near)).batch
     assert {slow, min(slow + 1, most)} <= {point.batch for point in points}
     assert len(points) <= 600
 
@@ -353,9 +353,9 @@ def test_changes_are_planned_as_if_they_had_been_asked(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(changes, "prefilling_of", prefilling_for)
     setup = Setup(ask=ask, node=question.node, gpu="h200")
-    found = {each.name: each for each in changed(setup, question, planner_for)}
-    assert len(found) == 10
-    assert {name for name, each in found.items() if each.refused} == {
+    change_of = {each.name: each for each in changed(setup, question, planner_for)}
+    assert len(change_of) == 10
+    assert {name for name, each in change_of.items() if each.refused} == {
         "--mtp 1",
         "--gpus 16, their memory alike",
         "host memory: half",
@@ -367,8 +367,12 @@ def test_changes_are_planned_as_if_they_had_been_asked(monkeypatch: pytest.Monke
     }
     for name, other in alone.items():
         answer = answered(planner_for(other), replace(question, node=other.node))
-        assert (found[name].plan, found[name].all_gpus) == (answer.plan, answer.all_gpus), name
-    waits = [found[name].plan.chosen.exposed_us for name in ("host link: twice, as PCIe 6", *alone)]
+        assert (change_of[name].plan, change_of[name].all_gpus) == (answer.plan, answer.all_gpus), (
+            name
+        )
+    waits = [
+        change_of[name].plan.chosen.exposed_us for name in ("host link: twice, as PCIe 6", *alone)
+    ]
     assert waits[0] <= waits[1] <= waits[2]
 
 

@@ -64,10 +64,10 @@ def asks(*sizes: tuple[float, int, int]) -> list[Arrival]:
     return [Arrival(at_s=at, prompt_tokens=p, output_tokens=o) for at, p, o in sizes]
 
 
-def times(found: Replay) -> list[tuple[float | None, float | None]]:
+def times(played: Replay) -> list[tuple[float | None, float | None]]:
     return [
         tuple(None if at is None else round(at, 6) for at in (life.first_s, life.end_s))
-        for life in found.lives
+        for life in played.lives
     ]
 
 
@@ -76,11 +76,11 @@ def test_decode_by_hand():
 
     0-9 the first alone; 9-19 and 19-29 both; the first has its 3 tokens; 29-38 the second alone.
     """
-    found = replay(asks((0, 1, 3), (5, 1, 3)), rank(), drafting=Drafting(chance=0.0))
-    assert times(found) == [(9, 29), (19, 38)]
-    assert [ttft_s(life) for life in found.lives] == [9, 14]
-    assert [tpot_s(life) for life in found.lives] == [10, 9.5]
-    seen = summarise(found, Objective(ttft_s=10, tpot_s=10))
+    played = replay(asks((0, 1, 3), (5, 1, 3)), rank(), drafting=Drafting(chance=0.0))
+    assert times(played) == [(9, 29), (19, 38)]
+    assert [ttft_s(life) for life in played.lives] == [9, 14]
+    assert [tpot_s(life) for life in played.lives] == [10, 9.5]
+    seen = summarise(played, Objective(ttft_s=10, tpot_s=10))
     assert (seen.served_count, seen.good_share, seen.batch_peak) == (2, 0.5, 2)
     assert seen.tokens_per_s == pytest.approx(6 / 38)
     assert seen.batch_mean == pytest.approx((9 + 20 + 20 + 9) / 38)
@@ -91,9 +91,9 @@ def test_chunks_run_beside_decode_by_hand():
 
     0-9 the first; 9-82 it and 64 tokens; 82-126 it and 35; 126-136 both.
     """
-    found = replay(asks((0, 1, 4), (1, 100, 1)), rank(), drafting=Drafting(chance=0.0))
-    assert times(found) == [(9, 136), (136, 136)]
-    assert tpot_s(found.lives[1]) is None
+    played = replay(asks((0, 1, 4), (1, 100, 1)), rank(), drafting=Drafting(chance=0.0))
+    assert times(played) == [(9, 136), (136, 136)]
+    assert tpot_s(played.lives[1]) is None
 
 
 def test_prompts_share_a_step_by_hand():
@@ -101,8 +101,8 @@ def test_prompts_share_a_step_by_hand():
 
     0-64 both prompts; 64-106 both decode, and the third prompt; 106-115 it decodes alone.
     """
-    found = replay(asks(*[(0, 33, 1)] * 3), rank(), drafting=Drafting(chance=0.0))
-    assert times(found) == [(106, 106), (106, 106), (115, 115)]
+    played = replay(asks(*[(0, 33, 1)] * 3), rank(), drafting=Drafting(chance=0.0))
+    assert times(played) == [(106, 106), (106, 106), (115, 115)]
 
 
 def test_long_cached_prefixes_are_not_read_together_by_hand():
@@ -112,10 +112,10 @@ def test_long_cached_prefixes_are_not_read_together_by_hand():
     """
     told = {"drafting": Drafting(chance=0.0), "cached": [30, 30]}
     both = [(0, 33, 1)] * 2
-    found = replay(asks(*both), rank(positions_max=64.0), **told)
-    assert times(found) == [(13, 13), (22, 22)]
-    found = replay(asks(*both), rank(positions_max=128.0), **told)
-    assert times(found) == [(14, 14), (14, 14)]
+    played = replay(asks(*both), rank(positions_max=64.0), **told)
+    assert times(played) == [(13, 13), (22, 22)]
+    played = replay(asks(*both), rank(positions_max=128.0), **told)
+    assert times(played) == [(14, 14), (14, 14)]
 
 
 def test_steps_hold_what_the_engine_s_steps_hold(monkeypatch: pytest.MonkeyPatch):
@@ -171,8 +171,8 @@ def test_a_tier_by_hand():
         layer_count=61,
     )
     decode = rank(chunk_time=None)
-    found = replay(asks((0, 11, 1), (1, 21, 1)), decode, tier=tier, drafting=Drafting(chance=0.0))
-    assert times(found) == [(10 + 2 + 9, 21), (10 + 20 + 2 + 9, 41)]
+    played = replay(asks((0, 11, 1), (1, 21, 1)), decode, tier=tier, drafting=Drafting(chance=0.0))
+    assert times(played) == [(10 + 2 + 9, 21), (10 + 20 + 2 + 9, 41)]
 
 
 def test_cached_tokens_are_not_prefilled():
@@ -187,8 +187,8 @@ def test_cached_tokens_are_not_prefilled():
         layer_count=61,
     )
     alone = rank(chunk_time=None)
-    found = replay(asked, alone, tier=tier, cached=[128], drafting=Drafting(chance=0.0))
-    assert times(found) == [(81, 81)]
+    played = replay(asked, alone, tier=tier, cached=[128], drafting=Drafting(chance=0.0))
+    assert times(played) == [(81, 81)]
     assert tier.seconds(201, cached=192)[0] == pytest.approx(8.0)
     assert tier.seconds(193, cached=192) == (0.0, 0.0)
 
@@ -211,8 +211,8 @@ def test_blocks_are_found_again_until_they_are_pushed_out():
 
 def test_right_drafts_make_tokens():
     """Two queries a step and every draft right: 2 + 2 + 1 tokens in three steps of 10 s."""
-    found = replay(asks((0, 1, 5)), rank(depth=2), drafting=Drafting(chance=1.0))
-    assert times(found) == [(10, 30)]
+    played = replay(asks((0, 1, 5)), rank(depth=2), drafting=Drafting(chance=1.0))
+    assert times(played) == [(10, 30)]
     none_right = replay(asks((0, 1, 5)), rank(depth=2), drafting=Drafting(chance=0.0))
     assert times(none_right) == [(10, 50)]
 
@@ -231,11 +231,11 @@ def test_misses_take_time_and_end_when_rows_fit():
 
 def test_who_does_not_fit_waits_or_is_refused_by_name():
     small = rank(slots=150, host_pages=4)
-    found = replay(asks((0, 90, 2), (0, 90, 2), (0, 300, 2)), small)
-    assert [life.refused for life in found.lives] == [None, None, HOST_PAGES]
-    first, second = found.lives[:2]
+    played = replay(asks((0, 90, 2), (0, 90, 2), (0, 300, 2)), small)
+    assert [life.refused for life in played.lives] == [None, None, HOST_PAGES]
+    first, second = played.lives[:2]
     assert second.first_s > first.end_s
-    assert summarise(found, Objective(ttft_s=1, tpot_s=1)).waited_s.keys() == {SLOTS}
+    assert summarise(played, Objective(ttft_s=1, tpot_s=1)).waited_s.keys() == {SLOTS}
     alone = replay(asks(*[(0, 1, 2)] * 3), rank(batch_max=1), waiting_max=2)
     assert [life.refused for life in alone.lives] == [None, None, PREFILL]
     late = replay(asks((0, 1, 9), (1, 1, 9), (10, 1, 9)), rank(batch_max=1), waiting_max=1)
@@ -254,17 +254,17 @@ def test_a_time_per_token_bounds_the_batch():
 def test_nothing_is_lost_and_nothing_overlaps():
     """A random load under pressure: every token is made, the ledger ends empty, order is kept."""
     mix = Mix(rate=0.05, count=80, prompt_tokens=120, output_tokens=12, spread=0.8)
-    found = replay(draw(mix, seed=3), rank(slots=400, depth=3), waiting_max=20)
-    served = [life for life in found.lives if life.refused is None]
-    assert {life.refused for life in found.lives} > {None}
+    played = replay(draw(mix, seed=3), rank(slots=400, depth=3), waiting_max=20)
+    served = [life for life in played.lives if life.refused is None]
+    assert {life.refused for life in played.lives} > {None}
     assert all(life.made == life.arrival.output_tokens for life in served)
     assert all(life.length == life.arrival.prompt_tokens + life.made for life in served)
-    assert all(life.arrival.at_s < life.first_s <= life.end_s <= found.seconds for life in served)
+    assert all(life.arrival.at_s < life.first_s <= life.end_s <= played.seconds for life in served)
     assert [life.prefilled_count for life in served] == [
         life.arrival.prompt_tokens - 1 for life in served
     ]
-    found.rank.ledger.check()
-    assert found.rank.ledger.promised(SLOTS) == 0
+    played.rank.ledger.check()
+    assert played.rank.ledger.promised(SLOTS) == 0
 
 
 def test_the_same_seed_is_the_same_replay():

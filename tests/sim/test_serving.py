@@ -60,8 +60,8 @@ def test_steps_between_grid_points_are_the_planners(
         operators=planner.operators, curves=planner.curves, parallel=Parallel.wide(32)
     )
     missed = planner.curves.mean(context=context, slots=slots)
-    found = times.at(requests=batch, queries=2, context=context, misses=missed)
-    assert found.step_us == pytest.approx(here.point(batch, slots).step_us, rel=error)
+    point = times.at(requests=batch, queries=2, context=context, misses=missed)
+    assert point.step_us == pytest.approx(here.point(batch, slots).step_us, rel=error)
 
 
 WAYS = {
@@ -84,24 +84,24 @@ def test_a_saturated_rank_does_what_the_planner_says(planner: Planner, way: str)
     most = here.budget.batch_max(context=131_072, slots_each=6400)
     mix = Mix(rate=1e6, count=2 * most, prompt_tokens=130_816, output_tokens=256)
     serving = Serving(objective=OBJECTIVE, tier=(1024, 61))
-    found = serve(here, draw(mix, seed=0), serving)
+    served = serve(here, draw(mix, seed=0), serving)
     point = here.point(most, here.budget.slots_each(context=131_072, batch=most))
-    busy_s = found.offload.seconds * found.offload.busy_share
+    busy_s = served.offload.seconds * served.offload.busy_share
     made = 2 * most * 256 / busy_s / shared.attention_tp
-    assert found.offload.batch_peak == most
+    assert served.offload.batch_peak == most
     assert made == pytest.approx(point.tokens_per_s, rel=0.03)
-    assert found.offload.tokens_per_s > 1.2 * found.resident.tokens_per_s
-    assert found.gpu_count == shared.attention_tp + 1024 * 61
-    assert found.parallel == shared
+    assert served.offload.tokens_per_s > 1.2 * served.resident.tokens_per_s
+    assert served.gpu_count == shared.attention_tp + 1024 * 61
+    assert served.parallel == shared
 
 
 @pytest.mark.slow
 def test_what_is_sustained_is_and_a_fifth_more_is_not(planner: Planner):
     arrivals = draw(Mix(rate=1.0, count=80, prompt_tokens=130_048, output_tokens=512), seed=0)
     serving = Serving(objective=OBJECTIVE, tier=(8, 8), cached_share=0.95)
-    found = serve(planner, arrivals, serving, sustained=True)
-    offload, resident = found.sustained
-    for rate, (good, bad) in zip(found.sustained, found.sustained_ends, strict=True):
+    served = serve(planner, arrivals, serving, sustained=True)
+    offload, resident = served.sustained
+    for rate, (good, bad) in zip(served.sustained, served.sustained_ends, strict=True):
         assert good.rate >= rate.rate >= bad.rate
         assert good.rate > bad.rate
     assert offload.rate > 2.0 * resident.rate > 0.0
@@ -123,30 +123,30 @@ def test_a_replay_has_ends(planner: Planner):
     """Everything better than predicted, and everything worse; a tier that is sized, too."""
     mix = Mix(rate=2.0, count=40, prompt_tokens=131_072, output_tokens=256)
     serving = Serving(objective=OBJECTIVE, tier=AUTO, cached_share=0.9)
-    found = serve(planner, draw(mix, seed=0), serving)
+    served = serve(planner, draw(mix, seed=0), serving)
     for side, (good, bad) in (
-        (found.offload, found.offload_ends),
-        (found.resident, found.resident_ends),
+        (served.offload, served.offload_ends),
+        (served.resident, served.resident_ends),
     ):
         for name in ("ttft_s", "tpot_s"):
             times = [getattr(each, name).p90 for each in (good, side, bad)]
             assert times == sorted(set(times)), "each longer than the one before"
         assert good.tokens_per_s >= side.tokens_per_s >= bad.tokens_per_s
         assert good.good_share >= side.good_share >= bad.good_share
-    fewer, more = found.gpu_ends
+    fewer, more = served.gpu_ends
     assert fewer is not None
     assert more is not None
-    assert fewer < found.gpu_count < more
-    assert found.offload_ends[0].misses_mean < found.offload.misses_mean
+    assert fewer < served.gpu_count < more
+    assert served.offload_ends[0].misses_mean < served.offload.misses_mean
     given = replace(serving, tier=(2, 4))
     assert serve(planner, draw(mix, seed=0), given).gpu_ends == (9, 9)
 
 
 def test_without_pressure_offload_changes_nothing(planner: Planner):
     mix = Mix(rate=0.5, count=12, prompt_tokens=8192, output_tokens=64)
-    found = serve(planner, draw(mix, seed=0), Serving(objective=OBJECTIVE))
-    assert found.offload == found.resident
-    assert found.offload.misses_mean == 0.0
+    served = serve(planner, draw(mix, seed=0), Serving(objective=OBJECTIVE))
+    assert served.offload == served.resident
+    assert served.offload.misses_mean == 0.0
 
 
 def test_prefill_takes_what_a_pass_takes(planner: Planner):
@@ -191,15 +191,15 @@ def test_prefill_is_sized_by_the_objective_and_counted(planner: Planner):
     decodes. With one GPU fewer a tenth of the requests see their first token too late."""
     arrivals = draw(Mix(rate=0.8, count=300, prompt_tokens=32_768, output_tokens=64), seed=1)
     serving = Serving(objective=OBJECTIVE, tier=AUTO)
-    found = serve(planner, arrivals, serving)
-    pipelines, stages = found.prefill
-    assert found.gpu_count == 1 + pipelines * stages
-    assert found.resident.ttft_s is not None
-    assert found.resident.ttft_s.p90 <= OBJECTIVE.ttft_s
-    busy = found.prefill_tokens_per_s
-    assert found.gpu_count - 1 >= 0.8 * 32_768 / busy, "prefill cannot make more than it can"
-    given = serve(planner, arrivals, replace(serving, tier=found.prefill))
-    assert given == replace(found, gpu_ends=given.gpu_ends)
+    served = serve(planner, arrivals, serving)
+    pipelines, stages = served.prefill
+    assert served.gpu_count == 1 + pipelines * stages
+    assert served.resident.ttft_s is not None
+    assert served.resident.ttft_s.p90 <= OBJECTIVE.ttft_s
+    busy = served.prefill_tokens_per_s
+    assert served.gpu_count - 1 >= 0.8 * 32_768 / busy, "prefill cannot make more than it can"
+    given = serve(planner, arrivals, replace(serving, tier=served.prefill))
+    assert given == replace(served, gpu_ends=given.gpu_ends)
     fewer = (1, pipelines * stages - 2)
     late = serve(planner, arrivals, replace(serving, tier=fewer)).resident.ttft_s
     assert late is not None
@@ -244,9 +244,9 @@ def drawn(folder: Path) -> Path:
 def test_the_page_holds_all_it_shows(tmp_path: Path):
     html = drawn(tmp_path).read_text()
     assert not re.search(r"(?:src|href)\s*=|https?://|@import|fetch\(", html)
-    found = re.search(r'application/json">(.*?)</script>', html, re.DOTALL)
-    assert found is not None
-    numbers = json.loads(found[1])
+    script = re.search(r'application/json">(.*?)</script>', html, re.DOTALL)
+    assert script is not None
+    numbers = json.loads(script[1])
     assert "TP4 x DP8, EP32" in numbers["about"]
     assert [side["name"] for side in numbers["sides"]] == ["with offload", "resident"]
     for side in numbers["sides"]:
@@ -299,10 +299,10 @@ def test_the_pace_is_kept_by_nine_in_ten(planner: Planner, mtp: int):
     objective = Objective(ttft_s=10.0, tpot_s=here.point(16, 33_280).token_us / 1e6)
     mix = Mix(rate=8.0, count=60, prompt_tokens=32_768, output_tokens=256)
     serving = Serving(objective=objective, tier=(32, 4), cached_share=0.9, is_paced=True)
-    found = serve(here, draw(mix, seed=0), serving).offload
-    assert "time per token" in found.waited_s
-    assert found.tpot_s is not None
-    assert 0.9 * objective.tpot_s < found.tpot_s.p90 <= objective.tpot_s
+    served = serve(here, draw(mix, seed=0), serving).offload
+    assert "time per token" in served.waited_s
+    assert served.tpot_s is not None
+    assert 0.9 * objective.tpot_s < served.tpot_s.p90 <= objective.tpot_s
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ def step_us(gpu: str = "h200", family: str = "deepseek-v3.2", **asked: object) -
 
 
 def test_a_measured_module_is_the_sum_of_its_parts():
-    found = operators_of("h200").stages(
+    stages = operators_of("h200").stages(
         MicroBatch(request_count=16, queries_each=1, context=2048, parallel=NODE), EXPERT
     )
-    parts = found.project + found.pre_attn + found.attend + found.output
-    assert found.index == 0
+    parts = stages.project + stages.pre_attn + stages.attend + stages.output
+    assert stages.index == 0
     assert parts == pytest.approx(170.0)
 
 
@@ -48,7 +48,7 @@ def test_the_first_draft_pass_fetches_what_a_layer_misses_on_average(queries: in
     """Without overlap every fetch is waited for: the layers', and once the drafts'."""
     h200 = operators_of("h200")
     misses = tuple(float(20 + layer) for layer in range(h200.family.layout.layer_count))
-    found = simulate(
+    step = simulate(
         h200,
         Scenario(
             batch=16,
@@ -62,7 +62,7 @@ def test_the_first_draft_pass_fetches_what_a_layer_misses_on_average(queries: in
     )
     waited = [*misses, sum(misses) / len(misses)] if queries > 1 else misses
     moved_us = 16 * sum(waited) * h200.family.layout.row_bytes / h200.machine.link_rate
-    assert found.exposed_us == pytest.approx(moved_us)
+    assert step.exposed_us == pytest.approx(moved_us)
 
 
 def test_modules_go_on_where_they_were_measured_and_beyond():

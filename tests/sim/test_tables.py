@@ -26,12 +26,12 @@ def test_surfaces_agree_with_their_points():
 
 
 def test_shipped_tables_hold_what_was_measured():
-    found = tables.load()
-    assert found.attention.at(128, 131_072) == pytest.approx(1088, abs=1)
-    assert found.attention.at(16, 32_768) == pytest.approx(279, abs=1)
-    assert found.experts[32, "uniform"].at(4096) == pytest.approx(124.2)
-    assert (found.dispatch[4].at(128), found.combine[4].at(128)) == (143.0, 263.3)
-    assert found.gemm[7168, 16_384].at(128) == pytest.approx(59.7)
+    shipped = tables.load()
+    assert shipped.attention.at(128, 131_072) == pytest.approx(1088, abs=1)
+    assert shipped.attention.at(16, 32_768) == pytest.approx(279, abs=1)
+    assert shipped.experts[32, "uniform"].at(4096) == pytest.approx(124.2)
+    assert (shipped.dispatch[4].at(128), shipped.combine[4].at(128)) == (143.0, 263.3)
+    assert shipped.gemm[7168, 16_384].at(128) == pytest.approx(59.7)
 
 
 def test_an_h100_is_an_h200_with_slower_memory():

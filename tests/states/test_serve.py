@@ -33,8 +33,8 @@ FolderOf = Callable[[World], Path]
 
 
 def resolved(folder: Path, **flags: Any) -> Any:
-    found = resolve({"model": str(folder), **flags}, environment={})
-    return derived(found, read_checkpoint(str(folder)))
+    settled = resolve({"model": str(folder), **flags}, environment={})
+    return derived(settled, read_checkpoint(str(folder)))
 
 
 def body(prompt: list[int], **wishes: Any) -> bytes:
@@ -53,8 +53,8 @@ def body(prompt: list[int], **wishes: Any) -> bytes:
 def asked(url: str, prompt: list[int], **wishes: Any) -> dict[str, Any]:
     request = urllib.request.Request(url + "/v1/completions", body(prompt, **wishes), HEADERS)
     with urllib.request.urlopen(request, timeout=120) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+        document: dict[str, Any] = json.load(answer)
+    return document
 
 
 def streamed(url: str, prompt: list[int]) -> tuple[HTTPConnection, HTTPResponse]:
@@ -134,10 +134,10 @@ def test_requests_that_are_set_aside_go_on(folder_of: FolderOf) -> None:
 @EACH
 def test_what_a_server_plans(world: World, folder_of: FolderOf) -> None:
     folder = folder_of(world)
-    found = resolved(folder, max_model_len="2k", max_running=4)
+    settled = resolved(folder, max_model_len="2k", max_running=4)
     checkpoint = read_checkpoint(str(folder))
-    layout = layout_of(found.settings, checkpoint)
-    plan = planned(found.settings, checkpoint, layout)
+    layout = layout_of(settled.settings, checkpoint)
+    plan = planned(settled.settings, checkpoint, layout)
     assert plan.token_capacity == 4 * 2048
     assert plan.host_bytes == 4 * 2048 // world.page * layout.host_page_bytes
     assert plan.state_bytes == 2 * 4 * layout.request_state_bytes(2048)

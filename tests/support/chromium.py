@@ -155,19 +155,19 @@ class Browser:
         self.until("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        found = self.call(
+        reply = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, f"{expression}: {found['exceptionDetails']}"
-        return found["result"].get("value")
+        assert "exceptionDetails" not in reply, f"{expression}: {reply['exceptionDetails']}"
+        return reply["result"].get("value")
 
     def until(self, expression: str, *, within_s: float = DEADLINE_S) -> Any:
         """The expression's value once it is true."""
         deadline_s = time.monotonic() + within_s
-        while not (found := self.value(expression)):
+        while not (value := self.value(expression)):
             assert time.monotonic() < deadline_s, f"never true: {expression}; {self.errors()}"
             time.sleep(0.05)
-        return found
+        return value
 
     def press(self, key: str) -> None:
         text = {"text": "\r"} if key == "Enter" else {}
@@ -186,7 +186,7 @@ class Browser:
     def errors(self) -> list[str]:
         """Exceptions, errors on the console and in the browser's log, so far."""
         self.value("0")
-        return [found for each in self.events if (found := _error(each))]
+        return [message for each in self.events if (message := _error(each))]
 
     def still(self, *, whole: bool = False) -> bytes:
         """A picture once nothing moves any more: layout has settled, scroll bars have faded."""

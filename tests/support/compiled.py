@@ -166,10 +166,10 @@ def figures(binary: Any, *, rows: int = 0) -> Figures:
     def count(*starts: str) -> int:
         return sum(name.startswith(starts) for name in loop)
 
-    found = count("STL", "LDL"), count(*GROUPED), count(*SINGLE), count("WARPGROUP.DEPBAR")
+    counts = count("STL", "LDL"), count(*GROUPED), count(*SINGLE), count("WARPGROUP.DEPBAR")
     asked = sum(map(bytes_read, loop)) * 32 * binary.metadata.num_warps
     return Figures(
-        *(*usage(binary), len(loop), *found),
+        *(*usage(binary), len(loop), *counts),
         *(count("LDGSTS"), count("BAR"), asked / LINE_BYTES / rows if rows else math.nan),
     )
 

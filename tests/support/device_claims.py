@@ -43,9 +43,9 @@ def new_rows_get_slots_in_all_groups(step_count=6, row_max=12):
         now.write(now_of(step=step, ticket=0, query_count=77))
         graphs[groups].launch(stream.handle)
         stream.synchronize()
-        found = new.slots.read().reshape(2, row_max)[groups.start :]
-        np.testing.assert_array_equal(found[:, rows >= 0], slots)
-        assert (found[:, rows < 0] == -1).all()
+        slots_there = new.slots.read().reshape(2, row_max)[groups.start :]
+        np.testing.assert_array_equal(slots_there[:, rows >= 0], slots)
+        assert (slots_there[:, rows < 0] == -1).all()
         reports = new.reports.read().reshape(2, len(REPORT))[groups.start :]
         named = dict(zip(REPORT, reports.T.tolist(), strict=True))
         assert named["claimed"] == absent[: len(groups)].tolist()

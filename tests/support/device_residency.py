@@ -66,9 +66,9 @@ class Specified:
 
 class DeviceSide(Side):
     def everything(self):
-        found = super().everything()
+        state = super().everything()
         landed = getattr(self.operations, "landed", (0, 0))
-        return found | {"ticket_of": in_flight(found["ticket_of"], landed)}
+        return state | {"ticket_of": in_flight(state["ticket_of"], landed)}
 
 
 class DeviceCampaign(Campaign):

@@ -229,8 +229,8 @@ class Forks:
     def tell(self) -> None:
         """Those that wait for children which have ended."""
         for pid, told in list(self._told.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 with contextlib.suppress(ConnectionError):
                     os.write(told, b"%d" % os.waitstatus_to_exitcode(status))
                 os.close(self._told.pop(pid))

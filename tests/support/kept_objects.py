@@ -25,8 +25,8 @@ SOURCES = [
 def kept_object(source: str) -> Path | None:
     """That of a source, unless any source is newer."""
     newest_s = max(path.stat().st_mtime for path in [*SOURCES, ROOT / "pyproject.toml"])
-    found = ROOT.glob(f"build/temp.*/{Path(source).with_suffix('.o')}")
-    return next((kept for kept in found if kept.stat().st_mtime > newest_s), None)
+    objects = ROOT.glob(f"build/temp.*/{Path(source).with_suffix('.o')}")
+    return next((kept for kept in objects if kept.stat().st_mtime > newest_s), None)
 
 
 def has_our_sources(folder: Path) -> bool:

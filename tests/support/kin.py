@@ -20,11 +20,11 @@ def told(process: int, file: str) -> str:
 
 def children(process: int) -> list[int]:
     """Of all its threads."""
-    found = []
+    pids = []
     with contextlib.suppress(*GONE):
         for thread in Path(f"/proc/{process}/task").iterdir():
-            found += [int(word) for word in told(process, f"task/{thread.name}/children").split()]
-    return found
+            pids += [int(word) for word in told(process, f"task/{thread.name}/children").split()]
+    return pids
 
 
 def kin(process: int) -> list[int]:

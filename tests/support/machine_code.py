@@ -81,8 +81,8 @@ def main(words: list[str]) -> None:
         if words and not any(word in source.file for word in words):
             continue
         for arch in program.ARCHITECTURES:
-            for entry, found in figures(source, arch):
-                print(f"{arch:<8}{source!s:<40}{entry:<22}", *(f"{each:>12}" for each in found))
+            for entry, numbers in figures(source, arch):
+                print(f"{arch:<8}{source!s:<40}{entry:<22}", *(f"{each:>12}" for each in numbers))
 
 
 if __name__ == "__main__":

@@ -88,12 +88,12 @@ class Oracle:
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        past, feed, found = None, prompt, []
-        while len(found) < count:
+        past, feed, tokens_made = None, prompt, []
+        while len(tokens_made) < count:
             result = self._model(torch.tensor([feed]), past_key_values=past, use_cache=True)
             past, feed = result.past_key_values, [int(result.logits[0, -1].argmax())]
-            found += feed
-        return found
+            tokens_made += feed
+        return tokens_made
 
     def _keys(self, past: Any) -> torch.Tensor | None:
         if not past.is_indexer_initialized:

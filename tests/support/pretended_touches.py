@@ -22,16 +22,16 @@ EXTENT_MAX = 1 << 22
 
 def leaves(thing):
     """Torch's own walk over trees takes longer than most calls whose arguments it looks at."""
-    found, left = [], [thing]
+    tensors, left = [], [thing]
     while left:
         each = left.pop()
         if isinstance(each, torch.Tensor):
-            found.append(each)
+            tensors.append(each)
         elif isinstance(each, tuple | list):
             left.extend(reversed(each))
         elif isinstance(each, dict):
             left.extend(reversed(each.values()))
-    return found
+    return tensors
 
 
 def is_inplace(name):

@@ -56,8 +56,8 @@ class Process:
         words = ["-c", RUN, command, "--json", *small, *flags]
         is_real = bool(is_real or before or tree != ROOT)
         paths = os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))
-        found = {"PYTHONPATH": paths} if is_real or has_real_engine else forked_engines()
-        given = {"env": {**os.environ, **found, **environment}, "stderr": stderr}
+        engines = {"PYTHONPATH": paths} if is_real or has_real_engine else forked_engines()
+        given = {"env": {**os.environ, **engines, **environment}, "stderr": stderr}
         given |= {"stdout": subprocess.PIPE, "text": True, "stdin": stdin}
         if is_real:
             command_line = [*before, sys.executable, *words]

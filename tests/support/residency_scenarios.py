@@ -250,10 +250,10 @@ class Step:
         self.graph.launch(self.compute.handle)
         self.compute.synchronize()
         for claims, moment in zip(claimed, self.halves, strict=True):
-            found = claims_of(self.residency, moment)
+            claims_there = claims_of(self.residency, moment)
             for field in CLAIMED:
                 expected = getattr(claims, field)
-                np.testing.assert_array_equal(getattr(found, field), expected, field)
+                np.testing.assert_array_equal(getattr(claims_there, field), expected, field)
         self.given += 4
 
     def now(self, step, query_count, *, stamps=True):
@@ -324,9 +324,9 @@ def positions_become_slots_when_all_is_resident():
     selected = DeviceArray(step.device, rows)
     residency.locate(slots, selected, stream=stream)
     step.compute.synchronize()
-    found = slots.read()
-    np.testing.assert_array_equal(found[:, :20], np.where(rows < 0, -1, arena.slot_of[rows]))
-    assert (found[:, 20:] == -5).all()
+    slots_read = slots.read()
+    np.testing.assert_array_equal(slots_read[:, :20], np.where(rows < 0, -1, arena.slot_of[rows]))
+    assert (slots_read[:, 20:] == -5).all()
     step.check(300)
     absent = np.flatnonzero(arena.slot_of < 0)[:4].astype(np.int32)[None]
     step.now(305, 3)
@@ -340,7 +340,7 @@ def positions_become_slots_when_all_is_resident():
         step.now(305, count, stamps=False)
         residency.locate(fewer, selected, stream=stream, moment=moment)
         step.compute.synchronize()
-        np.testing.assert_array_equal(fewer.read()[:2], found[:2])
+        np.testing.assert_array_equal(fewer.read()[:2], slots_read[:2])
         assert (fewer.read()[2] == -5).all()
 
 
@@ -414,9 +414,11 @@ class Landing:
         self.count.write([rows.size])
         self.graphs[name].launch(step.compute.handle)
         step.compute.synchronize()
-        found = claims_of(self.residency)
+        claims_there = claims_of(self.residency)
         for field in CLAIMED:
-            np.testing.assert_array_equal(getattr(found, field), getattr(claims, field), field)
+            np.testing.assert_array_equal(
+                getattr(claims_there, field), getattr(claims, field), field
+            )
         return claims
 
     def land(self, claims):

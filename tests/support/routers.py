@@ -74,9 +74,9 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         """Of a stream that ended as it should."""
-        *found, last = [line[6:] for line in self.text.splitlines() if line.startswith("data: ")]
+        *texts, last = [line[6:] for line in self.text.splitlines() if line.startswith("data: ")]
         assert last == "[DONE]", self.text
-        return [json.loads(event) for event in found]
+        return [json.loads(event) for event in texts]
 
 
 def ask(url: str, body: object = None, **headers: str) -> Answer:
@@ -185,8 +185,8 @@ class Router:
     def healthy(self) -> set[str]:
         """The workers that it would send requests to."""
         with contextlib.suppress(json.JSONDecodeError):
-            found = ask(f"{self.url}/workers", **self._given).document["workers"]
-            return {worker["url"] for worker in found if worker["is_healthy"]}
+            workers = ask(f"{self.url}/workers", **self._given).document["workers"]
+            return {worker["url"] for worker in workers if worker["is_healthy"]}
         return set()
 
     def ask(self, path: str, body: object = None, **headers: str) -> Answer:

@@ -21,10 +21,10 @@ def ids(values):
     return np.array(values, np.int32)
 
 
-def assert_equal(name, expected, found):
+def assert_equal(name, expected, got):
     for field, array in expected.items():
-        if not np.array_equal(found[field], array):
-            np.testing.assert_array_equal(found[field], array, err_msg=f"{name}: {field}")
+        if not np.array_equal(got[field], array):
+            np.testing.assert_array_equal(got[field], array, err_msg=f"{name}: {field}")
 
 
 class Side:
@@ -54,14 +54,14 @@ class Side:
         if name == "plan":
             options["split"] = self.split
         if not name.endswith("_each"):
-            found = getattr(self.operations, name)(self.arenas[group], *arguments, **options)
+            answer = getattr(self.operations, name)(self.arenas[group], *arguments, **options)
         elif hasattr(self.operations, name):
-            found = getattr(self.operations, name)(self.arenas, *arguments, **options)
+            answer = getattr(self.operations, name)(self.arenas, *arguments, **options)
         else:
-            found = getattr(self, name)(*arguments, **options)
-        if isinstance(found, specification.FetchPlan):
-            return {field: np.array(getattr(found, field)) for field in CLAIMED}
-        return {"result": np.array(found)}
+            answer = getattr(self, name)(*arguments, **options)
+        if isinstance(answer, specification.FetchPlan):
+            return {field: np.array(getattr(answer, field)) for field in CLAIMED}
+        return {"result": np.array(answer)}
 
     def drop_each(self, rows):
         return [self.call("drop", group, rows)["result"] for group in range(len(self.arenas))]

@@ -46,13 +46,13 @@ def written(folder: Path, listed: list[dict]) -> Path:
 
 
 def test_a_document_says_what_it_was_measured_to_say(tmp_path):
-    found = load(written(tmp_path, rows(c1024=[1.0, 2.0], c4096=[3.0, 4.0])), LAYOUT)
-    assert found.machine == "a CPU, 2 cores"
-    assert found.bytes_per_us == 900.0
-    assert found.constants == Calibration(**{name: at + 1.5 for at, name in enumerate(NAMES)})
-    assert found.misses_at(300, 2) == found.misses_at(2047, 2) == (1.0, 2.0)
-    assert found.misses_at(2049, 2) == found.misses_at(1 << 20, 2) == (3.0, 4.0)
-    assert found.misses_at(1024, 1) == (1.0,), "without the MTP layer, which comes last"
+    calibration = load(written(tmp_path, rows(c1024=[1.0, 2.0], c4096=[3.0, 4.0])), LAYOUT)
+    assert calibration.machine == "a CPU, 2 cores"
+    assert calibration.bytes_per_us == 900.0
+    assert calibration.constants == Calibration(**{name: at + 1.5 for at, name in enumerate(NAMES)})
+    assert calibration.misses_at(300, 2) == calibration.misses_at(2047, 2) == (1.0, 2.0)
+    assert calibration.misses_at(2049, 2) == calibration.misses_at(1 << 20, 2) == (3.0, 4.0)
+    assert calibration.misses_at(1024, 1) == (1.0,), "without the MTP layer, which comes last"
 
 
 def test_without_a_document_nothing_is_expected():
@@ -115,7 +115,7 @@ def test_constants_are_differences_between_schedules():
     none = [times(q, attend_us=30.0 * q, select_us=5.0 + q) for q in (1, 2, 4)]
     da = [times(q, attend_us=30.0 * q + 7 + q, select_us=5.0 + q) for q in (1, 2, 4)]
     dba = [times(q, attend_us=30.0 * q + 7 + q, select_us=11.0 + q) for q in (1, 2, 4)]
-    found = fitted(none, da, dba)
+    constants = fitted(none, da, dba)
     expected = Calibration(
         pre_attn_fixed_us=10.0,
         pre_attn_query_us=2.0,
@@ -127,16 +127,16 @@ def test_constants_are_differences_between_schedules():
         index_split_us=6.0,
     )
     for name in NAMES:
-        assert getattr(found, name) == pytest.approx(getattr(expected, name)), name
+        assert getattr(constants, name) == pytest.approx(getattr(expected, name)), name
 
 
 @pytest.mark.slow
 def test_what_the_benchmark_measures_is_what_the_policy_reads(tmp_path):
     measured = calibrate_benchmark(smoke=True)
     layout = load_model().config.layout()
-    found = load(written(tmp_path, [msgspec.to_builtins(row) for row in measured]), layout)
-    [misses] = found.misses.values()
+    calibration = load(written(tmp_path, [msgspec.to_builtins(row) for row in measured]), layout)
+    [misses] = calibration.misses.values()
     assert len(misses) == layout.layer_total
     assert min(misses) > 0
-    assert found.bytes_per_us > 10
-    assert found.constants.attend_query_us > 1
+    assert calibration.bytes_per_us > 10
+    assert calibration.constants.attend_query_us > 1

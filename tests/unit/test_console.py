@@ -67,12 +67,12 @@ def test_shared_groups_store_fewer_keys(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_version_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["version", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["ess", "python", "numpy", "torch", "native"]
+    versions = json.loads(capsys.readouterr().out)
+    assert list(versions) == ["ess", "python", "numpy", "torch", "native"]
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == found["ess"]
+    assert capsys.readouterr().out.strip() == versions["ess"]
     assert cli.main(["version"]) == 0
-    assert found["numpy"] in capsys.readouterr().out
+    assert versions["numpy"] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,12 @@ def test_grouped_experts_equal_a_loop(dtype: torch.dtype, token_count: int) -> N
     moe, weights = make(dtype)
     x = torch.randn(token_count, 64, generator=torch.Generator().manual_seed(token_count)).to(dtype)
     routing = moe.route(x)
-    found = moe.routed(x, routing)
+    routed = moe.routed(x, routing)
     for token in range(token_count):
         pairs = zip(routing.experts[token].tolist(), routing.weights[token], strict=True)
         expected = sum(w * one_expert(weights, e, x[token]).float() for e, w in pairs)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        assert torch.allclose(found[token].float(), expected, atol=tolerance, rtol=tolerance)
+        assert torch.allclose(routed[token].float(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_all_tokens_on_one_expert() -> None:

@@ -71,10 +71,10 @@ def test_shrinking_chunks_beat_equal_ones_on_a_steep_curve() -> None:
 @pytest.mark.parametrize("overhead", [0.0, 0.02, 0.2])
 def test_the_tuner_finds_what_exhaustive_search_finds(stages: int, overhead: float) -> None:
     pipeline = Pipeline.of_layers(layers=64, stages=stages, chunk_overhead_s=overhead)
-    found = autotune(TIME, pipeline, prompt=32_768, unit=512)
+    tuned = autotune(TIME, pipeline, prompt=32_768, unit=512)
     best = exhaustive(TIME, pipeline, prompt=32_768, unit=512)
-    assert found.result.ttft_s <= best.result.ttft_s / 0.99
-    assert found.tried_count < best.tried_count / 10
+    assert tuned.result.ttft_s <= best.result.ttft_s / 0.99
+    assert tuned.tried_count < best.tried_count / 10
 
 
 def test_the_published_rows() -> None:

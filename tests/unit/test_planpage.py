@@ -153,9 +153,9 @@ def test_the_page_is_whole_and_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "/*" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
     assert html.count("</script>") == 2
     assert not re.search(r"(?:src|href)\s*=|https?://|@import|fetch\(", html)
-    found = re.search(r'application/json">(.*?)</script>', html)
-    assert found is not None
-    assert json.loads(found[1]) == {"model": "</script>"}
+    script = re.search(r'application/json">(.*?)</script>', html)
+    assert script is not None
+    assert json.loads(script[1]) == {"model": "</script>"}
     assert "function plan(numbers, ask)" in html
 
 

@@ -60,8 +60,8 @@ def test_min_is_optimal_by_exhaustive_search(seed: int, *, bypass: bool) -> None
         workload = workload_of(steps, row_count=8)
         future = next_uses(workload)
         policy = Min(workload, slots=slots, future=future, bypass=bypass)
-        found = sum(laboratory.run(workload, {"min": policy})["min"].misses)
-        assert found == lru_bruteforce.fewest_misses(workload, slots=slots, bypass=bypass)
+        misses = sum(laboratory.run(workload, {"min": policy})["min"].misses)
+        assert misses == lru_bruteforce.fewest_misses(workload, slots=slots, bypass=bypass)
 
 
 def test_bypass_needs_no_more_than_forced_and_both_no_more_than_lru() -> None:
@@ -113,15 +113,15 @@ def test_sieve_is_a_hand_that_walks_a_list(slots: int, seed: int) -> None:
     workload = workload_of(steps, row_count=40)
     sieve = BruteSieve(slots)
     expected = [sieve.access(rows[0]) for rows in steps]
-    found = laboratory.run(workload, {"sieve": Sieve(workload, slots=slots)})["sieve"].misses
-    assert found == expected
+    misses = laboratory.run(workload, {"sieve": Sieve(workload, slots=slots)})["sieve"].misses
+    assert misses == expected
     assert len(set(expected)) > 1
 
 
 def test_fifo_ignores_hits_and_score_ema_keeps_what_scores_well() -> None:
     workload = workload_of([[[0, 1]], [[0, 2]], [[0, 3]], [[0, 1]]], row_count=4)
-    found = laboratory.run(workload, {"fifo": Fifo(workload, slots=3)})["fifo"].misses
-    assert found == [2, 1, 1, 1], "0 is the oldest admission but pinned, so 1 gave way"
+    misses = laboratory.run(workload, {"fifo": Fifo(workload, slots=3)})["fifo"].misses
+    assert misses == [2, 1, 1, 1], "0 is the oldest admission but pinned, so 1 gave way"
 
     def scored() -> Iterator[Step]:
         for step, scores in zip(
@@ -137,8 +137,8 @@ def test_fifo_ignores_hits_and_score_ema_keeps_what_scores_well() -> None:
         windows=workload.windows,
         steps=scored,
     )
-    found = laboratory.run(known, {"ema": ScoreEma(known, slots=3)})["ema"].misses
-    assert found == [2, 1, 1, 0], "2 scored worst and gave way, so 1 is still here"
+    misses = laboratory.run(known, {"ema": ScoreEma(known, slots=3)})["ema"].misses
+    assert misses == [2, 1, 1, 0], "2 scored worst and gave way, so 1 is still here"
 
 
 def test_score_ema_refuses_a_workload_without_scores() -> None:

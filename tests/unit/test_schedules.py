@@ -27,8 +27,8 @@ class Told:
         return [range(start, stop) for start, stop in pairwise(cuts) if stop <= 4]
 
     def locate(self, part: range) -> str | None:
-        found = self.asked("locate", part)
-        return found if self._is_resident else None
+        located = self.asked("locate", part)
+        return located if self._is_resident else None
 
     def asked(self, stage: str, *of: object) -> str:
         named = [f"{of.start}-{of.stop}" if isinstance(of, range) else str(of) for of in of]

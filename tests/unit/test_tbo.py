@@ -83,8 +83,8 @@ RESIDENT = (Mode.RESIDENT,) * 3
     ],
 )
 def test_why_a_step_runs_whole(setting, counts, vector, has_experts, reasons):
-    found = reasons_off(setting, counts=counts, vector=vector, has_experts=has_experts)
-    assert found == reasons
+    reasons_given = reasons_off(setting, counts=counts, vector=vector, has_experts=has_experts)
+    assert reasons_given == reasons
 
 
 @pytest.mark.parametrize("setting", ["maybe", 0, -3])

@@ -61,19 +61,19 @@ def test_a_stream_equals_the_whole(
     """Over any ids, valid text or not, and against the library's own decoder."""
     ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=30)
     text = st.text(max_size=20).map(tokenizer.encode)
-    found = draws.draw(st.one_of(ids, text))
+    ids_drawn = draws.draw(st.one_of(ids, text))
     keep = draws.draw(st.booleans())
     stream = Detokenizer(tokenizer, keep_special=keep)
     pieces, place = [], 0
-    while place < len(found):
+    while place < len(ids_drawn):
         count = draws.draw(st.integers(1, 3))
-        pieces.append(stream.push(found[place : place + count]))
+        pieces.append(stream.push(ids_drawn[place : place + count]))
         assert stream.waiting <= 3
         place += count
     pieces.append(stream.finish())
-    assert "".join(pieces) == tokenizer.decode(found, keep_special=keep)
+    assert "".join(pieces) == tokenizer.decode(ids_drawn, keep_special=keep)
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert "".join(pieces) == library.decode(found, skip_special_tokens=not keep)
+    assert "".join(pieces) == library.decode(ids_drawn, skip_special_tokens=not keep)
 
 
 @settings(max_examples=100, deadline=None)
@@ -126,9 +126,9 @@ def test_special_tokens_and_strange_ids(tokenizer: Tokenizer) -> None:
 
 
 def with_far_token(folder: Path, to: Path, token_id: int) -> Path:
-    found = json.loads((folder / "tokenizer.json").read_text())
-    found["model"]["vocab"]["zz"] = token_id
-    (to / "tokenizer.json").write_text(json.dumps(found))
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["model"]["vocab"]["zz"] = token_id
+    (to / "tokenizer.json").write_text(json.dumps(document))
     return to
 
 
@@ -153,8 +153,8 @@ def test_ids_that_no_token_has_count_too(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_bad_files_are_refused(folder: Path, tmp_path: Path, change: dict[str, object]) -> None:
-    found = json.loads((folder / "tokenizer.json").read_text()) | change
-    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    document = json.loads((folder / "tokenizer.json").read_text()) | change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(BadInput, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
 

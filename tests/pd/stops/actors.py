@@ -42,13 +42,13 @@ class Watched:
         self._say = say
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
+        attribute = getattr(self._inner, name)
         if name not in CALLS:
-            return found
+            return attribute
 
         def called(*given: Any) -> Any:
             self._say()
-            result = found(*given)
+            result = attribute(*given)
             self._say()
             return result
 

@@ -93,12 +93,12 @@ def wrong(way: tuple[str, ...], status: int, said: str) -> bool:
 def test_any_value_is_served_or_refused_by_name(plain: Served, path: str) -> None:
     address = plain.url.removeprefix("http://")
     with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as to:
-        found = [
+        failures = [
             f"{'.'.join(way)} = {value[:40]}: {status} {said[:200]}"
             for way in fields_of(path)
             for value in VALUES
             for status, said in [answered(to, path, body_with(path, way, value))]
             if wrong(way, status, said)
         ]
-        assert not found, f"{len(found)}:\n" + "\n".join(found)
+        assert not failures, f"{len(failures)}:\n" + "\n".join(failures)
         assert answered(to, path, json.dumps(DIALECTS[path][1]).encode())[0] == 200

@@ -26,11 +26,11 @@ __all__ = ["families"]
 
 @pytest.fixture(scope="module")
 def labels(families: list[Metric]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = defaultdict(set)
+    named: dict[str, set[str]] = defaultdict(set)
     for family in families:
         for sample in family.samples:
-            found[sample.name] |= {*sample.labels, *OF_SCRAPE}
-    return found
+            named[sample.name] |= {*sample.labels, *OF_SCRAPE}
+    return named
 
 
 def check(expression: str, shown: str, labels: dict[str, set[str]]) -> None:

@@ -68,11 +68,11 @@ def test_a_server_that_imports_outlives_a_hangup(command: str, monkeypatch: pyte
             os.kill(os.getpid(), signal.SIGHUP)
         return SimpleNamespace(main=lambda: 7)
 
-    found = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     monkeypatch.setattr(sys, "argv", ["ess", command])
     monkeypatch.setattr(importlib, "import_module", imported)
     monkeypatch.setattr(os, "isatty", lambda descriptor: False)
     try:
         assert scripts.ess() == 7
     finally:
-        signal.signal(signal.SIGHUP, found)
+        signal.signal(signal.SIGHUP, handler)

@@ -44,8 +44,8 @@ def test_pieces_of_any_length_make_the_same_records(seed: int):
         size = chance.choice((1, 2, 7, 1000))
         piece, left = left[:size], left[size:]
         made += records.feed(piece)
-    found = read(made + records.end())
-    assert [(line["level"], line["message"]) for line in found] == [
+    lines = read(made + records.end())
+    assert [(line["level"], line["message"]) for line in lines] == [
         ("info", "one"),
         ("error", FAULT.rstrip()),
         ("info", 'two \u00e9 "q"'),
@@ -54,8 +54,8 @@ def test_pieces_of_any_length_make_the_same_records(seed: int):
         ("info", 'x: {"time": 5'),
         ("info", "last, without an end"),
     ]
-    assert found[3]["status"] == 200
-    assert [line.get("process") for line in found] == [None] * 4 + ["decode-3", None, None]
+    assert lines[3]["status"] == 200
+    assert [line.get("process") for line in lines] == [None] * 4 + ["decode-3", None, None]
 
 
 def deep(count: int) -> Exception:
@@ -145,13 +145,13 @@ def test_a_server_s_log_and_its_requests_are_records():
         until(lambda: process.status("/ready") == 200, "the answer to a probe")
         process.process.send_signal(signal.SIGTERM)
         said = process.process.communicate()[1]
-    found = read(said.encode())
-    assert all(line["time"] and line["level"] == "info" for line in found)
-    [told] = [line for line in found if line.get("request_id") == "mine"]
+    lines = read(said.encode())
+    assert all(line["time"] and line["level"] == "info" for line in lines)
+    [told] = [line for line in lines if line.get("request_id") == "mine"]
     assert told["trace_id"] == trace.split("-")[1]
     assert (told["session_id"], told["route"], told["status"]) == ("talk", "/v1/completions", 200)
     assert (told["message"], told["made_tokens"]) == ("request", 5)
     assert 0 < told["first_s"] <= told["took_s"] <= time.time() - before
-    assert any(line.get("status") == 405 for line in found)
-    assert any(str(line["message"]).startswith("draining") for line in found)
+    assert any(line.get("status") == 405 for line in lines)
+    assert any(str(line["message"]).startswith("draining") for line in lines)
     assert "The server is" not in said

@@ -24,8 +24,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def test_a_given_value_comes_before_a_recommended_one():
     assert default_sampling("", RECOMMENDED) == RECOMMENDED
-    found = default_sampling('{"temperature": 0, "min_p": 0.1, "top_k": -1}', RECOMMENDED)
-    assert found == SamplingDefaults(temperature=0.0, min_p=0.1, top_k=-1)
+    defaults = default_sampling('{"temperature": 0, "min_p": 0.1, "top_k": -1}', RECOMMENDED)
+    assert defaults == SamplingDefaults(temperature=0.0, min_p=0.1, top_k=-1)
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_the_flags_reach_a_server_and_its_requests():
     flags = ("--override-generation-config", '{"temperature": 0}', "--enable-force-include-usage")
     with Process(*flags).wait_ready() as process:
         asked = {"prompt": "The server is", "max_tokens": 24}
-        found = [chunks(process.url, "/v1/completions", **asked) for _ in range(2)]
-        texts = ["".join(c["choices"][0]["text"] for c in each if c["choices"]) for each in found]
+        streams = [chunks(process.url, "/v1/completions", **asked) for _ in range(2)]
+        texts = ["".join(c["choices"][0]["text"] for c in each if c["choices"]) for each in streams]
         assert texts[0] == texts[1] != ""
-        assert all(each[-1]["usage"]["completion_tokens"] == 24 for each in found)
+        assert all(each[-1]["usage"]["completion_tokens"] == 24 for each in streams)
         warm = [chunks(process.url, "/v1/completions", **asked, temperature=1.5) for _ in range(2)]
         drawn = ["".join(c["choices"][0]["text"] for c in each if c["choices"]) for each in warm]
         assert drawn[0] != drawn[1]

@@ -66,13 +66,13 @@ def test_numbers_of_a_trace_that_is_known(tmp_path: Path) -> None:
     moving = [[still, [8 * step + key for key in range(KEYS)]] for step in range(60)]
     write(tmp_path / "known", moving, context=700)
     with TraceReader(tmp_path / "known") as reader:
-        found = analyse(reader, context=600, ratios=[0.2, 1.0])
-    assert found.within == [1.0, 0.5]
-    assert found.between[0] < 0.1
-    assert found.lru[0] == [0.0, 8.0], "warmed by 32 windows: only what is new is missed"
-    assert found.least[0] == [0.0, 8.0]
-    assert found.cold[0] == 16.0
-    assert found.warm[0] == 4.0
+        locality = analyse(reader, context=600, ratios=[0.2, 1.0])
+    assert locality.within == [1.0, 0.5]
+    assert locality.between[0] < 0.1
+    assert locality.lru[0] == [0.0, 8.0], "warmed by 32 windows: only what is new is missed"
+    assert locality.least[0] == [0.0, 8.0]
+    assert locality.cold[0] == 16.0
+    assert locality.warm[0] == 4.0
     assert slots_for(0.2, 600) == 64
 
 
@@ -99,7 +99,7 @@ def test_the_laboratory_misses_what_the_engine_misses() -> None:
 
 
 def test_plots_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Locality(
+    locality = Locality(
         context=100,
         mtp=2,
         top_k=8,
@@ -116,7 +116,7 @@ def test_plots_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         plots.check_folder(tmp_path)
     monkeypatch.undo()
     pytest.importorskip("matplotlib", reason="the plots need the extra ess[plot]")
-    plots.draw_locality(found, tmp_path)
+    plots.draw_locality(locality, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         *("misses-by-layer.png", "hit-ratio.png", "warm-up.png", "similarity.png")
     }

@@ -109,8 +109,8 @@ def test_campaign_planner_lru_is_the_lru_of_a_dictionary(seed: int) -> None:
     workload = generated(load, profile)
     for slots in (64, 128, 256):
         arena = PlannerArena(workload, slots=slots, top_k=load.top_k)
-        found = laboratory.run(workload, {"lru": arena})["lru"].misses
-        assert found == lru_bruteforce.lru_misses(workload, slots=slots)
+        misses = laboratory.run(workload, {"lru": arena})["lru"].misses
+        assert misses == lru_bruteforce.lru_misses(workload, slots=slots)
 
 
 @pytest.mark.slow
@@ -120,8 +120,8 @@ def test_campaign_min_is_optimal_by_exhaustive_search(seed: int) -> None:
     workload = generated(load, replace(LayerProfile(), hot=6, cold=1, drift=0.3))
     for bypass in (False, True):
         policy = Min(workload, slots=5, future=next_uses(workload), bypass=bypass)
-        found = sum(laboratory.run(workload, {"min": policy})["min"].misses)
-        assert found == lru_bruteforce.fewest_misses(workload, slots=5, bypass=bypass)
+        misses = sum(laboratory.run(workload, {"min": policy})["min"].misses)
+        assert misses == lru_bruteforce.fewest_misses(workload, slots=5, bypass=bypass)
 
 
 @pytest.mark.slow

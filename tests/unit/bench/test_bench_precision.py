@@ -17,18 +17,20 @@ from ess.errors import BadInput
 def test_known_logits_give_known_divergence_and_leads() -> None:
     exact = torch.tensor([[[0.0, 0.0], [3.0, 1.0], [2.0, 1.5]]])
     other = torch.tensor([[[math.log(3), 0.0], [3.0, 1.0], [1.0, 2.0]]])
-    found = apart(exact, other)
-    assert found.kl[0, 0] == pytest.approx(0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
-    assert found.kl[0, 1] == 0
-    assert found.leads == (0.5,)
-    assert found.flipped == pytest.approx(1 / 3)
+    difference = apart(exact, other)
+    assert difference.kl[0, 0] == pytest.approx(
+        0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
+    )
+    assert difference.kl[0, 1] == 0
+    assert difference.leads == (0.5,)
+    assert difference.flipped == pytest.approx(1 / 3)
 
 
 def test_equal_logits_are_not_apart() -> None:
     logits = torch.randn(2, 5, 7)
-    found = apart(logits, logits)
-    assert (found.mean, found.leads) == (0, ())
-    divergence, flips = apart_rows("x", found, {}, ("y", 1.0), target=10.0)
+    difference = apart(logits, logits)
+    assert (difference.mean, difference.leads) == (0, ())
+    divergence, flips = apart_rows("x", difference, {}, ("y", 1.0), target=10.0)
     assert (divergence.ratio, divergence.met, flips.value) == (None, None, 0)
 
 

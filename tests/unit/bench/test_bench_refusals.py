@@ -101,5 +101,5 @@ def test_a_list_of_sizes_that_is_none(text: str) -> None:
 
 
 def test_a_fraction_of_a_unit_is_a_size() -> None:
-    found: Sequence[int] = sizes("--n", "1.5k,2")
-    assert found == [1536, 2]
+    counts: Sequence[int] = sizes("--n", "1.5k,2")
+    assert counts == [1536, 2]

@@ -106,9 +106,9 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         sides = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         made["added_tokens"].append({"id": number, "content": mark, "special": True, **sides})
     path.write_text(json.dumps(made))
-    found = Tokenizer(folder)
-    assert {4093, 4094, 4095} <= found.special_ids
-    return found
+    tokenizer = Tokenizer(folder)
+    assert {4093, 4094, 4095} <= tokenizer.special_ids
+    return tokenizer
 
 
 @functools.cache

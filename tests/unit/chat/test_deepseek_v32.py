@@ -225,16 +225,16 @@ def test_replies(thinking: bool, text: str, reply: Reply, end: str) -> None:
 
 def merged(events: list[Event]) -> list[Event]:
     """Neighbours of one kind joined: what a reader of the stream sees."""
-    found: list[Event] = []
+    joined: list[Event] = []
     for event in events:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if isinstance(event, Content | Reasoning) and type(last) is type(event):
-            found[-1] = type(event)(last.text + event.text)
+            joined[-1] = type(event)(last.text + event.text)
         elif isinstance(event, CallArguments) and isinstance(last, CallArguments):
-            found[-1] = CallArguments(event.index, last.text + event.text)
+            joined[-1] = CallArguments(event.index, last.text + event.text)
         else:
-            found.append(event)
-    return found
+            joined.append(event)
+    return joined
 
 
 FRAGMENTS = (
@@ -263,8 +263,8 @@ def test_any_text_in_any_pieces_gives_the_same(text: str, seed: int, thinking: b
         at += size
     events += stream.finish()
     assert merged(events) == want
-    for found in collect(events).tool_calls:
-        assert isinstance(json.loads(found.arguments), dict)
+    for call in collect(events).tool_calls:
+        assert isinstance(json.loads(call.arguments), dict)
 
 
 JSON_VALUES = st.recursive(
@@ -279,8 +279,8 @@ JSON_VALUES = st.recursive(
 def test_a_written_call_reads_back(arguments: dict[str, Any]) -> None:
     text = json.dumps(arguments, ensure_ascii=False)
     written = write_calls([ToolCall(name="f", arguments=text)])
-    (found,) = parse(DeepSeekParser(thinking=False), f"\n\n{written}{END}").tool_calls
-    assert json.loads(found.arguments) == arguments
+    (call,) = parse(DeepSeekParser(thinking=False), f"\n\n{written}{END}").tool_calls
+    assert json.loads(call.arguments) == arguments
 
 
 def test_a_string_streams_before_it_ends() -> None:

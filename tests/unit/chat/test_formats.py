@@ -117,28 +117,28 @@ def style(folder: Path, family: str) -> ChatStyle:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_is_recognised_rendered_and_read(family: str, tmp_path: Path) -> None:
-    known, found = FAMILIES[family], style(tmp_path, family)
+    known, chat = FAMILIES[family], style(tmp_path, family)
     messages = read_messages([{"role": "user", "content": "Hi"}])
-    assert found.encode(Conversation(messages, thinking=True)) == known["prompt"]
-    assert found.encode(Conversation(messages, thinking=False)).endswith(known["quiet"])
-    assert parse(found.parser(thinking=True, tools=TOOLS), known["reply"]) == BOTH
-    assert parse(found.parser(thinking=False), "So.") == Reply(content="So.")
-    if isinstance(found, TemplateStyle):
-        found.close()
+    assert chat.encode(Conversation(messages, thinking=True)) == known["prompt"]
+    assert chat.encode(Conversation(messages, thinking=False)).endswith(known["quiet"])
+    assert parse(chat.parser(thinking=True, tools=TOOLS), known["reply"]) == BOTH
+    assert parse(chat.parser(thinking=False), "So.") == Reply(content="So.")
+    if isinstance(chat, TemplateStyle):
+        chat.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_do_not_matter_and_broken_markup_is_a_flaw(family: str, tmp_path: Path) -> None:
     """However a reply is cut, and wherever it ends; what is wrong in it never raises."""
-    found, chance = style(tmp_path, family), random.Random(family)
+    chat, chance = style(tmp_path, family), random.Random(family)
     for _ in range(60):
         text = FAMILIES[family]["reply"]
         if chance.random() < 0.7:
             begin = chance.randrange(len(text))
             text = text[:begin] + chance.choice(["", "x", "}", '"', "<"]) + text[begin + 1 :]
         text = text[: chance.randrange(1, len(text) + 1)]
-        whole = parse(found.parser(thinking=True, tools=TOOLS), text)
-        parser, events, at = found.parser(thinking=True, tools=TOOLS), list[Any](), 0
+        whole = parse(chat.parser(thinking=True, tools=TOOLS), text)
+        parser, events, at = chat.parser(thinking=True, tools=TOOLS), list[Any](), 0
         while at < len(text):
             step = chance.randrange(1, 9)
             events += parser.push(text[at : at + step])
@@ -172,10 +172,10 @@ def test_pieces_do_not_matter_and_broken_markup_is_a_flaw(family: str, tmp_path:
 def test_markup_that_cannot_be_read(
     family: str, reply: str, calls: int, content: str | None, tmp_path: Path
 ) -> None:
-    found = parse(style(tmp_path, family).parser(thinking=False, tools=TOOLS), reply)
-    assert len(found.tool_calls) == calls
-    assert content is None or found.content == content
-    assert (found.flaw is None) == bool(calls)
+    reply_read = parse(style(tmp_path, family).parser(thinking=False, tools=TOOLS), reply)
+    assert len(reply_read.tool_calls) == calls
+    assert content is None or reply_read.content == content
+    assert (reply_read.flaw is None) == bool(calls)
 
 
 # ---- DeepSeek-V4, from its published description
@@ -311,8 +311,8 @@ def test_a_template_gets_the_ids_of_calls() -> None:
 def test_hy_knows_three_efforts(
     effort: str | None, thinking: bool, written: str, tmp_path: Path
 ) -> None:
-    found, names = style(tmp_path, "Hy4"), {} if effort is None else {"reasoning_effort": effort}
+    chat, names = style(tmp_path, "Hy4"), {} if effort is None else {"reasoning_effort": effort}
     asked = Conversation(read_messages([user("u")]), thinking=thinking, names=names)
-    assert found.encode(asked).endswith(f"<|reasoning_mode:x|>{written}")
-    assert isinstance(found, TemplateStyle)
-    found.close()
+    assert chat.encode(asked).endswith(f"<|reasoning_mode:x|>{written}")
+    assert isinstance(chat, TemplateStyle)
+    chat.close()

@@ -36,9 +36,9 @@ def decode_step(offload: Offload, sequences, rng) -> list[torch.Tensor]:
             count = min(int(length), LAYOUT.top_k - 1)
             chosen[query, :count] = np.sort(rng.choice(int(length), count, replace=False))
         selection = torch.from_numpy(chosen) if leads else None
-        found = step.resolve(layer, selection, waits=is_drafted).wait()
-        seen += [found.slots.clone(), found.hit_count.clone(), found.place_count.clone()]
-        seen.append(offload.memory(layer).slots[found.slots.clamp(min=0).long()].clone())
+        rows_of = step.resolve(layer, selection, waits=is_drafted).wait()
+        seen += [rows_of.slots.clone(), rows_of.hit_count.clone(), rows_of.place_count.clone()]
+        seen.append(offload.memory(layer).slots[rows_of.slots.clamp(min=0).long()].clone())
     kept = [int(rng.integers(0, count + 1)) * is_drafted for count in COUNTS]
     step.commit(accepted=kept)
     offload.drain()

@@ -19,9 +19,9 @@ def test_a_selection_that_fills_the_arena_leaves_slots_for_new_rows(offload):
     """Also before any layer was appended: its rows would otherwise all be of this step."""
     step = offload.begin([opened(offload, 64)], query_counts=[8])
     chosen = torch.arange(64, dtype=torch.int32).view(8, 8)
-    found = step.resolve(0, chosen)
+    resolved = step.resolve(0, chosen)
     assert offload._pools.sparse.slot_count(0) == 64
-    assert (found.miss_count.sum(), found.place_count.sum()) == (56, 8)
+    assert (resolved.miss_count.sum(), resolved.place_count.sum()) == (56, 8)
     for layer in range(3):
         step.append(layer, rows(8, fill=7))
     assert (offload.memory(0).slots[step.places(0).long()] == 7).all()
@@ -64,14 +64,14 @@ def test_pages_that_have_arrived_are_shared_before_their_sequence_steps(offload)
     for layer in range(LAYOUT.layer_total):
         first.import_rows(layer=layer, start=0, rows=rows(192))
     for leader, *_ in LAYOUT.groups:
-        assert found(offload, tokens) == 0
+        assert cached_count_of(offload, tokens) == 0
         first.import_keys(leader, 0, keys)
-    assert found(offload, tokens) == 0
+    assert cached_count_of(offload, tokens) == 0
     first.fill(row_max=0)
-    assert found(offload, tokens) == 128
+    assert cached_count_of(offload, tokens) == 128
     offload.check()
 
 
-def found(offload, tokens: list[int]) -> int:
+def cached_count_of(offload, tokens: list[int]) -> int:
     with offload.open(tokens, on_device=False, length_max=len(tokens)) as other:
         return other.cached_count

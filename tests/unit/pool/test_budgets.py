@@ -25,15 +25,15 @@ def total(curves: list[np.ndarray], slots: tuple[int, ...]) -> float:
 def test_no_division_of_convex_curves_is_better(seed: int) -> None:
     rng = np.random.default_rng(seed)
     curves = [convex_curve(rng, 9) for _ in range(3)]
-    found = divide(curves, total_slots=12, slots_min=1, block=1)
-    assert sum(found) == 12
-    assert min(found) >= 1
+    division = divide(curves, total_slots=12, slots_min=1, block=1)
+    assert sum(division) == 12
+    assert min(division) >= 1
     best = min(
         total(curves, slots)
         for slots in itertools.product(range(1, 9), repeat=3)
         if sum(slots) <= 12
     )
-    assert total(curves, found) == pytest.approx(best)
+    assert total(curves, division) == pytest.approx(best)
 
 
 def test_a_cliff_is_taken_whole_or_not_at_all() -> None:

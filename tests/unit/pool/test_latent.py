@@ -159,7 +159,7 @@ def test_marks_are_of_the_given_rows_and_layers_only(monkeypatch, is_native):
     latent.mark_rows(1, marked[:1])
     latent.mark_rows(1, marked[1:2])
     latent.mark_keys([2, 1], marked[2:])
-    found = [np.flatnonzero(latent.is_stored(layer, rows_of(0, 256))) for layer in range(3)]
-    assert [rows.tolist() for rows in found] == [[3, 64, 70, 255], [3, 70], [3, 64, 70, 255]]
-    found = [np.flatnonzero(latent.is_keyed(layer, rows_of(0, 256))) for layer in range(3)]
-    assert [rows.tolist() for rows in found] == [[], [64, 255], [64, 255]]
+    stored = [np.flatnonzero(latent.is_stored(layer, rows_of(0, 256))) for layer in range(3)]
+    assert [rows.tolist() for rows in stored] == [[3, 64, 70, 255], [3, 70], [3, 64, 70, 255]]
+    stored = [np.flatnonzero(latent.is_keyed(layer, rows_of(0, 256))) for layer in range(3)]
+    assert [rows.tolist() for rows in stored] == [[], [64, 255], [64, 255]]

@@ -424,8 +424,8 @@ def test_the_specification_agrees_with_dictionaries(seed):
             fetched, kinds = oracle.plan(queries, step, ticket)
             assert list(map(list, zip(claims.rows, claims.slots, strict=True))) == fetched
             for kind, expected in kinds.items():
-                found = [[v for v in line if v >= 0] for line in getattr(split, kind).tolist()]
-                assert found == expected, (step, kind)
+                positions = [[v for v in line if v >= 0] for line in getattr(split, kind).tolist()]
+                assert positions == expected, (step, kind)
         if chance.random() < 0.7:
             specification.land(
                 arena, np.flatnonzero(arena.ticket_of).astype(np.int32), ticket=2 * step

@@ -13,9 +13,9 @@ WORD = st.lists(IDS, min_size=1, max_size=4).map(tuple)
 
 @given(st.lists(WORD, min_size=1, max_size=8), st.lists(IDS, max_size=8), st.lists(IDS, max_size=3))
 def test_a_word_is_forbidden_at_its_last_id(words, output, drafts):
-    found = BadWords(words).forbidden(output, drafts)
-    assert len(found) == len(drafts) + 1
-    for count, ids in enumerate(found):
+    forbidden = BadWords(words).forbidden(output, drafts)
+    assert len(forbidden) == len(drafts) + 1
+    for count, ids in enumerate(forbidden):
         said = [*output, *drafts[:count]]
         assert set(ids) == {
             token

@@ -200,9 +200,9 @@ def test_chances_are_of_the_model_s_own_distribution(count):
 def test_chances_break_ties_by_id_and_come_with_every_accepted_token():
     logits = torch.zeros(3, 300)
     logits[:, 7] = torch.tensor([1.0, 1.0, 1.0])
-    found = chances(logits, [7, 299, 0], 20)
-    assert [each.rank for each in found] == [1, 2, 2]
-    assert [token for token, _ in found[0].top] == [7, 0, 1, 2, 3, 4, 5, 6, *range(8, 20)]
+    listed = chances(logits, [7, 299, 0], 20)
+    assert [each.rank for each in listed] == [1, 2, 2]
+    assert [token for token, _ in listed[0].top] == [7, 0, 1, 2, 3, 4, 5, 6, *range(8, 20)]
     assert len(chances(logits[:1, :5], [3], 20)[0].top) == 5
     request = asked([4], logprobs=0)
     assert len(choose(feed_of(request, 4, 7, 8), logits).chances) == 2

@@ -134,11 +134,11 @@ def ends(node: tuple[Any, ...], rules: list[Any], text: str, at: int) -> set[int
         case ("rule", number):
             return inside(rules[number], at)
         case ("times", inner, least, most):
-            seen, found = {at}, ({at} if least == 0 else set())
+            seen, reached = {at}, ({at} if least == 0 else set())
             for count in range(1, most + 1):
                 seen = set(itertools.chain(*(inside(inner, here) for here in seen)))
-                found |= seen if count >= least else set()
-            return found
+                reached |= seen if count >= least else set()
+            return reached
         case ("all", parts):
             seen = {at}
             for part in parts:

@@ -32,7 +32,7 @@ def drawn_schema(rng: random.Random, depth: int) -> object:
         return {"type": rng.choice(["integer", "number"]), **dict(zip(keys, values, strict=True))}
     deeper = [drawn_schema(rng, depth - 1) for _ in range(rng.randrange(1, 4))]
     names = [rng.choice(["a", "bb", "$ref", "\u2603", ""]) for _ in deeper]
-    found: dict[str, object] = {
+    schemas: dict[str, object] = {
         "string": {
             "type": "string",
             "pattern": drawn_regex(rng, 3),
@@ -49,7 +49,7 @@ def drawn_schema(rng: random.Random, depth: int) -> object:
         },
         "any": {rng.choice(["anyOf", "allOf", "oneOf"]): deeper},
     }
-    return found[kind] if rng.random() < 0.95 else {"$ref": "#"}
+    return schemas[kind] if rng.random() < 0.95 else {"$ref": "#"}
 
 
 def drawn_regex(rng: random.Random, depth: int) -> str:
@@ -119,10 +119,10 @@ def test_drawn_grammars_are_followed_or_refused(fresh, seed, count):
 
 def nested(depth: int) -> dict[str, object]:
     """allOf within allOf."""
-    found: dict[str, object] = {"type": "integer"}
+    schema: dict[str, object] = {"type": "integer"}
     for least in range(depth):
-        found = {"allOf": [found, {"minimum": least}]}
-    return found
+        schema = {"allOf": [schema, {"minimum": least}]}
+    return schema
 
 
 MULTIPLES = {"anyOf": [{"type": "integer", "multipleOf": of} for of in (9989, 9971, 9961, 9929)]}

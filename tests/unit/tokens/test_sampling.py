@@ -139,8 +139,8 @@ def test_the_host_is_needed_where_the_past_counts():
         ("a grammar", {"grammar": Grammar("json_object")}),
         ("bad words", {"bad_words": ((1,), (2, 3))}),
     ):
-        [found] = Sampling(**needs).host_reasons()
-        assert found.startswith(reason), needs
+        [reason_given] = Sampling(**needs).host_reasons()
+        assert reason_given.startswith(reason), needs
     assert Sampling(tokens_min=3).host_reasons(2) == ("min_tokens is not reached",)
     assert Sampling(tokens_min=3).host_reasons(3) == ()
     free = Sampling(temperature=1.0, top_p=0.5, stop=("x",), logprobs=3, logit_bias={1: 2.0})

@@ -21,10 +21,10 @@ TEXTS = st.text(alphabet="abé", max_size=12)
 
 def in_the_whole(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
     """The stop that ends first; the longest of those that end together."""
-    found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
-    if not found:
+    matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    if not matches:
         return text, None
-    end, _, stop = min(found)
+    end, _, stop = min(matches)
     return text[: end if keep else end - len(stop)], stop
 
 

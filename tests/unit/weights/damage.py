@@ -79,9 +79,9 @@ def flip_bytes(rng: random.Random, path: Path, *, low: int, high: int) -> None:
 
 
 def edit_json(path: Path, change: Callable[[Any], None]) -> None:
-    found = json.loads(path.read_text())
-    change(found)
-    path.write_text(json.dumps(found))
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
 
 
 def edit_header(path: Path, change: Callable[[Any], None]) -> None:
@@ -271,10 +271,10 @@ def prove_that_it_hears(watch: Watch, folder: Path) -> None:
 def load(folder: Path) -> dict[str, torch.Tensor]:
     with Checkpoint(folder) as checkpoint:
         weights = RankWeights(checkpoint, form="bf16")
-        found = {name: t for _, layer in weights.stream() for name, t in layer.items()}
-        for name, tensor in found.items():
+        tensors = {name: t for _, layer in weights.stream() for name, t in layer.items()}
+        for name, tensor in tensors.items():
             assert tensor.shape == checkpoint.specs[name].shape, name
-        return found
+        return tensors
 
 
 def build(folder: Path) -> None:
@@ -309,13 +309,13 @@ def one_case(mutation: Mutation, seed: int, folder: Path, watch: Watch, want: An
     same = mutation(random.Random(seed), case)
     watch.folder = case
     try:
-        found = load(case)
+        tensors = load(case)
     except BadInput as error:
         return "refused" if 10 < len(str(error)) < 1500 else f"refused badly: {error}"
     finally:
         watch.folder = None
     if same:
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             assert torch.equal(tensor.view(torch.uint8), want[name].view(torch.uint8)), name
     return "loaded"
 

@@ -49,9 +49,9 @@ def refused(folder: Path, *parts: str) -> None:
 
 
 def edit(path: Path, lie: Lie) -> None:
-    found = json.loads(path.read_text())
-    lie(found)
-    path.write_text(json.dumps(found))
+    document = json.loads(path.read_text())
+    lie(document)
+    path.write_text(json.dumps(document))
 
 
 def edit_header(path: Path, lie: Lie, *, dumps: Callable[[Any], str] = json.dumps) -> None:

@@ -44,9 +44,9 @@ def test_every_tensor_arrives(
     with Checkpoint(tmp_path) as checkpoint:
         weights = RankWeights(checkpoint, form="stored")
         streamed: dict[str, torch.Tensor] = {}
-        for layer, found in weights.stream():
-            assert sorted(found) == sorted(weights.names(layer))
-            streamed |= found
+        for layer, of_layer in weights.stream():
+            assert sorted(of_layer) == sorted(weights.names(layer))
+            streamed |= of_layer
         for name, tensor in streamed.items():
             assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8)), name
         assert {n for n in tensors if not n.endswith("_scale_inv")} == set(streamed)
