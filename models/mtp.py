@@ -26,9 +26,9 @@ class Mtp:
         config: ModelConfig,
         source: Source,
         *,
-        first: int = 0,
-        tp: int = 1,
-        expert_ranks: ExpertRanks | None = None,
+        first: int,
+        tp: int,
+        expert_ranks: ExpertRanks | None,
     ) -> None:
         number, dim = config.layer_count, config.hidden_dim
         own = source.under(f"model.layers.{number}")

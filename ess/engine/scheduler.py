@@ -62,7 +62,7 @@ def plan_batch(
 
 
 def plan_chunks(
-    roster: Roster[AnyRequest], chunk_tokens: int, positions_max: float = math.inf
+    roster: Roster[AnyRequest], chunk_tokens: int, positions_max: float
 ) -> list[tuple[AnyRequest, int, int]]:
     """The requests to prefill, each with its chunk's first prompt position and its end.
 

@@ -67,7 +67,7 @@ def decode_bytes(
 
 
 def decode_moments(
-    config: ModelConfig, *, query_max: int, length_max: int, value_bytes: int = BF16
+    config: ModelConfig, *, query_max: int, length_max: int, value_bytes: int
 ) -> Mapping[str, int]:
     """What a step takes at each of its moments."""
     logits, states = config.vocab_size * F32, (config.residual_dim + config.hidden_dim) * F32
@@ -125,7 +125,7 @@ def prompt_bytes(
 
 
 def exchange_bytes(
-    config: ModelConfig, token_count: int, rank_count: int, *, value_bytes: int = BF16
+    config: ModelConfig, token_count: int, rank_count: int, *, value_bytes: int
 ) -> int:
     """Of ranks that divide the experts: tokens of all ranks, a line for each of their experts,
     whether it is here or not, and the sums that go back."""

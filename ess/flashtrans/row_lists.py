@@ -23,7 +23,7 @@ class RowLists:
     it has put more than half of `capacity`; so `put` never needs a stretch that has no event yet.
     """
 
-    def __init__(self, device: Device, *, capacity: int = 1 << 20) -> None:
+    def __init__(self, device: Device, *, capacity: int) -> None:
         assert capacity >= 4, f"a ring of {capacity} numbers"
         self.capacity = capacity
         self._host = pinned_memory(device, 4 * capacity, touch_threads=1).view(np.int32)

@@ -78,7 +78,7 @@ def check_products(
         require_dense("scales", scales)
 
 
-def require_ends(ends: Sequence[int], *, count: int, begin: int = 0) -> None:
+def require_ends(ends: Sequence[int], *, count: int, begin: int) -> None:
     """Experts' tokens lie one behind the other from `begin` on, among `count`."""
     if begin < 0:
         raise BadInput(f"begin is {begin}, must not be negative")

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ess.errors import BadInput, Unavailable
-from ess.units import align_up, format_bytes
+from ess.units import align_up, div_ceil, format_bytes
 
 _HUGE_PAGE = 2 << 20
 
@@ -134,7 +134,7 @@ def touch(memory: npt.NDArray[np.uint8], threads: int) -> None:
     """Every page of fresh memory arrives now; none with 0 threads."""
     if threads <= 0:
         return
-    share = align_up(-(-memory.size // threads), _HUGE_PAGE)
+    share = align_up(div_ceil(memory.size, threads), _HUGE_PAGE)
     parts = [memory[at : at + share] for at in range(0, memory.size, share)]
     with ThreadPoolExecutor(threads) as pool:
         for touched in [pool.submit(part[:: mmap.PAGESIZE].fill, 0) for part in parts]:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ess.errors import BadInput
 from ess.pool.lru.arena import BLOCK_SLOTS
+from ess.units import div_ceil
 
 Curve = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -38,7 +39,7 @@ def divide(
     optimal; a curve that is not convex is met wherever a whole piece was taken. Slots that would
     save nothing are left over.
     """
-    first = -(-slots_min // block)
+    first = div_ceil(slots_min, block)
     left = total_slots // block - first * len(curves)
     if left < 0:
         raise BadInput(

@@ -11,6 +11,7 @@ from typing import Final
 
 from ess.models.compressed.form import state_form
 from ess.models.config import Compressed, ModelConfig
+from ess.units import div_ceil
 
 # As published engines keep them: 448 numbers in e4m3 with a scale for each 64 of them, in a byte
 # each, and one byte to fill up; then 64 numbers in bf16 that are turned.
@@ -37,7 +38,7 @@ class Needs:
 
 def entry_bytes(config: ModelConfig) -> int:
     """An entry, and a row of a window."""
-    scales = -(-config.nope_dim // SCALED)
+    scales = div_ceil(config.nope_dim, SCALED)
     return config.nope_dim + 2 * config.rope_dim + scales + scales % 2
 
 

@@ -8,6 +8,7 @@ are put back.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,15 +127,16 @@ def _coded(packed: Packed, config: dict[str, Any]) -> Iterator[tuple[str, Codes]
         codes = packed.codes(f"{stored}.weight") if f"{stored}.weight" in packed.names else None
         if codes is not None:
             yield f"{name}.weight", codes
-    for layer in range(config["num_hidden_layers"]):
-        for name, stored in (_ATTENTION | _MLP).items():
-            codes = packed.codes(f"blk.{layer}.{stored}.weight")
-            if codes is not None:
-                order = np.arange(len(codes.codes))[:, None]
-                if name in ("q_proj", "k_proj"):
-                    order = _pairs_apart(order, config["head_dim"])
-                room = "mlp" if name in _MLP else "self_attn"
-                yield f"model.layers.{layer}.{room}.{name}.weight", codes.rows(order[:, 0])
+    inside = itertools.product(range(config["num_hidden_layers"]), (_ATTENTION | _MLP).items())
+    for layer, (name, stored) in inside:
+        codes = packed.codes(f"blk.{layer}.{stored}.weight")
+        if codes is None:
+            continue
+        order = np.arange(len(codes.codes))[:, None]
+        if name in ("q_proj", "k_proj"):
+            order = _pairs_apart(order, config["head_dim"])
+        room = "mlp" if name in _MLP else "self_attn"
+        yield f"model.layers.{layer}.{room}.{name}.weight", codes.rows(order[:, 0])
 
 
 def _pairs_apart(weight: Any, dim: int) -> Any:

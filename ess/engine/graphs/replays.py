@@ -104,7 +104,7 @@ class Replays:
         sizes: tuple[int, ...],
         verified_max: int,
         graph_max: int,
-        byte_max: int | None = None,
+        byte_max: int | None,
     ) -> None:
         """`sizes` are of the buckets. Without `byte_max` all have what they are estimated to
         take."""

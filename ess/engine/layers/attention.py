@@ -26,7 +26,7 @@ class LayerStep(SelectedRows):
         hidden: Tensor,
         timeline: Timeline,
         *,
-        waits: bool = False,
+        waits: bool,
     ) -> None:
         super().__init__(half, layer.number, timeline, window=layer.window, waits=waits)
         self._layer = layer

@@ -15,6 +15,7 @@ from ess.errors import BadState
 from ess.models.decoder import DecoderLayer
 from ess.models.moe import Inner, Routing
 from ess.overlap.timeline import Timeline, timed
+from ess.units import div_ceil
 
 
 class ExpertStep:
@@ -27,7 +28,7 @@ class ExpertStep:
         timeline: Timeline,
         first_query: int,
         *,
-        part: Part = "batch",
+        part: Part,
         lengths: Tensor | None = None,
     ) -> None:
         """Queries whose `lengths` are 0 are pads, which other ranks need not hear of."""
@@ -53,7 +54,7 @@ class ExpertStep:
     def blocks(self, count: int) -> list[range]:
         assert count > 0, f"{count} blocks"
         total = self._experts.own_count
-        size = -(-total // count)
+        size = div_ceil(total, count)
         return [range(first, min(first + size, total)) for first in range(0, total, size)]
 
     @timed

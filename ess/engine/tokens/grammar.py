@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from ess.engine.tokens import grammar_child
 from ess.engine.tokens.sandbox import Link, Sandbox
 from ess.errors import BadInput, EssError, Unavailable
+from ess.units import div_ceil
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer
@@ -314,7 +315,7 @@ class Matcher:
             failure = str(error)
         except OSError:
             failure = "the process that follows the grammar was lost twice"
-        return failure, np.zeros((1, -(-self._grammars.vocabulary // 8)), np.uint8)
+        return failure, np.zeros((1, div_ceil(self._grammars.vocabulary, 8)), np.uint8)
 
 
 def _asked(grammar: Grammar) -> dict[str, str]:

@@ -142,19 +142,28 @@ class Sandbox:
                 self._spares.append((link, answer[0]["process"]))
 
     def _is_started(self) -> bool:
-        if not self._vocabulary:
-            if self._fault:
-                raise Unavailable(f"no grammars for this vocabulary: {self._fault}")
-            if not self._describing.ident:
-                self._describing.start()
+        """Starts what is missing: first the description of the vocabulary, then the process."""
+        if not self._is_described():
             return False
         if self._process is not None and self._has_started and self._process.poll() is not None:
             self.close()
         if self._link is None:
-            self._start()
-        assert self._link is not None, "it was started"
+            self._link = self._start()
+        if not self._has_started:
+            self._await_start(self._link)
+        return self._has_started
+
+    def _is_described(self) -> bool:
+        if self._fault:
+            raise Unavailable(f"no grammars for this vocabulary: {self._fault}")
+        if not self._describing.ident:
+            self._describing.start()
+        return bool(self._vocabulary)
+
+    def _await_start(self, link: Link) -> None:
+        """The process answers once it has read the vocabulary. One failure is forgiven."""
         try:
-            self._has_started = self._has_started or self._link.poll() is not None
+            self._has_started = link.poll() is not None
             if not self._has_started and time.monotonic() > self._deadline_s:
                 raise TimeoutError(f"no start within {START_S} s")
         except OSError:
@@ -163,9 +172,8 @@ class Sandbox:
             if self._failure_count > 1:
                 self._failure_count = 0
                 raise Unavailable("the process that compiles grammars does not start") from None
-            return False
-        self._failure_count = 0 if self._has_started else self._failure_count
-        return self._has_started
+        if self._has_started:
+            self._failure_count = 0
 
     def _describe(self, vocabulary: Callable[[], bytes]) -> None:
         """Runs in a thread of its own: no caller would see an error that is raised here."""
@@ -197,7 +205,8 @@ class Sandbox:
             process.kill()
             process.wait()
 
-    def _start(self) -> None:
+    def _start(self) -> Link:
+        self._deadline_s = time.monotonic() + START_S
         ours, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as file, theirs:
             file.write(self._vocabulary)
@@ -211,5 +220,4 @@ class Sandbox:
                 pass_fds=(file.fileno(),),
                 env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
-        self._link = Link(ours)
-        self._deadline_s = time.monotonic() + START_S
+        return Link(ours)

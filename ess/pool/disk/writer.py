@@ -42,9 +42,7 @@ class Writer:
     """The writing thread. `lock` guards records, queue and counts. `fault` says why no more pages
     are stored; it is empty while all is well."""
 
-    def __init__(
-        self, slab: Slab, catalogue: Catalogue, records: Records, note: Note = unsaid
-    ) -> None:
+    def __init__(self, slab: Slab, catalogue: Catalogue, records: Records, note: Note) -> None:
         self.lock = threading.Condition()
         self.fault = ""
         self.stored_count = self.dropped_count = 0

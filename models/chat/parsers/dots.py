@@ -35,7 +35,7 @@ _TAGS: Final = Tags(
 
 
 class DotsParser(TaggedParser):
-    def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, *, tools: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(
             _TAGS, thinking=False, think_end=THINK_END, ends=(), calls=(CALLS,), think=THINK
         )

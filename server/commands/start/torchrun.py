@@ -10,7 +10,7 @@ restarts; torchrun itself only sees processes that keep running.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from ess.errors import BadInput
@@ -21,8 +21,7 @@ ITS_OWN: Final = ("nnodes", "node_rank")
 
 
 def placed_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that torchrun decides; none without torchrun, or for a worker of one process.
-    Its own store listens at MASTER_PORT, so the processes meet at the port behind it."""
+    """The settings that torchrun decides; none without torchrun, or for a worker of one process."""
     if any(name not in environment for name in ("MASTER_ADDR", *TOLD)):
         return {}
     if values.get("role") != "prefill":
@@ -34,19 +33,14 @@ def placed_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any]
     if size != asked:
         shown = " x ".join(f"{name} {values.get(name, 1)}" for name in names)
         raise BadInput(f"torchrun starts {size} processes (WORLD_SIZE), but {shown} is {asked}")
-    for name in ITS_OWN:
-        if name in values:
-            raise BadInput(
-                f"{name} is {values[name]}: leave it out, since torchrun says where processes run"
-            )
+    _refuse_given(values, ITS_OWN)
     if not 0 <= rank < size or not 0 < local_size <= size:
         raise BadInput(f"RANK is {rank} and LOCAL_WORLD_SIZE {local_size} of {size} processes")
-    given = values.get("dist_init_addr") or f"{environment['MASTER_ADDR']}:{port + 1}"
     return {
         "nnodes": size // local_size,
         "node_rank": rank // local_size,
         "only_rank": rank,
-        "dist_init_addr": given,
+        "dist_init_addr": _meeting_address(environment, values, port),
     }
 
 
@@ -60,20 +54,31 @@ def _rank_by_torchrun(environment: Mapping[str, str], values: Mapping[str, Any])
         raise BadInput(
             f"torchrun starts {size} processes (WORLD_SIZE), but dp_size is {values['dp_size']}"
         )
-    for name in (*ITS_OWN, "dp_rank"):
-        if name in values:
-            raise BadInput(
-                f"{name} is {values[name]}: leave it out, since torchrun says where processes run"
-            )
+    _refuse_given(values, (*ITS_OWN, "dp_rank"))
     own = values.get("port", PORT)
     of_place = {"device": f"cuda:{place}"} if values.get("device") == "cuda" else {}
     return {
         **of_place,
         "dp_rank": rank,
-        "dist_init_addr": values.get("dist_init_addr")
-        or f"{environment['MASTER_ADDR']}:{port + 1}",
+        "dist_init_addr": _meeting_address(environment, values, port),
         "port": own + place if own else 0,
     }
+
+
+def _refuse_given(values: Mapping[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        if name in values:
+            raise BadInput(
+                f"{name} is {values[name]}: leave it out, since torchrun says where processes run"
+            )
+
+
+def _meeting_address(
+    environment: Mapping[str, str], values: Mapping[str, Any], master_port: int
+) -> str:
+    """Where the processes meet: torchrun's own store listens at MASTER_PORT, so at the next port
+    unless the user gave an address."""
+    return values.get("dist_init_addr") or f"{environment['MASTER_ADDR']}:{master_port + 1}"
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

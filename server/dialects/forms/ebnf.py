@@ -50,14 +50,14 @@ def as_lark(text: str, *, where: str) -> str:
     written: list[str] = []
     opens = True  # an alternative begins, and is empty if it ends at once
     for kind, value, line in tokens:
-        ends = kind == "rule" or (value in ("|", ")") and kind == "mark")
-        if ends and opens and written:
+        sign = value if kind == "mark" else kind
+        if sign in ("rule", "|", ")") and opens and written:
             written.append('""')
-        opens = kind == "rule" or (value in ("|", "(") and kind == "mark")
+        opens = sign in ("rule", "|", "(")
+        if kind == "name" and value not in names:
+            raise BadInput(f"{where}, line {line}: {value!r:.60} has no rule")
         if kind == "rule":
             written.append(f"\n{names[value]}:")
-        elif kind == "name" and value not in names:
-            raise BadInput(f"{where}, line {line}: {value!r:.60} has no rule")
         else:
             written.append(names[value] if kind == "name" else value)
     return " ".join([*written, '""'] if opens else written).strip()

@@ -87,16 +87,7 @@ def _told(count: int, program: Sequence[str], limit_s: float) -> list[str]:
     with kept_port("127.0.0.1") as port, ThreadPoolExecutor(count) as threads:
         try:
             for rank in range(count):
-                words = map(str, (count, rank, port))
-                ranks.append(
-                    subprocess.Popen(
-                        [*program, *words],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    )
-                )
+                ranks.append(_started([*program, *map(str, (count, rank, port))]))
             lines = [threads.submit(_line_of, *each) for each in enumerate(ranks)]
             done, silent = wait(lines, timeout=limit_s, return_when=FIRST_EXCEPTION)
             wrong = [error for each in lines if each in done and (error := each.exception())]
@@ -110,6 +101,11 @@ def _told(count: int, program: Sequence[str], limit_s: float) -> list[str]:
         finally:
             for process in ranks:
                 process.kill()
+
+
+def _started(words: Sequence[str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
 
 def _silence(lines: list[Future[str]], silent: set[Future[str]], limit_s: float) -> Unavailable:

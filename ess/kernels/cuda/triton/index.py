@@ -111,9 +111,7 @@ class LogitsShape(NamedTuple):
     stages: int
 
 
-def logits_shape(
-    *, is_half: bool, queries_per_request: int, has_little: bool = False
-) -> LogitsShape:
+def logits_shape(*, is_half: bool, queries_per_request: int, has_little: bool) -> LogitsShape:
     """In bfloat16 two programs do not fit on one multiprocessor: if they did, a smaller grid would
     not leave multiprocessors free. Float32 runs without tensor cores, for exactness; there larger
     blocks spill. So do larger blocks for three and four queries where a device `has_little` shared
