@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from ess.server.http.origins import check_page
 from ess.server.http.responses import Foreign
 from ess.server.http.routes import status_routes
 from tests.house.tree import ROOT
+from tests.support.own_python import python
 
 DEPLOY = ROOT / "docs" / "deploy"
 COMMAND = re.compile(r"\bess ((?:serve|prefill|decode) .*?)(?=[;&`]|\n|$)")
@@ -199,9 +199,7 @@ def router_lines() -> list[list[str]]:
 @pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="smg is not installed")
 @pytest.mark.parametrize("words", router_lines(), ids=["kubernetes.yaml", "README.md"])
 def test_the_router_takes_its_command_line(words):
-    done = subprocess.run(
-        [sys.executable, "-m", "smg", "launch", *words, "--help"], capture_output=True, text=True
-    )
+    done = python("-m", "smg", "launch", *words, "--help")
     assert done.returncode == 0, done.stderr
 
 

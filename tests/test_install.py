@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import kept_objects
+from tests.support import kept_objects, own_python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,14 +74,7 @@ def module_name(path: Path) -> str:
 def run_bare(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Python in which only the base dependencies can be imported."""
     base = " ".join(name.split(">")[0] for name in project()["project"]["dependencies"])
-    return subprocess.run(
-        [sys.executable, "-c", REFUSE + code, base],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return own_python.python("-c", REFUSE + code, base, cwd=cwd, timeout_s=300)
 
 
 def test_the_base_installation_imports_what_needs_no_torch(tmp_path: Path) -> None:

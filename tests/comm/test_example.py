@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.own_python import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_example_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, "docs/examples/ranks.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = python("docs/examples/ranks.py")
+    assert done.returncode == 0, done.stderr
     gathered, beats = done.stdout.splitlines()
     row_of = {0: "[0.0, 0.0, 0.0, 0.0]", 1: "[1.0, 1.0, 1.0, 1.0]"}
     assert gathered == f"add: [{', '.join(row_of[r] for r in (0, 0, 1, 1))}]"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from ess.server.commands.start.launch import layout_of, planned
 from ess.server.commands.start.settings import resolve
 from tests.compressed import world
 from tests.states.test_serve import resolved
+from tests.support.own_python import python
 
 
 def test_rows_are_in_bf16_unless_it_is_said(folder: Path) -> None:
@@ -72,10 +71,7 @@ def test_what_a_server_cannot_do_is_refused_by_name(
 )
 def test_a_refusal_is_one_sentence(folder: Path, flags: tuple[str, ...], said: str) -> None:
     """Before a weight is read."""
-    command = [sys.executable, "-m", "ess.server.commands.cli", "serve", "--model", str(folder)]
-    done = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = python("-m", "ess.server.commands.cli", "serve", "--model", folder, *flags)
     assert done.returncode != 0
     assert said in done.stderr
     assert "Traceback" not in done.stderr

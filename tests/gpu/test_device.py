@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ess.kernels.cpu import native
 from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.rows import flat_form, ring_form
 from ess.pool.cuda_programs import ROW_BYTES as ROW_SIZES
@@ -13,6 +12,7 @@ from ess.pool.cuda_programs import rival_form
 from tests.support import device_claims as claims
 from tests.support import device_scenarios as scenarios
 from tests.support import residency_scenarios as residency
+from tests.support.built import needs_native
 from tests.support.device_residency import DeviceCampaign
 from tests.support.twins import assert_every_case_was_met
 
@@ -26,7 +26,7 @@ def test_every_form_moves_the_same_bytes():
     scenarios.every_form_moves_the_same_bytes(ROW_SIZES, 399)
 
 
-@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+@needs_native
 def test_jobs_keep_their_order_and_their_rows():
     scenarios.jobs_keep_their_order_and_their_rows(60)
 
@@ -39,17 +39,17 @@ def test_refusals():
     scenarios.refusals_name_what_is_wrong_and_change_nothing()
 
 
-@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+@needs_native
 def test_chunks_are_queued_by_native_code():
     scenarios.chunks_are_queued_by_native_code()
 
 
-@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+@needs_native
 def test_a_lane_that_is_dropped_waits_for_its_jobs():
     scenarios.a_lane_that_is_dropped_waits_for_its_jobs()
 
 
-@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+@needs_native
 def test_a_fetch_that_fails_midway_keeps_what_is_queued():
     scenarios.a_fetch_that_fails_midway_keeps_what_is_queued()
 
@@ -78,7 +78,7 @@ def test_pinned_memory_is_near_and_not_for_children():
     scenarios.pinned_memory_is_near_and_not_for_children()
 
 
-@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+@needs_native
 @pytest.mark.parametrize("is_together", WAYS, ids=WAYS.get)
 def test_the_planner_agrees_over_a_campaign(is_together):
     world = DeviceCampaign(7, residency.OnDevice(is_together=is_together))

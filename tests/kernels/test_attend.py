@@ -21,6 +21,7 @@ from ess.kernels.ops import Ops
 from ess.layout import RowCodec
 from tests.kernels.sets import ISAS, SETS, is_refused, op_set, reference, says_so
 from tests.kernels.test_rows import another_thread_runs_during
+from tests.support.built import needs_native
 
 CODECS = {
     "656": RowCodec(),
@@ -36,7 +37,6 @@ CODECS = {
 HEADS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 128)
 KEYS = (1, 2, 7, 63, 64, 65, 129, 200)
 HALF = 2**-8 + 4e-6
-needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 
 
 @pytest.fixture(params=SETS)

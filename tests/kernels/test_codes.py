@@ -10,8 +10,9 @@ from ess.errors import BadInput
 from ess.kernels.cpu import native
 from ess.kernels.cpu.codes import GROUP_INPUTS, Bits, CodedWeight
 from ess.kernels.cpu.stage import Heads, Panels, Stage, has_half, pack, pack_codes
+from tests.support.built import needs_native
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
+pytestmark = needs_native
 
 SHAPES = [(1, 32), (16, 64), (17, 96), (65, 32), (80, 160), (200, 576)]
 COUNTS = (1, 2, 3, 7, 8, 9, 33, 70)

@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from ess.kernels.cuda import driver, program
 from ess.kernels.cuda.program import ARCHITECTURES, Compiled, Program
 from ess.kernels.cuda.rows import SHARED_BYTES_MAX, flat_form, ring_form
 from ess.pool import cuda_programs
+from tests.support.own_python import python
 
 needs_nvrtc = pytest.mark.skipif(
     program.why_missing() is not None, reason=str(program.why_missing())
@@ -271,13 +270,6 @@ print("benchmark:", ess.bench.gpu.suite.main(["--only", "layer"]))
 @pytest.mark.slow
 def test_tests_and_benchmark_of_a_device_need_no_packages_of_ours():
     """Without a device the benchmark says so and measures nothing."""
-    run = subprocess.run(
-        [sys.executable, "-c", BARE],
-        cwd=ROOT,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = python("-c", BARE, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "not measured" in run.stderr or "nothing is measured" in run.stderr

@@ -12,14 +12,14 @@ import os
 
 import pytest
 
-from ess.kernels.cpu import native
 from tests.support import device_claims, device_scenarios, emulated_driver, residency_scenarios
+from tests.support.built import needs_native
 from tests.support.emulate import needs_compiler
 
 pytestmark = [
     pytest.mark.slow,
     needs_compiler,
-    pytest.mark.skipif(not native.available(), reason=native.why_missing()),
+    needs_native,
     pytest.mark.skipif(
         importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed"
     ),

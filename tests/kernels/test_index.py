@@ -12,12 +12,12 @@ import torch
 
 from ess.errors import BadInput
 from ess.kernels import backend
-from ess.kernels.cpu import native
 from ess.kernels.ops import Ops
 from ess.layout import IndexCodec
 from tests.kernels.sets import SETS, op_set, reference, says_so
 from tests.kernels.test_attend import Recorded
 from tests.kernels.test_rows import another_thread_runs_during
+from tests.support.built import needs_native
 
 FORMS = {
     "fp8 under fp8": ("fp8", torch.float8_e4m3fn),
@@ -29,7 +29,6 @@ FORMS = {
 HEADS = (1, 3, 4, 8, 11, 16, 33, 64)
 LENGTHS = (0, 1, 64, 300, 4097)
 PAGES = 90
-needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 
 
 @pytest.fixture(params=SETS)

@@ -23,9 +23,9 @@ from ess.flashtrans.lanes import DoneEvent
 from ess.flashtrans.views import known
 from ess.kernels.cpu import native
 from ess.kernels.streams import Event, Lane, RowCopy
+from tests.support.built import needs_native
 from tests.support.manual_lane import ManualLane
 
-needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 Bytes = npt.NDArray[np.uint8]
 
 MAKERS: dict[str, Callable[[], Lane]] = {

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from ess.errors import BadInput
-from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
 from ess.pool.lru.arena import Arena, Lookup, Split
-
-needs_native = pytest.mark.skipif(not native.available(), reason=native.why_missing())
+from tests.support.built import needs_native
 
 SPLIT = ("slots", "hit", "miss", "place", "hit_count", "miss_count", "place_count")
 LAYERS = 3

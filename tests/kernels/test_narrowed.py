@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ess.kernels.cpu import native
 from tests.kernels.sets import ISAS
+from tests.support.built import needs_native
+from tests.support.own_python import python
 
 HERE = Path(__file__).parent
 OPS, WHOLE = ("attend", "index", "reference"), ("stage", "codes")
@@ -22,18 +21,12 @@ ONLY = (
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+@needs_native
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_set_of_instructions_agrees(isa: str) -> None:
     """`avx512` named is without its bf16 products, so the four sets are all seen."""
     if ISAS.index(isa) > ISAS.index(native.isa()):
         pytest.skip(f"this machine has no {isa}")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *FILES]
-    done = subprocess.run(
-        [*command, "-m", "not slow", "-k", ONLY],
-        env={**os.environ, "ESS_ISA": isa},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = ("-m", "pytest", "-p", "no:cacheprovider", *FILES, "-m", "not slow", "-k", ONLY)
+    done = python(*command, timeout_s=600, ESS_ISA=isa)
     assert done.returncode == 0, done.stdout[-4000:]

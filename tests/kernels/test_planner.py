@@ -5,11 +5,6 @@ Run as a script it plays one campaign, so that other instruction sets can be ask
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -18,10 +13,11 @@ from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
 from ess.pool.lru.arena import Arena, Split
 from ess.pool.lru.eviction import POLICIES
+from tests.support.built import needs_native
 from tests.support.few import few
+from tests.support.own_python import python
 from tests.support.twins import ROW_COUNT, Side, Twins, assert_every_case_was_met, campaign, ids
 
-needs_native = pytest.mark.skipif(not native.available(), reason=native.why_missing())
 pytestmark = needs_native
 
 
@@ -41,14 +37,7 @@ def test_two_thousand_steps_agree(seed, evict):
 def test_other_instruction_sets_agree(isa):
     if native.isa() == "portable" or (isa == "avx2" and native.isa() != "avx512"):
         pytest.skip(f"this machine has no set above {isa}")
-    root = Path(__file__).resolve().parents[2]
-    run = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "ESS_ISA": isa, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = python(__file__, ESS_ISA=isa)
     assert (run.returncode, run.stdout) == (0, f"{isa} agrees\n"), run.stderr
 
 

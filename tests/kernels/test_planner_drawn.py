@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ess.kernels.cpu import native
 from ess.pool.lru import specification
 from ess.pool.lru.eviction import POLICIES
+from tests.support.built import needs_native
 from tests.support.twins import Twins, ids
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 stateful = pytest.importorskip("hypothesis.stateful")
 st = hypothesis.strategies
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
+pytestmark = needs_native
 
 
 class TwinsMachine(stateful.RuleBasedStateMachine):

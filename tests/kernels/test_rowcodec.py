@@ -22,6 +22,7 @@ from ess.kernels.reference import formats
 from ess.layout import RowCodec
 from tests.kernels.bits import all_bf16, array, random_bits, same_values, torch_code
 from tests.kernels.sets import SETS, is_refused, op_set
+from tests.support.built import needs_native
 
 CAST_ROWS = 32_768
 FP8 = RowCodec()
@@ -160,7 +161,7 @@ def test_every_bf16_in_range_is_cast_as_torch_casts_it(ops: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+@needs_native
 def test_every_float_in_range_is_cast_as_torch_casts_it() -> None:
     """All 2,277,507,074 of them, both signs, 127 to a group that holds 448."""
     codec = RowCodec(latent_dim=128, rope_dim=0)
@@ -379,8 +380,6 @@ def test_values_whose_elements_lie_apart_are_copied(set_ops: Ops) -> None:
 
 
 # ---- the compiled library ----
-
-needs_native = pytest.mark.skipif(not native.available(), reason=native.why_missing())
 
 
 @pytest.mark.parametrize(

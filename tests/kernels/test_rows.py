@@ -23,13 +23,13 @@ from ess.flashtrans.views import CheckedCopy, check
 from ess.flashtrans.ways import way_names
 from ess.kernels.cpu import native
 from ess.kernels.streams import RowCopy
+from tests.support.built import needs_native
 
 ROW_BYTES = (4, 68, 196, 264, 528, 584, 656, 1152, 2304)
 WAYS = range(len(way_names()) if native.available() else 1)
 RUN_LENGTHS = (1, 1, 1, 2, 5, 30, 70)
 GAPS = ((0, 0), (0, 48), (0, 7), (12, 4), (640, 0), (5, 3))
 
-needs_native = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
 Bytes = npt.NDArray[np.uint8]
 
 

@@ -19,8 +19,9 @@ from ess.models.model import Model
 from ess.models.moe import _best
 from tests.kernels.sets import cpu, reference
 from tests.support import checkpoints
+from tests.support.built import needs_native
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
+pytestmark = needs_native
 
 ODD = {
     **checkpoints.V32,

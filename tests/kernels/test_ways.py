@@ -13,8 +13,9 @@ from ess.errors import BadInput, Unavailable
 from ess.flashtrans import gather_rows, ways
 from ess.flashtrans.ways import Choice, chosen, everywhere, read, way_names
 from ess.kernels.cpu import native
+from tests.support.built import needs_native
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
+pytestmark = needs_native
 CLASSES = list(ways.classes())
 
 

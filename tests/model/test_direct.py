@@ -14,15 +14,15 @@ from ess.door import Offload
 from ess.engine.engine import Engine, EngineConfig
 from ess.engine.tokens.sampling import Sampling
 from ess.flashtrans.patient import PatientLane
-from ess.kernels.cpu import native
 from ess.kernels.cpu.layer import Stop
 from ess.models import layers
 from ess.overlap.policy import Mode
 from tests.model.test_engine import prompt
+from tests.support.built import needs_native
 from tests.support.checkpoints import small
 from tests.support.manual_lane import ManualLane
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
+pytestmark = needs_native
 
 TIMED = ("index", "plan", "pre_attn", "attend_all")
 """A layer that is absent is selected for twice by the schedules."""

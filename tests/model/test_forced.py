@@ -9,13 +9,13 @@ import torch
 
 from ess.bench.engine.precision import SERVED, Models, apart, excerpts_of, read
 from ess.bench.harness.text import token_ids
-from ess.kernels.cpu import native
 from ess.models.load import load_model
 from tests.model.forced import Runs, run
+from tests.support.built import needs_native
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not native.available(), reason=native.why_missing()),
+    needs_native,
 ]
 CONTEXT, TOKENS = 2048, 112
 

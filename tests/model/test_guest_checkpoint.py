@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ess.errors import BadInput, Unavailable
-from ess.kernels.cpu import native
 from ess.layout import ModelLayout
 from ess.models.chat.messages import Conversation, Message
 from ess.models.chat.styles import TemplateStyle, style_of
@@ -28,6 +27,7 @@ from ess.models.model import Model
 from ess.models.plain import Plain
 from ess.models.text.tokenizer import Tokenizer, byte_alphabet
 from ess.server.commands.start.files.checkpoint import read_checkpoint
+from tests.support.built import needs_native
 from tests.support.greedy import greedy
 
 gguf = pytest.importorskip("gguf", reason="extra `guest` (gguf) is not installed")
@@ -178,7 +178,7 @@ def test_codes_are_the_weights_that_stand_beside_them(made, kind: str) -> None:
         assert torch.equal(weight.exact(), kept[name])
 
 
-@pytest.mark.skipif(not native.available(), reason="ess._native is not built")
+@needs_native
 def test_an_engine_computes_with_codes(made) -> None:
     """Nearer to float32 than weights that were rounded, and every token alike."""
     folder = made()

@@ -13,10 +13,11 @@ from ess.models.layers import RotaryPositions
 from ess.pool.index import PageTables
 from ess.pool.lru import planner, specification
 from ess.pool.lru.arena import Arena
+from tests.support.built import needs_native
 from tests.support.checkpoints import small
 from tests.support.twins import Twins, ids
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
+pytestmark = needs_native
 
 NAN, INF = float("nan"), float("inf")
 

@@ -20,6 +20,7 @@ from tests.server.harness import until
 from tests.support.crowd import Crowd
 from tests.support.few import few
 from tests.support.kin import is_running, kin, told
+from tests.support.own_python import python
 from tests.support.process import READY_S, ROOT, RUN, SMALL, Process
 from tests.support.routers import ask
 
@@ -161,15 +162,8 @@ def test_keys_hold_for_everybody_and_change_while_it_serves(tmp_path: Path):
 def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path: Path):
     """The workers read their calibration; their parent does not."""
     small = [word for pair in SMALL.items() for word in pair]
-    words = [sys.executable, "-c", RUN, "serve", "--pd", "1p1d", *PACED, *small]
-    ended = subprocess.run(
-        [*words, "--calibration", str(tmp_path / "none")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=READY_S,
-        check=False,
-    )
+    words = ("serve", "--pd", "1p1d", *PACED, *small, "--calibration", tmp_path / "none")
+    ended = python("-c", RUN, *words, timeout_s=READY_S)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "prefill-1 is gone: its process ended with code 2\n    ess: " in ended.stderr
 

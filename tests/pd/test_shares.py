@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +29,8 @@ from ess.server.commands.pd.shares import (
 from ess.server.commands.ranks.servers import OF_RANK, RankProcesses
 from ess.server.commands.start import sizing
 from ess.server.commands.start.settings import resolve
-from tests.support.process import ROOT, RUN
+from tests.support.own_python import python
+from tests.support.process import RUN
 
 
 def share(text: str, **flags: Any) -> Share:
@@ -237,12 +236,6 @@ def test_a_taken_port_is_said_before_anything_starts():
 
 
 def test_a_router_without_a_split():
-    ended = subprocess.run(
-        [sys.executable, "-c", RUN, "serve", "--router", "smg"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
+    ended = python("-c", RUN, "serve", "--router", "smg")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "ess: router is for --pd: without --pd no router is started\n"

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ess.kernels.cpu import native
+from tests.support.built import needs_native
 from tests.support.emulate import needs_compiler
 from tests.support.forked import finished
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = (
     needs_compiler,
-    pytest.mark.skipif(not native.available(), reason=native.why_missing()),
+    needs_native,
     *(
         pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is missing")
         for name in ("cuda", "triton")

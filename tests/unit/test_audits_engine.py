@@ -25,9 +25,9 @@ from ess.engine.tokens.stops import StopText
 from ess.flashtrans.lanes import WorkerLane
 from ess.flashtrans.row_lists import RowLists
 from ess.flashtrans.staging import PLACES, Staging
-from ess.kernels.cpu import native
 from ess.overlap.policy import Mode
 from ess.overlap.timeline import Note
+from tests.support.built import needs_native
 from tests.support.layouts import PLAIN as LAYOUT
 from tests.support.manual_clock import ManualClock
 
@@ -279,7 +279,7 @@ def test_a_staging_area_audits_itself() -> None:
         staging.check()
 
 
-@pytest.mark.skipif(not native.available(), reason="ess._native is not built")
+@needs_native
 def test_a_lane_audits_itself() -> None:
     with WorkerLane() as lane:
         lane.check()

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ess.bench.engine import overhead
-from ess.kernels.cpu import native, stage
+from ess.kernels.cpu import stage
+from tests.support.built import needs_native
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="ess._native is not built")
+pytestmark = needs_native
 
 
 def test_the_meter_sees_a_stage_and_leaves_its_result_alone() -> None:

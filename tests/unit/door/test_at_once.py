@@ -15,9 +15,10 @@ from ess.door.stats import Counters
 from ess.flashtrans import InlineLane, WorkerLane
 from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
+from tests.support.built import needs_native
 from tests.unit.door.test_door import LAYOUT, make, opened, snapshot
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())
+pytestmark = needs_native
 
 COUNTS = (2, 1)
 

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from ess.errors import BadInput
 from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.files.header import Entry, renamed
 from ess.models.weights.rank import RankWeights
+from tests.support.own_python import python
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -334,14 +333,7 @@ def test_layers_times_experts_are_bounded(copy: Path) -> None:
 
 def campaign(case_count: int, seed: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("damage.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(case_count), str(seed), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )
+    done = python(script, case_count, seed, tmp_path, timeout_s=240)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{case_count} cases" in done.stdout
