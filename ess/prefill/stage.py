@@ -139,11 +139,7 @@ class Stage:
         self._held: dict[int, Held] = {}
         self._freed: list[Held] = []
         self._ran: list[Ran] = []
-        self._is_stopped = False
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._is_stopped
+        self.is_stopped = False
 
     @property
     def is_busy(self) -> bool:
@@ -203,7 +199,7 @@ class Stage:
             case Profile():
                 self._profile(order, hidden)
             case Stop():
-                self._is_stopped = True
+                self.is_stopped = True
                 self.ranks.stop()
 
     def open(
@@ -296,7 +292,8 @@ class Stage:
         if not parts or not self._may_be_behind(helds):
             self._land_run()
         if not parts:
-            self._end_run(order, helds, {}, began_s, leaving_s=0.0)
+            self._end_prompts(order, helds, {})
+            self._report_run(order.batch, began_s, 0.0)
             return
         self._check_given(given, order.token_count)
         queued = self.ranks.queue_part(
@@ -329,27 +326,15 @@ class Stage:
             windows = {part.number: made.windows for part, made in pairs}
         else:
             underway.queued.land()
-        self._end_run(
-            underway.order,
-            underway.helds,
-            windows,
-            underway.began_s,
-            leaving_s=underway.leaving_s,
-        )
+        self._end_prompts(underway.order, underway.helds, windows)
+        self._report_run(underway.order.batch, underway.began_s, underway.leaving_s)
 
-    def _end_run(
-        self,
-        order: Run,
-        helds: Mapping[int, Held],
-        windows: Mapping[int, Tensor],
-        began_s: float,
-        *,
-        leaving_s: float,
+    def _end_prompts(
+        self, order: Run, helds: Mapping[int, Held], windows: Mapping[int, Tensor]
     ) -> None:
         for part in order.parts:
             if part.is_last:
                 self._finish(helds[part.number], windows.get(part.number))
-        self._report_run(order.batch, began_s, leaving_s)
 
     def _leave(self, hidden: Tensor) -> None:
         """Waiting for the next stage does not count as this stage's work."""

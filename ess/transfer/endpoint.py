@@ -24,7 +24,7 @@ from ess.transfer.transport import (
 )
 from ess.units import PAGE_ROWS
 
-NOBODY: Final = bytes(NONCE_BYTES)
+NO_NONCE: Final = bytes(NONCE_BYTES)
 HEARTBEAT_S: Final = 1.0
 LOST_S: Final = 5.0
 
@@ -39,7 +39,12 @@ class Identity:
     page_rows: int = PAGE_ROWS
 
     def hello(
-        self, *, to: int = 0, nonce: bytes = NOBODY, answer: bytes = NOBODY, address: bytes = b""
+        self,
+        *,
+        to: int = 0,
+        nonce: bytes = NO_NONCE,
+        answer: bytes = NO_NONCE,
+        address: bytes = b"",
     ) -> bytes:
         message = Hello(self.layout, self.page_rows, nonce, answer, address)
         return self.seal.sealed(message, sender=self.epoch, receiver=to)

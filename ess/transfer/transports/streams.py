@@ -20,7 +20,7 @@ from typing import Final
 
 from ess.clock import Clock
 from ess.errors import BadInput
-from ess.transfer.endpoint import HEARTBEAT_S, NOBODY, Endpoint, Identity
+from ess.transfer.endpoint import HEARTBEAT_S, NO_NONCE, Endpoint, Identity
 from ess.transfer.messages import NONCE_BYTES
 from ess.transfer.runs import Runs, views
 from ess.transfer.transport import Event, Transfer
@@ -141,7 +141,7 @@ class StreamTransport(Endpoint):
             if len(strangers) >= STRANGERS_MAX:
                 self._end(strangers[0])
             link = self._link(sock, peer=0, is_ours=False)
-            self._greet(link, answer=NOBODY)
+            self._greet(link, answer=NO_NONCE)
 
     def _greet(self, link: Link, *, answer: bytes) -> None:
         note = self._identity.hello(to=link.peer, nonce=link.nonce, answer=answer)
@@ -228,7 +228,7 @@ class StreamTransport(Endpoint):
     def _meet(self, link: Link, frame: Frame) -> None:
         """A Hello came. The dialler answers it and awaits an answer; the accepter the reverse."""
         envelope, hello = self._identity.greeted(frame.note)
-        is_first = link.is_ours and hello.answer == NOBODY
+        is_first = link.is_ours and hello.answer == NO_NONCE
         if link.is_met or (link.is_ours and envelope.sender != link.peer):
             raise BadInput(f"{envelope.sender:016x} answers, not {link.peer:016x}")
         if not is_first and (hello.answer != link.nonce or envelope.receiver != self.epoch):
