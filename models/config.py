@@ -347,10 +347,19 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         return state_form(self)
 
     def layout(
-        self, *, name: str = "", row: RowForm = "fp8", index: IndexForm | None = None
+        self,
+        *,
+        name: str = "",
+        row: RowForm = "fp8",
+        index: IndexForm | None = None,
+        has_mtp: bool = True,
     ) -> ModelLayout:
         """What the pools need to know. The slot floor is 25/8 of what an indexer chooses, at least
-        1,024. Index keys are in fp8 unless it is said; of entries in float32 as these are."""
+        1,024. Index keys are in fp8 unless it is said; of entries in float32 as these are. A step
+        that verifies one token needs no MTP layers: without `has_mtp` they are left out."""
+        if not has_mtp:
+            alone = msgspec.structs.replace(self, mtp_layer_count=0)
+            return alone.layout(name=name, row=row, index=index)
         if self.compressed is not None:
             keys = index or ("f32" if row == "f32" else "fp8")
             return layout_of(self, name=name, row=row, index=keys)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
 import torch
 
 from ess.bench.engine.calibrate import texts
@@ -117,15 +116,12 @@ def _running(by_pack: FirstTokens, by_one: FirstTokens) -> dict[str, Any]:
 
 def _engine(model: Model, load: ArrivingPrompts, chunk_tokens: int) -> Engine:
     """Every row has a slot, so that only the order of entry is measured."""
-    config = model.config
-    if load.mtp == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
-    layout = config.layout(name="ess-embedded")
+    layout = model.config.layout(name="ess-embedded", has_mtp=load.mtp > 1)
     pages = div_ceil(load.prompt + load.output, PAGE_ROWS) + 1
     total = load.requests * pages
     offload = Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * total,
+        slot_bytes=layout.group_count * layout.chunk_bytes * total,
         host_bytes=2 * total * layout.host_page_bytes,
         length_max=pages * PAGE_ROWS,
         sequence_max=load.requests,

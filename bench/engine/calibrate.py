@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 from ess.bench.harness.report import Row
@@ -205,10 +204,7 @@ def settled_engine(
     **config: Any,
 ) -> Engine:
     """`batch` prompts of `context` tokens, prefilled, over an arena of `RATIO` of their rows."""
-    kept = model.config
-    if mtp == 1:
-        kept = msgspec.structs.replace(kept, mtp_layer_count=0)
-    layout = kept.layout(name="ess-embedded")
+    layout = model.config.layout(name="ess-embedded", has_mtp=mtp > 1)
     chunk_count = batch * div_ceil(context, CHUNK)
     tokens_max = mtp * (steps + SETTLE_STEPS + chunk_count + 2)
     longest = context + tokens_max

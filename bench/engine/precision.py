@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -162,14 +161,13 @@ def excerpts_of(
 
 def offload_for(model: Model, form: Form, lines: Sequence[Sequence[int]]) -> Offload:
     """Pools for these lines, with an arena of two selections of each in every group."""
-    config = msgspec.structs.replace(model.config, mtp_layer_count=0)
-    layout = config.layout(row=form.row, index=form.index)
+    layout = model.config.layout(row=form.row, index=form.index, has_mtp=False)
     pages = div_ceil(len(lines[0]), PAGE_ROWS) + 1
     slot_pages = len(lines) * 2 * layout.top_k // PAGE_ROWS
     return Offload.create(
         layout,
         device="cpu" if model.device.type == "cpu" else f"cuda:{model.device.index or 0}",
-        slot_bytes=layout.group_count * layout.group_layers_max * slot_pages * layout.page_bytes,
+        slot_bytes=layout.group_count * layout.chunk_bytes * slot_pages,
         host_bytes=len(lines) * 2 * pages * layout.host_page_bytes,
         length_max=pages * PAGE_ROWS,
         slot_floor=PAGE_ROWS,

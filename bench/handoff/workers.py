@@ -80,7 +80,7 @@ def _offload(model: Model, shape: WorkerSizes) -> Offload:
     blocks = shape.sequences * shape.slots // PAGE_ROWS * layout.group_count
     return Offload.create(
         layout,
-        slot_bytes=blocks * layout.group_layers_max * layout.page_bytes,
+        slot_bytes=blocks * layout.chunk_bytes,
         host_bytes=shape.sequences * shape.pages * layout.host_page_bytes,
         length_max=shape.pages * PAGE_ROWS,
         sequence_max=shape.sequences,

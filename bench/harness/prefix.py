@@ -290,7 +290,7 @@ def _make(model: Model, layout: ModelLayout, ids: list[int]) -> Segment:
     pages = -(-len(ids) // PAGE_ROWS) + 1
     with Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes,
+        slot_bytes=layout.group_count * layout.chunk_bytes,
         host_bytes=pages * layout.host_page_bytes,
         length_max=pages * PAGE_ROWS,
         slot_floor=1,

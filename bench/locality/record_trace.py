@@ -116,7 +116,7 @@ def _windows(
     kept = Windowed()
     with Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes,
+        slot_bytes=layout.group_count * layout.chunk_bytes,
         host_bytes=pages * layout.host_page_bytes,
         length_max=pages * PAGE_ROWS,
         slot_floor=1,

@@ -97,7 +97,7 @@ def offload(layout: ModelLayout, *, shared: bool = False) -> Offload:
     length = PROMPT + OUTPUT + PAGE_ROWS
     return Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * SLOT_PAGES,
+        slot_bytes=layout.group_count * layout.chunk_bytes * SLOT_PAGES,
         host_bytes=div_ceil(length, PAGE_ROWS) * layout.host_page_bytes,
         length_max=length,
         shared=shared,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-import msgspec
 import torch
 import zmq
 
@@ -84,9 +83,7 @@ def load_weights(launch: Launch, rank: Rank, team: Team) -> tuple[Model, ModelLa
         head_count=config.head_count,
         deterministic=chosen.deterministic,
     )
-    if chosen.mtp == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
-    return model, config.layout(row=chosen.row)
+    return model, config.layout(row=chosen.row, has_mtp=chosen.mtp > 1)
 
 
 def load(launch: Launch, rank: Rank, team: Team, clock: Clock) -> Loaded:

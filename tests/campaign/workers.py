@@ -8,7 +8,6 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 
-import msgspec
 import torch
 
 from ess.clock import Clock
@@ -40,9 +39,7 @@ LINK_MAX = HELD_MAX + AHEAD_MAX
 
 
 def layout_of(mtp: int) -> ModelLayout:
-    config = small().config
-    kept = config if mtp > 1 else msgspec.structs.replace(config, mtp_layer_count=0)
-    return kept.layout(row="f32", index="f32")
+    return small().config.layout(row="f32", index="f32", has_mtp=mtp > 1)
 
 
 @functools.cache

@@ -118,10 +118,7 @@ def tiny(spelling: str = "listed") -> CompressedModel:
 
 def layout(*, mtp: int, spelling: str = "listed") -> ModelLayout:
     """As a server that verifies so many tokens has it."""
-    config = read_config(SPELLINGS[spelling])
-    if mtp == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
-    return config.layout(row="f32")
+    return read_config(SPELLINGS[spelling]).layout(row="f32", has_mtp=mtp > 1)
 
 
 def far(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Mapping
 from typing import Final
 
-import msgspec
 import torch
 
 from ess.door import Offload
@@ -19,7 +18,6 @@ from ess.engine.step.decode import Launcher
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import PoolFull
 from ess.kernels import backend
-from ess.models.config import ModelConfig
 from ess.models.model import Model
 from ess.models.registry import build, read_config
 from tests.support.checkpoints import TINY_GLM, TINY_V32, tensors, tokens
@@ -64,14 +62,12 @@ def parts(
     """Of an engine. Not through the `door`: over the host's, which looks like the device's and is
     quick."""
     made, count = model(family, device), int(mtp)
-    kept = made.config if count > 1 else without_mtp(made.config)
-    layout = kept.layout(row="f32", index="f32")
-    chunk = layout.group_layers_max * layout.page_bytes
+    layout = made.config.layout(row="f32", index="f32", has_mtp=count > 1)
     made_here = device == "cpu" or not door
     offload = _creates(stands_in=device != "cpu" and not door)(
         layout,
         device="cpu" if made_here else "cuda:0",
-        slot_bytes=layout.group_count * chunk * CHUNKS[arena],
+        slot_bytes=layout.group_count * layout.chunk_bytes * CHUNKS[arena],
         host_bytes=40 * layout.host_page_bytes,
         length_max=LENGTH_MAX,
         slot_floor=16,
@@ -96,10 +92,6 @@ def _creates(*, stands_in: bool):
     from tests.device.standin import opened
 
     return opened
-
-
-def without_mtp(config: ModelConfig) -> ModelConfig:
-    return msgspec.structs.replace(config, mtp_layer_count=0)
 
 
 def shuffle(offload) -> None:

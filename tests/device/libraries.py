@@ -117,7 +117,7 @@ def engine(folder, *, mtp=1, **more) -> Engine:
     offload = Offload.create(
         layout,
         device="cuda:0",
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * 4,
+        slot_bytes=layout.group_count * layout.chunk_bytes * 4,
         host_bytes=16 * layout.host_page_bytes,
         length_max=256,
         slot_floor=16,

@@ -101,7 +101,7 @@ def test_pools_take_what_their_plan_says(family, mtp):
     config = engines.model(family, "cpu").config
     layout = config.layout(row="fp8")
     if not mtp:
-        layout = engines.without_mtp(config).layout(row="f32", index="f32")
+        layout = config.layout(row="f32", index="f32", has_mtp=False)
     shape = PoolShape(
         layout=layout, chunks=37, index_pages=21, sequence_max=5, length_max=700, query_max=12
     )

@@ -85,7 +85,7 @@ def engine(made: Model, *, form: str, mode: str) -> Engine:
     offload = Offload.create(
         layout,
         device="cpu" if made.device.type == "cpu" else "cuda:0",
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * 3,
+        slot_bytes=layout.group_count * layout.chunk_bytes * 3,
         host_bytes=12 * layout.host_page_bytes,
         length_max=256,
         slot_floor=16,

@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from ess.door import Offload
@@ -31,9 +30,7 @@ CASES += [("dots3_note", 1), ("mistral_large4", 1)]
 
 
 def layout_of(name: str, mtp: int) -> ModelLayout:
-    config = checkpoint(name).config
-    kept = config if mtp > 1 else msgspec.structs.replace(config, mtp_layer_count=0)
-    return kept.layout(row="f32", index="f32")
+    return checkpoint(name).config.layout(row="f32", index="f32", has_mtp=mtp > 1)
 
 
 def disk_of(folder: Path, layout: ModelLayout, *, pages: int = 200) -> DiskTier:

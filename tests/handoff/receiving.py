@@ -87,7 +87,7 @@ def offload_of(
 ) -> Offload:
     return Offload.create(
         layout,
-        slot_bytes=8 * layout.group_layers_max * layout.page_bytes,
+        slot_bytes=8 * layout.chunk_bytes,
         host_bytes=page_count * layout.host_page_bytes,
         sequence_max=4,
         length_max=512 * layout.row_tokens,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from queue import Queue
 from typing import Literal
 
-import msgspec
 import torch
 
 from ess.comm.group import Group
@@ -149,16 +148,13 @@ def part_of(shape: Shape, group: Group) -> Model:
 def engine(shape: Shape, group: Group, *, port_of=None, **config) -> MeshEngine:
     """On rank 0 `port_of` makes a port of the offload and of all rows."""
     model = part_of(shape, group)
-    kept = model.config
-    if shape.mtp == 1:
-        kept = msgspec.structs.replace(kept, mtp_layer_count=0)
-    whole = kept.layout(row="f32", index="f32")
+    whole = model.config.layout(row="f32", index="f32", has_mtp=shape.mtp > 1)
     layout = whole.part(*PARTS[shape.pp][group.rank // shape.tp])
     pages = shape.index_pages
     common = _common(group, whole, layout)
     offload = Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * shape.chunks,
+        slot_bytes=layout.group_count * layout.chunk_bytes * shape.chunks,
         host_bytes=60 * layout.host_page_bytes,
         index_bytes=None if pages is None else pages * layout.index_page_bytes,
         length_max=1024,

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import torch
 
 from ess.door import Offload
@@ -319,10 +318,7 @@ def unlike_transformers(family: str, raw: Raw, model: Model, folder: Path) -> st
 def unlike_plain(model: Model, draw: random.Random) -> str:
     """A sentence where an engine says other tokens than the plain model."""
     mtp = draw.choice((1, 2, 4)) if model.config.mtp_layer_count else 1
-    config = model.config
-    if mtp == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
-    layout = config.layout(row="f32", index="f32")
+    layout = model.config.layout(row="f32", index="f32", has_mtp=mtp > 1)
     offload = Offload.create(
         layout,
         slot_bytes=slot_bytes(layout, draw.choice(("ample", "tight", "tight"))),
@@ -344,7 +340,7 @@ def unlike_plain(model: Model, draw: random.Random) -> str:
     engine, unlike = Engine(model, offload, settings), ""
     try:
         for seed in range(TEXTS):
-            prompt = checkpoints.tokens(PROMPT, config.vocab_size, seed=seed)
+            prompt = checkpoints.tokens(PROMPT, model.config.vocab_size, seed=seed)
             request = engine.add(prompt, Sampling(tokens_max=MADE, ignore_eos=True))
             for _ in engine.run():
                 offload.check()

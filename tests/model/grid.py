@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import torch
 
 from ess.door import Offload
@@ -97,8 +96,7 @@ def expected(name: str, start: int, stop: int) -> list[int]:
 
 def engine(case: Case, *, lane: Any = None, **changes: Any) -> Engine:
     made, mtp = checkpoint(case["checkpoint"]), int(case["mtp"])
-    kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
-    layout = kept.layout(row="f32", index="f32")
+    layout = made.config.layout(row="f32", index="f32", has_mtp=mtp > 1)
     offload = Offload.create(
         layout,
         slot_bytes=slot_bytes(layout, case["arena"]),
@@ -124,9 +122,8 @@ def engine(case: Case, *, lane: Any = None, **changes: Any) -> Engine:
 
 def slot_bytes(layout: ModelLayout, arena: str) -> int:
     """Chunks a group: every row of the scenario; about two selections; the least there is."""
-    chunk = layout.group_layers_max * layout.page_bytes
     counts = {"ample": 40, "tight": 2 + 2 * layout.top_k // 64, "smallest": 1}
-    return layout.group_count * chunk * counts[arena]
+    return layout.group_count * layout.chunk_bytes * counts[arena]
 
 
 def scenario(eng: Engine, name: str) -> list[tuple[Request, int, int]]:

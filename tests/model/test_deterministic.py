@@ -26,8 +26,7 @@ def model():
 
 
 def engine(model, *, mtp: int = 1, chunks: int = 5, **changes) -> Engine:
-    kept = model.config if mtp > 1 else msgspec.structs.replace(model.config, mtp_layer_count=0)
-    layout = kept.layout()
+    layout = model.config.layout(has_mtp=mtp > 1)
     offload = Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.page_bytes * chunks,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import msgspec
 import pytest
 
 from ess.door import Offload
@@ -37,11 +36,10 @@ def engine(
     **config,
 ) -> Engine:
     made = small(family, layer_count=3)
-    kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
-    layout = kept.layout(row="f32", index="f32")
+    layout = made.config.layout(row="f32", index="f32", has_mtp=mtp > 1)
     offload = Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * chunks,
+        slot_bytes=layout.group_count * layout.chunk_bytes * chunks,
         host_bytes=host_pages * layout.host_page_bytes,
         index_bytes=None if index_pages is None else index_pages * layout.index_page_bytes,
         length_max=1024,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ def weights(form: str) -> Model:
 def engine(form: str, mode: str, chunks: int, lane: Lane, **changes: object) -> Engine:
     row, index = FORMS[form]
     made = weights(form)
-    layout = msgspec.structs.replace(made.config, mtp_layer_count=0).layout(row=row, index=index)
+    layout = made.config.layout(row=row, index=index, has_mtp=False)
     offload = Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.page_bytes * chunks,

@@ -53,7 +53,7 @@ def test_long_contexts_say_what_the_plain_model_says(family, mode, length):
     layout = small(family).config.layout(row="f32", index="f32")
     offload = Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * 4,
+        slot_bytes=layout.group_count * layout.chunk_bytes * 4,
         host_bytes=(length // 64 + 8) * layout.host_page_bytes,
         length_max=length + 64,
         slot_floor=64,
@@ -86,7 +86,7 @@ def test_prompts_as_long_as_a_selection(family, mode, mtp, tbo):
     layout = made.config.layout(row="f32", index="f32")
     offload = Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * 34,
+        slot_bytes=layout.group_count * layout.chunk_bytes * 34,
         host_bytes=120 * layout.host_page_bytes,
         length_max=TOP_K + 64,
         slot_floor=64,

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -42,7 +41,7 @@ LOW = {"fp8 rows": ("fp8", "f32"), "fp8 keys": ("f32", "fp8"), "both": ("fp8", "
 def case(raw: dict[str, Any], seed: int) -> tuple[Model, ModelLayout, list[int]]:
     config = read_config(raw)
     model = build(config, checkpoints.tensors(config, seed=seed).__getitem__)
-    layout = msgspec.structs.replace(config, mtp_layer_count=0).layout()
+    layout = config.layout(has_mtp=False)
     return model, layout, checkpoints.tokens(256, config.vocab_size, seed=seed)
 
 
@@ -57,7 +56,7 @@ def spoken_by(
     """What the engine says."""
     offload = Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * 2,
+        slot_bytes=layout.group_count * layout.chunk_bytes * 2,
         host_bytes=16 * layout.host_page_bytes,
         length_max=512,
         slot_floor=64,

@@ -107,7 +107,7 @@ class Stage:
 def stage(model: Model, layout: ModelLayout, *, deterministic: bool) -> Stage:
     offload = Offload.create(
         layout,
-        slot_bytes=2 * layout.group_count * layout.group_layers_max * layout.page_bytes,
+        slot_bytes=2 * layout.group_count * layout.chunk_bytes,
         host_bytes=12 * layout.host_page_bytes,
         length_max=512,
         slot_floor=64,

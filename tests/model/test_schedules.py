@@ -33,11 +33,10 @@ def engine(
     family: str, *, chunks: int = 1, lane: Any = None, clock: Any = None, mtp: int = 1, **config
 ) -> Engine:
     made = small(family, layer_count=3)
-    kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
-    layout = kept.layout(row="f32", index="f32")
+    layout = made.config.layout(row="f32", index="f32", has_mtp=mtp > 1)
     offload = Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * chunks,
+        slot_bytes=layout.group_count * layout.chunk_bytes * chunks,
         host_bytes=60 * layout.host_page_bytes,
         length_max=1024,
         slot_floor=24,

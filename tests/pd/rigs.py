@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.engine.engine import Engine, EngineConfig
@@ -35,13 +33,10 @@ def offload_of(
     **more,
 ) -> Offload:
     """`more` is for `Offload.create`."""
-    config = (model or small()).config
-    if mtp == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
-    layout = config.layout(row="f32", index="f32")
+    layout = (model or small()).config.layout(row="f32", index="f32", has_mtp=mtp > 1)
     return Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * slot_pages,
+        slot_bytes=layout.group_count * layout.chunk_bytes * slot_pages,
         host_bytes=host_pages * layout.host_page_bytes,
         index_bytes=None if index_pages is None else index_pages * layout.index_page_bytes,
         length_max=1024,

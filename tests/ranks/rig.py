@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from ess.comm.experts.expert_ranks import ExpertRanks
@@ -87,11 +86,10 @@ class Rank:
         placed = places or Places(even(EXPERTS, group.size))
         self.expert_ranks = (fixed if is_fixed else ExpertRanks)(group.team, placed)
         made = share(family, self.expert_ranks)
-        kept = made.config if mtp > 1 else msgspec.structs.replace(made.config, mtp_layer_count=0)
-        layout = kept.layout(row="f32", index="f32")
+        layout = made.config.layout(row="f32", index="f32", has_mtp=mtp > 1)
         self.offload = Offload.create(
             layout,
-            slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * chunks,
+            slot_bytes=layout.group_count * layout.chunk_bytes * chunks,
             host_bytes=60 * layout.host_page_bytes,
             index_bytes=None if index_pages is None else index_pages * layout.index_page_bytes,
             length_max=1024,

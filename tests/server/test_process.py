@@ -57,7 +57,7 @@ def build(
     layout = small().config.layout(row="f32", index="f32")
     offload = Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * slot_pages,
+        slot_bytes=layout.group_count * layout.chunk_bytes * slot_pages,
         host_bytes=host_pages * layout.host_page_bytes,
         length_max=1024,
         slot_floor=24,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import pytest
 from safetensors.torch import save_file
 from torch import Tensor
@@ -58,10 +57,7 @@ class World:
 
     def layout(self, *, mtp: int = 1) -> ModelLayout:
         """As a server that verifies so many tokens has it."""
-        config = self.model().config
-        if mtp == 1:
-            config = msgspec.structs.replace(config, mtp_layer_count=0)
-        return config.layout(row="f32", index="f32")
+        return self.model().config.layout(row="f32", index="f32", has_mtp=mtp > 1)
 
     def offload(self, *, chunks: int, mtp: int = 1, **sizes: Any) -> Offload:
         """Slots for 64 rows a chunk, in each group."""

@@ -59,7 +59,7 @@ def offload(made: Model, form: str) -> Offload:
     layout = made.config.layout(row=form, index="f32" if form == "f32" else "fp8")
     return Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.group_layers_max * layout.page_bytes * 2,
+        slot_bytes=layout.group_count * layout.chunk_bytes * 2,
         host_bytes=24 * layout.host_page_bytes,
         length_max=1024,
         slot_floor=24,

@@ -52,7 +52,7 @@ def accounts(ledger: Ledger) -> list[tuple[str, int, int]]:
 def test_the_door_opens_these_accounts(layout, chunk_count, slots, bytes_each):
     slot, index_page, host_page = bytes_each
     sizes = {
-        "slot_bytes": chunk_count * layout.group_layers_max * layout.page_bytes + 5,
+        "slot_bytes": chunk_count * layout.chunk_bytes + 5,
         "index_bytes": 2 * index_page + 1,
         "host_bytes": 3 * host_page + 1,
     }

@@ -218,7 +218,7 @@ def _offload(
     pages = count * (div_ceil(shape.length_max, PAGE_ROWS) + 2)
     return Offload.create(
         layout,
-        slot_bytes=chunks * layout.group_layers_max * layout.page_bytes,
+        slot_bytes=chunks * layout.chunk_bytes,
         host_bytes=pages * layout.host_page_bytes,
         sequence_max=count,
         length_max=shape.length_max + PAGE_ROWS,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-import msgspec
 import torch
 import zmq
 
@@ -55,9 +54,7 @@ def load_part(launch: Launch, rank: Rank) -> tuple[Model, ModelLayout]:
             f"tp_size is {rank.team}: {config.head_count} heads of a model of {config.family}"
             " cannot be shared equally"
         )
-    if chosen.mtp == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
-    return model, config.layout(row=chosen.row)
+    return model, config.layout(row=chosen.row, has_mtp=chosen.mtp > 1)
 
 
 def part_offload(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from ess import console
 from ess.clock import Clock
 from ess.comm.experts.expert_ranks import ExpertRanks
@@ -51,10 +49,7 @@ def build(
     model = load_model(
         launch.model, form=chosen.form, device=chosen.device, expert_ranks=expert_ranks
     )
-    config = model.config
-    if chosen.mtp == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
-    layout = config.layout(row=chosen.row)
+    layout = model.config.layout(row=chosen.row, has_mtp=chosen.mtp > 1)
     offload = Offload.create(
         layout,
         slot_bytes=launch.slot_bytes,
@@ -75,4 +70,4 @@ def build(
     build_ahead(model, count_max=tokens_max, clock=clock, tell=console.note)
     before_steps()
     engine.rehearse(console.note)
-    return Built(engine, port, config.vocab_size)
+    return Built(engine, port, model.config.vocab_size)

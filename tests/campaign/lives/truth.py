@@ -9,7 +9,6 @@ import random
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -225,12 +224,10 @@ def alone(family: str, ask: Ask, form: str, chunk_tokens: int = 512) -> Truth:
     rows are rounded, or where text decides. `scores` are the leads of its likeliest tokens. A last
     bit of a row may depend on the length of its chunk, and decide how it is rounded."""
     made = model(family)
-    layout = msgspec.structs.replace(made.config, mtp_layer_count=0).layout(
-        row=form, index=KEYS[form]
-    )
+    layout = made.config.layout(row=form, index=KEYS[form], has_mtp=False)
     offload = Offload.create(
         layout,
-        slot_bytes=20 * layout.group_count * layout.group_layers_max * layout.page_bytes,
+        slot_bytes=20 * layout.group_count * layout.chunk_bytes,
         host_bytes=20 * layout.host_page_bytes,
         length_max=LINE_COUNT,
         slot_floor=64,

@@ -57,19 +57,17 @@ class Outcome:
 
 
 def layout_of(life: Life) -> ModelLayout:
-    config = model(life.family).config
-    if life.engine["mtp"] == 1:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
+    config, has_mtp = model(life.family).config, life.engine["mtp"] > 1
     if life.family == "deepseek_v4" or life.form == "f32":
-        return config.layout(row="f32", index="f32")
-    return config.layout(row=life.form)
+        return config.layout(row="f32", index="f32", has_mtp=has_mtp)
+    return config.layout(row=life.form, has_mtp=has_mtp)
 
 
 def offload_of(life: Life) -> Offload:
     layout = layout_of(life)
     return Offload.create(
         layout,
-        slot_bytes=life.chunks * layout.group_count * layout.group_layers_max * layout.page_bytes,
+        slot_bytes=life.chunks * layout.group_count * layout.chunk_bytes,
         host_bytes=life.host_pages * layout.host_page_bytes,
         index_bytes=life.index_pages * layout.index_page_bytes,
         length_max=LENGTH_MAX,

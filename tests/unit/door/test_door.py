@@ -26,7 +26,7 @@ LAYOUT = ModelLayout(
 
 def make(**changes) -> Offload:
     settings = {
-        "slot_bytes": 2 * LAYOUT.group_layers_max * LAYOUT.page_bytes,
+        "slot_bytes": 2 * LAYOUT.chunk_bytes,
         "host_bytes": 8 * LAYOUT.host_page_bytes,
         "sequence_max": 3,
         "length_max": 256,

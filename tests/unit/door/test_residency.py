@@ -8,7 +8,7 @@ from tests.support.manual_lane import ManualLane
 from tests.support.move_budget import move_budget
 from tests.unit.door.test_door import LAYOUT, make, opened, rows, selection
 
-CHUNK_BYTES = LAYOUT.group_layers_max * LAYOUT.page_bytes
+CHUNK_BYTES = LAYOUT.chunk_bytes
 
 
 def roomy(slots: int) -> Offload:
