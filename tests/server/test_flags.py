@@ -41,7 +41,7 @@ from ess.server.commands.start.settings import read_file, resolve
         ),
         (["--tp", "8", "--dp", "8", "--device", "cuda"], "; dp_size 64 uses 64 devices: each"),
         (["-dp", "8", "-ep", "--sbo", "combine-down", "--device", "cuda"], "dp_size 8 and device"),
-        (["-dp", "16", "-dpl", "8"], "-local is not served: --nnodes and --node-rank say which"),
+        (["-dp", "16", "-dpl", "8"], "-local is not served: --nnodes and --node-rank divide"),
         (["-dp", "2", "-dpa", "h", "-dpp", "9"], "--data-parallel-address is not served: --dist-i"),
         (["-tp", "8", "-dcp", "8"], "must be 1: a rank of --dp-size has the whole contexts of its"),
         (["--tokenizer-mode", "deepseek_v32", "--port", "-1"], "--tokenizer-mode has no effect"),
@@ -84,6 +84,18 @@ from ess.server.commands.start.settings import read_file, resolve
         (["--max-logprobs", "50"], "--max-logprobs must be 20"),
         (["--max-logprobs", "20", "--ssl-ca-certs", "x"], "tls_ca needs tls_cert"),
         (["--load-format", "auto", "--port", "-1"], "port is -1"),
+        (["--no-enable-prefix-caching"], "--no-enable-prefix-caching is not served"),
+        (["-dp", "3", "-ep"], "8 experts cannot be shared equally by 3 ranks"),
+        (
+            ["-pp", "2", "--nsa-decode-backend", "flashmla_kv", "--deterministic"],
+            "--nsa-decode-backend has no",
+        ),
+        (
+            ["--disaggregation-transfer-backend", "mooncake"],
+            "'mooncake': must be tcp, nixl, shared",
+        ),
+        (["--enable-two-batch-overlap", "--port", "-1"], "no effect: --tbo on runs steps in two"),
+        (["--data-parallel-size-local", "4"], "--nnodes and --node-rank divide ranks evenly"),
         (["--enable-metrics", "--max-num-seqs", "0"], "--enable-metrics has no effect: /metrics"),
     ],
 )

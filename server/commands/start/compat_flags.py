@@ -14,6 +14,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from ess.errors import BadInput
+from ess.server.commands.start.compat_answers import ALSO, NO_EFFECT, NOT_HERE
 
 FAMILY: Final = ("VLLM_", "SGLANG_", "SGL_")
 
@@ -43,6 +44,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "form": ("--dtype",),
     "row": ("--kv-cache-dtype",),
     "keep_alive_s": ("--sse-keep-alive",),
+    "transport": ("--disaggregation-transfer-backend",),
     "drain_s": ("--drain", "--shutdown-timeout"),
     "pp_size": ("--pipeline-parallel-size", "--pp", "-pp"),
     "tp_size": ("--tensor-parallel-size", "--tp", "-tp"),
@@ -142,12 +144,10 @@ class ForeignFlags:
     """Their flags that set nothing here: what they ask for is always so, or is not served."""
 
     trust_remote_code: bool = False
-    enforce_eager: Annotated[bool, Parameter(name=["--enforce-eager", "--disable-cuda-graph"])] = (
-        False
-    )
-    disable_log_requests: Annotated[
-        bool, Parameter(name=["--disable-log-requests", "--no-enable-log-requests"])
-    ] = False
+    enforce_eager: bool = False
+    disable_cuda_graph: bool = False
+    disable_log_requests: bool = False
+    no_enable_log_requests: bool = False
     enable_metrics: bool = False
     enable_prefix_caching: bool = False
     enable_chunked_prefill: bool = False
@@ -159,10 +159,10 @@ class ForeignFlags:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     swap_space: float | None = None
-    log_level: Annotated[str | None, Parameter(name=["--log-level", "--uvicorn-log-level"])] = None
-    speculative_algorithm: Annotated[
-        str | None, Parameter(name=["--speculative-algorithm", "--spec-algorithm"])
-    ] = None
+    log_level: str | None = None
+    uvicorn_log_level: str | None = None
+    speculative_algorithm: str | None = None
+    spec_algorithm: str | None = None
     enable_expert_parallel: Annotated[bool, Parameter(name=["--enable-expert-parallel", "-ep"])] = (
         False
     )
@@ -185,17 +185,15 @@ class ForeignFlags:
         str | None, Parameter(name=["--data-parallel-backend", "-dpb"])
     ] = None
     decode_context_parallel_size: Annotated[
-        int, Parameter(name=["--decode-context-parallel-size", "-dcp", "--dcp-size"])
+        int, Parameter(name=["--decode-context-parallel-size", "-dcp"])
     ] = 1
-    moe_data_parallel_size: Annotated[
-        int, Parameter(name=["--moe-data-parallel-size", "--moe-dp-size"])
-    ] = 1
-    moe_dense_tp_size: int | None = None
-    enable_dp_lm_head: bool = False
-    load_balance_method: str | None = None
+    dcp_size: int = 1
+    moe_data_parallel_size: int = 1
+    moe_dp_size: int = 1
     enable_eplb: bool = False
     eplb_config: str | None = None
-    page_size: Annotated[int, Parameter(name=["--page-size", "--block-size"])] = 64
+    page_size: int = 64
+    block_size: int = 64
     speculative_eagle_topk: int = 1
     speculative_num_steps: int | None = None
     speculative_config: str | None = None
@@ -203,25 +201,34 @@ class ForeignFlags:
     quantization: str | None = None
     compilation_config: str | None = None
     attention_backend: str | None = None
-    nsa_prefill_backend: Annotated[
-        str | None, Parameter(name=["--nsa-prefill-backend", "--dsa-prefill-backend"])
-    ] = None
-    nsa_decode_backend: Annotated[
-        str | None, Parameter(name=["--nsa-decode-backend", "--dsa-decode-backend"])
-    ] = None
+    prefill_attention_backend: str | None = None
+    decode_attention_backend: str | None = None
+    nsa_prefill_backend: str | None = None
+    nsa_decode_backend: str | None = None
+    dsa_prefill_backend: str | None = None
+    dsa_decode_backend: str | None = None
     moe_runner_backend: str | None = None
-    moe_a2a_backend: Annotated[
-        str | None, Parameter(name=["--moe-a2a-backend", "--all2all-backend"])
-    ] = None
+    moe_backend: str | None = None
+    sampling_backend: str | None = None
+    moe_a2a_backend: str | None = None
+    all2all_backend: str | None = None
     deepep_mode: str | None = None
-    disaggregation_transfer_backend: str | None = None
+    enable_two_batch_overlap: bool = False
+    enable_dbo: bool = False
+    enable_single_batch_overlap: bool = False
+    enable_dp_lm_head: bool = False
+    moe_dense_tp_size: int | None = None
+    load_balance_method: str | None = None
     disaggregation_ib_device: str | None = None
-    tokenizer_mode: str | None = None
-    schedule_policy: Annotated[
-        str | None, Parameter(name=["--schedule-policy", "--scheduling-policy"])
-    ] = None
-    seed: Annotated[int | None, Parameter(name=["--seed", "--random-seed"])] = None
+    numa_node: str | None = None
+    hicache_size: str | None = None
+    hicache_ratio: str | None = None
+    schedule_policy: str | None = None
+    scheduling_policy: str | None = None
+    seed: int | None = None
+    random_seed: int | None = None
     cuda_graph_max_bs: int | None = None
+    max_cudagraph_capture_size: int | None = None
     max_prefill_tokens: int | None = None
     stream_interval: int | None = None
     decode_log_interval: int | None = None
@@ -232,11 +239,15 @@ class ForeignFlags:
     enable_prompt_tokens_details: bool = False
     enable_lora: bool = False
     load_format: str = "auto"
-    tokenizer: Annotated[str | None, Parameter(name=["--tokenizer", "--tokenizer-path"])] = None
+    tokenizer: str | None = None
+    tokenizer_path: str | None = None
+    tokenizer_mode: str | None = None
     revision: str | None = None
-    hf_overrides: Annotated[
-        str | None, Parameter(name=["--hf-overrides", "--json-model-override-args"])
-    ] = None
+    enable_sleep_mode: bool = False
+    enable_memory_saver: bool = False
+    headless: bool = False
+    hf_overrides: str | None = None
+    json_model_override_args: str | None = None
     kv_transfer_config: str | None = None
     kv_events_config: str | None = None
     disable_log_stats: bool = False
@@ -287,155 +298,22 @@ class ForeignFlags:
     response_role: str = "assistant"
     max_logprobs: int = 20
     return_tokens_as_token_ids: bool = False
-    stream_output: Annotated[
-        bool, Parameter(name=["--stream-output", "--incremental-streaming-output"])
-    ] = False
+    stream_output: bool = False
+    incremental_streaming_output: bool = False
     skip_tokenizer_init: bool = False
-    max_total_tokens: Annotated[
-        int | None, Parameter(name=["--max-total-tokens", "--num-gpu-blocks-override"])
-    ] = None
+    max_total_tokens: int | None = None
+    num_gpu_blocks_override: int | None = None
     cpu_offload_gb: float = 0.0
-    lora_modules: Annotated[str | None, Parameter(name=["--lora-modules", "--lora-paths"])] = None
+    lora_modules: str | None = None
+    lora_paths: str | None = None
     middleware: str | None = None
-    tool_parser_plugin: Annotated[
-        str | None, Parameter(name=["--tool-parser-plugin", "--reasoning-parser-plugin"])
-    ] = None
-    disable_radix_cache: Annotated[
-        bool, Parameter(name=["--disable-radix-cache", "--no-enable-prefix-caching"])
-    ] = False
+    tool_parser_plugin: str | None = None
+    reasoning_parser_plugin: str | None = None
+    disable_radix_cache: bool = False
+    no_enable_prefix_caching: bool = False
 
 
 DP_ATTENTION: Final = "enable_dp_attention"
-ONE_WAY: Final = "ranks of --dp-size exchange tokens in one way; see --sbo and --tbo"
-CHOSEN: Final = "kernels are chosen by the machine; ess doctor shows them"
-WHOLE: Final = "what is not experts is whole on each rank of --dp-size"
-MEETING: Final = "is not served: --dist-init-addr HOST:PORT says where all machines meet"
-PLACES: Final = "is not served: --nnodes and --node-rank say which ranks of --dp-size run here"
-MTP: Final = "the checkpoint's own MTP layer drafts, --mtp tokens at most"
-
-# Accepted and logged: what they ask for is always so, or changes no answer.
-NO_EFFECT: Final[Mapping[str, str]] = {
-    "trust_remote_code": "code of a checkpoint is never run",
-    "enforce_eager": "no step of a CPU is a graph; --graphs 0 says so of a device's",
-    "disable_log_requests": "requests are not logged",
-    "enable_metrics": "/metrics is always served",
-    "enable_prefix_caching": "equal prefixes are always shared",
-    "enable_chunked_prefill": "prompts always run in chunks",
-    "enable_auto_tool_choice": "tools are always served",
-    "enable_cache_report": "usage always says how many tokens were cached",
-    "enable_expert_parallel": "experts are divided over all ranks of --dp-size",
-    "enable_dp_attention": "each rank of --dp-size has requests of its own, and its share of the"
-    " GPUs that --tp-size counts",
-    "moe_dense_tp_size": WHOLE,
-    "enable_dp_lm_head": WHOLE,
-    "load_balance_method": "each rank has a port of its own, and a router in front chooses one",
-    "enable_eplb": "experts are placed at the start, by --expert-load, and stay there",
-    "eplb_config": "--redundant-experts says how many second places experts have",
-    "enable_hisparse": "rows are always offloaded",
-    "skip_server_warmup": "no request is run at the start",
-    "hisparse_config": "--slot-bytes and --host-bytes say how much is kept where",
-    "tool_call_parser": "the checkpoint's own format is parsed",
-    "reasoning_parser": "the checkpoint's own format is parsed",
-    "swap_space": "--host-bytes says how much the host keeps",
-    "log_level": "only errors are logged",
-    "speculative_algorithm": MTP,
-    "speculative_config": MTP,
-    "speculative_num_steps": MTP,
-    "quantization": "config.json says how weights are stored, --form what they are computed in",
-    "compilation_config": "--graphs and --graph-sizes say which steps of a device are graphs",
-    "cuda_graph_max_bs": "--graph-sizes says which steps of a device are graphs",
-    "attention_backend": CHOSEN,
-    "nsa_prefill_backend": CHOSEN,
-    "nsa_decode_backend": CHOSEN,
-    "moe_runner_backend": CHOSEN,
-    "disaggregation_transfer_backend": "--transport says how rows are handed over",
-    "disaggregation_ib_device": "UCX_NET_DEVICES says it to NIXL, with --transport nixl",
-    "tokenizer_mode": "the checkpoint's own tokenizer.json and format are read",
-    "moe_a2a_backend": ONE_WAY,
-    "deepep_mode": ONE_WAY,
-    "schedule_policy": "requests start by their priority, then as they came",
-    "seed": "a request that wants the same answer again gives a seed itself",
-    "max_prefill_tokens": "--chunk-tokens says how many tokens of prompts a step takes",
-    "stream_interval": "a token is sent when it is made",
-    "decode_log_interval": "ess top and /metrics show what a log line would",
-    "download_dir": "nothing is fetched: a model is a folder, or in the hub's cache",
-    "async_scheduling": "--depth 1 launches a step before the last one's tokens are known",
-    "disable_overlap_schedule": "--depth 0, the default, waits for each step's tokens",
-    "enable_hierarchical_cache": "rows are always offloaded; --prefix-cache-dir keeps them on disk",
-    "enable_prompt_tokens_details": "usage always says how many tokens were cached",
-    "disable_log_stats": "statistics are not logged; /metrics has them",
-    "disable_uvicorn_access_log": "requests are not logged; --request-log does it",
-    "disable_fastapi_docs": "/docs shows routes and nothing of this server; a proxy can hide it",
-    "enable_request_id_headers": "x-request-id comes back with every answer",
-    "enable_server_load_tracking": "/load always counts",
-    "enable_log_outputs": "no text of a request or an answer is ever logged",
-    "max_log_len": "no text of a request or an answer is ever logged",
-    "log_requests_level": "--request-log prints a line per request, and no text of it",
-    "log_level_http": "requests are not logged; --request-log does it",
-    "log_config_file": "only errors are logged, to stderr",
-    "enable_trace": "--otlp-endpoint says where spans go",
-    "collect_detailed_traces": "/trace/start records every step",
-    "allowed_methods": "pages of --allowed-origins may use all methods that are served",
-    "allowed_headers": "pages of --allowed-origins may send all headers",
-    "ssl_cert_reqs": "--tls-ca asks every client for a certificate; without it none is asked",
-    "enable_ssl_refresh": "a certificate whose files change is always read again",
-    "chat_template_content_format": "a chat template gets contents as text",
-    "exclude_tools_when_tool_choice_none": "tool_choice none never shows tools to the model",
-    "grammar_backend": "llguidance follows every grammar",
-    "structured_outputs_config": "llguidance follows every grammar",
-    "limit_mm_per_prompt": "only text is served",
-    "model_impl": "each family of models is implemented once",
-    "dist_timeout": "--stage-timeout-s says how long stages may be silent",
-    "base_gpu_id": "--device and --pp-devices say which devices are used",
-    "schedule_conservativeness": "a request runs when it has room; --promise says how much",
-    "enable_mixed_chunk": "prompts always run beside decoding",
-    "enable_priority_scheduling": "priority is always obeyed; lower values run earlier",
-    "enable_torch_compile": CHOSEN,
-    "enable_p2p_check": "where ranks run decides how they exchange what they have",
-    "disable_custom_all_reduce": "where ranks run decides how they exchange what they have",
-    "disable_shared_experts_fusion": "--sbo says what shared experts run beside",
-}
-
-# Refused: the answer, or the machine that makes it, would differ from what was asked for.
-NOT_HERE: Final[Mapping[str, str]] = {
-    "data_parallel_size_local": PLACES,
-    "data_parallel_start_rank": PLACES,
-    "data_parallel_address": MEETING,
-    "data_parallel_rpc_port": MEETING,
-    "master_addr": MEETING,
-    "master_port": MEETING,
-    "data_parallel_backend": "is not served: --executor says what starts the ranks of --dp-size",
-    "decode_context_parallel_size": "must be 1: a rank of --dp-size has the whole contexts of its"
-    " own requests",
-    "moe_data_parallel_size": "must be 1: experts are divided over all ranks of --dp-size",
-    "page_size": "must be 64: a page has 64 rows",
-    "speculative_eagle_topk": "must be 1: drafts are a chain, not a tree",
-    "disable_radix_cache": "is not served: equal prefixes are always shared",
-    "speculative_draft_model_path": f"is not served: {MTP}",
-    "enable_lora": "is not served: there are no adapters here",
-    "load_format": "must be auto: weights are read from safetensors",
-    "tokenizer": "is not served: the checkpoint's own tokenizer.json is read",
-    "revision": "is not served: give the folder of the snapshot as MODEL",
-    "hf_overrides": "is not served: change config.json in a copy of the folder",
-    "kv_transfer_config": "is not served: ess prefill and ess decode hand rows over",
-    "allow_credentials": "is not served: a page of another origin sends its key as a header",
-    "ssl_keyfile_password": "is not served: give a key file without a password",
-    "ssl_ciphers": "is not served: a proxy can choose ciphers",
-    "admin_api_key": "is not served: every key of --api-key may do everything",
-    "generation_config": "must be auto: --default-sampling changes what the checkpoint recommends",
-    "sampling_defaults": "must be model: --default-sampling changes what it recommends",
-    "response_role": "must be assistant",
-    "max_logprobs": "must be 20: so many log probabilities a token has at most",
-    "return_tokens_as_token_ids": "is not served: a request asks for it by this name",
-    "stream_output": "is not served: each chunk of /generate has the whole text so far",
-    "skip_tokenizer_init": "is not served: /generate takes and gives ids in any case",
-    "max_total_tokens": "is not served: --host-bytes says how much is kept",
-    "cpu_offload_gb": "is not served: weights stay where they are computed with",
-    "lora_modules": "is not served: there are no adapters here",
-    "middleware": "is not served: create_app mounts the server in an application that has it",
-    "tool_parser_plugin": "is not served: the formats of replies that are known are built in",
-    "kv_events_config": "is not served: --kv-events ADDRESS publishes them",
-}
 
 
 def of_each_rank(devices: int, ranks: int) -> int:
@@ -458,7 +336,8 @@ def check_foreign(flags: ForeignFlags) -> list[str]:
     fields = ForeignFlags.__dataclass_fields__
     given = [n for n, value in asdict(flags).items() if value != fields[n].default]
     shown = {name: "--" + name.replace("_", "-") for name in given}
+    why = {name: ALSO.get(name, name) for name in given}
     for name in given:
-        if name in NOT_HERE:
-            raise BadInput(f"the flag {shown[name]} {NOT_HERE[name]}")
-    return [f"the flag {shown[name]} has no effect: {NO_EFFECT[name]}" for name in given]
+        if why[name] in NOT_HERE:
+            raise BadInput(f"the flag {shown[name]} {NOT_HERE[why[name]]}")
+    return [f"the flag {shown[name]} has no effect: {NO_EFFECT[why[name]]}" for name in given]
