@@ -84,10 +84,10 @@ class Arena:
 
     def _assert_eviction(self) -> None:
         kept, slab, rows = self.eviction, self.row_of.size, self.slot_of.size
-        sizes = {"lru": (0, 0, 0, 0), "sieve": (slab, slab, 2, 0), "score": (0, 0, 0, rows)}
+        sizes = {"sieve": (slab, slab, 2, 0), "score": (0, 0, 0, rows)}.get(kept.name, (0, 0, 0, 0))
         arrays: tuple[npt.NDArray[Any], ...] = (kept.came, kept.spared, kept.hand, kept.rank_of)
         kinds = (np.int64, np.int32, np.int64, np.uint16)
-        for array, size, kind in zip(arrays, sizes[kept.name], kinds, strict=True):
+        for array, size, kind in zip(arrays, sizes, kinds, strict=True):
             assert array.shape == (size,), f"{kept.name}: an array of {array.shape}, not ({size},)"
             assert array.dtype == kind, f"{kept.name}: an array of {array.dtype}, not {kind}"
             assert array.flags.c_contiguous, f"{kept.name}: an array is not C-contiguous"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +36,11 @@ def victims(arena: Arena, *, step: int, wanted: int) -> Ints:
         return _first(slots, -ages, wanted)
     if policy == "score":
         standing = arena.eviction.rank_of[arena.row_of[slots]].astype(np.int64) >> 8
-    else:
+    elif policy == "sieve":
         spared = ~_is_visited(arena, slots)
         standing = _walk(arena, slots) + np.where(spared, 0, _SECOND_ROUND)
+    else:
+        assert_never(policy)
     return _first(slots, np.where(ages == AGE_FREE, _FREE, standing), wanted)
 
 
