@@ -63,7 +63,7 @@ class Offload:
         slot_bytes: int | str,
         host_bytes: int | str,
         index_bytes: int | str | None = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         sequence_max: int = 64,
         length_max: int | str = "128k",
         query_max: int = 256,
@@ -96,6 +96,8 @@ class Offload:
         prefix cache beyond the host's memory and beyond this process; its pages have
         `layout.host_page_bytes`, and `close` closes it too.
         """
+        _check_layout(layout)
+        device = str(device)
         floor = layout.slot_floor if slot_floor is None else slot_floor
         _check_counts(
             sequence_max=sequence_max, query_max=query_max, part_max=part_max, slot_floor=floor
@@ -381,6 +383,13 @@ def _device_side(
     from ess.door.device.device_side import open_device_side
 
     return open_device_side(layout, sizes, device, clock, disk)
+
+
+def _check_layout(layout: ModelLayout) -> None:
+    if not isinstance(layout, ModelLayout):
+        raise BadInput(
+            f"layout is {layout!r:.40}, must be a ModelLayout: ModelLayout.deepseek_v32()"
+        )
 
 
 def _check_lane(lane: Lane | None) -> None:

@@ -34,7 +34,7 @@ def make(**changes) -> Offload:
         "lane": ManualLane(seed=1),
         "poison": True,
     }
-    return Offload.create(LAYOUT, **{**settings, **changes})
+    return Offload.create(**{"layout": LAYOUT, **settings, **changes})
 
 
 @pytest.fixture

@@ -157,6 +157,11 @@ def test_wrong_terms_of_a_sequence_are_refused(offload, changes, match):
         ({"slot_bytes": "lots"}, "slot_bytes: 'lots' is not a size"),
         ({"lane": "fast"}, "lane is 'fast', must be a lane"),
         ({"part_max": 1.5}, "part_max is 1.5, must be a whole number"),
+        ({"layout": "deepseek-v3.2"}, "layout is 'deepseek-v3.2', must be a ModelLayout"),
+        (
+            {"device": torch.device("meta"), "lane": None},
+            "device is 'meta', must be 'cpu', 'cuda' or",
+        ),
     ],
 )
 def test_wrong_sizes_of_an_offload_are_refused(changes, match):
