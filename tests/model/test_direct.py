@@ -20,6 +20,7 @@ from ess.overlap.policy import Mode
 from tests.model.test_engine import prompt
 from tests.support.built import needs_native
 from tests.support.checkpoints import small
+from tests.support.manual_clock import ManualClock
 from tests.support.manual_lane import ManualLane
 
 pytestmark = needs_native
@@ -198,6 +199,13 @@ def test_slots_that_give_way_by_another_policy(evict):
 @pytest.mark.parametrize(("mode", "sbo"), [("da", "off"), ("none", "combine-shared")])
 def test_what_is_not_alike_goes_by_its_schedule(mode, sbo):
     direct, plain, stops = pair("fp8", mode=mode, chunks=2, sbo=sbo)
+    in_turn(direct, plain)
+    assert not stops
+
+
+def test_times_by_another_clock_are_those_of_single_stages():
+    direct, plain, stops = pair("fp8", mode="none", chunks=9, lengths=(1,))
+    direct.tuning.timeline.clock = ManualClock()
     in_turn(direct, plain)
     assert not stops
 

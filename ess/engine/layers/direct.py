@@ -58,9 +58,7 @@ class DirectLayers:
         if not self._is_whole or not batch.ops.has_stages() or batch.course.splits:
             return 0
         timeline = self._tuning.timeline
-        if timeline.ranges is not None or not isinstance(timeline.clock, RealClock):
-            return 0
-        if timeline.keeps_spans:
+        if timeline.keeps_spans or not isinstance(timeline.clock, RealClock):
             return 0
         if batch.offload.direct is None:
             return 0
