@@ -6,6 +6,7 @@ their programs would fit on one multiprocessor: then a grid would not leave any 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import re
@@ -70,7 +71,9 @@ def test_attention_does_not_spill_in_its_loop(form: Any, heads: int, adds: bool)
 
     used, *others = candidates(form=form, heads=heads, is_half=True, generation=9)
     for shape in [used] if adds else [used, *others]:
-        code = figures(attention_of(shape, form, adds=adds))
+        binary = attention_of(shape, form, adds=adds)
+        assert re.search(r"arith\.select .*tt\.divisibility", binary.asm["ttir"]), "rows by words"
+        code = figures(binary)
         assert code.shared <= SHARED_MAX
         assert code.spilled <= SPILLED_MAX[adds]
         assert code.loop_spills <= (6 if adds else 0)
@@ -81,6 +84,19 @@ def test_attention_does_not_spill_in_its_loop(form: Any, heads: int, adds: bool)
             assert code.waits == 3
         else:
             assert code.mma > 0
+
+
+def test_each_launch_says_whether_sums_take_products_whole() -> None:
+    """What Triton does otherwise is another thing since 3.10."""
+    import ess.kernels.cuda.triton as launches
+
+    said = {"FUSED", "UNFUSED", "EIGHT_WARPS"}
+    for path in Path(launches.__path__[0]).glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            match call:
+                case ast.Call(func=ast.Subscript(value=ast.Attribute()), keywords=given):
+                    spread = {ast.unparse(each.value) for each in given if each.arg is None}
+                    assert spread & said, f"{path.name}:{call.lineno}"
 
 
 @pytest.mark.slow
@@ -108,7 +124,7 @@ def test_attention_in_float32_compiles_without_spills() -> None:
             device.attend,
             ATTEND | {"queries": "*fp32"},
             attend.constants(RowCodec(form=form), query_dtype=torch.float32, interpreted=False)
-            | {"HEADS": shape.heads, "KEYS": shape.keys, "ADDS": False},
+            | {"HEADS": shape.heads, "KEYS": shape.keys, "ADDS": False, "ALIGNED": 16},
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
@@ -254,7 +270,8 @@ def test_counts_and_strides_of_one_compile_too() -> None:
     from ess.kernels.cuda.triton.device import topk
 
     half = {"query_dtype": torch.bfloat16, "interpreted": False}
-    rows = attend.constants(RowCodec(), **half) | {"HEADS": 16, "KEYS": 16, "ADDS": True}
+    rows = attend.constants(RowCodec(), **half)
+    rows |= {"HEADS": 16, "KEYS": 16, "ADDS": True, "ALIGNED": 16}
     logits = index.constants(IndexCodec(), **half) | {"HEADS": 1, "HEADS_PADDED": 16, "GROUP": 1}
     for kernel, given, constants in (
         (attention.attend, ATTEND, rows),

@@ -34,7 +34,7 @@ from ess.kernels.cuda.triton.device import grouped as experts
 from ess.kernels.cuda.triton.device import index as keys
 from ess.kernels.cuda.triton.device import linear as dense
 from ess.kernels.cuda.triton.device import topk
-from ess.kernels.cuda.triton.launch import SHARED_BYTES, Place
+from ess.kernels.cuda.triton.launch import FUSED, SHARED_BYTES, Place
 from ess.kernels.cuda.triton.shapes import CANDIDATES, Shape, candidates
 from ess.layout import IndexCodec, RowCodec, RowForm
 from tests.support import machine_code
@@ -115,6 +115,7 @@ def compiled(
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
+    options = {**FUSED, **options}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -204,7 +205,7 @@ def _loop(code: list[tuple[int, str, str]]) -> list[str]:
 
 def attention_of(shape: Shape, form: RowForm, *, adds: bool = False, capability: int = 90) -> Any:
     given = attend.constants(RowCodec(form=form), query_dtype=torch.bfloat16, interpreted=False)
-    given |= {"HEADS": shape.heads, "KEYS": shape.keys, "ADDS": adds}
+    given |= {"HEADS": shape.heads, "KEYS": shape.keys, "ADDS": adds, "ALIGNED": 16}
     return compiled(attention.attend, ATTEND, given, **options_of(shape, capability))
 
 

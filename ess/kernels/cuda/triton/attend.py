@@ -6,6 +6,7 @@ that keeps the scratch may replay it with other lists.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -17,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 from ess.errors import Unavailable
 from ess.kernels.cuda.triton.device import attend as device
 from ess.kernels.cuda.triton.device import partials, shares
-from ess.kernels.cuda.triton.launch import UNFUSED, Place, bits, on, place
+from ess.kernels.cuda.triton.launch import FUSED, UNFUSED, Place, bits, on, place
 from ess.kernels.cuda.triton.shapes import Shape, candidates
 from ess.kernels.merge import Partial
 from ess.layout import RowCodec
@@ -27,6 +28,8 @@ DOT_MIN: Final = 16
 LIST_BLOCK: Final = 1024
 PIECE_KEYS_MIN: Final = 128
 JOIN_LINES: Final = 4
+ALIGNED_MAX: Final = 16
+"""Bytes that a thread loads at once."""
 
 
 class Lists(NamedTuple):
@@ -43,7 +46,9 @@ def close_up(slots: Tensor) -> Lists:
     counts = torch.empty(count, dtype=torch.int32, device=slots.device)
     if count:
         with on(slots):
-            device.close_up[(count,)](slots, named, counts, width, slots.stride(0), LIST_BLOCK)
+            device.close_up[(count,)](
+                *(slots, named, counts, width, slots.stride(0)), BLOCK=LIST_BLOCK, **FUSED
+            )
     return Lists(named, counts)
 
 
@@ -157,6 +162,7 @@ class _Work(NamedTuple):
             KEYS=self.shape.keys,
             BLOCKS_MIN=self._blocks_min(),
             IS_CUT=is_cut,
+            **FUSED,
         )
 
     def _attend(
@@ -168,18 +174,21 @@ class _Work(NamedTuple):
     ) -> None:
         queries, rows, codec, shape = self.queries, self.rows, self.codec, self.shape
         elsewhere = rows if self.placed is None else self.placed
+        distance = elsewhere.data_ptr() - rows.data_ptr()
+        aligned = math.gcd(ALIGNED_MAX, distance, rows.stride(0), elsewhere.stride(0))
         device.attend[(programs,)](
-            *(bits(queries), rows, self.lists.named, *room, *self.into, self.scale),
-            elsewhere.data_ptr() - rows.data_ptr(),
+            *(bits(queries), rows, self.lists.named, *room, *self.into, self.scale, distance),
             *(_apart(part, mine) for part, mine in zip(parts, self.into, strict=True)),
             *(rows.stride(0), elsewhere.stride(0), *queries.stride()[:2]),
             *(queries.shape[1], self.lists.named.shape[1]),
             **constants(codec, query_dtype=queries.dtype, interpreted=where.interpreted),
+            ALIGNED=aligned,
             HEADS=shape.heads,
             KEYS=shape.keys,
             ADDS=self.adds,
             num_warps=shape.warps,
             num_stages=where.stages(shape.stages),
+            **FUSED,
         )
 
     def _join(self, programs: int, parts: Partial, cuts: Tensor) -> None:
@@ -191,6 +200,7 @@ class _Work(NamedTuple):
             HEADS=shape.heads,
             LINES=JOIN_LINES,
             ADDS=self.adds,
+            **FUSED,
         )
 
 

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ess.kernels.cuda.triton.device import grouped as device
-from ess.kernels.cuda.triton.launch import FORMS, bits, on, place
+from ess.kernels.cuda.triton.launch import FORMS, FUSED, bits, on, place
 from ess.layout import SCALE_GROUP
 from ess.units import div_ceil
 
@@ -83,6 +83,7 @@ def products_into(
             **tile(chosen),
             num_warps=chosen.warps,
             num_stages=where.stages(chosen.stages),
+            **FUSED,
         )
     return out
 

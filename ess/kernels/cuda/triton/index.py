@@ -11,7 +11,7 @@ from torch import Tensor
 from ess.kernels.checks import check_shared
 from ess.kernels.cuda.triton.device import index as device
 from ess.kernels.cuda.triton.device import spread, topk
-from ess.kernels.cuda.triton.launch import FORMS, bits, on, place
+from ess.kernels.cuda.triton.launch import FORMS, FUSED, bits, on, place
 from ess.layout import IndexCodec
 from ess.units import PAGE_ROWS, div_ceil
 
@@ -25,6 +25,7 @@ ROOM: Final = 8192
 BLOCK: Final = 2048
 CHUNK: Final = 4096
 CHUNKS_MIN: Final = 256
+EIGHT_WARPS: Final[dict[str, Any]] = {"num_warps": 8, **FUSED}
 """One program up to contexts of a million: prompts have any width."""
 SPREAD_LISTS_MAX: Final = 64
 SPREAD_WIDTH_MIN: Final = 16 << 10
@@ -85,6 +86,7 @@ def logits_into(
             KEYS=shape.keys,
             num_warps=shape.warps,
             num_stages=where.stages(shape.stages),
+            **FUSED,
         )
     return out
 
@@ -179,7 +181,7 @@ def _apart(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement | 
         ROOM=ROOM,
         SAMPLE=SAMPLE,
         BLOCK=BLOCK,
-        num_warps=8,
+        **EIGHT_WARPS,
     )
 
 
@@ -192,13 +194,13 @@ def _spread(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement |
     counts = torch.empty(*grid, 2, **whole)
     read, sizes = (logits, lengths), (k, logits.stride(0))
     for level in range(4):
-        spread.tally[grid](*read, tallies, known, *sizes, LEVEL=level, CHUNK=CHUNK, num_warps=8)
-    spread.census[grid](*read, tallies, known, counts, *sizes, CHUNK=CHUNK, num_warps=8)
+        spread.tally[grid](*read, tallies, known, *sizes, LEVEL=level, CHUNK=CHUNK, **EIGHT_WARPS)
+    spread.census[grid](*read, tallies, known, counts, *sizes, CHUNK=CHUNK, **EIGHT_WARPS)
     slot_of, table, slots = placement or Placement(out, out, out)
     spread.take[grid](
         *(*read, known, counts, out, slots, slot_of, table, *sizes, table.stride(0)),
         HAS_SLOTS=placement is not None,
         CHUNK=CHUNK,
         CHUNKS=max(CHUNKS_MIN, triton.next_power_of_2(grid[1])),
-        num_warps=8,
+        **EIGHT_WARPS,
     )

@@ -15,6 +15,8 @@ from ess.errors import BadInput, Unavailable
 
 CAPABILITY_MIN: Final = (8, 9)
 FORMS: Final = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "f32"}
+FUSED: Final[dict[str, Any]] = {"enable_fp_fusion": True}
+"""A sum takes the product whole. Triton's default until 3.9, which announces the opposite."""
 UNFUSED: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 """Each product is rounded, as torch does."""
 INTERPRETED_SMS: Final = 3

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ess.kernels.cuda.triton.device import linear as device
-from ess.kernels.cuda.triton.launch import bits, on, place
+from ess.kernels.cuda.triton.launch import FUSED, bits, on, place
 from ess.kernels.cuda.triton.rows import quantise
 from ess.layout import SCALE_GROUP
 from ess.units import div_ceil
@@ -54,6 +54,7 @@ def linear_into(values: Tensor, weights: Tensor, scales: Tensor, out: Tensor) ->
             TURNED=shape.turned,
             num_warps=shape.warps,
             num_stages=where.stages(shape.stages),
+            **FUSED,
         )
     return out
 

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ess.kernels.cuda.triton.device import received as device
-from ess.kernels.cuda.triton.launch import UNFUSED, bits, on
+from ess.kernels.cuda.triton.launch import FUSED, UNFUSED, bits, on
 from ess.units import div_ceil
 
 COLUMNS_MAX: Final = 1024
@@ -24,6 +24,7 @@ def take_received(tokens: Tensor, lines: Tensor, ends: Tensor, out: Tensor) -> N
             *(bits(tokens), lines, ends, bits(out), len(ends) - 1, tokens.stride(0)),
             WIDTH=width,
             COLUMNS=_columns(width),
+            **FUSED,
         )
 
 

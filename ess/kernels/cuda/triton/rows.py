@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ess.kernels.cuda.triton.device import rows as device
-from ess.kernels.cuda.triton.launch import bits, on, place
+from ess.kernels.cuda.triton.launch import FUSED, bits, on, place
 from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
 from ess.units import PAGE_ROWS, div_ceil
 
@@ -43,6 +43,7 @@ def decode_rows(rows: Tensor, codec: RowCodec, out: Tensor) -> None:
             IS_BF16=out.dtype == torch.bfloat16,
             INTERPRETED=place(rows).interpreted,
             ROWS=BLOCK_ROWS,
+            **FUSED,
         )
 
 
@@ -100,6 +101,7 @@ def _encode(
             IS_BF16=values.dtype == torch.bfloat16,
             PAGE=page,
             ROWS=BLOCK_ROWS,
+            **FUSED,
         )
 
 

@@ -17,6 +17,8 @@ What the compiler for sm_90 makes of this is the reason for its form (Triton 3.6
 - Names are loaded one block ahead and carried. Rows then hang on one load and not on two, and with
   three stages they are under way while the block before them is computed. Left to itself, Triton
   asks for rows at the end of a block and waits for them at the start of the next.
+- Rows begin at multiples of ALIGNED bytes, and the kernel says so: Triton 3.8 and 3.9 do not see it
+  through the choice between two matrices, and would load rows word by word, without copies ahead.
 - What stands in `pieces` is read again behind the loop over keys instead of being held through it,
   and laid out by another kernel: with that in front of it the loop spilled.
 - Products that feed another product are given to all warps by rows, of which 64 heads have work for
@@ -105,10 +107,10 @@ def _names(named, first, end, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _starts(rows, slot, placed_from, row_stride, placed_stride):
+def _starts(rows, slot, placed_from, row_stride, placed_stride, ALIGNED: tl.constexpr):
     slot = slot.to(tl.int64)
     there = placed_from + (-2 - slot) * placed_stride
-    return rows + tl.where(slot >= 0, slot * row_stride, there)
+    return rows + tl.multiple_of(tl.where(slot >= 0, slot * row_stride, there), ALIGNED)
 
 
 @triton.jit
@@ -137,7 +139,7 @@ def attend(
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr,
     ROPE_FROM: tl.constexpr, FORM: tl.constexpr, QUERY_IS_BF16: tl.constexpr,
     IN_BF16: tl.constexpr, INTERPRETED: tl.constexpr, PRECISION: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, ADDS: tl.constexpr,
+    ALIGNED: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """Writes out and lse [query, head] of every list that is whole in `pieces`, which `shares` lays
     out; the part of a cut list lies behind `out` and `lse`, that many numbers away.
@@ -171,7 +173,7 @@ def attend(
         slot = _names(listed, 0, end, KEYS)
         for first in range(0, end, KEYS):
             is_key = first + tl.arange(0, KEYS) < end
-            starts = _starts(rows, slot, placed_from, row_stride, placed_stride)
+            starts = _starts(rows, slot, placed_from, row_stride, placed_stride, ALIGNED)
             slot = _names(listed, first + KEYS, end, KEYS)
             if FORM == "fp8":
                 values = _coded(starts, is_key, DIM, DIM_PADDED, IN_BF16, INTERPRETED)
