@@ -134,6 +134,7 @@ def test_what_a_killed_program_leaves_ends_before_it_starts_again(
     try:
         run(work)
     finally:
+        (tmp_path / "end").touch()
         adopt_orphans(is_wanted=False)
 
 
