@@ -27,7 +27,7 @@ from ess.sim.planning.fleets import fleets
 from ess.sim.planning.node import Node
 from ess.sim.planning.planner import Planner
 from ess.sim.planning.planners import planner_of
-from ess.sim.planning.prefilling import prefilling_in, prefilling_of
+from ess.sim.planning.prefilling import least_group, prefilling_in, prefilling_of
 from ess.sim.planning.ways import CLEARLY, best_way, ways
 from ess.sim.planning.weights import weight_bytes
 from ess.sim.prefill.prefill_time import FAR
@@ -213,6 +213,20 @@ def test_few_requests_are_prefilled_in_the_smallest_group(planner: Planner):
     assert (few.prefill_group, few.fleet.prefill.gpu_count) == (8, 8)
     assert many.prefill_group == 16
     assert many.fleet.prefill.gpu_count % 16 == 0
+
+
+def test_a_group_that_prefills_holds_the_weights():
+    """Eight H100 do not."""
+    node = Node()
+    planner = planner_of(Ask(context=32_768, host_bytes=node.host_bytes_of(32)), "h100", node)
+    side = fleets(
+        planner,
+        prefilling=prefilling_of(planner),
+        node=node,
+        work=Work(context=32_768),
+        wanted=FleetGoal(rate=0.5, ttft_s=30.0),
+    ).offload
+    assert (side.prefill_group, least_group(planner)) == (16, 16)
 
 
 def test_the_fewest_gpus_and_their_first_token_have_ends(planner: Planner):

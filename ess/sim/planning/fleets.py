@@ -55,13 +55,13 @@ class Fleets:
 def fleets(
     planner: Planner, *, prefilling: Prefilling, node: Node, work: Work, wanted: FleetGoal
 ) -> Fleets:
-    """Whole groups of the fastest size that prefills may have GPUs to spare, so smaller groups are
-    tried too."""
-    smaller = sorted({least_group(planner), *PREFILL_GROUPS})
-    some = [
-        prefilling,
-        *(prefilling_in(planner, gpus) for gpus in smaller if gpus < prefilling.group_gpus),
+    """Whole groups of the fastest size that prefills may have GPUs to spare, so smaller groups that
+    hold the weights are tried too."""
+    least = least_group(planner)
+    smaller = [
+        gpus for gpus in sorted({least, *PREFILL_GROUPS}) if least <= gpus < prefilling.group_gpus
     ]
+    some = [prefilling, *(prefilling_in(planner, gpus) for gpus in smaller)]
     searches = [
         Search(
             work=work,
