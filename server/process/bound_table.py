@@ -190,7 +190,7 @@ BOUNDS: Final = (
     Bound(
         what="answers in sockets of slow clients, of all in a process, as long as several wait",
         most="128MiB",
-        beyond=f"after {LOOK_S:g} s the connection is closed for which most waits",
+        beyond=f"after {LOOK_S:g} s connections are closed, those first for which most waits",
         setting="--unread-bytes",
     ),
     Bound(

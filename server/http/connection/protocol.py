@@ -52,7 +52,7 @@ class LimitedProtocol(HttpToolsProtocol):
     stall_s = 60.0
     unsent_max = UNREAD_BYTES
     tally: Tally
-    waiting: set[ReaderWatch]
+    slow: set[ReaderWatch]
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.loop,
             stall_s=self.stall_s,
             tally=self.tally,
-            waiting=self.waiting,
+            slow=self.slow,
             unsent_max=self.unsent_max,
         )
         self.tally.connection_count = len(self.connections)
@@ -376,6 +376,6 @@ def limited(
             "stall_s": stall_s,
             "tally": tally,
             "unsent_max": unsent_max,
-            "waiting": set(),
+            "slow": set(),
         },
     )

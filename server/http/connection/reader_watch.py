@@ -14,10 +14,10 @@ LOOK_S: Final = 10.0
 class ReaderWatch:
     """From `begin` to `end` the client must take something in every `stall_s`.
 
-    An answer that is no stream is written whole, and waits here until it has been read. If more
-    than `unsent_max` bytes wait in all `waiting` connections together, the one for which most waits
-    is cut off, once it has had LOOK_S: a client that keeps up has taken its answer by then. One
-    that is alone may take its time.
+    An answer that is no stream is written whole, and waits here until it has been read. A client
+    that keeps up takes it within LOOK_S, the others are `slow`. If more than `unsent_max` bytes
+    wait for these together, those for which most waits are cut off. One that is alone may take its
+    time.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class ReaderWatch:
         *,
         stall_s: float,
         tally: Tally,
-        waiting: set[ReaderWatch],
+        slow: set[ReaderWatch],
         unsent_max: int,
     ) -> None:
         self._transport = transport
@@ -35,7 +35,7 @@ class ReaderWatch:
         self._look_s = min(stall_s, LOOK_S)
         self._looks_max = div_ceil(round(stall_s * 1e3), round(self._look_s * 1e3))
         self._tally = tally
-        self._waiting = waiting
+        self._slow = slow
         self._unsent_max = unsent_max
         self._timer: asyncio.TimerHandle | None = None
 
@@ -45,11 +45,10 @@ class ReaderWatch:
 
     def begin(self) -> None:
         self.end()
-        self._waiting.add(self)
         self._look_later(self.unsent, idle_count=0)
 
     def end(self) -> None:
-        self._waiting.discard(self)
+        self._slow.discard(self)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -60,14 +59,22 @@ class ReaderWatch:
     def _look(self, before: int, idle_count: int) -> None:
         unsent = self.unsent
         idle_count = 0 if unsent < before else idle_count + 1
-        if idle_count < self._looks_max and not self._is_too_much(unsent):
-            self._look_later(unsent, idle_count=idle_count)
+        if idle_count == self._looks_max:
+            self._cut()
             return
+        self._look_later(unsent, idle_count=idle_count)
+        self._slow.add(self)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        slow = sorted(self._slow, key=lambda watch: watch.unsent)
+        total = sum(watch.unsent for watch in slow)
+        while total > self._unsent_max and len(slow) > 1:
+            fullest = slow.pop()
+            total -= fullest.unsent
+            fullest._cut()
+
+    def _cut(self) -> None:
         self.end()
         self._tally.refusals["slow_reader"] += 1
         self._transport.abort()
-
-    def _is_too_much(self, own: int) -> bool:
-        """Whether too much waits for several, and nowhere more than here."""
-        sizes = [watch.unsent for watch in self._waiting]
-        return len(sizes) > 1 and sum(sizes) > self._unsent_max and own >= max(sizes)

@@ -193,11 +193,11 @@ def test_how_much_may_wait_is_set(tmp_path: Path):
 class Socket:
     """A connection for which `unsent` bytes wait, and the loop that looks at it."""
 
-    def __init__(self, unsent: int, waiting: set[ReaderWatch]) -> None:
+    def __init__(self, unsent: int, slow: set[ReaderWatch]) -> None:
         self.unsent, self.tally, self.is_cut = unsent, Tally(), False
         transport = SimpleNamespace(get_write_buffer_size=lambda: self.unsent, abort=self._abort)
         loop = SimpleNamespace(call_later=self._call_later)
-        shared = {"tally": self.tally, "waiting": waiting, "unsent_max": 100}
+        shared = {"tally": self.tally, "slow": slow, "unsent_max": 100}
         self.watch = ReaderWatch(transport, loop, stall_s=6 * LOOK_S, **shared)
         self.watch.begin()
 
@@ -211,8 +211,8 @@ class Socket:
 
 
 def test_of_sockets_in_which_too_much_waits_the_fullest_is_closed():
-    waiting: set[ReaderWatch] = set()
-    first, second, third = (Socket(unsent, waiting) for unsent in (60, 70, 30))
+    slow: set[ReaderWatch] = set()
+    first, second, third = (Socket(unsent, slow) for unsent in (60, 70, 30))
     for socket_, is_cut in ((first, False), (third, False), (second, True)):
         socket_.look()
         assert socket_.is_cut == is_cut, socket_.unsent
@@ -225,4 +225,15 @@ def test_of_sockets_in_which_too_much_waits_the_fullest_is_closed():
         first.look()
     assert not first.is_cut
     first.look()
-    assert (first.is_cut, waiting) == (True, set())
+    assert (first.is_cut, slow) == (True, set())
+
+
+def test_a_socket_that_has_just_begun_spares_none_of_the_others():
+    """Else new answers, each longer than the last, would keep all earlier ones."""
+    slow: set[ReaderWatch] = set()
+    *before, last = [Socket(30 + more, slow) for more in range(20)]
+    for socket_ in before:
+        socket_.look()
+        assert sum(watch.unsent for watch in slow) <= 100
+    assert [socket_.unsent for socket_ in before if not socket_.is_cut] == [30, 31, 32]
+    assert not last.is_cut
