@@ -15,6 +15,7 @@ import pytest
 
 from ess.clock import RealClock
 from ess.server.commands.pd import keeper as keepers
+from ess.server.commands.pd import orphans as orphans_of
 from ess.server.commands.pd.keeper import STARTS_MAX, Keeper, Order
 from ess.server.commands.pd.kept import Kept
 from ess.server.commands.pd.orphans import Orphans, adopt_orphans
@@ -135,6 +136,36 @@ def test_what_a_killed_program_leaves_ends_before_it_starts_again(
         run(work)
     finally:
         (tmp_path / "end").touch()
+        adopt_orphans(is_wanted=False)
+
+
+def test_what_an_orphan_leaves_while_it_is_looked_at_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The orphan's child was not yet this process's own when the list of children was read."""
+    both = "import os, time; os.fork(); time.sleep(60)"
+    look = orphans_of._has_ended
+    ended: list[int] = []
+
+    def ends(pid: int) -> bool:
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            ended.append(pid)
+        return look(pid)
+
+    monkeypatch.setattr(orphans_of, "_has_ended", ends)
+    adopt_orphans()
+    try:
+        orphans = Orphans(RealClock())
+        parent = subprocess.Popen([sys.executable, "-c", both])
+        until(lambda: Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text(), "a child")
+        assert asyncio.run(orphans._left()) == 1
+        parent.wait()
+        [left] = orphans_of._children() - orphans._own
+        os.kill(left, signal.SIGKILL)
+        until(lambda: not asyncio.run(orphans._left()), "its end")
+    finally:
         adopt_orphans(is_wanted=False)
 
 

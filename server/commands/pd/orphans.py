@@ -64,8 +64,12 @@ class Orphans:
             await asyncio.sleep(LOOK_S)
 
     async def _left(self) -> int:
+        """Those that have ended may have left others since the last look."""
+        left = 0
         async with self._turn:
-            return sum(not _has_ended(pid) for pid in _children() - self._own)
+            while not left and (orphans := _children() - self._own):
+                left = sum(not _has_ended(pid) for pid in orphans)
+        return left
 
 
 def _children() -> set[int]:
