@@ -85,6 +85,12 @@ from ess.server.commands.start.settings import read_file, resolve
         (["--max-logprobs", "20", "--ssl-ca-certs", "x"], "tls_ca needs tls_cert"),
         (["--load-format", "auto", "--port", "-1"], "port is -1"),
         (["--no-enable-prefix-caching"], "--no-enable-prefix-caching is not served"),
+        (["--tp", "8", "--dp", "0", "--enable-dp-attention"], "dp_size is 0"),
+        (
+            ["--enable-dp-attention", "--port", "-1"],
+            "attention has --tp-size count the GPUs of all",
+        ),
+        (["--unread-bytes", "auto"], "unread_bytes: "),
         (["-dp", "3", "-ep"], "8 experts cannot be shared equally by 3 ranks"),
         (
             ["-pp", "2", "--nsa-decode-backend", "flashmla_kv", "--deterministic"],

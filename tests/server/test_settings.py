@@ -20,7 +20,7 @@ from ess.layout import ModelLayout
 from ess.server.commands import cli
 from ess.server.commands.serve import COMMON, shown_default
 from ess.server.commands.start import begin, launch
-from ess.server.commands.start.compat_answers import ALSO, NO_EFFECT, NOT_HERE
+from ess.server.commands.start.compat_answers import ALSO, HEEDED, NO_EFFECT, NOT_HERE
 from ess.server.commands.start.compat_flags import (
     FLAGS,
     SAME,
@@ -190,7 +190,7 @@ def test_the_document_has_every_setting(section: str):
 
 
 def test_every_flag_of_theirs_says_what_becomes_of_it():
-    said = [*NO_EFFECT, *NOT_HERE]
+    said = [*HEEDED, *NO_EFFECT, *NOT_HERE]
     assert sorted([*said, *ALSO]) == sorted(ForeignFlags.__dataclass_fields__)
     assert set(ALSO.values()) <= set(said)
     assert len(check_foreign(ForeignFlags(enable_metrics=True, swap_space=4))) == 2

@@ -46,6 +46,12 @@ ALSO: Final[Mapping[str, str]] = {
     "reasoning_parser_plugin": "tool_parser_plugin",
 }
 
+# Heeded: another flag means something else beside them.
+HEEDED: Final[Mapping[str, str]] = {
+    "enable_dp_attention": "has --tp-size count the GPUs of all ranks of --dp-size, each of which"
+    " has requests of its own",
+}
+
 # Accepted and logged: what they ask for is always so, or changes no answer.
 NO_EFFECT: Final[Mapping[str, str]] = {
     "trust_remote_code": "code of a checkpoint is never run",
@@ -57,8 +63,6 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "enable_auto_tool_choice": "tools are always served",
     "enable_cache_report": "usage always says how many tokens were cached",
     "enable_expert_parallel": "experts are divided over all ranks of --dp-size",
-    "enable_dp_attention": "each rank of --dp-size has requests of its own, and its share of the"
-    " GPUs that --tp-size counts",
     "enable_eplb": "experts are placed at the start, by --expert-load, and stay there",
     "eplb_config": "--redundant-experts says how many second places experts have",
     "enable_hisparse": "rows are always offloaded",

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from ess.errors import BadInput
-from ess.server.commands.start.compat_answers import ALSO, NO_EFFECT, NOT_HERE
+from ess.server.commands.start.compat_answers import ALSO, HEEDED, NO_EFFECT, NOT_HERE
 
 FAMILY: Final = ("VLLM_", "SGLANG_", "SGL_")
 
@@ -332,7 +332,8 @@ def of_each_rank(devices: int, ranks: int) -> int:
 
 
 def check_foreign(flags: ForeignFlags) -> list[str]:
-    """A sentence for each given flag without an effect; refuses flags for things not served."""
+    """A sentence for each given flag, what it changes or why nothing; refuses flags for things not
+    served."""
     fields = ForeignFlags.__dataclass_fields__
     given = [n for n, value in asdict(flags).items() if value != fields[n].default]
     shown = {name: "--" + name.replace("_", "-") for name in given}
@@ -340,4 +341,6 @@ def check_foreign(flags: ForeignFlags) -> list[str]:
     for name in given:
         if why[name] in NOT_HERE:
             raise BadInput(f"the flag {shown[name]} {NOT_HERE[why[name]]}")
-    return [f"the flag {shown[name]} has no effect: {NO_EFFECT[why[name]]}" for name in given]
+    said = {name: f"has no effect: {sentence}" for name, sentence in NO_EFFECT.items()}
+    said.update(HEEDED)
+    return [f"the flag {shown[name]} {said[why[name]]}" for name in given]

@@ -307,10 +307,7 @@ def resolve(
         ("file", {} if config is None else read_file(config)),
         ("environment", foreign),
         ("environment", read_environment(environment)),
-        (
-            "flag",
-            {n: value for n, value in flags.items() if value is not None and n != DP_ATTENTION},
-        ),
+        ("flag", given_flags),
     )
     for origin, given in layers:
         for name, value in given.items():
@@ -320,7 +317,7 @@ def resolve(
         del values["pp_layer_partition"]
         origins["pp_layer_partition"] = "default"
         notes.append("pp_layer_partition from environment has no effect: there is one stage")
-    if has_shares and {"tp_size", "dp_size"} <= values.keys():
+    if has_shares and "tp_size" in values and values.get("dp_size", 1) > 1:
         values["tp_size"] = of_each_rank(values["tp_size"], values["dp_size"])
     for name, given in placed_by_torchrun(environment, values).items():
         values[name] = given

@@ -288,7 +288,7 @@ def check_sizes(settings: Settings) -> None:
     for name in SIZES:
         text = getattr(settings, name)
         try:
-            if text not in (AUTO, FIELDS[name].default):
+            if text != FIELDS[name].default:
                 size_of(text, of=1 << 40)
         except BadInput as error:
             raise BadInput(f"{name}: {error}") from None
