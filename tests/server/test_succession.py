@@ -24,7 +24,7 @@ import pytest
 from ess.pool.disk.folder import SLAB
 from ess.server.process.child import Child, End
 from ess.server.process.engines import restarts
-from ess.server.process.engines.group import EngineGroup, Loss, Member
+from ess.server.process.engines.group import EngineGroup, Loss
 from ess.server.process.engines.restarts import OVER_S, Restarts
 from ess.server.process.engines.succession import EngineStart, Succession
 from ess.server.process.fronts import Fronts, Start, endpoint_of
@@ -282,37 +282,6 @@ def test_what_an_engine_refuses_while_it_loads_is_a_sentence(tmp_path: Path) -> 
         said = process.process.communicate()[1]
     assert "Traceback" not in said
     assert f"gone: {tmp_path} cannot keep pages: Is a directory; it is not" in said
-
-
-class Ending:
-    """A process that ends at once, if at all."""
-
-    def __init__(self, end: End | None) -> None:
-        self._end = end
-
-    async def ended(self) -> End:
-        return self._end if self._end is not None else await asyncio.Future()
-
-
-@pytest.mark.parametrize(
-    ("ends", "cause"),
-    [
-        ((None, None), "no more of stage 1"),
-        ((End("code 1", is_by_code=True), None), "no more of stage 1"),
-        (
-            (End("code 1", is_by_code=True), End("SIGKILL", is_by_code=False)),
-            "stage 1 is lost: SIGKILL",
-        ),
-    ],
-)
-def test_the_process_that_was_killed_is_the_cause_of_what_others_say(
-    ends: tuple[End | None, ...], cause: str
-):
-    async def act() -> Loss:
-        group = EngineGroup([Member(f"stage {n}", Ending(end)) for n, end in enumerate(ends)])
-        return await group.cause(Loss("no more of stage 1", is_said=True))
-
-    assert asyncio.run(act()).how == cause
 
 
 def test_an_engine_that_cannot_be_started_whole_has_ended(monkeypatch):

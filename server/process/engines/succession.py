@@ -24,7 +24,7 @@ from typing import Final
 
 from ess import console
 from ess.clock import Clock
-from ess.server.process.engines.group import LOOK_S, EngineGroup, Loss
+from ess.server.process.engines.group import LOOK_S, SEEN_S, EngineGroup, Loss
 from ess.server.process.engines.restarts import Restarts
 from ess.server.process.fronts import Fronts, endpoint_of
 from ess.server.process.link import EngineLink
@@ -187,7 +187,11 @@ class Succession:
             self._lose(Loss(f"what it said cannot be read: {error}", is_said=True))
 
     async def _watch(self, group: EngineGroup) -> None:
-        self._lose(await group.lost(stopped_s=self._given.stopped_s))
+        """A process that ends with a code may have said why in a message that is yet to be read."""
+        loss = await group.lost(stopped_s=self._given.stopped_s)
+        if loss.is_said and not self._ends.is_set():
+            await asyncio.wait([self._lost], timeout=SEEN_S)
+        self._lose(loss)
 
     async def _watch_silence(self) -> None:
         """Looks for silence: a stuck engine does not end by itself."""
