@@ -169,7 +169,7 @@ def test_the_smallest_tier_meets_the_objective_and_one_less_does_not():
         load = wanted.rate * busy_s
         assert load > 0.9 * fewer or late_wait_s(fewer, load, busy_s) + ready_s + 0.05 > 4.0
     for group in (8, 24, 64):
-        whole = smallest_tier(replace(wanted, prefill_group=group), through, first_step_s=0.05)
+        whole = smallest_tier(wanted, through, first_step_s=0.05, group=group)
         assert whole.gpu_count % group == 0
         assert tier.gpu_count <= whole.gpu_count < tier.gpu_count + group
     with pytest.raises(BadInput, match=r"within 1 s is out of reach: .* takes 1\.2 s"):
@@ -317,8 +317,9 @@ def test_what_misses_rest_on_is_marked():
 
 
 def test_the_command_counts_all_gpus_and_asks_for_the_price(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "--json"]) == 0
+    assert main(["plan", "--json", "--rate", "20", "--ttft", "9s"]) == 0
     told = json.loads(capsys.readouterr().out)
+    assert told["question"]["wanted"] == {"rate": 20.0, "ttft_s": 9.0}
     shared = told["all_gpus"]
     assert 1.0 < shared["gain"] < told["gain"]
     assert shared["offload"]["cost_per_million"] is None

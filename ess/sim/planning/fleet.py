@@ -41,12 +41,10 @@ Through = Callable[[int], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetGoal:
-    """Requests a second, seconds to the first token for nine in ten, and the GPUs that share the
-    experts in prefill: a tier has whole groups of them."""
+    """Requests a second, and seconds to the first token for nine in ten."""
 
     rate: float
     ttft_s: float
-    prefill_group: int = 1
 
     def __post_init__(self) -> None:
         if not 0.0 < self.rate <= RATE_MAX:
@@ -86,24 +84,35 @@ class Fleet:
 
 
 def fewest(
-    point: Point, group_gpus: int, *, work: Work, wanted: FleetGoal, through: Through
+    point: Point,
+    group_gpus: int,
+    *,
+    work: Work,
+    wanted: FleetGoal,
+    through: Through,
+    prefill_group: int = 1,
 ) -> Fleet:
     """The fewest GPUs, with decode groups that run this batch."""
     group_rate = point.tokens_per_s * group_gpus / work.output_tokens
     groups = math.ceil(wanted.rate / (LOAD_MAX * group_rate))
     return Fleet(
         decode=Groups(count=groups, gpus_each=group_gpus, load=wanted.rate / (groups * group_rate)),
-        prefill=smallest_tier(wanted, through, first_step_s=point.step_us / 1e6),
+        prefill=smallest_tier(
+            wanted, through, first_step_s=point.step_us / 1e6, group=prefill_group
+        ),
         token_us=point.token_us,
     )
 
 
-def smallest_tier(wanted: FleetGoal, through: Through, *, first_step_s: float) -> PrefillTier:
-    """The prefill tier with the fewest GPUs, and among equals the earliest first token."""
+def smallest_tier(
+    wanted: FleetGoal, through: Through, *, first_step_s: float, group: int = 1
+) -> PrefillTier:
+    """The prefill tier with the fewest GPUs, and among equals the earliest first token. `group`
+    GPUs share the experts: a tier has whole groups of them."""
     tiers = [
         tier
         for count in STAGES
-        if (tier := _tier(wanted, count, *through(count), first_step_s)) is not None
+        if (tier := _tier(wanted, count, *through(count), first_step_s, group)) is not None
     ]
     if not tiers:
         soonest = min(through(count)[1] for count in STAGES) + first_step_s
@@ -115,7 +124,12 @@ def smallest_tier(wanted: FleetGoal, through: Through, *, first_step_s: float) -
 
 
 def _tier(
-    wanted: FleetGoal, stages: int, busy_s: float, ready_s: float, first_step_s: float
+    wanted: FleetGoal,
+    stages: int,
+    busy_s: float,
+    ready_s: float,
+    first_step_s: float,
+    group: int,
 ) -> PrefillTier | None:
     """The smallest tier with this many stages, in as many pipelines as fill whole groups; None if
     even an idle pipeline is too late."""
@@ -134,7 +148,7 @@ def _tier(
     enough = bisect_left(
         range(most), True, lo=least, key=lambda count: late_wait_s(count, load, busy_s) <= spare_s
     )
-    to_fill = wanted.prefill_group // math.gcd(wanted.prefill_group, stages)
+    to_fill = group // math.gcd(group, stages)
     pipelines = align_up(enough, to_fill)
     return PrefillTier(
         count=pipelines,

@@ -65,7 +65,7 @@ def fleets(
     searches = [
         Search(
             work=work,
-            wanted=replace(wanted, prefill_group=each.group_gpus),
+            wanted=wanted,
             through=partial(through, planner, each, node, work),
             prefilling=each,
         )
@@ -162,6 +162,7 @@ class Search:
             work=self.work,
             wanted=self.wanted,
             through=self._slower(prefill),
+            prefill_group=self.prefilling.group_gpus,
         )
 
     def _slower(self, factor: float) -> Through:
