@@ -24,7 +24,8 @@ ONLY = (
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_set_of_instructions_agrees(isa: str) -> None:
-    """`avx512` named is without its bf16 products, so the four sets are all seen."""
+    """`avx512` named is without its bf16 products, so the four sets are all seen. What the widest
+    does without tiles is seen in test_tiles where this machine has some."""
     if ISAS.index(isa) > ISAS.index(native.isa()):
         pytest.skip(f"this machine has no {isa}")
     command = ("-m", "pytest", "-p", "no:cacheprovider", *FILES, "-m", "not slow", "-k", ONLY)

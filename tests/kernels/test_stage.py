@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -162,8 +163,9 @@ def test_twenty_repeats_are_bitwise_equal() -> None:
         assert all(map(torch.equal, everything(layer, layout("v32", "fp8"), given), first))
 
 
-def test_a_broken_token_breaks_itself_only() -> None:
-    layer = model("v32").layers[1]
+@pytest.mark.parametrize("made", [model, narrow])
+def test_a_broken_token_breaks_itself_only(made: Callable[[str], Model]) -> None:
+    layer = made("v32").layers[1]
     hidden, attended, rotation = inputs("v32", 6)
     clean = everything(layer, layout("v32", "f32"), (hidden, attended, rotation))
     broken, torn = hidden.clone(), attended.clone()

@@ -147,6 +147,23 @@ def laid_out(
     return cuts.cpu(), pieces.cpu()
 
 
+@pytest.mark.parametrize(
+    ("strides", "shift", "bytes_at_once"),
+    [((656, 656), 0, 16), ((656, 656), 8, 8), ((656, 660), 16, 4), ((584, 656), 16, 8)],
+)
+def test_rows_are_loaded_as_widely_as_all_of_them_allow(
+    strides: tuple[int, int], shift: int, bytes_at_once: int
+) -> None:
+    from ess.kernels.cuda.triton.attend import aligned
+
+    memory = torch.empty(1 << 12, dtype=torch.uint8)
+    rows, elsewhere = (
+        memory[at:].as_strided((2, 512), (stride, 1))
+        for at, stride in zip((0, shift), strides, strict=True)
+    )
+    assert aligned(rows, elsewhere) == bytes_at_once
+
+
 def test_lists_of_a_block_each_are_whole_and_on_a_program_each(ops: Ops) -> None:
     """As the misses of a small batch are: nothing is left to join, and none waits for another."""
     cuts, pieces = laid_out(torch.tensor([16, 3, 0, 9]).int(), 40, 2, 8, is_cut=True)

@@ -175,14 +175,13 @@ class _Work(NamedTuple):
         queries, rows, codec, shape = self.queries, self.rows, self.codec, self.shape
         elsewhere = rows if self.placed is None else self.placed
         distance = elsewhere.data_ptr() - rows.data_ptr()
-        aligned = math.gcd(ALIGNED_MAX, distance, rows.stride(0), elsewhere.stride(0))
         device.attend[(programs,)](
             *(bits(queries), rows, self.lists.named, *room, *self.into, self.scale, distance),
             *(_apart(part, mine) for part, mine in zip(parts, self.into, strict=True)),
             *(rows.stride(0), elsewhere.stride(0), *queries.stride()[:2]),
             *(queries.shape[1], self.lists.named.shape[1]),
             **constants(codec, query_dtype=queries.dtype, interpreted=where.interpreted),
-            ALIGNED=aligned,
+            ALIGNED=aligned(rows, elsewhere),
             HEADS=shape.heads,
             KEYS=shape.keys,
             ADDS=self.adds,
@@ -202,6 +201,12 @@ class _Work(NamedTuple):
             ADDS=self.adds,
             **FUSED,
         )
+
+
+def aligned(rows: Tensor, elsewhere: Tensor) -> int:
+    """To how many bytes all rows of both lie as the first of `rows` does."""
+    distance = elsewhere.data_ptr() - rows.data_ptr()
+    return math.gcd(ALIGNED_MAX, distance, rows.stride(0), elsewhere.stride(0))
 
 
 def pieces_max(lists: int, blocks: int, programs: int, least: int) -> int:
