@@ -33,12 +33,14 @@ def listens_once() -> None:
 
 
 def leaves_a_child() -> None:
-    """Its first child lives on until there is a file `end`; what they do is in the file it gets."""
+    """Its first child lives on until there is a file `end`, or for two minutes where the test was
+    killed; what they do is in the file it gets."""
     lives = Path(sys.argv[1])
     is_first = not lives.exists()
     write(lives, "begins")
     if is_first and not os.fork():
         os.closerange(0, 3)
+        signal.alarm(120)
         write(lives, "left")
         while not (lives.parent / "end").exists():
             time.sleep(0.01)
