@@ -108,7 +108,7 @@ def caller():
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(f"{ROOT}/ess/"):
-            last = f"{Path(file).name}:{frame.f_lineno}"
+            last = f"{file.rpartition('/')[2]}:{frame.f_lineno}"
             if not any(part in file for part in THROUGH):
                 return last
         frame = frame.f_back
