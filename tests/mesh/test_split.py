@@ -50,7 +50,7 @@ def test_handed_over_prompts(tp, pp, mtp, transport, asked, expected, tmp_path):
     with contextlib.ExitStack() as kept:
         ports = [kept.enter_context(kept_port("127.0.0.1")) for _ in range(2)]
         prefill = kept.enter_context(
-            Worker("prefill-1", tmp_path, *exact, port=ports[0], has_real_engine=True)
+            Worker("prefill-1", tmp_path, *exact, port=ports[0], has_real_children=True)
         )
         words = ("--peers", prefill.wait_ready().address, *size, *exact)
         decode = kept.enter_context(Worker("decode-1", tmp_path, *words, port=ports[1]))

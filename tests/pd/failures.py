@@ -158,7 +158,7 @@ def happens(
 def campaign(kinds: list[Kind], flags: tuple[str, ...], load_s: float) -> Iterator[list[str]]:
     with (
         tempfile.TemporaryDirectory() as folder,
-        Stand(Path(folder), *flags, *ROOM, has_real_engine=True) as stand,
+        Stand(Path(folder), *flags, *ROOM, has_real_children=True) as stand,
     ):
         for kind in kinds:
             for event, name, act, undo in EVENTS:

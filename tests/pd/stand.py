@@ -62,8 +62,7 @@ class Worker(Process):
         return not ask(f"{self.url}/ready").document["missing"]
 
     def signal_all(self, number: signal.Signals) -> None:
-        """The server and its engine: a machine that stops stops both. A signal that stops an
-        engine does not reach its fork, so it is a real or a paced one."""
+        """The server and its engine, which is no fork: a machine that stops stops both."""
         for pid in (self.engine_pid, self.process.pid):
             os.kill(pid, number)
 

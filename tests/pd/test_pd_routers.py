@@ -124,7 +124,8 @@ def test_each_worker_gets_what_its_role_can_answer(paced: Stand, kind: Kind):
 
 @pytest.fixture(scope="module")
 def paced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    with Stand(tmp_path_factory.mktemp("paced"), *PACED, *ROOM, "--request-log") as made:
+    folder, words = tmp_path_factory.mktemp("paced"), (*PACED, *ROOM, "--request-log")
+    with Stand(folder, *words, has_real_children=True) as made:
         yield made
 
 

@@ -37,7 +37,7 @@ def said(folder: Path) -> Iterator[tuple[Process, Path]]:
     log = folder / "log"
     with (
         log.open("w") as lines,
-        Process(*FLAGS, stderr=lines.fileno(), has_real_engine=True) as process,
+        Process(*FLAGS, stderr=lines.fileno(), has_real_children=True) as process,
     ):
         yield process, log
 

@@ -54,7 +54,7 @@ def test_a_lost_engine_ends_a_server_whose_log_is_broken(log):
 
 @pytest.mark.slow
 def test_sigterm_ends_a_server_with_a_stopped_engine_and_a_client_that_reads_nothing():
-    with Process(*PACED).wait_ready() as process:
+    with Process(*PACED, has_real_children=True).wait_ready() as process:
         port = int(process.url.rpartition(":")[2])
         body = b'{"prompt": "x", "stream": true, "max_tokens": 2000, "ignore_eos": true}'
         head = (
@@ -108,7 +108,7 @@ def test_sigterm_ends_a_server_whose_event_loop_hangs(hang: str, monkeypatch):
 
 @pytest.mark.slow
 def test_a_stopped_engine_does_not_outlive_a_killed_server():
-    with Process(*PACED).wait_ready() as process:
+    with Process(*PACED, has_real_children=True).wait_ready() as process:
         engine = process.engine_pid
         os.kill(engine, signal.SIGSTOP)
         process.process.kill()

@@ -117,8 +117,8 @@ def _imported():
     assert started("engine", ["-c", "pass"]).wait(120) == 0
 
 
-def forks() -> set[int]:
-    return {*children(nursery("engine").process.pid)}
+def forks(kind: str = "engine") -> set[int]:
+    return {*children(nursery(kind).process.pid)}
 
 
 def has_torch(process: int) -> bool:
@@ -154,10 +154,31 @@ def test_what_ends_it_ends_the_engine(number: signal.Signals):
     until(lambda: forks() == before, "the fork's end")
 
 
+def test_a_fork_alone_has_the_files_that_what_stands_for_it_was_given():
+    before, env = forks("server"), {**os.environ, **forked_engines()}
+    command = [sys.executable, "-m", "ess.server.commands.start.front"]
+    said, up = os.pipe()
+    given = {"cwd": ROOT, "env": env, "stdin": -1, "stderr": -1, "pass_fds": [up]}
+    with subprocess.Popen(command, **given) as process:
+        os.close(up)
+        until(lambda: forks("server") - before, "a fork")
+        [fork] = forks("server") - before
+        until(lambda: files(fork) == {0, 1, 2, up}, "its own files alone")
+        until(lambda: up not in files(process.pid), "that it alone has the pipe")
+        process.stdin.close()
+        assert os.read(said, 1) == b""
+    os.close(said)
+
+
+def files(process: int) -> set[int]:
+    return {*map(int, os.listdir(f"/proc/{process}/fd"))}
+
+
 @pytest.mark.usefixtures("_imported")
 def test_a_nursery_outlives_who_ends_before_its_answer(tmp_path: Path):
     """What stands for a fork is killed at any moment."""
-    raw = json.dumps({"words": ["-c", "pass"], "folder": str(ROOT), "environment": {**os.environ}})
+    asked = {"words": ["-c", "pass"], "folder": str(ROOT), "environment": {**os.environ}}
+    raw = json.dumps(asked | {"files": [0, 1, 2]})
     for _ in range(3):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as standing:
             standing.connect(f"\0{nursery('disk').address}")

@@ -35,9 +35,10 @@ def fronts(process: Process) -> list[int]:
 
 
 @contextlib.contextmanager
-def several(*flags: str) -> Iterator[Process]:
+def several(*flags: str, **given: bool) -> Iterator[Process]:
     paced = ("--pace-ms", "20") if "--pace-ms" not in flags else ()
-    with Process(*PACED, *paced, "--server-processes", str(COUNT), *flags).wait_ready() as process:
+    words = (*PACED, *paced, "--server-processes", str(COUNT), *flags)
+    with Process(*words, **given).wait_ready() as process:
         until(lambda: len(fronts(process)) == COUNT - 1, "all processes")
         all_are_ready(process)
         yield process
@@ -79,7 +80,7 @@ def running(process: Process) -> float:
 
 @pytest.mark.slow
 def test_every_process_serves_and_each_answers_for_all():
-    with several() as process, crowd(process) as going:
+    with several(has_real_children=True) as process, crowd(process) as going:
         all_have_begun(going)
         held = [len(os.listdir(f"/proc/{pid}/fd")) for pid in fronts(process)]
         assert min(held) < 24 + STREAMS, "no process has all"
@@ -134,7 +135,8 @@ def test_a_process_that_is_killed_costs_its_own_streams_and_is_replaced():
 
 @pytest.mark.slow
 def test_a_process_that_is_stuck_is_replaced_and_the_others_go_on():
-    with several("--pace-ms", "1") as process, crowd(process) as going:
+    flags = ("--pace-ms", "1")
+    with several(*flags, has_real_children=True) as process, crowd(process) as going:
         all_have_begun(going)
         stuck = fronts(process)[0]
         os.kill(stuck, signal.SIGSTOP)

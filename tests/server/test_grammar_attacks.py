@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Process]:
-    with Process(has_real_engine=True).wait_ready() as made:
+    with Process(has_real_children=True).wait_ready() as made:
         yield made
 
 
@@ -73,7 +73,7 @@ def test_a_killed_child_is_replaced(served: Process):
 
 @pytest.mark.parametrize("whom", ["server", "engine"])
 def test_nothing_outlives_a_killed_process_with_a_grammar_in_flight(whom: str):
-    with Process("--engine-restarts", "0", has_real_engine=True).wait_ready() as process:
+    with Process("--engine-restarts", "0", has_real_children=True).wait_ready() as process:
         engine = process.engine_pid
         bad = {**ASKED, "structured_outputs": {"json": ENDLESS}}
         with Crowd(process.url, [bad]):

@@ -222,7 +222,7 @@ def test_a_killed_engine_fails_health_ends_streams_and_the_server():
 @pytest.mark.slow
 def test_a_stuck_engine_is_noticed():
     flags = ("--watchdog-s", "3", "--engine-restarts", "0")
-    with Process(*flags, has_real_engine=True).wait_ready() as process:
+    with Process(*flags, has_real_children=True).wait_ready() as process:
         engine = process.engine_pid
         os.kill(engine, signal.SIGSTOP)
         until(lambda: process.status("/health") in (503, 0), "the watchdog")
@@ -232,7 +232,7 @@ def test_a_stuck_engine_is_noticed():
 
 @pytest.mark.slow
 def test_an_engine_does_not_outlive_its_server():
-    with Process(has_real_engine=True).wait_ready() as process:
+    with Process(has_real_children=True).wait_ready() as process:
         engine = process.engine_pid
         process.process.kill()
         process.process.wait()

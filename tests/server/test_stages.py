@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -263,8 +264,8 @@ def test_health_names_the_stages_that_have_not_come():
         assert b"; missing: stage 1 (layers 4 to 6)" in failed.value.read()
 
 
-def prefill(*flags: str, **environment: str) -> Process:
-    return Process(*PACED, *flags, command="prefill", ESS_PEER_SECRET=SECRET, **environment)
+def prefill(*flags: str, **given: Any) -> Process:
+    return Process(*PACED, *flags, command="prefill", ESS_PEER_SECRET=SECRET, **given)
 
 
 def load_of(process: Process) -> dict:
@@ -282,7 +283,8 @@ def stages(process: Process) -> list[int]:
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stage_that_is_killed_is_named_and_all_are_started_again(victim: int):
     """While a prompt is under way, which the first stage, stopped, never ends."""
-    with prefill("--pp-size", "3").wait_ready() as process, ThreadPoolExecutor() as beside:
+    stopped = prefill("--pp-size", "3", has_real_children=True)
+    with stopped.wait_ready() as process, ThreadPoolExecutor() as beside:
         first = stages(process)
         assert len(first) == 3
         os.kill(first[0], signal.SIGSTOP)

@@ -119,7 +119,7 @@ def test_a_killed_engine_ends_its_streams_and_another_answers():
 @pytest.mark.slow
 def test_between_two_engines_everything_is_503_with_the_reason_and_a_time():
     """The next engine is stopped as soon as it is there, so that it does not get ready."""
-    with Process(*PACED).wait_ready() as process:
+    with Process(*PACED, has_real_children=True).wait_ready() as process:
         stop_successor(process)
         for path, body in (
             ("/health", None),
@@ -152,7 +152,8 @@ def test_a_whole_answer_that_was_under_way_is_503_with_a_time():
 
 @pytest.mark.slow
 def test_a_stopped_engine_is_replaced_whether_it_runs_or_loads():
-    with Process(*PACED, "--watchdog-s", "3").wait_ready() as process, crowd(process, 2) as going:
+    process = Process(*PACED, "--watchdog-s", "3", has_real_children=True)
+    with process.wait_ready(), crowd(process, 2) as going:
         all_have_begun(going)
         first = process.engine_pid
         os.kill(first, signal.SIGSTOP)
@@ -199,7 +200,7 @@ def test_one_that_is_lost_while_the_server_drains_has_no_successor():
 
 @pytest.mark.slow
 def test_sigterm_between_two_engines_ends_the_server():
-    with Process(*PACED).wait_ready() as process:
+    with Process(*PACED, has_real_children=True).wait_ready() as process:
         second = stop_successor(process)
         process.process.terminate()
         assert process.ended(60) == 0
@@ -238,8 +239,7 @@ def test_nothing_is_left_of_engines_that_were_lost():
             counts.append(held())
         # The connection that asked last for the metrics may take a moment to end.
         until(lambda: all(map(operator.le, held(), counts[0])), "no more than after the first")
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-        assert threads < 64
+        assert len(os.listdir(f"/proc/{pid}/task")) < 64
 
 
 @pytest.mark.slow

@@ -9,18 +9,20 @@ a start, of memory or of a command line take `subprocess.Popen`.
 A nursery ends with the process that asked for it, and then a child is killed that wants to die
 with its parent. It has a single thread: a fork would copy the locks of others, for ever held.
 
-The engines of a forked server are forks too, and what reads texts for it. What the server starts is
-a small process that stands for its fork (`standing_for.py`), so that the server has a child to wait
-for and to kill.
+The engines of a forked server are forks too, as are its further processes and what reads texts for
+it. What the server starts is a small process that stands for its fork (`standing_for.py`), so that
+the server has a child to wait for and to kill.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -50,7 +52,13 @@ IMPORTS = {
         "ess.prefill.stage",
     ),
     "disk": ("tests.disk.bytes_of",),
-    "server": ("ess.server.commands.start.begin", "ess.server.commands.serve", "uvloop"),
+    "server": (
+        "ess.server.commands.start.begin",
+        "ess.server.commands.serve",
+        "ess.server.commands.start.front",
+        "ess.engine.process.fake_engine",
+        "uvloop",
+    ),
     "tests": ("tests.support.collected",),
 }
 """By kind; the first two have torch. The second is for Triton's interpreter, the last is for
@@ -124,7 +132,7 @@ class Forked(subprocess.Popen):
         theirs = (pipes[0], pipes[3], pipes[5])
         files = [own if end == -1 else end for own, end in enumerate(theirs)]
         self._end, told = os.pipe()
-        asked = {"words": args[1:], "folder": str(cwd), "environment": env}
+        asked = {"words": args[1:], "folder": str(cwd), "environment": env, "files": [0, 1, 2]}
         self.pid = nursery(self._kind).fork(asked, [*files, told])
         os.close(told)
         self._child_created = True
@@ -191,7 +199,7 @@ def nursery(kind: str) -> Nursery:
 
 
 def forked_engines() -> dict[str, str]:
-    """Variables for a server whose engines and processes for texts shall be forks."""
+    """Variables for a server whose engines and other processes shall be forks."""
     addresses = {NURSERY.format(kind): nursery(kind).address for kind in ("engine", "server")}
     return {"PYTHONPATH": STANDING, **addresses}
 
@@ -299,9 +307,12 @@ def _end(code: int) -> None:
 def _take_over(asked: Mapping[str, Any], files: Sequence[int]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for own, file in enumerate(files[:3]):
-        os.dup2(file, own)
-    os.closerange(3, 1 << 10)
+    numbers = asked["files"]
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, max(numbers) + 1) for file in files]
+    for file, number in zip(apart, numbers, strict=False):  # a last file is where an end is told
+        os.dup2(file, number)
+    for below, above in itertools.pairwise((*sorted(numbers), 1 << 10)):
+        os.closerange(below + 1, above)
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])

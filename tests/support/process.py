@@ -35,9 +35,9 @@ SMALL = {
 
 class Process:
     """`ess serve`, or another command that serves, on a free port, of this tree or another. Words
-    `before` the command may let it run on another host. It and its engines are forked, unless
-    `is_real` is asked for or it is elsewhere; `has_real_engine` leaves an engine of a forked server
-    real, for tests that stop it or look into its memory or its children."""
+    `before` the command may let it run on another host. It and what it starts are forked, unless
+    `is_real` is asked for or it is elsewhere; with `has_real_children` what a forked server starts
+    is real, for tests that stop that or look into its memory, files or children."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Process:
         command: str = "serve",
         before: Sequence[str] = (),
         is_real: bool = False,
-        has_real_engine: bool = False,
+        has_real_children: bool = False,
         **environment: str,
     ) -> None:
         sizes = {name: value for name, value in SMALL.items() if name not in flags}
@@ -56,7 +56,7 @@ class Process:
         words = ["-c", RUN, command, "--json", *small, *flags]
         is_real = bool(is_real or before or tree != ROOT)
         paths = os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))
-        engines = {"PYTHONPATH": paths} if is_real or has_real_engine else forked_engines()
+        engines = {"PYTHONPATH": paths} if is_real or has_real_children else forked_engines()
         given = {"env": {**os.environ, **engines, **environment}, "stderr": stderr}
         given |= {"stdout": subprocess.PIPE, "text": True, "stdin": stdin}
         if is_real:

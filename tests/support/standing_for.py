@@ -1,13 +1,14 @@
-"""The process that a server has started where a nursery's fork does the work of an engine, or of a
-process that reads texts.
+"""The process that a server has started where a nursery's fork does the work of an engine, of a
+further process of the server, or of one that reads texts.
 
 A signal that ends it ends the fork too: the nursery kills whose stand-in is gone. One that it can
-catch is handed on. One that stops it does not reach the fork, so tests that stop an engine or look
-into its memory start a real one.
+catch is handed on. One that stops it does not reach the fork, so tests that stop such a process
+or look into its memory or files start a real one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,13 +25,16 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM)
 def stand(kind: str) -> None:
     """Returns only if the nursery has no such fork: then this process does the work itself."""
     die_with_parent()
+    files = inherited()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nursery:
         nursery.connect(f"\0{os.environ[NURSERY.format(kind)]}")
         asked = {"words": sys.orig_argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}
-        socket.send_fds(nursery, [json.dumps(asked).encode()], [0, 1, 2])
+        socket.send_fds(nursery, [json.dumps(asked | {"files": files}).encode()], files)
         fork = int(nursery.recv(64))
         if fork < 0:
             return
+        for file in files[3:]:
+            os.close(file)
         for number in HANDED_ON:
             signal.signal(number, lambda number, _: os.kill(fork, number))
         code = int(nursery.recv(64) or -signal.SIGKILL)
@@ -38,3 +42,14 @@ def stand(kind: str) -> None:
             signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         os._exit(code)
+
+
+def inherited() -> list[int]:
+    """Descriptors of files that this process was started with: what Python opens is not handed on
+    to children."""
+    files = []
+    for word in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing is closed
+            if os.get_inheritable(int(word)):
+                files.append(int(word))
+    return sorted(files)

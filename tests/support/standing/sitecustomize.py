@@ -1,5 +1,5 @@
 """Python imports this module at its start when the folder is in PYTHONPATH; then the process of an
-engine, and one that reads texts, only represents a forked one.
+engine, a further process of a server, and one that reads texts, only represents a forked one.
 
 It asks the nursery of its kind to fork a process with its pipes, arguments and environment, and
 ends as that process ends. It has the parent, the command line and the signals of a real one;
@@ -11,9 +11,13 @@ from __future__ import annotations
 import sys
 
 OF_AN_ENGINE = ("ess.engine.process.worker", "ess.engine.process.rank", "ess.prefill.worker")
-OF_TEXTS = ("ess.server.process.text_child",)
+WITHOUT_TORCH = (
+    "ess.engine.process.fake_engine",
+    "ess.server.commands.start.front",
+    "ess.server.process.text_child",
+)
 
-if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in (*OF_AN_ENGINE, *OF_TEXTS):
+if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in (*OF_AN_ENGINE, *WITHOUT_TORCH):
     from tests.support import standing_for
 
     standing_for.stand("engine" if sys.orig_argv[2] in OF_AN_ENGINE else "server")
