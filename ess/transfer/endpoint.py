@@ -58,7 +58,8 @@ class Identity:
         if hello.layout != self.layout:
             raise BadInput(
                 f"peer {envelope.sender:016x} has layout {hello.layout.hex()[:16]}, "
-                f"we have {self.layout.hex()[:16]}: another model, other rows or states, or weights"
+                f"we have {self.layout.hex()[:16]}: another model, other rows or states, "
+                "or weights, or, where one is deterministic, other instructions"
             )
         if envelope.receiver not in (0, self.epoch) or envelope.sender in (0, self.epoch):
             raise BadInput(f"a Hello from {envelope.sender:016x} to {envelope.receiver:016x}")

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-import ess
 from ess import console
-from ess.engine.config import ProcessConfig
+from ess.engine.process.arithmetic import arithmetic
 from ess.engine.process.messages import DiskLine, Launch
-from ess.kernels.cpu import native
 from ess.layout import ModelLayout
 from ess.models.weights.files.fingerprint import fingerprint
 from ess.pool.disk.tier import DiskTier, DiskUse
@@ -25,7 +23,7 @@ def disk_of(
     chosen = launch.config
     if not chosen.prefix_cache_dir:
         return None
-    weights = f"{chosen.form} {_arithmetic(chosen)} {fingerprint(launch.model).hex()}"
+    weights = f"{chosen.form} {arithmetic(chosen)} {fingerprint(launch.model).hex()}"
     folder, part = Path(chosen.prefix_cache_dir), layout
     if layers is not None:
         first, stop = layers
@@ -42,15 +40,6 @@ def disk_of(
     if tier.opened:
         _note(tier.opened)
     return tier
-
-
-def _arithmetic(chosen: ProcessConfig) -> str:
-    """Names everything that may round differently. Where answers are the same to the last bit,
-    pages made by another release or with other instructions do not count as the same."""
-    if not chosen.deterministic:
-        return chosen.backend
-    kernels = f"{native.kernels()} {native.has_tiles()}" if native.available() else ""
-    return f"{chosen.backend} {ess.__version__} {kernels}"
 
 
 def _note(sentence: str) -> None:

@@ -11,6 +11,7 @@ from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent
 from ess.door.handoff.geometry import Ground
 from ess.door.handoff.port import Port
 from ess.engine.handoff import Ended
+from ess.engine.process.arithmetic import arithmetic
 from ess.engine.process.messages import (
     HandoffLine,
     HandoffStatus,
@@ -65,9 +66,12 @@ def open_port(
 
 
 def layout_digest(launch: Launch, layout: ModelLayout) -> bytes:
-    """Equal where rows of one worker mean the same to another."""
-    weights = f"{launch.config.form} {fingerprint(launch.model).hex()}"
-    return layout_hash(layout, weights=weights)
+    """Equal where rows of one worker mean the same to another: to the last bit, where that is asked
+    for. A prompt that a handoff brings is then the prompt that this worker would compute itself."""
+    chosen, weights = launch.config, fingerprint(launch.model).hex()
+    if chosen.deterministic:
+        weights = f"{arithmetic(chosen)} {weights}"
+    return layout_hash(layout, weights=f"{chosen.form} {weights}")
 
 
 class Peers:
