@@ -21,6 +21,7 @@ from ess.transfer.transports.inprocess import Exchange
 from tests.campaign.disks import ManualDisk, damage
 from tests.campaign.families import FAMILIES
 from tests.campaign.lane import RaggedLane
+from tests.campaign.lives.drift import Drift
 from tests.campaign.plan import Plan
 from tests.campaign.workers import Piped, Whole, layout_of
 from tests.support.manual_clock import ManualClock
@@ -109,7 +110,7 @@ class Cluster:
             "disk": self._disk(kind, number, layout_of(plan.mtp)),
             "model": FAMILIES[plan.family].model(),
         }
-        return Whole(
+        made = Whole(
             self._exchange,
             epoch,
             self.clock,
@@ -119,6 +120,9 @@ class Cluster:
             wait_s=plan.wait_s,
             wrap=lambda inner: self._worse(inner, epoch),
         )
+        if plan.drifts:
+            made.drift = Drift(made.engine, seed=plan.seed + epoch, cuts_chunks=True)
+        return made
 
     def _config(self) -> EngineConfig:
         plan = self._plan

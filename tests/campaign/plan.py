@@ -72,7 +72,8 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`stages` of a giver that is a pipeline, 0 where it is an engine; `disks` says who has one."""
+    """`stages` of a giver that is a pipeline, 0 where it is an engine; `disks` says who has one;
+    with `drifts` the settings of engines change at every turn."""
 
     seed: int
     giver_count: int
@@ -106,6 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     asks: tuple[Ask, ...]
     hits: tuple[Hit, ...]
     family: str = "small"
+    drifts: bool = False
 
     @property
     def right(self) -> float:
@@ -132,6 +134,7 @@ PLAIN: Final = {
     "is_ragged": False,
     "disks": "none",
     "disk_delay": 0,
+    "drifts": False,
 }
 """What a plan is cut down to, where it fails all the same."""
 
@@ -160,7 +163,9 @@ def drawn(seed: int) -> Plan:
         asks=tuple(_ask(draw, sorts, prompts, workers) for _ in range(ask_count)),
         hits=tuple(_hit(draw, strikes) for _ in range(hit_count)),
     )
-    return _asked_again(plan, draw) if again else plan
+    plan = _asked_again(plan, draw) if again else plan
+    drifts = not plan.deterministic and draw.random() < 0.5
+    return msgspec.structs.replace(plan, drifts=drifts)
 
 
 def of_v4(plan: Plan) -> Plan:

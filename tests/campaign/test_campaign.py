@@ -9,6 +9,7 @@ import pytest
 
 from ess.door.handoff.incoming import receiver
 from ess.door.handoff.outgoing import departure, sender
+from ess.engine.layers.selected import SelectedRows
 from ess.pool.disk import tier, writer
 from ess.transfer import arrivals
 from ess.transfer.transports.faulty import Fault
@@ -16,7 +17,7 @@ from tests.campaign.classes import CLASSES, table
 from tests.campaign.disks import DAMAGES, DISK_FAULTS
 from tests.campaign.plan import PLAIN, SORTS, STRIKES, Ask, Hit, Plan, drawn, of_v4
 from tests.campaign.shrink import shrunk
-from tests.campaign.world import play
+from tests.campaign.world import answers, play
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +147,20 @@ def no_checksums_of_disks(patch: pytest.MonkeyPatch) -> Plan:
     )
 
 
-@pytest.mark.parametrize("planted", [no_checksums, no_leases, any_text, no_checksums_of_disks])
+def fetched_rows_are_forgotten(patch: pytest.MonkeyPatch) -> Plan:
+    """By DA and DBA, which only a change of settings makes of NONE."""
+    answers("small", is_warm=False)
+    patch.setattr(SelectedRows, "attend_fetched", lambda self, rows, resident: resident)
+    return asked("whole", slot_pages=2, drifts=True)
+
+
+PLANTED = (
+    *(no_checksums, no_leases, any_text, no_checksums_of_disks),
+    fetched_rows_are_forgotten,
+)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
 def test_a_planted_mistake_is_found_and_cut_down(planted, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planted(monkeypatch)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
 
 from ess.door.sequences import progress
+from ess.engine.layers.selected import SelectedRows
 from ess.engine.tokens import verification
+from ess.errors import EssError
 from ess.overlap.policy import Mode
 from ess.pool import prefix
 from tests.campaign.lives import divided
@@ -30,7 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SEEDS = range(4)
 MORE = range(4, 250)
-DIVIDED = (0, 1)
+DIVIDED = (3, 6)
+"""Four ranks with experts of their own; two stages of two ranks."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -47,6 +51,17 @@ def test_so_it_is_in_many_lives(seed: int) -> None:
 @pytest.mark.parametrize("seed", DIVIDED)
 def test_every_token_is_right_where_ranks_divide_the_model_or_its_experts(seed: int) -> None:
     assert divided.live(seed)["tokens"]
+
+
+@pytest.mark.parametrize("seed", DIVIDED)
+def test_rows_that_are_fetched_and_forgotten_are_missed_there(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SelectedRows, "attend_fetched", lambda self, rows, resident: resident)
+    with pytest.raises((AssertionError, EssError, ExceptionGroup)) as wrong:
+        divided.live(seed)
+    told = "".join(traceback.format_exception(wrong.value))
+    assert "AssertionError: Ask(" in told or "attention differs by" in told
 
 
 def test_everything_is_drawn() -> None:

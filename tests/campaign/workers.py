@@ -30,6 +30,7 @@ from ess.prefill.stages import members
 from ess.transfer.endpoint import Identity
 from ess.transfer.transport import Transport
 from ess.transfer.transports.inprocess import Exchange, InProcessTransport
+from tests.campaign.lives.drift import Drift
 from tests.pd.rigs import LAYOUT, SEAL, Worker
 from tests.prefill.pipes import Sizes
 from tests.support.checkpoints import small, tensors
@@ -54,10 +55,14 @@ def _weights() -> dict[str, torch.Tensor]:
 
 
 class Whole(Worker):
-    """All layers in one engine."""
+    """All layers in one engine, whose settings change at every turn where it has a `drift`."""
+
+    drift: Drift | None = None
 
     def step(self) -> None:
         """A worker that rests has nothing to check."""
+        if self.drift is not None:
+            self.drift.turn()
         if self.is_quiet:
             self.engine.step()
         else:

@@ -22,7 +22,7 @@ from tests.pd.rigs import alone
 
 STEP_S = 0.01
 LATE_STEP_S = 0.05
-TURNS_MAX = 400
+TURNS_MAX = 800
 MEET_EVERY = 10
 TOO_LONG = 1100
 SALTS = (b"", b"a tenant", b"another tenant")
