@@ -191,11 +191,11 @@ class Fifo(Ranked):
 
 
 class Random(Ranked):
-    """Evicts any row, from a seed."""
+    """Evicts any row, drawn from a fixed seed."""
 
-    def __init__(self, workload: Workload, *, slots: int, seed: int = 0) -> None:
+    def __init__(self, workload: Workload, *, slots: int) -> None:
         super().__init__(workload, slots=slots)
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
 
     def _observe(self, selected: Ints, step: Step | None) -> None:
         self._rng.random(out=self._rank, dtype=np.float32)
@@ -205,9 +205,8 @@ class ScoreEma(Ranked):
     """Evicts the lowest moving average of indexer scores. It needs full scores, which traces do not
     hold: with scored traces `PlannerArena` under score uses the bytes that they do hold."""
 
-    def __init__(self, workload: Workload, *, slots: int, weight: float = EMA_WEIGHT) -> None:
+    def __init__(self, workload: Workload, *, slots: int) -> None:
         super().__init__(workload, slots=slots)
-        self._weight = np.float32(weight)
         self._rank[:] = COLD_SCORE
 
     def _observe(self, selected: Ints, step: Step | None) -> None:
@@ -216,7 +215,7 @@ class ScoreEma(Ranked):
         elif step.scores is None:
             raise BadInput("this workload carries no indexer scores; use SelectionEma instead")
         else:
-            self._rank += self._weight * (step.scores - self._rank)
+            self._rank += np.float32(EMA_WEIGHT) * (step.scores - self._rank)
 
 
 class SelectionEma(Ranked):

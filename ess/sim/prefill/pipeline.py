@@ -102,7 +102,7 @@ class TunedPipeline:
 
 
 def autotune(
-    time: PrefillTime, pipeline: Pipeline, *, prompt: int, unit: int = 1024, page: int = 64
+    time: PrefillTime, pipeline: Pipeline, *, prompt: int, unit: int = 1024
 ) -> TunedPipeline:
     """Finds the first chunk and smoothing with the shortest time to the first token.
 
@@ -110,7 +110,7 @@ def autotune(
     few smoothings, since dynamic chunks begin larger than the best static size. Then single steps
     of either, as long as they help.
     """
-    search = _Search(time, pipeline, prompt=prompt, unit=unit, page=page)
+    search = _Search(time, pipeline, prompt=prompt, unit=unit)
     static = search.best_static()
     firsts = {max(1, round(static * multiple)) for multiple in STATIC_MULTIPLES}
     grid = [(first, smoothing) for first in sorted(firsts) for smoothing in SMOOTHINGS]
@@ -120,10 +120,10 @@ def autotune(
 
 
 def exhaustive(
-    time: PrefillTime, pipeline: Pipeline, *, prompt: int, unit: int = 1024, page: int = 64
+    time: PrefillTime, pipeline: Pipeline, *, prompt: int, unit: int = 1024
 ) -> TunedPipeline:
     """Tries every first chunk in multiples of `unit`, with every smoothing in steps of 0.05."""
-    search = _Search(time, pipeline, prompt=prompt, unit=unit, page=page)
+    search = _Search(time, pipeline, prompt=prompt, unit=unit)
     every = [(first, place / 20) for first in range(1, search.first_max + 1) for place in range(21)]
     return search.tuned(*min(every, key=search.seconds))
 
@@ -131,13 +131,11 @@ def exhaustive(
 class _Search:
     """Settings tried so far, by first chunk (in units) and smoothing."""
 
-    def __init__(
-        self, time: PrefillTime, pipeline: Pipeline, *, prompt: int, unit: int, page: int
-    ) -> None:
+    def __init__(self, time: PrefillTime, pipeline: Pipeline, *, prompt: int, unit: int) -> None:
         if prompt < 1 or unit < 1:
             raise BadInput(f"a prompt of {prompt} tokens and a unit of {unit} must be positive")
         self._time, self._pipeline, self._prompt = time, pipeline, prompt
-        self._unit, self._page = unit, page
+        self._unit = unit
         self.first_max = max(1, prompt // unit)
         self._results: dict[tuple[int, float], Prefill] = {}
 
@@ -155,7 +153,7 @@ class _Search:
 
     def _chunking(self, first: int, smoothing: float) -> Chunking:
         size = first * self._unit
-        return Chunking(first=size, context=self._prompt, page=self._page, smoothing=smoothing)
+        return Chunking(first=size, context=self._prompt, smoothing=smoothing)
 
     def best_static(self) -> int:
         doubled = [1 << power for power in range(self.first_max.bit_length())]

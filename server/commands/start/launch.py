@@ -252,10 +252,7 @@ def derived(resolved: Resolved, checkpoint: Checkpoint) -> Resolved:
 
 
 def layout_of(settings: Settings, checkpoint: Checkpoint) -> ModelLayout:
-    config = checkpoint.config
-    if settings.mtp == 1:
-        config = replace(config, mtp_layer_count=0)
-    return config.layout(row=settings.row)
+    return checkpoint.config.layout(row=settings.row, has_mtp=settings.mtp > 1)
 
 
 def calibrated(resolved: Resolved, layout: ModelLayout) -> Resolved:
