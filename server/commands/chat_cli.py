@@ -322,7 +322,7 @@ def _add_stage(table: Table, stage: Mapping[str, Any]) -> None:
 
 def _add_handoff(table: Table, handoff: Mapping[str, Any]) -> None:
     under_way = handoff["open_arrival"] + handoff["open_departure"]
-    table.add_row("handoffs", f"{under_way}", f"{handoff['gb_per_s']:.2f} GB/s")
+    table.add_row("handoffs open", f"{under_way}", f"{handoff['gb_per_s']:.2f} GB/s lately")
     good, bad = (
         handoff["landed"] + handoff["sent"],
         handoff["missed"] + handoff["lapsed"],

@@ -44,6 +44,7 @@ TRIAL: Final = "ess.engine.process.checks.selfcheck"
 DEVICE_TRIAL: Final = "ess.engine.process.checks.device_check"
 EXCHANGE_TRIAL: Final = "ess.engine.process.checks.exchange_check"
 PLACEHOLDERS: Final = ("flash-mla", "deep-gemm")
+TRITON: Final = "3.6"
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,9 +234,20 @@ def _device() -> Iterator[Check]:
         yield Check(name="device", grade="warn", state=sees, hint=why)
         return
     yield Check(name="device", grade="ok", state=sees)
+    yield from _triton()
     yield from _device_decode()
     if (count := min(report.count, report.torch_count)) > 1:
         yield _device_ranks(count)
+
+
+def _triton() -> Iterator[Check]:
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return
+    is_tuned = version.startswith(f"{TRITON}.")
+    hint = "" if is_tuned else f"kernels are tuned to {TRITON}: pip install 'triton=={TRITON}.*'"
+    yield Check(name="triton", grade="ok" if is_tuned else "warn", state=version, hint=hint)
 
 
 def _no_device(missing: str) -> Check:

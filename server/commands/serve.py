@@ -122,7 +122,7 @@ ConfigFile = Annotated[
     Path | None,
     Parameter(help="A TOML or JSON file of settings; the environment and flags override it."),
 ]
-AsJson = Annotated[bool, Parameter(help="Print what is served as one JSON document.")]
+AsJson = Annotated[bool, Parameter(help="Print what is served as one JSON document, and serve.")]
 
 
 def serve(

@@ -329,6 +329,14 @@ def test_a_missing_package_is_a_failure_with_its_remedy():
     assert "ess[serve]" in check.hint
 
 
+@pytest.mark.parametrize(("version", "grade"), [("3.6.2", "ok"), ("3.60.0", "warn")])
+def test_another_triton_than_the_tuned_one_is_said(monkeypatch: pytest.MonkeyPatch, version, grade):
+    monkeypatch.setattr(doctor.metadata, "version", {"triton": version}.__getitem__)
+    [check] = doctor._triton()
+    assert (check.grade, check.state) == (grade, version)
+    assert ("pip install 'triton==3.6.*'" in check.hint) == (grade == "warn")
+
+
 def test_a_machine_without_a_device_is_said_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -112,8 +112,8 @@ def test_top_has_a_line_for_each_peer(capsys):
         assert cli.main(["top", "--url", made.url, "--once"]) == 0
     said = capsys.readouterr().out
     lines = {line.split("  ")[0]: line for line in said.splitlines()}
-    assert "3" in lines["handoffs"]
-    assert "0.00 GB/s" in lines["handoffs"]
+    assert "3" in lines["handoffs open"]
+    assert "0.00 GB/s lately" in lines["handoffs open"]
     assert "8" in lines["handed over"]
     assert "3 came to nothing" in lines["handed over"]
     assert "heard 0.5 s ago" in lines["10.0.0.1:8000"]
