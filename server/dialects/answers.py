@@ -22,13 +22,15 @@ def begin_answer(
     wanted: SamplingWishes,
     prompts: Sequence[list[int]],
     *,
-    named: str | None,
+    named: str | Sequence[str] | None,
 ) -> Answer:
-    """Hands the prompts to the engine. `named` is the id of the request if its body has one."""
+    """Hands the prompts to the engine. `named` is the id of the request if its body has one, or has
+    an id for each prompt."""
     service: Service = request.app.state.service
     made, ending = samplings(service, wanted, prompts)
     call = begin(request, ask, made, named=named)
-    return Answer(service, call, [Generation(service.tokenizer, ending) for _ in made])
+    generations = [Generation(service.tokenizer, ending) for _ in made]
+    return Answer(service, call, generations, form_field=wanted.forms.field)
 
 
 def begin_reply(

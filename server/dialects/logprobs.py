@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, Final
+
+import msgspec
 
 from ess.engine.tokens.chance import Chance
 from ess.models.text.tokenizer import Tokenizer
+
+PART: Final = 64
+
+
+def json_list(items: Iterable[Any]) -> msgspec.Raw:
+    """JSON of a list, PART items at a time: no encoding holds the interpreter for long, and of a
+    long list few items exist at once."""
+    left = iter(items)
+    parts = iter(lambda: msgspec.json.encode([*islice(left, PART)])[1:-1], b"")
+    return msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -34,60 +47,61 @@ def completion_logprobs(
     for token in tokens:
         offsets.append(offset)
         offset += len(token_text(tokenizer, token))
+    tops = (
+        chance
+        and {
+            _name(tokenizer, other, by_id): logprob
+            for other, logprob in (*chance.top, (token, chance.logprob))
+        }
+        for token, chance in zip(tokens, chances, strict=True)
+    )
     return {
-        "tokens": [_name(tokenizer, token, by_id) for token in tokens],
-        "token_logprobs": [chance and chance.logprob for chance in chances],
-        "top_logprobs": [
-            chance
-            and {
-                _name(tokenizer, other, by_id): logprob
-                for other, logprob in (*chance.top, (token, chance.logprob))
-            }
-            for token, chance in zip(tokens, chances, strict=True)
-        ],
-        "text_offset": offsets,
+        "tokens": json_list(_name(tokenizer, token, by_id) for token in tokens),
+        "token_logprobs": json_list(chance and chance.logprob for chance in chances),
+        "top_logprobs": json_list(tops),
+        "text_offset": json_list(offsets),
     }
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance], *, by_id: bool = False
 ) -> dict[str, Any]:
-    return {
-        "content": [
-            {
-                **_entry(tokenizer, token, chance.logprob, by_id),
-                "top_logprobs": [
-                    _entry(tokenizer, other, value, by_id) for other, value in chance.top
-                ],
-            }
-            for token, chance in zip(tokens, chances, strict=True)
-        ],
-        "refusal": None,
-    }
+    content = chat_entries(tokenizer, tokens, chances, by_id=by_id)
+    return {"content": json_list(content), "refusal": None}
+
+
+def chat_entries(
+    tokenizer: Tokenizer, tokens: Sequence[int], chances: Sequence[Chance], *, by_id: bool = False
+) -> Iterator[dict[str, Any]]:
+    for token, chance in zip(tokens, chances, strict=True):
+        tops = [_entry(tokenizer, other, value, by_id) for other, value in chance.top]
+        yield {**_entry(tokenizer, token, chance.logprob, by_id), "top_logprobs": tops}
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], chances: Sequence[Chance]
-) -> list[dict[str, Any] | None]:
-    """vLLM's form: for each token of the prompt, by id, itself and the likeliest in its place. An
-    aborted prompt has fewer."""
-    entries: list[dict[str, Any] | None] = [None]
+) -> msgspec.Raw:
+    """vLLM's form: for each token of the prompt, by id, itself and the likeliest in its place. The
+    first has none; an aborted prompt has fewer."""
+    return json_list(chain((None,), _prompt_entries(tokenizer, prompt, chances)))
+
+
+def _prompt_entries(
+    tokenizer: Tokenizer, prompt: Sequence[int], chances: Sequence[Chance]
+) -> Iterator[dict[str, Any]]:
     for token, chance in zip(prompt[1:], chances, strict=False):
         ranked = [
             (token, logprob, rank) for rank, (token, logprob) in enumerate(chance.top, start=1)
         ]
         shown = [(token, chance.logprob, chance.rank), *ranked]
-        entries.append(
-            {
-                str(token): {
-                    "logprob": logprob,
-                    "rank": rank,
-                    "decoded_token": token_text(tokenizer, token),
-                }
-                for token, logprob, rank in reversed(shown)
+        yield {
+            str(token): {
+                "logprob": logprob,
+                "rank": rank,
+                "decoded_token": token_text(tokenizer, token),
             }
-        )
-    return entries
+            for token, logprob, rank in reversed(shown)
+        }
 
 
 def _name(tokenizer: Tokenizer, token: int, by_id: bool) -> str:

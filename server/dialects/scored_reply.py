@@ -11,7 +11,7 @@ from ess.engine.tokens.chance import Chance
 from ess.models.chat.reply import CallBegin, Content, Event, Reasoning, ReplyParser
 from ess.models.text.detokenizer import Detokenizer
 from ess.models.text.tokenizer import Tokenizer
-from ess.server.dialects.logprobs import chat_logprobs
+from ess.server.dialects.logprobs import chat_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +121,10 @@ class ScoredParser:
             self._given = self._placed.popleft().end
 
     def _entries(self, begin: int, end: int) -> list[dict[str, Any]]:
-        entries = []
+        entries: list[dict[str, Any]] = []
         while self._placed and self._given < end:
             placed = self._placed.popleft()
             if placed.end > begin:
-                said = chat_logprobs(self._tokenizer, placed.tokens, placed.chances)
-                entries += said["content"]
+                entries += chat_entries(self._tokenizer, placed.tokens, placed.chances)
             self._given = placed.end
         return entries

@@ -38,7 +38,8 @@ from ess.server.process.tally import Tally
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 CHANCES_MAX: Final = 1000
-"""A document with more log probabilities takes the event loop milliseconds: a thread makes it."""
+"""A document with more log probabilities takes the event loop milliseconds: a thread makes it, one
+document at a time. Each further thread would take the interpreter from the loop as often."""
 STREAM_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -65,14 +66,22 @@ class Writer(Protocol):
 
 
 class Answer:
-    """All choices of one request as they grow."""
+    """All choices of one request as they grow. `form_field` is the one with their grammar."""
 
-    def __init__(self, service: Service, call: Call, generations: Sequence[Generation]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        call: Call,
+        generations: Sequence[Generation],
+        *,
+        form_field: str = "",
+    ) -> None:
         assert len(call.numbers) == len(generations), "one generation per engine request"
         self.service = service
         self.call = call
         self.generations = generations
         self._going_count = len(generations)
+        self._form_field = form_field
         self._times = Times(service.clock, service.tally)
 
     @property
@@ -83,8 +92,7 @@ class Answer:
         """Turns a piece into text; after a stop string tells the engine to stop too."""
         index = self.call.numbers.index(piece.number)
         generation = self.generations[index]
-        if piece.reason in ("refused", "failed"):
-            raise _refusal(piece)
+        self.raise_if_refused(piece)
         delta = generation.feed(piece)
         if delta.tokens:
             self._times.tokens(index, len(delta.tokens), self.call.heard_at_s)
@@ -95,9 +103,22 @@ class Answer:
                 self.service.link.abort_one(self.call, piece.number)
         return index, delta
 
+    def raise_if_refused(self, piece: Piece) -> None:
+        """Raises what the engine says against the request."""
+        if piece.reason not in ("refused", "failed"):
+            return
+        if piece.is_ours:
+            raise (Broken if piece.reason == "failed" else Unavailable)(piece.sentence)
+        what = "the grammar" if piece.reason == "failed" else "the engine"
+        of_form = f"{self._form_field}: " if piece.sentence.startswith("grammar (") else ""
+        raise BadInput(of_form + (piece.sentence or f"{what} refused the request"))
+
     @property
     def chance_count(self) -> int:
-        return sum(len(made.chances) + len(made.prompt_chances) for made in self.generations)
+        """Log probabilities of tokens and of the likeliest in their places: a request has equally
+        many for each."""
+        kept = [each for made in self.generations for each in (made.chances, made.prompt_chances)]
+        return sum(len(chances) * (1 + len(chances[-1].top)) for chances in kept if chances)
 
     async def collect(self) -> None:
         while not self.is_done:
@@ -129,13 +150,6 @@ class Times:
     def finished(self, how: str) -> None:
         self._tally.finishes[how] += 1
         self._tally.whole.add(self._clock.now_s() - self._began_s)
-
-
-def _refusal(piece: Piece) -> EssError:
-    if piece.is_ours:
-        return (Broken if piece.reason == "failed" else Unavailable)(piece.sentence)
-    what = "the grammar" if piece.reason == "failed" else "the engine"
-    return BadInput(piece.sentence or f"{what} refused the request")
 
 
 async def first_of(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> bool:
@@ -305,7 +319,9 @@ async def respond(
 
 async def made_of(grown: Answer, whole: Callable[[], Any]) -> Any:
     """The document of a whole answer."""
-    return await asyncio.to_thread(whole) if grown.chance_count > CHANCES_MAX else whole()
+    if grown.chance_count <= CHANCES_MAX:
+        return whole()
+    return await asyncio.get_running_loop().run_in_executor(grown.service.documents, whole)
 
 
 def _with_params(document: Any, params: Mapping[str, Any] | None) -> Any:
@@ -329,8 +345,7 @@ async def _stream(grown: Answer, receive: Receive, writer: Writer) -> Response:
     if not await first_of(wait(), gone(receive)):
         return _lost_answer(grown)
     for piece in first:
-        if piece.reason in ("refused", "failed"):
-            raise _refusal(piece)
+        grown.raise_if_refused(piece)
     return EventStream(grown, writer, first)
 
 

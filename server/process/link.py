@@ -99,6 +99,7 @@ class EngineLink:
         request_id: str,
         prompts: Sequence[tuple[list[int], Sampling]],
         *,
+        names: Sequence[str] = (),
         priority: int = 0,
         salt: str = "",
         handoffs: Sequence[Handoff] = (),
@@ -108,7 +109,7 @@ class EngineLink:
         choice."""
         if self.engine.state in ("restarting", "lost"):
             raise Interrupted(self.engine.why_lost)
-        call = self.calls.numbered(request_id, prompts)
+        call = self.calls.numbered(request_id, prompts, names=names)
         try:
             for add in _adds(call, prompts, handoffs, priority=priority, salt=salt):
                 self.calls.add(call, add, self._socket.send(add))
@@ -131,18 +132,20 @@ class EngineLink:
             call.nudge()
 
     async def abort_ids(self, request_ids: set[str] | None) -> int:
-        """Aborts by the ids that clients know; None means all. Returns how many calls were aborted.
+        """Aborts by the ids that clients know; None means all. Returns how many were met, of each
+        call.
 
         This link's own are aborted first, so that the engine does not count them again."""
         own = self.calls.named(request_ids)
-        for call in own:
-            self.abort(call)
+        for call, number in own:
+            self.abort_one(call, number)
+        met = len({(call, call.name_of(number)) for call, number in own})
         if self.place.count == 1 or self.engine.state != "ready":
-            return len(own)
+            return met
         names = None if request_ids is None else frozenset(request_ids)
         answer = await self._ask("abort", AbortNamed(names, self.place.front))
         assert isinstance(answer, Aborted), f"{answer} answers an abort"
-        return len(own) + answer.count
+        return met + answer.count
 
     async def flush(self) -> str:
         """Forgets cached prefixes; returns why it cannot, if it cannot."""
@@ -306,4 +309,5 @@ def _adds(
         first = leaders.setdefault(id(prompt), number)
         leader = None if first == number else first
         handoff = next(left, None) if leader is None else None
-        yield Add(number, prompt, sampling, priority, leader, call.request_id, salt, handoff)
+        name = call.name_of(number)
+        yield Add(number, prompt, sampling, priority, leader, name, salt, handoff)

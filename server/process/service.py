@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -96,6 +97,7 @@ class Service:
     shelf: Shelf | None = None
     kept: KeptResponses | None = None
     background: Background = field(default_factory=Background)
+    documents: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def __post_init__(self) -> None:
         self.tally.to_socket = self.link.calls.to_socket
@@ -157,14 +159,18 @@ class Service:
         request_id: str,
         prompts: Sequence[tuple[list[int], Sampling]],
         *,
+        names: Sequence[str] = (),
         priority: int = 0,
         salt: str = "",
         handoffs: Sequence[Handoff] = (),
     ) -> Call:
-        """Hands the prompts to the engine, or raises why it cannot."""
+        """Hands the prompts to the engine, or raises why it cannot. `names` is empty, or has the id
+        of each prompt."""
         self.check_state()
         self._check_room(len(prompts))
-        return self.link.start(request_id, prompts, priority=priority, salt=salt, handoffs=handoffs)
+        return self.link.start(
+            request_id, prompts, names=names, priority=priority, salt=salt, handoffs=handoffs
+        )
 
     def watch(self) -> asyncio.Event:
         """An event that board updates set, until `board.leave` is called with it."""

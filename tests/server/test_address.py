@@ -3,12 +3,14 @@ the engine."""
 
 from __future__ import annotations
 
+import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ess.server.http import request_ids
-from tests.server.harness import PacedEngine, Served, counting
+from tests.server.harness import PacedEngine, Served, counting, until
 from tests.server.test_limits import ask, completion, refused
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -63,7 +65,28 @@ def test_every_name_of_a_list_is_looked_at():
     with Served(PacedEngine(counting(2))) as served:
         body = {"text": ["a", "b"], "rid": ["mine", "x" * 257]}
         assert refused(served, "/generate", body)[2]["param"] == "rid"
-        ask(served, "/generate", {**body, "rid": ["mine", "yours"]})
+        headers, raw = ask(served, "/generate", {**body, "rid": ["mine", "yours"]})
+        assert [each["meta_info"]["id"] for each in json.loads(raw)] == ["mine", "yours"]
+        assert [add.name for add in served.engine.adds] == ["mine", "yours"]
+        assert headers["x-request-id"] not in ("mine", "yours")
+
+
+def test_one_prompt_of_several_is_aborted_by_its_name():
+    """With all of its choices, and without the others."""
+    with Served(PacedEngine(counting(40))) as served, ThreadPoolExecutor(1) as client:
+        served.engine.hold()
+        body = {"text": ["a", "b"], "rid": ["mine", "yours"], "sampling_params": {"n": 2}}
+        answer = client.submit(ask, served, "/generate", body)
+        until(lambda: len(served.engine.adds) == 4, "its requests")
+        assert json.loads(ask(served, "/abort_request", {"rid": "mine"})[1]) == {"aborted": 1}
+        served.engine.held.set()
+        made = [each["meta_info"] for each in json.loads(answer.result()[1])]
+    assert [(each["id"], each["finish_reason"]["type"]) for each in made] == [
+        ("mine", "abort"),
+        ("mine", "abort"),
+        ("yours", "length"),
+        ("yours", "length"),
+    ]
 
 
 def test_a_session_comes_from_a_header_too():

@@ -125,7 +125,7 @@ def test_the_top_list_of_a_completion_has_the_token_itself():
     """As OpenAI and vLLM have it: behind the likeliest, if it is none of them."""
     chances = [Chance(-3.0, 9, ((5, -0.1), (6, -0.2))), Chance(-0.1, 1, ((8, -0.1),)), None]
     listed = completion_logprobs(TOKENIZER, [7, 8, 9], chances, 0, by_id=True)
-    assert listed["top_logprobs"] == [
+    assert msgspec.json.decode(listed["top_logprobs"]) == [
         {"token_id:5": -0.1, "token_id:6": -0.2, "token_id:7": -3.0},
         {"token_id:8": -0.1},
         None,

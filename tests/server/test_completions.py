@@ -6,20 +6,27 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import openai
 import pytest
 
 from ess.engine.process.messages import Add, Piece, Progress, ToEngine
 from ess.engine.process.wire import SocketWire
 from ess.engine.tokens.chance import Chance
-from ess.server.dialects.logprobs import completion_logprobs, token_text
+from ess.server.dialects import streaming
+from ess.server.dialects.logprobs import completion_logprobs, json_list, token_text
 from ess.server.dialects.routes import completions as routes
-from ess.server.dialects.streaming import CHANCES_MAX
+from ess.server.dialects.streaming import CHANCES_MAX, Answer, made_of
 from tests.server.harness import EOS, TOKENIZER, PacedEngine, Served, counting, saying, until
 
 TEXT = "Names are bytes: naïve café, 漢字 and 🙂. Then more words follow."
+
+FEW = CHANCES_MAX // 3
+"""Tokens of a short document, with two log probabilities in the place of each besides its own."""
 
 
 def client(served: Served) -> openai.OpenAI:
@@ -201,7 +208,7 @@ def test_a_token_is_among_the_likeliest_of_its_place():
     tops = ((second, -0.5), (third, -1.5))
     chances = [None, Chance(-2.5, 7, tops), Chance(-1.5, 2, tops), Chance(-2.5, 7)]
     said = completion_logprobs(TOKENIZER, [first, first, third, first], chances, 0)
-    assert said["top_logprobs"] == [
+    assert msgspec.json.decode(said["top_logprobs"]) == [
         None,
         {names[second]: -0.5, names[third]: -1.5, names[first]: -2.5},
         {names[second]: -0.5, names[third]: -1.5},
@@ -237,10 +244,11 @@ def test_an_echo_with_logprobs_has_those_of_the_prompt(served: Served):
         ), name
 
 
-@pytest.mark.parametrize(("count", "is_apart"), [(CHANCES_MAX, False), (CHANCES_MAX + 1, True)])
+@pytest.mark.parametrize(("count", "is_apart"), [(FEW, False), (FEW + 1, True)])
 def test_a_document_of_many_log_probabilities_is_made_in_a_thread(
     count: int, is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ):
+    """Those of the likeliest count too."""
     threads = []
 
     def noted(*given: object, **named: object) -> object:
@@ -254,6 +262,52 @@ def test_a_document_of_many_log_probabilities_is_made_in_a_thread(
         )
         assert len(said.choices[0].logprobs.tokens) == count
         assert [thread is not made.thread for thread in threads] == [is_apart]
+
+
+def test_one_document_at_a_time_is_made(monkeypatch: pytest.MonkeyPatch):
+    """Each thread that makes one would take the interpreter from the event loop."""
+    due, threads, all_wait = [], set(), threading.Event()
+
+    async def noted_of(grown: Answer, whole: Callable[[], object]) -> object:
+        due.append(grown)
+        return await made_of(grown, whole)
+
+    def noted(*given: object, **named: object) -> object:
+        threads.add(threading.current_thread())
+        assert all_wait.wait(60)
+        return completion_logprobs(*given, **named)
+
+    monkeypatch.setattr(routes, "completion_logprobs", noted)
+    asked = {"model": "test-model", "prompt": "a", "max_tokens": FEW + 1, "logprobs": 2}
+    monkeypatch.setattr(streaming, "made_of", noted_of)
+    with Served(PacedEngine(counting(5000))) as made, ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(client(made).completions.create, **asked) for _ in range(4)]
+        until(lambda: len(due) == 4, "four answers whose documents are due")
+        all_wait.set()
+        assert {len(each.result().choices[0].logprobs.tokens) for each in answers} == {FEW + 1}
+    assert len(threads) == 1
+
+
+def test_of_a_long_list_few_items_exist_at_once():
+    alive: weakref.WeakSet[Item] = weakref.WeakSet()
+    most = 0
+
+    def items() -> Iterator[Item]:
+        nonlocal most
+        for number in range(1000):
+            item = Item(number)
+            alive.add(item)
+            most = max(most, len(alive))
+            yield item
+
+    assert msgspec.json.decode(json_list(items())) == [{"number": number} for number in range(1000)]
+    assert msgspec.json.decode(json_list([])) == []
+    assert msgspec.json.decode(json_list([None, ""])) == [None, ""]
+    assert most <= 66
+
+
+class Item(msgspec.Struct, weakref=True, eq=False):
+    number: int
 
 
 def test_an_echo_alone_scores_a_prompt(served: Served):

@@ -11,7 +11,7 @@ import pytest
 from ess.engine.tokens.chance import Chance
 from ess.models.chat.parsers.deepseek_v32 import DeepSeekParser
 from ess.models.chat.reply import Content
-from ess.server.dialects.logprobs import chat_logprobs
+from ess.server.dialects.logprobs import chat_entries
 from ess.server.dialects.scored_reply import ScoredParser
 from tests.server.harness import TOKENIZER, Served
 from tests.server.test_responses import TOOLS, create
@@ -85,7 +85,7 @@ def test_a_character_cut_off_by_the_end_has_its_tokens(step: int):
         given = len(known)
     heard += [*scored.push(text[given:], (), ()), *scored.finish()]
     assert "".join(event.text for event, _ in heard if isinstance(event, Content)) == text
-    expected = chat_logprobs(TOKENIZER, own, chances)["content"]
+    expected = [*chat_entries(TOKENIZER, own, chances)]
     assert [entry for _, entries in heard for entry in entries] == expected
 
 
@@ -112,7 +112,7 @@ def test_tokens_are_those_of_the_content_however_the_reply_is_cut(seed: int):
         at, given = end, until
     heard += [*scored.push(text[given:], (), ()), *scored.finish()]
     first = len(TOKENIZER.encode(thought)) + len(marks[0])
-    expected = chat_logprobs(TOKENIZER, own, chances[first : first + len(own)])["content"]
+    expected = [*chat_entries(TOKENIZER, own, chances[first : first + len(own)])]
     said = [(event, entries) for event, entries in heard if isinstance(event, Content)]
     assert "".join(event.text for event, _ in said) == content
     assert [entry for _, entries in said for entry in entries] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import urllib.error
 import urllib.request
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from ess.server.dialects.unserved import OFF, UNSERVED
-from tests.server.harness import TOKENIZER, Served
+from tests.server.harness import TOKENIZER, PacedEngine, Served, counting
 from tests.server.test_chat import allowed
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -142,6 +143,8 @@ def test_a_sampler_at_another_value_is_refused(plain: Served, path, name):
         (COMPLETIONS, {"max_new_tokens": 5}, "max_new_tokens", "max_tokens"),
         (CHAT, {"sampling_seed": 5}, "sampling_seed", "seed"),
         (SGLANG, {"top_logprobs_num": 2}, "top_logprobs_num", "return_logprob"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs", "must come with logprobs"),
+        (SGLANG, {"text": ["x"] * 2, "rid": ["a"]}, "rid", "a list of 2"),
         (SGLANG, {"top_logprobs_num": [1, 2], "return_logprob": True}, "top_logprobs_num", "same"),
         (COMPLETIONS, {"cache_salt": ""}, "cache_salt", "0 characters"),
         (CHAT, {"cache_salt": "s" * 257}, "cache_salt", "257 characters"),
@@ -217,6 +220,22 @@ def test_a_refusal_is_in_the_client_s_own_words(plain: Served, path, changed, pa
     error = refusal(plain, path, {**BODIES[path], **changed})
     assert error["param"] == param, error
     assert says in error["message"]
+
+
+def test_a_grammar_that_is_refused_is_named_by_its_field():
+    wishes = [
+        (COMPLETIONS, "structured_outputs", {"regex": "a"}),
+        (SGLANG, "json_schema", "{}"),
+        (CHAT, "response_format", {"type": "json_object"}),
+        (CHAT, "response_format", {**TAGS, "type": "structural_tag"}),
+    ]
+    with Served(PacedEngine(counting(2), refuse="grammar (regex): has no end")) as served:
+        for (path, field, wish), is_streamed in itertools.product(wishes, (False, True)):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                post(served, path, {**with_field(path, field, wish), "stream": is_streamed})
+            error = json.loads(caught.value.read())["error"]
+            assert (caught.value.code, error["param"]) == (400, field)
+            assert error["message"] == f"{field}: grammar (regex): has no end"
 
 
 # ---- served

@@ -21,7 +21,10 @@ from ess.server.process.bounds import BAD_WORD_CHARS_MAX, BAD_WORDS_MAX
 
 
 class Forms(msgspec.Struct, frozen=True, kw_only=True):
+    """`field` is the one that the grammar came in."""
+
     grammar: Grammar | None = None
+    field: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
@@ -30,12 +33,14 @@ NO_FORMS = Forms()
 
 def forms_of(ask: msgspec.Struct, style: ChatStyle, tokenizer: Tokenizer) -> Forms:
     words = getattr(schemas.sampled_of(ask), "bad_words", None)
-    return Forms(
-        grammar=_grammar(ask, style, tokenizer), bad_words=_bad_words(words or (), tokenizer)
-    )
+    bad_words = _bad_words(words or (), tokenizer)
+    form = _form(ask, style, tokenizer)
+    if form is None:
+        return Forms(bad_words=bad_words)
+    return Forms(grammar=form.grammar, field=form.field, bad_words=bad_words)
 
 
-def _grammar(ask: msgspec.Struct, style: ChatStyle, tokenizer: Tokenizer) -> Grammar | None:
+def _form(ask: msgspec.Struct, style: ChatStyle, tokenizer: Tokenizer) -> constraints.Form | None:
     match ask:
         case schemas.CompletionAsk():
             return constraints.of_openai(ask, tokenizer)

@@ -12,6 +12,7 @@ from ess.models.chat.grammars.calls import Calls, is_strict
 from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects import schemas
+from ess.server.dialects.forms.constraints import Form
 from ess.server.dialects.tools import (
     Tool,
     ToolChoice,
@@ -71,8 +72,8 @@ def rules_of(ask: Conversation) -> ReplyRules:
 
 
 def grammar_of_calls(
-    rules: ReplyRules, own: Grammar | None, style: ChatStyle, tokenizer: Tokenizer
-) -> Grammar | None:
+    rules: ReplyRules, own: Form | None, style: ChatStyle, tokenizer: Tokenizer
+) -> Form | None:
     """The grammar for the calls that tool_choice, `strict` and parallel_tool_calls ask for. If the
     model may choose, the client's own grammar goes first, without calls."""
     is_named = isinstance(rules.choice, Mapping)
@@ -90,11 +91,11 @@ def grammar_of_calls(
             "tool_choice is not served for this model, whose format of calls is unknown: give auto"
             " or none"
         )
-    return None if text is None else _grammar(text)
+    return None if text is None else _form(text)
 
 
-def _grammar(text: str) -> Grammar:
+def _form(text: str) -> Form:
     try:
-        return Grammar("lark", text)
+        return Form("tools", Grammar("lark", text))
     except BadInput as error:
         raise BadInput(f"tools: their schemas make {error}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ess.engine.tokens.grammar import Grammar, Kind
 from ess.errors import BadInput
@@ -15,43 +15,50 @@ from ess.server.dialects.forms.ebnf import as_lark
 from ess.server.dialects.schemas import Common, SglangSampling, StructuredOutputs
 
 
-def of_openai(ask: Common, tokenizer: Tokenizer) -> Grammar | None:
+class Form(NamedTuple):
+    """A grammar, and the field that it came in."""
+
+    field: str
+    grammar: Grammar
+
+
+def of_openai(ask: Common, tokenizer: Tokenizer) -> Form | None:
     return _only_one(
-        [
-            *_of_format(ask.response_format, tokenizer),
-            *_of_structured(ask.structured_outputs, tokenizer),
-            *_json("guided_json", ask.guided_json),
-            *_text("guided_regex", "regex", ask.guided_regex),
-            *_choice("guided_choice", ask.guided_choice),
-            *_ebnf("guided_grammar", ask.guided_grammar),
-            *_text("regex", "regex", ask.regex),
-            *_ebnf("ebnf", ask.ebnf),
-        ]
+        {
+            "response_format": _of_format(ask.response_format, tokenizer),
+            "structured_outputs": _of_structured(ask.structured_outputs, tokenizer),
+            "guided_json": _json("guided_json", ask.guided_json),
+            "guided_regex": _text("guided_regex", "regex", ask.guided_regex),
+            "guided_choice": _choice("guided_choice", ask.guided_choice),
+            "guided_grammar": _ebnf("guided_grammar", ask.guided_grammar),
+            "regex": _text("regex", "regex", ask.regex),
+            "ebnf": _ebnf("ebnf", ask.ebnf),
+        }
     )
 
 
-def of_structured(asked: StructuredOutputs | None, tokenizer: Tokenizer) -> Grammar | None:
-    return _only_one([*_of_structured(asked, tokenizer)])
+def of_structured(asked: StructuredOutputs | None, tokenizer: Tokenizer) -> Form | None:
+    return _only_one({"structured_outputs": _of_structured(asked, tokenizer)})
 
 
-def of_responses(text: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Grammar | None:
+def of_responses(text: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Form | None:
     """text.format of /v1/responses."""
     form = (text or {}).get("format")
     if form is None:
         return None
     kind = form.get("type") if isinstance(form, Mapping) else form
     if kind == "json_schema" and isinstance(form.get("schema"), (dict, bool)):
-        return _of_schema(form["schema"], tokenizer)
+        return _of_schema("text", form["schema"], tokenizer)
     if kind == "json_schema":
         raise BadInput("text.format.schema must be an object")
     if kind not in ("text", "json_object"):
         raise BadInput(
             f"text.format.type is {kind!r:.40}; text, json_object and json_schema are served"
         )
-    return _only_one([*_of_format({"type": kind}, tokenizer)])
+    return _only_one({"text": _of_format({"type": kind}, tokenizer)})
 
 
-def of_messages(config: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Grammar | None:
+def of_messages(config: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Form | None:
     """output_config.format of /v1/messages."""
     form = (config or {}).get("format")
     if form is None:
@@ -60,34 +67,35 @@ def of_messages(config: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Gramm
         raise BadInput("output_config.format.type must be json_schema")
     if not isinstance(form.get("schema"), Mapping):
         raise BadInput("output_config.format.schema must be an object")
-    return _of_schema(form["schema"], tokenizer)
+    return _of_schema("output_config", form["schema"], tokenizer)
 
 
-def _of_schema(schema: Any, tokenizer: Tokenizer) -> Grammar | None:
+def _of_schema(field: str, schema: Any, tokenizer: Tokenizer) -> Form | None:
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return _only_one([*_of_format(form, tokenizer)])
+    return _only_one({field: _of_format(form, tokenizer)})
 
 
-def of_sglang(asked: SglangSampling | None, tokenizer: Tokenizer) -> Grammar | None:
+def of_sglang(asked: SglangSampling | None, tokenizer: Tokenizer) -> Form | None:
     if asked is None:
         return None
     return _only_one(
-        [
-            *_json("json_schema", asked.json_schema),
-            *_text("regex", "regex", asked.regex),
-            *_ebnf("ebnf", asked.ebnf),
-            *_tags("structural_tag", asked.structural_tag, tokenizer),
-        ]
+        {
+            "json_schema": _json("json_schema", asked.json_schema),
+            "regex": _text("regex", "regex", asked.regex),
+            "ebnf": _ebnf("ebnf", asked.ebnf),
+            "structural_tag": _tags("structural_tag", asked.structural_tag, tokenizer),
+        }
     )
 
 
-def _only_one(grammars: Sequence[Grammar]) -> Grammar | None:
-    if len(grammars) > 1:
+def _only_one(asked: Mapping[str, Iterable[Grammar]]) -> Form | None:
+    forms = [Form(field, grammar) for field, grammars in asked.items() for grammar in grammars]
+    if len(forms) > 1:
         raise BadInput(
-            f"{len(grammars)} constraints on the form of the answer: give only one of "
+            f"{len(forms)} constraints on the form of the answer: give only one of "
             "response_format, structured_outputs, guided_json and its like, regex, ebnf"
         )
-    return grammars[0] if grammars else None
+    return forms[0] if forms else None
 
 
 def _of_format(asked: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Iterable[Grammar]:

@@ -52,7 +52,7 @@ async def chat(request: Request) -> Response:
 
 def _wanted(service: Service, ask: schemas.ChatAsk, forms: Forms) -> sampling_params.SamplingWishes:
     if ask.top_logprobs and not ask.logprobs:
-        raise BadInput("top_logprobs needs logprobs to be true")
+        raise BadInput("top_logprobs must come with logprobs: true")
     is_newer = ask.max_completion_tokens is not None
     tokens_max = ask.max_completion_tokens if is_newer else ask.max_tokens
     wanted = sampling_params.wanted_of_openai(

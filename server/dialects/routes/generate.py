@@ -32,8 +32,7 @@ async def generate(request: Request) -> Response:
     sampling = ask.sampling_params or schemas.SglangSampling()
     _check_start(ask, prompts)
     wanted = _wanted(ask, sampling, prepared.forms)
-    named = ask.rid if isinstance(ask.rid, str) else None
-    grown = begin_answer(request, ask, wanted, prompts, named=named)
+    grown = begin_answer(request, ask, wanted, prompts, named=ask.rid)
     is_many = prepared.is_many or len(grown.generations) > 1
     shape = GenerateShape(ask, grown, prompts, is_many=is_many)
     writer = GenerateWriter(shape) if ask.stream else None
@@ -145,7 +144,7 @@ class GenerateShape:
         choices = len(self.grown.generations) // len(self.prompts)
         made = 0 if is_prompt_alone(self.ask) else grown.made_count
         meant: dict[str, Any] = {
-            "id": self.grown.call.request_id,
+            "id": self.grown.call.names[index],
             "finish_reason": finish_reason(grown, made),
             "prompt_tokens": len(self.prompts[index // choices]),
             "completion_tokens": made,

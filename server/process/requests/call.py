@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ess.engine.process.messages import Piece
@@ -22,6 +22,7 @@ CHANCE_BYTES: Final = 130
 class Call:
     """The engine's requests of one HTTP request.
 
+    `names` are the ids by which clients know each request: its own, or the call's.
     `params` go into its answer beside the text: kv_transfer_params of a prefill leg. `pending` are
     its requests that have not ended; the oldest of the pieces that waited together arrived at
     `heard_at_s`.
@@ -30,8 +31,15 @@ class Call:
     """
 
     def __init__(
-        self, request_id: str, numbers: range, *, started_s: float, prompt_count: int = 0
+        self,
+        request_id: str,
+        numbers: range,
+        *,
+        names: Sequence[str] = (),
+        started_s: float,
+        prompt_count: int = 0,
     ) -> None:
+        assert len(names) in (0, len(numbers)), f"{len(names)} ids for {len(numbers)} requests"
         self.prompt_count = prompt_count
         self.params: Mapping[str, Any] | None = None
         self.made_count = 0
@@ -39,6 +47,7 @@ class Call:
         self.request_id = request_id
         self.started_s = started_s
         self.numbers = numbers
+        self.names = names or (request_id,) * len(numbers)
         self.pending = set(numbers)
         self.error: EssError | None = None
         self.heard_at_s = 0.0
@@ -88,6 +97,9 @@ class Call:
                 self._pieces[:0] = pieces
                 self._bytes += size
         self.nudge()
+
+    def name_of(self, number: int) -> str:
+        return self.names[self.numbers.index(number)]
 
     def fail(self, error: EssError) -> None:
         self.error = error

@@ -75,7 +75,13 @@ class OpenCalls:
         silent = [call.started_s for call in self._calls.values() if not call.heard_at_s]
         return self._clock.now_s() - min(silent) if silent else 0.0
 
-    def numbered(self, request_id: str, prompts: Sequence[tuple[list[int], Sampling]]) -> Call:
+    def numbered(
+        self,
+        request_id: str,
+        prompts: Sequence[tuple[list[int], Sampling]],
+        *,
+        names: Sequence[str] = (),
+    ) -> Call:
         """A call with a number for each prompt. It counts once its requests are added."""
         step, first = self._place.count, self._next_number
         numbers = range(first, first + step * len(prompts), step)
@@ -83,6 +89,7 @@ class OpenCalls:
         return Call(
             request_id,
             numbers,
+            names=names,
             started_s=self._clock.now_s(),
             prompt_count=sum(len(prompt) for prompt, _ in prompts),
         )
@@ -97,15 +104,18 @@ class OpenCalls:
         self._journal.close(number)
         return self._calls.pop(number, None) is not None
 
-    def named(self, request_ids: set[str] | None) -> list[Call]:
-        """The calls with these ids of clients; None means all calls."""
-        calls = dict.fromkeys(self._calls.values())
-        return [call for call in calls if request_ids is None or call.request_id in request_ids]
+    def named(self, names: set[str] | None) -> list[tuple[Call, int]]:
+        """The requests with these ids of clients, and their calls; None means all."""
+        return [
+            (call, number)
+            for number, call in self._calls.items()
+            if names is None or call.name_of(number) in names
+        ]
 
     def fail(self, sentence: str, *, spares_recorded: bool = False) -> None:
         """Ends calls with the sentence: all of them, or those that another engine cannot
         continue, because a request of theirs has no record."""
-        for call in self.named(None):
+        for call in dict.fromkeys(self._calls.values()):
             if spares_recorded and all(number in self._journal for number in call.pending):
                 continue
             for number in call.pending:
