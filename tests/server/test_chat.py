@@ -170,7 +170,7 @@ def test_a_response_format_reaches_the_engine(plain: Served, form, kind, text):
             "messages[0].role is 'king'; served are system, developer, user, assistant, tool",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
-        ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs must come with logprobs"),
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tool_choice": "perhaps"}, "tool_choice is 'perhaps'"),
         ({"tool_choice": {"function": {"name": "x"}}}, "the name 'x'"),
