@@ -58,7 +58,7 @@ ESS_LANE void tile_columns(const Product& p, int64_t tokens, int64_t column) {
 }
 
 void product(const Product& p, int64_t tokens) {
-    const Tiles tiles;
+    const Tiles tiles(tokens < kTileRows ? tokens : kTileRows);
     int64_t column = 0;
     for (; tokens <= kTileRows && column + 3 * kLanes < p.out_dim; column += 4 * kLanes)
         tile_block<1, 4>(p, 0, tokens, column);
