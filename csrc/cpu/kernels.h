@@ -169,6 +169,7 @@ extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx
 // whole tiles of words long. Reads words of as many tokens as make whole tiles.
 constexpr int64_t kTileRows = 16, kTileWords = 16;
 inline bool in_tiles(int64_t words) { return words % kTileWords == 0 && has_tiles(); }
+void attend_in_tiles(const Attend& call, int64_t query, int64_t first_head, int64_t last_head);
 void index_in_tiles(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
                     int64_t stride);
 void product_in_tiles(const Product& product, int64_t tokens);

@@ -300,7 +300,8 @@ def test_a_broken_row_that_is_named_is_seen(ops: Ops) -> None:
             case.slots[1, case.slots[1] >= 0] = case.slots[1].max()
             case.slots[1, 30] = 299 if 299 not in case.slots else 298
             case.rows[case.slots[1, 30]] = 0xFF
-            ours = case.run(ops)
+            case.slots[2, 5:] = -1  # of what query 1 leaves in memory little is overwritten
+            ours = case.run(ops, threads=1)
             assert ours.out[1].isnan().all()
             assert ours.lse[1].isnan().all()
             assert ours.out[[0, 2]].isfinite().all()

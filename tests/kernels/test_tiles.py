@@ -1,12 +1,14 @@
 """Products by tile registers, which tests/support/emulated_tiles.h plays where there are none.
 
-What test_index, test_screen and test_stage ask of every set is asked of the library that is built
-with them; tests of this file that name a library run within that, by a process of their own.
+What test_attend, test_index, test_screen and test_stage ask of every set is asked of the library
+that is built with them; tests of this file that name a library run within that, by a process of
+their own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shutil
 import subprocess
@@ -19,12 +21,14 @@ import torch
 from ess.kernels import backend
 from ess.kernels.cpu import native
 from ess.kernels.cpu.stage import Stage, pack
+from tests.kernels import test_attend
+from tests.kernels.sets import reference
 from tests.kernels.test_index import FORMS, HEADS, Case, make, same_bits
 from tests.support import tiled
 
 IS_TILED = bool(os.environ.get(tiled.VARIABLE))
 HALF = ("fp8 under fp8", "fp8 under bf16")
-FILES = ("tiles", "index", "screen", "stage")
+FILES = ("tiles", "attend", "index", "screen", "stage")
 OF_BF16 = "(cpu or screen or stage or whole) and (fp8 or bfloat16 or whole) or refused"
 plays = pytest.mark.skipif(
     not native.available() or native.kernels() != "avx512_bf16" or not shutil.which("g++"),
@@ -154,3 +158,38 @@ def test_products_of_whole_numbers_are_exact(in_dim: int) -> None:
             tokens = torch.randint(-8, 9, (count, in_dim), generator=random).bfloat16()
             [made] = stage([tokens])
             same_bits(made + 0.0, tokens.float() @ weight.float().T / 2 + 0.0)
+
+
+def drawn_rows(case: test_attend.Case, random: torch.Generator) -> None:
+    """Rows of small whole numbers, of 0, 1 and 2 where the queries look: logits are whole numbers
+    of bits then, weights are powers of two, and every sum is a number that float32 holds."""
+    codec, looks = case.codec, [40, 201, -1]
+    for rows in (case.rows, case.placed):
+        shape = (len(rows), codec.latent_dim + codec.rope_dim)
+        values = torch.randint(-8, 9, shape, generator=random).float()
+        values[:, looks] = torch.randint(3, (len(rows), 3), generator=random).float()
+        made = torch.empty(len(rows), codec.row_bytes, dtype=torch.uint8)
+        rows.copy_(reference.encode_rows(values, codec, made))
+    signs = torch.randint(-1, 2, (*case.queries.shape[:2], 3), generator=random)
+    case.queries.zero_()
+    case.queries[:, :, looks] = signs.to(case.queries.dtype)
+    case.scale = math.log(2)
+
+
+@pytest.mark.skipif(not native.available(), reason="ess._native is not built")
+@pytest.mark.parametrize("name", ["656", "published V4", "1152", "584"])
+def test_attention_to_whole_numbers_is_exact(name: str) -> None:
+    for heads, keys in ((1, 1), (4, 31), (16, 64), (17, 65), (33, 130), (64, 70)):
+        case = test_attend.make(
+            test_attend.CODECS[name], heads=heads, keys=keys, dtype=torch.bfloat16
+        )
+        drawn_rows(case, torch.Generator().manual_seed(keys))
+        ours = case.run(backend.ops("cpu"))
+        for query, slots, out in zip(case.queries, case.slots.tolist(), ours.out, strict=True):
+            named = [case.rows[s] if s >= 0 else case.placed[-2 - s] for s in slots if s != -1]
+            values = torch.empty(len(named), query.shape[1])
+            reference.decode_rows(torch.stack(named), case.codec, values)
+            weights = torch.exp2(query.double() @ values.double().T)
+            sums = weights @ values.double()[:, : case.codec.latent_dim]
+            want = (sums / weights.sum(dim=1, keepdim=True)).float()
+            assert torch.equal(out + 0.0, want + 0.0)

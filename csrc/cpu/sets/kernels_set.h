@@ -32,19 +32,20 @@ namespace ESS_SET {
 
 #include "tile.h"
 
+#include "powers.h"
+
+#include "../ops/attend_rows.h"
 #if ESS_TILES
 #include "tiles.h"
 
-#include "../ops/index.h"
-#include "../ops/product.h"
-#else
-#include "powers.h"
-
+#include "../ops/attend_tiles.h"
+#endif
 #include "../ops/attend.h"
 #include "../ops/index.h"
-#include "../ops/merge.h"
 #include "../ops/product.h"
+#if !ESS_TILES
 #include "../ops/codes.h"
+#include "../ops/merge.h"
 #include "../ops/stage.h"
 #include "../ops/topk.h"
 
@@ -60,6 +61,10 @@ constexpr decltype(Kernels::select) kSelect = nullptr;
 }  // namespace
 
 #if ESS_TILES
+void attend_in_tiles(const Attend& call, int64_t query, int64_t first_head, int64_t last_head) {
+    ESS_SET::attend(call, query, first_head, last_head);
+}
+
 void index_in_tiles(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
                     int64_t stride) {
     ESS_SET::index(call, run, first, last, logits, stride);

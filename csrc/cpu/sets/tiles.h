@@ -50,11 +50,13 @@ private:
 };
 
 // sums[vector][row, column] of one or two tiles of rows, `row_words` apart, with one or two vectors
-// of columns, or four with one tile, a panel apart; `steps` words long. Tiles 0 to 3 are sums, 4
-// and 5 rows, 6 and 7 columns. What will be needed later is requested from memory meanwhile.
+// of columns, or four with one tile, a panel apart; `steps` words long, `width` from a word of the
+// columns to the next. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 columns. What will be needed
+// later is requested from memory meanwhile.
 template <int tiles, int vectors, typename Later = Nothing>
 ESS_LANE void multiply_tiles(const uint32_t* rows, int64_t row_words, const uint32_t* columns,
-                             int64_t panel, int64_t steps, float* sums, const Later& later = {}) {
+                             int64_t panel, int64_t steps, float* sums, const Later& later = {},
+                             int64_t width = kLanes) {
     static_assert(tiles * vectors <= 4, "there are four sums");
     constexpr bool four = tiles == 1 && vectors == 4, square = tiles == 2 && vectors == 2;
     const int64_t stride = 4 * row_words, tile = kTileRows * kTileWords;
@@ -63,25 +65,25 @@ ESS_LANE void multiply_tiles(const uint32_t* rows, int64_t row_words, const uint
     if constexpr (tiles == 2 || four) _tile_zero(1);
     if constexpr (vectors >= 2) _tile_zero(2);
     if constexpr (square || four) _tile_zero(3);
-    for (int64_t step = 0; step < steps; step += kTileWords, columns += kTileWords * kLanes) {
+    for (int64_t step = 0; step < steps; step += kTileWords, columns += kTileWords * width) {
         const auto lines = later.part(step / kTileWords, steps / kTileWords);
         for (int64_t line = 0; lines.wants(line); line++) lines.request(line);
         _tile_loadd(4, rows + step, stride);
-        _tile_loadd(6, columns, 4 * kLanes);
+        _tile_loadd(6, columns, 4 * width);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (tiles == 2) {
             _tile_loadd(5, rows + kTileRows * row_words + step, stride);
             _tile_dpbf16ps(1, 5, 6);
         }
         if constexpr (vectors >= 2) {
-            _tile_loadd(7, columns + panel, 4 * kLanes);
+            _tile_loadd(7, columns + panel, 4 * width);
             _tile_dpbf16ps(2, 4, 7);
         }
         if constexpr (square) _tile_dpbf16ps(3, 5, 7);
         if constexpr (four) {
-            _tile_loadd(6, columns + 2 * panel, 4 * kLanes);
+            _tile_loadd(6, columns + 2 * panel, 4 * width);
             _tile_dpbf16ps(1, 4, 6);
-            _tile_loadd(7, columns + 3 * panel, 4 * kLanes);
+            _tile_loadd(7, columns + 3 * panel, 4 * width);
             _tile_dpbf16ps(3, 4, 7);
         }
     }

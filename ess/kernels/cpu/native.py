@@ -86,7 +86,7 @@ def kernels() -> str:
 
 
 def has_tiles() -> bool:
-    """Whether tile registers (AMX) take products of bf16, of stages and of index logits."""
+    """Whether tile registers (AMX) take products of bf16: of stages, attention, index logits."""
     return bool(function("ess_has_tiles", [], ctypes.c_int32)())
 
 
