@@ -86,6 +86,8 @@ ESS_LANE void product_block(const Product& p, int64_t token, int64_t column) {
 template <bool half, int vectors>
 ESS_LANE void product_columns(const Product& p, int64_t tokens, int64_t column) {
     int64_t token = 0;
+    if constexpr (kLanes == 16)  // 24 sums and what they take fit into 32 registers
+        for (; token + 6 <= tokens; token += 6) product_block<half, 6, vectors>(p, token, column);
     for (; token + 4 <= tokens; token += 4) product_block<half, 4, vectors>(p, token, column);
     if (token + 2 <= tokens) product_block<half, 2, vectors>(p, token, column), token += 2;
     if (token < tokens) product_block<half, 1, vectors>(p, token, column);
