@@ -125,7 +125,8 @@ class Stages:
                 f"{self.name(stage)} does not fit: it has layers {said.first_layer}.."
                 f"{said.stop_layer - 1}, {said.host_pages} host pages and {said.index_pages} index "
                 f"pages, the first stage {own.host_pages} and {own.index_pages}; all must load the "
-                f"same model with the same settings, where deterministic by the same instructions"
+                f"same model with the same settings, and where deterministic be of one release and "
+                f"have the same instructions"
             )
 
     # ---- orders

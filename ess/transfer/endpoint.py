@@ -59,7 +59,8 @@ class Identity:
             raise BadInput(
                 f"peer {envelope.sender:016x} has layout {hello.layout.hex()[:16]}, "
                 f"we have {self.layout.hex()[:16]}: another model, other rows or states, "
-                "or weights, or, where one is deterministic, other instructions"
+                "or weights, or one is deterministic and the other is not, or is of another "
+                "release or has other instructions"
             )
         if envelope.receiver not in (0, self.epoch) or envelope.sender in (0, self.epoch):
             raise BadInput(f"a Hello from {envelope.sender:016x} to {envelope.receiver:016x}")

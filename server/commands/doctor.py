@@ -142,7 +142,7 @@ def _placeholder(name: str) -> Iterator[Check]:
 
 def _native() -> Check:
     if native.available():
-        tiles = ", index logits by tiles" if native.has_tiles() else ""
+        tiles = ", products of bf16 by tiles" if native.has_tiles() else ""
         state = f"{native.isa()}, compute by {native.kernels()}{tiles}"
         return Check(name="native kernels", grade="ok", state=state)
     hint = "build with a C++17 compiler; until then torch does it, slower"

@@ -117,7 +117,9 @@ class Answer:
     def chance_count(self) -> int:
         """Log probabilities of tokens and of the likeliest in their places: a request has equally
         many for each."""
-        kept = [each for made in self.generations for each in (made.chances, made.prompt_chances)]
+        prompts = [made.prompt_chances for made in self.generations if made.prompt_chances]
+        written = len(self.generations) // max(1, len(prompts))  # a prompt's stand in each choice
+        kept = [*(made.chances for made in self.generations), *prompts * written]
         return sum(len(chances) * (1 + len(chances[-1].top)) for chances in kept if chances)
 
     async def collect(self) -> None:
@@ -308,9 +310,14 @@ async def respond(
             for generation in grown.generations:
                 generation.keeps_chances = writer.repeats_chances
             return await _stream(grown, receive, writer)
-        if await first_of(grown.collect(), gone(receive)):
-            made = keep(await made_of(grown, whole))
-            return answer(_with_params(made, grown.call.params))
+        made: list[Any] = []
+
+        async def work() -> None:
+            await grown.collect()
+            made.append(await made_of(grown, whole))
+
+        if await first_of(work(), gone(receive)):
+            return answer(_with_params(keep(made[0]), grown.call.params))
     except BaseException:
         grown.give_up()
         raise
@@ -321,7 +328,12 @@ async def made_of(grown: Answer, whole: Callable[[], Any]) -> Any:
     """The document of a whole answer."""
     if grown.chance_count <= CHANCES_MAX:
         return whole()
-    return await asyncio.get_running_loop().run_in_executor(grown.service.documents, whole)
+    service, count = grown.service, len(grown.generations)
+    service.document_count += count
+    try:
+        return await asyncio.get_running_loop().run_in_executor(service.documents, whole)
+    finally:
+        service.document_count -= count
 
 
 def _with_params(document: Any, params: Mapping[str, Any] | None) -> Any:

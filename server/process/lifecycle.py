@@ -158,6 +158,9 @@ class Running:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
             await asyncio.gather(self._end_engine(), self._fronts.stop(within_s=FLUSH_S))
+            # A document under way is waited for while timers of the end run: the interpreter's own
+            # wait for its thread comes when they are gone.
+            await asyncio.to_thread(self._service.documents.shutdown, cancel_futures=True)
             if self._service.draining:  # else the reason why the engine is lost is the last line
                 self._note_end(self._clock.now_s() - began_s)
 
@@ -230,15 +233,15 @@ class Running:
         self._fronts.drain()
         leaving, unpausing = (asyncio.ensure_future(t) for t in (self._leave(), self._unpause()))
         within = f"; {self._settings.drain_s:g} s are left, a second signal ends all at once"
-        open_count = self._service.open_count
+        open_count = self._service.unanswered_count
         console.note(f"ess: draining, {requests_are(open_count)} open{within * (open_count > 0)}")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:
             if passed_s >= grace_s and self._is_done(began_s):
                 break
             await asyncio.sleep(LOOK_S)
         unpausing.cancel()
-        if self._service.open_count:
-            left = requests_are(self._service.open_count)
+        if self._service.unanswered_count:
+            left = requests_are(self._service.unanswered_count)
             console.note(f"ess: {left} still open after {self._settings.drain_s:g} s: ended now")
         await leaving
         self._lose("the server is shutting down")
@@ -247,7 +250,7 @@ class Running:
     def _is_done(self, began_s: float) -> bool:
         """Whether no request is open. Those of other processes are counted by the engine, in a
         status that may be older than a request that they let in before they heard of the drain."""
-        if self._service.open_count:
+        if self._service.unanswered_count:
             return False
         is_alone = self._link.place.count == 1 or self._link.engine.state != "ready"
         return is_alone or self._service.board.published_s - began_s > HEARD_S

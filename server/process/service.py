@@ -98,6 +98,7 @@ class Service:
     kept: KeptResponses | None = None
     background: Background = field(default_factory=Background)
     documents: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    document_count: int = 0  # choices that have ended, and whose document is still to be made
 
     def __post_init__(self) -> None:
         self.tally.to_socket = self.link.calls.to_socket
@@ -144,6 +145,11 @@ class Service:
     def open_count(self) -> int:
         """Open requests of all fronts."""
         return self.link.open_count + self.link.open_elsewhere_count
+
+    @property
+    def unanswered_count(self) -> int:
+        """Open requests, and those that have ended and whose document is still to be made."""
+        return self.open_count + self.document_count
 
     def check_model(self, model: str | None) -> None:
         """Refuses a model we do not have; a router without its name sends `unknown`, or none."""
@@ -234,13 +240,12 @@ class Service:
 
     def _check_room(self, count: int) -> None:
         room = self.limits.running_max + self.limits.waiting_max
-        if self.open_count + count <= room:
+        open_count = self.unanswered_count
+        if open_count + count <= room:
             return
         limiter = self.board.status.limiter or ""
         reason = REASON_OF.get(limiter, "queue_full")
-        sentence = (
-            f"{self.open_count} requests are open, {count} more would pass the limit of {room}"
-        )
+        sentence = f"{open_count} requests are open, {count} more would pass the limit of {room}"
         if limiter:
             sentence += f"; those that wait are short of {limiter}"
         again_s = min(30.0, max(1.0, self.tally.whole.mean_s))

@@ -21,15 +21,22 @@ import torch
 from ess.kernels import backend
 from ess.kernels.cpu import native
 from ess.kernels.cpu.stage import Stage, pack
+from ess.layout import RowCodec
 from tests.kernels import test_attend
 from tests.kernels.sets import reference
 from tests.kernels.test_index import FORMS, HEADS, Case, make, same_bits
 from tests.support import tiled
+from tests.support.built import needs_native
 
 IS_TILED = bool(os.environ.get(tiled.VARIABLE))
+ROWS = {name: test_attend.CODECS[name] for name in ("656", "published V4", "1152", "584")}
+ROWS["448"] = RowCodec(form="bf16", latent_dim=208, rope_dim=16)  # 3.25 blocks of 64 values
 HALF = ("fp8 under fp8", "fp8 under bf16")
 FILES = ("tiles", "attend", "index", "screen", "stage")
-OF_BF16 = "(cpu or screen or stage or whole) and (fp8 or bfloat16 or whole) or refused"
+OF_BF16 = (
+    "test_attend and (cpu or split) or test_stage and not float32"
+    " or (cpu or screen) and fp8 or whole or refused"
+)
 plays = pytest.mark.skipif(
     not native.available() or native.kernels() != "avx512_bf16" or not shutil.which("g++"),
     reason="tiles are played by a CPU with AVX-512 in bf16, and a compiler",
@@ -114,6 +121,12 @@ def test_shapes_of_others_are_put_back(is_loaded: bool) -> None:
     native.function("played_load_shapes", [ctypes.c_void_p])(before)
     case = make("fp8 under bf16", heads=64)
     case.run(backend.ops("cpu").index_logits)
+    rows = test_attend.make(ROWS["656"], heads=5, dtype=torch.bfloat16)
+    rows.run(backend.ops("cpu"))
+    stage = Stage()
+    product = stage.linear(stage.take(32), pack(torch.ones(16, 32).bfloat16()))
+    stage.give(product, torch.float32)
+    stage([torch.ones(3, 32)])
     native.function("played_store_shapes", [ctypes.c_void_p])(after)
     assert bytes(before) == bytes(after)
     native.function("played_load_shapes", [ctypes.c_void_p])((ctypes.c_uint8 * 64)())
@@ -176,13 +189,11 @@ def drawn_rows(case: test_attend.Case, random: torch.Generator) -> None:
     case.scale = math.log(2)
 
 
-@pytest.mark.skipif(not native.available(), reason="ess._native is not built")
-@pytest.mark.parametrize("name", ["656", "published V4", "1152", "584"])
+@needs_native
+@pytest.mark.parametrize("name", ROWS)
 def test_attention_to_whole_numbers_is_exact(name: str) -> None:
     for heads, keys in ((1, 1), (4, 31), (16, 64), (17, 65), (33, 130), (64, 70)):
-        case = test_attend.make(
-            test_attend.CODECS[name], heads=heads, keys=keys, dtype=torch.bfloat16
-        )
+        case = test_attend.make(ROWS[name], heads=heads, keys=keys, dtype=torch.bfloat16)
         drawn_rows(case, torch.Generator().manual_seed(keys))
         ours = case.run(backend.ops("cpu"))
         for query, slots, out in zip(case.queries, case.slots.tolist(), ours.out, strict=True):

@@ -53,9 +53,9 @@ TOOLS = [
 
 def grammar_of(**asked: object) -> Grammar:
     ask = schemas.read(json.dumps({"prompt": "", **asked}).encode(), schemas.CompletionAsk)
-    grammar = constraints.of_openai(ask, tokenizer())
-    assert grammar is not None
-    return grammar
+    form = constraints.of_openai(ask, tokenizer())
+    assert form is not None
+    return form.grammar
 
 
 def calling(style: ChatStyle, **given: object) -> Grammar:

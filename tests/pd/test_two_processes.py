@@ -35,6 +35,7 @@ from tests.pd.processes import (
     handed_over,
     introduce,
 )
+from tests.support.built import needs_native
 from tests.support.checkpoints import small, tokens
 from tests.support.few import few
 
@@ -145,6 +146,7 @@ def test_workers_that_must_not_meet(tmp_path: Path):
         assert decode.meet(b"").sentence
 
 
+@needs_native
 def test_rows_of_another_arithmetic_are_foreign_where_the_last_bit_is_promised(monkeypatch):
     """Else an answer would depend on whether its handoff went well."""
     before = [digest(deterministic=said) for said in (False, True)]

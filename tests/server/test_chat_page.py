@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
+from ess.engine.process.messages import Add
 from tests.server.harness import PacedEngine, Served, counting, saying, until
 from tests.server.test_dashboard import needs_browser
 from tests.support.chromium import Browser
@@ -43,9 +45,21 @@ def ask(page: Browser, text: str) -> None:
 @pytest.mark.slow
 @needs_browser
 def test_an_answer_is_shown_made_again_and_survives_a_reload(page: Browser):
-    with Served(PacedEngine(saying("fine, thanks"))) as served:
+    """It has a rate once it has come in two pieces."""
+    is_begun = threading.Event()
+
+    def said(add: Add) -> Iterator[int]:
+        first, following, *rest = saying("fine, thanks")(add)
+        yield first
+        yield following  # the engine draws it before it sends the first
+        assert is_begun.wait(60)
+        yield from rest
+
+    with Served(PacedEngine(said)) as served:
         page.go(served.url + "/chat")
         ask(page, "how are you?")
+        page.until(f"{LAST}?.length > 0")
+        is_begun.set()
         page.until(f"{LAST} === 'fine, thanks' && {SEND} === 'Send'")
         assert page.value("document.querySelector('.figures').textContent").endswith("a second")
         page.value("document.querySelector('.retry').click()")

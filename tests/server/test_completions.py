@@ -7,8 +7,9 @@ import threading
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import openai
@@ -17,11 +18,11 @@ import pytest
 from ess.engine.process.messages import Add, Piece, Progress, ToEngine
 from ess.engine.process.wire import SocketWire
 from ess.engine.tokens.chance import Chance
-from ess.server.dialects import streaming
 from ess.server.dialects.logprobs import completion_logprobs, json_list, token_text
 from ess.server.dialects.routes import completions as routes
-from ess.server.dialects.streaming import CHANCES_MAX, Answer, made_of
+from ess.server.dialects.streaming import CHANCES_MAX
 from tests.server.harness import EOS, TOKENIZER, PacedEngine, Served, counting, saying, until
+from tests.server.test_limits import opened
 
 TEXT = "Names are bytes: naïve café, 漢字 and 🙂. Then more words follow."
 
@@ -244,11 +245,22 @@ def test_an_echo_with_logprobs_has_those_of_the_prompt(served: Served):
         ), name
 
 
-@pytest.mark.parametrize(("count", "is_apart"), [(FEW, False), (FEW + 1, True)])
+OF_PROMPT = {"prompt": "hello there " * 100, "echo": True, "logprobs": 0, "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_apart"),
+    [
+        ({"prompt": "a", "logprobs": 2, "max_tokens": FEW}, False),
+        ({"prompt": "a", "logprobs": 2, "max_tokens": FEW + 1}, True),
+        ({**OF_PROMPT, "n": 1}, False),
+        ({**OF_PROMPT, "n": 8}, True),
+    ],
+)
 def test_a_document_of_many_log_probabilities_is_made_in_a_thread(
-    count: int, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+    asked: dict[str, Any], is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Those of the likeliest count too."""
+    """Those of the likeliest count too, and a prompt's in each choice."""
     threads = []
 
     def noted(*given: object, **named: object) -> object:
@@ -257,35 +269,39 @@ def test_a_document_of_many_log_probabilities_is_made_in_a_thread(
 
     monkeypatch.setattr(routes, "completion_logprobs", noted)
     with Served(PacedEngine(counting(5000))) as made:
-        said = client(made).completions.create(
-            model="test-model", prompt="a", max_tokens=count, logprobs=2
-        )
-        assert len(said.choices[0].logprobs.tokens) == count
-        assert [thread is not made.thread for thread in threads] == [is_apart]
+        said = client(made).completions.create(model="test-model", **asked)
+        prompt = len(made.engine.adds[-1].prompt) if "echo" in asked else 0
+        assert len(said.choices[0].logprobs.tokens) == prompt + asked["max_tokens"]
+        assert {thread is not made.thread for thread in threads} == {is_apart}
+        assert prompt < CHANCES_MAX
 
 
 def test_one_document_at_a_time_is_made(monkeypatch: pytest.MonkeyPatch):
-    """Each thread that makes one would take the interpreter from the event loop."""
-    due, threads, all_wait = [], set(), threading.Event()
-
-    async def noted_of(grown: Answer, whole: Callable[[], object]) -> object:
-        due.append(grown)
-        return await made_of(grown, whole)
+    """Each thread that makes one would take the interpreter from the event loop. Until then a
+    request counts, and a client that has gone has its document made by no thread."""
+    threads, all_wait = [], threading.Event()
 
     def noted(*given: object, **named: object) -> object:
-        threads.add(threading.current_thread())
+        threads.append(threading.current_thread())
         assert all_wait.wait(60)
         return completion_logprobs(*given, **named)
 
     monkeypatch.setattr(routes, "completion_logprobs", noted)
     asked = {"model": "test-model", "prompt": "a", "max_tokens": FEW + 1, "logprobs": 2}
-    monkeypatch.setattr(streaming, "made_of", noted_of)
     with Served(PacedEngine(counting(5000))) as made, ThreadPoolExecutor(4) as clients:
         answers = [clients.submit(client(made).completions.create, **asked) for _ in range(4)]
-        until(lambda: len(due) == 4, "four answers whose documents are due")
+        until(lambda: made.service.document_count == 4, "four answers whose documents are due")
+        leaving = opened(made, asked)
+        until(lambda: made.service.unanswered_count == 5, "a fifth")
+        until(lambda: made.service.document_count == 5, "its document's being due")
+        assert made.service.open_count == 0
+        leaving.close()
+        until(lambda: made.service.tally.disconnect_count == 1, "the client's having gone")
+        assert made.service.document_count == 4
         all_wait.set()
         assert {len(each.result().choices[0].logprobs.tokens) for each in answers} == {FEW + 1}
-    assert len(threads) == 1
+        assert made.service.unanswered_count == 0
+    assert threads == [threads[0]] * 4
 
 
 def test_of_a_long_list_few_items_exist_at_once():

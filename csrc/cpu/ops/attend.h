@@ -23,8 +23,9 @@
 // and a merge divides by what one pass would have divided by.
 //
 // NaN: a comparison that NaN loses keeps it out of the greatest logit but not out of the weights,
-// so a broken row that is named breaks out and lse of its query, and only those. Where tiles have
-// rows to spare they hold what was there before; their weights are never used.
+// so a broken row that is named breaks out and lse of its query, and only those. Rows to spare hold
+// what was there before, and products by vectors never take their weights. Tile registers multiply
+// those up to the next 32 by weights of zero: there they must be zeros.
 //
 // With ESS_TILES this file is the part that tile registers take: products of bf16 whose rows are
 // whole tiles of words long, with more heads than one block; fewer leave too much of a tile empty.
