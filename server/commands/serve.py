@@ -20,7 +20,7 @@ from ess import console
 from ess.config import Setting
 from ess.errors import BadInput, Unavailable
 from ess.server.commands.pd.routers import RouterName
-from ess.server.commands.start.compat_flags import (
+from ess.server.commands.start.compat.compat_flags import (
     DP_ATTENTION,
     FLAGS,
     ForeignFlags,

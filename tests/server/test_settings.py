@@ -20,8 +20,8 @@ from ess.layout import ModelLayout
 from ess.server.commands import cli
 from ess.server.commands.serve import COMMON, shown_default
 from ess.server.commands.start import begin, launch
-from ess.server.commands.start.compat_answers import ALSO, HEEDED, NO_EFFECT, NOT_HERE
-from ess.server.commands.start.compat_flags import (
+from ess.server.commands.start.compat.compat_answers import ALSO, HEEDED, NO_EFFECT, NOT_HERE
+from ess.server.commands.start.compat.compat_flags import (
     FLAGS,
     SAME,
     VALUES,

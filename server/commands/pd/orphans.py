@@ -73,11 +73,11 @@ class Orphans:
 
 
 def _children() -> set[int]:
-    found: set[int] = set()
+    pids: set[int] = set()
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found.update(map(int, task.read_text().split()))
-    return found
+            pids.update(map(int, task.read_text().split()))
+    return pids
 
 
 def _has_ended(pid: int) -> bool:

@@ -16,7 +16,7 @@ from ess.errors import BadInput
 from ess.flashtrans import ways
 from ess.free_resources import memory_total
 from ess.layout import ModelLayout
-from ess.server.commands.start.compat_flags import FAMILY
+from ess.server.commands.start.compat.compat_flags import FAMILY
 from ess.server.commands.start.files.checkpoint import Checkpoint, read_checkpoint, read_entries
 from ess.server.commands.start.files.words import read_words
 from ess.server.commands.start.launch import derived, layout_of, sized

@@ -134,11 +134,11 @@ def planned(
 ) -> MemoryPlan:
     """The plan for the host's memory, of which `shared_by` workers have equal parts, or for the
     device's, after asking the device whether it can serve."""
-    found = device_reports(settings)
-    empty = {name: replace(each, free_bytes=each.total_bytes) for name, each in found.items()}
+    devices = device_reports(settings)
+    empty = {name: replace(each, free_bytes=each.total_bytes) for name, each in devices.items()}
     told = (settings, checkpoint, layout)
     return now_or_never(
-        partial(_plan, *told, found, free=memory_free() // shared_by),
+        partial(_plan, *told, devices, free=memory_free() // shared_by),
         partial(_plan, *told, empty, free=memory_total() // shared_by),
     )
 

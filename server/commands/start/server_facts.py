@@ -85,7 +85,7 @@ def make_service(told: ServerFacts, words: Words, *, link: EngineLink, board: Bo
 
 
 def kept_responses(settings: Settings) -> KeptResponses | None:
-    """Where responses are kept: in one process, so that each of them is found."""
+    """Where responses are kept: in one process, where every request can read them."""
     if not settings.keep_responses:
         return None
     for name, is_shared, each in (

@@ -22,7 +22,7 @@ from ess.config import Setting, setting, settings_of
 from ess.engine.config import ProcessConfig
 from ess.engine.devices import brought_by
 from ess.errors import BadInput
-from ess.server.commands.start.compat_flags import (
+from ess.server.commands.start.compat.compat_flags import (
     DP_ATTENTION,
     VALUES,
     is_of_cluster,

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from ess.errors import BadInput
-from ess.server.commands.start.compat_answers import ALSO, HEEDED, NO_EFFECT, NOT_HERE
+from ess.server.commands.start.compat.compat_answers import ALSO, HEEDED, NO_EFFECT, NOT_HERE
 
 FAMILY: Final = ("VLLM_", "SGLANG_", "SGL_")
 
