@@ -30,8 +30,7 @@ from ess.sim.decode_step import Prediction, Scenario, simulate
 from ess.sim.fit_constants import BATCH_MIN
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
-from ess.sim.operators import tables
-from ess.sim.operators.paper import LAYERS, FittedConstants, PaperOperators
+from ess.sim.operators.paper import LAYERS, PaperOperators
 from ess.sim.published import Throughput
 
 THROUGHPUT: Final = 0.05
@@ -58,7 +57,7 @@ class ReproducedRow:
 
 def paper_benchmark(*, smoke: bool) -> list[Row]:
     """Takes about a second, so the smoke size is the same."""
-    operators = PaperOperators(tables=tables.load(), fitted=FittedConstants.shipped())
+    operators = PaperOperators()
     table = _distinct(reproduce_table(operators))
     held_out = [ours for ours in table if not ours.row.is_resident]
     rows = [

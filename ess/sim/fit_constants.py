@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from ess.sim import published
 from ess.sim.decode_step import Scenario, simulate
-from ess.sim.operators import tables
-from ess.sim.operators.paper import FITTED_FILE, FittedConstants, PaperOperators
+from ess.sim.operators.paper import FITTED_FILE, FittedConstants, PaperOperators, Tables
 
 BATCH_MIN: Final = 8
 UNLIMITED_ACCEPTED: Final = 1.7
@@ -91,7 +90,7 @@ def relative_errors(operators: PaperOperators, rows: Sequence[Target]) -> Reals:
 
 def fit(rows: Sequence[Target]) -> list[Candidate]:
     """Every candidate, best first."""
-    measured = tables.load()
+    measured = Tables.shipped()
     candidates = [
         _fit_two(measured, rows, balance=balance, repeat=repeat)
         for balance in BALANCES
@@ -100,9 +99,7 @@ def fit(rows: Sequence[Target]) -> list[Candidate]:
     return sorted(candidates, key=lambda candidate: candidate.rms)
 
 
-def _fit_two(
-    measured: tables.Tables, rows: Sequence[Target], *, balance: str, repeat: float
-) -> Candidate:
+def _fit_two(measured: Tables, rows: Sequence[Target], *, balance: str, repeat: float) -> Candidate:
     def constants(point: Reals) -> FittedConstants:
         scale, fixed_ms = (round(float(value), 4) for value in point)
         return FittedConstants(
@@ -128,7 +125,7 @@ def main() -> None:
     rows = targets()
     candidates = fit(rows)
     best = candidates[0]
-    errors = relative_errors(PaperOperators(tables=tables.load(), fitted=best.fitted), rows)
+    errors = relative_errors(PaperOperators(fitted=best.fitted), rows)
     document = {
         "command": "python -m ess.sim.fit_constants",
         "constants": best.fitted,

@@ -8,8 +8,7 @@ from ess.cost import exposed, transfer_us
 from ess.errors import BadInput
 from ess.overlap.policy import Mode
 from ess.sim.decode_step import Scenario, simulate
-from ess.sim.operators import tables
-from ess.sim.operators.paper import LAYERS, FittedConstants, PaperOperators
+from ess.sim.operators.paper import LAYERS, PaperOperators
 from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.stages import MicroBatch, hiding_of
 from ess.sim.timeline import COMPUTE, EXCHANGE, FETCH, STORE, Timeline
@@ -19,7 +18,7 @@ WIDE = Parallel.wide(32)
 
 @pytest.fixture(scope="module")
 def operators() -> PaperOperators:
-    return PaperOperators(tables=tables.load(), fitted=FittedConstants.shipped())
+    return PaperOperators()
 
 
 def scenario(

@@ -16,7 +16,7 @@ from ess.layout import ModelLayout
 from ess.server.commands.cli import main
 from ess.sim.locality import misses
 from ess.sim.operators.families import FAMILIES
-from ess.sim.operators.gpus import operators_of
+from ess.sim.operators.gpus import silicon_of
 from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.bands import EXACT, inverse, joined, miss_marks, moved
@@ -69,7 +69,7 @@ def deployment(**changes: object) -> Deployment:
 
 @pytest.fixture(scope="module")
 def planner() -> Planner:
-    operators = operators_of("h200")
+    operators = silicon_of("h200", family="deepseek-v3.2")
     return Planner(
         operators=operators,
         curves=misses.published(),

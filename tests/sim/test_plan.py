@@ -17,8 +17,7 @@ from ess.sim import memory_budget, step_grid
 from ess.sim.decode_step import Prediction, Scenario, simulate
 from ess.sim.locality import misses
 from ess.sim.memory_budget import Budget
-from ess.sim.operators import tables
-from ess.sim.operators.paper import FittedConstants, PaperOperators
+from ess.sim.operators.paper import PaperOperators
 from ess.sim.operators.stages import Machine, Operators
 from ess.sim.planning import changes, planner
 from ess.sim.planning.answers import Question, answered
@@ -37,7 +36,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def operators() -> PaperOperators:
-    return PaperOperators(tables=tables.load(), fitted=FittedConstants.shipped())
+    return PaperOperators()
 
 
 def answer(operators: PaperOperators, *, as_paper: bool = False, **ask: float) -> Plan:

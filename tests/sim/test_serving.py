@@ -12,7 +12,7 @@ import pytest
 from ess.layout import ModelLayout
 from ess.server.commands.cli import main
 from ess.sim.locality import misses
-from ess.sim.operators.gpus import operators_of
+from ess.sim.operators.gpus import silicon_of
 from ess.sim.operators.parallel import Parallel
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.node import Node
@@ -41,7 +41,7 @@ def serve(planner: Planner, arrivals: list[Arrival], serving: Serving, **how: bo
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     return Planner(
-        operators=operators_of("h200"),
+        operators=silicon_of("h200", family="deepseek-v3.2"),
         curves=misses.published(),
         ask=Ask(context=131_072),
         layout=ModelLayout.deepseek_v32(),

@@ -11,7 +11,7 @@ from ess.errors import BadInput
 from ess.overlap.policy import Mode
 from ess.sim.decode_step import Scenario, simulate
 from ess.sim.operators.families import FAMILIES, Kind
-from ess.sim.operators.gpus import operators_of, silicon_of
+from ess.sim.operators.gpus import silicon_of
 from ess.sim.operators.parallel import Parallel
 from ess.sim.operators.silicon import host
 from ess.sim.operators.silicon.assembled import SiliconOperators
@@ -31,11 +31,11 @@ EXPERT = Kind(is_dense=False, has_indexer=True)
 
 def step_us(gpu: str = "h200", family: str = "deepseek-v3.2", **asked: object) -> float:
     sizes = {"batch": 16, "queries_each": 1, "context": 8192, "parallel": NODE, "tbo": False}
-    return simulate(operators_of(gpu, family=family), Scenario(**{**sizes, **asked})).step_us
+    return simulate(silicon_of(gpu, family=family), Scenario(**{**sizes, **asked})).step_us
 
 
 def test_a_measured_module_is_the_sum_of_its_parts():
-    stages = operators_of("h200").stages(
+    stages = silicon_of("h200", family="deepseek-v3.2").stages(
         MicroBatch(request_count=16, queries_each=1, context=2048, parallel=NODE), EXPERT
     )
     parts = stages.project + stages.pre_attn + stages.attend + stages.output
@@ -46,7 +46,7 @@ def test_a_measured_module_is_the_sum_of_its_parts():
 @pytest.mark.parametrize("queries", [1, 2, 4])
 def test_the_first_draft_pass_fetches_what_a_layer_misses_on_average(queries: int):
     """Without overlap every fetch is waited for: the layers', and once the drafts'."""
-    h200 = operators_of("h200")
+    h200 = silicon_of("h200", family="deepseek-v3.2")
     misses = tuple(float(20 + layer) for layer in range(h200.family.layout.layer_count))
     step = simulate(
         h200,
@@ -93,7 +93,7 @@ def test_few_tokens_read_the_experts_that_they_touch():
 
 
 def test_layers_that_share_a_selection_scan_no_keys():
-    operators = operators_of("h200", family="glm-5.2")
+    operators = silicon_of("h200", family="glm-5.2")
     kinds = operators.family.kinds
     assert sum(kind.has_indexer for kind in kinds) == 21
     shape = MicroBatch(request_count=8, queries_each=1, context=131_072, parallel=NODE)
@@ -112,16 +112,17 @@ def test_every_family_runs_on_every_gpu_and_more_work_takes_longer(gpu: str, fam
 
 def test_what_is_no_table_is_marked_and_widens_the_band():
     told = simulate(
-        operators_of("h200"), Scenario(batch=4, queries_each=1, context=8192, tbo=False)
+        silicon_of("h200", family="deepseek-v3.2"),
+        Scenario(batch=4, queries_each=1, context=8192, tbo=False),
     )
     assert told.marks == ()
     assert told.band == (-0.15, 0.15)
     far = Scenario(batch=64, queries_each=1, context=1_000_000, parallel=Parallel.wide(144))
-    marked = simulate(operators_of("h800"), far)
+    marked = simulate(silicon_of("h800", family="deepseek-v3.2"), far)
     text = " ".join(marked.marks)
     assert [word for word in ("H100", "vLLM", "18 nodes", "131,072") if word not in text] == []
     assert marked.band[1] > told.band[1]
-    fewer = simulate(operators_of("h800"), replace(far, batch=32))
+    fewer = simulate(silicon_of("h800", family="deepseek-v3.2"), replace(far, batch=32))
     assert fewer.marks == marked.marks, "one sentence, however many queries"
 
 
@@ -129,7 +130,8 @@ def test_more_gathered_tokens_than_were_measured_are_marked():
     """All eight groups of a node with 8,192 tokens each; one group alone is within the table."""
     said = {
         groups: pass_trust(
-            operators_of("h200"), PromptPass(parallel=NODE, tokens=8192, groups=groups)
+            silicon_of("h200", family="deepseek-v3.2"),
+            PromptPass(parallel=NODE, tokens=8192, groups=groups),
         ).marks
         for groups in (8, 1)
     }
@@ -145,13 +147,12 @@ def test_another_stack_has_its_own_kernels_and_says_what_it_lacks(gpu: str, stac
     for family in FAMILIES:
         asked = Scenario(batch=64, queries_each=1, context=8192, parallel=NODE, tbo=False)
         ours, theirs = (
-            simulate(operators_of(gpu, family=family, stack=name), asked)
-            for name in (SGLANG, stack)
+            simulate(silicon_of(gpu, family=family, stack=name), asked) for name in (SGLANG, stack)
         )
         assert theirs.step_us != ours.step_us
         assert theirs.step_us == pytest.approx(ours.step_us, rel=0.6)
         wide = simulate(
-            operators_of(gpu, family=family, stack=stack),
+            silicon_of(gpu, family=family, stack=stack),
             replace(asked, parallel=Parallel.wide(32)),
         )
         lent = f"exchanges and experts behind them in {stack}: SGLang's times stand in"
@@ -162,14 +163,14 @@ def test_another_stack_has_its_own_kernels_and_says_what_it_lacks(gpu: str, stac
 def test_sparse_attention_of_vllm_was_measured_at_any_batch():
     far = Scenario(batch=64, queries_each=1, context=131_072, parallel=NODE, tbo=False)
     marks = {
-        stack: simulate(operators_of("h200", stack=stack), far).marks
+        stack: simulate(silicon_of("h200", family="deepseek-v3.2", stack=stack), far).marks
         for stack in ("sglang", "vllm", "trtllm")
     }
     assert "vLLM" in marks["sglang"][0]
     assert marks["vllm"] == ()
     assert "sparse attention in trtllm: SGLang's times stand in" in marks["trtllm"]
     with pytest.raises(BadInput, match=r"no operator tables of 'other'; there are sglang, vllm"):
-        operators_of("h200", stack="other")
+        silicon_of("h200", family="deepseek-v3.2", stack="other")
 
 
 def test_two_queries_cost_less_than_two_requests():
@@ -178,7 +179,7 @@ def test_two_queries_cost_less_than_two_requests():
         step_us(family="deepseek-v3", context=32_768, parallel=HEADS, **asked)
         for asked in ({"batch": 4, "queries_each": 2}, {"batch": 8, "queries_each": 1})
     ]
-    drafts_us = operators_of("h200", family="deepseek-v3").around_us(
+    drafts_us = silicon_of("h200", family="deepseek-v3").around_us(
         Scenario(batch=4, queries_each=2, context=32_768, parallel=HEADS).whole
     )
     assert dense[0] - drafts_us < dense[1]
@@ -253,7 +254,7 @@ def test_stages_of_a_pipeline_share_requests_and_pay_for_hops():
 
 
 def test_a_pass_over_prompts_grows_with_what_is_behind_and_overlap_helps():
-    operators = operators_of("h100", family="deepseek-v3")
+    operators = silicon_of("h100", family="deepseek-v3")
     wide = Parallel.wide(32)
     sizes = {"parallel": wide, "tokens": 4096, "count": 4}
     first = pass_us(operators, PromptPass(**sizes))
@@ -264,7 +265,7 @@ def test_a_pass_over_prompts_grows_with_what_is_behind_and_overlap_helps():
 
 def test_a_tiers_time_is_that_of_its_passes():
     """Two passes fix it; a prompt in pieces takes as long, whatever its length."""
-    operators, wide = operators_of("h200"), Parallel.wide(32)
+    operators, wide = silicon_of("h200", family="deepseek-v3.2"), Parallel.wide(32)
     time = prefill_time.time_of(operators, wide)
     for prompt in (8192, 65_536, 131_072):
         passes_s = prompt_us(operators, wide, prompt=prompt, overlap=True) / 1e6
@@ -272,7 +273,7 @@ def test_a_tiers_time_is_that_of_its_passes():
 
 
 def test_prompts_between_steps_hold_them_up_and_prompts_within_do_so_less():
-    operators = operators_of("h200", family="deepseek-v3")
+    operators = silicon_of("h200", family="deepseek-v3")
     scenario = Scenario(batch=64, queries_each=1, context=2048, parallel=NODE, tbo=False)
     between = stall_us(operators, NODE, ended_each=0.5, prompt=1024, overlap=False)
     assert between == pytest.approx(
@@ -283,9 +284,9 @@ def test_prompts_between_steps_hold_them_up_and_prompts_within_do_so_less():
 
 def test_what_was_not_measured_is_refused_with_what_was():
     with pytest.raises(BadInput, match="'a100'; there are h100, h200, b200, h800, h20"):
-        operators_of("a100")
+        silicon_of("a100", family="deepseek-v3.2")
     with pytest.raises(BadInput, match=r"'llama'; there are deepseek-v3\.2, deepseek-v3"):
-        operators_of("h200", family="llama")
+        silicon_of("h200", family="llama")
     with pytest.raises(
         BadInput, match=r"3 GPUs \(EP 1 x TP 3\) were not measured; .* EP 64 with TP 1$"
     ):

@@ -8,8 +8,8 @@ import pytest
 from ess.errors import BadInput
 from ess.sim.decode_step import Scenario, simulate
 from ess.sim.locality import misses
-from ess.sim.operators import tables
-from ess.sim.operators.gpus import check_planned, operators_of
+from ess.sim.operators.gpus import silicon_of
+from ess.sim.operators.paper import Tables
 from ess.sim.operators.tables import FOLDER, Curve, Surface
 
 
@@ -26,31 +26,26 @@ def test_surfaces_agree_with_their_points():
 
 
 def test_shipped_tables_hold_what_was_measured():
-    shipped = tables.load()
+    shipped = Tables.shipped()
     assert shipped.attention.at(128, 131_072) == pytest.approx(1088, abs=1)
     assert shipped.attention.at(16, 32_768) == pytest.approx(279, abs=1)
     assert shipped.experts[32, "uniform"].at(4096) == pytest.approx(124.2)
-    assert (shipped.dispatch[4].at(128), shipped.combine[4].at(128)) == (143.0, 263.3)
+    assert [way.at(128) for way in shipped.exchange[4]] == [143.0, 263.3]
     assert shipped.gemm[7168, 16_384].at(128) == pytest.approx(59.7)
 
 
 def test_an_h100_is_an_h200_with_slower_memory():
     """Its indexer scans slower, its experts read slower; where kernels compute it is no other."""
-    both = [operators_of(gpu, constants="paper") for gpu in ("h100", "h200")]
-    slow, fast = (tables.load(gpu=gpu) for gpu in ("h100", "h200"))
-    assert slow.attention.at(128, 131_072) == pytest.approx(1395, abs=1)
-    assert slow.attention.at(128, 32_768) == pytest.approx(718, abs=1)
-    assert slow.experts[32, "uniform"].at(1024) > 1.1 * fast.experts[32, "uniform"].at(1024)
+    both = [silicon_of(gpu, family="deepseek-v3.2") for gpu in ("h100", "h200")]
+    slow, fast = (operators.bank for operators in both)
+    growth = slow.index_growth["deepseek-v3.2",]
+    assert growth.at(128, 131_072) == pytest.approx(1395, abs=1)
+    assert growth.at(128, 32_768) == pytest.approx(718, abs=1)
+    slower, faster = (bank.wide_experts[32, "uniform"].at(1024) for bank in (slow, fast))
+    assert slower > 1.1 * faster
     asked = Scenario(batch=20, queries_each=2, context=131_072)
     steps = [simulate(operators, asked).step_us for operators in both]
     assert 1.0 < steps[0] / steps[1] < 4.8 / 3.35
-
-
-def test_unknown_gpus_are_refused_with_those_there_are():
-    with pytest.raises(BadInput, match=r"'b200'; there are deepseek-v3.2 on h100, h200"):
-        operators_of("b200", constants="paper")
-    with pytest.raises(BadInput, match="'llama' on 'h100'"):
-        check_planned("llama", "h100")
 
 
 def test_shipped_tables_are_small():
@@ -59,7 +54,7 @@ def test_shipped_tables_are_small():
 
 def test_a_package_that_is_not_one_is_refused(tmp_path: Path):
     with pytest.raises(BadInput, match="unpack the package"):
-        tables.load(tmp_path)
+        silicon_of("h200", family="deepseek-v3.2", package=tmp_path).bank.read("products")
 
 
 def test_misses_at_published_points():

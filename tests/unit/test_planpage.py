@@ -17,8 +17,7 @@ from ess.layout import ModelLayout
 from ess.server.commands.cli import main
 from ess.server.commands.planning import planpage
 from ess.sim.locality import misses
-from ess.sim.operators import tables
-from ess.sim.operators.paper import FittedConstants, PaperOperators
+from ess.sim.operators.gpus import silicon_of
 from ess.sim.planning.answers import Question
 from ess.sim.planning.ask import Ask
 from ess.sim.planning.deployment import Deployment, Work
@@ -33,7 +32,7 @@ QUESTION = Question(node=Node(), work=Work(context=65_536))
 
 def planner(**ask: Any) -> Planner:
     return Planner(
-        operators=PaperOperators(tables=tables.load(), fitted=FittedConstants.shipped()),
+        operators=silicon_of("h200", family="deepseek-v3.2"),
         curves=misses.published(),
         ask=Ask(**{"context": 65_536, **ask}),
         layout=ModelLayout.deepseek_v32(),

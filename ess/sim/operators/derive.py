@@ -1,9 +1,9 @@
-"""The operator tables in this repository, derived from the package they come from.
+"""Operator tables, derived from the package they come from; here those of the paper's constants.
 
     python -m ess.sim.operators.derive PACKAGE_FOLDER SYSTEM OUT_FOLDER
 
 PACKAGE_FOLDER is an unpacked `aiconfigurator-core` (pinned in NOTICE); pyarrow must be installed.
-SYSTEM is the package's name of a GPU: h100_sxm or h200_sxm.
+SYSTEM is the package's name of a GPU: h200_sxm.
 Rows are selected and renamed, times become microseconds, and nothing else is computed: the same
 function serves `--perf-db`, so a larger or newer package can be used without committing it.
 """
@@ -56,26 +56,10 @@ def _cells(row: Source, parts: Sequence[Part]) -> list[float | str]:
     return [row[part] if isinstance(part, str) else part(row) for part in parts]
 
 
-def _is_v32_block(row: Source) -> bool:
-    return bool(
-        row["model"] == "deepseek-ai/DeepSeek-V3.2"
-        and row["num_heads"] == 128
-        and row["kv_cache_dtype"] == "fp8"
-        and row["gemm_type"] == "fp8_block"
-    )
-
-
 GEMM_SHAPES: Final = {(7168, 16384), (16384, 1536), (8192, 1536), (2048, 7168), (65536, 7168)}
 GEMM_TOKENS_MAX: Final = 4097
 
 DERIVATIONS: Final = (
-    Derivation(
-        name="attention",
-        path="sparse_attention/vllm/0.24.0/dsa_generation_module_perf.parquet",
-        columns=("queries", "context", "us"),
-        keep=_is_v32_block,
-        entry=timed("batch_size", "step"),
-    ),
     Derivation(
         name="experts",
         path="moe/sglang/0.5.10/wideep_generation_moe_perf.parquet",

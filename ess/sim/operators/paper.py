@@ -24,20 +24,33 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 from ess.errors import BadInput
+from ess.sim.operators.derive import DERIVATIONS
 from ess.sim.operators.families import Family, Kind, family_of
 from ess.sim.operators.parallel import NODE_GPUS, Parallel
+from ess.sim.operators.silicon.bank import shipped_bank
 from ess.sim.operators.stages import Machine, MicroBatch, Stages, Trust
-from ess.sim.operators.tables import Curve, Tables
+from ess.sim.operators.tables import (
+    FOLDER,
+    Curve,
+    Exchange,
+    Keyed,
+    Surface,
+    curves,
+    entries_of,
+    exchanges,
+    nearest,
+    number,
+)
 
 FAMILY: Final = family_of("deepseek-v3.2")
 SPARSE: Final = Kind(is_dense=False, has_indexer=True)
 BAND: Final = (-0.5, 0.5)
 MARKS: Final = ("constants fitted to a publication, itself a simulation",)
-FITTED_FILE: Final = Path(__file__).resolve().parent / "h200" / "fitted.json"
+GPU: Final = "h200"
+FITTED_FILE: Final = FOLDER / GPU / "fitted.json"
 LAYOUT: Final = FAMILY.layout
 LAYERS: Final = LAYOUT.layer_count
 HIDDEN_DIM: Final = LAYOUT.hidden_dim
@@ -65,6 +78,33 @@ MERGE_BYTES: Final = HEADS * LATENT_DIM * (4 + 4 + 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Keys: `experts` by ranks and balance, `exchange` by nodes, `gemm` by n and k."""
+
+    attention: Surface
+    experts: Keyed
+    exchange: Mapping[float, Exchange]
+    shared: Curve
+    gemm: Keyed
+    absorb: Keyed
+
+    @classmethod
+    def shipped(cls) -> Tables:
+        read = {
+            table.name: entries_of(FOLDER / GPU / f"{table.name}.csv", table.columns)
+            for table in DERIVATIONS
+        }
+        return cls(
+            attention=shipped_bank(GPU).index_growth[FAMILY.name,],
+            experts=curves(read["experts"], keys=2),
+            exchange=exchanges(read["exchange"]),
+            shared=curves(read["shared"], keys=0)[()],
+            gemm=curves(read["gemm"], keys=2),
+            absorb=curves(read["absorb"], keys=1),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FittedConstants:
     """Fitted on published rows without offload only; see ess.sim.fit_constants.
 
@@ -85,10 +125,10 @@ class FittedConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperOperators:
-    """DeepSeek-V3.2 on the GPUs of the first tables; attention and experts over all of them."""
+    """DeepSeek-V3.2 on H200s; attention and experts over all of them."""
 
-    tables: Tables
-    fitted: FittedConstants
+    tables: Tables = field(default_factory=Tables.shipped)
+    fitted: FittedConstants = field(default_factory=FittedConstants.shipped)
     machine: Machine = field(default_factory=Machine)
     family: Family = FAMILY
 
@@ -99,7 +139,8 @@ class PaperOperators:
         attend_us = tokens * FLOP_PER_QUERY / self.machine.sparse_rate
         scale = self.fitted.compute_scale
         project_us = scale * self._module_us(tokens) - pre_us - attend_us - output_us
-        nodes = self._node_count(shape.parallel.gpu_count)
+        nodes = math.ceil(shape.parallel.gpu_count / NODE_GPUS)
+        way = nearest(self.tables.exchange, nodes)
         return Stages(
             project=max(0.0, project_us),
             index=self._index_us(shape),
@@ -108,8 +149,8 @@ class PaperOperators:
             output=output_us,
             shared=0.0 if dense else scale * self.tables.shared.at(tokens),
             experts=scale * (self._dense_us(tokens) if dense else self._experts_us(shape)),
-            dispatch=0.0 if dense else self.tables.dispatch[nodes].at(tokens),
-            combine=0.0 if dense else self.tables.combine[nodes].at(tokens),
+            dispatch=0.0 if dense else way.dispatch.at(tokens),
+            combine=0.0 if dense else way.combine.at(tokens),
         )
 
     def head_us(self, tokens: float) -> float:
@@ -163,7 +204,7 @@ class PaperOperators:
         """Time of q_b (24,576 columns, as 16,384 and 8,192) and absorption."""
         gemm = self.tables.gemm
         wide_us = gemm[16_384, 1536].at(tokens) + gemm[8192, 1536].at(tokens)
-        return wide_us + self.tables.absorb["pre"].at(tokens)
+        return wide_us + self.tables.absorb["pre",].at(tokens)
 
     def _pre_attn_us(self, tokens: float) -> float:
         launches_us = ELEMENTWISE_LAUNCHES * self.machine.launch_us
@@ -172,7 +213,7 @@ class PaperOperators:
 
     def _output_us(self, tokens: float) -> float:
         gemm_us = self.tables.gemm[HIDDEN_DIM, 16_384].at(tokens)
-        return gemm_us + self.tables.absorb["post"].at(tokens)
+        return gemm_us + self.tables.absorb["post",].at(tokens)
 
     def _index_us(self, shape: MicroBatch) -> float:
         n, measured = shape.request_count, self.tables.attention
@@ -182,7 +223,7 @@ class PaperOperators:
     def _experts_us(self, shape: MicroBatch) -> float:
         curve = self.tables.experts.get((shape.parallel.gpu_count, self.fitted.balance))
         if curve is None:
-            known = sorted({ranks for ranks, _ in self.tables.experts})
+            known = sorted({int(number(ranks)) for ranks, _ in self.tables.experts})
             raise BadInput(
                 f"no expert table for {shape.parallel.gpu_count} ranks; choose from {known}"
             )
@@ -192,12 +233,6 @@ class PaperOperators:
         weights = 3 * HIDDEN_DIM * DENSE_DIM
         moved_us = self.machine.streamed_us(weights)
         return max(moved_us, 2 * weights * tokens / (0.8 * self.machine.fp8_rate))
-
-    def _node_count(self, ranks: int) -> int:
-        """Nodes of the exchange, which was measured on 1, 2, 4 and 8; more behave like 8."""
-        measured = sorted(self.tables.dispatch)
-        nodes = math.ceil(ranks / NODE_GPUS)
-        return next((count for count in measured if count >= nodes), measured[-1])
 
 
 def _check(shape: MicroBatch) -> None:

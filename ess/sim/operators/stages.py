@@ -1,7 +1,7 @@
 """The interface of operators to a decode step: the stages of a layer, and the time around them.
 
-Two sets of constants implement it, without sharing anything: `paper` reproduces a publication,
-`silicon` consists of measured operators.
+Two sets of constants implement it, which share measured tables alone: `paper` reproduces a
+publication, `silicon` consists of measured operators.
 """
 
 from __future__ import annotations

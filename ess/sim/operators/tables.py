@@ -10,13 +10,12 @@ import csv
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ess.errors import BadInput
-from ess.sim.operators.derive import DERIVATIONS, derive
 
 FOLDER: Final = Path(__file__).resolve().parent
 
@@ -54,32 +53,15 @@ class Surface:
         return Curve(self.sizes, tuple(curve.at(first) for curve in self.curves)).at(second)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tables:
-    """Keys: `experts` by ranks and balance, `exchange` by nodes, `gemm` by n and k."""
+class Exchange(NamedTuple):
+    """Times of dispatch and combine over tokens of one GPU."""
 
-    source: str
-    attention: Surface
-    experts: Mapping[tuple[int, str], Curve]
-    dispatch: Mapping[int, Curve]
-    combine: Mapping[int, Curve]
-    shared: Curve
-    gemm: Mapping[tuple[int, int], Curve]
-    absorb: Mapping[str, Curve]
+    dispatch: Curve
+    combine: Curve
 
 
-def load(package: Path | None = None, *, gpu: str = "h200", system: str = "h200_sxm") -> Tables:
-    """The tables that ship with ESS, or those of an unpacked measurement package."""
-    if package is None:
-        return _build(_shipped(gpu), source=f"shipped {gpu} subset")
-    return _build(derive(package, DERIVATIONS, system=system), source=str(package))
-
-
-def _shipped(gpu: str) -> dict[str, list[Entry]]:
-    return {
-        derivation.name: entries_of(FOLDER / gpu / f"{derivation.name}.csv", derivation.columns)
-        for derivation in DERIVATIONS
-    }
+Keyed = Mapping[Entry, Curve]
+Surfaces = dict[Entry, Surface]
 
 
 def entries_of(path: Path, columns: Sequence[str]) -> list[Entry]:
@@ -97,48 +79,39 @@ def _value(text: str) -> float | str:
         return text
 
 
-def _build(entries: Mapping[str, Sequence[Entry]], *, source: str) -> Tables:
-    exchange = entries["exchange"]
-    return Tables(
-        source=source,
-        attention=_by_context(entries["attention"]),
-        experts={
-            (int(_number(ranks)), str(balance)): curve
-            for (ranks, balance), curve in _by_key(entries["experts"], keys=(0, 1)).items()
-        },
-        dispatch=_by_nodes(entry[:3] for entry in exchange),
-        combine=_by_nodes((entry[0], entry[1], entry[3]) for entry in exchange),
-        shared=_by_key(entries["shared"], keys=())[()],
-        gemm={
-            (int(_number(n)), int(_number(k))): curve
-            for (n, k), curve in _by_key(entries["gemm"], keys=(0, 1)).items()
-        },
-        absorb={str(key[0]): curve for key, curve in _by_key(entries["absorb"], keys=(0,)).items()},
-    )
-
-
-def _by_context(entries: Sequence[Entry]) -> Surface:
-    curves = _by_key(entries, keys=(1,))
-    contexts = sorted((_number(key[0]), curve) for key, curve in curves.items())
-    return Surface(tuple(size for size, _ in contexts), tuple(curve for _, curve in contexts))
-
-
-def _by_nodes(entries: Iterable[Entry]) -> dict[int, Curve]:
-    curves = _by_key(list(entries), keys=(0,))
-    return {int(_number(key[0])): curve for key, curve in curves.items()}
-
-
-def _by_key(entries: Sequence[Entry], *, keys: Sequence[int]) -> dict[Entry, Curve]:
-    """Curves over the only column that is neither a key nor the last, which is the time."""
-
-    def key_of(entry: Entry) -> Entry:
-        return tuple(entry[i] for i in keys)
-
-    (size_at,) = set(range(len(entries[0]) - 1)) - set(keys)
+def curves(entries: Sequence[Entry], *, keys: int) -> Keyed:
+    """Curves over the second last column; the last column is the time."""
+    ordered = sorted(entries, key=lambda entry: entry[:keys])
     return {
-        key: curve_of([(_number(entry[size_at]), _number(entry[-1])) for entry in group])
-        for key, group in itertools.groupby(sorted(entries, key=key_of), key=key_of)
+        key: curve_of([(number(size), number(us)) for *_, size, us in group])
+        for key, group in itertools.groupby(ordered, key=lambda entry: entry[:keys])
     }
+
+
+def surfaces(entries: Sequence[Entry], *, keys: int) -> Surfaces:
+    """Surfaces over the second last column, then the column before it; the last column is the
+    time."""
+    by_key: dict[Entry, list[tuple[float, Curve]]] = {}
+    for key, curve in curves(entries, keys=keys + 1).items():
+        by_key.setdefault(key[:keys], []).append((number(key[keys]), curve))
+    return {
+        key: Surface(tuple(size for size, _ in known), tuple(curve for _, curve in known))
+        for key, known in by_key.items()
+    }
+
+
+def exchanges(entries: Sequence[Entry], *, near: Sequence[Entry] = ()) -> dict[float, Exchange]:
+    """Exchanges by number of nodes, the first column; then come tokens and the time of each way.
+    `near` are entries within a node, without the first column."""
+    rows = [*((1.0, *entry) for entry in near), *entries]
+    there = curves([row[:3] for row in rows], keys=1)
+    back = curves([(*row[:2], row[3]) for row in rows], keys=1)
+    return {number(key[0]): Exchange(there[key], back[key]) for key in there}
+
+
+def nearest(tables: Mapping[float, Exchange], nodes: int) -> Exchange:
+    """The exchange of the next larger measured count of 1, 2, 4 and 8 nodes; more behave like 8."""
+    return tables[min((count for count in tables if count >= nodes), default=max(tables))]
 
 
 def curve_of(points: Sequence[tuple[float, float]]) -> Curve:
@@ -154,7 +127,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _number(value: float | str) -> float:
+def number(value: float | str) -> float:
     if isinstance(value, str):
         raise BadInput(f"{value!r} is not a number, and its column holds numbers")
     return value

@@ -7,7 +7,7 @@ from typing import Final
 
 from ess.sim.locality import misses
 from ess.sim.operators.families import family_of
-from ess.sim.operators.gpus import operators_of
+from ess.sim.operators.gpus import silicon_of
 from ess.sim.operators.silicon.chip import chip_of
 from ess.sim.operators.silicon.stacks import SGLANG, Stack
 from ess.sim.planning.ask import Ask
@@ -32,7 +32,7 @@ def planner_of(
     limits = node.fetch_limits(machine, gpus=ask.gpu_count)
     link_name = min(limits, key=lambda name: limits[name])
     return Planner(
-        operators=operators_of(
+        operators=silicon_of(
             gpu, family=model, package=package, link_rate=limits[link_name], stack=stack
         ),
         curves=misses.published(layer_count=family.layout.layer_count),

@@ -1,15 +1,7 @@
 """The time of prefill, and where it runs: beside decode, or on a tier of its own.
 
-With measured operators the time comes from two passes over a piece of a prompt, one from nothing
-and one behind a long prefix. The paper's constants have no context modules; they use an estimate
-from three published rates, and measured prefill was a quarter to three quarters slower:
-
-    per token   SGLang prefills 52,300 tokens a second on a node of eight H100 (DeepSeek-V3, dense
-                attention, short prompts): 153 us of one GPU. Added to this are the 2,048 selected
-                rows of every query in every layer, at 640 TFLOPS of the sparse prefill kernel
-    per pair    the indexer scores every token before each token: fp8 operations at half of peak
-
-Rates are of one GPU among many that share the experts.
+The time comes from two passes over a piece of a prompt, one from nothing and one behind a long
+prefix. Rates are of one GPU among many that share the experts.
 """
 
 from __future__ import annotations
@@ -19,17 +11,12 @@ from typing import Final
 
 from ess.engine.chunking.sizes import Chunking, PrefillTime, chunks
 from ess.errors import BadInput
-from ess.layout import ModelLayout
-from ess.sim.operators.paper import FLOP_PER_QUERY, PaperOperators
 from ess.sim.operators.parallel import Parallel
-from ess.sim.operators.stages import Machine, Operators
+from ess.sim.operators.stages import Operators
 from ess.sim.prefill.pipeline import Pipeline, prefill
 from ess.sim.prefill.prompt_pass import PromptPass, pass_us
 from ess.units import PAGE_ROWS, align_up, div_ceil
 
-TOKEN_US: Final = 8 / 52_300 * 1e6
-SPARSE_PREFILL_RATE: Final = 640e6
-INDEX_SHARE: Final = 0.5
 FIRST_CHUNK: Final = 8192
 FAR: Final = 120 * 1024
 FLAT: Final = 1e-15
@@ -38,15 +25,9 @@ NIC_RATE: Final = 50e3
 
 
 def time_of(operators: Operators, parallel: Parallel) -> PrefillTime:
-    """Prefill time of one GPU among those of `parallel`, all of which prefill."""
-    if isinstance(operators, PaperOperators):
-        return estimate(operators.family.layout, operators.machine)
-    return measured_time(operators, parallel)
-
-
-def measured_time(operators: Operators, parallel: Parallel) -> PrefillTime:
-    """The time from a first piece and one behind `FAR` tokens. A GPU is charged its share of a
-    pass: GPUs that hold heads in parts prefill one prompt together."""
+    """Prefill time of one GPU among those of `parallel`, all of which prefill: from a first piece
+    and one behind `FAR` tokens. A GPU is charged its share of a pass: GPUs that hold heads in parts
+    prefill one prompt together."""
     first_s, far_s = (
         pass_us(
             operators,
@@ -60,16 +41,6 @@ def measured_time(operators: Operators, parallel: Parallel) -> PrefillTime:
     return PrefillTime(
         quadratic=quadratic, linear=max(0.0, first_s / FIRST_CHUNK - quadratic * FIRST_CHUNK)
     )
-
-
-def estimate(layout: ModelLayout, machine: Machine) -> PrefillTime:
-    """The time from published rates, none of them measured here."""
-    attend_us = layout.layer_count * FLOP_PER_QUERY / SPARSE_PREFILL_RATE
-    pair_us = 0.0
-    if layout.index is not None:
-        flop = 2 * layout.index.head_count * layout.index.key_dim * layout.layer_count
-        pair_us = flop / (INDEX_SHARE * machine.fp8_rate)
-    return PrefillTime(quadratic=pair_us / 2 / 1e6, linear=(TOKEN_US + attend_us) / 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

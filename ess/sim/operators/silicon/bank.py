@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
+from ess.sim.operators import tables
 from ess.sim.operators.derive import Entries, derive
 from ess.sim.operators.silicon.stacks import BY_NAME, SGLANG, own_names, tables_of
-from ess.sim.operators.tables import FOLDER, Curve, Surface, curve_of, entries_of
+from ess.sim.operators.tables import FOLDER, Curve, Exchange, Keyed, Surfaces, entries_of
 
 EXPERTS: Final = 256
 CHOSEN: Final = 8
@@ -21,50 +21,12 @@ FITTED_TOKENS: Final = 128
 SHARING_MODEL: Final = "glm-5.2"
 
 
-class Exchange(NamedTuple):
-    """Times of dispatch and combine over tokens of one GPU."""
-
-    dispatch: Curve
-    combine: Curve
-
-
-Key = tuple[float | str, ...]
-Keyed = Mapping[Key, Curve]
-Surfaces = dict[Key, Surface]
-
-
-def _number(value: float | str) -> float:
-    assert not isinstance(value, str), f"{value!r} stands where a number is expected"
-    return value
-
-
-def _curves(entries: Entries, *, keys: int) -> Keyed:
-    """Curves over the second last column; the last column is the time."""
-    ordered = sorted(entries, key=lambda entry: entry[:keys])
-    return {
-        key: curve_of([(_number(size), _number(us)) for *_, size, us in group])
-        for key, group in itertools.groupby(ordered, key=lambda entry: entry[:keys])
-    }
-
-
-def _surfaces(entries: Entries, *, keys: int) -> Surfaces:
-    """Surfaces over the second last column, then the column before it; the last column is the
-    time."""
-    by_key: dict[Key, list[tuple[float, Curve]]] = {}
-    for key, curve in _curves(entries, keys=keys + 1).items():
-        by_key.setdefault(key[:keys], []).append((_number(key[keys]), curve))
-    return {
-        key: Surface(tuple(size for size, _ in curves), tuple(curve for _, curve in curves))
-        for key, curves in by_key.items()
-    }
-
-
 def _surface_table(name: str, *, keys: int) -> cached_property[Surfaces]:
-    return cached_property(lambda bank: _surfaces(bank.read(name), keys=keys))
+    return cached_property(lambda bank: tables.surfaces(bank.read(name), keys=keys))
 
 
 def _curve_table(name: str, *, keys: int) -> cached_property[Keyed]:
-    return cached_property(lambda bank: _curves(bank.read(name), keys=keys))
+    return cached_property(lambda bank: tables.curves(bank.read(name), keys=keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +42,7 @@ class Bank:
     def sparse_decode(self) -> Surfaces:
         """Surfaces over queries and context, by model, heads and form of a row. Layers that share a
         selection use SGLang's if a stack has none."""
-        own = _surfaces(self.read("sparse_decode"), keys=3)
+        own = tables.surfaces(self.read("sparse_decode"), keys=3)
         if self.lender is None:
             return own
         lent = self.lender.sparse_decode.items()
@@ -119,19 +81,19 @@ class Bank:
     @cached_property
     def fused_experts(self) -> Keyed:
         """Curves over tokens of all ranks, by width, EP and TP."""
-        curves = _curves(self.read("fused_experts"), keys=3)
+        curves = tables.curves(self.read("fused_experts"), keys=3)
         return {key: _by_touched(curve) for key, curve in curves.items()}
 
     @cached_property
     def exchange(self) -> Mapping[float, Exchange]:
         """The exchange by number of nodes; within a node at the width of DeepSeek."""
         near = [entry[1:] for entry in self.read("exchange_near") if entry[0] == 7168]
-        return {1: _exchange(near)} | _exchanges(self.read("exchange_far"))
+        return tables.exchanges(self.read("exchange_far"), near=near)
 
     @cached_property
     def bulk(self) -> Mapping[float, Exchange]:
         """The exchange of prompts, by number of nodes."""
-        return {1: _exchange(self.read("bulk_near"))} | _exchanges(self.read("bulk_far"))
+        return tables.exchanges(self.read("bulk_far"), near=self.read("bulk_near"))
 
 
 def shipped_bank(gpu: str, *, stack: str = SGLANG) -> Bank:
@@ -155,8 +117,8 @@ def package_bank(package: Path, *, gpu: str, system: str, stack: str = SGLANG) -
     shipped = shipped_bank(gpu, stack=stack)
 
     def read(name: str) -> Entries:
-        tables = derive(package, [chosen[name]], system=system)
-        return tables[name] if tables else shipped.read(name)
+        derived = derive(package, [chosen[name]], system=system)
+        return derived[name] if derived else shipped.read(name)
 
     lender = package_bank(package, gpu=gpu, system=system) if stack != SGLANG else None
     return Bank(source=str(package), read=read, lender=lender)
@@ -182,18 +144,3 @@ def _by_touched(curve: Curve) -> Curve:
 def _touched(tokens: float) -> float:
     missed: float = (1 - CHOSEN / EXPERTS) ** tokens
     return EXPERTS * (1 - missed)
-
-
-def _exchange(entries: Sequence[Key]) -> Exchange:
-    rows = [tuple(map(_number, entry)) for entry in entries]
-    return Exchange(
-        curve_of([(tokens, dispatch) for tokens, dispatch, _ in rows]),
-        curve_of([(tokens, combine) for tokens, _, combine in rows]),
-    )
-
-
-def _exchanges(entries: Entries) -> dict[float, Exchange]:
-    counts = sorted({_number(entry[0]) for entry in entries})
-    return {
-        count: _exchange([entry[1:] for entry in entries if entry[0] == count]) for count in counts
-    }

@@ -12,19 +12,18 @@ loads are nearly even (the tables' power law 0.6); within a node they are not (1
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ess.errors import BadInput
 from ess.sim.operators.families import Family
 from ess.sim.operators.parallel import NODE_GPUS, Parallel
-from ess.sim.operators.silicon.bank import Bank, Exchange
+from ess.sim.operators.silicon.bank import Bank
 from ess.sim.operators.silicon.chip import Chip
 from ess.sim.operators.silicon.choices import choices
 from ess.sim.operators.silicon.host import HOP_US, NIC_RATE, PRODUCT_SHARE, STATE_BYTES
 from ess.sim.operators.stages import MicroBatch
-from ess.sim.operators.tables import Curve
+from ess.sim.operators.tables import Curve, nearest
 
 MEASURED_HIDDEN: Final = 7168
 BULK_TOKENS: Final = 1024
@@ -119,7 +118,7 @@ class Experts:
         send, join = (wide * curve.at(tokens) for curve in tables[1])
         if nodes == 1:
             return ExchangeTime(0.0, 0.0, self.chip.by_node * send, self.chip.by_node * join)
-        there, back = (wide * self._linked_us(curve, tokens) for curve in _nearest(tables, nodes))
+        there, back = (wide * self._linked_us(curve, tokens) for curve in nearest(tables, nodes))
         return ExchangeTime(max(0.0, there - send), max(0.0, back - join), send, join)
 
     def _linked_us(self, curve: Curve, tokens: float) -> float:
@@ -167,11 +166,6 @@ def _width(family: Family) -> str:
 def _is_bulk(shape: MicroBatch) -> bool:
     """Whether prompts' exchange is used: with prompts, or too many tokens for decode's."""
     return bool(shape.prompt_tokens) or shape.sending_tokens > BULK_TOKENS
-
-
-def _nearest(tables: Mapping[float, Exchange], nodes: int) -> Exchange:
-    """The exchange of the next larger measured count of 1, 2, 4 and 8 nodes; more behave like 8."""
-    return tables[min((count for count in tables if count >= nodes), default=max(tables))]
 
 
 def _power_above(count: int) -> int:
