@@ -201,3 +201,28 @@ def test_a_worker_of_this_run_is_a_fork_of_one_that_has_collected(pytestconfig: 
     if not hasattr(pytestconfig, "workerinput"):
         pytest.skip("this run has no workers")
     assert "tests.support.collected" in Path("/proc/self/cmdline").read_text().split("\0")
+
+
+COLLECTS_TWICE = """
+import sys, pytest
+from tests.support.collected import collect
+collect(sys.argv[1:])
+sys.exit(pytest.main(["--collect-only", *sys.argv[1:]]))
+"""
+
+
+def test_a_file_that_cannot_be_imported_is_reported_by_workers_too(tmp_path: Path):
+    """A worker collects in a fork of the process that has collected."""
+    (tmp_path / "test_broken.py").write_text("import of_nothing\n\n\ndef test(): ...\n")
+    options = ["-p", "xdist", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    ran = subprocess.run(
+        [sys.executable, "-c", COLLECTS_TWICE, *options, str(tmp_path)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == pytest.ExitCode.INTERRUPTED, ran.stdout
+    assert "No module named 'of_nothing'" in ran.stdout

@@ -3,7 +3,8 @@ imports are made once, and not by each worker. A worker collects again, which ta
 does all else as one that xdist has started itself.
 
 The process that tests are forked from collects what the run was asked for; its own results are of
-no use, and what cannot be imported fails again in each worker, which reports it."""
+no use. pytest leaves a module whose import failed where imports look first: it is forgotten here,
+so that its import fails again in each worker, which reports it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,9 +39,19 @@ def _worker(command: Sequence[str], **given: Any) -> forked.Forked:
     return forked.Forked(words, kind="tests", cwd=os.getcwd(), env=dict(os.environ), **given)
 
 
+class Forgets:
+    """Forgets the modules of files and folders that could not be collected."""
+
+    def pytest_exception_interact(self, node: pytest.Collector) -> None:
+        for name, module in [*sys.modules.items()]:
+            file = getattr(module, "__file__", None)
+            if file is not None and Path(file).is_relative_to(node.path):
+                del sys.modules[name]
+
+
 def collect(asked: Sequence[str]) -> None:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        pytest.main(["--collect-only", "-n0", *asked])
+        pytest.main(["--collect-only", "-n0", *asked], plugins=[Forgets()])
     gc.unfreeze()
     gc.collect()
 
