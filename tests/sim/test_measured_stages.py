@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
+from ess.bench.paper.prefill import exhaustive_s
 from ess.engine.chunking.sizes import Chunking, PrefillTime, chunks
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.sim.prefill.measured import MeasuredChunk, Model, modelled
-from ess.sim.prefill.pipeline import autotune, prefill
+from ess.sim.prefill.pipeline import prefill
 from ess.sim.prefill.tuning import (
     Setting,
     best_dynamic,
@@ -105,16 +108,19 @@ def test_the_clock_and_the_simulator_agree():
     assert predicted == pytest.approx(clocked_s, rel=0.01)
 
 
-@pytest.mark.parametrize("prompt", [4096, 16384, 65536])
-def test_what_is_found_is_as_good_as_the_longer_search(prompt: int):
-    """Compared with `autotune`, whose steps are finer and which has no longest chunk."""
-    tried = [best(known(), HALVES, prompt, chunk_max=8192) for best in (best_static, best_dynamic)]
-    assert [each.is_dynamic for each in tried] == [False, True]
-    tuned = autotune(TIME, known().pipeline(HALVES), prompt=prompt, unit=64)
-    ours = min(
-        prefill(TIME, known().pipeline(HALVES), each.sizes(TIME, prompt)).ttft_s for each in tried
+@pytest.mark.parametrize("stages", [2, 8])
+@pytest.mark.parametrize("overhead_s", [0.0, 0.02, 0.2])
+def test_what_is_found_is_within_a_hundredth_of_the_best_of_all(stages: int, overhead_s: float):
+    whole = replace(known(), shares=(1 / stages,) * stages, overhead_s=overhead_s * stages)
+    layers = tuple(itertools.pairwise(range(stages + 1)))
+    static, dynamic = (
+        best(whole, layers, 32_768, chunk_max=32_768) for best in (best_static, best_dynamic)
     )
-    assert ours <= tuned.result.ttft_s * 1.01
+    assert (static.is_dynamic, dynamic.is_dynamic) == (False, True)
+    pipeline = whole.pipeline(layers)
+    sizes = [setting.sizes(TIME, 32_768) for setting in (static, dynamic)]
+    ours_s = min(prefill(TIME, pipeline, each).ttft_s for each in sizes)
+    assert ours_s <= 1.01 * exhaustive_s(TIME, pipeline, 32_768, tilts=10)
 
 
 def test_a_search_begins_with_the_default_and_balances_the_layers():
@@ -127,6 +133,8 @@ def test_a_search_begins_with_the_default_and_balances_the_layers():
     assert tried[1].first_token_s < tried[0].first_token_s
     assert tried[1].first_token_s <= 1.01 * min(each.first_token_s for each in tried)
     assert max(each.setting.first for each in tried[1:]) <= 4096
+    with pytest.raises(BadInput, match="a prompt of 0 tokens: nothing to tune below 64"):
+        search(known(), layout, default, 0, chunk_max=4096)
 
 
 def test_flags_are_those_of_ess_prefill():

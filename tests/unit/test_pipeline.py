@@ -1,4 +1,4 @@
-"""Chunked pipeline prefill: closed forms, limits, the tuner, and the published rows."""
+"""Chunked pipeline prefill: closed forms, limits, and the published rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from ess.engine.chunking.sizes import Chunking, PrefillTime
 from ess.errors import BadInput
 from ess.sim.prefill import published_rows
-from ess.sim.prefill.pipeline import Pipeline, autotune, chunked, exhaustive, prefill
+from ess.sim.prefill.pipeline import Pipeline, chunked, prefill
 
 TIME = PrefillTime(quadratic=2e-9, linear=5e-5)
 EVEN = Pipeline.of_layers(layers=60, stages=4)
@@ -67,16 +67,6 @@ def test_shrinking_chunks_beat_equal_ones_on_a_steep_curve() -> None:
     assert len(dynamic.chunk_sizes) > len(static.chunk_sizes)
 
 
-@pytest.mark.parametrize("stages", [2, 8])
-@pytest.mark.parametrize("overhead", [0.0, 0.02, 0.2])
-def test_the_tuner_finds_what_exhaustive_search_finds(stages: int, overhead: float) -> None:
-    pipeline = Pipeline.of_layers(layers=64, stages=stages, chunk_overhead_s=overhead)
-    tuned = autotune(TIME, pipeline, prompt=32_768, unit=512)
-    best = exhaustive(TIME, pipeline, prompt=32_768, unit=512)
-    assert tuned.result.ttft_s <= best.result.ttft_s / 0.99
-    assert tuned.tried_count < best.tried_count / 10
-
-
 def test_the_published_rows() -> None:
     """Static rows are met by the fit; of the others, those that were reached stay reached."""
     rows = published_rows.predictions()
@@ -98,8 +88,6 @@ def test_the_published_rows() -> None:
         (lambda: Pipeline(shares=(1.0,), chunk_overhead_s=-1), "negative"),
         (lambda: Pipeline.of_layers(layers=3, stages=4), "4 stages for 3 layers"),
         (lambda: prefill(TIME, EVEN, [64]).seconds_per_request(hidden=2), "hidden 2"),
-        (lambda: autotune(TIME, EVEN, prompt=0), "a prompt of 0"),
-        (lambda: autotune(TIME, EVEN, prompt=4096, unit=100), "no multiple of 64"),
     ],
 )
 def test_what_cannot_be_is_refused(make, says: str) -> None:
