@@ -7,6 +7,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -227,6 +228,22 @@ def test_a_group_that_prefills_holds_the_weights():
         wanted=FleetGoal(rate=0.5, ttft_s=30.0),
     ).offload
     assert (side.prefill_group, least_group(planner)) == (16, 16)
+
+
+def test_groups_whose_first_step_comes_too_late_are_passed_over(planner: Planner):
+    """Idle pipelines take 0.73 s at 32K, and first steps 0.06 to 0.13 s, by the decode group."""
+    short = replace(planner, ask=replace(planner.ask, context=32_768))
+    search = partial(
+        fleets,
+        short,
+        prefilling=prefilling_of(planner),
+        node=Node(),
+        work=Work(context=32_768),
+    )
+    first_s = search(wanted=FleetGoal(rate=2.0, ttft_s=0.82)).offload.fleet.prefill.first_token_s
+    assert 0.79 < first_s <= 0.82
+    with pytest.raises(BadInput, match=r"a first token within 0\.79 s is out of reach"):
+        search(wanted=FleetGoal(rate=2.0, ttft_s=0.79))
 
 
 def test_the_fewest_gpus_and_their_first_token_have_ends(planner: Planner):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -82,20 +83,21 @@ def fleets(
 def _smallest(
     searches: Iterable[Search], sizes: Sequence[Planner], point_of: QuickPoint
 ) -> DeployedFleet | None:
-    """The smallest fleet; a refusal only if all searches refuse."""
+    """The smallest fleet; a refusal only if every search refuses every size."""
     points = [(sized, point) for sized in sizes if (point := _point(point_of, sized)) is not None]
-    fleets: list[DeployedFleet] = []
+    found: list[tuple[Fleet, Search, Planner, Point]] = []
     refusals: list[BadInput] = []
-    for search in searches:
+    for search, (sized, point) in itertools.product(searches, points):
         try:
-            fleet = search.smallest(points, point_of)
+            found.append((search.fleet(sized, point), search, sized, point))
         except BadInput as refusal:
             refusals.append(refusal)
-        else:
-            fleets += [] if fleet is None else [fleet]
-    if not fleets and refusals:
+    if not found and refusals:
         raise refusals[0]
-    return min(fleets, key=lambda each: each.fleet.gpu_count, default=None)
+    if not found:
+        return None
+    fleet, search, sized, point = min(found, key=lambda each: each[0].gpu_count)
+    return search.deployed(fleet, sized, sized.banded(point), point_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,17 +109,7 @@ class Search:
     through: Through
     prefilling: Prefilling
 
-    def smallest(
-        self, points: Iterable[tuple[Planner, Point]], point_of: QuickPoint
-    ) -> DeployedFleet | None:
-        """`points` are what `point_of` gives for groups of every size."""
-        fleets = [(self._fleet(sized, point), sized, point) for sized, point in points]
-        if not fleets:
-            return None
-        fleet, sized, point = min(fleets, key=lambda each: each[0].gpu_count)
-        return self._deployed(fleet, sized, sized.banded(point), point_of)
-
-    def _deployed(
+    def deployed(
         self, fleet: Fleet, sized: Planner, point: Point, point_of: QuickPoint
     ) -> DeployedFleet:
         def gpu_count(token: float, prefill: float) -> float:
@@ -125,7 +117,7 @@ class Search:
             if timed is None:
                 return math.inf
             try:
-                return self._fleet(sized, timed, token=token, prefill=prefill).gpu_count
+                return self.fleet(sized, timed, token=token, prefill=prefill).gpu_count
             except BadInput:
                 return math.inf
 
@@ -148,7 +140,7 @@ class Search:
             first_token_ends_s=(first, last if last < math.inf else None),
         )
 
-    def _fleet(
+    def fleet(
         self, sized: Planner, point: Point, *, token: float = 1.0, prefill: float = 1.0
     ) -> Fleet:
         return fewest(
