@@ -160,6 +160,21 @@ def test_another_stack_has_its_own_kernels_and_says_what_it_lacks(gpu: str, stac
         assert lent in wide.marks
 
 
+def test_more_requests_never_take_a_shorter_step_with_vllm_on_b200():
+    """Its measured products are the host's time of a launch, and fall with their tokens."""
+    operators = silicon_of("b200", family="deepseek-v3.2", stack="vllm")
+    way = Parallel(attention_tp=8, attention_dp=2, expert_ep=16, pp=2)
+    steps = [
+        simulate(operators, Scenario(batch=count / 8, queries_each=1, context=32_768, parallel=way))
+        for count in (12, 24, 36)
+    ]
+    assert steps[0].step_us < steps[1].step_us < steps[2].step_us
+    assert "matrix products in vllm: SGLang's times stand in" in steps[0].marks
+    shape = MicroBatch(request_count=12, queries_each=1, context=32_768, parallel=way)
+    stages = operators.stages(shape, Kind(is_dense=False, has_indexer=True))
+    assert stages.shared < 30 < stages.experts
+
+
 def test_sparse_attention_of_vllm_was_measured_at_any_batch():
     far = Scenario(batch=64, queries_each=1, context=131_072, parallel=NODE, tbo=False)
     marks = {

@@ -98,7 +98,7 @@ class Bank:
 
 def shipped_bank(gpu: str, *, stack: str = SGLANG) -> Bank:
     """The tables that ship. SGLang's fill a stack's gaps, an H200's those of B200 between nodes."""
-    own = own_names(stack)
+    own = own_names(stack, gpu)
 
     def read(name: str) -> Entries:
         if name in own:
@@ -113,7 +113,8 @@ def shipped_bank(gpu: str, *, stack: str = SGLANG) -> Bank:
 
 def package_bank(package: Path, *, gpu: str, system: str, stack: str = SGLANG) -> Bank:
     """The tables of a package; those that ship fill its gaps."""
-    chosen = {**BY_NAME, **{derivation.name: derivation for derivation in tables_of(stack)}}
+    own = own_names(stack, gpu)
+    chosen = {**BY_NAME, **{table.name: table for table in tables_of(stack) if table.name in own}}
     shipped = shipped_bank(gpu, stack=stack)
 
     def read(name: str) -> Entries:

@@ -26,24 +26,25 @@ GATHERED_MEASURED: Final = 16_384
 
 
 def trust_of(chip: Chip, family: Family, shape: MicroBatch, *, stack: str = SGLANG) -> Trust:
+    own = own_names(stack, chip.base)
     marks = [
         *chip.marks,
-        *_stack_marks(stack, family, shape),
-        *_family_marks(family, shape, has_module="sparse_decode" in own_names(stack)),
+        *_stack_marks(stack, own, family, shape),
+        *_family_marks(family, shape, has_module="sparse_decode" in own),
         *_shape_marks(chip, shape),
     ]
     width = BASE + chip.slack + MARK * (len(marks) - len(chip.marks))
     return Trust((-width, width), tuple(marks))
 
 
-def _stack_marks(stack: str, family: Family, shape: MicroBatch) -> list[str]:
+def _stack_marks(stack: str, own: frozenset[str], family: Family, shape: MicroBatch) -> list[str]:
     """Marks where SGLang's times replace those of another framework."""
     if stack == SGLANG:
         return []
-    lent = []
+    lent = [] if "products" in own else ["matrix products"]
     if shape.parallel.sends:
         lent.append("exchanges and experts behind them")
-    if family.is_sparse and "sparse_decode" not in own_names(stack):
+    if family.is_sparse and "sparse_decode" not in own:
         lent.append("sparse attention")
     elif family.table(shares=True) == SHARING_MODEL and not all(
         kind.has_indexer for kind in family.kinds
