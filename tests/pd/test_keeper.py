@@ -140,9 +140,10 @@ def test_what_a_killed_program_leaves_ends_before_it_starts_again(
 
 
 def test_what_an_orphan_leaves_while_it_is_looked_at_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """The orphan's child was not yet this process's own when the list of children was read."""
+    """The orphan's child was not yet this process's own when the list of children was read. An
+    operator reads what is left after the longest wait, and what ends it."""
     both = "import os, time; os.fork(); time.sleep(60)"
     look = orphans_of._has_ended
     ended: list[int] = []
@@ -160,9 +161,12 @@ def test_what_an_orphan_leaves_while_it_is_looked_at_is_waited_for(
         orphans = Orphans(RealClock())
         parent = subprocess.Popen([sys.executable, "-c", both])
         until(lambda: Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text(), "a child")
-        assert asyncio.run(orphans._left()) == 1
+        [left] = asyncio.run(orphans._left())
         parent.wait()
-        [left] = orphans_of._children() - orphans._own
+        monkeypatch.setattr(orphans_of, "GONE_S", 0.0)
+        asyncio.run(orphans.gone("worker-1"))
+        assert "worker-1 starts beside 1 process that killed" in (said := capsys.readouterr().err)
+        assert f"`kill -9 {left}` ends them" in said
         os.kill(left, signal.SIGKILL)
         until(lambda: not asyncio.run(orphans._left()), "its end")
     finally:

@@ -85,12 +85,18 @@ from ess.server.commands.start.settings import read_file, resolve
         (["--max-logprobs", "20", "--ssl-ca-certs", "x"], "tls_ca needs tls_cert"),
         (["--load-format", "auto", "--port", "-1"], "port is -1"),
         (["--no-enable-prefix-caching"], "--no-enable-prefix-caching is not served"),
+        (["--no-enable-chunked-prefill", "--port", "-1"], "prefill has no effect: prompts always"),
+        (["-O3", "--kv-offloading-size", "4", "--port", "-1"], "-level has no effect: --graphs"),
+        (["--task", "embed"], "the flag --task must be generate"),
+        (["--kv-cache-memory-bytes", "9"], "-bytes is not served: --slot-bytes and --host-bytes"),
         (["--tp", "8", "--dp", "0", "--enable-dp-attention"], "dp_size is 0"),
         (
             ["--enable-dp-attention", "--port", "-1"],
             "attention has --tp-size count the GPUs of all",
         ),
         (["--unread-bytes", "auto"], "unread_bytes: "),
+        (["--unread-bytes", "0"], "unread_bytes is 0; must be at least 1.00 MiB"),
+        (["--body-bytes", "0"], "body_bytes is 0; must be at least 1.00 KiB"),
         (["-dp", "3", "-ep"], "8 experts cannot be shared equally by 3 ranks"),
         (
             ["-pp", "2", "--nsa-decode-backend", "flashmla_kv", "--deterministic"],

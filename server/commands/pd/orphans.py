@@ -56,19 +56,30 @@ class Orphans:
     async def gone(self, name: str) -> None:
         """Waits until no orphan is left, for GONE_S at most."""
         until_s, is_said = self._clock.now_s() + GONE_S, False
-        while (left := await self._left()) and self._clock.now_s() < until_s:
+        while left := await self._left():
+            shown = counted(len(left), "process", "processes")
+            pids = " ".join(map(str, left))
+            if self._clock.now_s() >= until_s:
+                console.note(
+                    f"ess: {name} starts beside {shown} that killed ones left, which have not ended"
+                    f" in {GONE_S:.0f} s and may hold memory: `kill -9 {pids}` ends them, unless"
+                    " a driver or a disk hangs"
+                )
+                return
             if not is_said:
-                shown = counted(left, "process", "processes")
-                console.note(f"ess: {name} waits for the end of {shown} that killed ones left")
+                console.note(
+                    f"ess: {name} waits for the end of {shown} that killed ones left ({pids}),"
+                    f" {GONE_S:.0f} s at most"
+                )
                 is_said = True
             await asyncio.sleep(LOOK_S)
 
-    async def _left(self) -> int:
+    async def _left(self) -> list[int]:
         """Those that have ended may have left others since the last look."""
-        left = 0
+        left: list[int] = []
         async with self._turn:
             while not left and (orphans := _children() - self._own):
-                left = sum(not _has_ended(pid) for pid in orphans)
+                left = sorted(pid for pid in orphans if not _has_ended(pid))
         return left
 
 

@@ -26,6 +26,8 @@ SIZES: Final = (
     *("host_bytes", "slot_bytes", "index_bytes", "device_bytes", "graph_bytes"),
     *("max_model_len", "body_bytes", "header_bytes", "unread_bytes", "keep_responses"),
 )
+LEAST: Final = {"body_bytes": 1024, "header_bytes": 1024, "unread_bytes": 1 << 20}
+"""Less would refuse every request, or end every stream that waits once."""
 HOST_SHARE: Final = 4  # of free memory, at most, unless host_bytes says how much
 HOST_BYTES_MAX: Final = 4 << 30
 LENGTHS: Final = (2048, 8192, 32768, 131072)
@@ -288,10 +290,12 @@ def check_sizes(settings: Settings) -> None:
     for name in SIZES:
         text = getattr(settings, name)
         try:
-            if text != FIELDS[name].default:
-                size_of(text, of=1 << 40)
+            size = size_of(text, of=1 << 40) if text != FIELDS[name].default else None
         except BadInput as error:
             raise BadInput(f"{name}: {error}") from None
+        least = LEAST.get(name, 0)
+        if size is not None and size < least:
+            raise BadInput(f"{name} is {text}; must be at least {format_bytes(least)}")
 
 
 def size_of(text: str, *, of: int) -> int:

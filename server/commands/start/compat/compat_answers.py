@@ -44,6 +44,24 @@ ALSO: Final[Mapping[str, str]] = {
     "num_gpu_blocks_override": "max_total_tokens",
     "lora_paths": "lora_modules",
     "reasoning_parser_plugin": "tool_parser_plugin",
+    "no_enable_chunked_prefill": "enable_chunked_prefill",
+    "no_async_scheduling": "disable_overlap_schedule",
+    "kv_offloading_size": "swap_space",
+    "hicache_write_policy": "enable_hierarchical_cache",
+    "hicache_io_backend": "enable_hierarchical_cache",
+    "hicache_mem_layout": "enable_hierarchical_cache",
+    "hicache_storage_backend": "enable_hierarchical_cache",
+    "nsa_prefill_cp_mode": "enable_nsa_prefill_context_parallel",
+    "fp8_gemm_backend": "attention_backend",
+    "fp4_gemm_backend": "attention_backend",
+    "enable_flashinfer_allreduce_fusion": "enable_p2p_check",
+    "optimization_level": "compilation_config",
+    "model_loader_extra_config": "safetensors_load_strategy",
+    "weight_loader_disable_mmap": "safetensors_load_strategy",
+    "data_parallel_external_lb": "load_balance_method",
+    "data_parallel_hybrid_lb": "load_balance_method",
+    "language_model_only": "limit_mm_per_prompt",
+    "task": "runner",
 }
 
 # Heeded: another flag means something else beside them.
@@ -130,6 +148,10 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "enable_p2p_check": "where ranks run decides how they exchange what they have",
     "disable_custom_all_reduce": "where ranks run decides how they exchange what they have",
     "disable_shared_experts_fusion": "--sbo says what shared experts run beside",
+    "disable_chunked_prefix_cache": "a prompt behind a cached prefix runs as every other does",
+    "calculate_kv_scales": "each row has scales of its own",
+    "num_continuous_decode_steps": "a request may enter at every step",
+    "safetensors_load_strategy": "weights are read from safetensors in one way",
 }
 
 # Refused: the answer, or the machine that makes it, would differ from what was asked for.
@@ -139,6 +161,10 @@ NOT_HERE: Final[Mapping[str, str]] = {
     " own requests",
     "moe_data_parallel_size": "must be 1: experts are divided over all ranks of --dp-size",
     "page_size": "must be 64: a page has 64 rows",
+    "kv_cache_memory_bytes": "is not served: --slot-bytes and --host-bytes say how much is kept"
+    " where",
+    "enable_nsa_prefill_context_parallel": "is not served: --cp-size divides a chunk's tokens",
+    "runner": "must be generate: only generation is served",
     "speculative_eagle_topk": "must be 1: drafts are a chain, not a tree",
     "disable_radix_cache": "is not served: equal prefixes are always shared",
     "speculative_draft_model_path": f"is not served: {MTP}",

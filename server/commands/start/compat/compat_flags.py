@@ -30,7 +30,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "header_bytes": ("--h11-max-incomplete-event-size",),
     "default_sampling": ("--override-generation-config", "--preferred-sampling-params"),
     "request_log": ("--enable-log-requests", "--log-requests"),
-    "stream_usage": ("--enable-force-include-usage",),
+    "stream_usage": (*("--enable-force-include-usage", "--stream-response-default-include-usage"),),
     "max_model_len": ("--max-ctx", "--context-length"),
     "max_running": ("--max-running-requests", "--max-num-seqs"),
     "max_waiting": ("--max-queued-requests", "--max-num-queued-reqs"),
@@ -311,6 +311,31 @@ class ForeignFlags:
     reasoning_parser_plugin: str | None = None
     disable_radix_cache: bool = False
     no_enable_prefix_caching: bool = False
+    no_enable_chunked_prefill: bool = False
+    no_async_scheduling: bool = False
+    disable_chunked_prefix_cache: bool = False
+    calculate_kv_scales: bool = False
+    kv_cache_memory_bytes: str | None = None
+    kv_offloading_size: float | None = None
+    hicache_write_policy: str | None = None
+    hicache_io_backend: str | None = None
+    hicache_mem_layout: str | None = None
+    hicache_storage_backend: str | None = None
+    enable_nsa_prefill_context_parallel: bool = False
+    nsa_prefill_cp_mode: str | None = None
+    fp8_gemm_backend: str | None = None
+    fp4_gemm_backend: str | None = None
+    enable_flashinfer_allreduce_fusion: bool = False
+    num_continuous_decode_steps: int | None = None
+    optimization_level: Annotated[str | None, Parameter(name=["--optimization-level", "-O"])] = None
+    safetensors_load_strategy: str | None = None
+    model_loader_extra_config: str | None = None
+    weight_loader_disable_mmap: bool = False
+    data_parallel_external_lb: bool = False
+    data_parallel_hybrid_lb: bool = False
+    language_model_only: bool = False
+    runner: str = "generate"
+    task: str = "generate"
 
 
 DP_ATTENTION: Final = "enable_dp_attention"
