@@ -48,6 +48,7 @@ from ess.server.process.bounds import (
     PROMPTS_MAX,
     TEXT_CHARS_MAX,
 )
+from ess.units import counted
 
 COUNTS: Final = (
     ("messages", MESSAGES_MAX),
@@ -149,6 +150,7 @@ class PromptReader:
                 prepared.document = _json({"input_tokens": len(ids)})
             case schemas.GenerateAsk():
                 prepared.prompts, prepared.is_many = self._generate(ask)
+                _join_samplings(ask, len(prepared.prompts))
             case schemas.TokensAsk():
                 prepared.prompts = [ask.token_ids]
             case schemas.TokenizeAsk():
@@ -180,8 +182,7 @@ class PromptReader:
         texts = [ask.text] if isinstance(ask.text, str) else list(ask.text or ())
         if not texts:
             raise BadInput("text is an empty list: give at least one prompt")
-        asked = ask.sampling_params
-        is_cut = asked is not None and asked.truncate_prompt_tokens is not None
+        is_cut = getattr(schemas.sampled_of(ask), "truncate_prompt_tokens", None) is not None
         prompts = self._encoded(texts, where="text", add_special=True, is_cut=is_cut)
         return prompts, isinstance(ask.text, list)
 
@@ -372,11 +373,20 @@ class PromptReader:
 
 
 def _check_counts(ask: msgspec.Struct) -> None:
-    for asked in (ask, getattr(ask, "sampling_params", None)):
+    for asked in (ask, schemas.sampled_of(ask)):
         for name, most in COUNTS:
             count = len(getattr(asked, name, None) or ())
             if count > most:
                 raise BadInput(f"{name} has {count:,} entries; at most {most:,} are read")
+
+
+def _join_samplings(ask: schemas.GenerateAsk, prompt_count: int) -> None:
+    """One of the entries for each prompt, which are equal."""
+    asked = ask.sampling_params
+    if isinstance(asked, list) and len(asked) != prompt_count:
+        prompts = counted(prompt_count, "prompt")
+        raise BadInput(f"sampling_params has {len(asked):,} entries for {prompts}")
+    ask.sampling_params = schemas.sglang_sampling(ask)
 
 
 def _drop_prompt(ask: msgspec.Struct) -> None:

@@ -19,6 +19,7 @@ from ess.server.process.bounds import PROMPT_IDS_MAX, PROMPTS_MAX
 Ask = TypeVar("Ask", bound=msgspec.Struct)
 
 
+EXACT_MAX: Final = 1 << 53
 _IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _MANY_IDS: Final = {"type": "array", "items": _IDS}
 _TEXTS: Final = {"type": "array", "items": {"type": "string"}}
@@ -268,11 +269,12 @@ class SglangSampling(Sampled, kw_only=True):
 
 
 class GenerateAsk(Addressed, kw_only=True):
-    """SGLang's /generate: one prompt or several, as text or as ids."""
+    """SGLang's /generate: one prompt or several, as text or as ids. A list of `sampling_params` has
+    an entry for each prompt; they are equal."""
 
     text: str | list[str] | None = None
     input_ids: Ids = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
-    sampling_params: SglangSampling | None = None
+    sampling_params: SglangSampling | list[SglangSampling] | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] | None = None
@@ -316,7 +318,19 @@ class PauseAsk(msgspec.Struct, kw_only=True):
 
 def sampled_of(ask: msgspec.Struct) -> msgspec.Struct | None:
     """The part of an ask that has the sampling parameters."""
-    return ask.sampling_params if isinstance(ask, GenerateAsk | TokensAsk) else ask
+    if isinstance(ask, GenerateAsk):
+        return sglang_sampling(ask)
+    return ask.sampling_params if isinstance(ask, TokensAsk) else ask
+
+
+def sglang_sampling(ask: GenerateAsk) -> SglangSampling | None:
+    """The sampling parameters of all prompts. BadInput if some have others."""
+    asked = ask.sampling_params
+    if not isinstance(asked, list):
+        return asked
+    if any(other != asked[0] for other in asked[1:]):
+        raise BadInput("sampling_params must be the same for all prompts")
+    return asked[0] if asked else None
 
 
 def read(raw: bytes, kind: type[Ask]) -> Ask:
@@ -325,12 +339,9 @@ def read(raw: bytes, kind: type[Ask]) -> Ask:
     raw = raw.removeprefix(BOM_UTF8)
     try:
         raw.decode("utf-8")
-        ask = msgspec.json.decode(raw or b"{}", type=kind)
+        ask = _decoded(raw or b"{}", kind)
         if issubclass(kind, (Addressed, AddressedSampled)):
-            unserved.check(raw, kind)
-            for name in ("sampling_params", "structured_outputs"):
-                if getattr(ask, name, None) is not None:
-                    unserved.check(unserved.part_of(raw, name), type(getattr(ask, name)))
+            _check_served(ask, raw)
         return ask
     except msgspec.ValidationError as error:
         raise BadInput(_placed(str(error))) from None
@@ -338,6 +349,42 @@ def read(raw: bytes, kind: type[Ask]) -> Ask:
         raise BadInput(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise BadInput("the body is nested too deeply") from None
+
+
+def _check_served(ask: msgspec.Struct, raw: bytes) -> None:
+    unserved.check(raw, type(ask))
+    for name in ("sampling_params", "structured_outputs"):
+        asked, part = getattr(ask, name, None), unserved.part_of(raw, name)
+        if isinstance(asked, list):
+            for entry in set(map(bytes, msgspec.json.decode(part, type=list[msgspec.Raw]))):
+                unserved.check(entry, SglangSampling)
+        elif asked is not None:
+            unserved.check(part, type(asked))
+
+
+def _decoded(raw: bytes, kind: type[Ask]) -> Ask:
+    """JSON Schema counts 16.0 among the integers, and clients with one type for all numbers, as
+    Gson has, write it so."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        try:
+            whole = msgspec.json.encode(_with_integers(msgspec.json.decode(raw)))
+            return msgspec.json.decode(whole, type=kind)
+        except (msgspec.ValidationError, OverflowError):
+            raise error from None
+
+
+def _with_integers(value: Any) -> Any:
+    """The document with integers for numbers such as 16.0, as far as floats have all of them."""
+    match value:
+        case float() if value.is_integer() and abs(value) < EXACT_MAX:
+            return int(value)
+        case list():
+            return [_with_integers(item) for item in value]
+        case dict():
+            return {name: _with_integers(item) for name, item in value.items()}
+    return value
 
 
 def _placed(sentence: str) -> str:

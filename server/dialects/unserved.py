@@ -124,6 +124,7 @@ UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
         "repetition_detection": "",
         "web_search_options": "there is no search",
         "moderation": "nothing is moderated here",
+        "extra_body": "OpenAI's client writes its fields into the body itself: put them there",
         "guided_whitespace_pattern": _FORM,
         "guided_json_object": _FORM,
         "whitespace_pattern": "white space between the parts of JSON is bounded",

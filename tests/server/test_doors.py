@@ -139,13 +139,33 @@ def test_generate_in_batches_and_with_logprobs(served: Served):
     answer = ask(
         served,
         "/generate",
-        {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True},
+        {
+            "text": ["a", "b"],
+            "sampling_params": [{"max_new_tokens": 2}] * 2,
+            "return_logprob": True,
+        },
     )
     assert [each["index"] for each in answer] == [0, 1]
+    assert [each["meta_info"]["completion_tokens"] for each in answer] == [2, 2]
     [first, _] = answer[0]["meta_info"]["output_token_logprobs"]
     assert first == [-0.5, answer[0]["output_ids"][0], None]
     many = ask(served, "/generate", {"input_ids": [[5]], "sampling_params": {"max_new_tokens": 1}})
     assert isinstance(many, list)
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ([{"n": 1}, {"n": 2}], "sampling_params must be the same for all prompts"),
+        ([{"n": 1}] * 3, "sampling_params has 3 entries for 2 prompts"),
+        ([{"best": 1, "beam_width": 4}] * 2, "beam_width is not served: there is no beam search"),
+        ([{"stop_token_ids": [1] * 2000}] * 2, "stop_token_ids has 2,000 entries"),
+    ],
+)
+def test_entries_of_prompts_are_equal_and_checked(served: Served, entries, says):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(served, "/generate", {"text": ["a", "b"], "sampling_params": entries})
+    assert says in json.loads(caught.value.read())["error"]["message"]
 
 
 def test_generate_scores_the_prompt_from_a_position_on(served: Served):

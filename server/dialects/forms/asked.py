@@ -45,7 +45,7 @@ def _form(ask: msgspec.Struct, style: ChatStyle, tokenizer: Tokenizer) -> constr
         case schemas.CompletionAsk():
             return constraints.of_openai(ask, tokenizer)
         case schemas.GenerateAsk():
-            return constraints.of_sglang(ask.sampling_params, tokenizer)
+            return constraints.of_sglang(schemas.sglang_sampling(ask), tokenizer)
         case schemas.TokensAsk():
             return constraints.of_structured(ask.sampling_params.structured_outputs, tokenizer)
         case schemas.ChatAsk():

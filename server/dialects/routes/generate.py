@@ -29,7 +29,7 @@ async def generate(request: Request) -> Response:
     prepared = await read(request, schemas.GenerateAsk)
     ask, prompts = prepared.ask, prepared.prompts
     service.check_model(ask.model)
-    sampling = ask.sampling_params or schemas.SglangSampling()
+    sampling = schemas.sglang_sampling(ask) or schemas.SglangSampling()
     _check_start(ask, prompts)
     wanted = _wanted(ask, sampling, prepared.forms)
     grown = begin_answer(request, ask, wanted, prompts, named=ask.rid)
@@ -53,7 +53,7 @@ def scored_from(ask: schemas.GenerateAsk) -> int | None:
 def is_prompt_alone(ask: schemas.GenerateAsk) -> bool:
     """Whether a client wants the scores of a prompt, or the prompt in the cache, and no answer: the
     engine makes a token that is not shown."""
-    return ask.sampling_params is not None and ask.sampling_params.max_new_tokens == 0
+    return getattr(schemas.sglang_sampling(ask), "max_new_tokens", None) == 0
 
 
 def _check_start(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> None:

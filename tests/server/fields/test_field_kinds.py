@@ -37,6 +37,7 @@ VALUES = [
         '"1"',
         '"true"',
         '"null"',
+        '"nan"',
         '"\\u0000"',
         '"\\ud800"',
         '"é😀"',
@@ -102,3 +103,18 @@ def test_any_value_is_served_or_refused_by_name(plain: Served, path: str) -> Non
         ]
         assert not failures, f"{len(failures)}:\n" + "\n".join(failures)
         assert answered(to, path, json.dumps(DIALECTS[path][1]).encode())[0] == 200
+
+
+def test_integers_may_have_a_point(plain: Served) -> None:
+    """As clients write them whose maps have one type for all numbers; texts are none."""
+    said = {"max_tokens": 3.0, "n": 2.0, "top_k": -1.0, "stop_token_ids": [5.0], "seed": -7.0}
+    body = {"prompt": [5.0, 6.0], **said, "temperature": 1, "guided_json": None}
+    address = plain.url.removeprefix("http://")
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as to:
+        status, text = answered(to, "/v1/completions", json.dumps(body).encode())
+        assert status == 200, text
+        document = json.loads(text)
+        assert (len(document["choices"]), document["usage"]["completion_tokens"]) == (2, 6)
+        for value in ("3.5", "1e300", '"3"'):
+            wrong_body = body_with("/v1/completions", ("max_tokens",), value)
+            assert answered(to, "/v1/completions", wrong_body)[0] == 400, value
