@@ -12,6 +12,7 @@ typedef unsigned u32;
 typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned char u8;
+typedef unsigned short u16;
 
 #define ESS_KERNEL extern "C" __global__ void
 #define ESS_SHARED __shared__

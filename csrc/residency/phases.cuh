@@ -10,6 +10,7 @@
 //           stays, whatever the order of the threads.
 //   count   how many absent rows each part is the first to name; how many slots of each tile may
 //           give way, by age. All stamps are in place, so what this step selected has age 0.
+//           Under score a rank takes the place of an age, but in a call that warms.
 //   rank    the place of each slot in the order (age descending, slot ascending) is the number of
 //           older ones, plus those of its age in lower tiles, warps and lanes. It is the victim of
 //           the missing row with that number.

@@ -16,7 +16,9 @@ ESS_PHASE(ess_count) {
     if (part >= 0 && part < parts) count_rows(call, part, name_first(call, Entry::of(call, part)));
 }
 
-ESS_PHASE(ess_rank) {
+// Two blocks share a multiprocessor. If that is not said, the assembler keeps to 40 registers under
+// score, and spills.
+ESS_KERNEL __launch_bounds__(kThreads, 2) ess_rank(const __grid_constant__ Resolve call) {
     ESS_SHARED Desk desk;
     rank_tile(call, blockIdx.x, desk);
 }

@@ -7,7 +7,14 @@ constexpr i32 kThreads = ESS_THREADS;
 constexpr i32 kWarps = kThreads / 32;
 constexpr i32 kPageRows = 64;
 constexpr i32 kAgeMax = 255;
-constexpr i32 kBins = 256;
+
+// Under score rows give way by the upper 8 bits of their rank, behind all free slots.
+#ifdef ESS_SCORED
+constexpr bool kScored = true;
+#else
+constexpr bool kScored = false;
+#endif
+constexpr i32 kBins = kScored ? 257 : 256;
 constexpr u32 kAllLanes = ~0u;
 constexpr i32 kNever = 2147483647;
 static_assert(kThreads % 32 == 0, "blocks are whole warps");
@@ -30,6 +37,12 @@ struct Arena {
     const i32* blocks;
     const i32* block_count;
     u64* hit_age;
+    u16* rank_of;
+
+    // A row id that leaves is no longer the row that was scored.
+    __device__ void forget(i32 row) const {
+        if (rank_of != nullptr) rank_of[row] = 0;
+    }
 
     __device__ i32 slot_count() const { return *block_count * kPageRows; }
 };

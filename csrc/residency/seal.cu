@@ -25,6 +25,7 @@ struct Tile {
 
 struct Seal {
     i32 *slot_of, *row_of;
+    u16* rank_of;
     u8* dirty;
     i32* lengths;
     const i32* host_page_of;
@@ -70,6 +71,7 @@ struct Seal {
         if (is_new) {
             const i32 row = rows[at], slot = new_slots[group * slot_stride + at];
             slot_of[group * row_id_count + row] = keeps ? slot : -1;
+            if (rank_of != nullptr && !keeps) rank_of[group * row_id_count + row] = 0;
             if (slot >= 0) {
                 row_of[slot] = keeps ? row : -1;
                 dirty[slot] = keeps;

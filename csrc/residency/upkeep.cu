@@ -57,6 +57,7 @@ ESS_UPKEEP(ess_drop) {
     ESS_EACH(i) {
         if (call.list[i] < 0) continue;
         const i32 slot = atomicExch(&call.arena.slot_of[call.list[i]], -1);
+        call.arena.forget(call.list[i]);
         if (slot >= 0) call.empty(slot);
     }
 }
@@ -75,6 +76,7 @@ ESS_UPKEEP(ess_clear_blocks) {
         const i32 at = call.slot(i), row = call.arena.row_of[at];
         if (row < 0) continue;
         call.arena.slot_of[row] = -1;
+        call.arena.forget(row);
         call.empty(at);
     }
 }

@@ -98,7 +98,7 @@ __device__ i32 group_slot(i32 tile, i32 item) {
 }
 
 // The slots of a tile that this thread looks at, -1 past the last, and the bin of each: 0 for a
-// free slot, then ages downward to 1; -1 for what must stay.
+// free slot, then ages downward to 1, or ranks upward; -1 for what must stay.
 struct Look {
     i32 slot[kItems];
     i32 bin[kItems];
@@ -134,6 +134,10 @@ __device__ Look look(const Resolve& call, i32 tile) {
         look.bin[item] = row[item] < 0 ? 0 : stays ? -1 : of_age;
         if (look.slot[item] < 0) look.bin[item] = -1;
     }
+    const bool by_rank = kScored && call.purpose != kWarms;
+#pragma unroll
+    for (i32 item = 0; kScored && item < kItems; item++)
+        if (by_rank & (look.bin[item] > 0)) look.bin[item] = 1 + (arena.rank_of[row[item]] >> 8);
     return look;
 }
 

@@ -424,8 +424,8 @@ def _bytes(name: str, size: int | str) -> int:
 
 def _check_eviction(evict: str, device: str) -> None:
     check_policy(evict)
-    if device != "cpu" and evict != "lru":
-        raise BadInput(f"evict is {evict!r}: on {device} rows give way by lru alone")
+    if device != "cpu" and evict == "sieve":
+        raise BadInput(f"evict is 'sieve': on {device} rows give way by lru or score")
 
 
 def _check_disk(disk: DiskTier | None, layout: ModelLayout, common: Common | None) -> None:

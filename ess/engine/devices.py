@@ -31,7 +31,7 @@ DECODES: Final = "an engine that decodes in several processes has its rows and w
 # Settings, the values that a device serves, and why it does not serve others.
 SERVED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "backend": (("cuda",), "its kernels are those of backend cuda"),
-    "evict": (("lru",), "rows give way by lru alone there"),
+    "evict": (("lru", "score"), "rows give way by lru or score there"),
     "deterministic": ((False,), "its kernels have no stages that are alike in every batch"),
     "tp_size": ((1,), TEAM),
     "cp_size": ((1,), TEAM),

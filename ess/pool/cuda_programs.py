@@ -21,9 +21,10 @@ def programs() -> Iterator[Program]:
     for row_bytes in ROW_BYTES:
         if row_bytes % 16 == 0:
             yield ring_form(row_bytes).program
-    yield resolve_program(is_together=False, threads=PHASE_THREADS)
-    yield resolve_program(is_together=True, threads=PHASE_THREADS)
-    for file in ("each.cu", "locate.cu", "upkeep.cu", "seal.cu", "audit.cu"):
+    for file in ("resolve.cu", "together.cu", "each.cu"):
+        for is_scored in (False, True):
+            yield resolve_program(file, threads=PHASE_THREADS, is_scored=is_scored)
+    for file in ("locate.cu", "upkeep.cu", "seal.cu", "audit.cu", "scores.cu"):
         yield slot_program(file, PHASE_THREADS)
 
 

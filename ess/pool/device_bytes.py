@@ -21,6 +21,8 @@ from ess.units import PAGE_ROWS, div_ceil
 
 INT: Final = 4
 LONG: Final = 8
+RANK: Final = 2
+SCALE: Final = 8
 SEALS: Final = 3
 """The most steps that are sealed and not yet stored: one is being sealed, the step before may be
 neither learned nor landed, and the first is being learned. Each has its own lists and keys."""
@@ -47,6 +49,7 @@ class PoolShape:
     length_max: int
     query_max: int
     part_max: int = 4
+    is_scored: bool = False
 
     @property
     def slot_total(self) -> int:
@@ -84,10 +87,11 @@ def chunks_max(layout: ModelLayout, chunks: int) -> list[int]:
 def pool_bytes(shape: PoolShape) -> Mapping[str, int]:
     """Bytes by purpose; `slots`, `index keys` and `row maps` are sized by settings."""
     layout = shape.layout
+    row_bytes = INT + (RANK if shape.is_scored else 0)
     return {
         "slots": shape.chunks * layout.chunk_bytes,
         "index keys": shape.index_pages * layout.key_page_bytes,
-        "row maps": layout.group_count * shape.index_pages * PAGE_ROWS * INT,
+        "row maps": layout.group_count * shape.index_pages * PAGE_ROWS * row_bytes,
         "slot maps": _slot_maps(shape),
         "page tables": _tables(shape),
         "residency": _residency(shape),
@@ -138,7 +142,8 @@ def _residency(shape: PoolShape) -> int:
         shape.part_max * query_max * (4 * layout.top_k + 3) + query_max * layout.top_k,
         FINDINGS,
     )
-    return sum(counts) * INT + _counted(shape) * LONG
+    scales = query_max * SCALE if shape.is_scored else 0
+    return sum(counts) * INT + _counted(shape) * LONG + scales
 
 
 def _counted(shape: PoolShape) -> int:

@@ -157,7 +157,7 @@ def test_a_prompt_waits_for_its_end_and_not_for_its_layers():
 
 def test_two_halves_are_replayed_with_other_selections():
     """Prompts differ and go on, so every replay selects, misses and fetches other rows."""
-    given = {"family": "v32", "mode": "da", "arena": "smallest", "mtp": "2"}
+    given = {"family": "v32", "mode": "da", "arena": "smallest", "mtp": "2", "evict": "score"}
     wanted, said = [], []
     for device, made in (("cpu", wanted), ("cuda", said)):
         more = {} if device == "cpu" else {"graphs": "many", "tbo": "on"}

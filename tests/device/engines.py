@@ -56,6 +56,7 @@ def parts(
     depth="0",
     arena="ample",
     graphs="off",
+    evict="lru",
     door=True,
     **more,
 ) -> tuple[Model, Offload, EngineConfig]:
@@ -72,6 +73,7 @@ def parts(
         length_max=LENGTH_MAX,
         slot_floor=16,
         poison=True,
+        evict=evict,
     )
     shuffle(offload)
     chosen = EngineConfig(

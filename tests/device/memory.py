@@ -103,7 +103,13 @@ def test_pools_take_what_their_plan_says(family, mtp):
     if not mtp:
         layout = config.layout(row="f32", index="f32", has_mtp=False)
     shape = PoolShape(
-        layout=layout, chunks=37, index_pages=21, sequence_max=5, length_max=700, query_max=12
+        layout=layout,
+        chunks=37,
+        index_pages=21,
+        sequence_max=5,
+        length_max=700,
+        query_max=12,
+        is_scored=mtp,
     )
     tensors, given = tensor_bytes(), driver_bytes()
     offload = Offload.create(
@@ -116,12 +122,15 @@ def test_pools_take_what_their_plan_says(family, mtp):
         length_max=700,
         query_max=12,
         slot_floor=16,
+        evict="score" if mtp else "lru",
     )
     planned = pool_bytes(shape)
     pools = offload._pools
     assert planned["slots"] == pools.sparse.slab.nbytes
     assert planned["index keys"] == pools.index.keys.pages.nbytes
-    assert planned["row maps"] == pools.sparse.slot_of.nbytes
+    ranks = pools.sparse.rank_of
+    ranks_bytes = 0 if ranks is None else ranks.nbytes
+    assert planned["row maps"] == pools.sparse.slot_of.nbytes + ranks_bytes
     assert sum(planned.values()) == tensor_bytes() - tensors + driver_bytes() - given
     offload.close()
 

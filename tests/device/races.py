@@ -108,13 +108,17 @@ def never_early():
 
 
 DEEP = {"depth": "1"}
+SCORED = {"evict": "score"}
 RESIDENT = {"mode": "resident", "depth": "1", "mtp": "1"}
 VERIFIED = {"graphs": "off", "depth": "1", "verify_every": 1}
 
 
 @pytest.mark.parametrize(
     "change",
-    [DEEP, *(pytest.param(more, marks=pytest.mark.long) for more in ({}, RESIDENT, VERIFIED))],
+    [
+        DEEP | SCORED,
+        *(pytest.param(more, marks=pytest.mark.long) for more in ({}, RESIDENT, VERIFIED)),
+    ],
 )
 def test_nothing_races(change):
     with never_early(), watched(SHORT | change) as (races, eng):

@@ -122,6 +122,8 @@ class Doors:
 
     def resolve(self, steps, layer, selection, **options):
         """Both answers, which name the same entries."""
+        if selection is not None and self.host.wants_scores:
+            self.observe(steps, layer, selection, options.get("queries"))
         made = [
             step.resolve(layer, None if selection is None else given(selection), **options)
             for step, given in zip(steps, (torch.from_numpy, there), strict=True)
@@ -129,6 +131,14 @@ class Doors:
         for name in FIELDS:
             same(getattr(made[0], name), getattr(made[1], name), f"{name} of layer {layer}")
         return made
+
+    def observe(self, steps, layer, selection, queries):
+        """Logits of as many positions as the longest context has, and some more."""
+        logits = self.random.normal(size=(len(selection), 320)).astype(np.float32)
+        chosen = np.take_along_axis(logits, np.maximum(selection, 0), 1)
+        np.put_along_axis(logits, np.maximum(selection, 0), chosen + np.float32(2), 1)
+        for step, given in zip(steps, (torch.from_numpy, there), strict=True):
+            step.observe(layer, given(selection), given(logits), queries=queries)
 
     def wait(self, layer, made):
         """Both have the same bytes where they say that rows are."""
@@ -208,6 +218,9 @@ class Doors:
             for name in MAPS:
                 same(getattr(mine, name), getattr(other, name), f"{name} of group {group}")
             same(mine.hit_age, other.hit_age, f"hit_age of group {group}")
+            if self.host.wants_scores:
+                ranks = mine.eviction.rank_of.view(np.int16)
+                same(ranks, other.rank_of, f"rank_of of group {group}")
         used = np.flatnonzero(here.sparse._row_of >= 0)
         np.testing.assert_array_equal(away.sparse.slab.cpu().numpy()[used], here.sparse.slab[used])
         for name in ("rows", "stored", "keyed"):

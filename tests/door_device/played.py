@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -65,10 +66,10 @@ def test_steps_of_a_batch(made, style, late):
     doors.audit()
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_a_tight_arena(made, style):
+@pytest.mark.parametrize(("style", "evict"), [*product(STYLES, ["lru"]), ("halves", "score")])
+def test_a_tight_arena(made, style, evict):
     """Rows give way, and where none can, others are read in place."""
-    doors = made(chunks=3, seed=2)
+    doors = made(chunks=3, seed=2, evict=evict)
     pairs = [doors.open(list(range(n, 3 * n)), promise="some") for n in (60, 90)]
     for _turn in range(8):
         counts = doors.random.integers(1, 5, 2).tolist()
@@ -113,10 +114,10 @@ def test_the_smallest_arena_reads_rows_in_place(made):
     assert doors.host.stats().place_count.sum() > 0
 
 
-@pytest.mark.parametrize("seed", [4, 5])
-def test_sequences_come_and_go(made, seed):
+@pytest.mark.parametrize(("seed", "evict"), [(4, "lru"), (5, "score")])
+def test_sequences_come_and_go(made, seed, evict):
     """Prefixes are found again, sequences are preempted, forked, warmed and filled."""
-    doors = made(chunks=6, pages=14, seed=seed)
+    doors = made(chunks=6, pages=14, seed=seed, evict=evict)
     for _turn in range(14):
         live(doors)
         pairs = [pair for pair in doors.sequences if pair[0].state == "active"]

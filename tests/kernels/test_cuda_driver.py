@@ -83,7 +83,7 @@ class Trials:
         self.device._load(form.program, form.entry, 300 << 10, 0)
 
     def half_a_cluster(self):
-        program = resolve_program(is_together=True, threads=64)
+        program = resolve_program("together.cu", threads=64, is_scored=False)
         kernel = self.device.kernel(program, "ess_resolve_together")
         shape = {"blocks": CLUSTER_BLOCKS - 1, "threads": 64, "stream": self.stream.handle}
         kernel.launch(ResolveRecord(), **shape)

@@ -39,6 +39,16 @@ def test_twenty_steps_agree_with_the_specification(operations):
     campaign(operations, 3, 20)
 
 
+def test_scored_rows_give_way_as_the_specification_says(folder):
+    """Ranks, victims, and who forgets what, bit for bit; some logits are not numbers. In phases:
+    the doors of devices are tested with all of a call in one launch."""
+    scored = Emulated(folder, is_together=False, is_scored=True)
+    world = DeviceCampaign(6, scored, "score")
+    for _ in range(10):
+        world.one_step()
+    assert world.seen["plan evicted_count"] > 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step_count", [80, pytest.param(150, marks=pytest.mark.long)])
 def test_many_steps_agree_with_the_specification(operations, step_count):
@@ -410,7 +420,7 @@ def test_small_batches_run_in_one_cluster_and_others_on_the_whole_device():
 
 
 def test_a_device_without_clusters_takes_a_launch_for_each_phase():
-    arena = Arena.alone(row_count=640, slot_count=64)
+    arena = types.SimpleNamespace(row_of=np.zeros(64), rank_of=None)
     for has_clusters, count in ((True, 1), (False, 5)):
         loaded = []
         device = types.SimpleNamespace(

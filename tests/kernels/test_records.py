@@ -52,6 +52,7 @@ CUDA = {
     "audit.cu": {"Audit": cuda_records.AuditRecord},
     "upkeep.cu": {"Upkeep": cuda_records.UpkeepRecord},
     "locate.cu": {"Locate": cuda_records.LocateRecord},
+    "scores.cu": {"Observe": cuda_records.ObserveRecord},
     "each.cu": {
         "Each": cuda_new_rows.EachRecord,
         "Resolve": cuda_records.ResolveRecord,

@@ -74,9 +74,9 @@ class DeviceSide(Side):
 class DeviceCampaign(Campaign):
     """Steps fetch on one lane, landings on another; each lands its copies in order."""
 
-    def __init__(self, seed, operations):
-        super().__init__(seed)
-        self.sides = [DeviceSide(Specified(), (3, 2)), DeviceSide(operations, (3, 2))]
+    def __init__(self, seed, operations, evict="lru"):
+        super().__init__(seed, evict)
+        self.sides = [DeviceSide(each, (3, 2), evict) for each in (Specified(), operations)]
         self.given = [0, 1]
 
     def fetch(self, name, group, *arguments):

@@ -35,6 +35,7 @@ RECORDS = {
         "Resolve",
     ),
     "together.cu": {"ess_resolve_together": "Resolve"},
+    "scores.cu": dict.fromkeys(("ess_scale", "ess_follow"), "Observe"),
     "upkeep.cu": dict.fromkeys(
         [f"ess_{name}" for name in ("settle", "drop", "clear_blocks")], "Upkeep"
     ),

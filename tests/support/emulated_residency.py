@@ -14,6 +14,7 @@ from ess.pool.lru.cuda_records import (
     ResolveRecord,
     audit_record,
     claim_record,
+    observe_record,
     resolve_record,
     upkeep_record,
     warm_record,
@@ -37,6 +38,7 @@ THREADS = 64
 LINE = 24
 EACH = ResolveShape.of_new_rows(1, 1).launches_each
 UPKEEP = ("ess_settle", "ess_drop", "ess_clear_blocks")
+SCORES = ("ess_scale", "ess_follow")
 
 
 def shape_of(query_max, top_k, block_max, *, is_together, threads=THREADS):
@@ -63,13 +65,17 @@ class Emulated:
     """The operations of the specification, by the kernels. `landed` has the latest ticket of each
     lane whose copy has landed."""
 
-    def __init__(self, folder, *, is_together, threads=THREADS):
+    def __init__(self, folder, *, is_together, threads=THREADS, is_scored=False):
         self.is_together, self.threads, self.folder = is_together, threads, folder
-        program = resolve_program(is_together=is_together, threads=threads)
+        self.is_scored = is_scored
+        program = self.shape(1, 1, 1).program(is_scored=is_scored)
         names = [launch.entry for launch in self.shape(1, 1, 1).launches(1)]
         self.kernels = emulated(program, dict.fromkeys(names, "Resolve"), folder)
+        each = resolve_program("each.cu", threads=threads, is_scored=is_scored)
+        names = [launch.entry for launch in EACH]
+        self.kernels |= emulated(each, dict.fromkeys(names, "Each"), folder)
         for file, records in (
-            ("each.cu", dict.fromkeys([launch.entry for launch in EACH], "Each")),
+            ("scores.cu", dict.fromkeys(SCORES, "Observe")),
             ("upkeep.cu", dict.fromkeys(UPKEEP, "Upkeep")),
             ("audit.cu", {"ess_audit": "Audit"}),
         ):
@@ -88,6 +94,7 @@ class Emulated:
     def launch(self, launches, record, arena, /, **arrays):
         """Kernels may use what is named here; of the rest of the workspace nothing is known yet."""
         given = self.work | {name: getattr(arena, name) for name in ARENA}
+        given |= {"rank_of": arena.rank_of} if self.is_scored else {}
         given |= {name: each for name, each in arrays.items() if isinstance(each, np.ndarray)}
         with lent(self.folder, given, unwritten={*self.work, *SPLIT} - {"now", "report"}):
             for entry, blocks in launches:
@@ -104,6 +111,7 @@ class Emulated:
         self.work["now"][:] = now_of(step=step, query_count=query_count, **now)
         self.work["report"][:] = 0
         there = {name: getattr(arena, name) for name in ARENA if name != "block_count"}
+        there["rank_of"] = arena.eviction.rank_of if self.is_scored else None
         block_count = np.array([arena.blocks.size], np.int32)
         return SimpleNamespace(**there, block_count=block_count), moment
 
@@ -118,6 +126,18 @@ class Emulated:
         given |= {name: getattr(split, name) for name in SPLIT}
         self.launch(shape.launches(len(rows)), record, there, **given)
         return self.claims(arena)
+
+    def observe(self, arena, lookup, selection, line_of, length, *, logits):
+        """By blocks that take several pages in turn."""
+        there, moment = self.begin(arena, self.shape(1, 1, 1), step=1, query_count=len(selection))
+        given = {"positions": np.ascontiguousarray(selection), "logits": logits}
+        given |= {"scales": np.full(2 * len(selection), np.nan, np.float32)}
+        given |= {"page_table": lookup.lines, "table_row": line_of, "length": length}
+        record = observe_record(arena=there, workspace=self.work, moment=moment, **given)
+        record.blocks_each = 2
+        launches = zip(SCORES, (len(selection), 2 * len(selection)), strict=True)
+        self.launch(launches, record, there, **given)
+        assert self.report["faults"] == 0
 
     def warm(self, arena, rows, ages, *, step, ticket, **options):
         """The list is an array of the greatest length; how much of it counts, the device knows."""
@@ -197,7 +217,8 @@ class Emulated:
             works.append(self.work | {"now": works[0]["now"]} if works else self.work)
             at = {"slots": slots[group].ctypes.data, "query_count": one.ctypes.data}
             records.append(claim_record(shape, arena=there, workspace=works[-1], rows=line, **at))
-            own = {"slot_of", "blocks", "block_count", "hit_age"} if group else ARENA
+            own = {"slot_of", "blocks", "block_count", "hit_age"} if group else {*ARENA}
+            own |= {"rank_of"} if self.is_scored else set()
             given |= {f"{name} {group}": getattr(there, name) for name in own}
             named = (
                 works[-1].items() if group == 0 else [w for w in works[-1].items() if w[0] != "now"]

@@ -140,7 +140,10 @@ class OnDevice:
 def arena_on(device, arena):
     counted = {"block_count": np.array([arena.blocks.size], np.int32)}
     arrays = {name: getattr(arena, name) for name in (*SLAB, "blocks")} | counted
-    return SimpleNamespace(**{name: DeviceArray(device, array) for name, array in arrays.items()})
+    if arena.eviction.name == "score":
+        arrays["rank_of"] = arena.eviction.rank_of
+    there = {name: DeviceArray(device, array) for name, array in arrays.items()}
+    return SimpleNamespace(**{"rank_of": None} | there)
 
 
 def claims_of(residency, moment=FIRST):

@@ -25,11 +25,13 @@ from ess.pool.lru.cuda_audit import KINDS, NONE_FOUND, assert_sound
 from ess.pool.lru.cuda_records import (
     AuditRecord,
     LocateRecord,
+    ObserveRecord,
     ResolveRecord,
     UpkeepRecord,
     address,
     audit_record,
     locate_record,
+    observe_record,
     resolve_record,
     upkeep_record,
     warm_record,
@@ -49,6 +51,9 @@ OTHERS: Final = {
 }
 
 
+SCORES: Final = {"ess_scale": "scores.cu", "ess_follow": "scores.cu"}
+
+
 class Residency:
     """All kernels are loaded here, so that a call can be captured."""
 
@@ -65,10 +70,12 @@ class Residency:
         self.group = group
         self._device = device
         launches = self.shape.launches(self.shape.query_max)
-        self._phases = {entry: device.kernel(self.shape.program, entry) for entry, _ in launches}
+        is_scored = arena.rank_of is not None
+        program = self.shape.program(is_scored=is_scored)
+        self._phases = {entry: device.kernel(program, entry) for entry, _ in launches}
         self._others = {
             entry: device.kernel(slot_program(file, PHASE_THREADS), entry)
-            for entry, file in OTHERS.items()
+            for entry, file in (OTHERS | (SCORES if is_scored else {})).items()
         }
 
     def plan(
@@ -108,6 +115,16 @@ class Residency:
     def fill(self, rows: Any, *, stream: int, **options: Any) -> None:
         """Puts absent rows into free slots while there are any, as the oldest of the used rows."""
         self.warm(rows, None, stream=stream, **options)
+
+    def observe(
+        self, positions: Any, logits: Any, scales: Any, *, stream: int, moment: Moment, **given: Any
+    ) -> None:
+        """The ranks of all rows of these queries follow the logits. `given` is the queries'
+        `page_table`, `table_row` and `length`."""
+        at = {"arena": self.arena, "workspace": self._workspace(moment), "moment": moment}
+        record = observe_record(positions=positions, logits=logits, scales=scales, **at, **given)
+        self._launch("ess_scale", record, record.query_max, stream)
+        self._launch("ess_follow", record, record.query_max * record.blocks_each, stream)
 
     def claims(self, moment: Moment = FIRST) -> Claims:
         """The claims of the call at this moment, for the copy behind it."""
@@ -173,7 +190,7 @@ class Residency:
     def _launch(
         self,
         entry: str,
-        record: LocateRecord | UpkeepRecord | AuditRecord,
+        record: LocateRecord | ObserveRecord | UpkeepRecord | AuditRecord,
         blocks: int,
         stream: int,
     ) -> None:

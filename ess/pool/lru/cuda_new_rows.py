@@ -11,7 +11,7 @@ import numpy as np
 from ess.kernels.cuda.arrays import DeviceArray
 from ess.kernels.cuda.driver import Device, call
 from ess.pool.lru.cuda_records import EachRecord, ResolveRecord, claim_record
-from ess.pool.lru.cuda_shape import REPORT, ResolveShape, slot_program
+from ess.pool.lru.cuda_shape import REPORT, ResolveShape, resolve_program
 from ess.pool.lru.cuda_workspaces import MakeInts
 
 EACH: Final = "each.cu"
@@ -42,7 +42,8 @@ class NewRows:
         self._device = device
         sizes = new_row_sizes(self.shape, len(arenas))
         self._arrays = {name: ints(count) for name, count in sizes.items()}
-        program = slot_program(EACH, self.shape.threads)
+        is_scored = arenas[0].rank_of is not None
+        program = resolve_program(EACH, threads=self.shape.threads, is_scored=is_scored)
         self._kernels = {
             entry: device.kernel(program, entry) for entry, _ in self.shape.launches_each
         }

@@ -12,16 +12,19 @@ from typing import Any, Final, Literal
 
 from ess.errors import BadInput
 from ess.kernels.cpu.records import COUNT, POINTER, fields
-from ess.pool.lru.cuda_shape import FIRST, NOW, Moment, ResolveShape
+from ess.pool.lru.cuda_shape import FIRST, NOW, PHASE_THREADS, Moment, ResolveShape
+from ess.units import PAGE_ROWS, div_ceil
 
 Purpose = Literal["select", "write", "warm"]
+FOLLOW_BLOCKS_MAX: Final = 16
+"""The most blocks that take the pages of one query, a warp for each page."""
 PURPOSES: Final[tuple[Purpose, ...]] = ("select", "write", "warm")
 
 
 class ArenaRecord(ctypes.Structure):
     _fields_ = (
         *fields(POINTER, "slot_of", "row_of", "last_use", "ticket_of", "dirty"),
-        *fields(POINTER, "blocks", "block_count", "hit_age"),
+        *fields(POINTER, "blocks", "block_count", "hit_age", "rank_of"),
     )
 
 
@@ -59,6 +62,16 @@ class EachRecord(ctypes.Structure):
     """Each of csrc/residency/each.cu."""
 
     _fields_ = (*fields(POINTER, "calls"), *fields(COUNT, "each"))
+
+
+class ObserveRecord(ctypes.Structure):
+    """Observe of csrc/residency/scores.cu."""
+
+    _fields_ = (
+        ("selection", SelectionRecord),
+        *fields(POINTER, "logits", "rank_of", "scales", "queries", "report"),
+        *fields(COUNT, "query_first", "query_max", "stride", "blocks_each"),
+    )
 
 
 class LocateRecord(ctypes.Structure):
@@ -208,6 +221,38 @@ def _claims_record(
     record.host_page_of, record.stored = address(host_page_of), address(stored)
     record.layer_count, record.stored_width = (0, 0) if stored is None else stored.shape
     record.purpose = PURPOSES.index(purpose)
+    return record
+
+
+def observe_record(
+    *,
+    arena: Any,
+    positions: Any,
+    logits: Any,
+    scales: Any,
+    workspace: Mapping[str, Any],
+    moment: Moment = FIRST,
+    query_count: Any = None,
+    **context: Any,
+) -> ObserveRecord:
+    """Logits float32 [query, position], from which these positions were selected; `scales` has room
+    for two float32 a query."""
+    lines = len(positions)
+    assert len(logits) == lines, f"{len(logits)} lines of logits for {lines} queries"
+    assert scales.shape[0] >= 2 * lines, f"{scales.shape[0]} numbers for scales of {lines} queries"
+    record = ObserveRecord(
+        selection=selection_record(arena, positions, positions=positions, **context),
+        logits=address(logits),
+        rank_of=address(arena.rank_of),
+        scales=address(scales),
+        queries=query_count_address(workspace, query_count),
+        report=address(workspace["report"]),
+        query_first=moment.first,
+        query_max=lines,
+        stride=logits.shape[1],
+    )
+    pages = min(div_ceil(logits.shape[1], PAGE_ROWS), record.selection.table_width)
+    record.blocks_each = min(FOLLOW_BLOCKS_MAX, max(1, div_ceil(pages, PHASE_THREADS // 32)))
     return record
 
 

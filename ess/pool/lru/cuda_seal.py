@@ -12,7 +12,7 @@ from ess.units import PAGE_ROWS, div_ceil
 
 SEAL: Final = "seal.cu"
 _POINTERS: Final = (
-    *("slot_of", "row_of", "dirty", "lengths", "host_page_of"),
+    *("slot_of", "row_of", "rank_of", "dirty", "lengths", "host_page_of"),
     *("accepted", "lines", "sequence_of", "offsets", "rows", "new_slots"),
     *("first_layer", "key_pages", "kept", "sources", "targets", "told", "keys"),
     *("selects", "writes", "selected", "written", "left", "stored"),

@@ -9,7 +9,8 @@ from ess.errors import BadInput
 from ess.kernels.cuda.program import Program
 from ess.units import PAGE_ROWS, div_ceil
 
-BINS: Final = 256
+BINS: Final = 257
+"""Free slots and 255 ages, or free slots and 256 ranks."""
 ITEMS: Final = 8
 PHASE_THREADS: Final = 512
 CLUSTER_BLOCKS: Final = 8
@@ -98,9 +99,9 @@ class ResolveShape:
         """The most rows that one call can claim slots for."""
         return min(self.query_max * self.top_k, self.block_max * PAGE_ROWS)
 
-    @property
-    def program(self) -> Program:
-        return resolve_program(is_together=self.is_together, threads=self.threads)
+    def program(self, *, is_scored: bool) -> Program:
+        file = "together.cu" if self.is_together else "resolve.cu"
+        return resolve_program(file, threads=self.threads, is_scored=is_scored)
 
     def launches(self, query_count: int) -> list[Launch]:
         """The launches, in order, of a call with this many lines."""
@@ -154,11 +155,12 @@ def fits_one_cluster(entry_count: int, slot_count: int) -> bool:
     return entry_count <= ALONE_ENTRIES_MAX and slot_count <= ALONE_SLOTS_MAX
 
 
-def resolve_program(*, is_together: bool, threads: int) -> Program:
-    if not is_together:
-        return slot_program("resolve.cu", threads)
-    together = slot_program("together.cu", threads)
-    return replace(together, defines=(*together.defines, ("ESS_BLOCKS", CLUSTER_BLOCKS)))
+def resolve_program(file: str, *, threads: int, is_scored: bool) -> Program:
+    """A program whose kernels choose victims: by age, or by rank where rows are scored."""
+    program = slot_program(file, threads)
+    cluster = (("ESS_BLOCKS", CLUSTER_BLOCKS),) if file == "together.cu" else ()
+    scored = (("ESS_SCORED", 1),) if is_scored else ()
+    return replace(program, defines=(*program.defines, *cluster, *scored))
 
 
 def slot_program(file: str, threads: int) -> Program:

@@ -78,6 +78,25 @@ inline u32 __reduce_add_sync(u32 mask, u32 value, ESS_LINE) {
 
 inline i32 __popc(u32 mask) { return __builtin_popcount(mask); }
 
+// ---- sums and products that are rounded once each
+
+inline float __fadd_rn(float one, float other) { return one + other; }
+inline float __fsub_rn(float one, float other) { return one - other; }
+inline float __fmul_rn(float one, float other) { return one * other; }
+inline float __fdiv_rn(float one, float other) { return one / other; }
+
+inline i32 __float_as_int(float from) {
+    i32 bits;
+    std::memcpy(&bits, &from, sizeof bits);
+    return bits;
+}
+
+inline float __int_as_float(i32 bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 // Replaces a word by what `change` makes of it, at once.
 template <typename T, typename Change>
 T atomically(T* at, Change change) {

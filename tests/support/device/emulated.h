@@ -30,6 +30,7 @@ typedef unsigned u32;
 typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned char u8;
+typedef unsigned short u16;
 
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };

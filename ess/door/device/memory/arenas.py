@@ -42,6 +42,7 @@ class DeviceArena:
     blocks: Tensor
     block_count: Tensor
     hit_age: Tensor
+    rank_of: Tensor | None
 
 
 class Drops(Protocol):
@@ -75,6 +76,7 @@ class DeviceArenas:
         chunk_count: int,
         row_id_count: int,
         poison: bool,
+        is_scored: bool,
     ) -> None:
         self.layout = layout
         self.home = home
@@ -93,6 +95,9 @@ class DeviceArenas:
         self.last_use = ints(home, 0, slab_rows)
         self.ticket_of = ints(home, 0, slab_rows)
         self.dirty = torch.zeros(slab_rows, dtype=torch.uint8, device=home)
+        ranks = torch.zeros_like(self.slot_of, dtype=torch.int16) if is_scored else None
+        self.rank_of = ranks
+        """Bits of the specification's 16, without a sign; None where rows give way by lru."""
         ages = (layout.group_count, AGE_MAX + 1)
         self.hits = torch.zeros(ages, dtype=torch.int64, device=home)
         self._ages = self._read_ages()
@@ -112,6 +117,7 @@ class DeviceArenas:
             blocks=room.to(self.home),
             block_count=torch.tensor([len(blocks)], dtype=torch.int32).to(self.home),
             hit_age=self.hits[group],
+            rank_of=None if self.rank_of is None else self.rank_of[group],
         )
 
     # ---- what the host knows

@@ -87,6 +87,7 @@ def build_device_pools(
         chunk_count=counts.chunks,
         row_id_count=counts.index_pages * PAGE_ROWS,
         poison=sizes.poison,
+        is_scored=sizes.evict == "score",
     )
     return DevicePools(
         layout=layout,

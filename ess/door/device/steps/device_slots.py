@@ -82,6 +82,8 @@ class DeviceSlots:
         )
         self._findings = pools.ints(FINDINGS)
         self._resolved = np.zeros(layout.group_count, np.int64)
+        is_scored = sizes.evict == "score"
+        self._scales = pools.ints(2 * sizes.query_max) if is_scored else None
 
     @property
     def direct(self) -> None:
@@ -198,7 +200,18 @@ class DeviceSlots:
     def observe(
         self, step: Step, layer: int, queries: range, selection: Array, logits: Array
     ) -> None:
-        raise AssertionError("on a device rows give way by lru alone, and a step takes no scores")
+        pools, mine = self.pools, slice(queries.start, queries.stop)
+        assert self._scales is not None, f"{step!r}: no scores are kept"
+        self._selects[pools.layout.group_of(layer)].observe(
+            selection,
+            logits,
+            self._scales,
+            stream=pools.lane.compute,
+            moment=Moment(part=pools.sizes.part_max, first=queries.start),
+            page_table=pools.tables.maps.lines,
+            table_row=cast(DeviceArrays, step.arrays).query_line[mine],
+            length=step.lengths(layer)[mine],
+        )
 
     def host_codes(self, step: Step, layer: int, queries: range, selection: Array) -> Tensor:
         return self._locating.host_codes(step, layer, queries, selection)

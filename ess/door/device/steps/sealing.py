@@ -258,6 +258,7 @@ def _arrays(pools: DevicePools) -> dict[str, Any]:
     return {
         "slot_of": sparse.slot_of,
         "row_of": sparse.row_of,
+        "rank_of": sparse.rank_of,
         "dirty": sparse.dirty,
         "lengths": maps.lengths,
         "host_page_of": maps.host_page_of,

@@ -151,6 +151,7 @@ def _shape(
         sequence_max=settings.max_running,
         length_max=length_max,
         query_max=settings.max_running * settings.mtp,
+        is_scored=settings.evict == "score",
     )
 
 
