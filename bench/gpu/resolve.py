@@ -184,11 +184,11 @@ def arena_on(device: Device, arena: Arena) -> SimpleNamespace:
     return SimpleNamespace(**slab, **lists_on(device, arena))
 
 
-def lists_on(device: Device, arena: Arena) -> dict[str, DeviceArray]:
-    """Lists of a group that groups over one slab do not share."""
+def lists_on(device: Device, arena: Arena) -> dict[str, DeviceArray | None]:
+    """Lists of a group that groups over one slab do not share. Rows give way by lru."""
     own = {name: getattr(arena, name) for name in ("slot_of", "blocks", "hit_age")}
     own["block_count"] = np.array([arena.blocks.size], np.int32)
-    return {name: DeviceArray(device, array) for name, array in own.items()}
+    return {"rank_of": None} | {name: DeviceArray(device, array) for name, array in own.items()}
 
 
 def host_pages(row_count: int) -> np.ndarray:
