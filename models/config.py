@@ -346,6 +346,9 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         """What a request keeps beside its rows, where its family's entries do not say it."""
         return state_form(self)
 
+    def without_mtp(self) -> ModelConfig:
+        return msgspec.structs.replace(self, mtp_layer_count=0)
+
     def layout(
         self,
         *,
@@ -358,8 +361,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         1,024. Index keys are in fp8 unless it is said; of entries in float32 as these are. A step
         that verifies one token needs no MTP layers: without `has_mtp` they are left out."""
         if not has_mtp:
-            alone = msgspec.structs.replace(self, mtp_layer_count=0)
-            return alone.layout(name=name, row=row, index=index)
+            return self.without_mtp().layout(name=name, row=row, index=index)
         if self.compressed is not None:
             keys = index or ("f32" if row == "f32" else "fp8")
             return layout_of(self, name=name, row=row, index=keys)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ess.comm.team import PendingParts, Team
+from ess.comm.team import PendingParts, Team, WrappedTeam
 
 
 @dataclass(slots=True)
@@ -39,42 +39,28 @@ class Line:
             return self._due_s[number]
 
 
-class LateTeam:
+class LateTeam(WrappedTeam):
     """`exposed_s` is how long this rank has slept for the line."""
 
     def __init__(self, team: Team, line: Line) -> None:
-        self.rank, self.size = team.rank, team.size
+        super().__init__(team)
         self.exposed_s = 0.0
-        self._team = team
         self._line = line
         self._number = 0
 
-    def barrier(self) -> None:
-        self._team.barrier()
-
-    def all_gather(
-        self, tensor: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        return self._team.all_gather(tensor, dim, sizes=sizes)
-
-    def all_to_all(self, tensors: list[Tensor]) -> list[Tensor]:
-        return self._team.all_to_all(tensors)
-
-    def broadcast(self, content: bytes, root: int = 0) -> bytes:
-        return self._team.broadcast(content, root)
-
     def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> PendingParts:
-        number, self._number = self._number, self._number + 1
-        self._line.send(self.rank, number, sum(given) - given[self.rank])
-        return _Late(self, self._team.start(content, given, due), self._line, number)
+        number = self._send(sum(given) - given[self.rank])
+        return _Late(self, super().start(content, given, due), self._line, number)
 
     def spread(self, content: Tensor) -> PendingParts:
-        number, self._number = self._number, self._number + 1
-        self._line.send(self.rank, number, len(content) * (self.size - 1))
-        return _Late(self, self._team.spread(content), self._line, number)
+        number = self._send(len(content) * (self.size - 1))
+        return _Late(self, super().spread(content), self._line, number)
 
-    def check(self) -> None:
-        self._team.check()
+    def _send(self, size: int) -> int:
+        """The number of the exchange whose part of this size leaves now."""
+        number, self._number = self._number, self._number + 1
+        self._line.send(self.rank, number, size)
+        return number
 
     def sleep_until(self, due_s: float) -> None:
         left_s = due_s - time.monotonic()

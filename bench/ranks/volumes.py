@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import msgspec
 import torch
 
 from ess.bench.engine.calibrate import texts
@@ -129,7 +128,7 @@ def mesh_bytes(*, tp: int, pp: int) -> tuple[int, int]:
 
 
 def mesh_engine(group: Group, *, tp: int, pp: int) -> MeshEngine:
-    config = msgspec.structs.replace(load_model().config, mtp_layer_count=0)
+    config = load_model().config.without_mtp()
     whole = layout_of(config)
     stage, member = divmod(group.rank, tp)
     part = partition(whole, pp, costs=counted_costs(config))[stage]

@@ -55,3 +55,25 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Leaves in order. A group of another generation may be joined afterwards."""
+
+
+class WrappedGroup:
+    """A group that passes calls on to another; subclasses replace links or the team."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+        self.next, self.previous = group.next, group.previous
+        self.reports, self.team = group.reports, group.team
+
+    def advance(self) -> None:
+        self._group.advance()
+
+    def beats(self) -> Mapping[int, Beat]:
+        return self._group.beats()
+
+    def fail(self, sentence: str) -> None:
+        self._group.fail(sentence)
+
+    def close(self) -> None:
+        self._group.close()

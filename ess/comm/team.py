@@ -118,3 +118,34 @@ class OneTeam:
 
     def broadcast(self, content: bytes, root: int = 0) -> bytes:
         return content
+
+
+class WrappedTeam:
+    """A team that passes calls on to another."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self.rank, self.size = team.rank, team.size
+
+    def barrier(self) -> None:
+        self._team.barrier()
+
+    def all_gather(
+        self, tensor: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        return self._team.all_gather(tensor, dim, sizes=sizes)
+
+    def all_to_all(self, tensors: list[Tensor]) -> list[Tensor]:
+        return self._team.all_to_all(tensors)
+
+    def start(self, content: Tensor, given: Sequence[int], due: Sequence[int]) -> PendingParts:
+        return self._team.start(content, given, due)
+
+    def spread(self, content: Tensor) -> PendingParts:
+        return self._team.spread(content)
+
+    def check(self) -> None:
+        self._team.check()
+
+    def broadcast(self, content: bytes, root: int = 0) -> bytes:
+        return self._team.broadcast(content, root)

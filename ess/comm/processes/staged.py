@@ -15,7 +15,6 @@ the device has read it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -23,9 +22,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ess.comm.group import Beat, Group
+from ess.comm.group import Group, WrappedGroup
 from ess.comm.link import Frame, Link, LinkLost, check_frame
-from ess.comm.team import Team
 from ess.errors import BadInput
 
 SOON_S: Final = 0.001
@@ -119,45 +117,26 @@ class StagedLink:
         self._link.send(leaving.head, leaving.here)
 
 
-class StagedGroup:
+class StagedGroup(WrappedGroup):
     """A group whose neighbours exchange tensors of a device in this way."""
 
+    next: StagedLink | None
+    previous: StagedLink | None
+
     def __init__(self, group: Group, device: torch.device) -> None:
-        self._group = group
+        super().__init__(group)
         self.next = None if group.next is None else StagedLink(group.next, device)
         self.previous = (
             None if group.previous is None else StagedLink(group.previous, device, beside=self.next)
         )
 
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    @property
-    def reports(self) -> Mapping[int, Link]:
-        return self._group.reports
-
-    @property
-    def team(self) -> Team:
-        return self._group.team
-
     def advance(self) -> None:
-        self._group.advance()
+        super().advance()
         if self.next is not None:
             self.next.forward()
-
-    def beats(self) -> Mapping[int, Beat]:
-        return self._group.beats()
-
-    def fail(self, sentence: str) -> None:
-        self._group.fail(sentence)
 
     def close(self) -> None:
         if self.next is not None:
             with suppress(LinkLost):
                 self.next.flush()
-        self._group.close()
+        super().close()

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -39,7 +38,7 @@ class Memory:
         verified_max, held = offload.layout.verified_max, offload.beside
         self.has_module = verified_max > 1
         if not self.has_module:
-            config = msgspec.structs.replace(config, mtp_layer_count=0)
+            config = config.without_mtp()
         self.form = form = state_form(config, drafts=verified_max)
         assert form.byte_count == offload.layout.state_bytes, "a layout of another model"
         self.pages = entry_pages(config)

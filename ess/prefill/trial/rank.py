@@ -12,8 +12,7 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from select import select
 from typing import Final
 
@@ -21,9 +20,8 @@ import msgspec
 
 from ess.clock import RealClock
 from ess.comm.delayed import Delayed
-from ess.comm.group import Beat, Group
+from ess.comm.group import Group, WrappedGroup
 from ess.comm.link import Link, LinkLost
-from ess.comm.team import Team
 from ess.engine.process.lifeline import die_with_parent
 from ess.engine.process.member import join, rank_of
 from ess.engine.requests.request import Request
@@ -53,44 +51,12 @@ class Ends:
         """Learns nothing: chunks follow the Ask."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlowGroup:
+class SlowGroup(WrappedGroup):
     """The group over a slow link to the next stage."""
 
-    group: Group
-    next: Link
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def previous(self) -> Link | None:
-        return self.group.previous
-
-    @property
-    def reports(self) -> Mapping[int, Link]:
-        return self.group.reports
-
-    @property
-    def team(self) -> Team:
-        return self.group.team
-
-    def advance(self) -> None:
-        self.group.advance()
-
-    def beats(self) -> Mapping[int, Beat]:
-        return self.group.beats()
-
-    def fail(self, sentence: str) -> None:
-        self.group.fail(sentence)
-
-    def close(self) -> None:
-        self.group.close()
+    def __init__(self, group: Group, link: Link) -> None:
+        super().__init__(group)
+        self.next = link
 
 
 @contextlib.contextmanager

@@ -14,8 +14,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from ess.errors import BadInput
 from ess.layout import ModelLayout
 from ess.models.compressed import memory as entries
@@ -92,7 +90,7 @@ def make_plan(
 ) -> CheckpointPlan:
     config, fp8 = parse_config(raw), stores_fp8(raw)
     if not mtp:
-        config = msgspec.structs.replace(config, mtp_layer_count=0)
+        config = config.without_mtp()
     split = Split(tp=tp, ep=ep)
     split.check(config)
     specs = [spec for spec in expected_tensors(config) if math.prod(spec.shape)]
