@@ -122,11 +122,11 @@ def step_benchmark(
     device
         Where steps run: cpu, cuda or cuda:N. On a device all ways stand beside RESIDENT.
     """
+    if is_device(device) and (stages or arrivals is not None):
+        raise BadInput(f"--device {device}: stages and arrivals are measured on the CPU only")
     if arrivals is not None:
         wanted = amount("--arrivals", arrivals)
         return arrival_rows(ArrivingPrompts(requests=min(wanted, 8) if smoke else wanted))
-    if is_device(device) and (stages or arrivals is not None):
-        raise BadInput(f"--device {device}: stages and arrivals are measured on the CPU only")
     if smoke:
         return rows_of(replace(SMOKE, device=device, **SMALLER[is_device(device)]), folder=None)
     plan = StepRuns(

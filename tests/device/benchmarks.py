@@ -22,6 +22,7 @@ def test_all_ways_say_the_same_on_a_device():
     assert any(row["unit"] == "rows" and row["value"] > 0 for row in others)
 
 
-def test_what_the_host_alone_measures_is_refused():
+@pytest.mark.parametrize("asked", [{"stages": True}, {"arrivals": 8}])
+def test_what_the_host_alone_measures_is_refused(asked):
     with pytest.raises(BadInput, match="--device cuda: stages and arrivals"):
-        step_benchmark(device="cuda", stages=True)
+        step_benchmark(device="cuda", **asked)
