@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,6 +68,10 @@ class EntriesWay:
     mode: str
 
 
+RESIDENT: Final = EntriesWay("resident", 1.0, "resident")
+MODES: Final = ("none", "da")
+
+
 class EntriesArm:
     """An engine that decodes a batch in one way, its steps timed."""
 
@@ -96,32 +101,33 @@ class EntriesArm:
             self.engine.step()
         for _ in range(WARM_UP_STEPS):
             self.engine.step()
-        self._before, self._made = self.counts(), self.made()
+        self._before, self._made = self._counts(), self._made_count()
+        self.missed_share = 0.0
 
     def step(self) -> None:
         started_s = time.perf_counter()
         self.engine.step()
         self.samples.append((time.perf_counter() - started_s) * 1e3)
 
-    def counts(self) -> tuple[int, int]:
+    def close(self) -> None:
+        """Its figures stay."""
+        missed, asked = np.subtract(self._counts(), self._before)
+        self.missed_share = float(missed / asked)
+        self.offload.close()
+
+    def kept_drafts(self) -> float:
+        """Drafts kept in a step, per request."""
+        tokens = self._made_count() - self._made
+        return tokens / (len(self.requests) * len(self.samples)) - 1
+
+    def _counts(self) -> tuple[int, int]:
         """Entries that were missing, and all that were requested."""
         stats = self.offload.stats()
         missed = int(stats.miss_count.sum() + stats.place_count.sum())
         return missed, missed + int(stats.hit_count.sum())
 
-    def made(self) -> int:
+    def _made_count(self) -> int:
         return sum(len(request.output) for request in self.requests)
-
-    def kept_drafts(self) -> float:
-        """Drafts kept in a step, per request."""
-        tokens = self.made() - self._made
-        return tokens / (len(self.requests) * len(self.samples)) - 1
-
-    def missed_share(self) -> float:
-        missed, asked = (
-            now - before for now, before in zip(self.counts(), self._before, strict=True)
-        )
-        return missed / asked
 
 
 @compute_threads()
@@ -133,7 +139,8 @@ def entries_benchmark(
     mtp: str = "1",
     smoke: bool = False,
 ) -> list[Row]:
-    """
+    """Decode of a model that attends to entries: offload against everything resident.
+
     Parameters
     ----------
     ctx
@@ -154,27 +161,26 @@ def entries_benchmark(
     model = build(config, drawn(config).__getitem__)
     noise = torch.Generator().manual_seed(2)
     prompts = torch.randint(config.vocab_size, (count, context), generator=noise).tolist()
-    ways = [EntriesWay("resident", 1.0, "resident")]
-    ways += [
-        EntriesWay(f"{mode} {share:g}", share, mode) for share in asked for mode in ("none", "da")
-    ]
-    arms = [EntriesArm(model, way, prompts, steps, verified) for way in ways]
-    alone = [EntriesArm(model, ways[0], prompts, steps, 1)] if verified > 1 else []
-    for _ in range(steps):
-        for arm in (*arms, *alone):
-            arm.step()
-    whole = arms[0]
-    told = [[request.output[:steps] for request in arm.requests] for arm in (*arms, *alone)]
-    assert all(each == told[0] for each in told), "offload or drafts changed a token"
+    ways = [EntriesWay(f"{mode} {share:g}", share, mode) for share in asked for mode in MODES]
+    whole, *others = (EntriesArm(model, way, prompts, steps, verified) for way in (RESIDENT, *ways))
+    alone = [EntriesArm(model, RESIDENT, prompts, steps, 1)] if verified > 1 else []
+    _take_turns([whole, *others, *alone], steps)
     named = {"batch": count, "context": context, "mtp": verified}
-    rows = [_bytes(whole.layout, context)]
-    rows += [row for arm in alone for row in _drafts(whole, arm, named)]
-    for arm in arms[1:]:
-        rows.append(_step(arm, whole, named))
-        rows.append(_missed(arm, named))
-    for arm in (*arms, *alone):
-        arm.offload.close()
-    return rows
+    return [
+        _bytes(whole.layout, context),
+        *(row for arm in alone for row in _drafts(whole, arm, named)),
+        *(row for arm in others for row in (_step(arm, whole, named), _missed(arm, named))),
+    ]
+
+
+def _take_turns(arms: Sequence[EntriesArm], steps: int) -> None:
+    for _ in range(steps):
+        for arm in arms:
+            arm.step()
+    made = [[request.output[:steps] for request in arm.requests] for arm in arms]
+    assert all(each == made[0] for each in made), "offload or drafts changed a token"
+    for arm in arms:
+        arm.close()
 
 
 def _drafts(whole: EntriesArm, alone: EntriesArm, named: Mapping[str, Any]) -> list[Row]:
@@ -200,7 +206,7 @@ def _step(arm: EntriesArm, whole: EntriesArm, named: Mapping[str, Any]) -> Row:
 
 
 def _missed(arm: EntriesArm, named: Mapping[str, Any]) -> Row:
-    share, config = arm.missed_share(), {**named, "mode": arm.way.mode}
+    share, config = arm.missed_share, {**named, "mode": arm.way.mode}
     return Row(name=f"missing: {arm.way.name}", value=100 * share, unit="%", config=config)
 
 
