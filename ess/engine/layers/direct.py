@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -166,6 +167,17 @@ def _is_alike(layout: ModelLayout, layer: DecoderLayer) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundEnding:
+    """An `ending` over this memory: its record, the sides that the record names, and shape and type
+    of what it makes. The last two sides are the finished states and the logits."""
+
+    ending: Stage
+    record: Any
+    sides: Any
+    made: list[tuple[tuple[int, ...], torch.dtype]]
+
+
 class CallMemory:
     """Memory for batches of `query_count` queries, and the records of layers over it. Each layer
     writes over what the layer before has passed between its parts; `hidden` goes through all."""
@@ -194,12 +206,7 @@ class CallMemory:
         self._kept: Tensor | None = None
         self._tensors: dict[tuple[Any, ...], Tensor] = {}
         self._step: Any = None
-        self._ending: Stage | None = None
-        self._made: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self._finished: Any = None
-        self._logits: Any = None
-        self._ending_at = 0
-        self._ending_kept: Any = None
+        self._ending: BoundEnding | None = None
 
     def begin(self, batch: Batch, rotary: RotaryPositions) -> None:
         if self._step is batch.step:
@@ -221,20 +228,18 @@ class CallMemory:
     def end_by(self, ending: Stage) -> tuple[Tensor, Tensor]:
         """The next call runs this behind its last layer, into new tensors: the caller keeps them
         for as long as it likes."""
-        finished, logits = _new(self._ends(ending))
-        self._finished.base, self._logits.base = finished.data_ptr(), logits.data_ptr()
-        self.side.ending = self._ending_at
+        bound = self._ending
+        if bound is None or bound.ending is not ending:
+            bound = self._ending = self._bind_ending(ending)
+        finished, logits = _new(bound.made)
+        bound.sides[-2].base, bound.sides[-1].base = finished.data_ptr(), logits.data_ptr()
+        self.side.ending = ctypes.addressof(bound.record)
+        self.side.ending_sides = ctypes.addressof(bound.sides)
         return finished, logits
 
-    def _ends(self, ending: Stage) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of what an ending makes; it is bound when it is first asked for."""
-        if self._ending is not ending:
-            self._ending, self._made = ending, ending.made(self._count)
-            stage, sides = ending.bind([self.hidden], _new(self._made))
-            self._finished, self._logits = sides[len(sides) - 2], sides[len(sides) - 1]
-            self._ending_at, self._ending_kept = ctypes.addressof(stage), (stage, sides)
-            self.side.ending_sides = ctypes.addressof(sides)
-        return self._made
+    def _bind_ending(self, ending: Stage) -> BoundEnding:
+        made = ending.made(self._count)
+        return BoundEnding(ending, *ending.bind([self.hidden], _new(made)), made)
 
     def bind(self, batch: Batch, layer: DecoderLayer) -> None:
         """Writes what stays the same, except what a placement knows."""
