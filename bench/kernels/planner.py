@@ -18,11 +18,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from ess.array_types import Ints
 from ess.bench.harness.measure.timing import Arm, Samples, measure
 from ess.bench.harness.report import Row, compare
 from ess.kernels.cpu import native
 from ess.pool.lru import planner, specification
-from ess.pool.lru.arena import BLOCK_SLOTS, Arena, FetchPlan, Ints, Split
+from ess.pool.lru.arena import BLOCK_SLOTS, Arena, FetchPlan, Split
 
 REPEATS: Final = 31
 WARM_STEPS: Final = 40

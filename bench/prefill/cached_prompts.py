@@ -23,6 +23,7 @@ from typing import Final
 
 import numpy as np
 
+from ess.array_types import Bytes
 from ess.bench.harness.lists import amount, sizes
 from ess.bench.harness.prefix import check_memory
 from ess.bench.harness.report import Row
@@ -35,7 +36,7 @@ from ess.layout import ModelLayout
 from ess.models.load import load_model
 from ess.models.model import Model
 from ess.pool.disk.folder import SLAB
-from ess.pool.disk.slab import Bytes, Slab
+from ess.pool.disk.slab import Slab
 from ess.pool.disk.tier import DiskTier
 from ess.units import PAGE_ROWS
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Counts
 from ess.clock import Clock
 from ess.door.memory.pools import HostPools, Pools
 from ess.flashtrans.lanes import DoneEvent
@@ -26,8 +27,6 @@ from ess.kernels.streams import Event
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import DiskUse
 from ess.pool.lru.arena import FetchPlan
-
-Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Counts
 from ess.errors import BadInput
 from ess.pool.lru.arena import BLOCK_SLOTS
 from ess.units import div_ceil
 
 Curve = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
 
 WIN: Final = 0.05
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ess.array_types import SlotIds
 from ess.layout import ModelLayout
 from ess.pool.capacity import even_chunks
-from ess.pool.slabs import Slab, SlotIds, blocks_of
+from ess.pool.slabs import Slab, blocks_of
 from ess.units import PAGE_ROWS
 
 

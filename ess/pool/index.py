@@ -13,16 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
-import numpy.typing as npt
 
+from ess.array_types import Bytes, PageIds, RowIds
 from ess.layout import ModelLayout
 from ess.pool.keys import KeyPages
 from ess.pool.latent import LatentPool
-from ess.pool.pages import PageIds, PagePool
+from ess.pool.pages import PagePool
 from ess.units import PAGE_ROWS
-
-Bytes = npt.NDArray[np.uint8]
-RowIds = npt.NDArray[np.int32]
 
 NONE = -1
 

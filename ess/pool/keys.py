@@ -19,13 +19,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Bytes, PageIds, RowIds
 from ess.kernels.cpu import native
 from ess.layout import ModelLayout
-from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
-
-Bytes = npt.NDArray[np.uint8]
-RowIds = npt.NDArray[np.int32]
 
 
 class KeyPages:

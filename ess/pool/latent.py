@@ -22,15 +22,13 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Bytes, PageIds, RowIds
 from ess.kernels.cpu import native
 from ess.layout import ModelLayout
 from ess.pool.keys import KeyPages
-from ess.pool.pages import PageIds, PagePool
+from ess.pool.pages import PagePool
 from ess.pool.prefix import PrefixIndex
 from ess.units import PAGE_ROWS
-
-Bytes = npt.NDArray[np.uint8]
-RowIds = npt.NDArray[np.int32]
 
 Layers = int | Sequence[int]
 

@@ -9,9 +9,8 @@ another prompt's row. This class only counts; its owner decides what idle means.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-PageIds = npt.NDArray[np.int32]
+from ess.array_types import PageIds
 
 
 class PagePool:

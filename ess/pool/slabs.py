@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from ess.array_types import SlotIds
 from ess.layout import ModelLayout
 from ess.units import PAGE_ROWS, align_up
-
-SlotIds = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

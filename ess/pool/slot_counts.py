@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Counts
 from ess.layout import ModelLayout
-
-Counts = npt.NDArray[np.int64]
 
 
 class SlotCounts:

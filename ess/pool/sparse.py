@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Bytes, Counts, PageIds, RowIds, SlotIds
 from ess.layout import ModelLayout
 from ess.pool.capacity import even_slabs
 from ess.pool.chunks import Chunks
@@ -30,13 +31,8 @@ from ess.pool.index import page_rows
 from ess.pool.lru import planner
 from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Lookup, Split, make_scratch
 from ess.pool.lru.eviction import Evictions, PolicyName
-from ess.pool.pages import PageIds
-from ess.pool.slot_counts import Counts, SlotCounts
+from ess.pool.slot_counts import SlotCounts
 from ess.units import PAGE_ROWS
-
-Bytes = npt.NDArray[np.uint8]
-RowIds = npt.NDArray[np.int32]
-SlotIds = npt.NDArray[np.int32]
 
 POISON: Final = 0xFF
 FIRST_STEP: Final = 256

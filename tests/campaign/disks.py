@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from ess.array_types import Bytes
 from ess.pool.disk.folder import CATALOGUE, SLAB
-from ess.pool.disk.slab import ALIGN, Bytes, Parts
+from ess.pool.disk.slab import ALIGN, Parts
 from ess.pool.disk.tier import DiskTier
 from ess.pool.disk.writer import Copy
 

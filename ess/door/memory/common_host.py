@@ -34,12 +34,13 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import Final
 
+from ess.array_types import Bytes
 from ess.comm.group import Group
 from ess.errors import BadInput, Unavailable
 from ess.kernels.memory import MemoryFile, map_memory_file, memory_file
 from ess.layout import ModelLayout
 from ess.pool.keys import KeyPages
-from ess.pool.latent import Bytes, CommonMemory
+from ess.pool.latent import CommonMemory
 from ess.units import PAGE_ROWS
 
 NAME: Final = "host-pool"

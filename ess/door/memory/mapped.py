@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ess.array_types import Bytes, PageIds
 from ess.door.checks import as_array
 from ess.door.memory.pools import HostPools, Pools
 from ess.door.sequences.sequence import key_layer
@@ -24,9 +25,8 @@ from ess.errors import BadInput, Unavailable
 from ess.flashtrans.rows import scatter_rows
 from ess.kernels.memory import map_memory_file
 from ess.layout import ModelLayout
-from ess.pool.keys import Bytes, KeyPages
+from ess.pool.keys import KeyPages
 from ess.pool.latent import laid_out, split
-from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
 
 _SHARED: Final = Struct("<7Q")

@@ -10,6 +10,7 @@ from typing import ClassVar, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Bytes, PageIds
 from ess.door.memory.inflight import InFlight, Pending
 from ess.door.memory.shelf import Shelf
 from ess.door.sequences.states import States
@@ -34,10 +35,9 @@ from ess.pool.capacity import (
 from ess.pool.chunks import Chunks
 from ess.pool.disk.tier import DiskTier
 from ess.pool.index import ActivePages, IndexPool, PageTables
-from ess.pool.latent import Bytes, Common, CommonMemory, LatentPool
+from ess.pool.latent import Common, CommonMemory, LatentPool
 from ess.pool.ledger import Ledger
 from ess.pool.lru.eviction import PolicyName
-from ess.pool.pages import PageIds
 from ess.pool.sparse import SparsePool
 from ess.units import PAGE_ROWS
 

@@ -17,10 +17,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import partial
 
-from ess.pool.disk.slab import Bytes
+from ess.array_types import Bytes, PageIds
 from ess.pool.disk.tier import Claim, DiskTier, DiskUse, Loading
 from ess.pool.latent import LatentPool
-from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
 
 Arrived = Callable[[int], None]

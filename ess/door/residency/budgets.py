@@ -7,9 +7,11 @@ from typing import Final
 
 import numpy as np
 
+from ess.array_types import Counts
 from ess.door.memory.pools import Pools
-from ess.pool.budget import Counts, Curve, live_curve, next_move
+from ess.pool.budget import Curve, live_curve, next_move
 from ess.pool.capacity import SLOTS, WINDOW_SLOTS
+from ess.units import div_ceil
 
 SHARE: Final = 64
 
@@ -98,7 +100,7 @@ class Budgets:
         name = WINDOW_SLOTS if self.pools.layout.window_of(group) else SLOTS
         slots = max(self.pools.ledger.promised(name), self.pools.sizes.query_max)
         assert slots > 0, f"group {group}: a floor of {slots} slots"
-        return -(-slots // self.pools.sparse.chunks.slots_each(group))
+        return div_ceil(slots, self.pools.sparse.chunks.slots_each(group))
 
     def check(self) -> None:
         """Audit: counts were taken in the past, and only grow."""

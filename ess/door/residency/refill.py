@@ -26,14 +26,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import RowIds
 from ess.door.memory.pools import HostPools
 from ess.door.residency import row_copies
 from ess.door.residency.resident import Resident
 from ess.door.sequences.sequence import Sequence
 from ess.pool.lru.arena import FetchPlan
 from ess.units import PAGE_ROWS
-
-Rows = npt.NDArray[np.int32]
 
 GROUPS: Final = 8
 LOOK_PAGES: Final = 128
@@ -118,14 +117,14 @@ class Refill:
             walk.page, walk.rests_at = 0, walk.began_at
             self.resident.forget(sequence)
 
-    def _are_stored(self, group: int, rows: Rows) -> npt.NDArray[np.bool_]:
+    def _are_stored(self, group: int, rows: RowIds) -> npt.NDArray[np.bool_]:
         host_rows = self.pools.index.host_rows(rows)
         stored = np.ones(len(rows), np.bool_)
         for layer in self.pools.layout.groups[group]:
             stored &= self.pools.latent.is_stored(layer, host_rows)
         return stored
 
-    def _start(self, group: int, rows: Rows) -> FetchPlan:
+    def _start(self, group: int, rows: RowIds) -> FetchPlan:
         assert 0 < len(rows) <= FILL_ROWS, f"{len(rows)} rows of group {group} in one copy"
         plan = self.pools.sparse.fill(group, rows)
         assert len(plan.rows) == len(rows), f"{len(rows)} rows, {len(plan.rows)} free slots"

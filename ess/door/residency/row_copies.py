@@ -8,8 +8,8 @@ import struct
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
+from ess.array_types import Bytes, RowIds, SlotIds
 from ess.door.memory.pools import HostPools
 from ess.errors import BadState
 from ess.kernels.cpu import native
@@ -17,18 +17,15 @@ from ess.kernels.streams import Event, KnownMatrix, RowCopy
 from ess.pool.lru.arena import FetchPlan
 from ess.units import PAGE_ROWS
 
-Rows = npt.NDArray[np.int32]
-Bytes = npt.NDArray[np.uint8]
-
 
 def write_new(
     pools: HostPools,
     group: int,
-    row_ids: Rows,
+    row_ids: RowIds,
     keys: Bytes | None,
     *,
     slab: KnownMatrix,
-    slots: Rows,
+    slots: SlotIds,
     rows: Bytes,
 ) -> None:
     """New rows of a layer into their slots, and their keys, if there are any, into the pages."""
@@ -61,7 +58,7 @@ def _append() -> Callable[[bytes], int]:
     return native.function("ess_append", [ctypes.c_char_p], ctypes.c_int32)
 
 
-def check_stored(pools: HostPools, group: int, host_rows: Rows) -> None:
+def check_stored(pools: HostPools, group: int, host_rows: RowIds) -> None:
     """Rows to be read from the host must have been written there, in every layer of the group."""
     for layer in pools.layout.groups[group]:
         stored = pools.latent.is_stored(layer, host_rows)
@@ -74,7 +71,7 @@ def check_stored(pools: HostPools, group: int, host_rows: Rows) -> None:
             )
 
 
-def differing_slots(pools: HostPools, layer: int) -> tuple[Rows, Rows]:
+def differing_slots(pools: HostPools, layer: int) -> tuple[SlotIds, RowIds]:
     """Slots whose bytes are not those of their row on the host, and these rows. None, if all is
     well: a clean landed slot is a copy."""
     group = pools.layout.group_of(layer)
@@ -85,7 +82,7 @@ def differing_slots(pools: HostPools, layer: int) -> tuple[Rows, Rows]:
     return slots[differs], rows[differs]
 
 
-def fetch_copies(pools: HostPools, plan: FetchPlan, host_rows: Rows) -> list[RowCopy]:
+def fetch_copies(pools: HostPools, plan: FetchPlan, host_rows: RowIds) -> list[RowCopy]:
     """One copy per layer of the plan's group, the leader first."""
     assert len(host_rows) == len(plan.slots), f"{len(host_rows)} rows for {len(plan.slots)} slots"
     return [
@@ -99,7 +96,9 @@ def fetch_copies(pools: HostPools, plan: FetchPlan, host_rows: Rows) -> list[Row
     ]
 
 
-def store_copies(pools: HostPools, slots_of: Mapping[int, Rows], host_rows: Rows) -> list[RowCopy]:
+def store_copies(
+    pools: HostPools, slots_of: Mapping[int, SlotIds], host_rows: RowIds
+) -> list[RowCopy]:
     """Rows of whole groups to `host_rows` of all their layers: one copy for all layers side by side
     with rows of one size, since slots of all their groups and members are rows of one slab, and
     their rows lie in one matrix behind one another."""
@@ -128,7 +127,7 @@ def store_copies(pools: HostPools, slots_of: Mapping[int, Rows], host_rows: Rows
     return copies
 
 
-def start_fetch(pools: HostPools, plan: FetchPlan, host_rows: Rows) -> tuple[Event, ...]:
+def start_fetch(pools: HostPools, plan: FetchPlan, host_rows: RowIds) -> tuple[Event, ...]:
     """Puts a plan's copies under way, if there is anything to wait for: an event for each layer of
     its group, the leader's first.
 

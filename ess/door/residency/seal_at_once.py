@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Ints
 from ess.door.memory.pools import HostPools
 from ess.door.steps.step import Step
 from ess.kernels.cpu import native
 
-Rows = npt.NDArray[np.int32]
 Words = npt.NDArray[np.int64]
 
 
@@ -29,10 +29,10 @@ class Sealing:
         self._told: Any = None
         self._bytes = 0
         self._sealed: Words = np.empty((0, 7), np.int64)
-        self._numbers: Rows = np.empty(0, np.int32)
+        self._numbers: Ints = np.empty(0, np.int32)
         self._left: Words = np.empty(0, np.int64)
 
-    def at_once(self, step: Step, groups: list[int], accepted: list[int], lines: Rows) -> bool:
+    def at_once(self, step: Step, groups: list[int], accepted: list[int], lines: Ints) -> bool:
         """Whether that was done, for new rows in the slots that `lines` names by group. False where
         many rows are kept, or none."""
         pools, count = self._pools, sum(accepted)
@@ -51,7 +51,7 @@ class Sealing:
         pools.latent.change()
         return True
 
-    def _tell(self, groups: list[int], arenas: list[int], keyed: list[int], lines: Rows) -> None:
+    def _tell(self, groups: list[int], arenas: list[int], keyed: list[int], lines: Ints) -> None:
         layout, sealed = self._pools.layout, []
         numbers = [layout.key_layer_of(group) for group in groups]
         for group, arena, number in zip(groups, arenas, numbers, strict=True):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.array_types import Bytes, Ints
 from ess.door.memory.pools import HostPools
 from ess.door.residency import row_copies
 from ess.door.residency.direct_slots import DirectSlots
@@ -36,8 +37,6 @@ from ess.pool.lru import planner
 from ess.pool.lru.arena import FetchPlan, Lookup, Split
 from ess.pool.warmup import WindowSet, last_windows, warm_set
 
-Ints = npt.NDArray[np.int32]
-Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
 Scores = npt.NDArray[np.float32]
 SplitViews: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

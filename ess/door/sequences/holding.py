@@ -16,13 +16,12 @@ from typing import Final
 
 import numpy as np
 
+from ess.array_types import Bytes, PageIds
 from ess.door.memory.pools import Pools
-from ess.door.sequences.states import Bytes
 from ess.errors import BadState, PoolFull
 from ess.pool.capacity import HOST_PAGES, INDEX_PAGES, SEQUENCES
 from ess.pool.index import NONE
 from ess.pool.ledger import Promise, Reservation
-from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS, div_ceil
 
 NO_PAGES: Final = np.empty(0, np.int32)

@@ -15,10 +15,8 @@ from collections import OrderedDict
 from collections.abc import Sequence as Many
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-Bytes = npt.NDArray[np.uint8]
+from ess.array_types import Bytes
+from ess.units import align_up
 
 KEPT_TOKENS: Final = 8192
 
@@ -88,7 +86,7 @@ class KeptStates:
 def kept_ends(start: int, stop: int, *, prompt_end: int, page_tokens: int) -> list[int]:
     """The token counts behind which states are kept, from `start` up to `stop`, in a prompt whose
     rows are made of `prompt_end` tokens."""
-    every = -(-KEPT_TOKENS // page_tokens) * page_tokens
+    every = align_up(KEPT_TOKENS, page_tokens)
     ends = set(range(start // every * every + every, stop + 1, every))
     last = prompt_end // page_tokens * page_tokens
     return sorted(ends | ({last} if start < last <= stop else set()))

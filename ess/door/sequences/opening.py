@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ess.array_types import PageIds
 from ess.door.memory.pools import Pools
 from ess.door.owner import Owner
 from ess.door.sequences.progress import Start
@@ -14,7 +15,6 @@ from ess.errors import PoolFull
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import Claim
 from ess.pool.ledger import Promise
-from ess.pool.pages import PageIds
 from ess.pool.prefix import page_hashes, root_hash
 from ess.units import PAGE_ROWS
 

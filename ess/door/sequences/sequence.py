@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ess.array_types import PageIds
 from ess.door.checks import as_array, check_sets, in_range, whole
 from ess.door.memory.shelf import PageLoad, Shelf
 from ess.door.owner import Owner
@@ -30,7 +31,6 @@ from ess.flashtrans.rows import scatter_rows
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import Claim
 from ess.pool.ledger import Promise
-from ess.pool.pages import PageIds
 from ess.pool.prefix import page_hashes
 from ess.pool.warmup import WindowSet
 from ess.units import PAGE_ROWS, div_ceil

@@ -11,10 +11,10 @@ from typing import Final
 
 import numpy as np
 
+from ess.array_types import PageIds
 from ess.door.memory.pools import Pools
 from ess.door.sequences.holding import Holding
 from ess.pool.disk.tier import Claim
-from ess.pool.pages import PageIds
 
 STORE_S: Final = 1.0
 """So long it is waited for that pages which are to be put away are stored."""

@@ -8,12 +8,10 @@ comes with a line of these, so that a sequence gets both or neither.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from ess.array_types import Bytes
 from ess.door.sequences.kept import KeptStates
 from ess.layout import ModelLayout
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class States:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.array_types import Ints
 from ess.door.checks import as_array, kept_counts
 from ess.errors import BadInput
 from ess.kernels.cpu import native, step
@@ -19,7 +20,6 @@ from ess.pool.index import PageTables
 Array: TypeAlias = Any
 Kept: TypeAlias = list[int] | Tensor
 """How many rows of each sequence are kept; a tensor where only the device knows yet."""
-Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from ess.array_types import Ints
 from ess.kernels.cpu.layer import Layers
 
 if TYPE_CHECKING:
     from ess.door.steps.step import Step
-
-Ints = npt.NDArray[np.int32]
 
 
 class Direct(Protocol):

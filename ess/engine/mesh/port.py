@@ -20,6 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
+from ess.array_types import PageIds
 from ess.comm.experts.expert_ranks import OutOfStep
 from ess.door import Sequence
 from ess.door.handoff.endings import Landed, Lapsed, Missed, Sent, Timeline
@@ -30,7 +31,6 @@ from ess.engine.mesh.lockstep import Lockstep
 from ess.engine.mesh.words import End, Full, HandoffRoom, HandoffsEnded
 from ess.errors import BadInput, PoolFull
 from ess.layout import ModelLayout
-from ess.pool.pages import PageIds
 from ess.pool.warmup import WindowSet
 
 NO_TIME: Final = Timeline(0.0, ())

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.array_types import Counts
 from ess.door.device.memory.uploads import Download
 from ess.layout import ModelLayout
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from ess.engine.plan import Turn
 
 LANDED_STEPS: Final = 32
-
-Counts = npt.NDArray[np.int64]
 
 
 class SeenRows(Protocol):

@@ -14,12 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
+from ess.array_types import Bytes
 from ess.units import align_up
 
-Bytes = npt.NDArray[np.uint8]
 Parts = Sequence[Bytes]
 """The places in memory that take a record's bytes, in order."""
 

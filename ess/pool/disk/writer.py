@@ -19,9 +19,10 @@ from typing import Final
 
 import numpy as np
 
+from ess.array_types import Bytes
 from ess.pool.disk.catalogue import ERRORS, Catalogue, Entry
 from ess.pool.disk.records import Records
-from ess.pool.disk.slab import Bytes, Slab, checksum
+from ess.pool.disk.slab import Slab, checksum
 
 Copy = Callable[[Bytes], bool]
 """Copies a page to the given place; False where its text changed before the copy was done."""

@@ -20,10 +20,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Bytes, Ints
 from ess.pool.lru.eviction import Eviction, Evictions, PolicyName
-
-Ints = npt.NDArray[np.int32]
-Bytes = npt.NDArray[np.uint8]
 
 BLOCK_SLOTS: Final = 64
 AGE_MAX: Final = 255

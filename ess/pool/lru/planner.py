@@ -15,10 +15,11 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Ints
 from ess.kernels.cpu import native
 from ess.kernels.cpu.records import COUNT, POINTER, fields
 from ess.pool.lru import specification
-from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Ints, Lookup, Split, make_scratch
+from ess.pool.lru.arena import AGE_MAX, Arena, FetchPlan, Lookup, Split, make_scratch
 from ess.pool.lru.specification import check as check
 
 _REFUSALS: Final = (

@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ess.array_types import Ints
 from ess.errors import BadInput
-from ess.pool.lru.arena import AGE_MAX, BLOCK_SLOTS, Arena, FetchPlan, Ints, Lookup, Split
+from ess.pool.lru.arena import AGE_MAX, BLOCK_SLOTS, Arena, FetchPlan, Lookup, Split
 from ess.pool.lru.arena import check as check
 from ess.pool.lru.eviction import follow, scored
 from ess.pool.lru.victims import admit, age, oldest, pass_by

@@ -7,7 +7,8 @@ from typing import Any, Final, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from ess.pool.lru.arena import AGE_FREE, AGE_MAX, Arena, Ints
+from ess.array_types import Ints
+from ess.pool.lru.arena import AGE_FREE, AGE_MAX, Arena
 from ess.pool.lru.eviction import Longs
 
 _SECOND_ROUND: Final = 1 << 62

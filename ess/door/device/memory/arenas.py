@@ -15,17 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.array_types import Counts, Ints, PageIds
 from ess.door.device.memory.uploads import upload_into
 from ess.layout import ModelLayout
 from ess.pool.chunks import Chunks
 from ess.pool.device_bytes import chunks_max
 from ess.pool.lru.arena import AGE_MAX
-from ess.pool.pages import PageIds
 from ess.pool.sparse import FIRST_STEP, LEAST_USE, NOW_MAX, POISON
 from ess.units import PAGE_ROWS
-
-Ints = npt.NDArray[np.int32]
-Counts = npt.NDArray[np.int64]
 
 TICKET_MAX: Final = 1 << 30
 

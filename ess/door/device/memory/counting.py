@@ -12,17 +12,15 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.array_types import Counts
 from ess.door.device.memory.lane import DeviceLane
 from ess.door.device.memory.uploads import LatestCopy
 from ess.errors import BadState
 from ess.pool.lru.cuda_shape import KINDS, REPORT, Kind
 
-Counts = npt.NDArray[np.int64]
 STORED: Final = len(REPORT)
 WIDTH: Final = STORED + 1
 EVICTED: Final = REPORT.index("evicted")

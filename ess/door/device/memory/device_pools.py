@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ess.array_types import RowIds
 from ess.door.device.memory.arenas import DeviceArenas
 from ess.door.device.memory.counting import Counting
 from ess.door.device.memory.keys import DeviceKeys
@@ -26,8 +27,6 @@ from ess.layout import ModelLayout
 from ess.pool.disk.tier import DiskTier
 from ess.pool.latent import LatentPool
 from ess.units import PAGE_ROWS, div_ceil
-
-Rows = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class DevicePools(Pools):
             raise BadInput("row_counts are given: on a device each query brings a row")
         return self.queries.begin(lines, query_counts, room)
 
-    def are_stored(self, group: int, rows: Rows) -> npt.NDArray[np.bool_]:
+    def are_stored(self, group: int, rows: RowIds) -> npt.NDArray[np.bool_]:
         """Which of these rows the host has, in all layers of the group."""
         host_rows = self.index.host_rows(rows)
         stored = np.ones(len(rows), np.bool_)

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.array_types import PageIds
 from ess.door.device.memory.lane import DeviceLane
 from ess.door.device.memory.uploads import upload
 from ess.kernels.streams import RowCopy
 from ess.layout import ModelLayout
 from ess.pool.latent import LatentPool
-from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
 
 WORD: Final = 4

@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ess.array_types import PageIds
 from ess.door.device.memory.keys import DeviceKeys
 from ess.door.device.memory.uploads import upload
 from ess.pool.index import NONE, ActivePages, PageTables
 from ess.pool.latent import LatentPool
-from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
 
 

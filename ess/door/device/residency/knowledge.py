@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ess.door.device.memory.counting import Counts
+from ess.array_types import Counts
 from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.residency.landings import Landings
 from ess.door.residency.resident import PATIENCE, SCARCE

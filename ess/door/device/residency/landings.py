@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.array_types import PageIds, RowIds
 from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.memory.uploads import upload, upload_into
 from ess.door.sequences.sequence import Sequence
@@ -29,10 +29,7 @@ from ess.pool.device_bytes import LANDING_ROWS, LANDINGS
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_shape import ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
-from ess.pool.pages import PageIds
 from ess.units import PAGE_ROWS
-
-Rows = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +40,8 @@ class Piece:
 
     sequence: Sequence
     group: int
-    rows: Rows
-    ages: Rows | None
+    rows: RowIds
+    ages: RowIds | None
     limit: Tensor | None
     stay: tuple[int, int]
 
@@ -64,7 +61,7 @@ class UnderWay(NamedTuple):
     ticket: int
     group: int
     row_count: int
-    pages: Rows
+    pages: PageIds
 
 
 class Landings:
@@ -94,7 +91,7 @@ class Landings:
         self.behind()
         return bool(self._under_way or self._waiting)
 
-    def warm(self, sequence: Sequence, group: int, rows: Rows, ages: Rows) -> None:
+    def warm(self, sequence: Sequence, group: int, rows: RowIds, ages: RowIds) -> None:
         """Lands rows as if they had been used `ages` steps ago, newest first."""
         for part in self._parts(rows):
             self._waiting.append(
@@ -102,7 +99,7 @@ class Landings:
             )
 
     def fill(
-        self, sequence: Sequence, group: int, rows: Rows, *, row_max: int | None = None
+        self, sequence: Sequence, group: int, rows: RowIds, *, row_max: int | None = None
     ) -> None:
         """Lands the first absent rows, at most `row_max`, while there are free slots."""
         limit = None
@@ -118,7 +115,7 @@ class Landings:
         ids."""
         return sequence.line, self._pools.tables.left_count[sequence.line]
 
-    def _parts(self, rows: Rows) -> list[slice]:
+    def _parts(self, rows: RowIds) -> list[slice]:
         return [slice(at, at + self._width) for at in range(0, len(rows), self._width)]
 
     def behind(self) -> int:

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from ess.door.device.memory.arenas import Ints
+from ess.array_types import Ints, PageIds
 from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.memory.uploads import upload, upload_into
 from ess.door.device.residency.landings import Landings
@@ -15,7 +15,6 @@ from ess.pool.index import page_rows
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_shape import REPORT, ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
-from ess.pool.pages import PageIds
 
 HELD: Final = REPORT.index("held")
 TICKETS_MAX: Final = (1 << 31) - 1

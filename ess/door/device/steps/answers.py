@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ess.door.device.memory.counting import Counts
+from ess.array_types import Counts
 from ess.door.device.steps.stopwatch import TimedFetch
 from ess.door.residency.slots import SplitViews
 from ess.kernels.cuda.streams import CudaEvent

@@ -16,10 +16,10 @@ from collections.abc import Sequence as Many
 from typing import Final, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.array_types import RowIds
 from ess.door.device.memory.arenas import TICKET_MAX
 from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.memory.queries import DeviceArrays
@@ -45,8 +45,6 @@ from ess.pool.lru.cuda_audit import FINDINGS
 from ess.pool.lru.cuda_shape import REPORT, Moment, ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 from ess.pool.warmup import WindowSet, last_windows, warm_set
-
-Rows = npt.NDArray[np.int32]
 
 CLAIMED: Final = REPORT.index("claimed")
 
@@ -283,7 +281,7 @@ class DeviceSlots:
         self._landings.go_on()
         return min(len(rows), len(rows) if row_max is None else row_max) * layout.group_count
 
-    def _require_stored(self, group: int, rows: Rows) -> None:
+    def _require_stored(self, group: int, rows: RowIds) -> None:
         are_stored = self.pools.are_stored(group, rows)
         if not are_stored.all():
             raise BadState(

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ess.array_types import Bytes, Ints
 from ess.door.device.memory.arenas import ints
 from ess.door.device.memory.counting import STORED, WIDTH
 from ess.door.device.memory.device_pools import DevicePools
@@ -38,9 +38,6 @@ from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_seal import SealKernel
 from ess.pool.lru.cuda_shape import REPORT
 from ess.units import div_ceil
-
-Numbers = npt.NDArray[np.int32]
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +194,7 @@ class SealedStep:
         self._query_count = query_count
         self._groups = groups
         self._keyed = sorted(step.keyed)
-        self._whereabouts: tuple[Numbers, Numbers] | None = None
+        self._whereabouts: tuple[Ints, Ints] | None = None
         self._kept: list[int] | None = None
         self._has_landed = False
 
@@ -240,7 +237,7 @@ class SealedStep:
         for sequence in self._sequences:
             sequence.progress.publish()
 
-    def _where(self, kept: list[int]) -> tuple[Numbers, Numbers]:
+    def _where(self, kept: list[int]) -> tuple[Ints, Ints]:
         """Numbers of the queries that were kept, and their host rows."""
         places, host_rows, first = [], [], 0
         for sequence, count, brought in zip(self._sequences, kept, self._query_counts, strict=True):

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ess.array_types import Counts
 from ess.clock import Clock
-from ess.door.device.memory.counting import Counts
 from ess.door.device.memory.lane import DeviceLane
 from ess.door.stats import Timings
 from ess.kernels.cuda.streams import CudaEvent

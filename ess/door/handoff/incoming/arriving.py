@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ess.array_types import PageIds
 from ess.door.handoff.endings import Timeline
 from ess.door.handoff.incoming.leg import Leg
 from ess.door.sequences.sequence import Sequence
-from ess.pool.pages import PageIds
 from ess.pool.warmup import WindowSet
 
 

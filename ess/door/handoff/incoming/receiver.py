@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from ess.array_types import Bytes, PageIds
 from ess.door.checks import in_range
 from ess.door.handoff import geometry
 from ess.door.handoff.endings import Landed, Missed
@@ -27,10 +28,8 @@ from ess.door.handoff.incoming.legs import Legs
 from ess.door.handoff.incoming.origins import Origin, Origins
 from ess.door.offload import Offload
 from ess.door.sequences.sequence import Sequence, require_state
-from ess.door.sequences.states import Bytes
 from ess.errors import BadInput, PoolFull
 from ess.pool.latent import LatentPool
-from ess.pool.pages import PageIds
 from ess.transfer.mail import Mail
 from ess.transfer.messages import (
     PAGES_MAX,

@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ess.array_types import Bytes
 from ess.door.handoff import geometry
 from ess.door.handoff.endings import Timeline
 from ess.door.handoff.outgoing.pages import Pages
 from ess.door.handoff.outgoing.units import Part, Units
-from ess.door.sequences.states import Bytes
 from ess.transfer.messages import Again, PieceKind, Reason, Reserved, text_digest
 from ess.transfer.runs import Runs
 

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
+from ess.array_types import Bytes
 from ess.door.handoff import geometry
 from ess.door.handoff.outgoing.units import Part
 from ess.door.sequences.sequence import Sequence
-from ess.door.sequences.states import Bytes
 from ess.layout import ModelLayout
 from ess.pool.latent import FULL
 from ess.transfer.messages import PieceKind
