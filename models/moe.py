@@ -159,11 +159,11 @@ class Moe:
         """Cut by cut, so that what comes from all ranks at a time stays small."""
         made, whole, cuts = [], range(self.own_count), expert_ranks.cuts(len(x), part)
         for cut in cuts:
-            some = slice(cut.start, None if cut is cuts[-1] else cut.stop)
-            chosen = Routing(routing.experts[some], routing.weights[some])
-            exchange = self._departed(expert_ranks, x[some], chosen, cut)
+            tokens = slice(cut.start, None if cut is cuts[-1] else cut.stop)
+            chosen = Routing(routing.experts[tokens], routing.weights[tokens])
+            exchange = self._departed(expert_ranks, x[tokens], chosen, cut)
             exchange.send()
-            inner = self.up(x[some], chosen, exchange.arrive())
+            inner = self.up(x[tokens], chosen, exchange.arrive())
             self.down(inner, whole)
             self.give_back(inner, whole, exchange)
             made.append(self.collect(inner, chosen, exchange))
@@ -226,13 +226,11 @@ class Moe:
 
     def down(self, inner: Inner, experts: range) -> None:
         """These experts' lines of `inner.outer`, one per token that chose them."""
-        edges, some = (
-            inner.edges[experts.start : experts.stop + 1],
-            slice(experts.start, experts.stop),
-        )
-        weights, scales = self._down[0][some], None
+        edges = inner.edges[experts.start : experts.stop + 1]
+        held = slice(experts.start, experts.stop)
+        weights, scales = self._down[0][held], None
         if self._down[1] is not None:
-            scales = self._down[1][some]
+            scales = self._down[1][held]
         if inner.values.is_cpu:
             first, stop = int(edges[0]), int(edges[-1])
             lines = _products(inner.values[first:stop], edges[1:] - first, weights, scales=scales)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ess.errors import BadInput
 from ess.sim.locality.selections import LayerProfile, LayerStream, RequestLoad
+from ess.units import div_ceil
 
 Ints = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
@@ -174,5 +175,5 @@ def lay_out(point: Point, steps: list[Step], *, host_row_count: int) -> Batch:
 def halves(batch: int, count: int) -> list[range]:
     """The requests in at most `count` parts, none empty, larger ones first."""
     parts = min(count, batch)
-    ends = [-(-batch * part // parts) for part in range(parts + 1)]
+    ends = [div_ceil(batch * part, parts) for part in range(parts + 1)]
     return [range(start, end) for start, end in itertools.pairwise(ends)]

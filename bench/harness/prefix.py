@@ -45,7 +45,7 @@ from ess.layout import ModelLayout
 from ess.models.layers import Rotation, rotate, rotate_part
 from ess.models.load import EMBEDDED, load_model
 from ess.models.model import Model
-from ess.units import PAGE_ROWS, format_bytes
+from ess.units import PAGE_ROWS, div_ceil, format_bytes
 
 SEGMENT: Final = 4096
 DISTINCT: Final = 16384
@@ -104,7 +104,7 @@ class Prefix:
         return torch.cat(turned)[:length]
 
     def _laid(self, length: int) -> list[Segment]:
-        count = -(-length // self.segment_length)
+        count = div_ceil(length, self.segment_length)
         return [self.segments[place % len(self.segments)] for place in range(count)]
 
     def _rotation(self, place: int, count: int) -> Rotation:
@@ -171,7 +171,7 @@ def build_prefix(
     if model.config.rope.rotation_scale != 1.0:
         raise BadInput("a model that scales its rotations cannot have rows turned")
     each = min(segment, length)
-    count = min(-(-length // each), max(1, distinct // each))
+    count = min(div_ceil(length, each), max(1, distinct // each))
     if len(ids) < count * each + 1:
         raise BadInput(f"{text} has {len(ids)} tokens, the prefix needs {count * each + 1}")
     started = time.perf_counter()
@@ -287,7 +287,7 @@ def _save(path: Path, segment: Segment) -> None:
 def _make(model: Model, layout: ModelLayout, ids: list[int]) -> Segment:
     """Runs it through the engine like a prompt; MTP pairs the last of `ids` with the last row."""
     count = len(ids) - 1
-    pages = -(-len(ids) // PAGE_ROWS) + 1
+    pages = div_ceil(len(ids), PAGE_ROWS) + 1
     with Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.chunk_bytes,

@@ -175,8 +175,8 @@ def _attention_row(roof: Roof, codec: RowCodec, heads: int, queries: int, *, smo
 
 def _rows(codec: RowCodec, count: int) -> Tensor:
     rows = torch.from_numpy(host_memory(count * codec.row_bytes)).view(count, codec.row_bytes)
-    some = torch.randn(4096, codec.latent_dim + codec.rope_dim)
-    encoded = CPU.encode_rows(some, codec, torch.empty(4096, codec.row_bytes, dtype=torch.uint8))
+    sample = torch.randn(4096, codec.latent_dim + codec.rope_dim)
+    encoded = CPU.encode_rows(sample, codec, torch.empty(4096, codec.row_bytes, dtype=torch.uint8))
     rows.view(-1, 4096, codec.row_bytes).copy_(encoded)
     return rows
 

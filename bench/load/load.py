@@ -183,8 +183,8 @@ def first_model(url: str, key: str) -> str:
         raise Unavailable(f"{url}/v1/models answers {error.code} {error.reason}") from None
     except OSError as error:
         why = getattr(error, "reason", error)
-        told = getattr(why, "strerror", None) or why
-        raise Unavailable(f"no server at {url}: {told}") from None
+        cause = getattr(why, "strerror", None) or why
+        raise Unavailable(f"no server at {url}: {cause}") from None
     except (ValueError, LookupError, TypeError):
         raise Unavailable(f"{url}/v1/models names no model") from None
 

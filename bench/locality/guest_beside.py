@@ -30,7 +30,7 @@ from ess.models.guest.place import checkpoint_folder, gguf_file
 from ess.models.load import load_model
 from ess.models.model import Model
 from ess.models.text.tokenizer import Tokenizer
-from ess.units import PAGE_ROWS
+from ess.units import PAGE_ROWS, div_ceil
 
 PACKAGE: Final = "xllamacpp"
 REPEATS: Final = 3
@@ -144,7 +144,7 @@ class Ours:
 
     def __init__(self, model: Model, task: Task) -> None:
         self._task, layout = task, model.config.layout()
-        pages = -(-(len(task.prompt) + task.tokens) // PAGE_ROWS) + 3
+        pages = div_ceil(len(task.prompt) + task.tokens, PAGE_ROWS) + 3
         self.offload = Offload.create(
             layout,
             slot_bytes=layout.group_count * pages * layout.page_bytes,

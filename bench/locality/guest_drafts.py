@@ -91,12 +91,12 @@ def _lines(engine: Engine, asked: Sequence[list[int]]) -> Iterator[dict[str, obj
     alone = _step_seconds(engine, asked[:1])
     for count in DRAFTED:
         longer = _step_seconds(engine, asked[: 1 + count]) / alone
-        for name, some in answers.items():
-            made = [tokens_per_step(*pair, count) for pair in zip(asked, some, strict=True)]
+        for name, replies in answers.items():
+            made = [tokens_per_step(*pair, count) for pair in zip(asked, replies, strict=True)]
             each = float(np.mean(np.concatenate(made)))
             yield {
                 "answers": name,
-                "tokens": sum(map(len, some)),
+                "tokens": sum(map(len, replies)),
                 "drafts": count,
                 "tokens_per_step": round(each, 3),
                 "by_prompt": [round(float(np.mean(steps)), 2) for steps in made],

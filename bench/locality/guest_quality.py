@@ -110,8 +110,8 @@ def guest_benchmark(
     starts = np.linspace(0, len(ids) - length - 1, excerpts + 2)[1:-1].astype(int).tolist()
     if len(ids) <= length or max(widths) >= length:
         raise BadInput(f"--ctx {length:,}: the text has {len(ids):,} tokens, --k goes to {k}")
-    some = [Excerpt(ids[start : start + length], max(widths)) for start in starts]
-    return quality_rows(load_model(folder, form="f32"), some, widths)
+    read = [Excerpt(ids[start : start + length], max(widths)) for start in starts]
+    return quality_rows(load_model(folder, form="f32"), read, widths)
 
 
 @compute_threads()
@@ -199,9 +199,9 @@ class Reading:
         ]
         index, attended, shares = self._kept_keys(probe.keys), [], []
         for at in range(0, len(hidden), QUERIES):
-            some, seen = slice(at, at + QUERIES), slice(0, at + QUERIES)
-            weights = self._weights(asked[some].transpose(0, 1), sides[0][:, seen], at)
-            asking = probe.queries[some], probe.weights[some], index[seen]
+            block, seen = slice(at, at + QUERIES), slice(0, at + QUERIES)
+            weights = self._weights(asked[block].transpose(0, 1), sides[0][:, seen], at)
+            asking = probe.queries[block], probe.weights[block], index[seen]
             kept, share = self._narrowed(weights, asking, at)
             attended.append((kept @ sides[1][:, seen]).transpose(0, 1))
             shares += share[max(0, first - at) :]

@@ -136,10 +136,10 @@ def policy_rows(step_count: int) -> list[Row]:
     lru = plain["lru"].mean(skip=SKIP)
     others = {name: outcome for name, outcome in plain.items() if name != "lru"}
     rows = [_against_lru(name, outcome, lru, config) for name, outcome in others.items()]
-    some = every_policy(workload, slots=SLOTS)
+    policies = every_policy(workload, slots=SLOTS)
     ahead = laboratory.run(
         workload,
-        {name: some[name] for name in ("lru", "score EMA")},
+        {name: policies[name] for name in ("lru", "score EMA")},
         start=Start(fill=True, ahead=AHEAD),
     )
     for name, outcome in ahead.items():

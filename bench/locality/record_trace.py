@@ -28,7 +28,7 @@ from ess.kernels.ops import Ops
 from ess.pool.lru.eviction import scored
 from ess.pool.warmup import WINDOW_MAX
 from ess.trace import RequestStep, TraceHeader, TraceWriter
-from ess.units import PAGE_ROWS
+from ess.units import PAGE_ROWS, div_ceil
 
 Windows = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.uint8]
@@ -111,7 +111,7 @@ def _windows(
 ) -> list[tuple[Windows, list[Scores]]]:
     """Runs prompts, each 32 words longer than the one before, which is its cached prefix."""
     layout, start = prefix.layout, prefix.length
-    pages = -(-(start + query_count + WINDOW_MAX) // PAGE_ROWS) + 4
+    pages = div_ceil(start + query_count + WINDOW_MAX, PAGE_ROWS) + 4
     recorded = []
     kept = Windowed()
     with Offload.create(
@@ -142,9 +142,9 @@ def _write(
 ) -> None:
     for at in range(0, WINDOW_MAX, mtp):
         for group, (selections, scores) in enumerate(zip(*made, strict=True)):
-            some = slice(at, at + mtp)
+            step = slice(at, at + mtp)
             width = min(scores.shape[1], writer.header.context)
-            writer.write_group(group, selections[some], scores=scores[some, :width])
+            writer.write_group(group, selections[step], scores=scores[step, :width])
         length = start + first + at
         request_step = RequestStep(request=0, length=length, query_count=mtp, accepted=mtp)
         writer.commit_step((first + at) // mtp, [request_step])

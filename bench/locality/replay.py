@@ -22,6 +22,7 @@ from ess.sim.locality.similarity import containment, step_similarity
 from ess.sim.locality.stack_distances import MissCurve, miss_curve
 from ess.sim.locality.workloads import Workload, generated, recorded, write_trace
 from ess.trace import TraceReader
+from ess.units import div_ceil
 
 WINDOWS: Final = 32
 MULTIPLES: Final = (1.5, 2.0, 3.0, 4.0)
@@ -35,7 +36,7 @@ def recorded_rows(path: Path) -> list[Row]:
     with TraceReader(path) as reader:
         header = reader.header
         groups = np.linspace(0, header.group_count - 1, min(GROUPS_MAX, header.group_count))
-        lead = min(len(reader) // 4, -(-WINDOWS // header.mtp))
+        lead = min(len(reader) // 4, div_ceil(WINDOWS, header.mtp))
         rows: list[Row] = []
         judged: Judged = defaultdict(list)
         for group in sorted({round(float(place)) for place in groups}):

@@ -146,8 +146,8 @@ def even_bytes(config: ModelConfig, ranks: int) -> tuple[float, float]:
     total, chosen = config.expert_count, config.experts_per_token
     missed = math.comb(total - total // ranks, chosen) / math.comb(total, chosen)
     line = 2 * config.hidden_dim
-    met = (ranks - 1) * (1 - missed)
-    return met * (line + 2 * chosen), chosen * (ranks - 1) / ranks * line
+    reached = (ranks - 1) * (1 - missed)
+    return reached * (line + 2 * chosen), chosen * (ranks - 1) / ranks * line
 
 
 def decoded(batch: int, steps: int, *, tbo: Tbo, sbo: Sbo) -> list[DecodeFigures]:

@@ -163,7 +163,7 @@ def _row(outcome: Outcome) -> Row:
         },
         "marks": list(outcome.marks),
     }
-    told = agreement(
+    agreed = agreement(
         name=row["row"],
         unit=row["unit"],
         ours=outcome.ours,
@@ -172,8 +172,8 @@ def _row(outcome: Outcome) -> Row:
         config={key: value for key, value in config.items() if value},
     )
     if row["kind"] != "rate":
-        return told
-    return _bound(told)
+        return agreed
+    return _bound(agreed)
 
 
 def _bound(told: Row) -> Row:

@@ -162,18 +162,18 @@ def _misses(
     path: str | Path, rows: list[_Row], layout: ModelLayout
 ) -> dict[int, tuple[float, ...]]:
     """Misses of all layers by context; there must be a row for each context and layer."""
-    met: dict[int, tuple[float, ...]] = {}
+    by_context: dict[int, tuple[float, ...]] = {}
     for row in rows:
         context, layer = row.config.get("context"), row.config.get("layer")
-        so_far = met.get(context, ()) if isinstance(context, int) else ()
+        so_far = by_context.get(context, ()) if isinstance(context, int) else ()
         if not isinstance(context, int) or layer != len(so_far):
             raise BadInput(f"calibration {path}: misses of context {context}, layer {layer}")
-        met[context] = (*so_far, row.value)
-    assert sum(map(len, met.values())) == len(rows), "a row of misses was lost"
-    for context, misses in met.items():
+        by_context[context] = (*so_far, row.value)
+    assert sum(map(len, by_context.values())) == len(rows), "a row of misses was lost"
+    for context, misses in by_context.items():
         if len(misses) < layout.layer_total:
             raise BadInput(
                 f"calibration {path} has {len(misses)} layers at context {context}, this model has"
                 f" {layout.layer_total}"
             )
-    return met
+    return by_context

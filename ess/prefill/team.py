@@ -71,7 +71,7 @@ def _order_of(head_count: int) -> int:
 
 
 def share_of(kind: Kind, team: Team) -> Share:
-    """What the ranks of a team share; None for a team of one."""
+    """What the ranks of a team share."""
     if team.size == 1:
         return Whole()
     return ByHeads(team) if kind == "tp" else ByTokens(team)

@@ -85,8 +85,8 @@ def hy(suffix: str, *, ends_names: bool) -> Replies:
 
 def _hy_effort(thinking: bool, effort: object) -> Mapping[str, Any]:
     """Its template knows three efforts."""
-    some = "low" if effort in ("low", "minimal") else "high"
-    return {"reasoning_effort": some if thinking else "no_think"}
+    level = "low" if effort in ("low", "minimal") else "high"
+    return {"reasoning_effort": level if thinking else "no_think"}
 
 
 def replies_of(tokenizer: Tokenizer, source: str) -> Replies:

@@ -166,8 +166,8 @@ class TemplateStyle:
         if asked.thinking is None:
             return {}
         effort = asked.names.get("reasoning_effort")
-        told = {"enable_thinking": asked.thinking, "thinking": asked.thinking}
-        return {**told, **self.replies.names(asked.thinking, effort)}
+        switches = {"enable_thinking": asked.thinking, "thinking": asked.thinking}
+        return {**switches, **self.replies.names(asked.thinking, effort)}
 
     def thinks(self) -> bool:
         """By three prompts: one with thinking, one without, and one whose template is not told. A

@@ -72,20 +72,20 @@ def one_of_each_shape(model: object) -> list[Fp8Weight]:
     made of objects of `ess.models`, in tuples and lists. Weights of a layer's experts are stacked:
     a pair of tensors."""
     first_of: dict[torch.Size, Fp8Weight] = {}
-    left, met = [model], set[int]()
-    while left:
-        thing = left.pop()
-        if id(thing) in met:
+    unseen, seen = [model], set[int]()
+    while unseen:
+        part = unseen.pop()
+        if id(part) in seen:
             continue
-        met.add(id(thing))
-        if isinstance(thing, Fp8Weight):
-            first_of.setdefault(thing.shape, thing)
-        elif isinstance(thing, tuple) and thing and _is_stack(*thing):
-            first_of.setdefault(thing[0].shape, Fp8Weight(*thing))
-        elif isinstance(thing, list | tuple):
-            left.extend(thing)
-        elif type(thing).__module__.startswith("ess.models."):
-            left.extend(getattr(thing, "__dict__", {}).values())
+        seen.add(id(part))
+        if isinstance(part, Fp8Weight):
+            first_of.setdefault(part.shape, part)
+        elif isinstance(part, tuple) and part and _is_stack(*part):
+            first_of.setdefault(part[0].shape, Fp8Weight(*part))
+        elif isinstance(part, list | tuple):
+            unseen.extend(part)
+        elif type(part).__module__.startswith("ess.models."):
+            unseen.extend(getattr(part, "__dict__", {}).values())
     return list(first_of.values())
 
 

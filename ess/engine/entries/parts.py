@@ -27,14 +27,14 @@ def attend(
     shape = tuple(queries.shape[:2])
     into = Partial(queries.new_empty(*shape, codec.latent_dim), queries.new_empty(shape))
     for first in range(0, len(queries), QUERIES):
-        some = slice(first, first + QUERIES)
+        block = slice(first, first + QUERIES)
         ops.attend(
-            queries[some].contiguous(),
+            queries[block].contiguous(),
             rows,
-            slots[some].contiguous(),
+            slots[block].contiguous(),
             codec,
             scale=scale,
-            into=Partial(into.out[some], into.lse[some]),
+            into=Partial(into.out[block], into.lse[block]),
             threads=compute_threads(),
         )
     return into

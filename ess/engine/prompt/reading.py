@@ -31,16 +31,16 @@ def top_k(pack: Pack, at: int, span: Span, layer: int, queries: Tensor, weights:
     step = div_ceil(count, div_ceil(count, SCORED))
     parts = [
         pack.ops.index_top_k(
-            some,
+            block,
             weights[first : first + step],
             pages,
-            pack.tables[at].expand(len(some), -1),
+            pack.tables[at].expand(len(block), -1),
             lengths[first : first + step],
             codec,
             k=pack.layout.top_k,
             threads=compute_threads(),
         )
-        for first, some in zip(range(0, count, step), torch.split(queries, step), strict=True)
+        for first, block in zip(range(0, count, step), torch.split(queries, step), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -52,13 +52,13 @@ def attend_chosen(
     assert len(queries) == len(chosen), f"{len(chosen)} selections for {len(queries)} queries"
     codec, (rows, codes) = pack.layout.row_of(layer), pack.rows.reading(layer, at, chosen)
     for first in range(0, len(queries), QUERIES):
-        some = slice(first, first + QUERIES)
+        block = slice(first, first + QUERIES)
         pack.ops.attend(
-            queries[some],
+            queries[block],
             rows,
-            codes[some],
+            codes[block],
             codec,
             scale=pack.runner.model.config.attention_scale,
-            into=Partial(into.out[some], into.lse[some]),
+            into=Partial(into.out[block], into.lse[block]),
             threads=compute_threads(),
         )

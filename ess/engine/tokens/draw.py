@@ -48,10 +48,10 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
     whole = [query for query in warm if not is_cut(samplings[query])]
     assert len(cut) + len(whole) == len(warm), "a query is drawn twice or never"
     for queries, draw_rows in ((whole, draw_whole), (cut, _draw_cut)):
-        for some in _some(queries, logits):
-            given = [samplings[query] for query in some]
-            rows = _rows(logits[some], given, [positions[query] for query in some])
-            drawn[some] = draw_rows(rows)
+        for piece in _pieces(queries, logits):
+            given = [samplings[query] for query in piece]
+            rows = _rows(logits[piece], given, [positions[query] for query in piece])
+            drawn[piece] = draw_rows(rows)
     is_none = logits.gather(-1, drawn[:, None])[:, 0].isnan()
     return drawn.masked_fill_(is_none, NOT_A_NUMBER)
 
@@ -98,7 +98,7 @@ def is_cut(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0
 
 
-def _some(queries: list[int], logits: Tensor) -> Iterator[list[int]]:
+def _pieces(queries: list[int], logits: Tensor) -> Iterator[list[int]]:
     """On a CPU, rows that stay in its caches from one operation to the next."""
     count = max(1, AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     return (queries[at : at + count] for at in range(0, len(queries), count))

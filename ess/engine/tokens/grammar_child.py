@@ -124,8 +124,8 @@ class Follower:
 def _failure_of(matcher: Any) -> str:
     """Why a matcher has stopped; nothing if it has not. The library has a word for a text that
     nothing can follow, and marks what it would say at length."""
-    told = matcher.get_error().replace(VERBOSE, "")[:MESSAGE_CHARS_MAX].strip()
-    return DEAD_END if told == "NoExtensionBias" else told
+    message = matcher.get_error().replace(VERBOSE, "")[:MESSAGE_CHARS_MAX].strip()
+    return DEAD_END if message == "NoExtensionBias" else message
 
 
 def _is_empty(mask: bytes) -> bool:

@@ -93,10 +93,10 @@ class FaultyTransport(WrappedTransport):
         for event in events:
             if isinstance(event, PeerLost):
                 self._give_up(event.peer)
-        told, self._told = self._told, []
+        endings, self._told = self._told, []
         lost = [event for event in events if isinstance(event, PeerLost)]
         others = [event for event in events if not isinstance(event, PeerLost)]
-        return [*others, *told, *self._expired(), *lost]
+        return [*others, *endings, *self._expired(), *lost]
 
     def disconnect(self, peer: int) -> None:
         self._give_up(peer)
@@ -132,8 +132,8 @@ class FaultyTransport(WrappedTransport):
                 garbled = self._flipped(transfer.notification)
                 self._pass_on(handle, replace(transfer, notification=garbled))
             case Fault.PARTIAL:
-                some = self._random.randrange(len(transfer.here))
-                cut = replace(transfer, here=transfer.here[:some], there=transfer.there[:some])
+                cut_to = self._random.randrange(len(transfer.here))
+                cut = replace(transfer, here=transfer.here[:cut_to], there=transfer.there[:cut_to])
                 self._pass_on(handle, cut)
 
     def _corrupted(self, transfer: Transfer) -> Transfer:

@@ -106,11 +106,11 @@ class Delta(Mla):
         queries, fades = queries * self._own.head_dim**-0.5, fades.view_as(keys)
         tokens = (queries, keys, parts[2], fades, shares[..., None])
         blocks = (torch.split(each.transpose(1, 2), BLOCK, 2) for each in tokens)
-        matrix, told = state.matrix, []
+        matrix, reads = state.matrix, []
         for block in zip(*blocks, strict=True):
             read, matrix = _through(matrix, *block)
-            told.append(read)
-        return torch.cat(told, 2).transpose(1, 2), State(matrix, channels[:, count:])
+            reads.append(read)
+        return torch.cat(reads, 2).transpose(1, 2), State(matrix, channels[:, count:])
 
     def _summed(self, channels: Tensor, count: int) -> Tensor:
         """Sums over each of the last `count` tokens and those before it."""
@@ -163,8 +163,8 @@ def _through(
     kept, asked = faded.exp(), torch.stack((keys, queries), -1)
     seen = (faded[:, :, :, None] - faded[:, :, None]).clamp_(max=0).exp_().mul_(keys[:, :, None])
     of_keys, of_queries = (each.tril() for each in (seen @ asked).unbind(-1))
-    met = torch.cat((keys * kept, queries * kept), 2) @ matrix
-    stored, read = torch.split(met, count, 2)
+    recalled = torch.cat((keys * kept, queries * kept), 2) @ matrix
+    stored, read = torch.split(recalled, count, 2)
     changes = shares * (values - stored)
     if count > 1:
         own = shares * of_keys
