@@ -186,6 +186,17 @@ def test_pages_that_the_receiver_has_are_outside(landed: Landed) -> None:
     assert coming.is_complete
 
 
+def test_layers_of_unequal_rows_have_sizes_of_their_own() -> None:
+    rows = PieceKind.ROWS
+    sizes = Share(
+        kind=rows, layer_begin=2, layer_end=5, page_count=3, unit_bytes=30, layer_bytes=(10, 20, 30)
+    )
+    for layers, size in (((2, 3), 10), ((3, 5), 50), ((2, 5), 60)):
+        piece = Piece(9, rows, *layers, 1, 3, 2 * size, 0)
+        assert sizes.holds(piece)
+        assert not sizes.holds(replace(piece, byte_count=2 * size + 1))
+
+
 def test_windows_are_of_any_size_that_fits(landed: Landed) -> None:
     coming = arrival()
     assert coming.window_bytes == 0

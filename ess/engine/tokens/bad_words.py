@@ -18,7 +18,7 @@ class BadWords:
 
     def forbidden(self, output: Sequence[int], drafts: Sequence[int]) -> list[list[int]]:
         """The ids that may not come behind the output, and behind each of the drafts."""
-        reach = self._lengths[-1] if self._lengths else 0
+        reach = self._lengths[-1]
         behind = tuple(output[-reach:]) if reach else ()
         said = (*behind, *drafts)
         return [self._after(said[: len(behind) + count]) for count in range(len(drafts) + 1)]
