@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.models.model import Model
+from ess.units import PAGE_ROWS
 from tests.compressed import world
 from tests.support.checkpoints import small, tokens
 
 LENGTHS: Final = (1, 2, 30, 64, 65, 90, 128, 129, 150, 180, 190, 200)
+NEAR: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +33,17 @@ FAMILIES: Final = {
 
 @functools.cache
 def prompts(family: str) -> list[list[int]]:
-    """Every other one begins as the longest does."""
+    """Every other one begins as the longest does; one, but for the last token of its first page."""
     own = FAMILIES[family]
     lengths = [length * own.row_tokens for length in LENGTHS]
     longest = tokens(max(lengths), own.vocabulary, seed=3)
-    return [
+    made = [
         longest[:length] if number % 2 else tokens(length, own.vocabulary, seed=number)
         for number, length in enumerate(lengths)
     ]
+    made[NEAR] = longest[: lengths[NEAR]]
+    made[NEAR][PAGE_ROWS * own.row_tokens - 1] ^= 1
+    return made
 
 
 @functools.cache

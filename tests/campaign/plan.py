@@ -209,7 +209,7 @@ def _settings(draw: random.Random) -> dict[str, object]:
         "warm": draw.choice([True, True, False]),
         "budget_every": draw.choice([0, 2, 64]),
         "verify_every": draw.choice([0, 1]),
-        "chunk": draw.choice([16, 64, 100]),
+        "chunk": draw.choice([16, 63, 100]),
         "failure": draw.choice(["recompute", "recompute", "refuse"]),
     }
 

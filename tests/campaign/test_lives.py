@@ -78,6 +78,14 @@ def test_a_life_whose_settings_change_runs_every_mode() -> None:
     assert all(seen[f"layers {mode.name}"] for mode in Mode), seen
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_drafts_that_are_right_are_all_taken(depth: int) -> None:
+    """Of 12 tokens the first comes alone, the others four, four and three at a time."""
+    life = two(mtp=4, depth=depth)
+    seen = live(msgspec.structs.replace(life, right=1.0)).seen
+    assert (seen["parts"], seen["tokens"]) == (8, 24)
+
+
 def two(**settings: object) -> Life:
     """Two requests one after the other."""
     asks = tuple(
@@ -95,6 +103,7 @@ def two(**settings: object) -> Life:
         index_pages=20,
         lines=4,
         right=0.5,
+        drifts=False,
         asks=asks,
         hits=(),
     )

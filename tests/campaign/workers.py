@@ -16,6 +16,7 @@ from ess.comm.local import local_group
 from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.engine.config import EngineConfig
+from ess.engine.plan import StepResult
 from ess.engine.step.runner import made_runner
 from ess.errors import BadState
 from ess.layout import ModelLayout
@@ -59,14 +60,11 @@ class Whole(Worker):
 
     drift: Drift | None = None
 
-    def step(self) -> None:
+    def step(self) -> StepResult:
         """A worker that rests has nothing to check."""
         if self.drift is not None:
             self.drift.turn()
-        if self.is_quiet:
-            self.engine.step()
-        else:
-            super().step()
+        return self.engine.step() if self.is_quiet else super().step()
 
     @property
     def offloads(self) -> list[Offload]:
@@ -187,7 +185,7 @@ class Piped:
             self.engine.forget_prefixes()
 
     def step(self) -> None:
-        """Each stage twice on average, in any order."""
+        """Each stage twice on average, in any order. No token is made."""
         rested = self.is_quiet
         for rank in self._draw.choices(range(len(self.stages)), k=2 * len(self.stages)):
             self._turn(rank)

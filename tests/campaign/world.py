@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ess.door.stats import Stats
+from ess.engine.plan import StepResult
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, PoolFull, Unavailable
@@ -25,6 +26,8 @@ LATE_STEP_S = 0.05
 TURNS_MAX = 800
 MEET_EVERY = 10
 TOO_LONG = 1100
+ENDS_EVERY = 16
+"""Of all ids, those that end a warm answer."""
 SALTS = (b"", b"a tenant", b"another tenant")
 
 
@@ -35,13 +38,15 @@ class Wrong(AssertionError):
 @functools.cache
 def answers(family: str, *, is_warm: bool) -> list[list[int]]:
     """What one engine says that nothing happens to."""
-    wish = _wish(TOKENS_MAX, is_warm=is_warm)
+    wish = _wish(family, TOKENS_MAX, is_warm=is_warm)
     model = FAMILIES[family].model()
     return alone([(prompt, wish) for prompt in prompts(family)], model=model)
 
 
-def _wish(count: int, *, is_warm: bool) -> Sampling:
-    heat = {"temperature": 0.9, "top_p": 0.95, "seed": 7} if is_warm else {}
+def _wish(family: str, count: int, *, is_warm: bool) -> Sampling:
+    """A warm answer may end at any token of a step."""
+    ends = frozenset(range(0, FAMILIES[family].vocabulary, ENDS_EVERY))
+    heat = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "stop_ids": ends} if is_warm else {}
     return Sampling(tokens_max=count, ignore_eos=True, **heat)
 
 
@@ -56,6 +61,8 @@ class Leg:
     is_cancelled: bool = False
     is_over: bool = False
     end: tuple[object, ...] = ()
+    told: list[int] = field(default_factory=list)
+    """The tokens in the results of steps, which a server streams."""
 
 
 @dataclass
@@ -128,8 +135,17 @@ class World:
         self._draw.shuffle(workers)
         for worker in workers:
             if self._frozen.get(worker, 0) <= turn:
-                worker.step()
+                self._note(worker, worker.step())
         self._cluster.advance()
+
+    def _note(self, worker: AnyWorker, result: StepResult | None) -> None:
+        legs = [leg for leg in self._legs["take"] if leg.worker is worker]
+        for made in () if result is None else result.made:
+            for leg in legs:
+                leg.told += made.tokens if leg.request is made.request else ()
+        for leg in legs:
+            if leg.told != leg.request.output:
+                raise Wrong(f"request {leg.request.number} said {leg.request.output}: {leg.told}")
 
     def _is_quiet(self) -> bool:
         return not self._held and all(worker.is_quiet for worker in self._cluster.all)
@@ -162,7 +178,7 @@ class World:
         take = None if is_here else Take(number, self._cluster.of["giver"][ask.giver].port.epoch)
         request = worker.engine.add(
             prompts(self.plan.family)[ask.prompt],
-            _wish(ask.tokens, is_warm=ask.is_warm),
+            _wish(self.plan.family, ask.tokens, is_warm=ask.is_warm),
             take=take,
             priority=ask.priority,
             salt=SALTS[ask.salt],
@@ -176,7 +192,7 @@ class World:
     def _refused(self, ask: Ask) -> None:
         worker = self._cluster.of["taker"][ask.taker]
         try:
-            worker.engine.add([0] * TOO_LONG, _wish(1, is_warm=False))
+            worker.engine.add([0] * TOO_LONG, _wish(self.plan.family, 1, is_warm=False))
         except BadInput:
             self.told.ends["take: not let in"] += 1
         else:

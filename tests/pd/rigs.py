@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ess.door import Offload
 from ess.door.handoff.port import Port
 from ess.engine.engine import Engine, EngineConfig
+from ess.engine.plan import StepResult
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.sampling import Sampling
 from ess.models.model import Model
@@ -53,11 +54,12 @@ class Stepped:
     engine: Engine
     port: Port
 
-    def step(self) -> None:
-        self.engine.step()
+    def step(self) -> StepResult:
+        result = self.engine.step()
         self.engine.check()
         self.port.receiver.check()
         self.port.sender.check()
+        return result
 
     @property
     def is_quiet(self) -> bool:

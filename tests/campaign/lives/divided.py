@@ -53,9 +53,11 @@ Told = tuple[list[int], str]
 
 @functools.cache
 def line(number: int) -> list[int]:
-    """The second is the first for more than a page, then another; one is a single id."""
+    """The second is the first for more than a page, then another; one is a single id; the last is
+    the first but for the last token of its first page."""
     first, other = (tokens(256, VOCABULARY, seed=seed) for seed in (5, 6))
-    return (first, first[:70] + other, [7] * 256, other, first[1:])[number]
+    near = [*first[:63], first[63] ^ 1, *first[64:]]
+    return (first, first[:70] + other, [7] * 256, other, first[1:], near)[number]
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from ess.pool.lru.eviction import POLICIES
 from tests.model.grid import RANDOM
 
 TURNS: Final = 50
-LINES: Final = 5
+LINES: Final = 6
 TOP_K: Final = 16
 MTP_MAX: Final = {"embedded": 6, "deepseek_v32": 6, "glm_moe_dsa": 6, "deepseek_v4": 4}
 STATEFUL: Final = ("glm5_next", "deepseek_v4")

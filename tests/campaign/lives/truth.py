@@ -55,11 +55,14 @@ def model(family: str) -> Model:
 
 @functools.cache
 def lines(family: str) -> list[list[int]]:
-    """Drawn; the same for more than two pages, then another; one id; two in turn; three ids."""
+    """Drawn; the same for more than two pages, then another; one id; two in turn; three ids; the
+    first but for the last token of its second page."""
     vocabulary = model(family).config.vocab_size
     first, other = (tokens(LINE_COUNT, vocabulary, seed=seed) for seed in (5, 6))
     few = [vocabulary - 1 - token % 3 for token in other]
-    made = [first, first[:131] + other, [7] * LINE_COUNT, [0, vocabulary - 1] * LINE_COUNT, few]
+    near = [*first[:127], first[127] ^ 1, *first[128:]]
+    two = [0, vocabulary - 1] * LINE_COUNT
+    made = [first, first[:131] + other, [7] * LINE_COUNT, two, few, near]
     assert len(made) == LINES, f"{len(made)} lines"
     return made
 

@@ -47,6 +47,7 @@ class Told:
     request: Request
     truth: Truth
     is_cancelled: bool = False
+    said: list[int] = field(default_factory=list)
     chances: list[Chance] = field(default_factory=list)
     scored: list[Chance] = field(default_factory=list)
 
@@ -195,10 +196,15 @@ class World:
         for made in result.made:
             if made.request in of:
                 of[made.request].chances += made.chances
+                of[made.request].said += made.tokens
         for chunk, scored in zip(result.chunks, result.scored, strict=True):
             if chunk.request in of:
                 of[chunk.request].scored += scored
+        for request, told in of.items():
+            if [*request.said, *told.said] != request.output:
+                raise Wrong(f"{told.ask} says {request.output}, and steps {told.said}")
         self.outcome.seen["steps"] += 1
+        self.outcome.seen["parts"] += len(result.made)
         self.outcome.seen["tokens"] += sum(len(made.tokens) for made in result.made)
 
     def _look(self) -> None:
