@@ -10,3 +10,7 @@ ROOM_UNIT: Final = 256
 ROOM_BYTES_MAX: Final = 1 << 30
 """The most bytes of codes that DeepGEMM's products of experts multiply; their results take as
 many."""
+
+LOGITS_BYTES: Final = 12 * 4
+"""Bytes of a key in a thread of a CPU that selects: the logits of as many queries as share pages
+there (`kRunQueries` in csrc/cpu/kernels.cpp). The memory is kept for later calls."""

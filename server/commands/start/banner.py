@@ -101,6 +101,8 @@ def _memory(plan: MemoryPlan) -> Table:
     table.add_row("index", format_bytes(plan.index_bytes), "keys of running requests")
     if plan.state_bytes:
         table.add_row("states", format_bytes(plan.state_bytes), "beside rows, and kept for prompts")
+    if plan.logit_bytes:
+        table.add_row("scores", format_bytes(plan.logit_bytes), "of a selection in every thread")
     table.add_row("together", format_bytes(plan.total_bytes), "")
     return table
 

@@ -9,6 +9,7 @@ import msgspec
 
 from ess.errors import BadInput, EssError, Unavailable
 from ess.free_resources import memory_free
+from ess.kernels.served import LOGITS_BYTES
 from ess.layout import ModelLayout
 from ess.pool.capacity import (
     HOST_PAGES,
@@ -19,7 +20,7 @@ from ess.pool.capacity import (
     needs,
 )
 from ess.server.commands.start.settings import FIELDS, Settings
-from ess.units import PAGE_ROWS, div_ceil, format_bytes, parse_size
+from ess.units import PAGE_ROWS, align_up, div_ceil, format_bytes, parse_size
 
 AUTO: Final = "auto"
 SIZES: Final = (
@@ -72,8 +73,9 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """`weight_bytes` are those of the files; `state_bytes` are what requests keep beside their
-    rows, as much again for shared beginnings of prompts, and again for what is handed over. With a
-    `device`, slots and index are there; with `stages` each of this machine has a device."""
+    rows, as much again for shared beginnings of prompts, and again for what is handed over;
+    `logit_bytes` are scores of the longest request's keys, in all threads. With a `device`, slots
+    and index are there; with `stages` each of this machine has a device."""
 
     length_max: int
     host_bytes: int
@@ -83,6 +85,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     token_capacity: int
     rooms: tuple[Room, ...]
     state_bytes: int = 0
+    logit_bytes: int = 0
     graph_bytes: int = 0
     device: DevicePlan | None = None
     stages: tuple[DevicePlan, ...] = ()
@@ -90,7 +93,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_bytes(self) -> int:
         pools = self.host_bytes + self.slot_bytes + self.index_bytes
-        return pools + self.state_bytes + self.weight_bytes
+        return pools + self.state_bytes + self.logit_bytes + self.weight_bytes
 
 
 def plan_memory(
@@ -123,6 +126,7 @@ def plan_memory(
         token_capacity=token_capacity,
         rooms=(),
         state_bytes=copies * settings.max_running * layout.request_state_bytes(length_max),
+        logit_bytes=_logit_bytes(settings, layout, length_max),
     )
     _check_fit(plan, settings, free)
     return with_rooms(plan, settings, layout)
@@ -198,6 +202,7 @@ def _check_fit(plan: MemoryPlan, settings: Settings, free: int) -> None:
         "weights": plan.weight_bytes,
         **{name: getattr(plan, name) for name in ("host_bytes", "slot_bytes", "index_bytes")},
         **({"state_bytes": plan.state_bytes} if plan.state_bytes else {}),
+        **({"logit_bytes": plan.logit_bytes} if plan.logit_bytes else {}),
     }
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     raise Unavailable(
@@ -211,6 +216,8 @@ def _to_lower(parts: Mapping[str, int], settings: Settings) -> str:
     largest = max(parts, key=lambda name: parts[name])
     if largest == "weights":
         return "nothing: this model is too large for it"
+    if largest == "logit_bytes":
+        return f"threads, now {settings.threads:,}, or max_model_len: {largest} follows them"
     if getattr(settings, largest, AUTO) != AUTO:
         return f"{largest}, now {getattr(settings, largest)}"
     return f"max_running, now {settings.max_running:,}, or max_model_len: {largest} follows them"
@@ -244,6 +251,13 @@ def _slot_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: 
     if settings.slot_bytes != AUTO:
         return size_of(settings.slot_bytes, of=free)
     return promised_slots(settings, layout, length_max)
+
+
+def _logit_bytes(settings: Settings, layout: ModelLayout, length_max: int) -> int:
+    if not layout.key_groups:
+        return 0
+    threads = settings.world_size * max(1, settings.threads)
+    return threads * LOGITS_BYTES * align_up(length_max, PAGE_ROWS)
 
 
 def promised_slots(settings: Settings, layout: ModelLayout, length_max: int) -> int:
