@@ -82,11 +82,15 @@ ESS_LANE void product_block(const Product& p, int64_t token, int64_t column) {
     store_block(p, sums, token, column);
 }
 
+// Whether sums of six tokens and what they take fit into registers: 24 of 32 vectors, 12 of 16.
+template <int vectors>
+constexpr bool kSixTokens = kLanes == 16 || (kLanes == 8 && vectors <= 2);
+
 // All tokens over one to four panels, which stay near while the tokens pass.
 template <bool half, int vectors>
 ESS_LANE void product_columns(const Product& p, int64_t tokens, int64_t column) {
     int64_t token = 0;
-    if constexpr (kLanes == 16)  // 24 sums and what they take fit into 32 registers
+    if constexpr (kSixTokens<vectors>)
         for (; token + 6 <= tokens; token += 6) product_block<half, 6, vectors>(p, token, column);
     for (; token + 4 <= tokens; token += 4) product_block<half, 4, vectors>(p, token, column);
     if (token + 2 <= tokens) product_block<half, 2, vectors>(p, token, column), token += 2;
@@ -96,8 +100,11 @@ ESS_LANE void product_columns(const Product& p, int64_t tokens, int64_t column) 
 template <bool half>
 void product_in(const Product& p, int64_t tokens) {
     int64_t column = 0;
-    for (; column + 3 * kLanes < p.out_dim; column += 4 * kLanes)
+    const bool is_narrow = kLanes == 8 && tokens >= 6;
+    for (; !is_narrow && column + 3 * kLanes < p.out_dim; column += 4 * kLanes)
         product_columns<half, 4>(p, tokens, column);
+    for (; is_narrow && column + kLanes < p.out_dim; column += 2 * kLanes)
+        product_columns<half, 2>(p, tokens, column);
     for (; column < p.out_dim; column += kLanes) product_columns<half, 1>(p, tokens, column);
 }
 
