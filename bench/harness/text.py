@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from ess.models.load import EMBEDDED
 from ess.models.text.tokenizer import Tokenizer
 
 
+@functools.cache
 def token_ids(path: Path | None = None) -> tuple[list[int], str]:
-    """The text as ids of the embedded model's vocabulary, and its name."""
+    """The text as ids of the embedded model's vocabulary, and its name. Callers share the list."""
     text, name = text_of(path)
     return Tokenizer(EMBEDDED).encode(text), name
 
