@@ -26,7 +26,7 @@ STEPS_MAX = 4000
 def offload_of(
     *,
     mtp: int = 1,
-    host_pages: int = 96,
+    host_pages: int = 48,
     index_pages: int | None = None,
     lines: int = 4,
     slot_pages: int = 8,

@@ -29,6 +29,7 @@ other one takes it for dead."""
 POLICIES: Final = ("recompute", "refuse")
 LIMIT_S: Final = 0.5
 STEP_S: Final = 0.01
+RARE_STEP_S: Final = 0.1
 STEPS_MAX: Final = 3000
 TEXT: Final = tokens(700, 512, seed=3)
 PROMPTS: Final = (TEXT[:200], TEXT[:265], TEXT[300:500])
@@ -82,8 +83,8 @@ class Pair:
         ]
         return legs[::-1] if take_first else legs
 
-    def step(self) -> None:
-        self.clock.advance(STEP_S)
+    def step(self, seconds: float = STEP_S) -> None:
+        self.clock.advance(seconds)
         for actor in self.actors:
             actor.do(actor.worker.step)
 
@@ -120,8 +121,7 @@ def play(
             legs = [leg for leg in legs if leg[0] != side]
             _replace(pair, side)
         else:
-            for _ in range(round(stop / STEP_S)):
-                pair.step()
+            _stand_still(pair, stop)
             pair.actors[side].go_on()
             for _ in range(3):
                 pair.step()
@@ -147,6 +147,14 @@ def _stands(pair: Pair, side: int) -> bool:
             return True
         pair.step()
     return False
+
+
+def _stand_still(pair: Pair, seconds: float) -> None:
+    """The other one steps as always while it waits for a handoff, and then more rarely."""
+    until_s = pair.clock.now_s() + seconds
+    while (left_s := until_s - pair.clock.now_s()) > STEP_S / 2:
+        waits = seconds - left_s < 2 * LIMIT_S
+        pair.step(min(left_s, STEP_S if waits else RARE_STEP_S))
 
 
 def _replace(pair: Pair, side: int) -> None:
