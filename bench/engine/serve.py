@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import os
@@ -143,11 +144,13 @@ def _url(process: subprocess.Popen[str]) -> str:
 
 
 def _wait_ready(url: str) -> None:
+    """A worker that decodes is ready before it has met its peers: then it names those missing."""
     deadline_s = time.monotonic() + READY_S
     while True:
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"{url}/ready", timeout=5).close()
-            return
+        asked = functools.partial(urllib.request.urlopen, f"{url}/ready", timeout=5)
+        with contextlib.suppress(OSError), asked() as answer:
+            if not json.load(answer).get("missing"):
+                return
         if time.monotonic() > deadline_s:
             raise BadState(f"a server was not ready within {READY_S:g} s")
         time.sleep(0.05)
