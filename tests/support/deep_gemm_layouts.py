@@ -6,7 +6,8 @@ A layout is all of the choice that its program is compiled for. Written after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ess.units import align_up, div_ceil
@@ -29,8 +30,8 @@ class Layout(NamedTuple):
 Choose = Callable[[int, int, int], Layout]
 
 
-def heights(m: int) -> list[int]:
-    return [64, 128, 256, *(few for few in (16, 32) if m <= few)]
+def heights(m: int) -> tuple[int, ...]:
+    return (64, 128, 256, *(few for few in (16, 32) if m <= few))
 
 
 def by_waves(m: int, n: int, k: int) -> Layout:
@@ -60,12 +61,14 @@ def by_waves(m: int, n: int, k: int) -> Layout:
 
 
 def by_cycles(m: int, n: int, k: int) -> Layout:
-    return min(_candidates(m, k), key=lambda layout: _cycles(layout, m, n, k))
+    return min(_candidates(heights(m), k), key=lambda layout: _cycles(layout, m, n, k))
 
 
-def _candidates(m: int, k: int) -> Iterator[Layout]:
+@functools.cache
+def _candidates(heights: tuple[int, ...], k: int) -> list[Layout]:
+    made = []
     for clusters in ((1, 1), (1, 2), (2, 1)):
-        for tokens in heights(m):
+        for tokens in heights:
             for columns in range(16, 193, 16):
                 over = columns - DEPTH
                 is_uneven = over > 0 and columns % over != 0 and DEPTH % over != 0
@@ -73,7 +76,8 @@ def _candidates(m: int, k: int) -> Iterator[Layout]:
                     continue
                 stages = _stages(tokens, columns, k)
                 if stages >= (4 if tokens * columns < 128 * 192 else 3):
-                    yield Layout(tokens, columns, *clusters)
+                    made.append(Layout(tokens, columns, *clusters))
+    return made
 
 
 def _stages(tokens: int, columns: int, k: int) -> int:
