@@ -57,7 +57,7 @@ FACTORS: Final[Mapping[str, tuple[str, ...]]] = {
     "evict": POLICIES,
 }
 LENGTH_MAX: Final = 1024
-TOKEN_COUNT: Final = 12
+TOKEN_COUNT: Final = 8
 RANDOM: Final = {
     "deepseek_v32": TINY_V32,
     "glm_moe_dsa": TINY_GLM,
@@ -100,7 +100,7 @@ def engine(case: Case, *, lane: Any = None, **changes: Any) -> Engine:
     offload = Offload.create(
         layout,
         slot_bytes=slot_bytes(layout, case["arena"]),
-        host_bytes=80 * layout.host_page_bytes,
+        host_bytes=40 * layout.host_page_bytes,
         length_max=LENGTH_MAX,
         slot_floor=min(24, layout.top_k),
         lane=lane or ManualLane(seed=mtp, delay_max=3),

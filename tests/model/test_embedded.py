@@ -17,6 +17,7 @@ from ess.models.text.tokenizer import Tokenizer
 from tests.support.greedy import greedy
 from tests.support.stored import Stored
 
+COUNT = 12
 TEXT = (
     "The module provides a portable way of using operating system dependent functionality. "
     "If you just want to read or write a file, see open(). A transaction is a unit of work that "
@@ -42,7 +43,7 @@ def test_it_loads_small_and_fits_its_layout():
 
 
 def test_low_precision_stays_close_to_our_own_float32():
-    tokens = ids(512)
+    tokens = ids(400)
     reference = Plain(exact()).run(tokens).logits
     rounded = Stored(load_model(form="bf16"), exact().config.layout()).run(tokens).logits
     loss = F.kl_div(
@@ -53,12 +54,17 @@ def test_low_precision_stays_close_to_our_own_float32():
     assert agreement >= 0.95, f"argmax agreement {agreement:.3f}"
 
 
+@functools.cache
+def expected(length: int) -> list[int]:
+    return greedy(exact(), ids(length), COUNT)
+
+
 def engine(*, mode: str, mtp: int) -> Engine:
     layout = exact().config.layout(row="f32", index="f32")
     offload = Offload.create(
         layout,
-        slot_bytes=layout.group_count * layout.page_bytes * 6,
-        host_bytes=30 * layout.host_page_bytes,
+        slot_bytes=layout.group_count * layout.page_bytes * 5,
+        host_bytes=16 * layout.host_page_bytes,
         length_max=2048,
         slot_floor=64,
     )
@@ -68,11 +74,11 @@ def engine(*, mode: str, mtp: int) -> Engine:
 @pytest.mark.parametrize(("mode", "mtp"), [("none", 2), ("dba", 4), ("resident", 3)])
 def test_the_engine_says_what_the_plain_model_says(mode, mtp):
     made = engine(mode=mode, mtp=mtp)
-    requests = [made.add(ids(count), Sampling(tokens_max=16)) for count in (40, 600)]
+    requests = [made.add(ids(count), Sampling(tokens_max=COUNT)) for count in (40, 450)]
     for _ in made.run():
         pass
     for request in requests:
-        assert request.output == greedy(exact(), request.prompt, 16)
+        assert request.output == expected(len(request.prompt))
     stats = made.offload.stats()
     assert stats.miss_count.sum() + stats.place_count.sum() > 0, "the arena was never tight"
     made.offload.close()
