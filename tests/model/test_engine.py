@@ -12,6 +12,7 @@ from ess.engine.requests.request import Take
 from ess.engine.tokens.sampling import Sampling
 from ess.errors import BadInput, BadState
 from tests.support.checkpoints import small, tokens
+from tests.support.few import pairs
 from tests.support.greedy import greedy
 from tests.support.manual_lane import ManualLane
 
@@ -61,9 +62,9 @@ def run(eng: Engine) -> None:
     assert eng._flights._future.is_empty, "a token or an outcome was left on the device"
 
 
-@pytest.mark.parametrize("family", ["v32", "glm"])
-@pytest.mark.parametrize("mode", ["resident", "none", "da", "dba"])
-@pytest.mark.parametrize("mtp", [1, 3])
+@pytest.mark.parametrize(
+    *pairs(family=("v32", "glm"), mode=("resident", "none", "da", "dba"), mtp=(1, 3))
+)
 def test_every_mode_gives_the_plain_model_s_tokens(family, mode, mtp):
     eng = engine(family, mtp=mtp, modes=mode, chunks=1)
     made = [eng.add(prompt(length), Sampling(tokens_max=10)) for length in (1, 2, 90, 130)]

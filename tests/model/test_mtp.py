@@ -19,6 +19,7 @@ from ess.models.plain import Plain
 from tests.model.test_engine import engine, prompt, run
 from tests.support import checkpoints
 from tests.support.checkpoints import small
+from tests.support.few import few
 from tests.support.greedy import Drafter, PlainDrafter, greedy, greedy_mtp
 from tests.support.unabsorbed import Unabsorbed
 
@@ -62,9 +63,16 @@ def test_sharing_the_selection_changes_late_drafts(raw: dict[str, Any]) -> None:
     assert differ > 0
 
 
-@pytest.mark.parametrize("mode", ["none", "dba", "resident"])
 @pytest.mark.parametrize(
-    ("family", "length"), [("v32", 9), ("glm", 9), ("glm", 90)], ids=["dense", "shared", "sparse"]
+    ("family", "length", "mode"),
+    few(
+        [("v32", 9, "none"), ("v32", 9, "dba"), ("glm", 9, "resident"), ("glm", 90, "dba")],
+        all_of=(
+            (*at, mode)
+            for at in (("v32", 9), ("glm", 9), ("glm", 90))
+            for mode in ("none", "dba", "resident")
+        ),
+    ),
 )
 def test_the_engine_s_drafts_are_those_of_the_plain_module(
     family: str, length: int, mode: str, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from ess.engine.requests.request import Request
 from ess.engine.tokens.sampling import Sampling
 from ess.pool.warmup import WINDOW_MAX
 from tests.model.test_engine import engine, expected, prompt, run
+from tests.support.few import pairs
 
 LENGTHS = (2, 64, 65, 30, 129, 1)
 SCORED = Sampling(tokens_max=6, prompt_logprobs=2)
@@ -43,9 +44,9 @@ def entered(eng: Engine, *, at_once: bool) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("family", ["v32", "glm"])
-@pytest.mark.parametrize("mtp", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["resident", "none", "da", "dba"])
+@pytest.mark.parametrize(
+    *pairs(family=("v32", "glm"), mtp=(1, 2, 3), mode=("resident", "none", "da", "dba"))
+)
 def test_packed_prompts_give_the_plain_model_s_tokens(family, mtp, mode):
     eng = engine(family, mtp=mtp, modes=mode, chunk_tokens=512, verify_every=1, verify_fatal=True)
     made = entered(eng, at_once=True)

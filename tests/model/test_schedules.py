@@ -22,6 +22,7 @@ from ess.overlap.calibration import shape_of
 from ess.overlap.policy import PATIENCE, Mode
 from tests.model.test_engine import expected, prompt, run
 from tests.support.checkpoints import small
+from tests.support.few import pairs
 from tests.support.manual_clock import ManualClock
 from tests.support.manual_lane import ManualLane
 from tests.support.timed import TimedLane, TimedOps
@@ -37,7 +38,7 @@ def engine(
     offload = Offload.create(
         layout,
         slot_bytes=layout.group_count * layout.chunk_bytes * chunks,
-        host_bytes=60 * layout.host_page_bytes,
+        host_bytes=24 * layout.host_page_bytes,
         length_max=1024,
         slot_floor=24,
         lane=lane or ManualLane(seed=chunks, delay_max=3),
@@ -86,9 +87,7 @@ def timed(family: str, mode: str, *, row_ns: int = 1000, attend_ns: int = 100, *
     return eng
 
 
-@pytest.mark.parametrize("family", ["v32", "glm"])
-@pytest.mark.parametrize("chunks", [1, 2, 8])
-@pytest.mark.parametrize("mtp", [1, 3])
+@pytest.mark.parametrize(*pairs(family=("v32", "glm"), chunks=(1, 2, 8), mtp=(1, 3)))
 def test_layerwise_gives_the_plain_model_s_tokens(family, chunks, mtp):
     eng = engine(family, chunks=chunks, mtp=mtp, modes="layerwise")
     finished(eng, family)

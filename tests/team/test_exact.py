@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ess.prefill.team import Kind
+from tests.support.few import pairs
 from tests.team.rig import Made, alone, together
 
 TEAMS = [("tp", 2), ("cp", 2), ("cp", 3)]
@@ -32,12 +33,12 @@ def check_close(ours: list[Made], theirs: list[Made]) -> None:
             torch.testing.assert_close(*values, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["v32", "glm"])
-@pytest.mark.parametrize("form", ["f32", "fp8"])
-@pytest.mark.parametrize(("kind", "size"), TEAMS)
-def test_rows_keys_and_windows_are_those_of_one_rank(kind: Kind, size: int, family: str, form: str):
+@pytest.mark.parametrize(*pairs(family=("v32", "glm"), form=("f32", "fp8"), team=TEAMS))
+def test_rows_keys_and_windows_are_those_of_one_rank(
+    family: str, form: str, team: tuple[Kind, int]
+):
     """Several prompts in a pack, in chunks of 64."""
-    ours = together(kind, size, family, form, LENGTHS, 64)
+    ours = together(*team, family, form, LENGTHS, 64)
     check_bitwise(ours, alone(family, form, LENGTHS, 64))
 
 
