@@ -162,9 +162,16 @@ def test_modes_that_change_from_step_to_step():
     assert set(stops) == {Stop.ABSENT, Stop.FETCH}
 
 
-@pytest.mark.parametrize(("codec", "mode", "chunks"), [("f32", "resident", 2), ("fp8", "none", 9)])
-def test_logits_are_those_of_the_schedules_and_stay(codec, mode, chunks):
+@pytest.mark.parametrize(
+    ("codec", "way"),
+    few(
+        [("f32", ("resident", 2)), ("fp8", ("none", 9))],
+        all_of=itertools.product(("f32", "fp8"), (("resident", 2), ("none", 9))),
+    ),
+)
+def test_logits_are_those_of_the_schedules_and_stay(codec, way):
     """Also where a call stops in front of its ending, and behind later steps of as many queries."""
+    mode, chunks = way
     direct, plain, stops = pair(codec, mode=mode, chunks=chunks)
     seen = [], []
     for eng, made in zip((direct, plain), seen, strict=True):

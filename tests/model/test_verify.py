@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from ess.engine.layers.verifier import Mismatched
 from ess.engine.tokens.sampling import Sampling
 from tests.model.test_engine import engine, prompt, run
+from tests.support.few import few
 
 
 @pytest.mark.parametrize(
-    ("family", "mode"), [("glm", "resident"), ("v32", "none"), ("glm", "da"), ("v32", "dba")]
+    ("family", "mode"),
+    few(
+        [("glm", "resident"), ("v32", "none"), ("glm", "da"), ("v32", "dba")],
+        all_of=itertools.product(("v32", "glm"), ("resident", "none", "da", "dba")),
+    ),
 )
 def test_a_sound_engine_has_no_mismatch(family, mode):
     eng = engine(family, mtp=2, modes=mode, chunks=1, verify_every=1, verify_fatal=True)
