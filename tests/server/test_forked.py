@@ -203,20 +203,39 @@ def test_a_worker_of_this_run_is_a_fork_of_one_that_has_collected(pytestconfig: 
     assert "tests.support.collected" in Path("/proc/self/cmdline").read_text().split("\0")
 
 
-COLLECTS_TWICE = """
-import sys, pytest
-from tests.support.collected import collect
-collect(sys.argv[1:])
-sys.exit(pytest.main(["--collect-only", *sys.argv[1:]]))
+CONFTEST = """
+from tests.support.collected import fork_workers
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        fork_workers(config.args)
 """
+FAILS_FIRST = """
+import sys
+is_second, sys.is_second = hasattr(sys, "is_second"), True
+assert is_second
+"""
+BROKEN = {
+    "test_missing.py": "import of_nothing",
+    "test_syntax.py": "def test(:",
+    "test_first.py": FAILS_FIRST,
+    "part/__init__.py": "import of_nothing",
+}
+SKIPPED = {"test_skipped.py": "import pytest\npytest.skip('all', allow_module_level=True)"}
 
 
-def test_a_file_that_cannot_be_imported_is_reported_by_workers_too(tmp_path: Path):
-    """A worker collects in a fork of the process that has collected."""
-    (tmp_path / "test_broken.py").write_text("import of_nothing\n\n\ndef test(): ...\n")
-    options = ["-p", "xdist", "--import-mode=importlib", "-p", "no:cacheprovider"]
+@pytest.mark.parametrize(("files", "ended"), [(BROKEN, "4 errors"), (SKIPPED, "1 skipped")])
+def test_a_worker_reports_files_whose_import_ends_early(
+    files: dict[str, str], ended: str, tmp_path: Path
+):
+    """Their first import, and a second, in the process that workers are forked from."""
+    ini = "[pytest]\naddopts = -p xdist -p no:cacheprovider --import-mode=importlib\n"
+    own = {"pytest.ini": ini, "conftest.py": CONFTEST, "part/test_in.py": ""}
+    (tmp_path / "part").mkdir()
+    for name, text in (own | files).items():
+        (tmp_path / name).write_text(f"{text}\n")
     ran = subprocess.run(
-        [sys.executable, "-c", COLLECTS_TWICE, *options, str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-n1", str(tmp_path)],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
@@ -224,5 +243,4 @@ def test_a_file_that_cannot_be_imported_is_reported_by_workers_too(tmp_path: Pat
         timeout=60,
         check=False,
     )
-    assert ran.returncode == pytest.ExitCode.INTERRUPTED, ran.stdout
-    assert "No module named 'of_nothing'" in ran.stdout
+    assert f" {ended} in " in ran.stdout.replace("=", " "), ran.stdout + ran.stderr

@@ -3,8 +3,9 @@ imports are made once, and not by each worker. A worker collects again, which ta
 does all else as one that xdist has started itself.
 
 The process that tests are forked from collects what the run was asked for; its own results are of
-no use. pytest leaves a module whose import failed where imports look first: it is forgotten here,
-so that its import fails again in each worker, which reports it."""
+no use. pytest leaves a module whose import ended early where imports look first, and a second
+import may end otherwise than the first. So modules that skip themselves are forgotten, and where
+something fails the process begins anew and collects nothing: its workers import for themselves."""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Generator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ def fork_workers(asked: Sequence[str]) -> None:
     """Those that execnet starts in this process from here on."""
     from execnet.gateway_base import ThreadExecModel
 
-    forked.AT_IMPORTS["tests"] = {ASKED: json.dumps([*asked])}
+    forked.AT_IMPORTS["tests"] = {ASKED: json.dumps([os.getcwd(), *asked])}
     ThreadExecModel.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=_worker)
 
 
@@ -40,21 +40,32 @@ def _worker(command: Sequence[str], **given: Any) -> forked.Forked:
 
 
 class Forgets:
-    """Forgets the modules of files and folders that could not be collected."""
+    """Forgets modules that skip themselves."""
 
-    def pytest_exception_interact(self, node: pytest.Collector) -> None:
-        for name, module in [*sys.modules.items()]:
-            file = getattr(module, "__file__", None)
-            if file is not None and Path(file).is_relative_to(node.path):
-                del sys.modules[name]
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        if report.skipped:
+            for name, module in [*sys.modules.items()]:
+                if getattr(module, "__file__", None) == str(collector.path):
+                    del sys.modules[name]
+        return report
 
 
-def collect(asked: Sequence[str]) -> None:
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        pytest.main(["--collect-only", "-n0", *asked], plugins=[Forgets()])
+def collect(folder: str, asked: Sequence[str]) -> None:
+    """As a run from `folder` does."""
+    silent = contextlib.redirect_stdout
+    with open(os.devnull, "w") as nowhere, silent(nowhere), contextlib.chdir(folder):
+        ended = pytest.main(["--collect-only", "-n0", *asked], plugins=[Forgets()])
+    if ended not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        del os.environ[ASKED]
+        os.execv(sys.executable, sys.orig_argv)
     gc.unfreeze()
     gc.collect()
 
 
 if ASKED in os.environ:
-    collect(json.loads(os.environ[ASKED]))
+    where, *what = json.loads(os.environ[ASKED])
+    collect(where, what)
