@@ -339,7 +339,7 @@ def read(raw: bytes, kind: type[Ask]) -> Ask:
     raw = raw.removeprefix(BOM_UTF8)
     try:
         raw.decode("utf-8")
-        ask = _decoded(raw or b"{}", kind)
+        ask: Ask = _decoded(raw or b"{}", kind)
         if issubclass(kind, (Addressed, AddressedSampled)):
             _check_served(ask, raw)
         return ask
@@ -354,15 +354,18 @@ def read(raw: bytes, kind: type[Ask]) -> Ask:
 def _check_served(ask: msgspec.Struct, raw: bytes) -> None:
     unserved.check(raw, type(ask))
     for name in ("sampling_params", "structured_outputs"):
-        asked, part = getattr(ask, name, None), unserved.part_of(raw, name)
+        asked = getattr(ask, name, None)
+        if asked is None:
+            continue
+        part = unserved.part_of(raw, name)
         if isinstance(asked, list):
             for entry in set(map(bytes, msgspec.json.decode(part, type=list[msgspec.Raw]))):
                 unserved.check(entry, SglangSampling)
-        elif asked is not None:
+        else:
             unserved.check(part, type(asked))
 
 
-def _decoded(raw: bytes, kind: type[Ask]) -> Ask:
+def _decoded(raw: bytes, kind: Any) -> Any:
     """JSON Schema counts 16.0 among the integers, and clients with one type for all numbers, as
     Gson has, write it so."""
     try:
@@ -370,9 +373,9 @@ def _decoded(raw: bytes, kind: type[Ask]) -> Ask:
     except msgspec.ValidationError as error:
         try:
             whole = msgspec.json.encode(_with_integers(msgspec.json.decode(raw)))
-            return msgspec.json.decode(whole, type=kind)
         except (msgspec.ValidationError, OverflowError):
             raise error from None
+    return msgspec.json.decode(whole, type=kind)
 
 
 def _with_integers(value: Any) -> Any:
@@ -407,13 +410,12 @@ def _placed(sentence: str) -> str:
 def read_ids(raw: msgspec.Raw, *, where: str) -> list[list[int]]:
     """Ids of one text or of several."""
     _count_ids(bytes(raw), where=where)
-    for kind, many in ((list[int], False), (list[list[int]], True)):
-        try:
-            ids: Any = msgspec.json.decode(raw, type=kind)
-        except UNDECODABLE:
-            continue
-        return ids if many else [ids]
-    raise BadInput(f"{where} must be a list of token ids or a list of such lists")
+    many = is_many(raw)
+    try:
+        ids = _decoded(bytes(raw), list[list[int]] if many else list[int])
+    except UNDECODABLE:
+        raise BadInput(f"{where} must be a list of token ids or a list of such lists") from None
+    return ids if many else [ids]
 
 
 def _count_ids(raw: bytes, *, where: str) -> None:
