@@ -83,7 +83,7 @@ from ess.server.commands.start.settings import read_file, resolve
         (["--override-generation-config", "{"], "default_sampling is not a JSON object of numbers"),
         (["--max-logprobs", "50"], "--max-logprobs must be 20"),
         (["--max-logprobs", "20", "--ssl-ca-certs", "x"], "tls_ca needs tls_cert"),
-        (["--load-format", "auto", "--port", "-1"], "port is -1"),
+        (["--load-format", "safetensors", "--task", "auto", "--port", "-1"], "port is -1"),
         (["--no-enable-prefix-caching"], "--no-enable-prefix-caching is not served"),
         (["--no-enable-chunked-prefill", "--port", "-1"], "prefill has no effect: prompts always"),
         (["-O3", "--kv-offloading-size", "4", "--port", "-1"], "-level has no effect: --graphs"),

@@ -154,6 +154,13 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "safetensors_load_strategy": "weights are read from safetensors in one way",
 }
 
+# Refused flags with these values ask for what is done in any case.
+AS_DONE: Final[Mapping[str, tuple[str, ...]]] = {
+    "load_format": ("safetensors",),
+    "runner": ("auto",),
+    "task": ("auto",),
+}
+
 # Refused: the answer, or the machine that makes it, would differ from what was asked for.
 NOT_HERE: Final[Mapping[str, str]] = {
     "data_parallel_backend": "is not served: --executor says what starts the ranks of --dp-size",

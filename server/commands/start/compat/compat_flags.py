@@ -14,7 +14,13 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from ess.errors import BadInput
-from ess.server.commands.start.compat.compat_answers import ALSO, HEEDED, NO_EFFECT, NOT_HERE
+from ess.server.commands.start.compat.compat_answers import (
+    ALSO,
+    AS_DONE,
+    HEEDED,
+    NO_EFFECT,
+    NOT_HERE,
+)
 
 FAMILY: Final = ("VLLM_", "SGLANG_", "SGL_")
 
@@ -360,7 +366,11 @@ def check_foreign(flags: ForeignFlags) -> list[str]:
     """A sentence for each given flag, what it changes or why nothing; refuses flags for things not
     served."""
     fields = ForeignFlags.__dataclass_fields__
-    given = [n for n, value in asdict(flags).items() if value != fields[n].default]
+    given = [
+        name
+        for name, value in asdict(flags).items()
+        if value not in (fields[name].default, *AS_DONE.get(name, ()))
+    ]
     shown = {name: "--" + name.replace("_", "-") for name in given}
     why = {name: ALSO.get(name, name) for name in given}
     for name in given:
