@@ -371,6 +371,8 @@ def _decoded(raw: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
         try:
             whole = msgspec.json.encode(_with_integers(msgspec.json.decode(raw)))
         except (msgspec.ValidationError, OverflowError):

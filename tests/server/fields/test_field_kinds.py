@@ -120,6 +120,8 @@ def test_integers_may_have_a_point(plain: Served) -> None:
         assert status == 200, text
         document = json.loads(text)
         assert (len(document["choices"]), document["usage"]["completion_tokens"]) == (2, 6)
+        deep = b'{"prompt": "x", "max_tokens": "3", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+        assert "max_tokens" in answered(to, "/v1/completions", deep)[1], "all of it was decoded"
         ids_alone = json.dumps({"prompt": [[5.0], [6]], "max_tokens": 3}).encode()
         assert answered(to, "/v1/completions", ids_alone)[0] == 200
         for value in ("3.5", "1e300", '"3"'):
