@@ -293,10 +293,10 @@ def missed(pair: Pair, cause: str) -> Request:
 
 
 def run_to_end(pair: Pair, is_so: Callable[[], bool]) -> None:
-    for _ in range(3000):
+    for _ in range(300):
         if is_so():
             return
-        pair.clock.advance(0.01)
+        pair.clock.advance(0.1)
         if pair.prefill.transport._is_closed:
             pair.decode.step()
         else:
