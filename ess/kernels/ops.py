@@ -290,6 +290,26 @@ class Ops:
         self.backend.index_top_k(call, out)
         return out
 
+    def index_scored(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        codec: IndexCodec,
+        *,
+        k: int,
+        threads: int = 1,
+        queries_per_request: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """The selection of `index_top_k`, and the logits that it was made from, dense. Behind
+        lengths[q] anything may stand, and lines may be longer than the pages."""
+        named = queries, weights, pages, page_table, lengths, codec, threads
+        call = self.checks.index_queries(IndexQueries(*named, queries_per_request))
+        out = self.checks.selection(queries, k, None)
+        return out, self.backend.index_scored(call, out)
+
     def top_k(
         self,
         logits: Tensor,

@@ -164,6 +164,11 @@ def test_index_logits_are_the_library_s(made: Any, heads: int, each: int) -> Non
     weights = case["weights"] * keys.scales.view(-1, heads)
     logits = reference.index_logits(**case | {"queries": codes, "weights": weights}, codec=codec)
     assert torch.equal(chosen, reference.top_k(logits, case["lengths"], k=9))
+    again, scores = ops.index_scored(**case, codec=codec, k=9, queries_per_request=each)
+    assert torch.equal(again, chosen)
+    assert scores.is_contiguous()
+    assert torch.equal(reference.top_k(scores, case["lengths"], k=9), chosen)
+    torch.testing.assert_close(scores[:, :256].where(logits > -math.inf, logits), logits)
 
 
 def test_other_heads_and_keys_are_ours(made: Any) -> None:

@@ -212,6 +212,9 @@ def test_both_in_one_are_one_after_the_other(ops: Ops, form: str) -> None:
         want = ops.top_k(logits, case.lengths, k=k)
         for threads in (1, 3, 9):
             assert torch.equal(case.run(ops.index_top_k, k=k, threads=threads), want)
+    chosen, scores = case.run(ops.index_scored, k=64)
+    assert torch.equal(chosen, ops.top_k(logits, case.lengths, k=64))
+    same_bits(scores.where(logits > -math.inf, logits), logits)
     out = torch.empty_like(want)
     assert case.run(ops.index_top_k, k=5000, out=out, lengths=case.lengths.long()) is out
     assert torch.equal(out, want)

@@ -25,7 +25,7 @@ def model():
     return load_model()
 
 
-def engine(model, *, mtp: int = 1, chunks: int = 5, **changes) -> Engine:
+def engine(model, *, mtp: int = 1, chunks: int = 5, evict: str = "lru", **changes) -> Engine:
     layout = model.config.layout(has_mtp=mtp > 1)
     offload = Offload.create(
         layout,
@@ -34,6 +34,7 @@ def engine(model, *, mtp: int = 1, chunks: int = 5, **changes) -> Engine:
         length_max=1024,
         slot_floor=64,
         poison=True,
+        evict=evict,
     )
     return Engine(model, offload, EngineConfig(mtp=mtp, **changes))
 
@@ -100,10 +101,10 @@ class Heard:
         return call
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_attention_fills_a_device_unless_it_is_asked_for_bits(model, deterministic):
+@pytest.mark.parametrize(("deterministic", "evict"), [(False, "score"), (True, "lru")])
+def test_attention_fills_a_device_unless_it_is_asked_for_bits(model, deterministic, evict):
     """And the indexer gets the number of queries per request, if that is the same for all."""
-    eng = engine(model, mtp=2, modes="none", deterministic=deterministic)
+    eng = engine(model, mtp=2, evict=evict, modes="none", deterministic=deterministic)
     eng.tuning.timeline.keeps_spans = True  # a trace goes by the ops one by one
     heard = eng.runner.ops = Heard(eng.runner.ops)
     eng.add(text("embedded")[:9], Sampling(tokens_max=4, ignore_eos=True))
@@ -115,9 +116,8 @@ def test_attention_fills_a_device_unless_it_is_asked_for_bits(model, determinist
         for name, options in heard.told
         if name == "attend" and "balanced" in options
     }
-    counts = {
-        options.get("queries_per_request") for name, options in heard.told if name == "index_top_k"
-    }
+    asked = ("index_top_k", "index_scored" if evict == "score" else "index_top_k")
+    counts = {options.get("queries_per_request") for name, options in heard.told if name in asked}
     assert balanced == {not deterministic}
     assert counts == {None, 1, 2}
 

@@ -218,12 +218,15 @@ def select_scored(
 ) -> tuple[Tensor, Tensor]:
     """`select` of neighbours, and all the logits that it chose among."""
     table, lengths, codec = _contexts(batch, which)
-    pages, threads = batch.offload.memory(layer).key_pages, compute_threads()
+    pages = batch.offload.memory(layer).key_pages
     if batch.layout.select_unit > 1:
         return units.select(batch.layout, queries, weights, pages, table, lengths)
-    logits = batch.ops.index_logits(queries, weights, pages, table, lengths, codec, threads=threads)
-    chosen = batch.ops.top_k(logits, lengths, k=batch.layout.top_k, threads=threads)
-    return chosen, logits
+    return batch.ops.index_scored(
+        *(queries, weights, pages, table, lengths, codec),
+        k=batch.layout.top_k,
+        threads=compute_threads(),
+        queries_per_request=batch.course.queries_per_request,
+    )
 
 
 def select_window(batch: Batch, count: int, which: slice | None) -> tuple[Tensor, Tensor | None]:

@@ -33,6 +33,13 @@ def index_top_k(call: IndexQueries, out: Tensor) -> None:
     _refuse(fault, span, width=call.width, page_count=call.pages.shape[0])
 
 
+def index_scored(call: IndexQueries, out: Tensor) -> Tensor:
+    logits = call.weights.new_empty(len(call.queries), call.width)
+    index_logits(call, logits)
+    top_k(logits, call.lengths, out, call.threads)
+    return logits
+
+
 def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:
     run = function("ess_top_k", _POINTER, *[_COUNT] * 3, _POINTER, _COUNT, _POINTER)
     (count, width), span = logits.shape, new_span()

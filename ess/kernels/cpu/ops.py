@@ -27,9 +27,16 @@ from ess.layout import IndexCodec, RowCodec
 
 if native.available():
     from ess.kernels.cpu.attend import attend, merge
-    from ess.kernels.cpu.index import index_logits, index_top_k, top_k
+    from ess.kernels.cpu.index import index_logits, index_scored, index_top_k, top_k
 else:
-    from ess.kernels.reference.ops import attend, index_logits, index_top_k, merge, top_k
+    from ess.kernels.reference.ops import (
+        attend,
+        index_logits,
+        index_scored,
+        index_top_k,
+        merge,
+        top_k,
+    )
 
 CHECKED: Final = ("slots", "lengths", "page_table") if native.available() else ()
 

@@ -154,9 +154,14 @@ def _key_values(keys: Keys, codec: IndexCodec) -> Tensor:
 
 
 def index_top_k(call: IndexQueries, out: Tensor) -> None:
+    index_scored(call, out)
+
+
+def index_scored(call: IndexQueries, out: Tensor) -> Tensor:
     logits = call.weights.new_empty(len(call.queries), call.width)
     index_logits(call, logits)
     top_k(logits, call.lengths, out, call.threads)
+    return logits
 
 
 def top_k(logits: Tensor, lengths: Tensor, out: Tensor, threads: int) -> None:

@@ -37,6 +37,15 @@ REQUESTS_MAX: Final = 256
 few such numbers, and prompts, of which every query is a request, have any."""
 
 
+def whole_lines(logits: Tensor) -> Tensor:
+    """Logits that the library has cut from longer lines, dense: with what lies behind each line."""
+    stride = logits.stride(0)
+    room = logits.untyped_storage().nbytes() // logits.itemsize - logits.storage_offset()
+    if len(logits) * stride > room:
+        return logits.contiguous()
+    return logits.as_strided((len(logits), stride), (stride, 1))
+
+
 def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemm:
     """The first of these modules that is there and answers the probe."""
     return first_that(names, FUNCTIONS, lambda library: DeepGemm(library, device))

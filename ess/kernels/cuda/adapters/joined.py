@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ess.kernels.calls import Attend, Backend, IndexQueries, Linear, Products
 from ess.kernels.cuda.adapters.choice import Choice
-from ess.kernels.cuda.adapters.deep_gemm import CODEC
+from ess.kernels.cuda.adapters.deep_gemm import CODEC, DeepGemm, whole_lines
 from ess.kernels.cuda.adapters.deep_gemm_experts import coded
 from ess.kernels.ops import Ops
 
@@ -55,10 +55,20 @@ class Joined:
         return self._ours.merge(partial, into, into)
 
     def index_top_k(self, call: IndexQueries, out: Tensor) -> None:
-        """Scales of queries go into their weights."""
         theirs = self._choice.indexer
         if theirs is None or not theirs.takes(call):
             return self._ours.index_top_k(call, out)
+        self._index(theirs, call, out)
+        return None
+
+    def index_scored(self, call: IndexQueries, out: Tensor) -> Tensor:
+        theirs = self._choice.indexer
+        if theirs is None or not theirs.takes(call):
+            return self._ours.index_scored(call, out)
+        return whole_lines(self._index(theirs, call, out))
+
+    def _index(self, theirs: DeepGemm, call: IndexQueries, out: Tensor) -> Tensor:
+        """Scales of queries go into their weights."""
         queries, weights, pages, table, lengths, _, threads, each = call
         if queries.dtype != torch.float8_e4m3fn:
             codes, scales = coded(self._own, queries.flatten(1), CODEC)
@@ -66,7 +76,8 @@ class Joined:
         logits = theirs.index_logits(
             queries, weights, pages, table, lengths, queries_per_request=each
         )
-        return self._ours.top_k(logits, lengths, out, threads)
+        self._ours.top_k(logits, lengths, out, threads)
+        return logits
 
     def expert_products(self, call: Products) -> None:
         theirs, scales = self._choice.experts, call.scales

@@ -77,8 +77,13 @@ def index_logits(call: IndexQueries, out: Tensor) -> None:
 
 
 def index_top_k(call: IndexQueries, out: Tensor) -> None:
-    logits = call.weights.new_empty(len(call.queries), call.width)
-    index.top_k_into(_logits(call, logits), call.lengths, out=out)
+    index_scored(call, out)
+
+
+def index_scored(call: IndexQueries, out: Tensor) -> Tensor:
+    logits = _logits(call, call.weights.new_empty(len(call.queries), call.width))
+    index.top_k_into(logits, call.lengths, out=out)
+    return logits
 
 
 def _logits(call: IndexQueries, out: Tensor) -> Tensor:
