@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ess.kernels.cuda.program import Program
-from tests.support.emulate import DEVICE, DeviceFault, emulated, lent, needs_compiler
+from tests.support import emulate
+from tests.support.emulate import DEVICE, DeviceFault, emulated, lent, made_once, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -145,3 +146,14 @@ def test_what_was_lent_is_given_back(kernels, folder):
 def test_every_trial_is_played():
     text = (DEVICE / "wrong.cu").read_text()
     assert set(re.findall(r"ESS_TRIAL\((\w+)\) {", text)) == {*WRONG, *RIGHT, THROUGH}
+
+
+def test_a_library_is_made_anew_when_a_source_changes(tmp_path, monkeypatch):
+    source, made = tmp_path / "sources", []
+    source.mkdir()
+    monkeypatch.setattr(emulate, "SOURCES", (source,))
+    for text in ("one", "one", "other"):
+        (source / "rows.cu").write_text(text)
+        made_once(tmp_path / "of.so", lambda part, text=text: made.append(part.write_text(text)))
+    assert (tmp_path / "of.so").read_text() == "other"
+    assert len(made) == 2

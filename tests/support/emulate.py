@@ -106,15 +106,31 @@ def build_watch(folder: Path) -> Path:
 
 
 def made_once(library: Path, make: Callable[[Path], None]) -> Path:
-    """By the first of the processes that share the folder; the others wait for it."""
-    if not library.exists():
+    """By the first of the processes that share the folder, and anew when a source has changed; the
+    others wait for it."""
+    made_of, sources = library.with_name(f"{library.name}.sources"), _sources()
+
+    def is_made() -> bool:
+        return library.exists() and made_of.exists() and made_of.read_text() == sources
+
+    if not is_made():
         with library.with_name(f"{library.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
+            if not is_made():
                 unfinished = library.with_name(f"{library.name}.part")
                 make(unfinished)
                 unfinished.replace(library)
+                made_of.write_text(sources)
     return library
+
+
+def _sources() -> str:
+    """A name for all files that a library may be made of."""
+    made = hashlib.sha256()
+    for folder in (*SOURCES, DEVICE):
+        for file in sorted(folder.iterdir()):
+            made.update(file.read_bytes())
+    return made.hexdigest()
 
 
 def compile_cpp(arguments: list[str]) -> None:
