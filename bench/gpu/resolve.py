@@ -28,9 +28,9 @@ from ess.pool.cuda_programs import programs, rival_form
 from ess.pool.lru.arena import Arena, Split
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_new_rows import NewRows
-from ess.pool.lru.cuda_shape import NOW, ResolveShape
+from ess.pool.lru.cuda_shape import FIRST, NOW, ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of, workspace_sizes
-from ess.units import align_up, div_ceil
+from ess.units import PAGE_ROWS, align_up, div_ceil
 
 TOP_K: Final = 2048
 MISSES: Final = 100
@@ -66,10 +66,13 @@ class Cycle:
         )
         self.step = 300
 
-    def residency(self, shape: ResolveShape) -> Residency:
+    def residency(self, shape: ResolveShape, *, is_scored: bool = False) -> Residency:
         device, sizes = self.rig.device, workspace_sizes(shape, ring=1).values()
         ints = Ints(device, sum(align_up(size, Ints.UNIT) for size in sizes))
-        return Residency(device, self.arena, ResidencyWorkspaces(device, shape, ints, ring=1))
+        arena = SimpleNamespace(**vars(self.arena))
+        if is_scored:
+            arena.rank_of = DeviceArray(device, np.zeros(arena.slot_of.shape[0], np.uint16))
+        return Residency(device, arena, ResidencyWorkspaces(device, shape, ints, ring=1))
 
     def queue(self, residency: Residency, turn: int) -> None:
         rows = self.rows[turn : turn + 1]
@@ -130,6 +133,37 @@ class Cycle:
         claimed = residency.report()["claimed"]
         assert claimed == row_count, f"{claimed} rows claimed, {row_count} expected"
         return taken
+
+
+class Scores:
+    """Logits of whole contexts, which the ranks of all their rows follow: no two requests share a
+    page."""
+
+    def __init__(self, rig: GpuRig, cycle: Cycle, *, batch: int, queries: int) -> None:
+        self.rig, line_count = rig, batch * queries
+        context = cycle.arena.slot_of.shape[0] // batch
+        self.name = f"ranks follow logits, batch {batch}, {context} rows each"
+        pages = np.arange(batch * context // PAGE_ROWS, dtype=np.int32).reshape(batch, -1)
+        logits = np.random.default_rng(4).normal(size=(1, context)).astype(np.float32)
+        chosen = np.arange(cycle.shape.top_k, dtype=np.int32)[None]
+        arrays = {
+            "positions": chosen.repeat(line_count, 0),
+            "logits": logits.repeat(line_count, 0),
+            "scales": np.zeros(2 * line_count, np.float32),
+            "holders": np.zeros(2 * pages.size, np.int32),
+            "page_table": pages,
+            "table_row": np.arange(batch, dtype=np.int32).repeat(queries),
+            "length": np.full(line_count, context, np.int32),
+        }
+        self.given = {name: DeviceArray(rig.device, array) for name, array in arrays.items()}
+        self.residency = cycle.residency(replace(cycle.shape, is_together=False), is_scored=True)
+        self.residency.workspaces.now.write(cycle.now(cycle.step))
+
+    def us(self) -> list[float]:
+        stream = self.rig.stream.handle
+        return self.rig.us(
+            lambda: self.residency.observe(**self.given, stream=stream, moment=FIRST)
+        )
 
 
 class Ints:
@@ -230,6 +264,8 @@ def resolve_benchmark(*, smoke: bool) -> Iterator[Row]:
             for misses in (0, 16 if smoke else MISSES):
                 cycle = Cycle(rig, batch=batch, queries=queries, misses=misses, scale=scale)
                 yield from plan_rows(cycle, batch, queries, misses)
+            scores = Scores(rig, cycle, batch=batch, queries=queries)
+            yield row(scores.name, "us", scores.us(), queries=queries)
         row_count = min(LANDING_ROWS, cycle.shape.query_max * TOP_K) // scale
         yield row(f"warm {row_count} rows, batch {batch}", "us", cycle.landing_us(row_count))
         claims = Claims(rig, row_count=2 * batch, group_blocks=max(1, batch * SLOTS // scale // 64))

@@ -23,6 +23,7 @@ INT: Final = 4
 LONG: Final = 8
 RANK: Final = 2
 SCALE: Final = 8
+HOLDERS: Final = 8
 SEALS: Final = 3
 """The most steps that are sealed and not yet stored: one is being sealed, the step before may be
 neither learned nor landed, and the first is being learned. Each has its own lists and keys."""
@@ -142,8 +143,8 @@ def _residency(shape: PoolShape) -> int:
         shape.part_max * query_max * (4 * layout.top_k + 3) + query_max * layout.top_k,
         FINDINGS,
     )
-    scales = query_max * SCALE if shape.is_scored else 0
-    return sum(counts) * INT + _counted(shape) * LONG + scales
+    scores = query_max * SCALE + shape.index_pages * HOLDERS if shape.is_scored else 0
+    return sum(counts) * INT + _counted(shape) * LONG + scores
 
 
 def _counted(shape: PoolShape) -> int:

@@ -132,12 +132,14 @@ class Emulated:
         there, moment = self.begin(arena, self.shape(1, 1, 1), step=1, query_count=len(selection))
         given = {"positions": np.ascontiguousarray(selection), "logits": logits}
         given |= {"scales": np.full(2 * len(selection), np.nan, np.float32)}
+        given |= {"holders": np.zeros(2 * (arena.slot_of.size // 64), np.int32)}
         given |= {"page_table": lookup.lines, "table_row": line_of, "length": length}
         record = observe_record(arena=there, workspace=self.work, moment=moment, **given)
         record.blocks_each = 2
         launches = zip(SCORES, (len(selection), 2 * len(selection)), strict=True)
         self.launch(launches, record, there, **given)
         assert self.report["faults"] == 0
+        assert not given["holders"].any()
 
     def warm(self, arena, rows, ages, *, step, ticket, **options):
         """The list is an array of the greatest length; how much of it counts, the device knows."""

@@ -71,6 +71,8 @@ class OnDevice:
         self.stream.synchronize()
         for name in SLAB:
             getattr(arena, name)[...] = getattr(there, name).read()
+        if there.rank_of is not None:
+            arena.eviction.rank_of[...] = there.rank_of.read()
         self.held.clear()
 
     def plan(self, arena, rows, *, step, ticket, split):
@@ -83,6 +85,18 @@ class OnDevice:
         for name, array in splits.items():
             getattr(split, name)[...] = array.read()
         return claims_of(residency)
+
+    def observe(self, arena, lookup, selection, line_of, length, *, logits):
+        context = {"page_table": lookup.lines, "table_row": line_of, "length": length}
+        given = {name: self.there(array) for name, array in context.items()}
+        given["scales"] = ints(self.device, 2 * len(selection))
+        holders = np.zeros(2 * (arena.slot_of.size // PAGE_ROWS), np.int32)
+        given["holders"] = self.there(holders)
+        given |= {"positions": self.there(selection), "logits": self.there(logits)}
+        with self.residency(arena, query_count=len(selection)) as residency:
+            residency.observe(**given, stream=self.stream.handle, moment=FIRST)
+        assert residency.report()["faults"] == 0
+        assert not given["holders"].read().any()
 
     def claim_new(self, arena, rows, *, step, out):
         """There, where there is room; that there is, the ledger promises."""

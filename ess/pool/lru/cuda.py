@@ -117,12 +117,12 @@ class Residency:
         self.warm(rows, None, stream=stream, **options)
 
     def observe(
-        self, positions: Any, logits: Any, scales: Any, *, stream: int, moment: Moment, **given: Any
+        self, positions: Any, logits: Any, *, stream: int, moment: Moment, **given: Any
     ) -> None:
-        """The ranks of all rows of these queries follow the logits. `given` is the queries'
-        `page_table`, `table_row` and `length`."""
+        """The ranks of all rows of these queries follow the logits. `given` is room for `scales`
+        and `holders`, and the queries' `page_table`, `table_row` and `length`."""
         at = {"arena": self.arena, "workspace": self._workspace(moment), "moment": moment}
-        record = observe_record(positions=positions, logits=logits, scales=scales, **at, **given)
+        record = observe_record(positions=positions, logits=logits, **at, **given)
         self._launch("ess_scale", record, record.query_max, stream)
         self._launch("ess_follow", record, record.query_max * record.blocks_each, stream)
 

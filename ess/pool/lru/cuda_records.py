@@ -69,7 +69,7 @@ class ObserveRecord(ctypes.Structure):
 
     _fields_ = (
         ("selection", SelectionRecord),
-        *fields(POINTER, "logits", "rank_of", "scales", "queries", "report"),
+        *fields(POINTER, "logits", "rank_of", "scales", "holders", "queries", "report"),
         *fields(COUNT, "query_first", "query_max", "stride", "blocks_each"),
     )
 
@@ -230,27 +230,30 @@ def observe_record(
     positions: Any,
     logits: Any,
     scales: Any,
+    holders: Any,
     workspace: Mapping[str, Any],
     moment: Moment = FIRST,
     query_count: Any = None,
     **context: Any,
 ) -> ObserveRecord:
     """Logits float32 [query, position], from which these positions were selected; `scales` has room
-    for two float32 a query."""
-    lines = len(positions)
-    assert len(logits) == lines, f"{len(logits)} lines of logits for {lines} queries"
+    for two float32 a query; `holders` is two int32 a page of row ids, zeros between calls."""
+    lines = positions.shape[0]
+    assert logits.shape[0] == lines, f"{logits.shape[0]} lines of logits for {lines} queries"
     assert scales.shape[0] >= 2 * lines, f"{scales.shape[0]} numbers for scales of {lines} queries"
     record = ObserveRecord(
         selection=selection_record(arena, positions, positions=positions, **context),
         logits=address(logits),
         rank_of=address(arena.rank_of),
         scales=address(scales),
+        holders=address(holders),
         queries=query_count_address(workspace, query_count),
         report=address(workspace["report"]),
         query_first=moment.first,
         query_max=lines,
         stride=logits.shape[1],
     )
+    assert holders.shape[0] * PAGE_ROWS >= 2 * record.selection.row_count, "pages without holders"
     pages = min(div_ceil(logits.shape[1], PAGE_ROWS), record.selection.table_width)
     record.blocks_each = min(FOLLOW_BLOCKS_MAX, max(1, div_ceil(pages, PHASE_THREADS // 32)))
     return record

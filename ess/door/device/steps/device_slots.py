@@ -45,6 +45,7 @@ from ess.pool.lru.cuda_audit import FINDINGS
 from ess.pool.lru.cuda_shape import REPORT, Moment, ResolveShape
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 from ess.pool.warmup import WindowSet, last_windows, warm_set
+from ess.units import PAGE_ROWS
 
 CLAIMED: Final = REPORT.index("claimed")
 
@@ -80,8 +81,9 @@ class DeviceSlots:
         )
         self._findings = pools.ints(FINDINGS)
         self._resolved = np.zeros(layout.group_count, np.int64)
-        is_scored = sizes.evict == "score"
+        is_scored, row_ids = sizes.evict == "score", pools.sparse.slot_of.shape[1]
         self._scales = pools.ints(2 * sizes.query_max) if is_scored else None
+        self._holders = pools.ints(2 * row_ids // PAGE_ROWS) if is_scored else None
 
     @property
     def direct(self) -> None:
@@ -203,7 +205,8 @@ class DeviceSlots:
         self._selects[pools.layout.group_of(layer)].observe(
             selection,
             logits,
-            self._scales,
+            scales=self._scales,
+            holders=self._holders,
             stream=pools.lane.compute,
             moment=Moment(part=pools.sizes.part_max, first=queries.start),
             page_table=pools.tables.maps.lines,
