@@ -34,6 +34,8 @@ class Message:
     """Of a tool's result: the call that it answers, if the client says so."""
     tools: tuple[Mapping[str, Any], ...] = ()
     response_format: Mapping[str, Any] | None = None
+    place: int = field(default=0, compare=False)
+    """Its number in the request, for refusals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,11 @@ class Reply:
 
 
 def read_messages(
-    raw: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    raw: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), joined: int = 0
 ) -> list[Message]:
-    """Messages from a chat request. The request's tools go to the leading system message, which is
-    made, empty, if there is none."""
-    messages = [_message(index, item) for index, item in enumerate(raw)]
+    """Messages from a chat request, whose first and the `joined` after it are the first one here.
+    The request's tools go to the leading system message, which is made, empty, if there is none."""
+    messages = [_message(index + joined * (index > 0), item) for index, item in enumerate(raw)]
     if not messages:
         raise BadInput("messages is empty: give at least one message")
     if tools:
@@ -143,8 +145,8 @@ def text_of(content: Any, *, where: str, may_refuse: bool = False) -> str:
     return "".join(parts)
 
 
-def _message(index: int, item: Any) -> Message:
-    where = f"messages[{index}]"
+def _message(place: int, item: Any) -> Message:
+    where = f"messages[{place}]"
     if not isinstance(item, Mapping):
         raise BadInput(f"{where} is {json_kind(item)}, expected an object")
     role = item.get("role")
@@ -167,6 +169,7 @@ def _message(index: int, item: Any) -> Message:
         call_id=_identity(item.get("tool_call_id"), f"{where}.tool_call_id"),
         tools=_tools(f"{where}.tools", item.get("tools") or ()),
         response_format=response_format,
+        place=place,
     )
 
 

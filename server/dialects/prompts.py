@@ -193,7 +193,7 @@ class PromptReader:
         names = self._names(ask)
         thinking = settle(ask, thinks(ask), default=self._thinks)
         return self._rendered(
-            instructed(ask.messages),
+            ask.messages,
             offered_tools(ask.tools, ask.tool_choice),
             thinking and not ask.continue_final_message,
             goes_on=ask.continue_final_message,
@@ -207,7 +207,7 @@ class PromptReader:
         choice = choice_of_responses(ask.tool_choice)
         names = self._names(ask)
         return self._rendered(
-            instructed(messages_of(ask.input, ask.instructions)),
+            messages_of(ask.input, ask.instructions),
             offered_tools(tools_of_responses(ask.tools), choice),
             settle(ask, response_thinks(ask), default=self._thinks),
             is_cut=is_cut,
@@ -243,9 +243,14 @@ class PromptReader:
         is_cut: bool = False,
         names: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        messages = with_values(messages)
+        given_count = len(messages)
+        messages = with_values(instructed(messages))
         quoting = Quoting([messages, tools, names], self._tokenizer.special_texts)
-        said = read_messages(quoting.split(messages), tools=quoting.split(tools))
+        said = read_messages(
+            quoting.split(messages),
+            tools=quoting.split(tools),
+            joined=given_count - len(messages),
+        )
         if not self._style.has_tools and any(message.tools for message in said):
             raise BadInput(
                 "tools: this model's chat template has no tools; tool_choice none is served"
@@ -269,7 +274,7 @@ class PromptReader:
             thinking = self._thinks if asked is None else asked
             lists = [
                 self._rendered(
-                    instructed(ask.messages or []),
+                    ask.messages or [],
                     offered_tools(ask.tools, None),
                     thinking and not is_begun,
                     goes_on=is_begun,

@@ -16,6 +16,7 @@ TOOLS = [
     for name in ("tide", "now")
 ]
 ASKED = [{"role": "user", "content": "When is high tide?"}]
+TWO_FIRST = [{"role": role, "content": "Be brief."} for role in ("system", "developer")]
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +171,7 @@ def test_a_response_format_reaches_the_engine(plain: Served, form, kind, text):
             "messages[0].role is 'king'; served are system, developer, user, assistant, tool",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
+        ({"messages": [*TWO_FIRST, {"role": "king"}]}, "messages[2].role is 'king'"),
         ({"top_logprobs": 3}, "top_logprobs must come with logprobs"),
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tool_choice": "perhaps"}, "tool_choice is 'perhaps'"),

@@ -182,6 +182,14 @@ def test_reasoning_is_demanded_after_the_last_user() -> None:
         prompt(user("a"), said("b"), thinking=True, reply=False)
 
 
+def test_a_refusal_counts_messages_as_the_request_has_them() -> None:
+    """Behind a message that was made for tools, two that were joined, and one left out."""
+    developer = {"role": "developer", "content": "D"}
+    given = [user("a"), said("b"), developer, user("c"), said("d", reasoning_content="r")]
+    with pytest.raises(BadInput, match=r"messages\[6\] begins 1 tool results"):
+        encode(read_messages([*given, result("x")], tools=[TOOL], joined=1), thinking=True)
+
+
 def test_contents_of_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert "<｜User｜>ab<" in prompt({"role": "user", "content": parts}, thinking=False)
