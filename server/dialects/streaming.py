@@ -329,11 +329,11 @@ async def made_of(grown: Answer, whole: Callable[[], Any]) -> Any:
     if grown.chance_count <= CHANCES_MAX:
         return whole()
     service, count = grown.service, len(grown.generations)
-    service.document_count += count
+    service.tally.document_count += count
     try:
         return await asyncio.get_running_loop().run_in_executor(service.documents, whole)
     finally:
-        service.document_count -= count
+        service.tally.document_count -= count
 
 
 def _with_params(document: Any, params: Mapping[str, Any] | None) -> Any:

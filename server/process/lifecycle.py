@@ -55,7 +55,8 @@ ENGINE_STOP_S: Final = 3.0
 LOOK_S: Final = 0.05
 READY: Final = ("/ready", 200)
 HEARD_S: Final = 0.5
-"""By then all processes of the server have heard of a drain, and the engine has their requests."""
+"""By then all processes of the server have heard of a drain, the engine has their requests, and
+their counts of documents to be made have been written."""
 
 
 class QuietServer(uvicorn.Server):
@@ -123,6 +124,7 @@ class Running:
         self._clock = clock
         self.registration: Registration | None = None
         self._ends_asked = 0
+        self._busy_s = 0.0
         self._draining: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -229,31 +231,34 @@ class Running:
 
     async def _drain(self, grace_s: float) -> None:
         """Lets streams finish; after `drain_s` the rest end with an error."""
-        began_s = self._clock.now_s()
+        began_s = self._busy_s = self._clock.now_s()
         self._fronts.drain()
         leaving, unpausing = (asyncio.ensure_future(t) for t in (self._leave(), self._unpause()))
         within = f"; {self._settings.drain_s:g} s are left, a second signal ends all at once"
-        open_count = self._service.unanswered_count
+        open_count = self._service.unanswered_by_all_count
         console.note(f"ess: draining, {requests_are(open_count)} open{within * (open_count > 0)}")
         while (passed_s := self._clock.now_s() - began_s) < self._settings.drain_s:
-            if passed_s >= grace_s and self._is_done(began_s):
+            if self._is_done() and passed_s >= grace_s:
                 break
             await asyncio.sleep(LOOK_S)
         unpausing.cancel()
-        if self._service.unanswered_count:
-            left = requests_are(self._service.unanswered_count)
+        if open_count := self._service.unanswered_by_all_count:
+            left = requests_are(open_count)
             console.note(f"ess: {left} still open after {self._settings.drain_s:g} s: ended now")
         await leaving
         self._lose("the server is shutting down")
         await let_out(self._server, self._clock)
 
-    def _is_done(self, began_s: float) -> bool:
+    def _is_done(self) -> bool:
         """Whether no request is open. Those of other processes are counted by the engine, in a
-        status that may be older than a request that they let in before they heard of the drain."""
-        if self._service.unanswered_count:
+        status that may be older than a request that they let in before they heard of the drain, and
+        their documents by themselves, a moment after the engine has forgotten the request."""
+        now_s = self._clock.now_s()
+        if self._service.unanswered_by_all_count:
+            self._busy_s = now_s
             return False
-        is_alone = self._link.place.count == 1 or self._link.engine.state != "ready"
-        return is_alone or self._service.board.published_s - began_s > HEARD_S
+        heard_s = self._service.board.published_s if self._link.engine.state == "ready" else now_s
+        return self._link.place.count == 1 or heard_s - self._busy_s > HEARD_S
 
     async def _unpause(self) -> None:
         """Ends every pause that keeps requests from their end, also one that another process of

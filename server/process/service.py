@@ -98,7 +98,6 @@ class Service:
     kept: KeptResponses | None = None
     background: Background = field(default_factory=Background)
     documents: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    document_count: int = 0  # choices that have ended, and whose document is still to be made
 
     def __post_init__(self) -> None:
         self.tally.to_socket = self.link.calls.to_socket
@@ -148,8 +147,13 @@ class Service:
 
     @property
     def unanswered_count(self) -> int:
-        """Open requests, and those that have ended and whose document is still to be made."""
-        return self.open_count + self.document_count
+        """Open requests, and those that have ended and whose document this process has to make."""
+        return self.open_count + self.tally.document_count
+
+    @property
+    def unanswered_by_all_count(self) -> int:
+        """The same with the documents of all processes; what others know is a moment old."""
+        return self.open_count + self.tally_of_all.document_count
 
     def check_model(self, model: str | None) -> None:
         """Refuses a model we do not have; a router without its name sends `unknown`, or none."""

@@ -50,13 +50,15 @@ class Waits:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """`connection_count` is the present number, all else counts since the start."""
+    """`connection_count` and `document_count` are present numbers, the latter of choices that have
+    ended and whose document is still to be made. All else counts since the start."""
 
     answers: dict[tuple[str, int], int] = field(default_factory=Counter)
     refusals: dict[str, int] = field(default_factory=Counter)
     finishes: dict[str, int] = field(default_factory=Counter)
     disconnect_count: int = 0
     connection_count: int = 0
+    document_count: int = 0
     first_token: Waits = field(default_factory=Waits)
     between_tokens: Waits = field(default_factory=Waits)
     whole: Waits = field(default_factory=Waits)
@@ -67,6 +69,7 @@ class Tally:
             getattr(self, name).update(getattr(other, name))
         self.disconnect_count += other.disconnect_count
         self.connection_count += other.connection_count
+        self.document_count += other.document_count
         for name in ("first_token", "between_tokens", "whole", "to_socket"):
             getattr(self, name).include(getattr(other, name))
 
@@ -110,10 +113,10 @@ class Shelf:
         return self._folder / f"{front}-{life}.tally"
 
     def _close(self, path: Path) -> None:
-        """The former process at this place has ended: its connections no longer count."""
+        """The former process at this place has ended, and with it all that it had at present."""
         before = _read(path)
         if before is not None:
-            before.connection_count = 0
+            before.connection_count = before.document_count = 0
             _write(path, before)
 
 

@@ -290,14 +290,15 @@ def test_one_document_at_a_time_is_made(monkeypatch: pytest.MonkeyPatch):
     asked = {"model": "test-model", "prompt": "a", "max_tokens": FEW + 1, "logprobs": 2}
     with Served(PacedEngine(counting(5000))) as made, ThreadPoolExecutor(4) as clients:
         answers = [clients.submit(client(made).completions.create, **asked) for _ in range(4)]
-        until(lambda: made.service.document_count == 4, "four answers whose documents are due")
+        tally = made.service.tally
+        until(lambda: tally.document_count == 4, "four answers whose documents are due")
         leaving = opened(made, asked)
         until(lambda: made.service.unanswered_count == 5, "a fifth")
-        until(lambda: made.service.document_count == 5, "its document's being due")
+        until(lambda: tally.document_count == 5, "its document's being due")
         assert made.service.open_count == 0
         leaving.close()
-        until(lambda: made.service.tally.disconnect_count == 1, "the client's having gone")
-        assert made.service.document_count == 4
+        until(lambda: tally.disconnect_count == 1, "the client's having gone")
+        assert tally.document_count == 4
         all_wait.set()
         assert {len(each.result().choices[0].logprobs.tokens) for each in answers} == {FEW + 1}
         assert made.service.unanswered_count == 0

@@ -87,13 +87,19 @@ status_routes.version.__code__ = version.__code__
 status_routes.time = time
 raise SystemExit(cli.main())
 """
+LOOPS = ("while True: pass", "version")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "hang", few(["while True: pass"], all_of=["while True: pass", "time.sleep(1e6)"])
+    ("hang", "where"),
+    [
+        *few([LOOPS], all_of=[LOOPS, ("time.sleep(1e6)", "version")]),
+        ("_service(request).documents.submit(time.sleep, 1e6)", "_worker"),
+    ],
 )
-def test_sigterm_ends_a_server_whose_event_loop_hangs(hang: str, monkeypatch):
+def test_sigterm_ends_a_server_that_hangs(hang: str, where: str, monkeypatch):
+    """In its event loop, or in the thread that makes documents."""
     monkeypatch.setattr("tests.support.process.RUN", STUCK.format(hang=hang))
     with Process(*PACED).wait_ready() as process:
         engine, port = process.engine_pid, int(process.url.rpartition(":")[2])
@@ -103,7 +109,7 @@ def test_sigterm_ends_a_server_whose_event_loop_hangs(hang: str, monkeypatch):
             assert process.process.stdout.readline() == "stuck\n"
             process.process.send_signal(signal.SIGTERM)
             assert ended(process, engine) == -signal.SIGALRM
-        assert "in version" in process.process.communicate()[1], "it says where it hung"
+        assert f"in {where}" in process.process.communicate()[1], "it says where it hung"
 
 
 @pytest.mark.slow

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from msgspec.msgpack import encode
 
+from ess.engine.process.messages import Status
 from ess.server.process import lifecycle
+from ess.server.process.board import Board
+from ess.server.process.requests.open_calls import FrontPlace
+from ess.server.process.service import Service
 from ess.server.process.tally import Shelf, Tally, Waits, together
+from tests.support.manual_clock import ManualClock
 
 
 def counted(number: int) -> Tally:
@@ -51,6 +57,34 @@ def test_who_takes_a_lost_one_s_place_keeps_its_counts_but_not_its_connections(t
     total = together(first.others())
     assert (total.disconnect_count, total.connection_count) == (6, 10)
     assert together(fresh.others()).disconnect_count == 5
+
+
+def test_a_drain_waits_for_the_documents_of_another_process(tmp_path: Path):
+    """Its count may be older than the engine's word that no request is open."""
+    clock = ManualClock()
+    engine = SimpleNamespace(state="ready")
+    calls = SimpleNamespace(to_socket=Waits())
+    link = SimpleNamespace(engine=engine, place=FrontPlace(count=2), calls=calls)
+    link.open_count = link.open_elsewhere_count = 0
+    fields = signature(Service).parameters.values()
+    needless = {each.name: None for each in fields if each.default is each.empty}
+    own, other = (Shelf(tmp_path, count=2, front=front) for front in (0, 1))
+    given = {"link": link, "board": Board(clock), "clock": clock, "shelf": own}
+    service = Service(**(needless | given))
+    running = lifecycle.Running(service, *[None] * 3, settings=None, clock=clock)
+
+    def is_done(after_s: float) -> bool:
+        clock.advance(after_s)
+        service.board.publish(Status())
+        return running._is_done()
+
+    for count, state in ((1, "ready"), (2, "lost")):
+        engine.state = state
+        other.put(Tally(document_count=count))
+        assert not is_done(2.0)
+        assert service.unanswered_by_all_count == count
+        other.put(Tally())
+        assert [is_done(0.4), is_done(0.2)] == [False, True]
 
 
 def test_half_a_file_and_a_foreign_one_are_no_counts(tmp_path: Path):
