@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from ess.errors import BadInput
 from ess.models.chat.messages import REFUSAL, TEXT_PARTS, json_kind
 from ess.models.chat.reply import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
@@ -95,9 +97,9 @@ class Items:
         self.ended: list[Item] = []
         self._pending: Item | None = None
         self._texts: list[str] = []
-        self._logprobs: list[Item] = []
+        self._logprobs: list[msgspec.Raw] = []
 
-    def take(self, said: Event, logprobs: Sequence[Item] = ()) -> list[Item]:
+    def take(self, said: Event, logprobs: Sequence[msgspec.Raw] = ()) -> list[Item]:
         """`logprobs` are those of the tokens of a message's text."""
         match said:
             case Content(text):
@@ -164,9 +166,8 @@ class Items:
         item["content"] = [part]
         is_message = item["type"] == "message"
         kind = "output_text.done" if is_message else "reasoning_text.done"
-        if is_message:
-            part["logprobs"] = self._logprobs
-        more: dict[str, Any] = {"logprobs": self._logprobs} if is_message else {}
+        more = {"logprobs": msgspec.Raw(b"[%b]" % b",".join(self._logprobs))} if is_message else {}
+        part |= more
         return [
             self._placed(kind, item, text=text, **more),
             self._placed("content_part.done", item, part=part),

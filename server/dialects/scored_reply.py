@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import msgspec
 
 from ess.engine.tokens.chance import Chance
 from ess.models.chat.reply import CallBegin, Content, Event, Reasoning, ReplyParser
@@ -23,8 +24,10 @@ class PlacedTokens:
     end: int
 
 
-Scored = tuple[Event, list[dict[str, Any]]]
-"""What a reply says, and for a message's text the log probabilities of its tokens."""
+Scored = tuple[Event, list[msgspec.Raw]]
+"""What a reply says, and for a message's text the log probabilities of its tokens, as JSON: objects
+would be hundreds for a token, all alive until the answer ends and encoded for each of four events.
+"""
 
 
 class ScoredParser:
@@ -105,7 +108,7 @@ class ScoredParser:
         heard: list[Scored] = []
         begin = self._pushed - len(self._open)
         for event in events:
-            entries: list[dict[str, Any]] = []
+            entries: list[msgspec.Raw] = []
             if isinstance(event, Content):
                 goes_on = self._is_speaking and consumed.startswith(event.text)
                 at = begin + (0 if goes_on else max(0, consumed.rfind(event.text)))
@@ -120,11 +123,12 @@ class ScoredParser:
         while self._placed and self._placed[0].end <= until:
             self._given = self._placed.popleft().end
 
-    def _entries(self, begin: int, end: int) -> list[dict[str, Any]]:
-        entries: list[dict[str, Any]] = []
+    def _entries(self, begin: int, end: int) -> list[msgspec.Raw]:
+        entries: list[msgspec.Raw] = []
         while self._placed and self._given < end:
             placed = self._placed.popleft()
             if placed.end > begin:
-                entries += chat_entries(self._tokenizer, placed.tokens, placed.chances)
+                made = chat_entries(self._tokenizer, placed.tokens, placed.chances)
+                entries += (msgspec.Raw(msgspec.json.encode(entry)) for entry in made)
             self._given = placed.end
         return entries

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec.json import decode
 
 from ess.engine.tokens.chance import Chance
 from ess.models.chat.parsers.deepseek_v32 import DeepSeekParser
@@ -86,7 +87,7 @@ def test_a_character_cut_off_by_the_end_has_its_tokens(step: int):
     heard += [*scored.push(text[given:], (), ()), *scored.finish()]
     assert "".join(event.text for event, _ in heard if isinstance(event, Content)) == text
     expected = [*chat_entries(TOKENIZER, own, chances)]
-    assert [entry for _, entries in heard for entry in entries] == expected
+    assert [decode(entry) for _, entries in heard for entry in entries] == expected
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -115,5 +116,5 @@ def test_tokens_are_those_of_the_content_however_the_reply_is_cut(seed: int):
     expected = [*chat_entries(TOKENIZER, own, chances[first : first + len(own)])]
     said = [(event, entries) for event, entries in heard if isinstance(event, Content)]
     assert "".join(event.text for event, _ in said) == content
-    assert [entry for _, entries in said for entry in entries] == expected
+    assert [decode(entry) for _, entries in said for entry in entries] == expected
     assert all(not entries for event, entries in heard if not isinstance(event, Content))
