@@ -174,6 +174,7 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "stream_reasoning": True,
         "beam_width": 1,
         "length_penalty": 1.0,
+        "web_search_options": None,  # an empty object asks for a search
     }
 )
 IN_SAMPLING_PARAMS: Final = frozenset(

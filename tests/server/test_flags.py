@@ -85,6 +85,7 @@ from ess.server.commands.start.settings import read_file, resolve
         (["--max-logprobs", "20", "--ssl-ca-certs", "x"], "tls_ca needs tls_cert"),
         (["--load-format", "safetensors", "--task", "auto", "--port", "-1"], "port is -1"),
         (["--no-enable-prefix-caching"], "--no-enable-prefix-caching is not served"),
+        (["--chunked-prefill-size", "-1"], "chunk_tokens is -1, no chunks in SGLang's words:"),
         (["--no-enable-chunked-prefill", "--port", "-1"], "prefill has no effect: prompts always"),
         (["-O3", "--kv-offloading-size", "4", "--port", "-1"], "-level has no effect: --graphs"),
         (["--task", "embed"], "the flag --task must be generate"),

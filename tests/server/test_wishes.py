@@ -97,6 +97,8 @@ def test_what_is_known_and_not_served_is_refused_by_name(plain: Served, path, na
     error = refusal(plain, path, with_field(path, name, wish))
     assert error["param"] == name
     assert error["message"].startswith(f"{name} is not ")
+    if name == "web_search_options":
+        assert refusal(plain, path, with_field(path, name, {}))["param"] == name
     if "sampling_params" in BODIES[path]:
         assert refusal(plain, path, {**BODIES[path], name: wish})["param"] == name
 

@@ -125,6 +125,14 @@ def check_flags(settings: Settings, names: Iterable[str]) -> None:
         )
 
 
+def check_chunks(settings: Settings) -> None:
+    if settings.chunk_tokens == -1:
+        raise BadInput(
+            "chunk_tokens is -1, no chunks in SGLang's words: prompts always run in chunks here;"
+            " give the most tokens of prompts that a step may take"
+        )
+
+
 def check_equal(settings: Settings) -> None:
     """Refuses sizes by this machine's memory: all processes of a worker need the same pages."""
     if settings.nnodes == 1 and settings.only_rank is None and settings.executor == "processes":

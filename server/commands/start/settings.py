@@ -32,6 +32,7 @@ from ess.server.commands.start.compat.compat_flags import (
 from ess.server.commands.start.files.hidden_files import read_keys, read_secret
 from ess.server.commands.start.setting_checks import (
     check_api_keys,
+    check_chunks,
     check_equal,
     check_executor,
     check_flags,
@@ -216,6 +217,7 @@ class Settings(ProcessConfig):
     )
 
     def __post_init__(self) -> None:
+        check_chunks(self)
         ProcessConfig.__post_init__(self)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise BadInput("tls_cert and tls_key are given together or not at all")
