@@ -21,6 +21,7 @@ from ess import console
 from ess.server.process.child import Child
 from ess.server.process.link import EngineLink
 from ess.server.process.listening.stand_in import StandIn
+from ess.server.process.tally import Shelf
 
 AGAIN_S: Final = 0.5
 AGAIN_MAX_S: Final = 10.0
@@ -99,6 +100,9 @@ class Fronts:
         while True:
             began_s = asyncio.get_running_loop().time()
             how = await self._run_front(start)
+            place = {"front": start.front, "life": start.life}
+            with contextlib.suppress(OSError):
+                Shelf(start.folder, count=start.count, **place).close()
             if self._last_words:
                 return
             console.note(f"ess: server process {start.front} is gone: {how}; another starts")

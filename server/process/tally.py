@@ -93,9 +93,7 @@ class Shelf:
         self._folder = Path(folder)
         self._count = count
         self._has_all = False
-        self._own = self._path(front, life)
-        if life:
-            self._close(self._path(front, life - 1))
+        self._own = self._folder / f"{front}-{life}.tally"
 
     def put(self, tally: Tally) -> None:
         _write(self._own, tally)
@@ -109,15 +107,12 @@ class Shelf:
         self._has_all = self._has_all or len([*self._folder.glob("*-0.tally")]) == self._count
         return self._has_all
 
-    def _path(self, front: int, life: int) -> Path:
-        return self._folder / f"{front}-{life}.tally"
-
-    def _close(self, path: Path) -> None:
-        """The former process at this place has ended, and with it all that it had at present."""
-        before = _read(path)
-        if before is not None:
-            before.connection_count = before.document_count = 0
-            _write(path, before)
+    def close(self) -> None:
+        """The process that put its counts here has ended, and with it all that it had at present.
+        Another one says so: the process may have been killed."""
+        if (last := _read(self._own)) is not None:
+            last.connection_count = last.document_count = 0
+            _write(self._own, last)
 
 
 def _write(path: Path, tally: Tally) -> None:

@@ -131,6 +131,10 @@ def test_a_process_that_is_killed_costs_its_own_streams_and_is_replaced():
         with crowd(process) as more:
             all_have_begun(more)
         assert running(process) <= len(left) + STREAMS
+        until(
+            lambda: metrics(process.url)["ess_connections", ""] <= len(left) + 1,
+            "the end of all connections but those of the streams that are left",
+        )
 
 
 @pytest.mark.slow

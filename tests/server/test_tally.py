@@ -52,6 +52,7 @@ def test_the_sum_of_all_is_the_same_whoever_sums(tmp_path: Path):
 def test_who_takes_a_lost_one_s_place_keeps_its_counts_but_not_its_connections(tmp_path: Path):
     first, lost = Shelf(tmp_path, count=3), Shelf(tmp_path, count=3, front=1)
     lost.put(counted(5))
+    lost.close()
     fresh = Shelf(tmp_path, count=3, front=1, life=1)
     fresh.put(counted(1))
     total = together(first.others())
