@@ -16,6 +16,8 @@ from typing import Final
 
 VERSION: Final = 1
 USED_MAX: Final = 1 << 62
+LOCKED_S: Final = 5.0
+"""How long a program that has locked the catalogue is waited for."""
 KEY: Final = "what these pages are of"
 
 ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
@@ -69,7 +71,9 @@ class Catalogue:
         is_new = not path.exists()
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
-            self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._base = sqlite3.connect(
+                path, timeout=LOCKED_S, isolation_level=None, check_same_thread=False
+            )
         except ERRORS as error:
             raise _wrong(error) from error
         try:
@@ -147,9 +151,6 @@ class Catalogue:
             if base.in_transaction:
                 base.execute("ROLLBACK")
             raise
-
-    def clear(self) -> None:
-        self._base.execute("DELETE FROM pages")
 
     def close(self) -> None:
         self._base.close()

@@ -5,7 +5,7 @@ import pytest
 
 from ess.layout import ModelLayout, RowCodec
 from ess.pool.capacity import even_chunks, share_out
-from ess.pool.lru.arena import Split
+from ess.pool.lru.arena import Lookup, Split
 from ess.pool.lru.eviction import POLICIES, PolicyName
 from ess.pool.sparse import FIRST_STEP, NOW_MAX, SparsePool
 
@@ -239,8 +239,31 @@ def test_a_row_is_located_when_it_has_landed():
     plan, _ = select(sparse, 0, 0, 4, ROW_IDS - 1)
     asked = ids(0, 4, ROW_IDS - 1, 9, -1)
     assert sparse.locate(0, asked).tolist() == [-1] * 5
+    assert sparse.copies(0)[1].tolist() == []
     sparse.commit(plan)
     assert sparse.locate(0, asked).tolist() == [*plan.slots.tolist(), -1, -1]
+    claim_new(sparse, 0, ids(4))
+    assert sparse.copies(0)[1].tolist() == [0, ROW_IDS - 1], "4 is newer than the host's row"
+
+
+def test_under_score_the_row_of_the_lowest_logit_gives_way():
+    sparse = pool(3, evict="score")
+    sparse.begin_step()
+    sparse.commit(sparse.fill(1, np.arange(64, dtype=np.int32)))
+    none = np.zeros((1, 1), np.int32)
+    lookup = Lookup(
+        lines=ids(0, 1, 2, 3)[None],
+        host_page_of=none[0],
+        stored=np.zeros((1, 1), np.uint64),
+        rows=none,
+        host_rows=none[0],
+    )
+    logits = np.linspace(1, 2, ROW_IDS, dtype=np.float32)[None]
+    logits[0, 40] = 0
+    sparse.observe(1, lookup, ids(63, 255)[None], ids(0), ids(ROW_IDS), logits)
+    sparse.begin_step()
+    select(sparse, 1, 100)
+    assert sparse.locate(1, ids(40)).tolist() == [-1]
 
 
 def test_resident_rows_are_counted_by_their_age_in_the_next_step():
