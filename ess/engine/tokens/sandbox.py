@@ -49,7 +49,7 @@ class Link:
 
     def poll(self) -> tuple[dict[str, Any], bytes] | None:
         """The next answer if it is complete by now."""
-        while select.select([self.socket], [], [], 0)[0]:
+        while _has_something([self.socket], 0):
             if (answer := self._take()) is not None:
                 return answer
         return None
@@ -79,6 +79,15 @@ class Link:
 
     def close(self) -> None:
         self.socket.close()
+
+
+def _has_something(sockets: list[socket.socket], seconds: float) -> bool:
+    """Whether one of them has something to read within this time. Their files may have any number:
+    `select` takes none from 1,024 on, and an engine with many peers has more open."""
+    waiting = select.poll()
+    for each in sockets:
+        waiting.register(each, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))
 
 
 class Sandbox:
@@ -122,7 +131,7 @@ class Sandbox:
         if self._link is not None and not self._has_started:
             ours.append(self._link.socket)
         with contextlib.suppress(OSError, ValueError):
-            select.select(sockets + ours, [], [], seconds)
+            _has_something(sockets + ours, seconds)
         with contextlib.suppress(OSError):
             self._hear()
 

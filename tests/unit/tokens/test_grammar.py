@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -400,3 +402,17 @@ def test_a_vocabulary_that_cannot_be_described_is_said_and_nobody_waits(fresh, m
         with pytest.raises(Unavailable, match="no grammars for this vocabulary: KeyError: 'no by"):
             matcher("regex", "a", by=fresh)
         fresh.check()
+
+
+def test_an_answer_is_heard_on_a_file_of_any_number():
+    """An engine with many peers has more than a thousand files open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        link = sandbox.Link(socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1024)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert link.poll() is None
+        grammar_child.Channel(theirs).send({"process": 7}, b"raw")
+        assert link.poll() == ({"process": 7, "raw": 3}, b"raw")
+        link.close()
