@@ -354,6 +354,19 @@ def test_many_reserved_without_a_request() -> None:
         assert reasons[Reason.UNKNOWN] == ORPHANS_MAX
 
 
+def test_a_reserved_without_a_request_waits_from_its_last_copy_on() -> None:
+    with world(wait_s=5.0) as made:
+        for _ in range(2):
+            made.receiver.reserve(PROMPT)
+            made.settle()
+            made.clock.advance(4.9)
+            made.settle()
+            assert len(made.sender._orphans) == 1
+        made.clock.advance(0.2)
+        made.settle()
+        assert [each.reason for each in made.receiver.of(Refused)] == [Reason.UNKNOWN]
+
+
 POOL = 4000
 
 
