@@ -24,6 +24,7 @@ from tests.campaign.lives.plan import (
     WISHES,
     Ask,
     Life,
+    crowded,
     drawn,
 )
 from tests.campaign.lives.shrink import shrunk
@@ -84,6 +85,13 @@ def test_drafts_that_are_right_are_all_taken(depth: int) -> None:
     life = two(mtp=4, depth=depth)
     seen = live(msgspec.structs.replace(life, right=1.0)).seen
     assert (seen["parts"], seen["tokens"]) == (8, 24)
+
+
+def test_requests_that_come_together_run_together() -> None:
+    life = two()
+    assert not live(life).seen["steps of three or more"]
+    life = crowded(msgspec.structs.replace(life, asks=life.asks * 2))
+    assert live(life).seen["steps of three or more"] >= 6
 
 
 def two(**settings: object) -> Life:

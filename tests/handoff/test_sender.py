@@ -66,6 +66,7 @@ def test_the_receiver_may_come_at_any_time(kind: str, moment: str) -> None:
         landed(made)
         assert sequence.state == "closed"
         assert made.sender.stats().sent == 1
+        assert made.sender.stats().sent_bytes == sum(each.byte_count for each in receiver.pieces)
 
 
 def test_what_waited_for_the_receiver_goes_in_few_pieces() -> None:

@@ -19,6 +19,7 @@ STATEFUL: Final = ("glm5_next", "deepseek_v4")
 COMPILED: Final = ("deepseek_v32", "glm_moe_dsa", "embedded")
 ROW_FORMS: Final = ("f32", "bf16", "fp8")
 DRIFTS: Final = 0.4
+CROWDS: Final = 0.3
 
 Happening = Literal["cancel", "preempt", "forget", "verify", "rebalance"]
 HAPPENINGS: Final[tuple[Happening, ...]] = Happening.__args__
@@ -105,7 +106,7 @@ def drawn(seed: int, families: tuple[str, ...] = FAMILIES) -> Life:
         wishes = ["greedy"]
     happenings = [each for each in HAPPENINGS if draw.random() < 0.5]
     hit_count = draw.randint(0, 8) if happenings else 0
-    return Life(
+    life = Life(
         seed=seed,
         family=family,
         form=form,
@@ -129,6 +130,20 @@ def drawn(seed: int, families: tuple[str, ...] = FAMILIES) -> Life:
             for _ in range(hit_count)
         ),
         drifts=not settings["deterministic"] and draw.random() < DRIFTS,
+    )
+    return crowded(life) if draw.random() < CROWDS else life
+
+
+def crowded(life: Life) -> Life:
+    """Its requests come in the first turns, and there is room for eight at a time. In other lives
+    three seldom run at once."""
+    return msgspec.structs.replace(
+        life,
+        engine={**life.engine, "max_running": 16},
+        host_pages=60,
+        index_pages=40,
+        lines=8,
+        asks=tuple(msgspec.structs.replace(ask, at=ask.at % 4) for ask in life.asks),
     )
 
 

@@ -205,6 +205,7 @@ class World:
                 raise Wrong(f"{told.ask} says {request.output}, and steps {told.said}")
         self.outcome.seen["steps"] += 1
         self.outcome.seen["parts"] += len(result.made)
+        self.outcome.seen["steps of three or more"] += len(result.made) >= 3
         self.outcome.seen["tokens"] += sum(len(made.tokens) for made in result.made)
 
     def _look(self) -> None:
