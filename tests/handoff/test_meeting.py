@@ -10,7 +10,7 @@ from ess.door.handoff.incoming.origins import Origins
 from ess.door.handoff.port import PEERS_MAX
 from ess.errors import BadInput
 from ess.transfer.members import Member, joined
-from ess.transfer.messages import new_epoch
+from ess.transfer.messages import Piece, PieceKind, new_epoch
 from tests.handoff.receiving import SEAL
 from tests.handoff.tier import WIDE, tier
 from tests.transfer.rigs import identity
@@ -49,6 +49,33 @@ def test_each_layer_once_in_any_order() -> None:
 def test_other_groups_are_refused_by_name(ranges: list, says: str) -> None:
     with pytest.raises(BadInput, match=says):
         origins(*ranges)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "owners"),
+    [
+        (PieceKind.ROWS, (3, 6), [2]),
+        (PieceKind.ROWS, (4, 5), [2]),
+        (PieceKind.ROWS, (2, 6), []),
+        (PieceKind.ROWS, (3, 7), []),
+        (PieceKind.INDEX_KEYS, (2, 3), [2]),
+        (PieceKind.INDEX_KEYS, (3, 5), [3]),
+        (PieceKind.INDEX_KEYS, (1, 3), []),
+        (PieceKind.WINDOWS, (0, 1), [1, 2, 3]),
+    ],
+)
+def test_a_piece_is_of_those_that_have_its_layers(kind, layers, owners) -> None:
+    piece = Piece(1, kind, *layers, 0, 1, 8, 0)
+    assert [each.peer for each in origins((0, 3), (3, 6), (6, 8)) if each.has(piece)] == owners
+
+
+def test_of_a_group_that_has_lost_a_member_the_others_are_known() -> None:
+    made = Origins(WIDE)
+    for lead in (4, 1):
+        made.met(made.of([Member(lead, b"", range(3)), Member(lead + 1, b"", range(3, 8))]))
+    made.lost(2)
+    assert [made.find(lead) is None for lead in (1, 4)] == [True, False]
+    assert [peer for peer in range(7) if made.knows(peer)] == [1, 4, 5]
 
 
 def hellos(made) -> list[bytes]:
