@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -416,3 +417,10 @@ def test_an_answer_is_heard_on_a_file_of_any_number():
         grammar_child.Channel(theirs).send({"process": 7}, b"raw")
         assert link.poll() == ({"process": 7, "raw": 3}, b"raw")
         link.close()
+
+
+def test_a_long_answer_comes_in_pieces():
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor(1) as other, ours, theirs:
+        other.submit(grammar_child.Channel(theirs).send, {}, bytes(1 << 20))
+        assert sandbox.Link(ours).ask({}) == ({"raw": 1 << 20}, bytes(1 << 20))
