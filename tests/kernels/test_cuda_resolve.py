@@ -39,33 +39,6 @@ def test_twenty_steps_agree_with_the_specification(operations):
     campaign(operations, 3, 20)
 
 
-def test_scored_rows_give_way_as_the_specification_says(folder):
-    """Ranks, victims, and who forgets what, bit for bit; some logits are not numbers. In phases:
-    the doors of devices are tested with all of a call in one launch."""
-    scored = Emulated(folder, is_together=False, is_scored=True)
-    world = DeviceCampaign(6, scored, "score")
-    for _ in range(10):
-        world.one_step()
-    assert world.seen["plan evicted_count"] > 3
-
-
-def test_pages_of_many_queries_follow_them_in_order(folder):
-    """More queries than a warp has lanes: pages of one, of neighbours, of the first and the last,
-    and of all."""
-    scored = Emulated(folder, is_together=False, is_scored=True)
-    tables = np.arange(40 * 4, dtype=np.int32).reshape(40, 4)
-    tables[:, 0] = 0
-    tables[39, 1], tables[6, 2], tables[38, 1] = tables[0, 1], tables[5, 2], tables[2, 1]
-    made = [Arena.alone(row_count=160 * 64, slot_count=64, evict="score") for _ in range(2)]
-    random = np.random.default_rng(3)
-    logits = random.normal(size=(40, 256)).astype(np.float32)
-    selection, length = ids([[0, 3, 9]] * 40), ids(random.integers(10, 257, 40))
-    given = types.SimpleNamespace(lines=tables), selection, ids(np.arange(40)), length
-    for arena, operations in zip(made, (specification, scored), strict=True):
-        operations.observe(arena, *given, logits=logits)
-    np.testing.assert_array_equal(made[1].eviction.rank_of, made[0].eviction.rank_of)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("step_count", [80, pytest.param(150, marks=pytest.mark.long)])
 def test_many_steps_agree_with_the_specification(operations, step_count):
@@ -109,10 +82,10 @@ def warmed(operations, make, rows, ages, *, step=1000):
     return agree(make, *calls)
 
 
-def aged_arena(slot_count, *, seed=0, row_count=20_000):
+def aged_arena(slot_count, *, seed=0, row_count=20_000, evict="lru"):
     """Several tiles of slots, full, of random ages, some dirty, some in flight, some free."""
     random = np.random.default_rng(seed)
-    arena = Arena.alone(row_count=row_count, slot_count=slot_count)
+    arena = Arena.alone(row_count=row_count, slot_count=slot_count, evict=evict)
     arena.row_of[:] = 10_000 + random.permutation(slot_count)
     arena.row_of[random.random(slot_count) < 0.05] = -1
     used = np.flatnonzero(arena.row_of >= 0)

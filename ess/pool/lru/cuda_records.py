@@ -16,8 +16,10 @@ from ess.pool.lru.cuda_shape import FIRST, NOW, PHASE_THREADS, Moment, ResolveSh
 from ess.units import PAGE_ROWS, div_ceil
 
 Purpose = Literal["select", "write", "warm"]
-FOLLOW_BLOCKS_MAX: Final = 16
-"""The most blocks that take the pages of one query, a warp for each page."""
+FOLLOW_BLOCKS: Final = 2048
+FOLLOW_BLOCKS_EACH: Final = 16
+"""Blocks that take the pages of all queries, a warp for each page, and those that any one query may
+have. A page is four loads that wait for one another, so the pages of few queries are spread."""
 PURPOSES: Final[tuple[Purpose, ...]] = ("select", "write", "warm")
 
 
@@ -255,7 +257,8 @@ def observe_record(
     )
     assert holders.shape[0] * PAGE_ROWS >= 2 * record.selection.row_count, "pages without holders"
     pages = min(div_ceil(logits.shape[1], PAGE_ROWS), record.selection.table_width)
-    record.blocks_each = min(FOLLOW_BLOCKS_MAX, max(1, div_ceil(pages, PHASE_THREADS // 32)))
+    most = max(FOLLOW_BLOCKS_EACH, FOLLOW_BLOCKS // lines)
+    record.blocks_each = min(most, max(1, div_ceil(pages, PHASE_THREADS // 32)))
     return record
 
 
