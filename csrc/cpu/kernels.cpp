@@ -68,9 +68,9 @@ bool joins(const Index& call, const Run& run, int64_t query, int64_t most) {
     return std::equal(table, table + std::min(pages, others), other);
 }
 
-std::vector<Run> runs_of(const Index& call, int64_t most = kRunQueries) {
+std::vector<Run> runs_of(const Index& call, int64_t first, int64_t stop, int64_t most) {
     std::vector<Run> runs;
-    for (int64_t query = 0; query < call.query_count; query++) {
+    for (int64_t query = first; query < stop; query++) {
         if (runs.empty() || !joins(call, runs.back(), query, most))
             runs.push_back({query, 0, query});
         Run& run = runs.back();
@@ -78,6 +78,10 @@ std::vector<Run> runs_of(const Index& call, int64_t most = kRunQueries) {
         if (page_count(call, query) > page_count(call, run.longest)) run.longest = query;
     }
     return runs;
+}
+
+std::vector<Run> runs_of(const Index& call) {
+    return runs_of(call, 0, call.query_count, kRunQueries);
 }
 
 // Whether a run's top-k is found faster without all logits: many queries share a page, and most of
@@ -97,6 +101,18 @@ bool may_screen(const Index& call, int64_t k) {
 
 bool screens(const Index& call, const Run& run, int64_t k) {
     return run.count >= kScreenQueriesLeast && call.lengths[run.longest] >= screened_from(call, k);
+}
+
+// Long runs where a screen takes them; of others all logits are made, so they are cut.
+std::vector<Run> runs_to_select(const Index& call, int64_t k) {
+    if (!may_screen(call, k)) return runs_of(call);
+    std::vector<Run> runs;
+    for (const Run& run : runs_of(call, 0, call.query_count, kScreenQueries)) {
+        const int64_t most = screens(call, run, k) ? run.count : kRunQueries;
+        const std::vector<Run> cut = runs_of(call, run.first, run.first + run.count, most);
+        runs.insert(runs.end(), cut.begin(), cut.end());
+    }
+    return runs;
 }
 
 // Pages of a piece: many, but so that no thread goes without where there are fewer runs.
@@ -209,7 +225,7 @@ ESS_EXPORT int32_t ess_index_top_k(const ess::Index* call, int64_t k, int32_t* o
     using namespace ess;
     if (int32_t fault = index_fault(*call, span)) return fault;
     const bool may = may_screen(*call, k);
-    const std::vector<Run> runs = runs_of(*call, may ? kScreenQueries : kRunQueries);
+    const std::vector<Run> runs = runs_to_select(*call, k);
     const int64_t run_count = runs.size();
     const int32_t inside = run_count < threads ? threads : 1;
     run_pieces(inside > 1 ? 1 : threads, run_count, [&](int64_t at) {

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ess.kernels.reference.keys import write_keys
 from ess.layout import IndexCodec
@@ -112,3 +116,19 @@ def test_who_else_asks_changes_nothing(form):
     for _ in range(20):
         again = selected(codec, apart, weights, pages, table, lengths, k=16)
         assert torch.equal(again, whole)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_what_no_screen_takes_has_the_logits_of_few_queries_in_memory():
+    """Where a table is wide, queries come in long runs, for a screen; those of shorter contexts do
+    not, or each thread would keep the logits of all of them."""
+    k, length = 16_384, 131_000
+    codec, queries, weights, pages, table, lengths = prompt("f32", 1, 64, length)
+    assert 12 * 4 * length < 8 << 20 < 32 << 20 < COUNT * 4 * length
+    call = codec, queries, weights, pages, F.pad(table, (0, 9)), lengths
+    before = resident_bytes()
+    selected(*call, k=k)
+    assert resident_bytes() - before < (16 << 20) + COUNT * k * 4
