@@ -28,6 +28,8 @@ KERNELS = {
     "audit": residency.an_audit_names_what_is_wrong,
     "locate": residency.positions_become_slots_when_all_is_resident,
     "leave": residency.rows_leave_and_are_settled,
+    "ranks": residency.the_lowest_ranks_give_way,
+    "ranks together": partial(residency.the_lowest_ranks_give_way, is_together=True),
     "tickets": residency.tickets_start_over_when_all_has_landed,
     "in flight": residency.what_is_in_flight_is_not_located,
     "phases": partial(replayed, 3, 1, is_together=False),

@@ -48,6 +48,7 @@ RESIDENCY = (
     "phases_replay_a_graph",
     "positions_become_slots_when_all_is_resident",
     "rows_leave_and_are_settled",
+    "the_lowest_ranks_give_way",
     "tickets_start_over_when_all_has_landed",
     "what_is_in_flight_is_not_located",
 )

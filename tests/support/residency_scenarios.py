@@ -28,7 +28,13 @@ from ess.pool.lru.cuda_shape import (
 )
 from ess.pool.lru.cuda_workspaces import ResidencyWorkspaces, now_of
 from ess.units import PAGE_ROWS, div_ceil
-from tests.support.device_residency import Specified, host_pages, host_rows, in_flight
+from tests.support.device_residency import (
+    DeviceCampaign,
+    Specified,
+    host_pages,
+    host_rows,
+    in_flight,
+)
 from tests.support.device_scenarios import ROW_BYTES, move, random_rows
 from tests.support.twins import CLAIMED
 
@@ -90,8 +96,7 @@ class OnDevice:
         context = {"page_table": lookup.lines, "table_row": line_of, "length": length}
         given = {name: self.there(array) for name, array in context.items()}
         given["scales"] = ints(self.device, 2 * len(selection))
-        holders = np.zeros(2 * (arena.slot_of.size // PAGE_ROWS), np.int32)
-        given["holders"] = self.there(holders)
+        given["holders"] = self.there(np.zeros(2 * (arena.slot_of.size // PAGE_ROWS), np.int32))
         given |= {"positions": self.there(selection), "logits": self.there(logits)}
         with self.residency(arena, query_count=len(selection)) as residency:
             residency.observe(**given, stream=self.stream.handle, moment=FIRST)
@@ -396,6 +401,13 @@ def rows_leave_and_are_settled():
     specification.settle(arena, used[:5])
     step.compute.synchronize()
     step.check(300)
+
+
+def the_lowest_ranks_give_way(is_together=False):
+    world = DeviceCampaign(6, OnDevice(is_together=is_together), "score")
+    for _ in range(4):
+        world.one_step()
+    assert world.seen["plan evicted_count"] > 0
 
 
 class Landing:
