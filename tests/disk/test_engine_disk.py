@@ -21,10 +21,9 @@ from ess.layout import ModelLayout
 from ess.models.load import EMBEDDED
 from ess.pool.disk.folder import SLAB
 from ess.pool.disk.tier import DiskTier
-from tests.model.grid import checkpoint, expected, slot_bytes, text
+from tests.model.grid import TOKEN_COUNT, checkpoint, expected, slot_bytes, text
 from tests.support.manual_lane import ManualLane
 
-TOKEN_COUNT = 12
 CASES = [("deepseek_v32", 1), ("deepseek_v32", 2), ("glm_moe_dsa", 1), ("glm_moe_dsa", 2)]
 CASES += [("dots3_note", 1), ("mistral_large4", 1)]
 

@@ -18,7 +18,7 @@ from ess.overlap.policy import Mode
 from ess.pool.capacity import SLOTS, WINDOW_SLOTS, capacity_of, even_chunks, needs, request_bytes
 from ess.pool.ledger import Ledger
 from ess.sim.memory_budget import Budget
-from tests.model.grid import checkpoint, expected, text
+from tests.model.grid import TOKEN_COUNT, checkpoint, expected, text
 from tests.pd.rigs import Pair, alone
 from tests.support import checkpoints
 from tests.support.manual_lane import ManualLane
@@ -162,7 +162,7 @@ def dots3(**more: Any) -> Engine:
 def test_a_batch_whose_windows_are_there_is_resident_though_rows_behind_them_are_not() -> None:
     eng = dots3(requests=2)
     spans = [(0, LENGTH), (5, 90)]
-    wish = Sampling(tokens_max=12, ignore_eos=True)
+    wish = Sampling(tokens_max=TOKEN_COUNT, ignore_eos=True)
     requests = [eng.add(text("dots3_note")[start:stop], wish) for start, stop in spans]
     for _ in eng.run():
         eng.check()
@@ -178,7 +178,7 @@ def test_a_batch_whose_windows_are_there_is_resident_though_rows_behind_them_are
 @pytest.mark.slow
 def test_preempted_forked_and_come_back() -> None:
     eng = dots3(requests=2)
-    wish = Sampling(tokens_max=12, ignore_eos=True)
+    wish = Sampling(tokens_max=TOKEN_COUNT, ignore_eos=True)
     request = eng.add(text("dots3_note")[:300], wish)
     while len(request.output) < 4:
         eng.step()
@@ -197,7 +197,7 @@ def test_preempted_forked_and_come_back() -> None:
 def test_a_prompt_lands_with_the_keys_of_its_indexers() -> None:
     model = checkpoint("dots3_note")
     pair = Pair(pools={"model": model}, prefill_pools={"model": model})
-    wish = Sampling(tokens_max=12, ignore_eos=True)
+    wish = Sampling(tokens_max=TOKEN_COUNT, ignore_eos=True)
     asked = [(text("dots3_note")[:count], wish) for count in (1, 64, 65, 200, 129)]
     added = [pair.add(*each) for each in asked]
     pair.run()
