@@ -100,13 +100,13 @@ class Fronts:
         while True:
             began_s = asyncio.get_running_loop().time()
             how = await self._run_front(start)
-            place = {"front": start.front, "life": start.life}
             with contextlib.suppress(OSError):
-                Shelf(start.folder, count=start.count, **place).close()
+                Shelf(start.folder, count=start.count, front=start.front, life=start.life).close()
+            if all(line == "drain" for line in self._last_words):  # not at the end of all
+                self._link.front_lost(start.front)
             if self._last_words:
                 return
             console.note(f"ess: server process {start.front} is gone: {how}; another starts")
-            self._link.front_lost(start.front)
             await self._stand_in_at(start.listener)
             is_calm = asyncio.get_running_loop().time() - began_s > CALM_S
             wait_s = AGAIN_S if is_calm else wait_s

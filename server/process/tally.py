@@ -103,8 +103,10 @@ class Shelf:
         return [tally for path in paths if (tally := _read(path)) is not None]
 
     def has_all(self) -> bool:
-        """Whether every process has been ready once, this one included."""
-        self._has_all = self._has_all or len([*self._folder.glob("*-0.tally")]) == self._count
+        """Whether every process, or another in its place, has been ready once; this one counts."""
+        if not self._has_all:
+            fronts = {path.name.partition("-")[0] for path in self._folder.glob("*.tally")}
+            self._has_all = len(fronts) == self._count
         return self._has_all
 
     def close(self) -> None:

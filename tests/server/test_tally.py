@@ -8,12 +8,14 @@ from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from msgspec.msgpack import encode
 
 from ess.engine.process.messages import Status
 from ess.server.process import lifecycle
 from ess.server.process.board import Board
+from ess.server.process.fronts import Fronts, Start
 from ess.server.process.requests.open_calls import FrontPlace
 from ess.server.process.service import Service
 from ess.server.process.tally import Shelf, Tally, Waits, together
@@ -58,6 +60,35 @@ def test_who_takes_a_lost_one_s_place_keeps_its_counts_but_not_its_connections(t
     total = together(first.others())
     assert (total.disconnect_count, total.connection_count) == (6, 10)
     assert together(fresh.others()).disconnect_count == 5
+
+
+def test_a_process_that_is_killed_in_a_drain_is_not_waited_for(tmp_path: Path, monkeypatch):
+    """The engine gives up its requests, and its counts are closed."""
+    lost: list[int] = []
+    start = Start(told=msgspec.Raw(b"{}"), folder=str(tmp_path), listener=0, front=1, count=2)
+    Shelf(tmp_path, count=2, front=1).put(Tally(connection_count=2, document_count=3))
+
+    async def ended(*given: object) -> str:
+        return "its process was ended by SIGKILL"
+
+    link = SimpleNamespace(front_lost=lost.append)
+    fronts = Fronts("none", [start], link, SimpleNamespace(take=ended))
+    fronts.drain()
+    monkeypatch.setattr(fronts, "_run_front", ended)
+    asyncio.run(fronts._keep(start))
+    [left] = Shelf(tmp_path, count=2).others()
+    assert (lost, left.connection_count, left.document_count) == ([1], 0, 0)
+    fronts.end("the server ends")
+    asyncio.run(fronts._keep(start))
+    assert lost == [1], "the engine that ends too is told"
+
+
+def test_a_process_replaced_before_it_was_ready_is_not_waited_for(tmp_path: Path):
+    first, fresh = Shelf(tmp_path, count=2), Shelf(tmp_path, count=2, front=1, life=1)
+    first.put(Tally())
+    assert not first.has_all()
+    fresh.put(Tally())
+    assert first.has_all()
 
 
 def test_a_drain_waits_for_the_documents_of_another_process(tmp_path: Path):
