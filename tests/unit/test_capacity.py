@@ -9,7 +9,7 @@ import pytest
 
 from ess.door import Offload
 from ess.errors import BadInput
-from ess.kernels.served import LOGITS_BYTES
+from ess.kernels.served import LOGIT_BYTES, SELECT_BYTES
 from ess.layout import IndexCodec, ModelLayout, RowCodec
 from ess.models.weights.expected.dry_run import make_plan, plan_lines, read_config
 from ess.pool.capacity import capacity_of
@@ -126,14 +126,19 @@ def test_the_planner_refuses_in_these_words():
 
 def test_the_server_plans_these_bytes():
     asked = {"max_model_len": "2k", "host_bytes": "64MiB", "max_running": 16, "threads": 3}
-    plan = plan_memory(
-        resolve(asked, environment={}).settings, EMBEDDED, positions_max=131_072, weight_bytes=0
+    plan, scored = (
+        plan_memory(
+            resolve(each, environment={}).settings, EMBEDDED, positions_max=131_072, weight_bytes=0
+        )
+        for each in (asked, asked | {"evict": "score", "mtp": 2})
     )
     assert plan.token_capacity == 190 * 64
     assert plan.index_bytes == 190 * 60_928
     assert plan.slot_bytes == 321 * 7 * 64 * 656
-    assert plan.logit_bytes == 3 * 2048 * LOGITS_BYTES
-    assert f"kRunQueries = {LOGITS_BYTES // 4};" in (ROOT / "csrc/cpu/kernels.cpp").read_text()
+    assert plan.logit_bytes == 3 * 2048 * SELECT_BYTES
+    assert scored.logit_bytes == plan.logit_bytes + 16 * 2 * 2048 * LOGIT_BYTES
+    queries = SELECT_BYTES // LOGIT_BYTES - 3
+    assert f"kRunQueries = {queries};" in (ROOT / "csrc/cpu/kernels.cpp").read_text()
     pools = plan.host_bytes + plan.slot_bytes + plan.index_bytes
     assert plan.total_bytes == pools + plan.logit_bytes
     assert [(room.length, room.count, room.limiter) for room in plan.rooms] == [

@@ -9,7 +9,7 @@ import msgspec
 
 from ess.errors import BadInput, EssError, Unavailable
 from ess.free_resources import memory_free
-from ess.kernels.served import LOGITS_BYTES
+from ess.kernels.served import LOGIT_BYTES, SELECT_BYTES
 from ess.layout import ModelLayout
 from ess.pool.capacity import (
     HOST_PAGES,
@@ -256,8 +256,10 @@ def _slot_bytes(settings: Settings, layout: ModelLayout, length_max: int, free: 
 def _logit_bytes(settings: Settings, layout: ModelLayout, length_max: int) -> int:
     if not layout.key_groups:
         return 0
-    threads = settings.world_size * max(1, settings.threads)
-    return threads * LOGITS_BYTES * align_up(length_max, PAGE_ROWS)
+    kept = max(1, settings.threads) * SELECT_BYTES
+    if settings.evict == "score":  # the logits of a whole step are kept apart until ranks follow
+        kept += settings.max_running * settings.mtp * LOGIT_BYTES
+    return settings.world_size * kept * align_up(length_max, PAGE_ROWS)
 
 
 def promised_slots(settings: Settings, layout: ModelLayout, length_max: int) -> int:
