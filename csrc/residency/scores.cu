@@ -82,7 +82,7 @@ struct Observe {
         atomicMax(&holders[id].last, query + 1);
     }
 
-    // A query's positions of a page, take effect on these ranks.
+    // A query's positions of a page take effect on these ranks.
     __device__ void take(i32 query, i32 page, i32 (&rank)[kLaneRows]) const {
         const Scale scale = scales[query];
         const i32 stop = length(query);

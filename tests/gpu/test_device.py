@@ -87,6 +87,8 @@ def test_the_planner_agrees_over_a_campaign(is_together, evict):
         world.one_step()
     if evict == "lru":
         assert_every_case_was_met(world.seen)
+    else:
+        assert world.seen["plan evicted_count"] > 3
 
 
 @pytest.mark.parametrize("is_together", WAYS, ids=WAYS.get)

@@ -22,7 +22,10 @@ from tests.kernels.test_adapters import CPU, DeepGemmStandIn, FlashMlaStandIn, i
 __all__ = ["install"]
 
 
-ASKED = ("attend", "merge", "index_top_k", "top_k", "linear_fp8", "expert_products")
+ASKED = (
+    *("attend", "merge", "index_scored", "index_top_k", "top_k"),
+    *("linear_fp8", "expert_products"),
+)
 
 
 @dataclass
@@ -177,6 +180,9 @@ def test_other_heads_and_keys_are_ours(made: Any) -> None:
     chosen = ops.index_top_k(**case, codec=IndexCodec(head_count=8), k=9)
     assert ours.names == ["index_top_k"]
     assert torch.equal(chosen, reference.index_top_k(**case, codec=IndexCodec(head_count=8), k=9))
+    again, _ = ops.index_scored(**case, codec=IndexCodec(head_count=8), k=9)
+    assert ours.names == ["index_top_k", "index_scored"]
+    assert torch.equal(again, chosen)
 
 
 @pytest.mark.parametrize(("width", "is_theirs"), [(192, True), (100, False)])

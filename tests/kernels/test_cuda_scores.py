@@ -101,7 +101,7 @@ def test_the_lowest_ranks_of_several_tiles(scored, wanted):
 
     rows = np.arange(wanted, dtype=np.int32)[None]
     claims = both(scored, ranked, rows, step=1000, ticket=20)
-    assert claims.evicted_count > 0 or claims.slots.size == wanted
+    assert (claims.evicted_count > 0) == (wanted > 200), "60 find free slots, more do not"
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,10 @@ def made_once(library: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _sources() -> str:
-    """A name for all files that a library may be made of."""
-    made = hashlib.sha256()
+    """A name for all files that a library may be made of, and how it is made."""
+    made = hashlib.sha256(repr((LIBRARY, FLAGS, SEEN)).encode())
     for folder in (*SOURCES, DEVICE):
-        for file in sorted(folder.iterdir()):
+        for file in sorted(filter(Path.is_file, folder.iterdir())):
             made.update(file.read_bytes())
     return made.hexdigest()
 

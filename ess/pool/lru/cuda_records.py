@@ -18,8 +18,9 @@ from ess.units import PAGE_ROWS, div_ceil
 Purpose = Literal["select", "write", "warm"]
 FOLLOW_BLOCKS: Final = 2048
 FOLLOW_BLOCKS_EACH: Final = 16
-"""Blocks that take the pages of all queries, a warp for each page, and those that any one query may
-have. A page is four loads that wait for one another, so the pages of few queries are spread."""
+"""Blocks take pages, a warp for each page. All queries share `FOLLOW_BLOCKS`, but where queries are
+many each has `FOLLOW_BLOCKS_EACH`. A page is four loads that wait for one another, so the pages of
+few queries are spread over many warps."""
 PURPOSES: Final[tuple[Purpose, ...]] = ("select", "write", "warm")
 
 

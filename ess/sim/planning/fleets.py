@@ -76,7 +76,10 @@ def fleets(
     offload = _smallest(searches, sizes, lambda sized: sized.quick(sized.least_slots))
     if offload is None:
         raise BadInput(_too_small(planner))
-    resident = _smallest(searches, sizes, lambda sized: sized.quick(sized.ask.context))
+    try:
+        resident = _smallest(searches, sizes, lambda sized: sized.quick(sized.ask.context))
+    except BadInput:  # too late for the objectives at every size; offload meets them
+        resident = None
     return Fleets(offload=offload, resident=resident)
 
 

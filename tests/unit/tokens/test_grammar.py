@@ -408,6 +408,8 @@ def test_a_vocabulary_that_cannot_be_described_is_said_and_nobody_waits(fresh, m
 def test_an_answer_is_heard_on_a_file_of_any_number():
     """An engine with many peers has more than a thousand files open."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= before[1] <= 1024:
+        pytest.skip("no file may have such a number here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     ours, theirs = socket.socketpair()
     with ours, theirs:

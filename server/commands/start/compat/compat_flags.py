@@ -36,7 +36,7 @@ FLAGS: Final[Mapping[str, tuple[str, ...]]] = {
     "header_bytes": ("--h11-max-incomplete-event-size",),
     "default_sampling": ("--override-generation-config", "--preferred-sampling-params"),
     "request_log": ("--enable-log-requests", "--log-requests"),
-    "stream_usage": (*("--enable-force-include-usage", "--stream-response-default-include-usage"),),
+    "stream_usage": ("--enable-force-include-usage", "--stream-response-default-include-usage"),
     "max_model_len": ("--max-ctx", "--context-length"),
     "max_running": ("--max-running-requests", "--max-num-seqs"),
     "max_waiting": ("--max-queued-requests", "--max-num-queued-reqs"),
