@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ess import trace_events
+from ess.overlap import trace_events
 from ess.sim.timeline import Span
 
 

@@ -88,18 +88,18 @@ def _smallest(
 ) -> DeployedFleet | None:
     """The smallest fleet; a refusal only if every search refuses every size."""
     points = [(sized, point) for sized in sizes if (point := _point(point_of, sized)) is not None]
-    found: list[tuple[Fleet, Search, Planner, Point]] = []
+    fleets: list[tuple[Fleet, Search, Planner, Point]] = []
     refusals: list[BadInput] = []
     for search, (sized, point) in itertools.product(searches, points):
         try:
-            found.append((search.fleet(sized, point), search, sized, point))
+            fleets.append((search.fleet(sized, point), search, sized, point))
         except BadInput as refusal:
             refusals.append(refusal)
-    if not found and refusals:
+    if not fleets and refusals:
         raise refusals[0]
-    if not found:
+    if not fleets:
         return None
-    fleet, search, sized, point = min(found, key=lambda each: each[0].gpu_count)
+    fleet, search, sized, point = min(fleets, key=lambda each: each[0].gpu_count)
     return search.deployed(fleet, sized, sized.banded(point), point_of)
 
 

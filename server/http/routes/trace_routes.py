@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import ess
-from ess import trace_events
 from ess.engine.process.messages import Traced
+from ess.overlap import trace_events
 from ess.server.http.openapi.door import Door
 from ess.server.http.responses import answer
 from ess.server.process.service import Service
