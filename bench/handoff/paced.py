@@ -25,7 +25,7 @@ class PacedTransport(WrappedTransport):
         self._waiting: deque[tuple[float, int, Transfer]] = deque()
 
     def post(self, transfer: Transfer) -> int:
-        handle, took_s = self._next_handle(), byte_count(transfer.here) / self.bytes_per_s
+        handle, took_s = self._next_handle(), byte_count(transfer.local) / self.bytes_per_s
         self._free_at_s = max(self._free_at_s, self._clock.now_s()) + took_s
         self._waiting.append((self._free_at_s, handle, transfer))
         return handle

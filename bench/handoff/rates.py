@@ -103,15 +103,15 @@ def _moved(kind: Kind, page_count: int) -> list[float]:
 
 def _push(end: Transport, peer: int, page_count: int) -> None:
     draw = np.random.default_rng(0)
-    here, there = (draw.permutation(page_count).reshape(-1, PER_POST) for _ in range(2))
+    local, remote = (draw.permutation(page_count).reshape(-1, PER_POST) for _ in range(2))
     posted = over = 0
-    while over < len(here):
-        while posted < len(here) and posted - over < UNDER_WAY:
+    while over < len(local):
+        while posted < len(local) and posted - over < UNDER_WAY:
             end.post(
                 Transfer(
                     peer=peer,
-                    here=page_runs(1, here[posted], page_bytes=PAGE),
-                    there=page_runs(1, there[posted], page_bytes=PAGE),
+                    local=page_runs(1, local[posted], page_bytes=PAGE),
+                    remote=page_runs(1, remote[posted], page_bytes=PAGE),
                     notification=b"landed",
                     within_s=WITHIN_S,
                 )
@@ -140,14 +140,14 @@ def _serve(kind: Kind, size: int) -> None:
 
 
 def _copied(page_count: int) -> list[float]:
-    here, there = np.ones((page_count, PAGE), np.uint8), np.zeros((page_count, PAGE), np.uint8)
+    local, remote = np.ones((page_count, PAGE), np.uint8), np.zeros((page_count, PAGE), np.uint8)
     sources, targets = (np.random.default_rng(seed).permutation(page_count) for seed in (0, 1))
 
     def copy() -> None:
         for source, target in zip(sources, targets, strict=True):
-            there[target] = here[source]
+            remote[target] = local[source]
 
-    return _rates(copy, here.size)
+    return _rates(copy, local.size)
 
 
 def _checked(page_count: int) -> list[float]:

@@ -56,21 +56,21 @@ def make(sequence: Sequence, layer: int, start: int, stop: int) -> None:
     sequence.import_keys(layer, start, draw.integers(0, 256, keys, np.uint8))
 
 
-def prefill(here: Port, there: Port, sequence: Sequence) -> None:
+def prefill(prefill_port: Port, decode_port: Port, sequence: Sequence) -> None:
     """The last token is left out: the decode worker runs it, and samples what follows. Each worker
     pumps its own port; here are two in one process."""
-    here.sender.offer(UID, sequence, prompt=PROMPT, salt=b"")
+    prefill_port.sender.offer(UID, sequence, prompt=PROMPT, salt=b"")
     last = len(PROMPT) - 1
     for start in range(0, last, CHUNK):
         stop = min(start + CHUNK, last)
         for layer in range(LAYOUT.layer_total):
             make(sequence, layer, start, stop)
-            here.sender.made(UID, layer, stop)
-            here.pump()
-            there.pump()
+            prefill_port.sender.made(UID, layer, stop)
+            prefill_port.pump()
+            decode_port.pump()
     late = np.arange(last - 32 - LAYOUT.top_k, last - LAYOUT.top_k, dtype=np.int32)[:, None]
     windows = late + np.arange(LAYOUT.top_k, dtype=np.int32)
-    here.sender.finish(UID, np.broadcast_to(windows, (LAYOUT.group_count, *windows.shape)))
+    prefill_port.sender.finish(UID, np.broadcast_to(windows, (LAYOUT.group_count, *windows.shape)))
 
 
 def rows_of(sequence: Sequence, pools: Offload) -> list[bytes]:
@@ -81,20 +81,20 @@ def rows_of(sequence: Sequence, pools: Offload) -> list[bytes]:
 def main() -> None:
     with offload() as made, offload() as served:
         way = unreliable(transport())
-        here, there = port(made, way), port(served, transport())
-        here.meet(there.metadata())
-        peer = there.meet(here.metadata())
+        prefill_port, decode_port = port(made, way), port(served, transport())
+        prefill_port.meet(decode_port.metadata())
+        peer = decode_port.meet(prefill_port.metadata())
 
         awaited = served.open(PROMPT, on_device=False)
-        there.receiver.expect(awaited, uid=UID, peer=peer)
+        decode_port.receiver.expect(awaited, uid=UID, peer=peer)
         sequence = made.open(PROMPT)
-        prefill(here, there, sequence)
+        prefill(prefill_port, decode_port, sequence)
         expected = rows_of(sequence, made)
 
-        while here.is_busy or there.is_busy:
-            here.pump()
-            there.pump()
-        (landed,) = there.receiver.outcomes()
+        while prefill_port.is_busy or decode_port.is_busy:
+            prefill_port.pump()
+            decode_port.pump()
+        (landed,) = decode_port.receiver.outcomes()
         assert isinstance(landed, Landed), landed.sentence
         awaited.resume()
         awaited.warm_from(*landed.windows)
@@ -102,11 +102,11 @@ def main() -> None:
 
         print(f"{awaited.length} rows of {LAYOUT.layer_total} layers landed, all right")
         print("the network did:", {fault.value: count for fault, count in way.injected.items()})
-        stats = there.stats()
+        stats = decode_port.stats()
         print(f"refused were {stats.refused}, asked for again {stats.again_count}")
         print("on its way:", ", ".join(f"{name} {at:.3f} s" for name, at in landed.timeline.marks))
-        here.close()
-        there.close()
+        prefill_port.close()
+        decode_port.close()
 
 
 if __name__ == "__main__":

@@ -61,13 +61,13 @@ class Owner:
             self._take_over()
 
     def _take_over(self) -> None:
-        here, before = threading.current_thread(), self._thread
+        caller, before = threading.current_thread(), self._thread
         if before is not None and before.is_alive():
             raise BadState(
                 f"this offload belongs to thread {before.name!r}, the call comes from thread "
-                f"{here.name!r}: make all calls in one thread"
+                f"{caller.name!r}: make all calls in one thread"
             )
-        self._thread, self._thread_id = here, threading.get_ident()
+        self._thread, self._thread_id = caller, threading.get_ident()
 
     def require_between_steps(self) -> None:
         self.require()

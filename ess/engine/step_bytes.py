@@ -133,8 +133,8 @@ def exchange_bytes(
         return 0
     outer, inner = config.hidden_dim * value_bytes, config.expert_dim * value_bytes
     lines = config.experts_per_token * (outer + 3 * inner)
-    here = rank_count * (lines + EXCHANGED * outer)
-    return token_count * (here + OWN_LINES * config.hidden_dim * F32)
+    exchanged = rank_count * (lines + EXCHANGED * outer)
+    return token_count * (exchanged + OWN_LINES * config.hidden_dim * F32)
 
 
 def room_bytes(config: ModelConfig, token_count: int, rank_count: int) -> int:

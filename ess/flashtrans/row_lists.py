@@ -47,8 +47,8 @@ class RowLists:
         self._free(start, start + count)
         self._host[start : start + count] = numbers
         address = self._twin.address + 4 * start
-        here = int(self._host.__array_interface__["data"][0]) + 4 * start
-        call("cuMemcpyHtoDAsync", address, here, 4 * count, stream)
+        source = int(self._host.__array_interface__["data"][0]) + 4 * start
+        call("cuMemcpyHtoDAsync", address, source, 4 * count, stream)
         self._unsealed.append((start, start + count))
         self._cursor = start + count
         assert address % 4 == 0, f"a list at {address:#x}, not at a word"

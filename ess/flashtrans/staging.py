@@ -120,7 +120,7 @@ class Staging:
         assert row_bytes > 0, f"rows of {row_bytes} bytes"
         return self.place_bytes // row_bytes
 
-    def there(self, copy: CheckedCopy) -> Side:
+    def as_source(self, copy: CheckedCopy) -> Side:
         """The source that the spreading kernel reads: the copy's rows side by side from the first
         place on."""
         row_bytes, count = copy.source.row_bytes, copy.count
@@ -163,8 +163,8 @@ class Staging:
         self, copy: CheckedCopy, numbers: npt.NDArray[Any] | None, spreading: Launch
     ) -> None:
         fetch, row_bytes = self._fetch, copy.source.row_bytes
-        here = Side("target", self, fetch.host, copy.count, row_bytes, row_bytes, None)
-        fetch.copy = pack(CheckedCopy(replace(copy.source, rows=numbers), here))
+        target = Side("target", self, fetch.host, copy.count, row_bytes, row_bytes, None)
+        fetch.copy = pack(CheckedCopy(replace(copy.source, rows=numbers), target))
         fetch.kernel, fetch.move = spreading.kernel.handle, spreading.record
         fetch.block_threads, fetch.block_rows = spreading.form.threads, spreading.form.block_rows
         fetch.block_count_max = spreading.block_count_max

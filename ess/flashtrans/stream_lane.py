@@ -225,7 +225,7 @@ class StreamLane:
     def _queue_staged(self, piece: CheckedCopy, before: CudaEvent, kept: list[Any]) -> None:
         assert self._staging is not None, "picked without a staging area"
         target = _skipping(piece)
-        spread = CheckedCopy(self._staging.there(piece), target)
+        spread = CheckedCopy(self._staging.as_source(piece), target)
         launch = self._mover.launch(spread, "flat", target_rows=self._put(target))
         self._staging.send(piece, launch, before, self._stream.handle, kept=kept)
 

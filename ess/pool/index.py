@@ -223,9 +223,9 @@ class PageTables:
         assert (self.lines[self._free] == NONE).all(), "a free line has pages"
         assert (self.lengths[self._free] == NONE).all(), "a free line has a length"
         for line in set(range(len(self.lines))) - free:
-            here = self.lines[line] != NONE
-            count = int(here.sum())
-            assert here[:count].all(), f"line {line} has a page behind a gap"
+            is_page = self.lines[line] != NONE
+            count = int(is_page.sum())
+            assert is_page[:count].all(), f"line {line} has a page behind a gap"
             assert 0 <= self.lengths[line] <= count * PAGE_ROWS, (
                 f"line {line}: {int(self.lengths[line])} positions on {count} pages"
             )

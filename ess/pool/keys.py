@@ -89,9 +89,9 @@ class KeyPages:
             return self._copy_native(source, source_rows, rows, np.array(layers, np.int32))
         layer, last = np.asarray(layers)[:, None], self._are_last(rows)
         page, offset = self._places(rows[last])
-        there, at = self._places(source_rows[last])
-        self._values[layer, page, offset] = source._values[layer, there, at]
-        self._scales[layer, page, offset] = source._scales[layer, there, at]
+        source_page, source_offset = self._places(source_rows[last])
+        self._values[layer, page, offset] = source._values[layer, source_page, source_offset]
+        self._scales[layer, page, offset] = source._scales[layer, source_page, source_offset]
 
     def _copy_native(
         self, source: KeyPages, source_rows: RowIds, rows: RowIds, layers: RowIds

@@ -257,9 +257,9 @@ class LatentPool:
         assert target not in self.prefix, f"page {target} is published: its text cannot change"
         assert self.pages.hold_count(target) == 1, f"page {target} is not the fork's alone"
         if self.writes:
-            here, there = source * PAGE_ROWS, target * PAGE_ROWS
+            start, into = source * PAGE_ROWS, target * PAGE_ROWS
             for rows in self.layers:
-                rows[there : there + PAGE_ROWS] = rows[here : here + PAGE_ROWS]
+                rows[into : into + PAGE_ROWS] = rows[start : start + PAGE_ROWS]
             self.keys.copy_page(source, target)
         self.change()
         self.stored[:, target] = self.stored[:, source]

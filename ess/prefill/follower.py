@@ -71,9 +71,9 @@ class Follower:
         if head is not None and self._group.next is not None:
             self._group.next.send(head, hidden)
 
-    def _report(self, said: list[Report]) -> None:
-        if said:
-            self._reports.send(reports.pack(said))
+    def _report(self, made: list[Report]) -> None:
+        if made:
+            self._reports.send(reports.pack(made))
 
     def _between(self) -> None:
         """Between layers and frames: gives a sign of life, and says which micro-batches have

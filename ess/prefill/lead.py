@@ -201,9 +201,9 @@ class Lead:
         self._batches.check()
         self.stages.check()
         requests = self._roster.by_rank("loading", "preempted", "prefilling")
-        here = {request.number for request in requests}
+        numbers = {request.number for request in requests}
         opened = [prompt for prompt in self._prompts.all() if prompt.request.reason is None]
-        assert here == {prompt.number for prompt in opened}, "a request without its prompt"
+        assert numbers == {prompt.number for prompt in opened}, "a request without its prompt"
 
     def measure(self, count: int) -> float | None:
         """Seconds that the slowest stage takes for `count` made-up tokens, with nothing else under

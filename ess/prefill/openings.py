@@ -99,15 +99,15 @@ class Openings:
         request.refusal = refusal
         self._refused(request)
 
-    def counted(self, stage: int, said: Counted) -> bool:
+    def counted(self, stage: int, report: Counted) -> bool:
         """Records how many pages the stage has on disk. When all stages have said so, loads the
         pages that all of them have and returns True; the others are computed. The prompt may have
         been given up while its pages came."""
-        prompt = self._prompts.get(said.number)
+        prompt = self._prompts.get(report.number)
         if prompt is None:
             return False
-        assert stage not in prompt.counted, f"stage {stage} counted {said.number}'s pages twice"
-        prompt.counted[stage] = said.page_count
+        assert stage not in prompt.counted, f"stage {stage} counted {report.number}'s pages twice"
+        prompt.counted[stage] = report.page_count
         if len(prompt.counted) < self._issuer.stages.count:
             return False
         self._load(prompt, min(prompt.counted.values()))

@@ -62,10 +62,10 @@ class Prompt:
             timeline = timeline.marked("made", self.made_s)
         timeline = timeline.marked("over", now_s)
         for stage in sorted(self.released):
-            said = self.released[stage]
-            if said.reason != Reason.DONE:
-                sentence = f"{said.sentence} (stage {stage})"
-                return Lapsed(self.uid, Reason(said.reason), sentence, timeline)
+            released = self.released[stage]
+            if released.reason != Reason.DONE:
+                sentence = f"{released.sentence} (stage {stage})"
+                return Lapsed(self.uid, Reason(released.reason), sentence, timeline)
         return Sent(self.uid, timeline)
 
 

@@ -103,11 +103,11 @@ class Stages:
         hellos = [own]
         for stage in range(1, self.count):
             frame = self._hello_of(stage, timeout_s, rest)
-            said = () if frame is None else reports.unpack(frame)
-            if len(said) != 1 or not isinstance(said[0], Hello):
+            reported = () if frame is None else reports.unpack(frame)
+            if len(reported) != 1 or not isinstance(reported[0], Hello):
                 raise StageLost(f"{self.name(stage)} has not come within {timeout_s:g} s")
-            hellos.append(said[0])
-            self._check_fit(own, stage, said[0])
+            hellos.append(reported[0])
+            self._check_fit(own, stage, reported[0])
         return tuple(hellos)
 
     def _hello_of(self, stage: int, timeout_s: float, rest: Callable[[], None]) -> bytes | None:
@@ -117,16 +117,16 @@ class Stages:
             rest()
         return frame
 
-    def _check_fit(self, own: Hello, stage: int, said: Hello) -> None:
+    def _check_fit(self, own: Hello, stage: int, hello: Hello) -> None:
         first, stop = self.layers[stage]
-        wanted = replace(own, first_layer=first, stop_layer=stop, metadata=said.metadata)
-        if said != wanted:
+        wanted = replace(own, first_layer=first, stop_layer=stop, metadata=hello.metadata)
+        if hello != wanted:
             raise StageLost(
-                f"{self.name(stage)} does not fit: it has layers {said.first_layer}.."
-                f"{said.stop_layer - 1}, {said.host_pages} host pages and {said.index_pages} index "
-                f"pages, the first stage {own.host_pages} and {own.index_pages}; all must load the "
-                f"same model with the same settings, and where deterministic be of one release and "
-                f"have the same instructions"
+                f"{self.name(stage)} does not fit: it has layers {hello.first_layer}.."
+                f"{hello.stop_layer - 1}, {hello.host_pages} host pages and {hello.index_pages} "
+                f"index pages, the first stage {own.host_pages} and {own.index_pages}; all must "
+                f"load the same model with the same settings, and where deterministic be of one "
+                f"release and have the same instructions"
             )
 
     # ---- orders

@@ -160,7 +160,7 @@ class TeamLead:
         pools = runner.offload.owner.pools
         self._pools = MappedPools.of(pools)
         self._clock = clock
-        self._said_s = clock.now_s()
+        self._newest_s = clock.now_s()
         team.broadcast(SharedPools.of(pools).pack())
 
     def queue_part(
@@ -182,14 +182,14 @@ class TeamLead:
         return own_count(count, self._team.rank, self._team.size)
 
     def rest(self) -> None:
-        if self._clock.now_s() - self._said_s > REST_S:
+        if self._clock.now_s() - self._newest_s > REST_S:
             self._say(_REST)
 
     def stop(self) -> None:
         self._say(_STOP)
 
     def _say(self, content: bytes) -> None:
-        self._said_s = self._clock.now_s()
+        self._newest_s = self._clock.now_s()
         self._team.broadcast(content)
 
 
@@ -217,13 +217,13 @@ class TeamMember:
     @torch.inference_mode()
     def run(self) -> None:
         """Obeys until member 0 says stop; LinkLost if the group ends first."""
-        while (said := self._team.broadcast(b"")) != _STOP:
+        while (order := self._team.broadcast(b"")) != _STOP:
             self._group.advance()
-            if said != _REST:
-                self._obey(said)
+            if order != _REST:
+                self._obey(order)
 
-    def _obey(self, said: bytes) -> None:
-        spans = list(_unpacked(said, self._computer.offload))
+    def _obey(self, order: bytes) -> None:
+        spans = list(_unpacked(order, self._computer.offload))
         given = self._received(sum(len(span.tokens) for span in spans))
         hooks = Hooks(on_layer=lambda _: self._group.advance())
         _, hidden = run_part(self._computer, spans, given=given, share=self._share, hooks=hooks)
@@ -248,17 +248,17 @@ def _packed(span: Span) -> bytes:
     return head + b"".join(np.asarray(each, _INT).tobytes() for each in lists)
 
 
-def _unpacked(said: bytes, pools: MappedPools) -> Iterator[Span]:
-    if said[:1] != _RUN:
-        raise BadInput(f"{said[:20]!r} is not an order of a team")
+def _unpacked(order: bytes, pools: MappedPools) -> Iterator[Span]:
+    if order[:1] != _RUN:
+        raise BadInput(f"{order[:20]!r} is not an order of a team")
     at = 1
-    while at < len(said):
+    while at < len(order):
         try:
-            start, count, page_count = _SPAN.unpack_from(said, at)
+            start, count, page_count = _SPAN.unpack_from(order, at)
             at += _SPAN.size
-            numbers = np.frombuffer(said, _INT, 2 * (count + page_count), at).astype(np.int32)
+            numbers = np.frombuffer(order, _INT, 2 * (count + page_count), at).astype(np.int32)
         except (StructError, ValueError):
-            raise BadInput(f"an order of {len(said)} bytes is cut short") from None
+            raise BadInput(f"an order of {len(order)} bytes is cut short") from None
         at += numbers.nbytes
         if not 0 < count <= start + count <= page_count * PAGE_ROWS:
             raise BadInput(f"{count} tokens from {start} on do not fit on {page_count} pages")

@@ -96,7 +96,7 @@ class Underway:
         entry = self._open.pop(handle, None)
         if entry is not None:
             self.stats.completed_count += 1
-            self.stats.sent_bytes += byte_count(entry.transfer.here)
+            self.stats.sent_bytes += byte_count(entry.transfer.local)
             self._events.append(Completed(handle))
 
     def fail(self, handle: int, reason: str) -> None:
@@ -163,20 +163,20 @@ class Endpoint(ABC):
     def post(self, transfer: Transfer) -> int:
         self._check_open()
         _check(transfer)
-        fault = fault_of(transfer.here, self._sizes)
+        fault = fault_of(transfer.local, self._sizes)
         if fault is not None:
             raise BadInput(f"this transfer cannot begin: {fault}")
-        here, there = merged(transfer.here, transfer.there)
+        local, remote = merged(transfer.local, transfer.remote)
         handle = self._underway.begin(transfer)
-        self._start(handle, transfer, here, there)
+        self._start(handle, transfer, local, remote)
         return handle
 
     def stats(self) -> TransferStats:
         return self._underway.stats
 
     @abstractmethod
-    def _start(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
-        """Begins to move bytes; `here` and `there` are checked and merged."""
+    def _start(self, handle: int, transfer: Transfer, local: Runs, remote: Runs) -> None:
+        """Begins to move bytes; `local` and `remote` are checked and merged."""
 
     def _fault(self, runs: Runs, ticket: int) -> str | None:
         """Why a peer's transfer may not touch these runs of our memory; None if it may."""
@@ -193,11 +193,13 @@ class Endpoint(ABC):
 
 
 def _check(transfer: Transfer) -> None:
-    here, there = transfer.here, transfer.there
-    if here.shape != there.shape or not np.array_equal(here[:, 2], there[:, 2]):
-        raise BadInput(f"runs here {here.shape} and there {there.shape} are not of the same sizes")
-    if len(here) > RUNS_MAX:
-        raise BadInput(f"a transfer of {len(here)} runs, at most {RUNS_MAX}")
+    local, remote = transfer.local, transfer.remote
+    if local.shape != remote.shape or not np.array_equal(local[:, 2], remote[:, 2]):
+        raise BadInput(
+            f"local runs {local.shape} and remote runs {remote.shape} are not of the same sizes"
+        )
+    if len(local) > RUNS_MAX:
+        raise BadInput(f"a transfer of {len(local)} runs, at most {RUNS_MAX}")
     if len(transfer.notification) > FRAME_BYTES_MAX:
         raise BadInput(f"a notification of {len(transfer.notification)} bytes")
     if not 0 < transfer.within_s < float("inf"):

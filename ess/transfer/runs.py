@@ -53,14 +53,14 @@ def page_runs(region: int, pages: NDArray[np.int64], *, page_bytes: int) -> Runs
     return runs
 
 
-def merged(here: Runs, there: Runs) -> tuple[Runs, Runs]:
+def merged(local: Runs, remote: Runs) -> tuple[Runs, Runs]:
     """The same bytes in as few runs as both sides allow."""
-    if not len(here):
-        return here, there
-    joins = _joins(here) & _joins(there)
+    if not len(local):
+        return local, remote
+    joins = _joins(local) & _joins(remote)
     heads = np.flatnonzero(np.concatenate(([True], ~joins)))
-    sizes = np.add.reduceat(here[:, 2], heads)
-    return _with_sizes(here[heads], sizes), _with_sizes(there[heads], sizes)
+    sizes = np.add.reduceat(local[:, 2], heads)
+    return _with_sizes(local[heads], sizes), _with_sizes(remote[heads], sizes)
 
 
 def byte_count(runs: Runs) -> int:

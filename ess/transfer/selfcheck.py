@@ -91,7 +91,7 @@ def _push(end: Transport, peer: int) -> float:
     runs = np.array([(1, at, PART) for at in range(0, SIZE, PART)], np.int64)
     left = len(runs)
     for run in np.split(runs, left):
-        transfer = Transfer(peer=peer, here=run, there=run, ticket=TICKET, within_s=WITHIN_S)
+        transfer = Transfer(peer=peer, local=run, remote=run, ticket=TICKET, within_s=WITHIN_S)
         end.post(transfer)
     while left:
         for event in end.poll():

@@ -28,12 +28,12 @@ Op = Literal["write", "read"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transfer:
-    """Bytes between `here` and `there`, run by run, then a notification for the peer."""
+    """Bytes between `local` and `remote`, run by run, then a notification for the peer."""
 
     peer: int
     op: Op = "write"
-    here: Runs = field(default_factory=no_runs)
-    there: Runs = field(default_factory=no_runs)
+    local: Runs = field(default_factory=no_runs)
+    remote: Runs = field(default_factory=no_runs)
     notification: bytes = b""
     ticket: int = 0
     within_s: float
@@ -100,7 +100,7 @@ class Transport(Protocol):
 
     def post(self, transfer: Transfer) -> int:
         """Starts a transfer, whose handle a Completed or Failed repeats. BadInput for bad
-        `here`."""
+        `local`."""
 
     def poll(self) -> list[Event]: ...
 

@@ -131,13 +131,13 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
     """Results are what a user says, and what users say one behind the other is one turn."""
     turns: list[Message] = []
     for message in messages:
-        said = message
+        turn = message
         if message.role == "tool":
-            said = Message(role="user", content=f"<tool_result>{message.content}</tool_result>")
-        if said.role == "user" and turns and turns[-1].role == "user":
-            turns[-1] = replace(turns[-1], content=f"{turns[-1].content}\n\n{said.content}")
+            turn = Message(role="user", content=f"<tool_result>{message.content}</tool_result>")
+        if turn.role == "user" and turns and turns[-1].role == "user":
+            turns[-1] = replace(turns[-1], content=f"{turns[-1].content}\n\n{turn.content}")
         else:
-            turns.append(said)
+            turns.append(turn)
     return turns
 
 

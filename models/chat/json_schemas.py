@@ -81,20 +81,20 @@ def types_of(schema: Any, root: Any, seen: dict[int, Types | None] | None = None
 
 
 def _types(schema: Schema, root: Any, seen: dict[int, Types | None]) -> Types | None:
-    said = [_named(schema)]
+    sets = [_named(schema)]
     if (values := listed_values(schema)) is not None:
-        said.append(frozenset(map(type_of, values)))
+        sets.append(frozenset(map(type_of, values)))
     each = [types_of(option, root, seen) for option in alternatives(schema)]
     known = [types for types in each if types is not None]
     if each and len(known) == len(each):
-        said.append(frozenset().union(*known))
-    parts = [types for types in said if types is not None]
+        sets.append(frozenset().union(*known))
+    parts = [types for types in sets if types is not None]
     return frozenset.intersection(*parts) if parts else None
 
 
 def _named(schema: Schema) -> Types | None:
-    said = schema.get("type")
-    names = [said] if isinstance(said, str) else said
+    named = schema.get("type")
+    names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return None
     return frozenset([*names, "integer"] if "number" in names else names)

@@ -81,8 +81,8 @@ class Compressor:
         """A of the window before, then B of its own. Without a window before it, its A are gates
         that weigh nothing."""
         dim, rate, bias = self.dim, self.rate, self._bias
-        there = has_before[:, None, None]
-        before = values[:, :rate, :dim].where(there, 0.0)
-        weights = (gates[:, :rate, :dim] + bias[:, :dim]).where(there, -torch.inf)
+        is_there = has_before[:, None, None]
+        before = values[:, :rate, :dim].where(is_there, 0.0)
+        weights = (gates[:, :rate, :dim] + bias[:, :dim]).where(is_there, -torch.inf)
         own = gates[:, rate:, dim:] + bias[:, dim:]
         return torch.cat((before, values[:, rate:, dim:]), 1), torch.cat((weights, own), 1)

@@ -115,14 +115,14 @@ def said_kinds(
 ) -> tuple[int, ...]:
     """The layers whose kind in `layer_types` counts; without the list each has its usual one."""
     layers = said_layers(given)
-    said = given.get("layer_types", [usual(n) for n in layers])
+    listed = given.get("layer_types", [usual(n) for n in layers])
     if not layers:
         return ()
-    if not isinstance(said, list) or not all(kind in [*kinds] for kind in said):
-        raise BadInput(f"layer_types is {said!r:.60}, expected {[*kinds]} for each layer")
-    if len(said) != len(layers):
-        raise BadInput(f"layer_types has {len(said)} entries for num_hidden_layers {len(layers)}")
-    return tuple(n for n, kind in enumerate(said) if kinds[kind])
+    if not isinstance(listed, list) or not all(kind in [*kinds] for kind in listed):
+        raise BadInput(f"layer_types is {listed!r:.60}, expected {[*kinds]} for each layer")
+    if len(listed) != len(layers):
+        raise BadInput(f"layer_types has {len(listed)} entries for num_hidden_layers {len(layers)}")
+    return tuple(n for n, kind in enumerate(listed) if kinds[kind])
 
 
 def _check_keys(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:

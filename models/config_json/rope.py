@@ -67,8 +67,8 @@ def read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
     A null in the object counts as absent too, but for `factor` and `truncate`, where transformers
     takes it to mean something.
     """
-    name, said = _object(given)
-    rope = {key: value for key, value in said.items() if value is not None}
+    name, fields = _object(given)
+    rope = {key: value for key, value in fields.items() if value is not None}
     rope = {"rope_type": rope.pop("type", "default"), **rope}
     rope.setdefault("rope_theta", given.get("rope_theta", THETA))
     if (kind := rope["rope_type"]) not in get_args(Kind):
@@ -80,7 +80,7 @@ def read_rope(given: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(rope.keys() - known):
         raise BadInput(f"{unknown[0][:60]} in {name} is not supported")
     if kind == "yarn":
-        _complete_yarn(rope, said, given, name=name)
+        _complete_yarn(rope, fields, given, name=name)
     return rope
 
 
@@ -102,7 +102,7 @@ def _object(given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _complete_yarn(
-    rope: dict[str, Any], said: Mapping[str, Any], given: Mapping[str, Any], *, name: str
+    rope: dict[str, Any], fields: Mapping[str, Any], given: Mapping[str, Any], *, name: str
 ) -> None:
     """The length that the model was trained for, and the factor that follows from it if it is null.
 
@@ -111,11 +111,11 @@ def _complete_yarn(
     trained_name, longest = "original_max_position_embeddings", given["max_position_embeddings"]
     trained = given.get(trained_name, rope.get(trained_name, longest))
     rope[trained_name] = trained
-    if "factor" not in said:
+    if "factor" not in fields:
         raise BadInput(f"{name} has no factor, which yarn needs")
-    if said.get("truncate", True) is None:
+    if fields.get("truncate", True) is None:
         raise BadInput(f"truncate of {name} is null, must be true or false")
-    if said["factor"] is None:
+    if fields["factor"] is None:
         if rope.get("mscale_all_dim"):
             raise BadInput(f"factor of {name} is null, but mscale_all_dim needs a number")
         rope["factor"] = _ratio(longest, trained)

@@ -36,9 +36,9 @@ GROUPS: Final = ("n_group", "topk_group")
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    for said, unsaid in (GROUPS, GROUPS[::-1]):
-        if raw.get(said) is not None and raw.get(unsaid) is None:
-            raise BadInput(f"config.json of axk2: {said} is given without {unsaid}")
+    for given, missing in (GROUPS, GROUPS[::-1]):
+        if raw.get(given) is not None and raw.get(missing) is None:
+            raise BadInput(f"config.json of axk2: {given} is given without {missing}")
     own = {
         "value_gates": "query",
         "gated_norm_rank": raw.get("gated_norm_rank", GATE_RANK),

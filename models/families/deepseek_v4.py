@@ -80,53 +80,53 @@ SAVED: Final = (
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    said = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    fields = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
     with named(raw):
-        rope_dim = _rope_dim(said)
-        compress, window = _ropes(said, rope_dim)
-        compressed = _compressed(said) | {"window_rope": window}
-        module_count = _module_count(said)
+        rope_dim = _rope_dim(fields)
+        compress, window = _ropes(fields, rope_dim)
+        compressed = _compressed(fields) | {"window_rope": window}
+        module_count = _module_count(fields)
     shared = {
         "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": said["head_dim"] - rope_dim,
-        "kv_lora_rank": said["head_dim"] - rope_dim,
-        "v_head_dim": said["head_dim"],
-        "intermediate_size": said.get("moe_intermediate_size"),
+        "qk_nope_head_dim": fields["head_dim"] - rope_dim,
+        "kv_lora_rank": fields["head_dim"] - rope_dim,
+        "v_head_dim": fields["head_dim"],
+        "intermediate_size": fields.get("moe_intermediate_size"),
         "rope_parameters": compress,
         MODULES: module_count,
     }
     own = {
-        **{key: said[key] for key in ("hc_mult", "hc_eps", "swiglu_limit")},
+        **{key: fields[key] for key in ("hc_mult", "hc_eps", "swiglu_limit")},
         "compressed": compressed,
         "expert_scores": "sqrtsoftplus",
         "has_sinks": True,
         "unread_prefixes": COPIES if module_count else ("mtp.",),
         "words": (*PUBLISHED, *SAVED),
     }
-    given = {key: value for key, value in said.items() if key not in FOREIGN} | shared
-    return parse(given, defaults={}, fixed=FIXED, own=own, made_of=_made_of(said))
+    given = {key: value for key, value in fields.items() if key not in FOREIGN} | shared
+    return parse(given, defaults={}, fixed=FIXED, own=own, made_of=_made_of(fields))
 
 
-def _made_of(said: Mapping[str, Any]) -> dict[str, str]:
+def _made_of(fields: Mapping[str, Any]) -> dict[str, str]:
     """The keys behind fields that are filled here."""
     return {
         "rope_parameters.rope_theta": "compress_rope_theta",
-        "rope_parameters": "rope_scaling" if said.get("rope_scaling") else "rope_parameters",
+        "rope_parameters": "rope_scaling" if fields.get("rope_scaling") else "rope_parameters",
         "intermediate_size": "moe_intermediate_size",
-        "compressed.sparse_rate": _rate_name(said, "compress_rate_csa", SPARSE),
-        "compressed.heavy_rate": _rate_name(said, "compress_rate_hca", HEAVY),
+        "compressed.sparse_rate": _rate_name(fields, "compress_rate_csa", SPARSE),
+        "compressed.heavy_rate": _rate_name(fields, "compress_rate_hca", HEAVY),
     }
 
 
-def _rate_name(said: Mapping[str, Any], name: str, kind: str) -> str:
+def _rate_name(fields: Mapping[str, Any], name: str, kind: str) -> str:
     [word] = (word for word, each in KINDS.items() if each == kind)
-    return name if name in said else f"compress_rates.{word}"
+    return name if name in fields else f"compress_rates.{word}"
 
 
-def _rope_dim(said: Mapping[str, Any]) -> int:
+def _rope_dim(fields: Mapping[str, Any]) -> int:
     """How many of a head's last dimensions are rotated, given as a count or as a share."""
-    head, count = said["head_dim"], said.get("qk_rope_head_dim")
-    share = said.get("partial_rotary_factor")
+    head, count = fields["head_dim"], fields.get("qk_rope_head_dim")
+    share = fields.get("partial_rotary_factor")
     if not _is_count(head):
         raise BadInput(f"head_dim is {head!r:.40}, expected a positive whole number")
     if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
@@ -140,85 +140,85 @@ def _rope_dim(said: Mapping[str, Any]) -> int:
         )
     if not _is_count(dim) or dim >= head:
         name = "qk_rope_head_dim" if count is not None else "partial_rotary_factor"
-        raise BadInput(f"{name} {said.get(name)!r:.40} does not fit head_dim {head}")
+        raise BadInput(f"{name} {fields.get(name)!r:.40} does not fit head_dim {head}")
     return int(dim)
 
 
-def _ropes(said: Mapping[str, Any], rope_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _ropes(fields: Mapping[str, Any], rope_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rope of layers with entries, and of the others. A single object is yarn's, for the first
     kind alone."""
-    name = "rope_scaling" if said.get("rope_scaling") else "rope_parameters"
-    given = said.get(name, {})
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    given = fields.get(name, {})
     if not isinstance(given, Mapping):
         raise BadInput(f"{name} is {given!r:.80}, expected an object")
     parts = given.get("compress"), given.get("main")
     if all(isinstance(part, Mapping) for part in parts):
-        ropes = [_part(dict(part or {}), said, rope_dim) for part in parts]
-        return ropes[0], read_rope({**_lengths(said), "rope_parameters": ropes[1]})
+        ropes = [_part(dict(part or {}), fields, rope_dim) for part in parts]
+        return ropes[0], read_rope({**_lengths(fields), "rope_parameters": ropes[1]})
     compress = {key: value for key, value in given.items() if key not in ("compress", "main")}
-    if compress.get("rope_theta", said["rope_theta"]) != said["rope_theta"]:
-        raise BadInput(f"rope_theta of {name} differs from rope_theta {said['rope_theta']!r:.40}")
-    compress.setdefault("partial_rotary_factor", rope_dim / said["head_dim"])
-    compress = _part(compress, said, rope_dim)
-    compress["rope_theta"] = said["compress_rope_theta"]
+    if compress.get("rope_theta", fields["rope_theta"]) != fields["rope_theta"]:
+        raise BadInput(f"rope_theta of {name} differs from rope_theta {fields['rope_theta']!r:.40}")
+    compress.setdefault("partial_rotary_factor", rope_dim / fields["head_dim"])
+    compress = _part(compress, fields, rope_dim)
+    compress["rope_theta"] = fields["compress_rope_theta"]
     if compress.get("rope_type", compress.get("type")) == "yarn":
         compress.setdefault("attention_factor", 1.0)
-    return compress, {"rope_theta": said["rope_theta"]}
+    return compress, {"rope_theta": fields["rope_theta"]}
 
 
-def _part(rope: dict[str, Any], said: Mapping[str, Any], rope_dim: int) -> dict[str, Any]:
+def _part(rope: dict[str, Any], fields: Mapping[str, Any], rope_dim: int) -> dict[str, Any]:
     share = rope.pop("partial_rotary_factor", 1)
-    if not isinstance(share, int | float) or int(said["head_dim"] * share) != rope_dim:
+    if not isinstance(share, int | float) or int(fields["head_dim"] * share) != rope_dim:
         raise BadInput(f"partial_rotary_factor {share!r:.40} does not make {rope_dim} dimensions")
     return rope
 
 
-def _lengths(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {"max_position_embeddings": said["max_position_embeddings"]}
+def _lengths(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {"max_position_embeddings": fields["max_position_embeddings"]}
 
 
-def _compressed(said: Mapping[str, Any]) -> dict[str, Any]:
-    if said.get("num_key_value_heads", 1) != 1:
-        raise BadInput(f"num_key_value_heads {said['num_key_value_heads']!r:.40} is not 1")
-    if said["sliding_window"] == 1:
+def _compressed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    if fields.get("num_key_value_heads", 1) != 1:
+        raise BadInput(f"num_key_value_heads {fields['num_key_value_heads']!r:.40} is not 1")
+    if fields["sliding_window"] == 1:
         raise BadInput("sliding_window 1 is not supported, only windows of several tokens")
-    rates = said.get("compress_rates", {})
+    rates = fields.get("compress_rates", {})
     if not isinstance(rates, Mapping):
         raise BadInput(f"compress_rates is {rates!r:.60}, expected an object")
     sparse, heavy = list(KINDS)[1:]
-    stored = said.get("quantization_config")
+    stored = fields.get("quantization_config")
     inside = stored.get("expert_dtype") if isinstance(stored, Mapping) else None
     copied = ("sliding_window", "o_groups", "o_lora_rank", "hc_sinkhorn_iters")
     return {
-        **{key: said[key] for key in copied},
-        "kinds": (*_kinds(said), WINDOW),
-        "sparse_rate": said.get("compress_rate_csa", rates.get(sparse, 4)),
-        "heavy_rate": said.get("compress_rate_hca", rates.get(heavy, 128)),
-        "hashed": (*_hashed(said), False),
-        "expert_dtype": inside or said.get("expert_dtype") or "bfloat16",
+        **{key: fields[key] for key in copied},
+        "kinds": (*_kinds(fields), WINDOW),
+        "sparse_rate": fields.get("compress_rate_csa", rates.get(sparse, 4)),
+        "heavy_rate": fields.get("compress_rate_hca", rates.get(heavy, 128)),
+        "hashed": (*_hashed(fields), False),
+        "expert_dtype": inside or fields.get("expert_dtype") or "bfloat16",
     }
 
 
-def _kinds(said: Mapping[str, Any]) -> tuple[str, ...]:
-    layers = said_layers(said)
+def _kinds(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    layers = said_layers(fields)
     usual = ["heavy" if n < 2 or n % 2 == 0 else "sparse" for n in layers]
     both = [
-        _listed(said, name, words, len(layers))
+        _listed(fields, name, words, len(layers))
         for name, words in (("layer_types", KINDS), ("compress_ratios", RATIOS))
-        if name in said
+        if name in fields
     ]
     if len(both) == 2 and both[0] != both[1]:
         raise BadInput("layer_types and compress_ratios say different layers")
     return (both or [tuple(usual)])[0]
 
 
-def _module_count(said: Mapping[str, Any]) -> Any:
+def _module_count(fields: Mapping[str, Any]) -> Any:
     """One MTP module is read. Several modules, or those of DSpark, draft in ways that are not
     computed here: such a model is served without drafts."""
-    count = said.get(MODULES, 0)
-    if said.get("dspark_block_size") or (_is_count(count) and count > 1):
+    count = fields.get(MODULES, 0)
+    if fields.get("dspark_block_size") or (_is_count(count) and count > 1):
         return 0
-    ratios, whole = said.get("compress_ratios"), len(said_layers(said)) + 1
+    ratios, whole = fields.get("compress_ratios"), len(said_layers(fields)) + 1
     if count and isinstance(ratios, list) and len(ratios) == whole and ratios[-1] != 0:
         raise BadInput(
             f"compress_ratios has {ratios[-1]!r:.40} for the MTP module, which has no entries here:"
@@ -227,21 +227,21 @@ def _module_count(said: Mapping[str, Any]) -> Any:
     return count
 
 
-def _hashed(said: Mapping[str, Any]) -> tuple[bool, ...]:
-    count = len(said_layers(said))
-    if "mlp_layer_types" in said:
-        return _listed(said, "mlp_layer_types", ROUTINGS, count)
-    hashed = said.get("num_hash_layers", HASHED)
+def _hashed(fields: Mapping[str, Any]) -> tuple[bool, ...]:
+    count = len(said_layers(fields))
+    if "mlp_layer_types" in fields:
+        return _listed(fields, "mlp_layer_types", ROUTINGS, count)
+    hashed = fields.get("num_hash_layers", HASHED)
     if not _is_count(hashed) and hashed != 0:
         raise BadInput(f"num_hash_layers is {hashed!r:.40}, expected a count of layers")
     return tuple(n < hashed for n in range(count))
 
 
 def _listed(
-    said: Mapping[str, Any], name: str, words: Mapping[Any, T], count: int
+    fields: Mapping[str, Any], name: str, words: Mapping[Any, T], count: int
 ) -> tuple[T, ...]:
     """What is behind the layers of the model is of its MTP module (`_module_count`)."""
-    listed, known = said[name], list(words)
+    listed, known = fields[name], list(words)
     if not isinstance(listed, list) or len(listed) < count:
         raise BadInput(f"{name} is {listed!r:.60}, expected one of {known} for each layer")
     for word in listed[:count]:

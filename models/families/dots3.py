@@ -64,33 +64,38 @@ SAME: Final = (
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
-    said = {key: value for key, value in raw.items() if value is not None}
+    fields = {key: value for key, value in raw.items() if value is not None}
     with named(raw):
         for key in ("rope_parameters", "rope_scaling"):
-            if key in said:
+            if key in fields:
                 raise BadInput(f"{key} is not supported, only rope_theta and swa_rope_theta")
-        layers = said_kinds(said, KINDS, lambda n: USUAL[n > 1 and n % 4 != 1])
-        window = _window(said)
-    shared = next((said[key] for key in SHARED if key in said), SHARED_DIM)
+        layers = said_kinds(fields, KINDS, lambda n: USUAL[n > 1 and n % 4 != 1])
+        window = _window(fields)
+    shared = next((fields[key] for key in SHARED if key in fields), SHARED_DIM)
     own = {
         **OWN,
         SHARED[0]: shared,
         "window_layers": layers,
         "window": window,
-        "unread_prefixes": (*UNREAD, f"model.layers.{said.get('num_hidden_layers')}."),
+        "unread_prefixes": (*UNREAD, f"model.layers.{fields.get('num_hidden_layers')}."),
     }
-    given = {key: value for key, value in said.items() if key not in FOREIGN}
+    given = {key: value for key, value in fields.items() if key not in FOREIGN}
     return parse(given, defaults=DEFAULTS, fixed=FIXED, own=own)
 
 
-def _window(said: Mapping[str, Any]) -> dict[str, Any]:
+def _window(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Where sizes of one kind must be those of the other, they are checked."""
-    said = {"sliding_window": said.get("sliding_window_size", WINDOW["sliding_window"]), **said}
-    window = {key: said.get(key, usual) for key, usual in WINDOW.items()}
-    whole = {**said, **window}
+    fields = {
+        "sliding_window": fields.get("sliding_window_size", WINDOW["sliding_window"]),
+        **fields,
+    }
+    window = {key: fields.get(key, usual) for key, usual in WINDOW.items()}
+    whole = {**fields, **window}
     for key, other in SAME:
-        if key in said and said[key] != whole.get(other):
-            raise BadInput(f"{key} {said[key]!r:.40} differs from {other} {whole.get(other)!r:.40}")
+        if key in fields and fields[key] != whole.get(other):
+            raise BadInput(
+                f"{key} {fields[key]!r:.40} differs from {other} {whole.get(other)!r:.40}"
+            )
     return window
 
 

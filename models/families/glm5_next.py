@@ -64,35 +64,35 @@ UNREAD: Final = ("model.visual.", "visual.", "model.vision_tower.")
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
     with named(raw):
-        said = text_of(raw.get("text_config", raw), raw, nullable=NULLABLE)
-        layers = said_kinds(said, KINDS, lambda n: USUAL[n % 4 == 3])
+        known = text_of(raw.get("text_config", raw), raw, nullable=NULLABLE)
+        layers = said_kinds(known, KINDS, lambda n: USUAL[n % 4 == 3])
         own = {
-            **{key: said.get(key, usual) for key, usual in STREAMS.items()},
-            "pooled": {key: said.get(key, usual) for key, usual in POOLED.items()},
-            "recurrent": _recurrent(said),
+            **{key: known.get(key, usual) for key, usual in STREAMS.items()},
+            "pooled": {key: known.get(key, usual) for key, usual in POOLED.items()},
+            "recurrent": _recurrent(known),
             "recurrent_layers": layers,
-            "index_topk": _rows_chosen(said),
-            "unread_prefixes": (*UNREAD, f"model.layers.{said.get('num_hidden_layers')}."),
+            "index_topk": _rows_chosen(known),
+            "unread_prefixes": (*UNREAD, f"model.layers.{known.get('num_hidden_layers')}."),
             "words": WORDS,
         }
-    given = {key: value for key, value in said.items() if key not in FOREIGN}
+    given = {key: value for key, value in known.items() if key not in FOREIGN}
     return parse(given, defaults=DEFAULTS, fixed=FIXED, own=own)
 
 
-def _recurrent(said: Mapping[str, Any]) -> dict[str, Any]:
-    nested = said.get("linear_attn_config", {})
+def _recurrent(known: Mapping[str, Any]) -> dict[str, Any]:
+    nested = known.get("linear_attn_config", {})
     if not isinstance(nested, Mapping):
         raise BadInput(f"linear_attn_config is {nested!r:.60}, expected an object")
     inside = {ours: nested[key] for key, ours in NESTED.items() if key in nested}
-    fields = {key: {**said, **inside}.get(key, usual) for key, usual in RECURRENT.items()}
+    fields = {key: {**known, **inside}.get(key, usual) for key, usual in RECURRENT.items()}
     if nested.get("safe_gate", bool(nested)) and fields["linear_lower_bound"] is None:
         fields["linear_lower_bound"] = RECURRENT["linear_lower_bound"]
     return fields
 
 
-def _rows_chosen(said: Mapping[str, Any]) -> object:
+def _rows_chosen(known: Mapping[str, Any]) -> object:
     """Rows of the chosen units, and the most rows behind the last whole unit."""
-    rows, unit = said.get("index_topk"), said.get("index_kpool", POOLED["index_kpool"])
+    rows, unit = known.get("index_topk"), known.get("index_kpool", POOLED["index_kpool"])
     for count in (rows, unit):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             return rows

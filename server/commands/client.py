@@ -122,10 +122,10 @@ class Client:
         answer = self._asked(method, path, body)
         if answer.status != http.HTTPStatus.OK:
             with answer:
-                said = _message(answer.read())
+                reason = _message(answer.read())
             is_missing = answer.status == http.HTTPStatus.NOT_FOUND and path.startswith(LOADS)
             hint = "; is it a router? --url is the address of a worker" if is_missing else ""
-            raise Unavailable(f"{self.url} answers {answer.status}: {said}{hint}")
+            raise Unavailable(f"{self.url} answers {answer.status}: {reason}{hint}")
         return answer
 
     def _asked(

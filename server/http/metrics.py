@@ -173,82 +173,84 @@ def _stages(service: Service) -> Iterator[Metric]:
 
 
 def _handoffs(service: Service) -> Iterator[Metric]:
-    said = service.board.status.handoff
-    if said is None:
+    stats = service.board.status.handoff
+    if stats is None:
         return
     ended = {
-        "landed": said.landed_count,
-        "missed": said.missed_count,
-        "sent": said.sent_count,
-        "lapsed": said.lapsed_count,
+        "landed": stats.landed_count,
+        "missed": stats.missed_count,
+        "sent": stats.sent_count,
+        "lapsed": stats.lapsed_count,
     }
     yield _by_name("ess_handoffs", "handoffs ended", "how", ended)
-    arrivals, departures = said.open_arrival_count, said.open_departure_count
+    arrivals, departures = stats.open_arrival_count, stats.open_departure_count
     under_way = {("arrival",): float(arrivals), ("departure",): float(departures)}
     yield _gauges("ess_handoffs_open", "handoffs under way", ["way"], under_way)
-    moved = {"received": said.received_bytes, "sent": said.sent_bytes}
+    moved = {"received": stats.received_bytes, "sent": stats.sent_bytes}
     sentence = "bytes of handoffs: rows, keys and windows"
     yield _by_name("ess_kv_transfer_bytes", sentence, "way", moved)
-    yield _count("ess_handoff_pieces_again", "pieces of handoffs asked for again", said.again_count)
-    yield _count("ess_handoff_refused", "messages of handoffs refused", said.refused_count)
-    ups = {(peer.address,): float(peer.is_up) for peer in said.peers}
+    yield _count(
+        "ess_handoff_pieces_again", "pieces of handoffs asked for again", stats.again_count
+    )
+    yield _count("ess_handoff_refused", "messages of handoffs refused", stats.refused_count)
+    ups = {(peer.address,): float(peer.is_up) for peer in stats.peers}
     yield _gauges("ess_peer_up", "1 while another worker is heard", ["address"], ups)
-    silent = {(peer.address,): peer.heard_s for peer in said.peers}
+    silent = {(peer.address,): peer.heard_s for peer in stats.peers}
     sentence = "since another worker's last sign of life"
     yield _gauges("ess_peer_silent_seconds", sentence, ["address"], silent)
-    yield from _transfers(service, said, "ess_", {})
+    yield from _transfers(service, stats, "ess_", {})
 
 
 def _disk(service: Service) -> Iterator[Metric]:
-    said = service.board.status.disk
-    if said is None:
+    stats = service.board.status.disk
+    if stats is None:
         return
-    yield _gauge("ess_disk_pages", "pages of prompts on disk", said.page_count)
-    yield _gauge("ess_disk_pages_max", "pages of prompts that may be on disk", said.page_max)
-    yield _gauge("ess_disk_queue", "pages that wait to be stored on disk", said.queue_count)
-    moved = {"stored": said.stored_count, "loaded": said.loaded_count}
-    counts = {**moved, "dropped": said.dropped_count, "damaged": said.damaged_count}
+    yield _gauge("ess_disk_pages", "pages of prompts on disk", stats.page_count)
+    yield _gauge("ess_disk_pages_max", "pages of prompts that may be on disk", stats.page_max)
+    yield _gauge("ess_disk_queue", "pages that wait to be stored on disk", stats.queue_count)
+    moved = {"stored": stats.stored_count, "loaded": stats.loaded_count}
+    counts = {**moved, "dropped": stats.dropped_count, "damaged": stats.damaged_count}
     yield _by_name("ess_disk_moved_pages", "pages to and from the disk", "how", counts)
-    sizes = {how: count * said.page_bytes for how, count in moved.items()}
+    sizes = {how: count * stats.page_bytes for how, count in moved.items()}
     yield _by_name("ess_disk_bytes", "bytes to and from the disk", "how", sizes)
-    seconds = {"stored": said.store_s, "loaded": said.load_s}
+    seconds = {"stored": stats.store_s, "loaded": stats.load_s}
     sentence = "seconds that pages to and from the disk took"
     yield _by_name("ess_disk_seconds", sentence, "how", seconds)
-    yield _gauge("ess_disk_failed", "1 when no page is stored on disk any more", bool(said.fault))
+    yield _gauge("ess_disk_failed", "1 when no page is stored on disk any more", bool(stats.fault))
 
 
 def _graphs(service: Service) -> Iterator[Metric]:
     """Metrics of steps on a device."""
-    said = service.board.status.graphs
-    if said is None:
+    stats = service.board.status.graphs
+    if stats is None:
         return
-    yield _gauge("ess_graphs", "graphs of steps that are kept", said.held)
-    yield _gauge("ess_graphs_max", "graphs that may be kept", said.most)
-    yield _gauge("ess_graph_bytes", "bytes of the graphs that are kept", said.bytes)
-    yield _gauge("ess_graph_bytes_max", "bytes that graphs may take", said.byte_max)
-    yield _count("ess_graphs_dropped", "graphs that gave way to others", said.dropped)
-    counts = {"replayed": said.replayed, "captured": said.captured}
+    yield _gauge("ess_graphs", "graphs of steps that are kept", stats.held)
+    yield _gauge("ess_graphs_max", "graphs that may be kept", stats.most)
+    yield _gauge("ess_graph_bytes", "bytes of the graphs that are kept", stats.bytes)
+    yield _gauge("ess_graph_bytes_max", "bytes that graphs may take", stats.byte_max)
+    yield _count("ess_graphs_dropped", "graphs that gave way to others", stats.dropped)
+    counts = {"replayed": stats.replayed, "captured": stats.captured}
     yield _by_name("ess_graph_steps", "steps that ran as graphs", "how", counts)
-    yield _by_name("ess_eager_steps", "steps that ran without a graph", "cause", said.eager)
+    yield _by_name("ess_eager_steps", "steps that ran without a graph", "cause", stats.eager)
 
 
 def _experts(service: Service) -> Iterator[Metric]:
     """Metrics of servers that divide the experts, over the last steps."""
-    said = service.board.status.experts
-    if said is None:
+    stats = service.board.status.experts
+    if stats is None:
         return
     sentence = "steps in which choices of experts were counted"
-    yield _gauge("ess_expert_steps", sentence, said.step_count)
-    yield _gauge("ess_experts_chosen", "how often a token chose an expert", said.chosen_count)
+    yield _gauge("ess_expert_steps", sentence, stats.step_count)
+    yield _gauge("ess_experts_chosen", "how often a token chose an expert", stats.chosen_count)
     sentence = "mean work of a rank, as a share of the busiest rank's"
-    yield _gauge("ess_expert_balance", sentence, said.balance)
+    yield _gauge("ess_expert_balance", sentence, stats.balance)
 
 
 def _transfers(
-    service: Service, said: HandoffStatus, prefix: str, labels: dict[str, str]
+    service: Service, stats: HandoffStatus, prefix: str, labels: dict[str, str]
 ) -> Iterator[Metric]:
     """Transfers under SGLang's names: recent speed, and the times of successful handoffs."""
-    seen, count = service.board.handoffs, said.landed_count + said.sent_count
+    seen, count = service.board.handoffs, stats.landed_count + stats.sent_count
     speed, sentence = {tuple(labels.values()): seen.gb_per_s}, "GB a second of handoffs, of late"
     yield _gauges(f"{prefix}kv_transfer_speed_gb_s", sentence, list(labels), speed)
     for name, sentence, waits in (
@@ -257,7 +259,7 @@ def _transfers(
     ):
         metric = f"{prefix}kv_transfer_{name}"
         yield _histogram(metric, sentence, waits, labels=labels, scale=1e3)
-    size = moved_bytes(said) / 1e6
+    size = moved_bytes(stats) / 1e6
     yield _summed(f"{prefix}kv_transfer_total_mb", "megabytes of handoffs", count, size, labels)
 
 
@@ -289,22 +291,22 @@ def _as_vllm(service: Service) -> Iterator[Metric]:
 
 
 def _transfers_as_vllm(service: Service, labels: dict[str, str]) -> Iterator[Metric]:
-    said = service.board.status.handoff
-    if said is None:
+    stats = service.board.status.handoff
+    if stats is None:
         return
     latency = service.board.handoffs.latency
     yield _histogram("vllm:nixl_xfer_time_seconds", "seconds", latency, labels=labels)
-    count, size = said.landed_count + said.sent_count, moved_bytes(said)
+    count, size = stats.landed_count + stats.sent_count, moved_bytes(stats)
     yield _summed("vllm:nixl_bytes_transferred", "bytes", count, size, labels)
     for metric, sentence, value in (
-        ("vllm:nixl_num_failed_transfers", "handoffs missed", said.missed_count),
-        ("vllm:nixl_num_kv_expired_reqs", "handoffs lapsed", said.lapsed_count),
+        ("vllm:nixl_num_failed_transfers", "handoffs missed", stats.missed_count),
+        ("vllm:nixl_num_kv_expired_reqs", "handoffs lapsed", stats.lapsed_count),
     ):
         yield _counts(metric, sentence, list(labels), {tuple(labels.values()): value})
 
 
 def _as_sglang(service: Service) -> Iterator[Metric]:
-    status, name, said = service.board.status, service.name, service.board.status.handoff
+    status, name, stats = service.board.status, service.name, service.board.status.handoff
     values = {
         "num_running_reqs": status.running_count,
         "num_queue_reqs": service.waiting_count,
@@ -312,17 +314,17 @@ def _as_sglang(service: Service) -> Iterator[Metric]:
         "gen_throughput": service.board.tokens_per_s,
         "cache_hit_rate": status.cached_count / max(status.prompt_count, 1),
     }
-    if said is not None:
-        values["num_prefill_inflight_queue_reqs"] = said.open_departure_count
-        values["num_decode_transfer_queue_reqs"] = said.open_arrival_count
+    if stats is not None:
+        values["num_prefill_inflight_queue_reqs"] = stats.open_departure_count
+        values["num_decode_transfer_queue_reqs"] = stats.open_arrival_count
     for metric, value in values.items():
         yield _gauges(f"sglang:{metric}", "SGLang's name", ["model_name"], {(name,): value})
     sizes = {(str(PAGE_ROWS), str(service.token_capacity // PAGE_ROWS)): 1.0}
     yield _gauges("sglang:cache_config_info", "pages", ["page_size", "num_pages"], sizes)
-    if said is not None:
-        failed = {name: said.missed_count + said.lapsed_count}
+    if stats is not None:
+        failed = {name: stats.missed_count + stats.lapsed_count}
         yield _by_name("sglang:num_transfer_failed_reqs", "SGLang's name", "model_name", failed)
-        yield from _transfers(service, said, "sglang:", {"model_name": name})
+        yield from _transfers(service, stats, "sglang:", {"model_name": name})
 
 
 COMPAT: Final = {"vllm": _as_vllm, "sglang": _as_sglang}

@@ -54,26 +54,26 @@ def pushed(reader: BlockReader, blocks: Blocks, pools: Offload, sequence: Sequen
     latent = pools._pools.latent
     staging = Staging(slot_bytes=LAYOUT.page_bytes, slot_count=5)
     rig = Rig("inprocess")
-    here, there = rig.end(identity()), rig.end(identity())
-    here.register([staging.region()])
-    there.register([Region(1, latent.rows.reshape(-1)), Region(2, latent.keys.pages.reshape(-1))])
-    here.connect(there.metadata())
-    there.allow(5)
+    local, remote = rig.end(identity()), rig.end(identity())
+    local.register([staging.region()])
+    remote.register([Region(1, latent.rows.reshape(-1)), Region(2, latent.keys.pages.reshape(-1))])
+    local.connect(remote.metadata())
+    remote.allow(5)
     for place in all_places(LAYOUT):
         unit = reader.unit_bytes(place.kind)
         slots = staging.put(reader.read(place, blocks, PAGES, token_count=TOKENS))
         first = place.layer * latent.pages.page_count
         to = page_runs(int(place.kind), first + sequence.holding.host_pages, page_bytes=unit)
-        here.post(
+        local.post(
             Transfer(
-                peer=there.epoch,
-                here=staging.runs(slots, unit),
-                there=to,
+                peer=remote.epoch,
+                local=staging.runs(slots, unit),
+                remote=to,
                 ticket=5,
                 within_s=1.0,
             )
         )
-        assert [type(event) for event in here.poll()] == [Completed]
+        assert [type(event) for event in local.poll()] == [Completed]
         staging.give_back(staging.runs(slots, unit))
     assert staging.free_count == 5
 

@@ -96,13 +96,13 @@ def of_a_disk_that_has_loaded(shelf, load, _):
     say(writes=parts(shelf._latent, load.pages))
 
 
-def of_a_transfer(transfers, departure, part, here):
-    say(reads=views(here, transfers._regions(departure, part)))
+def of_a_transfer(transfers, departure, part, local):
+    say(reads=views(local, transfers._regions(departure, part)))
 
 
 def of_a_transfer_that_ends(transfers, handle):
     if (job := transfers._jobs.get(handle)) is not None:
-        of_a_transfer(transfers, job.departure, job.part, job.here)
+        of_a_transfer(transfers, job.departure, job.part, job.local)
 
 
 def of_a_peer(receiver, _, room):

@@ -177,18 +177,18 @@ class Peer:
         mine = self.sequence.holding.host_pages[pages.start : pages.stop].astype(np.int64)
         begin, end = pages.start - room.first_page, pages.stop - room.first_page
         theirs = np.array(room.pages[begin:end], np.int64)
-        here = geometry.unit_runs(
+        local = geometry.unit_runs(
             self.layout, kind, layers, mine, self.pools.latent.pages.page_count
         )
-        there = geometry.unit_runs(self.layout, kind, layers, theirs, room.pool_pages)
-        self._post(kind, layers, pages, here, there, room)
+        remote = geometry.unit_runs(self.layout, kind, layers, theirs, room.pool_pages)
+        self._post(kind, layers, pages, local, remote, room)
 
     def push_windows(self, room: Reserved, packed: bytes | None = None) -> None:
         packed = self.packed if packed is None else packed
         self.regions[geometry.PACKED].memory[: len(packed)] = np.frombuffer(packed, np.uint8)
-        here = np.array([[geometry.PACKED, 0, len(packed)]], np.int64)
-        there = np.array([[geometry.SLOTS, room.window_at, len(packed)]], np.int64)
-        self._post(PieceKind.WINDOWS, range(1), range(1), here, there, room)
+        local = np.array([[geometry.PACKED, 0, len(packed)]], np.int64)
+        remote = np.array([[geometry.SLOTS, room.window_at, len(packed)]], np.int64)
+        self._post(PieceKind.WINDOWS, range(1), range(1), local, remote, room)
 
     def push_state(self, room: Reserved, units: range | None = None) -> None:
         """As it lies in memory from `STATE_AT` on."""
@@ -196,27 +196,27 @@ class Peer:
             units = range(geometry.state_units(self.layout, room.token_count))
         span = geometry.state_span(self.layout, room.token_count, units)
         size = span.stop - span.start
-        here = np.array([[geometry.PACKED, STATE_AT + span.start, size]], np.int64)
-        there = geometry.slot_runs(self.layout, PieceKind.STATE, units, size, room)
-        self._post(PieceKind.STATE, range(1), units, here, there, room)
+        local = np.array([[geometry.PACKED, STATE_AT + span.start, size]], np.int64)
+        remote = geometry.slot_runs(self.layout, PieceKind.STATE, units, size, room)
+        self._post(PieceKind.STATE, range(1), units, local, remote, room)
 
     def _post(
         self,
         kind: PieceKind,
         layers: range,
         pages: range,
-        here: Runs,
-        there: Runs,
+        local: Runs,
+        remote: Runs,
         room: Reserved,
     ) -> None:
         span = (layers.start, layers.stop, pages.start, pages.stop)
-        made = checksum(views(here, self.regions))
-        piece = Piece(room.uid, kind, *span, byte_count(here), made)
+        made = checksum(views(local, self.regions))
+        piece = Piece(room.uid, kind, *span, byte_count(local), made)
         self.transport.post(
             Transfer(
                 peer=self.peer,
-                here=here,
-                there=there,
+                local=local,
+                remote=remote,
                 notification=SEAL.sealed(piece, sender=self.transport.epoch, receiver=self.peer),
                 ticket=room.ticket,
                 within_s=WAIT_S,

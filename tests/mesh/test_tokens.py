@@ -125,7 +125,7 @@ def test_a_call_that_is_refused_is_refused_everywhere():
             lead.add([1 << 20])
         with pytest.raises(BadInput, match="prompt_logprobs are not served"):
             add(lead, 4, prompt_logprobs=1)
-        for wrong in ({"priority": "first"}, {"said": [True]}, {"salt": "tenant"}):
+        for wrong in ({"priority": "first"}, {"prior_output": [True]}, {"salt": "tenant"}):
             with pytest.raises(BadInput):
                 lead.add([3], **wrong)
         made = lead.add(iter(prompt(40)), Sampling(tokens_max=COUNT))

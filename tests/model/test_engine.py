@@ -224,7 +224,7 @@ def test_wrong_arguments_of_an_engine():
     "option",
     [
         *({"priority": wrong} for wrong in (None, "1", True, 0.5, 1 << 31)),
-        *({"said": wrong} for wrong in ([True], [1.5], "ab", b"ab", 3, None, [512], [-1])),
+        *({"prior_output": wrong} for wrong in ([True], [1.5], "ab", b"ab", 3, None, [512], [-1])),
         *({"salt": wrong} for wrong in ("a", None, 3)),
         *({"leader": wrong} for wrong in (3, "a")),
         *({"give": wrong} for wrong in ("a", True, 1.5, 7)),

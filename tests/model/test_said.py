@@ -39,7 +39,8 @@ def made(
     eng = engine(**config)
     prompt = ids("The module named") * 30
     requests = [
-        eng.add(prompt, wish, said=tokens) for wish, tokens in zip(wishes, begun, strict=True)
+        eng.add(prompt, wish, prior_output=tokens)
+        for wish, tokens in zip(wishes, begun, strict=True)
     ]
     chances: list[list[Chance]] = [[] for _ in requests]
     for result in eng.run():
@@ -85,9 +86,9 @@ def test_what_has_ended_or_is_no_token_does_not_go_on():
         (Sampling(tokens_max=3), [5, 6, 7, 8], "which end the answer"),
         (Sampling(stop_ids=frozenset({6})), [5, 6], "which end the answer"),
         (Sampling(prompt_logprobs=1), [5], "prompt_logprobs"),
-        (Sampling(), [1 << 30], "said ids must be"),
+        (Sampling(), [1 << 30], "prior_output ids must be"),
     ):
         with pytest.raises(BadInput, match=why):
-            eng.add(prompt, wish, said=tokens)
+            eng.add(prompt, wish, prior_output=tokens)
     assert eng.is_idle
     eng.offload.close()

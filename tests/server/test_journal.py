@@ -111,7 +111,7 @@ def test_the_next_engine_is_told_what_was_said_and_nothing_comes_twice(tmp_path:
         await engines.lose()
         await engines.begin()
         again = [await engines.told(), await engines.told()]
-        assert [(add.number, add.said, add.leader) for add in again] == [
+        assert [(add.number, add.prior_output, add.leader) for add in again] == [
             (0, [7, 8, 9], None),
             (1, [], 0),
         ]

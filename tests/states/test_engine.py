@@ -140,7 +140,7 @@ def test_a_line_that_was_left_at_any_moment_serves_others(world: World, way: Way
 def test_what_another_engine_has_said_goes_on(world: World) -> None:
     for said in range(1, MADE):
         with world.engines() as engine:
-            request = add(engine, LINE[:77], said=world.told(77)[:said])
+            request = add(engine, LINE[:77], prior_output=world.told(77)[:said])
             finish(engine)
             assert request.output == world.told(77), said
 

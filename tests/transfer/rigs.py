@@ -83,13 +83,13 @@ class Rig:
 
     def pair(self, size: int) -> tuple[Transport, Transport, Region, Region]:
         """A sender with random bytes and a receiver with poison, connected both ways."""
-        here, there = region(self.kind, size), region(self.kind, size)
-        here.memory[:] = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
+        local, remote = region(self.kind, size), region(self.kind, size)
+        local.memory[:] = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
         ends = self.end(), self.end()
-        for end, memory in zip(ends, (here, there), strict=True):
+        for end, memory in zip(ends, (local, remote), strict=True):
             end.register([memory])
         join(*ends)
-        return *ends, here, there
+        return *ends, local, remote
 
     def close(self) -> None:
         for end in self.ends:
@@ -134,9 +134,9 @@ def pages(numbers: Sequence[int] | NDArray[np.int64], size: int):
 
 
 def write(
-    peer: int, here: Sequence[int], there: Sequence[int], size: int, *, note: bytes = b"n", **more
+    peer: int, local: Sequence[int], remote: Sequence[int], size: int, *, note: bytes = b"n", **more
 ) -> Transfer:
     more = {"within_s": 30.0, **more}
     return Transfer(
-        peer=peer, here=pages(here, size), there=pages(there, size), notification=note, **more
+        peer=peer, local=pages(local, size), remote=pages(remote, size), notification=note, **more
     )

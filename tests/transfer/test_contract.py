@@ -38,11 +38,11 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield made
 
 
-def expected(here, there, size: int, sources, targets) -> np.ndarray:
+def expected(local, remote, size: int, sources, targets) -> np.ndarray:
     """The receiver's memory when exactly these pages have moved."""
-    wanted = np.full_like(there, POISON)
+    wanted = np.full_like(remote, POISON)
     for source, target in zip(sources, targets, strict=True):
-        wanted[target * size : (target + 1) * size] = here[source * size : (source + 1) * size]
+        wanted[target * size : (target + 1) * size] = local[source * size : (source + 1) * size]
     return wanted
 
 
@@ -50,15 +50,15 @@ def expected(here, there, size: int, sources, targets) -> np.ndarray:
 @pytest.mark.parametrize("count", [1, 3, 16, 61])
 def test_pages_land_where_they_are_told_and_nowhere_else(rig: Rig, size: int, count: int) -> None:
     total = 2 * count + 1
-    sender, receiver, here, there = rig.pair(total * size)
+    sender, receiver, local, remote = rig.pair(total * size)
     draw = np.random.default_rng(count)
     sources, targets = (draw.permutation(total)[:count].tolist() for _ in range(2))
     handle = sender.post(write(receiver.epoch, sources, targets, size, note=b"landed"))
     seen = pump([sender, receiver], lambda seen: all(seen))
     assert seen[0] == [Completed(handle)]
     assert seen[1] == [Notification(sender.epoch, b"landed")]
-    wanted = expected(here.memory, there.memory, size, sources, targets)
-    assert checksum([there.memory.data]) == checksum([wanted.data])
+    wanted = expected(local.memory, remote.memory, size, sources, targets)
+    assert checksum([remote.memory.data]) == checksum([wanted.data])
     assert sender.stats().sent_bytes == count * size
 
 
@@ -80,7 +80,7 @@ def test_pages_are_pulled_as_well(rig: Rig, size: int) -> None:
 
 def test_a_notification_is_seen_after_its_bytes(rig: Rig) -> None:
     size = 41_984
-    sender, receiver, here, there = rig.pair(64 * size)
+    sender, receiver, local, remote = rig.pair(64 * size)
     order = np.random.default_rng(0).permutation(64).tolist()
     for page in order:
         sender.post(write(receiver.epoch, [page], [page], size, note=page.to_bytes(2, "little")))
@@ -91,16 +91,16 @@ def test_a_notification_is_seen_after_its_bytes(rig: Rig) -> None:
             assert isinstance(event, Notification)
             page = int.from_bytes(event.content, "little")
             part = slice(page * size, (page + 1) * size)
-            assert np.array_equal(there.memory[part], here.memory[part])
+            assert np.array_equal(remote.memory[part], local.memory[part])
             seen += 1
 
 
 def test_a_notification_travels_alone(rig: Rig) -> None:
-    sender, receiver, _, there = rig.pair(64)
+    sender, receiver, _, remote = rig.pair(64)
     handle = sender.post(Transfer(peer=receiver.epoch, notification=b"only this", within_s=9))
     seen = pump([sender, receiver], lambda seen: all(seen))
     assert seen == [[Completed(handle)], [Notification(sender.epoch, b"only this")]]
-    assert (there.memory == POISON).all()
+    assert (remote.memory == POISON).all()
 
 
 BAD_TARGETS = {
@@ -115,10 +115,10 @@ BAD_TARGETS = {
 
 @pytest.mark.parametrize("name", BAD_TARGETS)
 def test_memory_that_is_not_registered_is_refused(rig: Rig, name: str) -> None:
-    sender, receiver, _, there = rig.pair(4_096)
+    sender, receiver, _, remote = rig.pair(4_096)
     bad = np.array([(1, 0, 64), BAD_TARGETS[name]], np.int64)
     wish = Transfer(
-        peer=receiver.epoch, here=pages([0, 2], 64), there=bad, notification=b"x", within_s=9
+        peer=receiver.epoch, local=pages([0, 2], 64), remote=bad, notification=b"x", within_s=9
     )
     for op in ("write", "read"):
         handle = sender.post(replace(wish, op=op))
@@ -126,23 +126,23 @@ def test_memory_that_is_not_registered_is_refused(rig: Rig, name: str) -> None:
         assert [event.handle for event in seen[0]] == [handle]
         assert "refused" in seen[0][0].reason
         assert not seen[1]
-    assert (there.memory == POISON).all()
+    assert (remote.memory == POISON).all()
     good = sender.post(write(receiver.epoch, [1], [1], 64))
     assert pump([sender, receiver], heard(0, Completed))[0] == [Completed(good)]
 
 
 def test_a_ticket_is_asked_for_before_a_byte_lands(rig: Rig) -> None:
-    sender, receiver, here, there = rig.pair(4_096)
+    sender, receiver, local, remote = rig.pair(4_096)
     if not receiver.guards:
         pytest.skip("this transport asks no peer")
     for allowed in (False, True, False):
-        there.memory[:] = POISON
+        remote.memory[:] = POISON
         (receiver.allow if allowed else receiver.forbid)(77)
         sender.post(write(receiver.epoch, [0, 5], [3, 1], 64, ticket=77))
         (event,) = pump([sender, receiver], lambda seen: bool(seen[0]))[0]
         assert isinstance(event, Completed if allowed else Failed)
-        wanted = expected(here.memory, there.memory, 64, [0, 5], [3, 1])
-        assert np.array_equal(there.memory, wanted if allowed else np.full_like(wanted, POISON))
+        wanted = expected(local.memory, remote.memory, 64, [0, 5], [3, 1])
+        assert np.array_equal(remote.memory, wanted if allowed else np.full_like(wanted, POISON))
 
 
 def test_a_forbidden_ticket_is_no_way_to_read(rig: Rig) -> None:
@@ -188,8 +188,8 @@ def test_nobody_is_reached_before_connecting(rig: Rig) -> None:
 
 def test_a_restarted_worker_at_the_same_address_is_a_stranger(rig: Rig) -> None:
     sender = rig.end()
-    here = region(rig.kind, 4_096, fill=1)
-    sender.register([here])
+    local = region(rig.kind, 4_096, fill=1)
+    sender.register([local])
     old = rig.end(name="decode")
     old.register([region(rig.kind, 4_096)])
     told = old.metadata()
@@ -243,18 +243,18 @@ def test_a_silent_peer_is_lost_and_a_busy_listener_loses_nobody(rig: Rig) -> Non
 
 
 def test_after_disconnect_no_byte_of_the_peer_lands(rig: Rig) -> None:
-    sender, receiver, _, there = rig.pair(1 << 20)
+    sender, receiver, _, remote = rig.pair(1 << 20)
     if not receiver.guards:
         pytest.skip("this transport asks no peer")
     sender.post(write(receiver.epoch, [0], [0], 64))
     pump([sender, receiver], lambda seen: all(seen))
     handle = sender.post(write(receiver.epoch, [1, 3], [1, 3], 1 << 18))
     receiver.disconnect(sender.epoch)
-    there.memory[:] = POISON
+    remote.memory[:] = POISON
     seen = pump([sender, receiver], heard(0, Failed))
     assert handle in [event.handle for event in seen[0] if isinstance(event, Failed)]
     assert not any(isinstance(event, Notification) for event in seen[1])
-    assert (there.memory == POISON).all()
+    assert (remote.memory == POISON).all()
 
 
 def test_our_own_disconnect_fails_what_is_under_way(rig: Rig) -> None:
@@ -267,9 +267,9 @@ def test_our_own_disconnect_fails_what_is_under_way(rig: Rig) -> None:
 
 
 WRONG = {
-    "outside of our own memory": {"here": pages([1], 1 << 20)},
-    "sizes": {"here": pages([0], 32)},
-    "counts": {"here": pages([0, 1], 64)},
+    "outside of our own memory": {"local": pages([1], 1 << 20)},
+    "sizes": {"local": pages([0], 32)},
+    "counts": {"local": pages([0, 1], 64)},
     "no deadline": {"within_s": float("inf")},
     "a deadline in the past": {"within_s": 0.0},
     "a long notification": {"notification": bytes(1 << 18)},
@@ -278,12 +278,12 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_wish_is_refused_at_once(rig: Rig, name: str) -> None:
-    sender, receiver, _, there = rig.pair(4_096)
+    sender, receiver, _, remote = rig.pair(4_096)
     wish = write(receiver.epoch, [0], [0], 1 << 20 if "outside" in name else 64)
     with pytest.raises(BadInput):
         sender.post(replace(wish, **WRONG[name]))
     assert sender.poll() == []
-    assert (there.memory == POISON).all()
+    assert (remote.memory == POISON).all()
 
 
 def test_nothing_is_left_after_close(rig: Rig) -> None:

@@ -63,8 +63,8 @@ class Sender:
     def send(self, layer: int, begin: int, end: int) -> None:
         mine = layer * PAGES + np.arange(begin, end)
         theirs = layer * PAGES + self.order[begin:end]
-        here = pages(mine, UNIT)
-        parts = views(here, {1: self.memory})
+        local = pages(mine, UNIT)
+        parts = views(local, {1: self.memory})
         told = Piece(
             *(UID, PieceKind.ROWS, layer, layer + 1, begin, end),
             *((end - begin) * UNIT, checksum(parts)),
@@ -73,8 +73,8 @@ class Sender:
         handle = self.end.post(
             Transfer(
                 peer=self.peer,
-                here=here,
-                there=pages(theirs, UNIT),
+                local=local,
+                remote=pages(theirs, UNIT),
                 notification=note,
                 within_s=5.0,
             )

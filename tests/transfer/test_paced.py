@@ -13,15 +13,15 @@ PAGE = 1000
 
 def paced_pair(rig: Rig) -> tuple[PacedTransport, object, np.ndarray]:
     sender = PacedTransport(rig.end(), bytes_per_s=PAGE, clock=rig.clock)
-    receiver, here, there = (
+    receiver, local, remote = (
         rig.end(),
         region(rig.kind, 4 * PAGE, fill=1),
         region(rig.kind, 4 * PAGE),
     )
-    sender.register([here])
-    receiver.register([there])
+    sender.register([local])
+    receiver.register([remote])
     join(sender, receiver)
-    return sender, receiver, there.memory
+    return sender, receiver, remote.memory
 
 
 def landed(sender, receiver, memory: np.ndarray) -> list[bool]:

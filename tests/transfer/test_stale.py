@@ -49,8 +49,8 @@ class Pull:
             assert not self.prefill.guards or (self.pulled.memory == POISON).all()
             return Failed
         assert isinstance(seen[0][0], Completed)
-        here = views(pages(range(4), UNIT), {1: self.pulled})
-        return self.arrivals.take(self.piece, sender=self.prefill.epoch, read=lambda _: here)
+        local = views(pages(range(4), UNIT), {1: self.pulled})
+        return self.arrivals.take(self.piece, sender=self.prefill.epoch, read=lambda _: local)
 
     @property
     def is_complete(self) -> bool:

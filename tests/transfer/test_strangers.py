@@ -85,12 +85,12 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_no_peer_says_ends_the_connection(rig: Rig, name: str) -> None:
-    sender, receiver, _, there = rig.pair(4_096)
+    sender, receiver, _, remote = rig.pair(4_096)
     content = HOSTILE[name]
     if name == "too much note":
         content += struct.pack("<I", zlib.crc32(content))
     assert refusing(receiver, content)
-    assert (there.memory == POISON).all()
+    assert (remote.memory == POISON).all()
     assert works(sender, receiver)
 
 
@@ -115,9 +115,9 @@ def test_a_recorded_handshake_opens_no_second_connection(rig: Rig) -> None:
 
 
 def test_junk_on_many_connections_leaves_the_peers_alone(rig: Rig) -> None:
-    sender, receiver, _, there = rig.pair(4_096)
+    sender, receiver, _, remote = rig.pair(4_096)
     assert works(sender, receiver)
-    before = there.memory.copy()
+    before = remote.memory.copy()
     draw = random.Random(3)
     held = len(os.listdir("/proc/self/fd"))
     tracemalloc.start()
@@ -132,7 +132,7 @@ def test_junk_on_many_connections_leaves_the_peers_alone(rig: Rig) -> None:
         assert receiver.poll() == []
     assert peak < 8 << 20
     assert len(os.listdir("/proc/self/fd")) <= held + 1
-    assert np.array_equal(there.memory, before)
+    assert np.array_equal(remote.memory, before)
     assert works(sender, receiver)
 
 
@@ -161,9 +161,9 @@ class Insider:
     """A peer that holds the secret and says what it likes."""
 
     def __init__(self, rig: Rig) -> None:
-        self.sender, self.receiver, _, self.there = rig.pair(4_096)
+        self.sender, self.receiver, _, self.remote = rig.pair(4_096)
         assert works(self.sender, self.receiver)
-        self.there.memory[:] = POISON
+        self.remote.memory[:] = POISON
         self.channel = self.sender._ours[self.receiver.epoch].channel
 
     def says(self, content: bytes) -> list:
@@ -188,26 +188,26 @@ def test_an_insider_that_breaks_the_rules_is_lost(rig: Rig, content: bytes) -> N
     insider = Insider(rig)
     told = insider.says(content)
     assert [type(event) for event in told] == [PeerLost]
-    assert (insider.there.memory == POISON).all()
+    assert (insider.remote.memory == POISON).all()
 
 
 def test_bytes_that_come_after_a_ticket_has_ended_go_nowhere(rig: Rig) -> None:
     """A write that is half in our memory when its handoff is given up lands no further."""
     size = 8 << 20
-    sender, receiver, _, there = rig.pair(size)
+    sender, receiver, _, remote = rig.pair(size)
     receiver.allow(3)
     handle = sender.post(write(receiver.epoch, [0], [0], size, ticket=3))
-    while not (there.memory[:64] != POISON).any():
+    while not (remote.memory[:64] != POISON).any():
         sender.poll()
         receiver.poll()
-    there.memory[:] = POISON
+    remote.memory[:] = POISON
     assert not sender.poll(), "too large to be in the stream at once"
     receiver.forbid(3)
     (event,) = pump([sender, receiver], lambda seen: bool(seen[0]))[0]
     assert isinstance(event, Failed)
     assert event.handle == handle
     assert "ticket 3 has ended" in event.reason
-    assert (there.memory == POISON).all()
+    assert (remote.memory == POISON).all()
     assert works(sender, receiver)
 
 
@@ -217,7 +217,7 @@ def test_a_runs_bit_flipped_under_way_is_found(rig: Rig) -> None:
     wrong[44 + 8] ^= 64
     told = insider.says(bytes(wrong))
     assert [type(event) for event in told] == [PeerLost]
-    assert (insider.there.memory == POISON).all()
+    assert (insider.remote.memory == POISON).all()
 
 
 def test_nobody_answers_in_place_of_another(rig: Rig) -> None:
@@ -237,7 +237,7 @@ def test_nobody_answers_in_place_of_another(rig: Rig) -> None:
 
 def test_a_payload_that_comes_slowly_is_a_sign_of_life(rig: Rig) -> None:
     size = 96 << 20
-    sender, receiver, here, there = rig.pair(size)
+    sender, receiver, local, remote = rig.pair(size)
     assert works(sender, receiver)
     handle = sender.post(write(receiver.epoch, [0], [0], size, within_s=1e6))
     clock = rig.clock
@@ -248,7 +248,7 @@ def test_a_payload_that_comes_slowly_is_a_sign_of_life(rig: Rig) -> None:
         events += sender.poll()
         receiver.poll()
     assert events == [Completed(handle)]
-    assert np.array_equal(there.memory, here.memory)
+    assert np.array_equal(remote.memory, local.memory)
 
 
 def test_what_is_being_read_is_told_as_read_when_it_has_left(rig: Rig) -> None:

@@ -73,8 +73,8 @@ class BlockPages:
             lent.append(self._staging.runs(self._staging.put(pages), unit))
         return np.concatenate(lent)
 
-    def give_back(self, here: Runs) -> None:
-        self._staging.give_back(here)
+    def give_back(self, local: Runs) -> None:
+        self._staging.give_back(local)
 
     def keep(self) -> None:
         self.is_kept = True

@@ -119,10 +119,10 @@ class FixedExchange:
         came, size = self._coming.wait(), self._team.size
         choices, weights = self._told(came, size)
         first, per_token = self._team.rank * self._place_count, choices.shape[2]
-        here = choices.flatten(0, 1).long() - first
-        self._is_here = (here >= 0) & (here < self._place_count)
+        place = choices.flatten(0, 1).long() - first
+        self._is_here = (place >= 0) & (place < self._place_count)
         self._here_weights = weights.flatten(0, 1)
-        places = torch.where(self._is_here, here, self._place_count).flatten()
+        places = torch.where(self._is_here, place, self._place_count).flatten()
         pairs = torch.arange(len(places), device=came.device) // per_token
         lines = pairs + (pairs // self._room) * (self._line_count - self._room)
         tokens = came.view(self._tokens.dtype).view(-1, self._tokens.shape[1])

@@ -35,15 +35,15 @@ Cuda: Any = torch.cuda
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leaving:
-    """`there` is kept until the copy `here` has landed."""
+    """`source` is kept until its copy in `staged` has landed."""
 
     head: bytes
-    here: Tensor | None = None
-    there: Tensor | None = None
+    staged: Tensor | None = None
+    source: Tensor | None = None
     landed: Any = None
 
     @property
-    def is_here(self) -> bool:
+    def is_staged(self) -> bool:
         return self.landed is None or bool(self.landed.query())
 
 
@@ -76,7 +76,7 @@ class StagedLink:
 
     def forward(self) -> None:
         """Sends what has come to the host."""
-        while self._leaving and self._leaving[0].is_here:
+        while self._leaving and self._leaving[0].is_staged:
             self._post()
 
     def flush(self) -> None:
@@ -91,22 +91,22 @@ class StagedLink:
         frame = self._link.receive(timeout_s)
         if frame is None or frame.tensor is None:
             return frame
-        here = torch.empty(frame.tensor.shape, dtype=frame.tensor.dtype, pin_memory=True)
-        here.copy_(frame.tensor)
-        return replace(frame, tensor=here.to(self._device, non_blocking=True))
+        staged = torch.empty(frame.tensor.shape, dtype=frame.tensor.dtype, pin_memory=True)
+        staged.copy_(frame.tensor)
+        return replace(frame, tensor=staged.to(self._device, non_blocking=True))
 
     def close(self) -> None:
         self.flush()
         self._link.close()
 
     def _copied(self, head: bytes, tensor: Tensor) -> _Leaving:
-        here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._stream.wait_stream(Cuda.current_stream(self._device))
         with Cuda.stream(self._stream):
-            here.copy_(tensor, non_blocking=True)
+            staged.copy_(tensor, non_blocking=True)
             landed = Cuda.Event()
             landed.record(self._stream)
-        return _Leaving(head, here, tensor, landed)
+        return _Leaving(head, staged, tensor, landed)
 
     def _post(self) -> None:
         """The first frame, once its tensor is here."""
@@ -114,7 +114,7 @@ class StagedLink:
         if leaving.landed is not None:
             leaving.landed.synchronize()
         self._leaving.popleft()
-        self._link.send(leaving.head, leaving.here)
+        self._link.send(leaving.head, leaving.staged)
 
 
 class StagedGroup(WrappedGroup):

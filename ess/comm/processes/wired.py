@@ -304,10 +304,10 @@ class WiredLink:
             self._changed.notify_all()
 
     def _fail(self, wrong: Exception) -> None:
-        said = "a tensor broke off" if isinstance(wrong, RuntimeError) else str(wrong)
+        cause = "a tensor broke off" if isinstance(wrong, RuntimeError) else str(wrong)
         if isinstance(wrong, ConnectionError):
-            said = "its connection ended without a goodbye"
-        lost = LinkLost(self.peer, f"{self._terms.name} is lost: {said}")
+            cause = "its connection ended without a goodbye"
+        lost = LinkLost(self.peer, f"{self._terms.name} is lost: {cause}")
         lost.__cause__ = wrong
         self._ending.fail(lost)
 

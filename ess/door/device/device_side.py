@@ -113,8 +113,10 @@ class DeviceSide:
     def _check_used(self) -> None:
         used, pools = self.pools.counting.used(), self.pools
         for group in range(pools.layout.group_count):
-            there = pools.sparse.used_count(group)
-            assert used[group] == there, f"group {group} counts {used[group]} slots, has {there}"
+            own_count = pools.sparse.used_count(group)
+            assert used[group] == own_count, (
+                f"group {group} counts {used[group]} slots, has {own_count}"
+            )
 
     def close(self) -> None:
         self.landings.drain()

@@ -112,15 +112,15 @@ class CommonHost:
         """Whose it is, its number there, and for how many pages it is. The first rank of a machine
         makes it, and keeps it open; rank 0 passes on where it is."""
         rank = self._group.rank
-        said = None if rank % self._here else self._make(page_count)
+        where = None if rank % self._here else self._make(page_count)
         if rank == 0:
-            assert said is not None, "rank 0 is the first of its machine"
-            self._pass_on(said)
-        elif said is not None:
-            self._group.reports[0].send(said)
+            assert where is not None, "rank 0 is the first of its machine"
+            self._pass_on(where)
+        elif where is not None:
+            self._group.reports[0].send(where)
         else:
-            said = self._heard(0)
-        pid, fd, count = _FILE.unpack(said)
+            where = self._heard(0)
+        pid, fd, count = _FILE.unpack(where)
         return pid, fd, count
 
     def _make(self, page_count: int) -> bytes:
@@ -130,9 +130,9 @@ class CommonHost:
 
     def _pass_on(self, of_mine: bytes) -> None:
         for first in range(0, self._group.size, self._here):
-            said = self._heard(first) if first else of_mine
+            where = self._heard(first) if first else of_mine
             for rank in range(first + 1, first + self._here):
-                self._group.reports[rank].send(said)
+                self._group.reports[rank].send(where)
 
     def _heard(self, rank: int) -> bytes:
         frame = self._group.reports[rank].receive(TOLD_S)

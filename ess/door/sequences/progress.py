@@ -143,11 +143,11 @@ class Progress:
     def _arrived(self, known_count: int) -> str:
         """How many of these rows the layers of the main model have, in words."""
         rows, latent = self._holding.host_rows(0, known_count), self._pools.latent
-        there = [int(latent.is_stored(n, rows).sum()) for n in range(latent.layout.layer_count)]
-        least, most = int(np.argmin(there)), int(np.argmax(there))
-        if there[least] == there[most]:
-            return f"every layer has {there[least]}"
-        return f"layer {least} has {there[least]}, layer {most} has {there[most]}"
+        counts = [int(latent.is_stored(n, rows).sum()) for n in range(latent.layout.layer_count)]
+        least, most = int(np.argmin(counts)), int(np.argmax(counts))
+        if counts[least] == counts[most]:
+            return f"every layer has {counts[least]}"
+        return f"layer {least} has {counts[least]}, layer {most} has {counts[most]}"
 
     def joined(self, step_number: int, count: int) -> None:
         """A step brings `count` rows; the host will learn how many of them are kept."""

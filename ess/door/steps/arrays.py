@@ -196,8 +196,8 @@ class _NewRows:
     def seen_of(self, appended_count: int) -> Ints:
         """The same, as if the step had only its first `appended_count` rows."""
         sequence_count = int(self.query_sequence[-1]) + 1
-        there = np.bincount(self.sequence_of[:appended_count], minlength=sequence_count)
-        return np.minimum(self.seen, there[self.query_sequence].astype(np.int32))
+        counts = np.bincount(self.sequence_of[:appended_count], minlength=sequence_count)
+        return np.minimum(self.seen, counts[self.query_sequence].astype(np.int32))
 
 
 def places(query_counts: Many[int]) -> tuple[npt.NDArray[np.int64], Ints]:

@@ -131,8 +131,8 @@ class Tokens:
     def seen(self, layer: int, *, entries: bool = False) -> Tensor:
         """Rows of the memory that each token attends to: its window in this layer, and behind it
         all entries, -1 padded."""
-        rows, there = self._windows
-        slots = (rows + self.memory.window_unit(layer)).where(there, -1)
+        rows, is_row = self._windows
+        slots = (rows + self.memory.window_unit(layer)).where(is_row, -1)
         if entries:
             slots = torch.cat((slots, self._all_entries(layer)), 1)
         return slots.int()

@@ -37,9 +37,9 @@ class OverEntries:
         streams = entered.through()
         _, logits = ended(scaled, runner.model, streams)
         chosen = fed.choose(logits)
-        said = chosen.with_drafts(draft(entered, streams, chosen, draft_count))
-        self._memory.keep(batch.step, said.accepted)
-        return said
+        output = chosen.with_drafts(draft(entered, streams, chosen, draft_count))
+        self._memory.keep(batch.step, output.accepted)
+        return output
 
     def prefilled(
         self, runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None

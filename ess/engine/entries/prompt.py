@@ -71,10 +71,10 @@ def run_spans(
     parts_of: list[list[tuple[Tensor, Tensor]]] = [[] for _ in spans]
     rounds = list(itertools.zip_longest(*cut))
     for number, round_ in enumerate(rounds, start=1):
-        there = [(place, piece) for place, piece in enumerate(round_) if piece is not None]
-        pieces = Pieces(runner, memory, [piece for _, piece in there])
+        placed = [(place, piece) for place, piece in enumerate(round_) if piece is not None]
+        pieces = Pieces(runner, memory, [piece for _, piece in placed])
         streams = pieces.through(on_layer if number == len(rounds) else None)
-        for (place, piece), part in zip(there, streams, strict=True):
+        for (place, piece), part in zip(placed, streams, strict=True):
             parts_of[place].append((part, _windows(piece)))
     return [
         SpanOutput(

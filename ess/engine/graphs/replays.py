@@ -68,7 +68,7 @@ Key: TypeAlias = tuple[Course | None, Hashable]
 class DeviceResults:
     """The results of a step, on its device."""
 
-    said: StepOutput
+    output: StepOutput
     hits: HitCounter
 
 

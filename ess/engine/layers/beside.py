@@ -75,8 +75,8 @@ class Carried:
         return Carried(self.beside, self.lines[which], self.starts[which])
 
     def begin(self) -> None:
-        there = self.beside.lengths[self.lines]
-        assert torch.equal(there, self.starts), f"states of {there.tolist()} tokens"
+        lengths = self.beside.lengths[self.lines]
+        assert torch.equal(lengths, self.starts), f"states of {lengths.tolist()} tokens"
 
     def end(self, count: int) -> None:
         """The states of all layers have taken `count` more tokens."""

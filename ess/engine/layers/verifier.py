@@ -105,12 +105,12 @@ class Verifier:
 
     def check(self, batch: Batch, stages: Truth, attended: Tensor) -> None:
         """Compare one layer of this step; call before the step is committed."""
-        layer, step, is_here = stages.number, batch.step.number, attended.device.type == "cpu"
+        layer, step, on_cpu = stages.number, batch.step.number, attended.device.type == "cpu"
         slots = batch.offload.compare(layer, most=LISTED_MAX)
         attention = _differences(attended, stages.attend_truth())
-        brought = OnHost(attention) if is_here else Download(attention)
+        brought = OnHost(attention) if on_cpu else Download(attention)
         self._under_way.append(Check(step, layer, stages.first_query, slots, brought))
-        if is_here:
+        if on_cpu:
             self.learned(step)
 
     def learned(self, step: int) -> None:

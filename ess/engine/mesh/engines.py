@@ -76,7 +76,7 @@ class Lead(MeshEngine):
     ) -> Request:
         check_kinds(sampling, options)
         prompt, asked = token_ids("prompt", prompt), sampling or Sampling()
-        options["said"] = token_ids("said", options.get("said", ()))
+        options["prior_output"] = token_ids("prior_output", options.get("prior_output", ()))
         _check(asked, options)
         leader, take = options.get("leader"), options.get("take")
         if take is not None and (take.fake or self._arrivals is None):
@@ -89,7 +89,7 @@ class Lead(MeshEngine):
             options.get("priority", 0),
             None if leader is None else leader.number,
             options.get("salt", b""),
-            list(options["said"]),
+            list(options["prior_output"]),
             None if take is None else (take.uid, take.peer),
         )
         self.lockstep.say(added)
@@ -183,7 +183,7 @@ class Follower:
             priority=added.priority,
             leader=None if added.leader is None else self._requests.get(added.leader),
             salt=added.salt,
-            said=added.said,
+            prior_output=added.prior_output,
             take=None if added.take is None else Take(*added.take),
         )
         self._requests[request.number] = request

@@ -57,8 +57,8 @@ class Relay:
             is_last=runner.model.is_last,
             fed=fed_digest,
         )
-        choices = [Choice(said.tokens, said.chances, said.is_broken) for said in agreed.said]
-        return HostOutput(choices, [said.drafts for said in agreed.said])
+        choices = [Choice(each.tokens, each.chances, each.is_broken) for each in agreed.made]
+        return HostOutput(choices, [each.drafts for each in agreed.made])
 
     def _told(
         self, runner: Runner, batch: Batch, fed: HostInput, hidden: Tensor, draft_count: int
@@ -67,18 +67,18 @@ class Relay:
         round otherwise."""
         forward = runner.ended(batch, hidden)
         chosen = fed.choose(forward.logits)
-        mine = tuple(_said(choice) for choice in chosen.choices)
-        choices = self._of_first(StepTokens(digest(fed), mine)).said
-        kept = [Choice(said.tokens, said.chances, said.is_broken) for said in choices]
+        mine = tuple(_made(choice) for choice in chosen.choices)
+        choices = self._of_first(StepTokens(digest(fed), mine)).made
+        kept = [Choice(each.tokens, each.chances, each.is_broken) for each in choices]
         drafts = drafted(runner, batch, forward, HostChosen(fed, kept), draft_count)
         if drafts is None:
             return StepTokens(digest(fed), choices)
         guesses: list[list[int]] = drafts.tolist()
-        said = tuple(
-            msgspec.structs.replace(said, drafts=tuple(guess))
-            for said, guess in zip(choices, guesses, strict=True)
+        made = tuple(
+            msgspec.structs.replace(each, drafts=tuple(guess))
+            for each, guess in zip(choices, guesses, strict=True)
         )
-        return self._of_first(StepTokens(digest(fed), said))
+        return self._of_first(StepTokens(digest(fed), made))
 
     def _of_first(self, mine: StepTokens) -> StepTokens:
         choices = unpacked(self._group.team.broadcast(packed(mine)))
@@ -119,5 +119,5 @@ def digest(fed: HostInput) -> int:
     return crc32(msgspec.msgpack.encode(numbers))
 
 
-def _said(choice: Choice) -> RequestTokens:
+def _made(choice: Choice) -> RequestTokens:
     return RequestTokens(choice.tokens, choice.chances, choice.is_broken)

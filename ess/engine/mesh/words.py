@@ -34,7 +34,7 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag=True):
     priority: int = 0
     leader: int | None = None
     salt: bytes = b""
-    said: list[int] = []
+    prior_output: list[int] = []
     take: tuple[int, int] | None = None
 
 
@@ -134,7 +134,7 @@ class StepTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`fed` is a digest of what the step was fed with."""
 
     fed: int
-    said: tuple[RequestTokens, ...]
+    made: tuple[RequestTokens, ...]
 
 
 Aside: TypeAlias = Holds | Met | StepTokens | HandoffRoom | HandoffsEnded

@@ -135,9 +135,9 @@ class PacedEngine:
     def obey(self, message: ToEngine, wire: Wire) -> None:
         match message:
             case Add():
-                said_count = len(message.said)
-                left = iter(islice(self._script(message), said_count, None))
-                going = PacedRequest(message, left, next(left), time.monotonic(), said_count)
+                prior_count = len(message.prior_output)
+                left = iter(islice(self._script(message), prior_count, None))
+                going = PacedRequest(message, left, next(left), time.monotonic(), prior_count)
                 self._going[message.number] = going
                 self._prompt_count += len(message.prompt)
             case Abort(number):
@@ -213,7 +213,7 @@ class PacedEngine:
         sampling = going.add.sampling
         tokens: list[int] = []
         reason: FinishReason | None = None
-        is_first = going.made_count == len(going.add.said)
+        is_first = going.made_count == len(going.add.prior_output)
         cached_count = self._cached_count if is_first else None
         scored = going.add.prompt[sampling.prompt_start + 1 :] if is_first else []
         while reason is None and len(tokens) < self._per_step:

@@ -37,8 +37,8 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True):
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`leader` is the number of an earlier request with this prompt, for the same answer. `name` is
     the id that the client knows; all answers to one HTTP request have the same. Requests of
-    different `salt` share no cached prefix. `said` are tokens of the answer that another engine
-    has made: this one makes those behind them."""
+    different `salt` share no cached prefix. `prior_output` are the first tokens of
+    the answer, which another engine has made: this one makes those behind them."""
 
     number: int
     prompt: list[int]
@@ -48,7 +48,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     name: str = ""
     salt: str = ""
     handoff: Handoff | None = None
-    said: list[int] = []
+    prior_output: list[int] = []
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):

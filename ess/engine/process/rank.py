@@ -75,7 +75,7 @@ def expert_ranks_of(launch: Launch, group: Group) -> ExpertRanks:
     )
     if is_device(settings.device):
         home = torch.device("cuda", ordinal_of(settings.device))
-        return FixedExpertRanks(group.team, places, home, lambda there: Download(there).read)
+        return FixedExpertRanks(group.team, places, home, lambda tensor: Download(tensor).read)
     return ExpertRanks(group.team, places)
 
 
@@ -93,9 +93,9 @@ def loaded(launch: Launch, group: Group, clock: Clock) -> Built:
     record = recorder(launch.config, expert_ranks)
     ranks = Many(expert_ranks, on_meet=group.advance, on_census=record)
     names = ALIKE + (ALIKE_ON_DEVICES if is_device(launch.config.device) else ())
-    said = {name: str(getattr(launch.config, name)) for name in names}
-    said["model"] = fingerprint(launch.model).hex()
-    meets = partial(greet, group, said)
+    settings = {name: str(getattr(launch.config, name)) for name in names}
+    settings["model"] = fingerprint(launch.model).hex()
+    meets = partial(greet, group, settings)
     return build(launch, clock, expert_ranks=expert_ranks, ranks=ranks, before_steps=meets)
 
 

@@ -212,7 +212,7 @@ class EngineLoop:
                 salt=message.salt.encode(),
                 give=_given(message.handoff),
                 take=_taken(message.handoff),
-                said=message.said,
+                prior_output=message.prior_output,
             )
         except EssError as error:
             refused = Piece(message.number, reason="refused", sentence=str(error))

@@ -39,10 +39,10 @@ class Downloads:
         self._byte_count = 0
 
     def bring(self, made: Tensor, then: Callable[[Tensor], None]) -> None:
-        here = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
-        here.copy_(made, non_blocking=True)
-        self._open.append((here, then))
-        self._byte_count += here.nbytes
+        staged = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+        staged.copy_(made, non_blocking=True)
+        self._open.append((staged, then))
+        self._byte_count += staged.nbytes
         if self._byte_count >= STAGED_BYTES:
             self.land()
 
@@ -74,7 +74,7 @@ class Downloads:
         """Hands on the oldest batch."""
         batch = self._batches.popleft()
         batch.landed.synchronize()
-        for here, each in batch.coming:
-            self._byte_count -= here.nbytes
-            each(here)
+        for staged, each in batch.coming:
+            self._byte_count -= staged.nbytes
+            each(staged)
         batch.then()

@@ -170,7 +170,7 @@ class Many:
         for rank, (step, *_) in enumerate(table):
             if step != self._step:
                 raise OutOfStep(f"rank {rank} is at step {step}, rank {team.rank} at {self._step}")
-        self.latest = agreed([_needs(*said) for _, *said in table])
+        self.latest = agreed([_needs(*numbers) for _, *numbers in table])
         self._expert_ranks.enter(self._step, self.latest.rooms)
         self._step += 1
         self._on_meet()

@@ -18,7 +18,7 @@ from ess.units import shown
 
 
 def check_prompt(request: Request, *, vocabulary: int, longest: int) -> None:
-    for name, ids in (("prompt", request.prompt), ("said", request.said)):
+    for name, ids in (("prompt", request.prompt), ("prior_output", request.prior_output)):
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
             place, wrong = next(each for each in enumerate(ids) if not 0 <= each[1] < vocabulary)
             limit = f"{name} ids must be 0..{vocabulary - 1}"

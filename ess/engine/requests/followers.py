@@ -26,7 +26,7 @@ class Followers:
             return False
         if (request.prompt, request.length_max) != (leader.prompt, leader.length_max):
             return False
-        if request.salt != leader.salt or request.said or leader.said:
+        if request.salt != leader.salt or request.prior_output or leader.prior_output:
             return False
         if request.sampling.prompt_logprobs is not None:
             return False

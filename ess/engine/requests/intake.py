@@ -25,7 +25,7 @@ class RequestOptions(TypedDict, total=False):
     `leader`, a request of the same prompt and length, the prompt is prefilled once. Requests of
     different `salt` share no cached prefix. In the handoff `give` the prompt's rows go to another
     worker, and the request ends when they are made; with `take` they come from another worker.
-    `said` are the first tokens of its output, which another engine has made.
+    `prior_output` are the first tokens of its output, which another engine has made.
     """
 
     priority: int
@@ -33,7 +33,7 @@ class RequestOptions(TypedDict, total=False):
     salt: bytes
     give: int | None
     take: Take | None
-    said: Sequence[int]
+    prior_output: Sequence[int]
 
 
 def check_kinds(sampling: Sampling | None, options: RequestOptions) -> None:
@@ -87,7 +87,7 @@ class Intake:
             salt=options.get("salt", b""),
             gives=options.get("give"),
             takes=options.get("take"),
-            said=tuple(token_ids("said", options.get("said", ()))),
+            prior_output=tuple(token_ids("prior_output", options.get("prior_output", ()))),
             owner=self._owner,
         )
         self._made_count += 1

@@ -73,12 +73,13 @@ class Take:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`prompt`, `sampling`, `priority`, `leader`, `salt`, `gives`, `takes` and `said` come from
-    outside; everything else is the engine's, which is its `owner`. Requests of different `salt`
-    share no cached prefix. `said` begins the output: another engine has made it, and here its rows
-    are made as those of the prompt are. `gives` is the number of the handoff in which its prompt's
-    rows leave. It `has_landed` from the moment when all rows have come, with their `windows`, until
-    the request is on the device, and `has_loaded` as long when pages have come from the disk.
+    """`prompt`, `sampling`, `priority`, `leader`, `salt`, `gives`, `takes` and `prior_output`
+    come from outside; everything else is the engine's, which is its `owner`. Requests of different
+    `salt` share no cached prefix. The output begins with `prior_output`, which another engine has
+    made; its rows are made as those of the prompt are. `gives` is the number of the handoff in
+    which its prompt's rows leave. It `has_landed` from the moment when all rows have come, with
+    their `windows`, until the request is on the device, and `has_loaded` as long when pages have
+    come from the disk.
 
     `is_plain`: its `sampling` leaves logits as they are. `ends` are the ids that end it, `ended_by`
     is the id or the stop string that did. It has failed when its grammar could not be followed to
@@ -98,7 +99,7 @@ class Request:
     salt: bytes = b""
     gives: int | None = None
     takes: Take | None = None
-    said: tuple[int, ...] = ()
+    prior_output: tuple[int, ...] = ()
     owner: object = None
     output: list[int] = field(default_factory=list)
     state: State = "waiting"
@@ -169,9 +170,9 @@ class Request:
 
     @property
     def prefill_count(self) -> int:
-        """Tokens to prefill: all but the last token of the prompt, or of `said`, which decode runs
-        first."""
-        return len(self.prompt) + len(self.said) - 1
+        """Tokens to prefill: all but the last token of the prompt, or of
+        `prior_output`, which decode runs first."""
+        return len(self.prompt) + len(self.prior_output) - 1
 
     @property
     def is_prefilled(self) -> bool:
@@ -187,12 +188,14 @@ class Request:
         """Takes what was said before. BadInput where that has ended the answer, or where chances of
         the prompt are asked for, which come before the first token."""
         assert not self.output, f"request {self.number} has made tokens of its own"
-        if self.said and self.sampling.prompt_logprobs is not None:
-            raise BadInput("said has tokens, and prompt_logprobs were made before them")
-        if self.said and len(self.said) < self.sampling.tokens_max:
-            self.take(list(self.said))
-        if self.reason is not None or len(self.output) < len(self.said):
-            raise BadInput(f"said has {len(self.said)} tokens, which end the answer")
+        if self.prior_output and self.sampling.prompt_logprobs is not None:
+            raise BadInput("prior_output has tokens, and prompt_logprobs were made before them")
+        if self.prior_output and len(self.prior_output) < self.sampling.tokens_max:
+            self.take(list(self.prior_output))
+        if self.reason is not None or len(self.output) < len(self.prior_output):
+            raise BadInput(
+                f"prior_output has {len(self.prior_output)} tokens, which end the answer"
+            )
 
     def take(self, made: list[int]) -> list[int]:
         """Append new tokens up to the first that ends the request; returns those kept."""
@@ -244,11 +247,11 @@ class Request:
     def check(self) -> None:
         """Checks what must hold between two steps of the engine."""
         name = f"request {self.number} ({self.state})"
-        ended, here = self.state == "finished", self.sequence is not None
+        ended, has_rows = self.state == "finished", self.sequence is not None
         assert ended == (self.reason is not None), f"{name} has the reason {self.reason}"
-        assert here or self.state in ("waiting", "finished"), f"{name} has no rows"
-        assert not here or self.state != "waiting", f"{name} has rows"
-        assert not (ended and here) or self.flight_count, f"{name} has rows that no step needs"
+        assert has_rows or self.state in ("waiting", "finished"), f"{name} has no rows"
+        assert not has_rows or self.state != "waiting", f"{name} has rows"
+        assert not (ended and has_rows) or self.flight_count, f"{name} has rows that no step needs"
         assert 0 <= self.prefilled_count <= self.prefill_count, f"{name}: {self.prefilled_count}"
         assert self.state != "decoding" or self.is_prefilled, f"{name} lacks rows of its prompt"
         assert self.state != "prefilling" or not self.is_prefilled, f"{name} has its whole prompt"

@@ -39,8 +39,8 @@ AnyRequest = TypeVar("AnyRequest", bound=Runnable)
 
 class Roster(Generic[AnyRequest]):
     def __init__(self) -> None:
-        here = (state for state in get_args(State) if state != "finished")
-        self._by_state: dict[State, dict[int, AnyRequest]] = {state: {} for state in here}
+        listed = (state for state in get_args(State) if state != "finished")
+        self._by_state: dict[State, dict[int, AnyRequest]] = {state: {} for state in listed}
         self._ranks: list[tuple[int, int]] = []
         self._sorted: dict[tuple[State, ...], tuple[AnyRequest, ...]] = {}
 
@@ -66,13 +66,13 @@ class Roster(Generic[AnyRequest]):
 
     def first_waiting(self) -> AnyRequest | None:
         """The waiting request that is first in rank."""
-        ranks, here = self._ranks, self._by_state["waiting"]
-        if len(ranks) > 2 * len(here) + SPARE:
-            ranks[:] = sorted(request.rank for request in here.values())
-        while ranks and ranks[0][1] not in here:
+        ranks, waiting = self._ranks, self._by_state["waiting"]
+        if len(ranks) > 2 * len(waiting) + SPARE:
+            ranks[:] = sorted(request.rank for request in waiting.values())
+        while ranks and ranks[0][1] not in waiting:
             heapq.heappop(ranks)
-        assert bool(ranks) == bool(here), f"{len(here)} wait, {len(ranks)} have a rank"
-        return here[ranks[0][1]] if ranks else None
+        assert bool(ranks) == bool(waiting), f"{len(waiting)} wait, {len(ranks)} have a rank"
+        return waiting[ranks[0][1]] if ranks else None
 
     def of(self, state: State) -> Iterable[AnyRequest]:
         return self._by_state[state].values()
@@ -88,16 +88,16 @@ class Roster(Generic[AnyRequest]):
         return ranked
 
     def check(self) -> None:
-        numbers = [number for here in self._by_state.values() for number in here]
+        numbers = [number for listed in self._by_state.values() for number in listed]
         assert len(set(numbers)) == len(numbers), "a request is in two states"
-        for state, here in self._by_state.items():
-            for number, request in here.items():
+        for state, requests in self._by_state.items():
+            for number, request in requests.items():
                 assert request.number == number, f"request {request.number} is listed as {number}"
                 assert request.state == state, f"request {number} is {request.state}, not {state}"
-        for states, requests in self._sorted.items():
-            there = sorted(number for state in states for number in self._by_state[state])
-            listed = sorted(request.number for request in requests)
-            assert listed == there, f"{states}: {listed} are sorted, {there} are here"
+        for states, ranked in self._sorted.items():
+            listed = sorted(number for state in states for number in self._by_state[state])
+            numbers = sorted(request.number for request in ranked)
+            assert numbers == listed, f"{states}: {numbers} are sorted, {listed} are listed"
         ranks = self._ranks
         lost = self._by_state["waiting"].keys() - {number for _, number in ranks}
         assert not lost, f"requests {lost} wait and have no rank"

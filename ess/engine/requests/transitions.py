@@ -61,10 +61,10 @@ class Transitions:
             return self.refuse(request, refusal)
         request.sequence = opened
         request.cached_count = request.prefilled_count = opened.cached_count
-        is_here = not lands and not opened.is_loading
+        is_whole = not lands and not opened.is_loading
         late: State = "landing" if lands else "loading"
-        self.roster.move(request, "prefilling" if is_here else late)
-        if request.is_prefilled and is_here:
+        self.roster.move(request, "prefilling" if is_whole else late)
+        if request.is_prefilled and is_whole:
             self.arrive(request, None)
 
     def begin_again(self, request: Request) -> None:
@@ -102,7 +102,9 @@ class Transitions:
         forked = self.admission.fork(request, followers, limit=self.flights.pace.batch_limit)
         for landed in (request, *forked):
             assert landed.sequence is not None, f"request {landed.number} has no rows"
-            assert len(landed.output) == len(landed.said), f"request {landed.number} lands twice"
+            assert len(landed.output) == len(landed.prior_output), (
+                f"request {landed.number} lands twice"
+            )
             if windows is not None and self.config.warm:
                 if isinstance(windows, Tensor):
                     landed.sequence.warm(windows)

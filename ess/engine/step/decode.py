@@ -93,16 +93,16 @@ class Launcher:
         else:
             kind = draft_count, agreement.sizes, fed.form
             results = self.replays.run(step, fit, course, kind, compute)
-        step.seal(accepted=results.said.accepted[: len(turns)])
+        step.seal(accepted=results.output.accepted[: len(turns)])
         lap.end()
-        results.said.tell(fed)
+        results.output.tell(fed)
         return Flight(turns, step, draft_count, lap, results.hits.seen())
 
     def learn(self, flight: Flight) -> tuple[Outcome, ...]:
         """The results of the oldest step; LinkLost if another rank's part of it may be missing."""
         outcomes = self.future.learn(flight.step.number)
         self.ranks.check()
-        kept = [list(said.feed.tokens[: len(said.choice.tokens)]) for said in outcomes]
+        kept = [list(each.feed.tokens[: len(each.choice.tokens)]) for each in outcomes]
         flight.step.learn(accepted=[len(ids) for ids in kept], tokens=kept)
         return outcomes
 

@@ -2,12 +2,12 @@
 
     future.feed(step, turns, counts) -> fed    the newest tokens and the drafts behind them
     fed.choose(logits) -> chosen               the targets up to the first wrong draft
-    chosen.with_drafts(drafts) -> said         what the next launch takes of it
-    said.tell(fed)                             what the host takes of it
+    chosen.with_drafts(drafts) -> output       what the next launch takes of it
+    output.tell(fed)                           what the host takes of it
 
 `FutureMap` does it in the host's memory, `DeviceFuture` on a device, where the host reads no number
-before the host learns the step. There all between `feed` and `tell` may be a graph: then what is
-said comes from the step that was captured, and `tell` is given what the replaying one was fed.
+before the host learns the step. There all between `feed` and `tell` may be a graph: then the
+output comes from the step that was captured, and `tell` is given what the replaying one was fed.
 """
 
 from __future__ import annotations

@@ -117,14 +117,14 @@ class Runner:
 
     def batch(self, step: Step, course: Course | None = None) -> Batch:
         """On a device all tensors of the batch are made before any stream uses them."""
-        rotate, is_here = self.model.rotation, self.model.device.type == "cpu"
+        rotate, on_cpu = self.model.rotation, self.model.device.type == "cpu"
         return Batch(
             offload=self.offload,
             step=step,
             course=course or self.course(step, step.query_counts),
             ops=self.ops,
             rotate=rotate,
-            given=None if is_here else Places.of(step, rotate),
+            given=None if on_cpu else Places.of(step, rotate),
             scale=self._scale,
             warmth=hit_counter(step.query_stop, self.offload.layout),
             balanced=self._balanced,

@@ -23,9 +23,9 @@ class Stateful(WholeModel):
     def decoded(self, runner: Runner, batch: Batch, fed: StepInput, draft_count: int) -> StepOutput:
         assert batch.carried is not None, "a model without states"
         batch.carried.begin()
-        said = super().decoded(runner, batch, fed, draft_count)
+        output = super().decoded(runner, batch, fed, draft_count)
         batch.carried.end(1)
-        return said
+        return output
 
     def prefilled(
         self, runner: Runner, spans: Sequence[Span], on_layer: Callable[[int], None] | None
@@ -35,10 +35,10 @@ class Stateful(WholeModel):
         parts_of: list[list[Prefilled]] = [[] for _ in spans]
         rounds = list(itertools.zip_longest(*(_cut(runner, span) for span in spans)))
         for round_ in rounds:
-            there = [(place, piece) for place, piece in enumerate(round_) if piece is not None]
+            placed = [(place, piece) for place, piece in enumerate(round_) if piece is not None]
             listener = on_layer if round_ is rounds[-1] else None
-            ran = _ran(runner, [piece for _, piece in there], listener)
-            for (place, _), each in zip(there, ran, strict=True):
+            ran = _ran(runner, [piece for _, piece in placed], listener)
+            for (place, _), each in zip(placed, ran, strict=True):
                 parts_of[place].append(each)
         return [_joined(span, parts) for span, parts in zip(spans, parts_of, strict=True)]
 

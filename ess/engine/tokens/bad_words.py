@@ -20,12 +20,12 @@ class BadWords:
         """The ids that may not come behind the output, and behind each of the drafts."""
         reach = self._lengths[-1]
         behind = tuple(output[-reach:]) if reach else ()
-        said = (*behind, *drafts)
-        return [self._after(said[: len(behind) + count]) for count in range(len(drafts) + 1)]
+        before = (*behind, *drafts)
+        return [self._after(before[: len(behind) + count]) for count in range(len(drafts) + 1)]
 
-    def _after(self, said: tuple[int, ...]) -> list[int]:
+    def _after(self, before: tuple[int, ...]) -> list[int]:
         ids: list[int] = []
         for length in self._lengths:
-            if length <= len(said):
-                ids += self._lasts.get(said[len(said) - length :], ())
+            if length <= len(before):
+                ids += self._lasts.get(before[len(before) - length :], ())
         return ids

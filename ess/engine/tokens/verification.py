@@ -151,14 +151,14 @@ def _penalise(request: Request, drafts: Sequence[int], logits: Tensor) -> None:
         request.tally = Tally(request.prompt if sampling.repetition_penalty != 1.0 else ())
     request.tally.follow(request.output)
     ahead = request.tally.ahead(drafts)
-    ids, said, seen = (
-        torch.from_numpy(part).to(logits.device) for part in (ahead.ids, ahead.said, ahead.seen)
+    ids, times, seen = (
+        torch.from_numpy(part).to(logits.device) for part in (ahead.ids, ahead.times, ahead.seen)
     )
     scores = logits[:, ids]
     penalty = sampling.repetition_penalty
     repeated = torch.where(scores > 0, scores / penalty, scores * penalty)
     scores = torch.where(seen, repeated, scores)
-    scores -= sampling.frequency_penalty * said + sampling.presence_penalty * (said > 0)
+    scores -= sampling.frequency_penalty * times + sampling.presence_penalty * (times > 0)
     logits[:, ids] = scores
 
 

@@ -174,11 +174,11 @@ class Pipe:
     def _log(self, number: int) -> Path:
         return self._folder / f"{number}.jsonl"
 
-    def _say(self, number: int, said: Any) -> None:
+    def _say(self, number: int, message: Any) -> None:
         stdin = self._processes[number].stdin
         assert stdin is not None, "stdin is a pipe"
         try:
-            stdin.write(msgspec.json.encode(said) + b"\n")
+            stdin.write(msgspec.json.encode(message) + b"\n")
         except BrokenPipeError:
             raise BadState(ENDED) from None
 

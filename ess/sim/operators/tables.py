@@ -104,9 +104,9 @@ def exchanges(entries: Sequence[Entry], *, near: Sequence[Entry] = ()) -> dict[f
     """Exchanges by number of nodes, the first column; then come tokens and the time of each way.
     `near` are entries within a node, without the first column."""
     rows = [*((1.0, *entry) for entry in near), *entries]
-    there = curves([row[:3] for row in rows], keys=1)
-    back = curves([(*row[:2], row[3]) for row in rows], keys=1)
-    return {number(key[0]): Exchange(there[key], back[key]) for key in there}
+    dispatch = curves([row[:3] for row in rows], keys=1)
+    combine = curves([(*row[:2], row[3]) for row in rows], keys=1)
+    return {number(key[0]): Exchange(dispatch[key], combine[key]) for key in dispatch}
 
 
 def nearest(tables: Mapping[float, Exchange], nodes: int) -> Exchange:

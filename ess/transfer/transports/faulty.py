@@ -132,20 +132,22 @@ class FaultyTransport(WrappedTransport):
                 garbled = self._flipped(transfer.notification)
                 self._pass_on(handle, replace(transfer, notification=garbled))
             case Fault.PARTIAL:
-                cut_to = self._random.randrange(len(transfer.here))
-                cut = replace(transfer, here=transfer.here[:cut_to], there=transfer.there[:cut_to])
+                cut_to = self._random.randrange(len(transfer.local))
+                cut = replace(
+                    transfer, local=transfer.local[:cut_to], remote=transfer.remote[:cut_to]
+                )
                 self._pass_on(handle, cut)
 
     def _corrupted(self, transfer: Transfer) -> Transfer:
         """The transfer with one run replaced by a copy in which one bit is flipped."""
-        here = transfer.here.copy()
-        row = self._random.randrange(len(here))
-        source = views(here[row : row + 1], self._regions)[0]
+        local = transfer.local.copy()
+        row = self._random.randrange(len(local))
+        source = views(local[row : row + 1], self._regions)[0]
         if len(source) > self._scratch.memory.size:
             raise BadInput(f"a run of {len(source)} bytes does not fit the scratch region")
         self._scratch.memory[: len(source)] = np.frombuffer(self._flipped(source), np.uint8)
-        here[row, :2] = self._scratch.number, 0
-        return replace(transfer, here=here)
+        local[row, :2] = self._scratch.number, 0
+        return replace(transfer, local=local)
 
     def _flipped(self, content: bytes | memoryview) -> bytes:
         flipped = bytearray(content)
@@ -171,5 +173,5 @@ class FaultyTransport(WrappedTransport):
 
 def _can_strike(fault: Fault, transfer: Transfer) -> bool:
     if fault in (Fault.CORRUPT, Fault.PARTIAL):
-        return transfer.op == "write" and len(transfer.here) > 0
+        return transfer.op == "write" and len(transfer.local) > 0
     return bool(transfer.notification) if fault is Fault.GARBLE else True

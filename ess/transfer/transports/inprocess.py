@@ -87,13 +87,13 @@ class InProcessTransport(Endpoint):
                 del self._exchange.endpoints[self._name]
         self._is_closed = True
 
-    def _start(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+    def _start(self, handle: int, transfer: Transfer, local: Runs, remote: Runs) -> None:
         if transfer.peer in self._names:
-            self._queue.append((handle, transfer, here, there))
+            self._queue.append((handle, transfer, local, remote))
         else:
             self._underway.fail(handle, f"peer {transfer.peer:016x} is not connected")
 
-    def _move(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+    def _move(self, handle: int, transfer: Transfer, local: Runs, remote: Runs) -> None:
         if self._underway.find(handle) is None:
             return
         with self._exchange.lock:
@@ -101,21 +101,21 @@ class InProcessTransport(Endpoint):
             if peer is None or peer.epoch != transfer.peer:
                 fault: str | None = "it has just gone"
             else:
-                fault = peer._accept(self.epoch, transfer, views(here, self._regions), there)
+                fault = peer._accept(self.epoch, transfer, views(local, self._regions), remote)
         if fault is None:
             self._underway.complete(handle)
         else:
             self._underway.fail(handle, f"refused: {fault}")
 
     def _accept(
-        self, sender: int, transfer: Transfer, theirs: list[memoryview], there: Runs
+        self, sender: int, transfer: Transfer, theirs: list[memoryview], remote: Runs
     ) -> str | None:
         """The owner's part of a transfer, under the lock: why it is refused, or None."""
         if sender in self._fenced:
             return "it disconnected from us"
-        fault = self._fault(there, transfer.ticket)
+        fault = self._fault(remote, transfer.ticket)
         if fault is None:
-            _copy(transfer, theirs, views(there, self._regions))
+            _copy(transfer, theirs, views(remote, self._regions))
             if transfer.notification:
                 self._inbox.append((sender, transfer.notification))
         return fault
@@ -134,7 +134,7 @@ class InProcessTransport(Endpoint):
             self._underway.lost(epoch, reason)
 
 
-def _copy(transfer: Transfer, here: list[memoryview], there: list[memoryview]) -> None:
-    sources, targets = (here, there) if transfer.op == "write" else (there, here)
+def _copy(transfer: Transfer, local: list[memoryview], remote: list[memoryview]) -> None:
+    sources, targets = (local, remote) if transfer.op == "write" else (remote, local)
     for source, target in zip(sources, targets, strict=True):
         target[:] = source

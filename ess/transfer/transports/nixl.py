@@ -129,31 +129,31 @@ class NixlTransport(Endpoint):
         self._agent = None
         self._is_closed = True
 
-    def _start(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+    def _start(self, handle: int, transfer: Transfer, local: Runs, remote: Runs) -> None:
         peer = self._peers.get(transfer.peer)
         if peer is None:
             self._underway.fail(handle, f"peer {transfer.peer:016x} is not connected")
             return
         sizes = {number: size for number, (_, size) in peer.addresses.items()}
-        fault = fault_of(there, sizes)
+        fault = fault_of(remote, sizes)
         if fault is not None:
             self._underway.fail(handle, f"refused: {fault}")
-        elif len(here):
-            self._guarded(handle, lambda: self._request(handle, transfer, here, there))
+        elif len(local):
+            self._guarded(handle, lambda: self._request(handle, transfer, local, remote))
         else:
             content = CONTENT + transfer.notification
             self._guarded(handle, lambda: self._agent.send_notif(_name(transfer.peer), content))
             self._underway.complete(handle)
 
-    def _request(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+    def _request(self, handle: int, transfer: Transfer, local: Runs, remote: Runs) -> None:
         ours = {number: region.address for number, region in self._regions.items()}
         theirs = {
             number: address for number, (address, _) in self._peers[transfer.peer].addresses.items()
         }
         request = self._agent.initialize_xfer(
             transfer.op.upper(),
-            self._agent.get_xfer_descs(_descriptors(here, ours), "DRAM"),
-            self._agent.get_xfer_descs(_descriptors(there, theirs), "DRAM"),
+            self._agent.get_xfer_descs(_descriptors(local, ours), "DRAM"),
+            self._agent.get_xfer_descs(_descriptors(remote, theirs), "DRAM"),
             _name(transfer.peer),
             CONTENT + transfer.notification if transfer.notification else b"",
         )

@@ -93,14 +93,14 @@ class SharedTransport(StreamTransport):
         sock.connect(address[_OWNER.size + count * _REGION.size :])
         return sock
 
-    def _send(self, link: Link, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+    def _send(self, link: Link, handle: int, transfer: Transfer, local: Runs, remote: Runs) -> None:
         regions = self._theirs[link.peer]
         sizes = {number: region.memory.size for number, region in regions.items()}
-        fault = fault_of(there, sizes)
+        fault = fault_of(remote, sizes)
         if fault is not None:
             self._underway.fail(handle, f"refused: {fault}")
             return
-        ours, theirs = views(here, self._regions), views(there, regions)
+        ours, theirs = views(local, self._regions), views(remote, regions)
         pair = (ours, theirs) if transfer.op == "write" else (theirs, ours)
         self._copies.append((handle, link, _copy(*pair)))
 

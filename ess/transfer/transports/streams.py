@@ -189,7 +189,7 @@ class StreamTransport(Endpoint):
             case Kind.READ:
                 frame.refusal = self._fault(frame.runs, frame.ticket)
             case Kind.ANSWER:
-                return views(self._asked(link, frame).here, self._regions)
+                return views(self._asked(link, frame).local, self._regions)
         return ()
 
     def _asked(self, link: Link, frame: Frame) -> Transfer:
@@ -241,16 +241,16 @@ class StreamTransport(Endpoint):
         for waiting in link.waiting if link.is_met else ():
             self._send(link, *waiting)
 
-    def _start(self, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+    def _start(self, handle: int, transfer: Transfer, local: Runs, remote: Runs) -> None:
         link = self._ours.get(transfer.peer)
         if link is None:
             self._underway.fail(handle, f"peer {transfer.peer:016x} is not connected")
         elif link.is_met:
-            self._send(link, handle, transfer, here, there)
+            self._send(link, handle, transfer, local, remote)
         else:
-            link.waiting.append((handle, transfer, here, there))
+            link.waiting.append((handle, transfer, local, remote))
 
-    def _send(self, link: Link, handle: int, transfer: Transfer, here: Runs, there: Runs) -> None:
+    def _send(self, link: Link, handle: int, transfer: Transfer, local: Runs, remote: Runs) -> None:
         if link.channel.is_full:
             self._underway.fail(handle, "too much waits for a peer that does not read")
             return
@@ -259,9 +259,9 @@ class StreamTransport(Endpoint):
             Kind.WRITE if is_write else Kind.READ,
             transfer=handle,
             ticket=transfer.ticket,
-            runs=there,
+            runs=remote,
             note=transfer.notification,
-            payload=views(here, self._regions) if is_write else (),
+            payload=views(local, self._regions) if is_write else (),
         )
 
     def _watch(self) -> None:

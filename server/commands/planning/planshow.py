@@ -31,9 +31,9 @@ class Sides(Generic[S]):
     offload: S
     resident: S | None
 
-    def line(self, name: str, said: Callable[[S], str], remark: str = "") -> Line:
-        resident = "-" if self.resident is None else said(self.resident)
-        return name, said(self.offload), resident, remark
+    def line(self, name: str, shown: Callable[[S], str], remark: str = "") -> Line:
+        resident = "-" if self.resident is None else shown(self.resident)
+        return name, shown(self.offload), resident, remark
 
 
 def show(answer: PlanAnswer, ask: Ask, question: Question, lines: list[str]) -> None:
@@ -265,9 +265,9 @@ def ranged(form: str, figure: float | None, ends: Sequence[float | None], *, uni
     >>> ranged("{}", 2, (2, 2))
     '2'
     """
-    said = "-" if figure is None else form.format(figure)
+    shown = "-" if figure is None else form.format(figure)
     low, high = ("no end" if end is None else form.format(end) for end in ends)
-    return said + unit if {low, high} <= {said} else f"{said}{unit} ({low} to {high})"
+    return shown + unit if {low, high} <= {shown} else f"{shown}{unit} ({low} to {high})"
 
 
 def _gain(gain: float | None, band: Band) -> str:

@@ -39,5 +39,5 @@ def answer_of(*words: str, limit_s: float) -> Answer:
         return Answer(fault=f"nothing after {limit_s:g} s")
     if done.returncode == 0 and (lines := done.stdout.strip().splitlines()):
         return Answer(printed=lines[-1])
-    said = done.stderr.strip().splitlines() or ["nothing was said"]
-    return Answer(fault=said[-1][:WORDS_MAX])
+    lines = done.stderr.strip().splitlines() or ["nothing was said"]
+    return Answer(fault=lines[-1][:WORDS_MAX])

@@ -191,6 +191,6 @@ async def _answer(reader: asyncio.StreamReader) -> bytes:
         raise Unavailable(f"its answer has {int(length):,} bytes, at most {METADATA_BYTES_MAX:,}")
     content = await reader.readexactly(int(length))
     if status != [b"200"]:
-        said = content[:300].decode(errors="replace")
-        raise Unavailable(f"it answers {b''.join(status).decode(errors='replace'):.9}: {said}")
+        reason = content[:300].decode(errors="replace")
+        raise Unavailable(f"it answers {b''.join(status).decode(errors='replace'):.9}: {reason}")
     return content

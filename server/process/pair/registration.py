@@ -65,8 +65,8 @@ class Router:
         finally:
             connection.close()
         if not 200 <= answer.status < 300:
-            said = content[:200].decode(errors="replace")
-            raise Unavailable(f"it answers {answer.status}: {said}")
+            reason = content[:200].decode(errors="replace")
+            raise Unavailable(f"it answers {answer.status}: {reason}")
         try:
             return msgspec.json.decode(content or b"{}")
         except UNDECODABLE:

@@ -48,19 +48,19 @@ class Record:
     reported."""
 
     packed: bytes
-    said: array[int] = field(default_factory=lambda: array("i"))
+    output: array[int] = field(default_factory=lambda: array("i"))
     scored_count: int = 0
     loss_count: int = 0
     is_counted: bool = False
 
     @property
     def size(self) -> int:
-        return len(self.packed) + len(self.said) * self.said.itemsize
+        return len(self.packed) + len(self.output) * self.output.itemsize
 
     def hear(self, piece: Piece) -> Piece:
         """The piece without what an earlier engine has sent already."""
         if piece.tokens:
-            self.said.extend(piece.tokens)
+            self.output.extend(piece.tokens)
             self.loss_count = 0
         self.scored_count += len(piece.prompt_chances)
         is_told, self.is_counted = (
@@ -76,13 +76,15 @@ class Record:
         there; the prompt's chances are complete once a token was sent."""
         add = packer.for_engine(self.packed)
         assert isinstance(add, Add), f"the record of a request is a {type(add).__name__}"
-        if not self.said:
+        if not self.output:
             first = add.sampling.prompt_start + self.scored_count
             sampling = replace(add.sampling, prompt_start=first)
             return msgspec.structs.replace(add, sampling=sampling, handoff=None)
         sampling = replace(add.sampling, prompt_logprobs=None)
-        said = self.said.tolist()
-        return msgspec.structs.replace(add, sampling=sampling, handoff=None, leader=None, said=said)
+        output = self.output.tolist()
+        return msgspec.structs.replace(
+            add, sampling=sampling, handoff=None, leader=None, prior_output=output
+        )
 
 
 class Journal:

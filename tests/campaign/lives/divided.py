@@ -131,7 +131,7 @@ class Script:
                 priority=own.priority,
                 salt=SALTS[own.salt],
                 leader=leader,
-                said=said,
+                prior_output=said,
             )
             leader = leader or request
             self._made.append((request, expected, own))

@@ -147,7 +147,7 @@ class World:
                 priority=ask.priority,
                 salt=SALTS[ask.salt],
                 leader=leader,
-                said=said,
+                prior_output=said,
             )
             leader = leader or request
             self.told.append(Told(own, request, expected))
@@ -201,7 +201,7 @@ class World:
             if chunk.request in of:
                 of[chunk.request].scored += scored
         for request, told in of.items():
-            if [*request.said, *told.said] != request.output:
+            if [*request.prior_output, *told.said] != request.output:
                 raise Wrong(f"{told.ask} says {request.output}, and steps {told.said}")
         self.outcome.seen["steps"] += 1
         self.outcome.seen["parts"] += len(result.made)
@@ -281,7 +281,7 @@ class World:
         scores, length, request = told.truth.scores, told.truth.prompt, told.request
         of_text = told.ask.wish in OF_TEXT
         if request.sampling.logprobs is not None:
-            said = len(request.said)
+            said = len(request.prior_output)
             if len(told.chances) != len(request.output) - said:
                 raise Wrong(f"{told.ask}: {len(told.chances)} chances")
             for at, chance in enumerate(told.chances if not of_text else (), said):

@@ -155,10 +155,10 @@ def test_a_tally_counts_ahead_without_entering_and_follows_without_looking_back(
     ahead = tally.ahead([9, 4, 4])
     places = {token: place for place, token in enumerate(ahead.ids.tolist())}
     assert set(places) == {3, 4, 7, 9}
-    assert ahead.said[:, places[9]].tolist() == [1, 2, 2, 2]
-    assert ahead.said[:, places[4]].tolist() == [0, 0, 1, 2]
+    assert ahead.times[:, places[9]].tolist() == [1, 2, 2, 2]
+    assert ahead.times[:, places[4]].tolist() == [0, 0, 1, 2]
     assert ahead.seen[:, places[4]].tolist() == [False, False, True, True]
-    assert ahead.said[:, places[7]].tolist() == [0] * 4
+    assert ahead.times[:, places[7]].tolist() == [0] * 4
     output = Counted(range(100, 400))
     output[:2] = [3, 9]
     tally.follow(output)
@@ -167,7 +167,7 @@ def test_a_tally_counts_ahead_without_entering_and_follows_without_looking_back(
     tally.follow(output)
     assert output.read_count == 0, "the past is skipped, not entered again"
     again = tally.ahead([])
-    assert again.said.sum() == len(output)
+    assert again.times.sum() == len(output)
     assert sorted(again.ids.tolist()) == sorted({3, 7, 9, 5, *range(102, 400)})
 
 

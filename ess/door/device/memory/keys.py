@@ -100,8 +100,8 @@ class DeviceKeys:
     def upload(self, layer: int, rows: PageIds, keys: npt.NDArray[np.uint8] | Tensor) -> None:
         """Writes keys to their places; keys on the host are uploaded first."""
         home = self._lane.home
-        there = keys if isinstance(keys, Tensor) else upload(keys, home)
-        self.write(layer, self.places(upload(rows, home)), there)
+        on_device = keys if isinstance(keys, Tensor) else upload(keys, home)
+        self.write(layer, self.places(upload(rows, home)), on_device)
 
     def load(self, host_pages: PageIds, active: PageIds, latent: LatentPool) -> None:
         """Whole pages of the host; pages without keys are left out, since no sequence reads

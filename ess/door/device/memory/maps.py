@@ -51,8 +51,8 @@ class Maps:
         if not self._changed:
             return
         pairs = np.array([list(self._changed.keys()), list(self._changed.values())], np.int32)
-        there = upload(pairs, self._home)
-        self._all.index_copy_(0, there[0].long(), there[1])
+        on_device = upload(pairs, self._home)
+        self._all.index_copy_(0, on_device[0].long(), on_device[1])
         self._changed.clear()
 
     def rows_of_line(self, line: int, page_count: int) -> torch.Tensor:
@@ -124,8 +124,8 @@ class DeviceIndex(ActivePages):
     def check(self) -> None:
         super().check()
         self._maps.flush()
-        there = self._maps.host_page_of.cpu().numpy()
-        assert (there == self.host_page_of).all(), "the device has other host pages"
+        on_device = self._maps.host_page_of.cpu().numpy()
+        assert (on_device == self.host_page_of).all(), "the device has other host pages"
 
 
 def rows_of(maps: Maps, lines: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -92,20 +92,20 @@ class Download:
     """The values of a tensor of a device, once that device has made them; it need not be the
     current device of the caller's thread."""
 
-    def __init__(self, there: Tensor) -> None:
-        self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
-        self._here.copy_(there, non_blocking=True)
+    def __init__(self, tensor: Tensor) -> None:
+        self._staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._staged.copy_(tensor, non_blocking=True)
         self._landed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._landed.record(torch.cuda.current_stream(there.device))
+        self._landed.record(torch.cuda.current_stream(tensor.device))
 
     @property
     def shape(self) -> torch.Size:
-        return self._here.shape
+        return self._staged.shape
 
     def read(self) -> Tensor:
         """Waits, if it must."""
         self._landed.synchronize()
-        return self._here
+        return self._staged
 
 
 def given(

@@ -68,9 +68,9 @@ class DeviceRefill:
         last = min(walk.group + LANDINGS, group_count)
         for group in range(walk.group, last):
             if rows is not None and room[group] >= len(rows):
-                there = rows[self._pools.are_stored(group, rows)]
-                self._landings.fill(sequence, group, there)
-                offered += len(there)
+                stored = rows[self._pools.are_stored(group, rows)]
+                self._landings.fill(sequence, group, stored)
+                offered += len(stored)
         self._landings.go_on()
         self._turn(walk, sequence, last, evicted)
         return offered

@@ -279,8 +279,8 @@ class DeviceSlots:
         """How many rows are offered: the device knows which of them are absent, and takes those."""
         rows, layout = sequence.holding.row_ids(0, sequence.length), self.pools.layout
         for group in range(layout.group_count):
-            there = rows[self.pools.are_stored(group, rows)]
-            self._landings.fill(sequence, group, there, row_max=row_max)
+            stored = rows[self.pools.are_stored(group, rows)]
+            self._landings.fill(sequence, group, stored, row_max=row_max)
         self._landings.go_on()
         return min(len(rows), len(rows) if row_max is None else row_max) * layout.group_count
 

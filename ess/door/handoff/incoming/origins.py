@@ -55,13 +55,15 @@ class Origins:
         for origin in sorted(origins, key=lambda origin: origin.layers.start):
             layers = origin.layers
             if layers.start > stop:
-                raise BadInput(f"no worker has layers {stop}..{layers.start - 1}: {_said(origins)}")
+                raise BadInput(
+                    f"no worker has layers {stop}..{layers.start - 1}: {_layers_of(origins)}"
+                )
             if layers.start < stop:
                 twice = f"{layers.start}..{min(stop, layers.stop) - 1}"
-                raise BadInput(f"two workers have layers {twice}: {_said(origins)}")
+                raise BadInput(f"two workers have layers {twice}: {_layers_of(origins)}")
             stop = layers.stop
         if stop != len(whole):
-            raise BadInput(f"no worker has layers {stop}..{len(whole) - 1}: {_said(origins)}")
+            raise BadInput(f"no worker has layers {stop}..{len(whole) - 1}: {_layers_of(origins)}")
         return tuple(origins)
 
     def _origin(self, peer: int, layers: range) -> Origin:
@@ -103,8 +105,8 @@ class Origins:
         self._peers.discard(peer)
 
 
-def _said(origins: Sequence[Origin]) -> str:
-    said = (
+def _layers_of(origins: Sequence[Origin]) -> str:
+    parts = (
         f"peer {each.peer:016x} {each.layers.start}..{each.layers.stop - 1}" for each in origins
     )
-    return ", ".join(said)
+    return ", ".join(parts)

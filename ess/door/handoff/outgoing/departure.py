@@ -167,7 +167,7 @@ class Departure:
         parts = (units.next_part() for units in self.units.values())
         return next((part for part in parts if part is not None), None)
 
-    def there(self, part: Part) -> Runs:
+    def remote(self, part: Part) -> Runs:
         """Where the receiver wants these pages."""
         target = self.target
         assert target is not None, f"handoff {self.uid} has no target"

@@ -30,12 +30,12 @@ class Packed:
         self.region.memory[begin : begin + size] = packed
         return np.array([[geometry.PACKED, begin, size]], np.int64)
 
-    def give_back(self, here: Runs) -> None:
-        self._free.append(self._place_of(here))
+    def give_back(self, local: Runs) -> None:
+        self._free.append(self._place_of(local))
 
     def check(self, lent: Iterable[Runs]) -> None:
         places = [*map(self._place_of, lent), *self._free]
         assert sorted(places) == list(range(PLACES)), "a place is lost"
 
-    def _place_of(self, here: Runs) -> int:
-        return int(here[0, 1]) // self._place_bytes
+    def _place_of(self, local: Runs) -> int:
+        return int(local[0, 1]) // self._place_bytes

@@ -55,7 +55,7 @@ class Pages(Protocol):
     def lend(self, part: Part) -> Runs | None:
         """Runs of these made pages, layer by layer; None where there is no room for them now."""
 
-    def give_back(self, here: Runs) -> None: ...
+    def give_back(self, local: Runs) -> None: ...
 
     def keep(self) -> Bytes | None:
         """The prompt is made. What is kept beside these rows, if anything is."""
@@ -93,7 +93,7 @@ class SequencePages:
         pool_pages = self._latent.pages.page_count
         return geometry.unit_runs(self.layout, part.kind, part.layers, pages, pool_pages)
 
-    def give_back(self, here: Runs) -> None:
+    def give_back(self, local: Runs) -> None:
         """Nothing to do: pages are lent where they lie in the pool."""
 
     def keep(self) -> Bytes | None:
@@ -111,8 +111,8 @@ class SequencePages:
         wanted = np.full(len(pages), FULL)
         if part.pages.stop * PAGE_ROWS > self._row_count:
             wanted[-1] = (1 << self._row_count % PAGE_ROWS) - 1
-        there = masks[part.layers.start : part.layers.stop, pages] & wanted
-        return bool((there == wanted).all())
+        stored = masks[part.layers.start : part.layers.stop, pages] & wanted
+        return bool((stored == wanted).all())
 
 
 class StagePages(SequencePages):

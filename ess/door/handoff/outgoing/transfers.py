@@ -32,11 +32,11 @@ class Job:
 
     departure: Departure
     part: Part
-    here: Runs
+    local: Runs
 
     @property
     def byte_count(self) -> int:
-        return byte_count(self.here)
+        return byte_count(self.local)
 
 
 class Transfers:
@@ -94,26 +94,26 @@ class Transfers:
 
     def _post(self, departure: Departure, part: Part) -> bool:
         """Posts the part; returns whether there was room for the pages to leave from."""
-        here = None
+        local = None
         if part.kind.is_of_layers:
-            here = departure.pages.lend(part)
+            local = departure.pages.lend(part)
         elif not self._is_packed(departure):
-            here = self._packed.lend(departure.packed(part))
-        if here is None:
+            local = self._packed.lend(departure.packed(part))
+        if local is None:
             return False
-        peer, piece = departure.peer, self._piece(departure, part, here)
+        peer, piece = departure.peer, self._piece(departure, part, local)
         departure.units[part.kind].posted(part)
         handle = self._transport.post(
             Transfer(
                 peer=peer,
-                here=here,
-                there=departure.there(part),
+                local=local,
+                remote=departure.remote(part),
                 notification=self._mail.sealed(piece, peer),
                 ticket=departure.ticket,
                 within_s=self._mail.wait_s,
             )
         )
-        job = self._jobs[handle] = Job(departure, part, here)
+        job = self._jobs[handle] = Job(departure, part, local)
         self._underway_bytes[peer] += job.byte_count
         departure.underway_count += 1
         return True
@@ -122,7 +122,7 @@ class Transfers:
         jobs = self._jobs.values()
         return any(job.departure is departure and not job.part.kind.is_of_layers for job in jobs)
 
-    def _piece(self, departure: Departure, part: Part, here: Runs) -> Piece:
+    def _piece(self, departure: Departure, part: Part, local: Runs) -> Piece:
         layers = departure.wire_layers(part)
         return Piece(
             uid=departure.uid,
@@ -131,8 +131,8 @@ class Transfers:
             layer_end=layers.stop,
             page_begin=part.pages.start,
             page_end=part.pages.stop,
-            byte_count=byte_count(here),
-            checksum=checksum(views(merged(here, here)[0], self._regions(departure, part))),
+            byte_count=byte_count(local),
+            checksum=checksum(views(merged(local, local)[0], self._regions(departure, part))),
         )
 
     def _regions(self, departure: Departure, part: Part) -> Mapping[int, Region]:
@@ -182,7 +182,7 @@ class Transfers:
             del self._underway_bytes[departure.peer]
         departure.underway_count -= 1
         source = departure.pages if job.part.kind.is_of_layers else self._packed
-        source.give_back(job.here)
+        source.give_back(job.local)
         return job
 
     def check(self, departures: Collection[Departure]) -> None:
@@ -195,4 +195,4 @@ class Transfers:
         for job in jobs:
             underway[job.departure.peer] += job.byte_count
         assert underway == self._underway_bytes, "bytes under way are miscounted"
-        self._packed.check(job.here for job in jobs if not job.part.kind.is_of_layers)
+        self._packed.check(job.local for job in jobs if not job.part.kind.is_of_layers)

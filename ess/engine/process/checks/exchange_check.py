@@ -119,8 +119,8 @@ def _silence(lines: list[Future[str]], silent: set[Future[str]], limit_s: float)
 
 
 def _line_of(rank: int, process: subprocess.Popen[str]) -> str:
-    said, fault = process.communicate()
-    if process.returncode == 0 and (lines := said.strip().splitlines()):
+    printed, fault = process.communicate()
+    if process.returncode == 0 and (lines := printed.strip().splitlines()):
         return lines[-1]
     words = fault.strip().splitlines() or [f"nothing in its log, exit code {process.returncode}"]
     raise Unavailable(f"{_name(rank)} cannot exchange: {words[-1][:WORDS_MAX]}")
@@ -183,7 +183,7 @@ def _exchanged(group: Group, home: torch.device, form: Literal["f32", "bf16"]) -
     expert_count = whole.config.expert_count
     shares = balanced([1] * expert_count, group.size, -expert_count % group.size)
     places = Places(Placement(shares))
-    expert_ranks = FixedExpertRanks(group.team, places, home, lambda there: Download(there).read)
+    expert_ranks = FixedExpertRanks(group.team, places, home, lambda tensor: Download(tensor).read)
     divided = small_model(home, form=form, expert_ranks=expert_ranks)
     alone, shared = (
         next(layer for layer in model.layers if layer.experts is not None)

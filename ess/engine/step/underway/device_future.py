@@ -133,8 +133,8 @@ class DeviceFuture:
         assert self._told, f"step {step_number} was not launched, or is learned"
         launched = self._told.popleft()
         assert launched.step_number == step_number, f"step {launched.step_number} comes before"
-        said = launched.block.read().tolist()
-        rows = zip(launched.feeds, launched.lines, said, strict=True)
+        lists = launched.block.read().tolist()
+        rows = zip(launched.feeds, launched.lines, lists, strict=True)
         return tuple(
             self._outcome(launched, place, feed, line, numbers)
             for place, (feed, line, numbers) in enumerate(rows)
@@ -168,8 +168,8 @@ class DeviceFuture:
     def check(self) -> None:
         numbers = self.step_numbers()
         assert numbers == sorted(set(numbers)), f"steps {numbers} do not ascend"
-        there = set(torch.nonzero(self._tokens[:-1, 0] != ABSENT)[:, 0].tolist())
-        assert there == self.lines(), f"lines {there ^ self.lines()} have tokens or are known"
+        named = set(torch.nonzero(self._tokens[:-1, 0] != ABSENT)[:, 0].tolist())
+        assert named == self.lines(), f"lines {named ^ self.lines()} have tokens or are known"
         for line, tokens in self._known.items():
             in_flight = any(line in told.lines for told in self._told)
             assert in_flight or self.held(line) == list(tokens), f"line {line}: not {tokens}"
@@ -192,7 +192,7 @@ class DeviceInput:
     @property
     def tokens(self) -> Tensor:
         step = self.step
-        return self.future.tokens_at(there(step.query_line), there(step.query_offset))
+        return self.future.tokens_at(lines(step.query_line), lines(step.query_offset))
 
     @property
     def asks(self) -> bool:
@@ -206,7 +206,7 @@ class DeviceInput:
     def choose(self, logits: Tensor) -> DeviceChosen:
         step, counts = self.step, self.step.query_counts
         changed, open_counts = changed_logits(self.feeds, logits, counts)
-        positions = there(step.query_start).long() + there(step.query_offset) + 1
+        positions = lines(step.query_start).long() + lines(step.query_offset) + 1
         drawn = draw_all(changed, self.by, positions)
         targets, accepted = self._verified(drawn)
         if any(feed.request.matcher is not None for feed in self.feeds):
@@ -251,7 +251,7 @@ class DeviceChosen:
 
     @property
     def following(self) -> Tensor:
-        is_kept = there(self.fed.step.query_offset) < self.counts[self.fed.owners]
+        is_kept = lines(self.fed.step.query_offset) < self.counts[self.fed.owners]
         return torch.where(is_kept, self.drawn, 0).clamp_min(0)
 
     def with_drafts(self, drafts: Tensor | None) -> DeviceOutput:
@@ -276,7 +276,7 @@ class DeviceOutput:
         fed.future.tell(_StepRecord(number, fed.feeds, fed.lines, width, block, chances))
 
 
-def there(array: object) -> Tensor:
+def lines(array: object) -> Tensor:
     """An array of a step on a device, which has an entry for each query."""
     assert isinstance(array, Tensor), "a step of the host"
     return array

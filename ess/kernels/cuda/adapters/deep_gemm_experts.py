@@ -165,10 +165,10 @@ def no_room(count: int, weights: Tensor) -> str | None:
 
 def _scattered(lines: Tensor, place: Tensor, experts: int, room: int) -> Tensor:
     """Each line at its place of [experts, room, ...]; the other places are left unset."""
-    there = lines.new_empty(experts * room + 1, lines.shape[1])
-    whole = there.view(torch.uint8)
+    padded = lines.new_empty(experts * room + 1, lines.shape[1])
+    whole = padded.view(torch.uint8)
     whole[place] = lines.view(torch.uint8)
-    return there[:-1].view(experts, room, -1)
+    return padded[:-1].view(experts, room, -1)
 
 
 def unsigned(weights: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ def first_that(
         try:
             return make(_find(name, functions))
         except (Exception, SystemExit) as error:
-            said = str(error).strip() if isinstance(error, Exception) else f"SystemExit {error}"
-            said = said or type(error).__name__
-            reasons.append(f"{name}: {said.splitlines()[0]}")
+            message = str(error).strip() if isinstance(error, Exception) else f"SystemExit {error}"
+            message = message or type(error).__name__
+            reasons.append(f"{name}: {message.splitlines()[0]}")
     raise Unavailable("; ".join(reasons))
 
 

@@ -101,12 +101,12 @@ class Experts:
         gpus = self.parallel.stage_gpus
         moved = tokens * self.family.layout.hidden_dim * STATE_BYTES
         near = float(_power_above(min(gpus, NODE_GPUS)))
-        there, back = (
+        dispatch, combine = (
             self.chip.by_node * self.bank.gather[verb, near].at(moved)
             for verb in ("all_gather", "reduce_scatter")
         )
         beyond_us = self._beyond_us(gpus, moved)
-        return ExchangeTime(beyond_us, beyond_us, there, back)
+        return ExchangeTime(beyond_us, beyond_us, dispatch, combine)
 
     def _sent(self, shape: MicroBatch) -> ExchangeTime:
         """Within a node all of the exchange is its kernels' work, without waiting on a wire.
@@ -118,8 +118,10 @@ class Experts:
         send, join = (wide * curve.at(tokens) for curve in tables[1])
         if nodes == 1:
             return ExchangeTime(0.0, 0.0, self.chip.by_node * send, self.chip.by_node * join)
-        there, back = (wide * self._linked_us(curve, tokens) for curve in nearest(tables, nodes))
-        return ExchangeTime(max(0.0, there - send), max(0.0, back - join), send, join)
+        dispatch, combine = (
+            wide * self._linked_us(curve, tokens) for curve in nearest(tables, nodes)
+        )
+        return ExchangeTime(max(0.0, dispatch - send), max(0.0, combine - join), send, join)
 
     def _linked_us(self, curve: Curve, tokens: float) -> float:
         """Time of an exchange between nodes. All beyond its least time is spent on bytes of a NIC:

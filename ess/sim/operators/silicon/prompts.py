@@ -52,8 +52,10 @@ class Prompts:
                 return count / known * surface.at(tokens, prefix)
         surface = self.bank.sparse_prompt.get((model, self.heads, self.kv, 1))
         if surface is None:
-            there = [(kv, heads) for name, heads, kv, _ in self.bank.sparse_prompt if name == model]
-            measured = "; ".join(f"{heads} heads over {kv} rows" for kv, heads in choices(there))
+            shapes = [
+                (kv, heads) for name, heads, kv, _ in self.bank.sparse_prompt if name == model
+            ]
+            measured = "; ".join(f"{heads} heads over {kv} rows" for kv, heads in choices(shapes))
             raise BadInput(
                 f"{model}: prompts of {self.heads} heads over {self.kv} rows were not measured; "
                 f"measured were {measured}"

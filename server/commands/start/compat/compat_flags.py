@@ -376,6 +376,6 @@ def check_foreign(flags: ForeignFlags) -> list[str]:
     for name in given:
         if why[name] in NOT_HERE:
             raise BadInput(f"the flag {shown[name]} {NOT_HERE[why[name]]}")
-    said = {name: f"has no effect: {sentence}" for name, sentence in NO_EFFECT.items()}
-    said.update(HEEDED)
-    return [f"the flag {shown[name]} {said[why[name]]}" for name in given]
+    remarks = {name: f"has no effect: {sentence}" for name, sentence in NO_EFFECT.items()}
+    remarks.update(HEEDED)
+    return [f"the flag {shown[name]} {remarks[why[name]]}" for name in given]

@@ -109,8 +109,8 @@ def _names(named, first, end, KEYS: tl.constexpr):
 @triton.jit
 def _starts(rows, slot, placed_from, row_stride, placed_stride, ALIGNED: tl.constexpr):
     slot = slot.to(tl.int64)
-    there = placed_from + (-2 - slot) * placed_stride
-    return rows + tl.multiple_of(tl.where(slot >= 0, slot * row_stride, there), ALIGNED)
+    placed = placed_from + (-2 - slot) * placed_stride
+    return rows + tl.multiple_of(tl.where(slot >= 0, slot * row_stride, placed), ALIGNED)
 
 
 @triton.jit

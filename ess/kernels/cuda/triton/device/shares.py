@@ -60,15 +60,15 @@ def _list_at(
     blocks = tl.zeros((), tl.int32)
     before = tl.zeros((), tl.int32)
     for first in range(0, query_count, SPAN):
-        here, is_query = _blocks(counts, first, query_count, more, KEYS)
-        ends = (before + tl.cumsum(here, 0)) * head_blocks
+        counted, is_query = _blocks(counts, first, query_count, more, KEYS)
+        ends = (before + tl.cumsum(counted, 0)) * head_blocks
         is_passed = is_query & (ends <= place)
         query += tl.sum(is_passed.to(tl.int32), 0)
         start = tl.maximum(start, tl.max(tl.where(is_passed, ends, 0), 0))
-        begins = ends - here * head_blocks
+        begins = ends - counted * head_blocks
         is_its = is_query & (begins <= place) & (ends > place)
-        blocks += tl.sum(tl.where(is_its, here, 0), 0)
-        before += tl.sum(here, 0)
+        blocks += tl.sum(tl.where(is_its, counted, 0), 0)
+        before += tl.sum(counted, 0)
     within = place - start
     each = tl.maximum(blocks, 1)
     task, block = query * head_blocks + within // each, within % each
