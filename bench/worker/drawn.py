@@ -74,8 +74,22 @@ class Drawn:
         return getattr(self._real, name)
 
     def index_top_k(self, call: IndexQueries, out: Tensor) -> None:
-        """Selects the drawn positions; pads have no length, and select nothing."""
         self._real.index_top_k(call, out)
+        self._draw(call, out)
+
+    def index_scored(self, call: IndexQueries, out: Tensor) -> Tensor:
+        """The drawn positions' logits are raised above all others of their query: a row's rank
+        then follows how often it is drawn."""
+        logits = self._real.index_scored(call, out)
+        self._draw(call, out)
+        unseen = torch.arange(logits.shape[1], device=logits.device) >= call.lengths[:, None]
+        least = logits.masked_fill(unseen, torch.inf).amin(1, keepdim=True)
+        greatest = logits.masked_fill(unseen, -torch.inf).amax(1, keepdim=True)
+        raised = torch.where(out >= 0, 2 * (greatest - least), 0.0)
+        return logits.scatter_add_(1, out.clamp(min=0).long(), raised)
+
+    def _draw(self, call: IndexQueries, out: Tensor) -> None:
+        """Selects the drawn positions; pads have no length, and select nothing."""
         lengths = call.lengths
         drawn = self._held[call.pages.data_ptr()].index_select(0, lengths.remainder(QUERIES))
         out.copy_(torch.where(drawn < lengths[:, None], drawn, -1))

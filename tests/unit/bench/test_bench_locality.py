@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
+import torch
 
 from ess.bench.harness.output import plots
 from ess.bench.locality import on_text
@@ -13,7 +15,12 @@ from ess.bench.locality.analysis import Locality, analyse, slots_for
 from ess.bench.locality.on_text import TextRecording
 from ess.bench.locality.record_trace import record
 from ess.bench.prediction.sim_vs_engine import twin_row
+from ess.bench.worker.drawn import QUERIES, Drawn
 from ess.errors import BadInput, Unavailable
+from ess.kernels.backend import ops
+from ess.kernels.calls import Backend
+from ess.kernels.ops import Ops
+from ess.layout import IndexCodec
 from ess.trace import RequestStep, TraceHeader, TraceReader, TraceWriter
 from tests.unit.bench.test_bench_step import build, ids
 
@@ -120,3 +127,28 @@ def test_plots_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {path.name for path in tmp_path.iterdir()} == {
         *("misses-by-layer.png", "hit-ratio.png", "warm-up.png", "similarity.png")
     }
+
+
+def test_drawn_selections_take_the_place_of_scored_ones_too() -> None:
+    """Their logits are the greatest, or eviction by score would follow random weights."""
+    draws, codec = torch.Generator().manual_seed(0), IndexCodec(form="f32", key_dim=8, head_count=2)
+    keys = torch.randn(3 * 64, 8, generator=draws)
+    pages = keys.view(torch.uint8).view(3, codec.page_bytes)
+    lengths = torch.tensor([0, 40, 130, 192], dtype=torch.int32)
+    of_each = [torch.randperm(192, generator=draws)[:16].sort().values for _ in range(QUERIES)]
+    drawn = torch.stack(of_each).int()
+    kernels = ops("cpu")
+    backend = cast(Backend, Drawn(kernels.backend, {pages.data_ptr(): drawn}))
+    ours = Ops(kernels.name, backend)
+    call = (
+        *(torch.randn(4, 2, 8, generator=draws), torch.randn(4, 2, generator=draws), pages),
+        *(torch.arange(3, dtype=torch.int32).expand(4, 3), lengths, codec),
+    )
+    wanted = drawn[lengths.remainder(QUERIES).long()]
+    wanted = wanted.where(wanted < lengths[:, None], torch.tensor(-1, dtype=torch.int32))
+    assert torch.equal(ours.index_top_k(*call, k=16), wanted)
+    chosen, logits = ours.index_scored(*call, k=16)
+    assert torch.equal(chosen, wanted)
+    for query, count in enumerate(lengths.tolist()):
+        seen = set(wanted[query].tolist()) - {-1}
+        assert set(logits[query, :count].topk(len(seen)).indices.tolist()) == seen
