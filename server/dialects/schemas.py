@@ -7,7 +7,9 @@ routers add their own.
 from __future__ import annotations
 
 from codecs import BOM_UTF8
-from typing import Annotated, Any, Final, TypeVar
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, Final, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -20,6 +22,8 @@ Ask = TypeVar("Ask", bound=msgspec.Struct)
 
 
 EXACT_MAX: Final = 1 << 53
+ANYTHING: Final = frozenset([Any])
+FIELDS: Final = "__struct_fields__"
 _IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _MANY_IDS: Final = {"type": "array", "items": _IDS}
 _TEXTS: Final = {"type": "array", "items": {"type": "string"}}
@@ -374,22 +378,45 @@ def _decoded(raw: bytes, kind: Any) -> Any:
         if "got `float`" not in str(error):
             raise
         try:
-            whole = msgspec.json.encode(_with_integers(msgspec.json.decode(raw)))
+            given = _with_integers(msgspec.json.decode(raw), _parts(kind))
+            whole = msgspec.json.encode(given)
         except (msgspec.ValidationError, OverflowError):
             raise error from None
     return msgspec.json.decode(whole, type=kind)
 
 
-def _with_integers(value: Any) -> Any:
-    """The document with integers for numbers such as 16.0, as far as floats have all of them."""
+def _with_integers(value: Any, parts: frozenset[Any]) -> Any:
+    """The document with integers for numbers such as 16.0, as far as floats have all of them. What
+    may be anything stays as it is, and so does what no kind has: schemas, messages, metadata."""
+    if Any in parts:
+        return value
     match value:
         case float() if value.is_integer() and abs(value) < EXACT_MAX:
             return int(value)
         case list():
-            return [_with_integers(item) for item in value]
+            return [_with_integers(item, parts) for item in value]
         case dict():
-            return {name: _with_integers(item) for name, item in value.items()}
+            fields = next((_fields(part) for part in parts if hasattr(part, FIELDS)), {})
+            return {
+                name: _with_integers(item, fields.get(name, ANYTHING))
+                for name, item in value.items()
+            }
     return value
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> Mapping[str, frozenset[Any]]:
+    return {name: _parts(hint) for name, hint in get_type_hints(kind).items()}
+
+
+def _parts(kind: Any) -> frozenset[Any]:
+    """The types that a type is made of.
+
+    >>> sorted(part.__name__ for part in _parts(dict[str, list[int]] | None))
+    ['NoneType', 'int', 'str']
+    """
+    inner = get_args(kind)
+    return frozenset().union(*map(_parts, inner)) if inner else frozenset([kind])
 
 
 def _placed(sentence: str) -> str:

@@ -111,9 +111,10 @@ def test_any_value_is_served_or_refused_by_name(plain: Served, path: str, share:
 
 
 def test_integers_may_have_a_point(plain: Served) -> None:
-    """As clients write them whose maps have one type for all numbers; texts are none."""
-    said = {"max_tokens": 3.0, "n": 2.0, "top_k": -1.0, "stop_token_ids": [5.0], "seed": -7.0}
-    body = {"prompt": [5.0, 6.0], **said, "temperature": 1, "guided_json": None}
+    """As clients write them whose maps have one type for all numbers; texts are none. Numbers
+    inside documents stay as they are."""
+    wishes = {"max_tokens": 3.0, "n": 2.0, "top_k": -1.0, "stop_token_ids": [5.0], "seed": -7.0}
+    body = {"prompt": [5.0, 6.0], **wishes, "temperature": 1, "guided_json": None}
     address = plain.url.removeprefix("http://")
     with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as to:
         status, text = answered(to, "/v1/completions", json.dumps(body).encode())
@@ -124,6 +125,11 @@ def test_integers_may_have_a_point(plain: Served) -> None:
         assert "max_tokens" in answered(to, "/v1/completions", deep)[1], "all of it was decoded"
         ids_alone = json.dumps({"prompt": [[5.0], [6]], "max_tokens": 3}).encode()
         assert answered(to, "/v1/completions", ids_alone)[0] == 200
+        form = {"type": "json_schema", "name": "x", "schema": {"const": 5.0}}
+        given = {"input": "x", "max_output_tokens": 16.0, "text": {"format": form}}
+        said = answered(to, "/v1/responses", json.dumps(given).encode())[1]
+        assert '"max_output_tokens":16,' in said
+        assert '"schema":{"const":5.0}' in said, "a document of the client's is changed"
         for value in ("3.5", "1e300", '"3"'):
             wrong_body = body_with("/v1/completions", ("max_tokens",), value)
             assert answered(to, "/v1/completions", wrong_body)[0] == 400, value
