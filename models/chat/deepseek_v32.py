@@ -58,7 +58,7 @@ def _turn(messages: Sequence[Message], index: int, *, thinking: bool) -> str:
             return f"{USER}{message.content}{ASSISTANT}{_think(thinking)}"
         case "developer":
             if not message.content:
-                raise BadInput(f"messages[{message.place}] is a developer's and has no content")
+                raise BadInput(f"{message.place} is a developer's and has no content")
             asked = f"\n\n# The user's message is: {message.content}"
             return f"{USER}{_additions(message)}{asked}{ASSISTANT}{_think(thinking)}"
         case "assistant":
@@ -80,8 +80,8 @@ def _additions(message: Message) -> str:
 def _assistant(message: Message, *, thinking: bool) -> str:
     if thinking and not message.reasoning and not message.tool_calls:
         raise BadInput(
-            f"messages[{message.place}] is an assistant's without reasoning_content or tool_calls"
-            " after the last user message; with thinking on it needs one of them"
+            f"{message.place} is an assistant's with neither reasoning nor calls of tools after the"
+            " last user message; with thinking on it needs one of them"
         )
     reasoning = f"{message.reasoning}{THINK_END}" if thinking else ""
     calls = f"\n\n{write_calls(message.tool_calls)}" if message.tool_calls else ""
@@ -106,7 +106,7 @@ def check_results(messages: Sequence[Message]) -> None:
         calls = messages[begin - 1].tool_calls if begin else ()
         if index > begin and len(calls) != index - begin:
             raise BadInput(
-                f"messages[{messages[begin].place}] begins {index - begin} tool results,"
+                f"{messages[begin].place} begins {index - begin} tool results,"
                 f" but the message before it made {len(calls)} calls"
             )
         index += 1

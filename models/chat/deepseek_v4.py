@@ -154,7 +154,7 @@ def _turn(message: Message, *, thinking: bool, answered: bool) -> str:
         case "assistant":
             return _assistant(message, thinking=thinking)
         case "developer" if not message.content:
-            raise BadInput(f"messages[{message.place}] is a developer's and has no content")
+            raise BadInput(f"{message.place} is a developer's and has no content")
     mark = f"{ASSISTANT}{THINK if thinking else THINK_END}" if answered else ""
     return f"{USER}{message.content}{_additions(message)}{mark}"
 

@@ -34,8 +34,8 @@ class Message:
     """Of a tool's result: the call that it answers, if the client says so."""
     tools: tuple[Mapping[str, Any], ...] = ()
     response_format: Mapping[str, Any] | None = None
-    place: int = field(default=0, compare=False)
-    """Its number in the request, for refusals."""
+    place: str = field(default="", compare=False)
+    """Where the request has it, for refusals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,10 @@ class Conversation:
             return
         last = self.messages[-1]
         if last.role != "assistant" or last.tool_calls or not last.content.strip():
-            raise BadInput("continue_final_message must follow an assistant's message with content")
+            raise BadInput(
+                f"{last.place} is to be continued, as with continue_final_message: it must be an"
+                " assistant's, with content and without calls"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +72,15 @@ class Reply:
 
 
 def read_messages(
-    raw: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), joined: int = 0
+    raw: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    places: Sequence[str] | None = None,
 ) -> list[Message]:
-    """Messages from a chat request, whose first and the `joined` after it are the first one here.
-    The request's tools go to the leading system message, which is made, empty, if there is none."""
-    messages = [_message(index + joined * (index > 0), item) for index, item in enumerate(raw)]
+    """Messages from a chat request. The request's tools go to the leading system message, which is
+    made, empty, if there is none. `places` are those where the client has the messages."""
+    places = places_of(raw) if places is None else places
+    messages = [_message(where, item) for where, item in zip(places, raw, strict=True)]
     if not messages:
         raise BadInput("messages is empty: give at least one message")
     if tools:
@@ -81,6 +88,10 @@ def read_messages(
             messages.insert(0, Message(role="system"))
         messages[0] = replace(messages[0], tools=messages[0].tools + _tools("tools", tools))
     return messages
+
+
+def places_of(messages: Sequence[object]) -> list[str]:
+    return [f"messages[{index}]" for index in range(len(messages))]
 
 
 def with_values(raw: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -145,8 +156,7 @@ def text_of(content: Any, *, where: str, may_refuse: bool = False) -> str:
     return "".join(parts)
 
 
-def _message(place: int, item: Any) -> Message:
-    where = f"messages[{place}]"
+def _message(where: str, item: Any) -> Message:
     if not isinstance(item, Mapping):
         raise BadInput(f"{where} is {json_kind(item)}, expected an object")
     role = item.get("role")
@@ -169,7 +179,7 @@ def _message(place: int, item: Any) -> Message:
         call_id=_identity(item.get("tool_call_id"), f"{where}.tool_call_id"),
         tools=_tools(f"{where}.tools", item.get("tools") or ()),
         response_format=response_format,
-        place=place,
+        place=where,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, Final
 
 import msgspec
@@ -27,30 +26,36 @@ SERVED: Final = {
 }
 
 
-def messages_of(given: Sequence[Mapping[str, Any]], system: object) -> list[Item]:
-    """The conversation as chat messages. A system message after the beginning becomes a turn of the
-    user: few models were trained on a system's turn there, and chat formats have no place for it.
-    """
+def messages_of(given: Sequence[Mapping[str, Any]], system: object) -> tuple[list[Item], list[str]]:
+    """The conversation as chat messages, and the places where it has them. A system message after
+    the beginning becomes a turn of the user: few models were trained on a system's turn there, and
+    chat formats have no place for it."""
     if not given:
         raise BadInput("messages is empty: give at least one message")
     text = text_of(system, where="system")
     messages: list[Item] = [{"role": "system", "content": text}] if text else []
+    places = ["system"] * len(messages)
     for place, message in enumerate(given):
-        for turn in _read(message, where=f"messages[{place}]"):
+        where = f"messages[{place}]"
+        for turn in _read(message, where=where):
             is_begun = bool(messages) and messages[-1]["role"] != "system"
             is_late = turn["role"] == "system" and is_begun
             messages.append({**turn, "role": "user"} if is_late else turn)
+            places.append(where)
         if len(messages) > MESSAGES_MAX:
             raise BadInput(f"messages has more than {MESSAGES_MAX:,} messages and results")
-    return [*_joined(messages)]
+    pairs = [*_joined(messages, places)]
+    return [message for message, _ in pairs], [where for _, where in pairs]
 
 
-def _joined(messages: Sequence[Item]) -> Iterator[Item]:
-    """Joins consecutive turns of the user, as Anthropic does."""
-    for role, same_role in itertools.groupby(messages, key=itemgetter("role")):
+def _joined(messages: Sequence[Item], places: Sequence[str]) -> Iterator[tuple[Item, str]]:
+    """Joins consecutive turns of the user, as Anthropic does. They are where the first one is."""
+    pairs = zip(messages, places, strict=True)
+    for role, same_role in itertools.groupby(pairs, key=lambda pair: pair[0]["role"]):
         turns = list(same_role)
         if role in ("user", "system"):
-            yield {"role": role, "content": "\n\n".join(turn["content"] for turn in turns)}
+            text = "\n\n".join(turn["content"] for turn, _ in turns)
+            yield {"role": role, "content": text}, turns[0][1]
         else:
             yield from turns
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Generic
 import msgspec
 
 from ess.errors import BadInput
-from ess.models.chat.messages import Conversation, read_messages, with_values
+from ess.models.chat.messages import Conversation, places_of, read_messages, with_values
 from ess.models.chat.quoting import Quoting
 from ess.models.chat.styles import ChatStyle
 from ess.models.text.tokenizer import Tokenizer
@@ -193,7 +193,7 @@ class PromptReader:
         names = self._names(ask)
         thinking = settle(ask, thinks(ask), default=self._thinks)
         return self._rendered(
-            ask.messages,
+            (ask.messages, places_of(ask.messages)),
             offered_tools(ask.tools, ask.tool_choice),
             thinking and not ask.continue_final_message,
             goes_on=ask.continue_final_message,
@@ -210,6 +210,7 @@ class PromptReader:
             messages_of(ask.input, ask.instructions),
             offered_tools(tools_of_responses(ask.tools), choice),
             settle(ask, response_thinks(ask), default=self._thinks),
+            field="input",
             is_cut=is_cut,
             names=names,
         )
@@ -235,21 +236,22 @@ class PromptReader:
 
     def _rendered(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        given: tuple[Sequence[Mapping[str, Any]], Sequence[str]],
         tools: Sequence[Mapping[str, Any]],
         thinking: bool,
         *,
+        field: str = "messages",
         goes_on: bool = False,
         is_cut: bool = False,
         names: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        given_count = len(messages)
-        messages = with_values(instructed(messages))
+        messages, places = with_values(instructed(given[0])), given[1]
+        joined_count = len(places) - len(messages)
         quoting = Quoting([messages, tools, names], self._tokenizer.special_texts)
         said = read_messages(
             quoting.split(messages),
             tools=quoting.split(tools),
-            joined=given_count - len(messages),
+            places=[*places[:1], *places[1 + joined_count :]],
         )
         if not self._style.has_tools and any(message.tools for message in said):
             raise BadInput(
@@ -259,9 +261,9 @@ class PromptReader:
             Conversation(said, thinking=thinking, goes_on=goes_on, names=quoting.split(names))
         )
         if not quoting.separator:
-            [ids] = self._encoded([text], where="messages", add_special=False, is_cut=is_cut)
+            [ids] = self._encoded([text], where=field, add_special=False, is_cut=is_cut)
             return ids
-        self._check_texts([text], where="messages", is_cut=is_cut)
+        self._check_texts([text], where=field, is_cut=is_cut)
         return self._tokenizer.encode_quoted(text, quoting.separator)
 
     def _tokenize(self, ask: schemas.TokenizeAsk) -> bytes:
@@ -274,7 +276,7 @@ class PromptReader:
             thinking = self._thinks if asked is None else asked
             lists = [
                 self._rendered(
-                    ask.messages or [],
+                    (ask.messages or [], places_of(ask.messages or [])),
                     offered_tools(ask.tools, None),
                     thinking and not is_begun,
                     goes_on=is_begun,

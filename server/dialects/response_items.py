@@ -21,17 +21,22 @@ from ess.server.dialects.tools import full_name
 Item = dict[str, Any]
 
 
-def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[Item]:
-    """The items as chat messages, the instructions as a developer's. Reasoning and calls join the
-    assistant's message beside them."""
+def messages_of(
+    given: str | Sequence[Mapping[str, Any]], instructions: str | None
+) -> tuple[list[Item], list[str]]:
+    """The items as chat messages, the instructions as a developer's, and the places where the
+    request has them. Reasoning and calls join the assistant's message beside them."""
     messages: list[Item] = [{"role": "developer", "content": instructions}] if instructions else []
+    places = ["instructions"] * len(messages)
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+        return [*messages, {"role": "user", "content": given}], [*places, "input"]
     if not given:
         raise BadInput("input is empty: give a text or at least one item")
     for place, item in enumerate(given):
-        _append(messages, item, where=f"input[{place}]")
-    return messages
+        where = f"input[{place}]"
+        _append(messages, item, where=where)
+        places += [where] * (len(messages) - len(places))
+    return messages, places
 
 
 def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> None:
@@ -44,10 +49,7 @@ def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> Non
         case "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            name = full_name(item.get("namespace"), item.get("name"))
-            function = {"name": name, "arguments": item.get("arguments", "{}")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            messages[-1].setdefault("tool_calls", []).append(call)
+            messages[-1].setdefault("tool_calls", []).append(_made_call(item, where))
         case "function_call_output":
             text = _text(item.get("output"), where, TEXT_PARTS)
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
@@ -57,6 +59,18 @@ def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> Non
                 f"{where}.type is {kind!r:.40}; message, reasoning, function_call and"
                 " function_call_output are served"
             )
+
+
+def _made_call(item: Mapping[str, Any], where: str) -> Item:
+    """The call in a chat's form. Its fields are refused here, where it has a place of its own."""
+    for name in ("name", "arguments", "call_id"):
+        given = item.get(name)
+        is_object = name == "arguments" and isinstance(given, Mapping)
+        if not isinstance(given, str) and not is_object and (given is not None or name == "name"):
+            raise BadInput(f"{where}.{name} is {json_kind(given)}, expected text")
+    name = full_name(item.get("namespace"), item.get("name"))
+    function = {"name": name, "arguments": item.get("arguments", "{}")}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
 
 
 def _say(messages: list[Item], item: Mapping[str, Any], *, where: str) -> None:

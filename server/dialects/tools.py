@@ -197,6 +197,7 @@ def tools_of_responses(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
     for place, tool in enumerate(given or ()):
         match tool.get("type"):
             case "function":
+                _check_name(tool, f"tools[{place}]")
                 offered.append(_as_chat_tool(tool))
             case "namespace":
                 offered += [
@@ -236,9 +237,13 @@ def _inner(tool: Mapping[str, Any], *, where: str) -> list[Mapping[str, Any]]:
     for place, each in enumerate(inner):
         if not isinstance(each, Mapping) or each.get("type") != "function":
             raise BadInput(f"{where}.tools[{place}] must be a function")
-        if not isinstance(each.get("name"), str):
-            raise BadInput(f"{where}.tools[{place}] must have a name")
+        _check_name(each, f"{where}.tools[{place}]")
     return inner
+
+
+def _check_name(function: Mapping[str, Any], where: str) -> None:
+    if not isinstance(function.get("name"), str):
+        raise BadInput(f"{where} must have a name")
 
 
 def full_name(namespace: Any, name: Any) -> Any:

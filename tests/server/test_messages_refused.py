@@ -30,6 +30,10 @@ def blocks(*given: Any, role: str = "user") -> dict[str, Any]:
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 
+SAID = {"role": "assistant", "content": "Yes."}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "5"}
+UNASKED = [SAID, {"role": "user", "content": [RESULT]}]
+
 
 @pytest.mark.parametrize(
     ("changed", "says"),
@@ -56,6 +60,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         (blocks({"type": "tool_use"}), "of the user text and tool_result"),
         (blocks({"type": "tool_use", "id": "x", "name": "y"}, role="assistant"), "input"),
         (blocks(IMAGE, role="assistant"), "'image'"),
+        ({"messages": [*ASKED, *ASKED, *UNASKED]}, "messages[3] begins 1 tool results"),
+        ({"messages": [*ASKED, *ASKED, SAID | {"content": " "}]}, "messages[2] is to be continued"),
         ({"system": [IMAGE]}, "system has a part of type 'image'"),
         ({"system": "x " * 5000}, "messages: the prompt has"),
         ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "'web_search_20250305'"),

@@ -19,6 +19,13 @@ TOOLS = [
     for name in ("tide", "now")
 ]
 
+SPACE = {"type": "namespace", "name": "sea", "tools": TOOLS}
+THOUGHT = [
+    {"role": "user", "content": "When?"},
+    {"type": "reasoning", "content": []},
+    {"role": "assistant", "content": "Soon."},
+]
+
 
 def client(served: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
@@ -212,6 +219,13 @@ def test_forms_and_calls_become_grammars(calling: Served):
             "input",
             "'input_image'",
         ),
+        (
+            {"input": [*THOUGHT, {"role": "king", "content": ""}]},
+            "input",
+            "input[3].role is 'king'",
+        ),
+        ({"input": [*THOUGHT, {"type": "function_call"}]}, "input", "input[3].name is null"),
+        ({"tools": [SPACE, {"type": "function"}]}, "tools", "tools[1] must have a name"),
         ({"tools": [{"type": "web_search"}]}, "tools", "leave out web_search"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "'mcp'"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "1 to 128"),

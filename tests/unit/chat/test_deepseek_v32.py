@@ -178,16 +178,16 @@ def test_bad_conversations_are_refused(messages: Any, says: str) -> None:
 
 
 def test_reasoning_is_demanded_after_the_last_user() -> None:
-    with pytest.raises(BadInput, match="without reasoning_content"):
+    with pytest.raises(BadInput, match="with neither reasoning nor calls"):
         prompt(user("a"), said("b"), thinking=True, reply=False)
 
 
 def test_a_refusal_counts_messages_as_the_request_has_them() -> None:
-    """Behind a message that was made for tools, two that were joined, and one left out."""
+    """Behind a message that was made for tools, and one left out."""
     developer = {"role": "developer", "content": "D"}
     given = [user("a"), said("b"), developer, user("c"), said("d", reasoning_content="r")]
-    with pytest.raises(BadInput, match=r"messages\[6\] begins 1 tool results"):
-        encode(read_messages([*given, result("x")], tools=[TOOL], joined=1), thinking=True)
+    with pytest.raises(BadInput, match=r"messages\[5\] begins 1 tool results"):
+        encode(read_messages([*given, result("x")], tools=[TOOL]), thinking=True)
 
 
 def test_contents_of_parts() -> None:
