@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """`bounds` are the least and the greatest number; a secret is never shown."""
+    """`bounds` are the least and the greatest number, `least` is the least size; a secret is never
+    shown."""
 
     name: str
     type: Any
@@ -29,6 +30,7 @@ class Setting:
     section: str
     help: str
     bounds: tuple[float, float] | None
+    least: str
     is_secret: bool
 
     @property
@@ -43,7 +45,8 @@ class Setting:
     def allowed(self) -> str:
         """The choices and the bounds, for people; empty if everything of its type is allowed."""
         span = () if self.bounds is None else ("{:.12g}..{:.12g}".format(*self.bounds),)
-        return ", ".join((*self.choices, *span))
+        least = (f"at least {self.least}",) if self.least else ()
+        return ", ".join((*self.choices, *span, *least))
 
     def check(self, value: Any) -> None:
         if isinstance(value, str):
@@ -60,10 +63,12 @@ def setting(
     help: str,
     bounds: tuple[float, float] | None = None,
     *,
+    least: str = "",
     is_secret: bool = False,
 ) -> T:
     """A field of a dataclass that is a setting: `settings_of` gives it back with name and type."""
-    metadata = {"section": section, "help": help, "bounds": bounds, "is_secret": is_secret}
+    limits = {"bounds": bounds, "least": least}
+    metadata = {"section": section, "help": help, "is_secret": is_secret, **limits}
     setting_field: T = dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
     return setting_field
 

@@ -96,8 +96,8 @@ from ess.server.commands.start.settings import read_file, resolve
             "attention has --tp-size count the GPUs of all",
         ),
         (["--unread-bytes", "auto"], "unread_bytes: "),
-        (["--unread-bytes", "0"], "unread_bytes is 0; must be at least 1.00 MiB"),
-        (["--body-bytes", "0"], "body_bytes is 0; must be at least 1.00 KiB"),
+        (["--unread-bytes", "0"], "unread_bytes is 0; must be at least 1MiB"),
+        (["--body-bytes", "0"], "body_bytes is 0; must be at least 1KiB"),
         (["-dp", "3", "-ep"], "8 experts cannot be shared equally by 3 ranks"),
         (
             ["-pp", "2", "--nsa-decode-backend", "flashmla_kv", "--deterministic"],

@@ -130,12 +130,15 @@ class Settings(ProcessConfig):
         "", "handoff", "The key of that router; in the environment only.", is_secret=True
     )
     max_connections: int = setting(1024, "listening", "Connections open at a time.", (1, 1 << 20))
-    body_bytes: str = setting("32MiB", "listening", "The longest request body.")
-    header_bytes: str = setting("32KiB", "listening", "The longest request line with its headers.")
+    body_bytes: str = setting("32MiB", "listening", "The longest request body.", least="1KiB")
+    header_bytes: str = setting(
+        "32KiB", "listening", "The longest request line with its headers.", least="1KiB"
+    )
     unread_bytes: str = setting(
         "128MiB",
         "listening",
         "What may wait for slow clients, in calls and again in sockets, of each process.",
+        least="1MiB",
     )
     max_model_len: str = setting("auto", "limits", "Tokens of the longest request, such as 128k.")
     default_sampling: str = setting(

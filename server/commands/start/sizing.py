@@ -27,8 +27,6 @@ SIZES: Final = (
     *("host_bytes", "slot_bytes", "index_bytes", "device_bytes", "graph_bytes"),
     *("max_model_len", "body_bytes", "header_bytes", "unread_bytes", "keep_responses"),
 )
-LEAST: Final = {"body_bytes": 1024, "header_bytes": 1024, "unread_bytes": 1 << 20}
-"""Less would refuse every request, or end every stream that waits once."""
 HOST_SHARE: Final = 4  # of free memory, at most, unless host_bytes says how much
 HOST_BYTES_MAX: Final = 4 << 30
 LENGTHS: Final = (2048, 8192, 32768, 131072)
@@ -301,7 +299,8 @@ def _room(plan: MemoryPlan, settings: Settings, layout: ModelLayout, length: int
 
 
 def check_sizes(settings: Settings) -> None:
-    """Refuses a setting that is no size, also where only the engine's process would read it."""
+    """Refuses a setting that is no size, also where only the engine's process would read it. Too
+    little for what comes in or waits would refuse every request, or end every stream."""
     parse_size(settings.prefix_cache_disk, "prefix_cache_disk")
     for name in SIZES:
         text = getattr(settings, name)
@@ -309,9 +308,9 @@ def check_sizes(settings: Settings) -> None:
             size = size_of(text, of=1 << 40) if text != FIELDS[name].default else None
         except BadInput as error:
             raise BadInput(f"{name}: {error}") from None
-        least = LEAST.get(name, 0)
-        if size is not None and size < least:
-            raise BadInput(f"{name} is {text}; must be at least {format_bytes(least)}")
+        least = FIELDS[name].least
+        if size is not None and least and size < parse_size(least):
+            raise BadInput(f"{name} is {text}; must be at least {least}")
 
 
 def size_of(text: str, *, of: int) -> int:
