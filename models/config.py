@@ -225,7 +225,10 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         """The rope dimensions of the rows that its group keeps: layers that share a selection have
         equal rows."""
         [group] = (group for group in self.groups if layer in group)
-        return 0 if set(group) <= set(self.still_layers) else self.rope_dim
+        return self._rope_dim_of(group)
+
+    def _rope_dim_of(self, group: tuple[int, ...]) -> int:
+        return 0 if all(layer in self.still_layers for layer in group) else self.rope_dim
 
     def _in_window(self) -> ModelConfig:
         w = self.window
@@ -242,9 +245,10 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         factor = own.attention_scale / self.attention_scale
         return msgspec.structs.replace(own, query_factor=factor)
 
-    def _row(self, form: RowForm, layer: int) -> RowCodec:
-        latent_dim = self.at_layer(layer).latent_dim
-        return RowCodec(form=form, latent_dim=latent_dim, rope_dim=self.row_rope_dim(layer))
+    def _row(self, form: RowForm, group: tuple[int, ...]) -> RowCodec:
+        w = self.window if group[0] in self.window_layers else None
+        latent_dim = self.latent_dim if w is None else w.latent_dim
+        return RowCodec(form=form, latent_dim=latent_dim, rope_dim=self._rope_dim_of(group))
 
     def _windows(self) -> tuple[int, ...]:
         """The window of each layer group; none where all have an indexer."""
@@ -368,7 +372,7 @@ class ModelConfig(FileConfig, frozen=True, kw_only=True):
         index = index or "fp8"
         check_codecs(self, row, index)
         kept = self._with_rows()
-        rows = tuple(kept._row(row, group[0]) for group in kept.groups)
+        rows = tuple(kept._row(row, group) for group in kept.groups)
         return ModelLayout(
             name=name or self.family,
             layer_count=kept.layer_count,

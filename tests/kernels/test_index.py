@@ -312,6 +312,9 @@ def test_top_k_shapes() -> None:
             ops.top_k(logits, lengths, k=50, out=bad)
     with pytest.raises(BadInput, match="threads is -1"):
         ops.top_k(logits, lengths, k=50, threads=-1)
+    with pytest.raises(BadInput, match=r"lengths holds 1\.\.401, outside"):
+        ops.top_k(logits, lengths.int() + 1, k=50, out=out)
+    assert (out == 7).all()
     assert ops.top_k(logits, lengths, k=50, out=out) is out
     assert torch.equal(out, want)
 

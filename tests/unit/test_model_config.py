@@ -11,9 +11,10 @@ import pytest
 
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.models.config import ModelConfig
 from ess.models.config_json.reading import EQUAL, FIXED, FOREIGN
 from ess.models.registry import MODULES, family, read_config
-from tests.support.checkpoints import GLM, V32
+from tests.support.checkpoints import DOTS3, GLM, V32
 
 PUBLISHED_V32: dict[str, Any] = {
     **V32,
@@ -155,6 +156,22 @@ def test_a_form_refuses_only_what_it_cannot_hold() -> None:
     ):
         with pytest.raises(BadInput, match=f"^config.json of deepseek_v32: {sentence}"):
             config.layout(row=row)
+
+
+@pytest.mark.parametrize("base", [V32, DOTS3], ids=["v32", "dots3"])
+def test_a_layout_asks_a_few_times_about_each_layer(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, starts_group = [], ModelConfig.starts_group
+
+    def counted(config: ModelConfig, layer: int) -> bool:
+        asked.append(layer)
+        return starts_group(config, layer)
+
+    config = read_config({**base, "num_hidden_layers": 600})
+    monkeypatch.setattr(ModelConfig, "starts_group", counted)
+    assert config.layout().layer_count == 600
+    assert 600 <= len(asked) < 5 * 600
 
 
 def test_damaged_values_never_raise_anything_else() -> None:
