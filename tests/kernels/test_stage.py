@@ -274,6 +274,17 @@ def test_what_does_not_fit_is_refused() -> None:
     stage = Stage()
     with pytest.raises(BadInput, match="16 registers"):
         [stage.room(1) for _ in range(17)]
+    stage, few = Stage(), Routing(1, 2, 1, False, 1.0, torch.zeros(3))
+    value = stage.take(8)
+    with pytest.raises(BadInput, match="3 experts in 2 groups"):
+        stage.experts(
+            value, value, few, pack(torch.zeros(3, 16, 8)), pack(torch.zeros(3, 8, 8)), value
+        )
+    stage.give(value, torch.bfloat16)
+    with pytest.raises(BadInput, match=r"a result has shape \(4, 8\), must be \(5, 8\)"):
+        stage.bind([torch.zeros(5, 8)], [torch.zeros(4, 8, dtype=torch.bfloat16)])
+    with pytest.raises(BadInput, match="a result has type"):
+        stage.bind([torch.zeros(5, 8)], [torch.zeros(5, 8)])
 
 
 def test_both_backends_say_whether_they_have_stages() -> None:
