@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from ess.engine.layers import selected
+from ess.engine.tokens.sampling import Sampling
 from tests.device import engines
+from tests.support.checkpoints import tokens
 from tests.support.few import few
 from tests.support.pairwise import all_pairs, pairs_of, pairwise
 
 pytestmark = pytest.mark.usefixtures("alone")
 
-CASES = pairwise(engines.FACTORS)
+FACTORS = {**engines.FACTORS, "evict": ("lru", "score")}
+CASES = pairwise(FACTORS)
 
 
 def close(said, wanted):
@@ -26,7 +31,7 @@ def close(said, wanted):
 
 def test_every_pair_of_settings_meets():
     met = set().union(*(pairs_of(case) for case in CASES))
-    assert met == all_pairs(engines.FACTORS)
+    assert met == all_pairs(FACTORS)
 
 
 @pytest.mark.parametrize(
@@ -42,3 +47,31 @@ def test_what_the_host_changes_runs_at_depth_0(mtp):
     eng = engines.engine("cuda", mtp=mtp, depth="1", door=False)
     said = engines.scenario(eng, penalised=True)
     close(said, engines.expected("v32", penalised=True))
+
+
+WAITS = {
+    "item": lambda there: there.sum().item(),
+    "nonzero": torch.nonzero,
+    "where": lambda there: torch.where(there > 0),
+    "cpu": torch.Tensor.cpu,
+    "copy_": lambda there: there.copy_(torch.zeros(there.shape, dtype=there.dtype)),
+    "__getitem__": lambda there: there[:, : there[0, 0]],
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_step_in_which_torch_waits_fails(name, monkeypatch):
+    """Else no test would tell that the host waits for the device in each step."""
+    real = selected.select
+
+    def waits(*given):
+        made = real(*given)
+        WAITS[name](made)
+        return made
+
+    monkeypatch.setattr(selected, "select", waits)
+    eng = engines.engine("cuda", door=False)
+    eng.add(tokens(5, engines.VOCABULARY, seed=0), Sampling(tokens_max=4, ignore_eos=True))
+    eng.step()
+    with pytest.raises(RuntimeError, match=f"the host waits for the device: {name}"):
+        eng.step()

@@ -98,6 +98,22 @@ WRONG = {
     "capture(lambda: there[0].copy_(torch.zeros(2, 8)))": "not permitted",
     "capture(torch.cuda.synchronize)": "not permitted",
 }
+WAITING = """
+them.sum().item(); them.tolist(); str(them[0]); bool(them.any()); 3 in them; them.equal(them)
+them.nonzero(); them.argwhere(); torch.where(them > 3); them.masked_select(them > 3); them[them > 3]
+them.unique(); them.bincount(); them.repeat_interleave(them); torch.repeat_interleave(them)
+them.float().multinomial(1); them.add(them, alpha=them[0]); them.narrow(0, 0, them[3])
+them[[1, 2]]; them[them[3]]; them[: them[3]]; torch.arange(them[3], device="cuda")
+torch.full((2,), them[0], device="cuda"); torch.tensor([1, 2], device="cuda"); them.new_tensor([1])
+them.cpu(); them.to("cpu", non_blocking=True); pinned.cuda(); them.copy_(pinned); pinned.copy_(them)
+them.copy_(pinned + 1, non_blocking=True)
+"""
+QUEUED = """
+them.copy_(pinned, non_blocking=True); pinned.copy_(them, non_blocking=True); them.new_zeros(3)
+pinned.cuda(non_blocking=True); them.view(2, 4); them.where(them > 3, 0); them.repeat_interleave(3)
+them[2:4]; them[3]; them[None]; them[them]; them.masked_fill(them > 3, 0); them.clamp(max=them[3])
+torch.equal(pinned, pinned)
+"""
 SCRIPT = """
 from tests.support import pretended
 import torch
@@ -118,6 +134,16 @@ for line, says in WRONG.items():
         assert says in str(error), (line, error)
     else:
         raise AssertionError(f"{line} was not refused")
+names = {"torch": torch, "them": torch.arange(8, device="cuda")}
+names["pinned"] = torch.arange(8).pin_memory()
+for line in [*WAITING, *QUEUED]:
+    told = ""
+    try:
+        with pretended.without_waits():
+            eval(line, names)
+    except RuntimeError as error:
+        told = str(error)
+    assert told.startswith("the host waits for the device") == (line in WAITING), (line, told)
 graph, one = torch.cuda.CUDAGraph(), torch.zeros(3, device="cuda")
 with torch.cuda.graph(graph):
     two = one + 1
@@ -138,7 +164,12 @@ assert three.cpu().tolist() == [3, 3, 3]
 
 def test_the_pretence_refuses_what_a_device_does(emulated: Path, tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
-    script.write_text(f"WRONG = {WRONG!r}\n{SCRIPT}")
+    waiting, queued = (
+        [line.strip() for line in text.replace("\n", ";").split(";") if line.strip()]
+        for text in (WAITING, QUEUED)
+    )
+    given = f"WRONG = {WRONG!r}\nWAITING, QUEUED = {waiting!r}, {queued!r}\n"
+    script.write_text(given + SCRIPT)
     beside.run(script.stem, built=emulated, path=f"{beside.ROOT}:{tmp_path}")
 
 

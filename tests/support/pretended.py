@@ -50,7 +50,21 @@ pytest_configure = interpreted.pytest_configure  # what NumPy warns of, a device
 
 IS_MODULE = __name__ == "__main__"
 ANYWHERE = {"copy_", "set_", "__get__", "type_as", "view_as", "expand_as", "reshape_as"}
-WAITS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
+# Of each torch's own code for a device reads a number back: the value, or how large a result is.
+WAITS = {f"__{name}__" for name in ("bool", "int", "float", "index", "contains", "format", "repr")}
+WAITS |= {"item", "tolist", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
+WAITS |= {"equal", "allclose", "is_nonzero", "bincount", "multinomial", "new_tensor"}
+MAKERS = {"arange", "full", "zeros", "ones", "empty"}
+RESHAPERS = {
+    "new_full",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "narrow",
+    "view",
+    "reshape",
+    "expand",
+}
 HOST_ONLY = {"numpy", "__array__"}
 UPLOADS = {"tensor", "as_tensor", "asarray"}
 STREAM_OF = {
@@ -97,6 +111,28 @@ def mm(one, other):
 
 def tree_top(index):
     return index if isinstance(index, tuple) else ()
+
+
+def reads_back(name, args, kwargs):
+    """Whether torch waits in a call with some tensor of the device."""
+    if name == "copy_":
+        queued = kwargs.get("non_blocking", args[2:3] == (True,))
+        return is_there(args[0]) != is_there(args[1]) and not queued
+    if name in ("__getitem__", "__setitem__"):
+        return any(map(is_read_back, (args[1], *tree_top(args[1]))))
+    if name in ("where", "repeat_interleave") and "output_size" not in kwargs:
+        counts = name == "repeat_interleave" and tensors(args[1:], kwargs)
+        return bool(counts) or (len(args) == 1 and not kwargs)
+    numbers = args if name in MAKERS else args[1:] if name in RESHAPERS else ()
+    return name in WAITS or any(map(is_there, tensors(numbers, kwargs.get("alpha"))))
+
+
+def is_read_back(index):
+    if isinstance(index, slice):
+        return any(map(is_there, (index.start, index.stop, index.step)))
+    if isinstance(index, torch.Tensor):
+        return index.dtype == torch.bool or (is_there(index) and not index.dim())
+    return isinstance(index, list)
 
 
 def zeroed(func):
@@ -229,9 +265,7 @@ class Pretence(Queues, TorchFunctionMode):
         if not there:
             return
         pageable = name == "copy_" and not all(map(self.is_pinned, here))
-        masked = indexes and any(each.dtype == torch.bool for each in tensors(args[1]))
-        listed = indexes and any(isinstance(each, list) for each in (args[1], *tree_top(args[1])))
-        if name in WAITS or pageable or masked or listed or (indexes and here):
+        if pageable or reads_back(name, args, kwargs) or (indexes and here):
             self.refuse(name)
 
     def move(self, name, tensor, *args, **kwargs):
