@@ -3,11 +3,27 @@ turn. Each leaves its document in the folder, and behind what it prints comes `E
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 from ess.bench.gpu import suite
 
 END = "-- end of a benchmark --"
+EXPECTED = "## What `make bench-gpu` is expected to print"
+
+
+def expectations() -> dict[str, re.Pattern[str]]:
+    """Names of rows for which docs/cuda.md says what a device should give, as they stand there."""
+    text = (Path(__file__).resolve().parents[2] / "docs/cuda.md").read_text().partition(EXPECTED)[2]
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    names = [name for line in lines for name in re.findall("`([^`]+)`", line.split("|")[1])]
+    return {name: pattern_of(name) for name in names}
+
+
+def pattern_of(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\.\.\.", ".*").replace("N", r"\d+"))
+
 
 if __name__ == "__main__":
     folder, *names = sys.argv[1:]

@@ -10,7 +10,7 @@ import pytest
 
 from ess.bench.gpu import suite
 from ess.bench.harness.output import table
-from tests.device.measured import END
+from tests.device.measured import END, expectations
 from tests.support import beside
 
 TESTS = (
@@ -22,6 +22,12 @@ TESTS = (
     "tests/kernels/test_attend.py::test_one_key_returns_its_value[cuda-656-dtype1]",
     "tests/kernels/test_rowcodec.py::test_a_row_has_the_golden_bytes[cuda]",
 )
+
+UNPLAYED = (
+    *("slice: ", "one GPU of ", "a step, ", "decode, ", "stages of ", "tokens per "),
+    *("FlashMLA", "DeepGEMM", "attention", "top-k", "logits"),
+)
+"""How rows begin that need a library, or a benchmark of another test."""
 
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
@@ -36,13 +42,19 @@ def test_benchmarks_of_a_device(emulated: Path, tmp_path: Path) -> None:
     given = "tests.support.pretended", "tests.device.measured", tmp_path, *names
     *printed, rest = beside.run(*given, built=emulated).stdout.split(f"{END}\n")
     assert rest == ""
+    known, met = expectations(), set()
     for name, text in zip(names, printed, strict=True):
         rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
         assert rows, name
+        for row in rows:
+            fits = {each for each, pattern in known.items() if pattern.fullmatch(row["name"])}
+            assert fits, f"docs/cuda.md does not say what to expect of {row['name']}"
+            met |= fits
         lines = text.splitlines()
         assert max(map(len, lines)) <= 120, name
         shown = [line for row in rows for line in (*table.lines(row), *table.config_lines(row))]
         assert lines == [*table.heading(), *shown], name
+    assert [each for each in known if each not in met and not each.startswith(UNPLAYED)] == []
 
 
 LAUNCHED = ("layer", "attend", "experts", "shapes"), ("step", "slice")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from ess.bench.gpu import resolve, rows, suite
 from ess.bench.gpu.rig import GATE, Row, row
 from ess.bench.gpu.rows import RESULTS, ROW_BYTES, measured_before
 from ess.pool import cuda_programs
+from tests.device.measured import expectations
 
 
 def test_what_was_measured_before_a_failure_is_kept(
@@ -106,3 +108,14 @@ def test_a_pool_of_rows_keeps_to_the_memory_of_its_group(monkeypatch: pytest.Mon
     monkeypatch.setattr(rows, "memory_free", lambda: 36 << 30)
     assert rows.pool_bytes(24 << 30) == 24 << 30
     assert rows.pool_bytes(25 << 30) == (36 << 30) // 8
+
+
+def test_rows_of_other_machines_are_expected_of_the_next() -> None:
+    """But those of a way that is gone."""
+    known, gone = list(expectations().values()), re.compile(r"plan, batch \d+, one block")
+    for path in RESULTS.glob("gpu-*.json"):
+        names = {each["name"] for each in json.loads(path.read_text())["rows"]}
+        assert names, path
+        for name in names:
+            assert gone.match(name) or any(each.fullmatch(name) for each in known), name
+    assert not any(each.fullmatch("gather of rows") for each in known)
