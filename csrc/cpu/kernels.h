@@ -116,6 +116,14 @@ struct Product {
     float factor;
 };
 
+// The same with weights that stay codes (codes.h).
+struct Coded {
+    Product product;      // `steps` counts words of the input
+    const float* inputs;  // sums of inputs [token, group]
+    uint32_t* room;       // for kPanelsTogether panels, written out
+    int64_t groups;
+};
+
 struct Experts {
     int64_t expert_count, group_count, groups_kept, per_token, is_normed, inner, logits;
     const float* correction;
@@ -173,6 +181,7 @@ void attend_in_tiles(const Attend& call, int64_t query, int64_t first_head, int6
 void index_in_tiles(const Index& call, const Run& run, int64_t first, int64_t last, float* logits,
                     int64_t stride);
 void product_in_tiles(const Product& product, int64_t tokens);
+void coded_in_tiles(const Coded& coded, int64_t tokens, int64_t bits);
 
 // Those of the widest set that this machine has and ESS_ISA allows.
 const Kernels& kernels();

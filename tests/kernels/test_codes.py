@@ -69,6 +69,8 @@ def test_bits_do_not_depend_on_the_others(bits: Bits, half: bool) -> None:
     """Few tokens look codes up, many have them written out; poison beside a token stays there."""
     panels = pack_codes(drawn(bits, 75, 96), half=half)
     given = inputs(70, 96)
+    given[0] *= 1e-38  # products with tiles take what is subnormal as zero
+    given[2] *= 1e35
     whole = by_stage(panels, given)
     for count in COUNTS:
         assert torch.equal(by_stage(panels, given[:count]), whole[:count])

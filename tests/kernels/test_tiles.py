@@ -32,10 +32,10 @@ IS_TILED = bool(os.environ.get(tiled.VARIABLE))
 ROWS = {name: test_attend.CODECS[name] for name in ("656", "published V4", "1152", "584")}
 ROWS["448"] = RowCodec(form="bf16", latent_dim=208, rope_dim=16)  # 3.25 blocks of 64 values
 HALF = ("fp8 under fp8", "fp8 under bf16")
-FILES = ("tiles", "attend", "index", "screen", "stage")
+FILES = ("tiles", "attend", "codes", "index", "screen", "stage")
 OF_BF16 = (
     "test_attend and (cpu or split) or test_stage and not float32"
-    " or (cpu or screen) and fp8 or whole or refused"
+    " or test_codes and True or (cpu or screen) and fp8 or whole or refused"
 )
 plays = pytest.mark.skipif(
     not native.available() or native.kernels() != "avx512_bf16" or not shutil.which("g++"),

@@ -7,7 +7,8 @@
 // exact in both. It grows word by word in a lane of its own, and groups are added in their order,
 // so the bits depend on nothing but the input, whatever the number of tokens. Where many tokens
 // pass, codes are first written out as words, which is done once for all of them: the same words in
-// the same order.
+// the same order. Where there are tiles, they take the inner sums of pairs, for one token as for many:
+// a group is as long as a tile. With ESS_TILES this file is that part.
 //
 // Packed: panels of kLanes outputs, each [group, bits + 1, output]. The last vector of a group
 // holds scale (low half) and offset (high half); the others hold codes. The low half of a word
@@ -18,13 +19,6 @@
 constexpr int64_t kGroupInputs = 32;
 constexpr int64_t kWriteOutFrom = 8;  // tokens: from here on codes are written out first
 constexpr int64_t kPanelsTogether = 4;
-
-struct Coded {
-    Product product;  // `panels` and `words` as there; `steps` counts words of the input
-    const float* inputs;  // sums of inputs [token, group]
-    uint32_t* room;       // for kPanelsTogether panels, written out
-    int64_t groups;
-};
 
 constexpr int64_t group_words(int bits) { return (bits + 1) * kLanes; }
 
@@ -62,9 +56,181 @@ ESS_LANE Ints code_word(Ints codes, int step) {
 #endif
 }
 
+#if ESS_TILES
+// As widen_float16, in a thread that takes subnormal numbers as zeros too.
+ESS_LANE Floats widen_step(Ints number) {
+    return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)number));
+}
+
+// The code of each lane `from` a bit on.
+template <int bits>
+ESS_LANE Floats code_float(Ints codes, int from) {
+    if constexpr (bits == 8) return __builtin_convertvector(codes << (24 - from) >> 24, Floats);
+    const Floats known = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (Floats)_mm512_permutexvar_ps((__m512i)(codes >> from), (__m512)known);
+}
+#endif
+
 template <bool half, int bits>
 constexpr int kStepsPerWord = (half ? 16 : 32) / bits;
 
+template <bool half, int bits>
+ESS_LANE void write_out(const uint32_t* codes, int64_t groups, uint32_t* to) {
+    for (int64_t group = 0; group < groups; group++, codes += kLanes)
+        for (int word = 0; word < bits; word++, codes += kLanes) {
+            const Ints packed = load<Ints>(codes);
+#pragma GCC unroll 8
+            for (int step = 0; step < kStepsPerWord<half, bits>; step++, to += kLanes)
+                store(to, code_word<half, bits>(packed, step));
+        }
+}
+
+#if ESS_TILES
+// `totals` of up to `count` tokens += some groups of inputs times codes, a tile after another.
+template <int bits, bool is_out, int some>
+ESS_LANE void tile_groups(const Coded& c, int64_t token, int64_t count, int64_t group,
+                          const uint32_t* codes, float (*totals)[kLanes]) {
+    const uint32_t* left = c.product.words + token * c.product.steps + group * kTileWords;
+    const uint32_t* out = c.room + (is_out ? group * kTileWords * kLanes : 0);
+    const float* inputs = c.inputs + token * c.groups + group;
+    alignas(64) float sums[some][kTileRows][kLanes];
+    Floats scale[some], offset[some];
+    if constexpr (!is_out) write_out<true, bits>(codes, some, c.room);
+#pragma GCC unroll 4
+    for (int g = 0; g < some; g++) {
+        multiply_tiles<1, 1>(left + g * kTileWords, c.product.steps, out + g * kTileWords * kLanes,
+                             0, kTileWords, sums[g][0]);
+        const Ints both = load<Ints>(codes + (g + 1) * group_words(bits) - kLanes);
+        scale[g] = widen_step(both), offset[g] = widen_step(both >> 16);
+    }
+    for (int64_t row = 0; row < count; row++, inputs += c.groups) {
+        Floats total = load<Floats>(totals[row]);
+#pragma GCC unroll 4
+        for (int g = 0; g < some; g++) {
+            total = multiply_add(scale[g], load<Floats>(sums[g][row]), total);
+            total = multiply_add(offset[g], all(inputs[g]), total);
+        }
+        store(totals[row], total);
+    }
+}
+
+// A tile of up to `count` tokens with a panel.
+template <int bits, bool is_out>
+ESS_LANE void coded_tile(const Coded& c, int64_t token, int64_t count, int64_t column) {
+    const uint32_t* codes = c.product.panels + column / kLanes * c.groups * group_words(bits);
+    alignas(64) float totals[kTileRows][kLanes] = {};
+    int64_t group = 0;
+    for (; group + 4 <= c.groups; group += 4, codes += 4 * group_words(bits))
+        tile_groups<bits, is_out, 4>(c, token, count, group, codes, totals);
+    for (; group < c.groups; group++, codes += group_words(bits))
+        tile_groups<bits, is_out, 1>(c, token, count, group, codes, totals);
+    for (int64_t row = 0; row < count; row++)
+        store_sums(c.product, load<Floats>(totals[row]), token + row, column);
+}
+
+template <int bits, bool is_out>
+ESS_LANE void coded_tiles(const Coded& c, int64_t tokens, int64_t column) {
+    for (int64_t token = 0; token < tokens; token += kTileRows) {
+        const int64_t rest = tokens - token;
+        coded_tile<bits, is_out>(c, token, rest < kTileRows ? rest : kTileRows, column);
+    }
+}
+
+// sums += one group of inputs times codes, even and odd inputs apart, as a tile adds them up.
+template <int bits, int rows, int vectors>
+ESS_LANE void multiply_apart(const uint32_t* left, int64_t stride, const uint32_t* codes,
+                             int64_t panel, Floats (&sums)[rows][vectors]) {
+    alignas(64) float inputs[rows][2][kLanes];
+    for (int row = 0; row < rows; row++) {
+        const Ints words = load<Ints>(left + row * stride);
+        store(inputs[row][0], words << 16);
+        store(inputs[row][1], words & ~0xFFFF);
+    }
+    Floats apart[2][rows][vectors] = {};
+    for (int word = 0, step = 0; word < bits; word++, codes += kLanes) {
+        Ints packed[vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) packed[v] = load<Ints>(codes + v * panel);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < kStepsPerWord<true, bits>; pair++, step++)
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 4
+                for (int v = 0; v < vectors; v++) {
+                    const Floats code = code_float<bits>(packed[v], pair * bits + odd * 16);
+#pragma GCC unroll 2
+                    for (int row = 0; row < rows; row++)
+                        apart[odd][row][v] =
+                            multiply_add(code, all(inputs[row][odd][step]), apart[odd][row][v]);
+                }
+    }
+#pragma GCC unroll 2
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            sums[row][v] += apart[0][row][v] + apart[1][row][v];
+}
+
+// One or two tokens with one or four panels, with the bits of a tile.
+template <int bits, int rows, int vectors>
+ESS_LANE void coded_few(const Coded& c, int64_t column) {
+    const Product& p = c.product;
+    const int64_t panel = c.groups * group_words(bits);
+    const uint32_t *codes = p.panels + column / kLanes * panel, *left = p.words;
+    Floats totals[rows][vectors] = {};
+    for (int64_t group = 0; group < c.groups; group++, left += kTileWords) {
+        Floats sums[rows][vectors] = {};
+        multiply_apart<bits>(left, p.steps, codes, panel, sums);
+        codes += group_words(bits);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            const Ints both = load<Ints>(codes - kLanes + v * panel);
+            const Floats scale = widen_step(both), offset = widen_step(both >> 16);
+#pragma GCC unroll 2
+            for (int row = 0; row < rows; row++) {
+                const Floats whole = all(c.inputs[row * c.groups + group]);
+                totals[row][v] = multiply_add(scale, sums[row][v], totals[row][v]);
+                totals[row][v] = multiply_add(offset, whole, totals[row][v]);
+            }
+        }
+    }
+    for (int row = 0; row < rows; row++)
+        for (int v = 0; v < vectors; v++)
+            store_sums(p, totals[row][v], row, column + v * kLanes);
+}
+
+template <int bits, int rows>
+ESS_LANE void coded_few_in(const Coded& c) {
+    int64_t column = 0;
+    for (; column + 3 * kLanes < c.product.out_dim; column += 4 * kLanes)
+        coded_few<bits, rows, 4>(c, column);
+    for (; column < c.product.out_dim; column += kLanes) coded_few<bits, rows, 1>(c, column);
+}
+
+template <int bits>
+__attribute__((noinline)) void coded_in(const Coded& c, int64_t tokens) {
+    if (tokens == 1) return coded_few_in<bits, 1>(c);
+    if (tokens == 2) return coded_few_in<bits, 2>(c);
+    const Tiles tiles(tokens < kTileRows ? tokens : kTileRows);
+    const int64_t panel = c.groups * group_words(bits);
+    for (int64_t column = 0; column < c.product.out_dim; column += kLanes) {
+        if (tokens <= kTileRows) {
+            coded_tiles<bits, false>(c, tokens, column);
+            continue;
+        }
+        write_out<true, bits>(c.product.panels + column / kLanes * panel, c.groups, c.room);
+        coded_tiles<bits, true>(c, tokens, column);
+    }
+}
+
+// Tiles take subnormal numbers as zeros, whatever a thread does, so the rest does so too.
+void coded_product(const Coded& c, int64_t tokens, int64_t bits) {
+    const uint32_t before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    bits == 4 ? coded_in<4>(c, tokens) : coded_in<8>(c, tokens);
+    _mm_setcsr(before);
+}
+#else
 // sums += one group of inputs times codes.
 template <bool half, int bits, int rows, int vectors>
 ESS_LANE void multiply_codes(const uint32_t* left, int64_t stride, const uint32_t* codes,
@@ -87,17 +253,6 @@ ESS_LANE void multiply_codes(const uint32_t* left, int64_t stride, const uint32_
             }
         }
     }
-}
-
-template <bool half, int bits>
-ESS_LANE void write_out(const uint32_t* codes, int64_t groups, uint32_t* to) {
-    for (int64_t group = 0; group < groups; group++, codes += kLanes)
-        for (int word = 0; word < bits; word++, codes += kLanes) {
-            const Ints packed = load<Ints>(codes);
-#pragma GCC unroll 8
-            for (int step = 0; step < kStepsPerWord<half, bits>; step++, to += kLanes)
-                store(to, code_word<half, bits>(packed, step));
-        }
 }
 
 template <bool half, int bits, bool is_out, int rows, int vectors>
@@ -160,6 +315,7 @@ void coded_in(const Coded& c, int64_t tokens) {
 
 void coded_product(const Coded& c, int64_t tokens, int64_t bits, [[maybe_unused]] bool half) {
 #if ESS_HALF
+    if (half && in_tiles(c.product.steps)) return coded_in_tiles(c, tokens, bits);
     if (half) return bits == 4 ? coded_in<true, 4>(c, tokens) : coded_in<true, 8>(c, tokens);
 #endif
     return bits == 4 ? coded_in<false, 4>(c, tokens) : coded_in<false, 8>(c, tokens);
@@ -202,3 +358,4 @@ void pack_codes(const uint8_t* codes, const uint16_t* steps, int64_t bits, int64
                 to[bits * kLanes + lane] = is_there ? step[0] | uint32_t(step[1]) << 16 : 0;
             }
 }
+#endif

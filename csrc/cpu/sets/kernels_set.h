@@ -43,8 +43,9 @@ namespace ESS_SET {
 #include "../ops/attend.h"
 #include "../ops/index.h"
 #include "../ops/product.h"
-#if !ESS_TILES
+
 #include "../ops/codes.h"
+#if !ESS_TILES
 #include "../ops/merge.h"
 #include "../ops/stage.h"
 #include "../ops/topk.h"
@@ -71,6 +72,10 @@ void index_in_tiles(const Index& call, const Run& run, int64_t first, int64_t la
 }
 
 void product_in_tiles(const Product& product, int64_t tokens) { ESS_SET::product(product, tokens); }
+
+void coded_in_tiles(const Coded& coded, int64_t tokens, int64_t bits) {
+    ESS_SET::coded_product(coded, tokens, bits);
+}
 #else
 #define ESS_JOIN(a, b) a##b
 #define ESS_TABLE(set) ESS_JOIN(kernels_, set)
