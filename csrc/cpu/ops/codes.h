@@ -7,8 +7,8 @@
 // exact in both. It grows word by word in a lane of its own, and groups are added in their order,
 // so the bits depend on nothing but the input, whatever the number of tokens. Where many tokens
 // pass, codes are first written out as words, which is done once for all of them: the same words in
-// the same order. Where there are tiles, they take the inner sums of pairs, for one token as for many:
-// a group is as long as a tile. With ESS_TILES this file is that part.
+// the same order. Where there are tiles, they take the inner sums of pairs (a group is as long as a
+// tile); few tokens get the same bits without them. With ESS_TILES this file is that part.
 //
 // Packed: panels of kLanes outputs, each [group, bits + 1, output]. The last vector of a group
 // holds scale (low half) and offset (high half); the others hold codes. The low half of a word
