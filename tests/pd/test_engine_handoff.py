@@ -38,12 +38,12 @@ PAIRS = [(1, 0, None), (1, 1, 16), (2, 0, 16), (2, 1, None), (4, 0, 16), (4, 1, 
 
 @functools.cache
 def expected(mtp: int) -> list[list[int]]:
-    return alone(asked_of(LENGTHS), mtp=mtp)
+    return alone(asked_of(LENGTHS, tokens_max=8), mtp=mtp)
 
 
 @pytest.mark.parametrize(("mtp", "depth", "index_pages"), few(PAIRS, all_of=EVERY))
 def test_tokens_are_those_of_an_engine_alone(mtp: int, depth: int, index_pages: int | None):
-    asked = asked_of(LENGTHS)
+    asked = asked_of(LENGTHS, tokens_max=8)
     pair = Pair(mtp=mtp, depth=depth, pools={"index_pages": index_pages})
     added = [pair.add(*each) for each in asked]
     pair.run()
@@ -135,7 +135,7 @@ def test_rows_arrive_while_the_device_is_full():
 
 def test_landings_wait_for_one_another_and_leave_room_to_grow():
     """Host pages for one long request at a time: none lands into another one's growth."""
-    asked = asked_of((129, 129, 129), tokens_max=130)
+    asked = asked_of((193, 193, 193), tokens_max=66)
     pair = Pair(pools={"host_pages": 8, "lines": 4})
     added = [pair.add([at, *prompt[1:]], wish) for at, (prompt, wish) in enumerate(asked)]
     pair.run()

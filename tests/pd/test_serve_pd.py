@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,29 +86,36 @@ def test_it_serves_and_ends_with_all_its_processes(name: str, tmp_path: Path):
     assert "Traceback" not in pd.said
 
 
-@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "second-signal"])
-def test_nothing_outlives_it(ends: signal.Signals, tmp_path: Path):
-    with served(tmp_path, "--drain-grace-s", "60", "--drain-s", "60") as pd:
-        if ends is signal.SIGKILL:
-            pd.process.kill()
-            return
-        pd.process.send_signal(signal.SIGTERM)
-        until(lambda: "draining" in pd.said, "draining")
-        pd.process.send_signal(signal.SIGINT)
-        assert pd.ended(180) == 0
-
-
-def test_ctrl_c_waits_for_no_probes(tmp_path: Path):
-    """Beyond the limit of the test they would wait, behind SIGTERM."""
-    with served(tmp_path, "--drain-grace-s", "3600") as pd:
-        pd.process.send_signal(signal.SIGINT)
-        assert pd.ended(180) == 0
-        assert pd.said.count("ended after") == len(pd.pids) - 1, "none was killed"
-
-
-@pytest.mark.parametrize("role", few(["prefill", "router"], all_of=["decode", "prefill", "router"]))
-def test_what_is_killed_is_back_at_its_address(role: str, tmp_path: Path):
+def test_nothing_outlives_it(tmp_path: Path):
     with served(tmp_path) as pd:
+        pd.process.kill()
+
+
+def second_signal(pd: Pd) -> None:
+    pd.process.send_signal(signal.SIGTERM)
+    until(lambda: "draining" in pd.said, "draining")
+    pd.process.send_signal(signal.SIGINT)
+    assert pd.ended(180) == 0
+
+
+def ctrl_c(pd: Pd) -> None:
+    pd.process.send_signal(signal.SIGINT)
+    assert pd.ended(180) == 0
+    assert pd.said.count("ended after") == len(pd.pids) - 1, "none was killed"
+
+
+@pytest.mark.parametrize(
+    ("role", "ends"),
+    few(
+        [("prefill", second_signal), ("router", ctrl_c)],
+        all_of=itertools.product(("decode", "prefill", "router"), (second_signal, ctrl_c)),
+    ),
+)
+def test_what_is_killed_is_back_at_its_address(
+    role: str, ends: Callable[[Pd], None], tmp_path: Path
+):
+    """Behind SIGTERM alone it would wait for probes beyond the limit of the test."""
+    with served(tmp_path, "--drain-grace-s", "3600", "--drain-s", "60") as pd:
         killed = "router" if role == "router" else f"{role}-1"
         os.kill(pd.pids[killed], signal.SIGKILL)
         until(
@@ -119,8 +127,7 @@ def test_what_is_killed_is_back_at_its_address(role: str, tmp_path: Path):
         if role != "router":
             assert pd.said.count(f"ess: {killed} listens at {pd.urls[killed]}, process") == 2
             until(lambda: ask(f"{pd.urls[killed]}/ready").status == 200, "readiness")
-        pd.process.send_signal(signal.SIGTERM)
-        assert pd.ended(180) == 0
+        ends(pd)
 
 
 def test_keys_hold_for_everybody_and_change_while_it_serves(tmp_path: Path):
