@@ -57,7 +57,7 @@ VALUES = [
     ),
 ]
 
-GRID = list(itertools.product(DIALECTS, (1, 3)))
+GRID = list(itertools.product(DIALECTS, (1, 6)))
 
 
 def fields_of(path: str) -> list[tuple[str, ...]]:
@@ -94,7 +94,7 @@ def wrong(way: tuple[str, ...], status: int, said: str) -> bool:
     return way[-1] not in message and "is not JSON" not in message
 
 
-@pytest.mark.parametrize(("path", "share"), few([(path, 3) for path in DIALECTS], all_of=GRID))
+@pytest.mark.parametrize(("path", "share"), few([(path, 6) for path in DIALECTS], all_of=GRID))
 def test_any_value_is_served_or_refused_by_name(plain: Served, path: str, share: int) -> None:
     """Each field has every `share`-th of the values, and its neighbours have the others."""
     address = plain.url.removeprefix("http://")
