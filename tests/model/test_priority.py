@@ -51,7 +51,8 @@ def test_the_first_in_rank_never_gives_way_and_the_last_does():
 
 
 def test_one_that_is_first_now_is_asked_for_at_once():
-    eng, [runs, waits, _] = crowd(0, 0, 0, promise="all")
+    eng, made = crowd(0, 0, 0, promise="all")
+    runs, waits, _ = made
     for _ in range(3):
         eng.step()
     assert (runs.state, waits.state) == ("decoding", "waiting")
@@ -59,6 +60,11 @@ def test_one_that_is_first_now_is_asked_for_at_once():
     eng.step()
     assert small.state in ("prefilling", "decoding")
     assert waits.state == "waiting"
+    while small.reason is None:
+        eng.step()
+    assert small.output == expected("v32", 20, 4)
+    for each in made:
+        eng.cancel(each)
     run(eng)
 
 

@@ -7,6 +7,7 @@ its edge, and nothing of that may show.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 
@@ -23,6 +24,7 @@ from ess.models.chat.styles import ChatStyle, DeepSeekStyle, TemplateStyle
 from ess.server.dialects import schemas
 from ess.server.dialects.forms import constraints
 from tests.model.test_answers import answers, engine, ids, said, tokenizer
+from tests.support.few import few
 
 OPTIONS = [' the "a\\b"', "naïve 漢字\n", "naïve", "/x/", "🙂 (yes|no)"]
 TAGS = {
@@ -167,9 +169,18 @@ def check_arguments(name: str, arguments: dict[str, object]) -> None:
     assert all(1 <= day <= 31 for day in arguments["days"])
 
 
-@pytest.mark.parametrize("config", [{"mtp": 2}, {"mtp": 3, "depth": 1}])
-def test_the_same_answers_with_drafts(config):
-    for expected, answer in zip(plainly(), answers(wishes(), **config), strict=True):
+WAYS = ({"mtp": 2}, {"mtp": 3, "depth": 1})
+SHARES = (slice(None), slice(0, None, 2), slice(1, None, 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    few([*zip(WAYS, SHARES[1:], strict=True)], all_of=itertools.product(WAYS, SHARES)),
+)
+def test_the_same_answers_with_drafts(config, share):
+    """A half of the wishes has some of every kind."""
+    answered = answers(wishes()[share], **config)
+    for expected, answer in zip(plainly()[share], answered, strict=True):
         assert answer.output == expected.output
         assert answer.reason == expected.reason
 
