@@ -21,21 +21,18 @@ from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.verification import Choice
 from ess.errors import PoolFull
 from tests.model.test_engine import engine, expected, prompt, run
+from tests.support.few import few
 
 LONG = (pytest.mark.slow, pytest.mark.long)
+STATES = ("waiting", "prefilling", "decoding", "preempted")
 
 
 @pytest.mark.parametrize(
     ("family", "mode", "mtp"),
-    [
-        ("v32", "none", 1),
-        ("v32", "da", 2),
-        ("v32", "dba", 4),
-        ("v32", "resident", 4),
-        ("glm", "resident", 1),
-        ("glm", "dba", 2),
-        ("glm", "da", 4),
-    ],
+    few(
+        [("v32", "none", 1), ("glm", "da", 4), ("glm", "dba", 2), ("v32", "resident", 4)],
+        all_of=itertools.product(("v32", "glm"), ("none", "da", "dba", "resident"), (1, 2, 4)),
+    ),
 )
 def test_a_step_late_the_tokens_are_the_same(family, mode, mtp):
     eng = engine(family, mtp=mtp, modes=mode, chunks=1, depth=1)
@@ -139,8 +136,13 @@ def test_joins_leaves_cancels_and_preemptions_at_any_moment(seed):
             assert len(request.output) == request.sampling.tokens_max
 
 
-@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("state", "depth"),
+    few(
+        [*((state, 1) for state in STATES), ("decoding", 0)],
+        all_of=itertools.product(STATES, (0, 1)),
+    ),
+)
 def test_cancel_in_every_state(state, depth):
     eng = engine("v32", mtp=2, modes="none", depth=depth, chunks=1)
     other = eng.add(prompt(70), Sampling(tokens_max=20))

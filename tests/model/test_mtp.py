@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,9 +129,12 @@ def steps_needed(wrong: list[bool], count: int, verified: int) -> int:
     return step_count
 
 
-@pytest.mark.parametrize("verified", [1, 2, 3, 5])
-def test_greedy_with_mtp_equals_greedy(raw: dict[str, Any], verified: int) -> None:
-    model = checkpoints.model(raw)
+@pytest.mark.parametrize(
+    ("at", "verified"),
+    few([(0, 1), (1, 2), (0, 3), (1, 5)], all_of=itertools.product(range(2), (1, 2, 3, 5))),
+)
+def test_greedy_with_mtp_equals_greedy(at: int, verified: int) -> None:
+    model = checkpoints.model(RAWS[at])
     prompt = checkpoints.tokens(40, 128, seed=7)
     expected = greedy(model, prompt, 24)
     tokens, _ = greedy_mtp(model, prompt, 24, verified=verified)
