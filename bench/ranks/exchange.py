@@ -14,7 +14,6 @@ latency and bandwidth.
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ess.bench.harness.threads import compute_threads
 from ess.bench.ranks.line import LateTeam, Line
 from ess.bench.ranks.members import member_rows
 from ess.bench.ranks.together import together
-from ess.bench.ranks.volumes import volume_rows
+from ess.bench.ranks.volumes import embedded_config, volume_rows
 from ess.comm.experts.balance import balance, balanced
 from ess.comm.experts.expert_ranks import ExpertRanks, Traffic
 from ess.comm.experts.placement import even
@@ -34,8 +33,7 @@ from ess.comm.group import Group
 from ess.comm.local import local_group
 from ess.engine.ranks.agreement import Many
 from ess.models.config import ModelConfig
-from ess.models.load import EMBEDDED, load_model
-from ess.models.weights.checkpoint import Checkpoint
+from ess.models.load import load_model
 from ess.overlap.sbo import Sbo
 from ess.overlap.tbo import Tbo
 
@@ -77,7 +75,7 @@ class DecodeFigures:
 def comm_benchmark(*, smoke: bool = False) -> list[Row]:
     steps, batch = (2, 2) if smoke else (STEPS, BATCH)
     serial = decoded(batch, steps, tbo="off", sbo="off")
-    rows = [*volume_rows(), *volumes(serial, load_model().config), *balance_rows()]
+    rows = [*volume_rows(), *volumes(serial, embedded_config()), *balance_rows()]
     baseline = exposed(serial)
     line = {"latency_us": LATENCY_S * 1e6, "bytes_per_us": BYTES_PER_S / 1e6}
     for tbo, sbo in ORDERS[:2] if smoke else ORDERS:
@@ -158,17 +156,11 @@ def decoded(batch: int, steps: int, *, tbo: Tbo, sbo: Sbo) -> list[DecodeFigures
     )
 
 
-@functools.cache
-def expert_count() -> int:
-    with Checkpoint(EMBEDDED) as checkpoint:
-        return checkpoint.model_config.expert_count
-
-
 def decode(
     group: Group, line: Line, batch: int, steps: int, *, tbo: Tbo, sbo: Sbo
 ) -> DecodeFigures:
     team = LateTeam(group.team, line)
-    expert_ranks = ExpertRanks(team, even(expert_count(), group.size))
+    expert_ranks = ExpertRanks(team, even(embedded_config().expert_count, group.size))
     model = load_model(expert_ranks=expert_ranks)
     engine = settled_engine(
         model,

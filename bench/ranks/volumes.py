@@ -14,6 +14,7 @@ token's hidden state is sent.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Final
 
@@ -39,7 +40,8 @@ from ess.flashtrans.patient import PatientLane
 from ess.kernels.backend import ops
 from ess.layout import ModelLayout
 from ess.models.config import ModelConfig
-from ess.models.load import load_model
+from ess.models.load import EMBEDDED, load_model
+from ess.models.weights.checkpoint import Checkpoint
 from ess.models.weights.expected.split import Split
 from ess.pool.warmup import WINDOW_MAX
 from ess.prefill.team import Kind, TeamLead, TeamMember, heads_of
@@ -55,7 +57,7 @@ SLOT_PAGES: Final = 8
 
 
 def volume_rows() -> list[Row]:
-    config = load_model().config
+    config = embedded_config()
     layout = layout_of(config)
     heads, _ = mesh_bytes(tp=RANKS, pp=1)
     _, hidden = mesh_bytes(tp=1, pp=RANKS)
@@ -86,6 +88,12 @@ def volume_rows() -> list[Row]:
         )
         for (name, ours, formula), unit in zip(rows, units, strict=True)
     ]
+
+
+@functools.cache
+def embedded_config() -> ModelConfig:
+    with Checkpoint(EMBEDDED) as checkpoint:
+        return checkpoint.model_config
 
 
 def layout_of(config: ModelConfig) -> ModelLayout:
@@ -128,7 +136,7 @@ def mesh_bytes(*, tp: int, pp: int) -> tuple[int, int]:
 
 
 def mesh_engine(group: Group, *, tp: int, pp: int) -> MeshEngine:
-    config = load_model().config.without_mtp()
+    config = embedded_config().without_mtp()
     whole = layout_of(config)
     stage, member = divmod(group.rank, tp)
     part = partition(whole, pp, costs=counted_costs(config))[stage]
