@@ -13,19 +13,24 @@ from ess.engine.layers.selected import SelectedRows
 from ess.pool.disk import tier, writer
 from ess.transfer import arrivals
 from ess.transfer.transports.faulty import Fault
+from tests.campaign import world
 from tests.campaign.classes import CLASSES, table
 from tests.campaign.disks import DAMAGES, DISK_FAULTS
 from tests.campaign.plan import PLAIN, SORTS, STRIKES, Ask, Hit, Plan, drawn, of_v4
 from tests.campaign.shrink import shrunk
-from tests.campaign.world import answers, play
+from tests.campaign.world import answer, play
+from tests.support.few import few
 
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 SEEDS = range(10)
 MORE = [range(first, first + 25) for first in range(10, 510, 25)]
-PARTS = [SEEDS, *(pytest.param(part, marks=pytest.mark.long) for part in MORE)]
+PARTS = few([SEEDS], all_of=[SEEDS, *MORE])
 """Parts take less than the limit of a test, on a busy machine too, and workers share them."""
+OF_V4 = range(5, 8)
+"""Drafts that are right, prefixes found, transfers late and in another order, workers started anew
+and requests cancelled while they wait and land."""
 
 
 @pytest.mark.parametrize("seeds", PARTS, ids=str)
@@ -35,7 +40,7 @@ def test_every_answer_is_right_and_every_page_is_free(seeds: range) -> None:
         assert told.ends, seed
 
 
-@pytest.mark.parametrize("seeds", PARTS, ids=str)
+@pytest.mark.parametrize("seeds", few([OF_V4], all_of=[OF_V4, SEEDS, *MORE]), ids=str)
 def test_so_it_is_where_a_state_is_handed_over_too(seeds: range) -> None:
     for seed in seeds:
         told = play(of_v4(drawn(seed)))
@@ -60,8 +65,8 @@ def ask(sort: str, prompt: int, at: int = 0) -> Ask:
 
 
 def asked(sort: str, **more: object) -> Plan:
-    """Three requests of a sort, and nothing else."""
-    asks = tuple(ask(sort, prompt) for prompt in (9, 10, 11))
+    """Two requests of a sort, and nothing else."""
+    asks = tuple(ask(sort, prompt) for prompt in (9, 10))
     given = {"asks": asks, "hits": (), "odds": {}, "failure": "recompute", "host_pages": 48}
     return msgspec.structs.replace(drawn(1), **(PLAIN | given | more))
 
@@ -122,6 +127,7 @@ def no_checksums(patch: pytest.MonkeyPatch) -> Plan:
 
 def no_leases(patch: pytest.MonkeyPatch) -> Plan:
     patch.setattr(sender.Sender, "expire", lambda self: None)
+    patch.setattr(world, "TURNS_MAX", 120)
     return asked("never taken")
 
 
@@ -149,7 +155,8 @@ def no_checksums_of_disks(patch: pytest.MonkeyPatch) -> Plan:
 
 def fetched_rows_are_forgotten(patch: pytest.MonkeyPatch) -> Plan:
     """By DA and DBA, which only a change of settings makes of NONE."""
-    answers("small", is_warm=False)
+    for prompt in (9, 10):
+        answer("small", prompt, is_warm=False)
     patch.setattr(SelectedRows, "attend_fetched", lambda self, rows, resident: resident)
     return asked("whole", slot_pages=2, drifts=True)
 

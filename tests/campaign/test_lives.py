@@ -29,23 +29,17 @@ from tests.campaign.lives.plan import (
 )
 from tests.campaign.lives.shrink import shrunk
 from tests.campaign.lives.world import Wrong, live
+from tests.support.few import few
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
-SEEDS = range(4)
-MORE = range(4, 250)
+SEEDS = (1, 2, 3, 38, 43)
 DIVIDED = (3, 6)
 """Four ranks with experts of their own; two stages of two ranks."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", few(SEEDS, all_of=range(250)))
 def test_every_token_is_right_and_every_page_is_free(seed: int) -> None:
-    assert live(drawn(seed)).seen["steps"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", MORE)
-def test_so_it_is_in_many_lives(seed: int) -> None:
     assert live(drawn(seed)).seen["steps"]
 
 

@@ -36,11 +36,10 @@ class Wrong(AssertionError):
 
 
 @functools.cache
-def answers(family: str, *, is_warm: bool) -> list[list[int]]:
+def answer(family: str, prompt: int, *, is_warm: bool) -> list[int]:
     """What one engine says that nothing happens to."""
     wish = _wish(family, TOKENS_MAX, is_warm=is_warm)
-    model = FAMILIES[family].model()
-    return alone([(prompt, wish) for prompt in prompts(family)], model=model)
+    return alone([(prompts(family)[prompt], wish)], model=FAMILIES[family].model())[0]
 
 
 def _wish(family: str, count: int, *, is_warm: bool) -> Sampling:
@@ -185,7 +184,7 @@ class World:
             leader=leader,
         )
         may_fail = take is not None and self.plan.failure == "refuse"
-        expected = answers(self.plan.family, is_warm=ask.is_warm)[ask.prompt][: ask.tokens]
+        expected = answer(self.plan.family, ask.prompt, is_warm=ask.is_warm)[: ask.tokens]
         self._legs["take"].append(Leg(worker, request, expected, may_fail=may_fail))
         return request
 
