@@ -13,6 +13,7 @@ from ess.transfer.messages import Piece, PieceKind, Reason, Reserved
 from ess.transfer.transport import Transfer
 from tests.handoff.receiving import SEAL, content
 from tests.handoff.tier import SPLITS, TOKENS, UID, Tier, same_windows, tier, windows_of
+from tests.support.few import pairs
 
 KINDS = ("inprocess", "tcp", "shared", "unguarded")
 
@@ -38,9 +39,7 @@ def missed(made: Tier) -> Missed:
     return outcome
 
 
-@pytest.mark.parametrize("first", ["prefill", "decode"])
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(*pairs(first=("prefill", "decode"), split=(*SPLITS,), kind=KINDS))
 def test_a_prompt_lands_bit_for_bit(kind: str, split: str, first: str) -> None:
     with tier(kind, split) as made:
         if first == "prefill":
@@ -289,9 +288,11 @@ def test_rows_of_layers_of_another_end_the_handoff(two: Tier) -> None:
 # ---- it is given up
 
 
-@pytest.mark.parametrize("moment", range(12))
-@pytest.mark.parametrize("who", ["decode", "first", "last"])
-@pytest.mark.parametrize("kind", ["inprocess", "unguarded", "tcp"])
+@pytest.mark.parametrize(
+    *pairs(
+        moment=range(12), who=("decode", "first", "last"), kind=("inprocess", "unguarded", "tcp")
+    )
+)
 def test_it_may_be_given_up_at_any_moment(kind: str, who: str, moment: int) -> None:
     """By the worker that takes or a stage: pages, places and prompts are all free again."""
     with tier(kind, "four") as made:

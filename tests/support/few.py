@@ -12,8 +12,8 @@ from tests.support.pairwise import pairwise
 
 
 def few(cases: Iterable[Any], *, all_of: Iterable[Any]) -> list[Any]:
-    """For `parametrize`: all of them, and those that are no `cases` have the mark `long`. A tuple
-    is the values of several arguments."""
+    """For `parametrize`: all of them, and those that are no `cases` have the marks `slow` and
+    `long`. A tuple is the values of several arguments."""
     kept, every = list(cases), list(all_of)
     assert all(case in every for case in kept), "a case of another grid"
     return [case if case in kept else _long(case) for case in every]
@@ -28,4 +28,4 @@ def pairs(**values: Sequence[Any]) -> tuple[list[str], list[Any]]:
 
 def _long(case: Any) -> Any:
     values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=pytest.mark.long)
+    return pytest.param(*values, marks=(pytest.mark.slow, pytest.mark.long))
