@@ -43,11 +43,24 @@ SPILLING = """extern "C" __global__ void __launch_bounds__(1024, 1) crowded(vola
 }"""
 
 
+def one_of_each(programs):
+    """One size of row for each unit, and residency with scores; in others some constants differ."""
+    made = {(each.file, dict(each.defines).get("ESS_UNIT_BYTES")): each for each in programs}
+    return [*made.values()]
+
+
+SPILLS = [
+    (ARCHITECTURES[0], EVERY),
+    (ARCHITECTURES[1], one_of_each(EVERY)),
+    pytest.param(ARCHITECTURES[1], EVERY, marks=pytest.mark.long),
+]
+
+
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_no_kernel_spills(arch):
-    for each in EVERY:
+@pytest.mark.parametrize(("arch", "programs"), SPILLS)
+def test_no_kernel_spills(arch, programs):
+    for each in programs:
         for used in COMPILED(each, arch).resources:
             assert used.stack_bytes == used.spill_bytes == 0, f"{each} for {arch}: {used}"
             assert used.register_count <= 64, f"{each} for {arch}: {used}"
@@ -71,12 +84,9 @@ def test_a_launch_keeps_to_what_its_kernel_is_compiled_for(row_bytes):
 @needs_nvrtc
 @pytest.mark.slow
 def test_what_serves_the_generation_before_compiles_for_it():
-    """It has e4m3, but neither clusters nor bulk copies. Tried: one size of row for each unit, and
-    residency with scores. In the others some constants differ."""
-    programs = cuda_programs.programs()
-    tried = {(each.file, dict(each.defines).get("ESS_UNIT_BYTES")): each for each in programs}
-    for (file, _), each in tried.items():
-        if file not in ("ring.cu", "together.cu"):
+    """It has e4m3, but neither clusters nor bulk copies."""
+    for each in one_of_each(cuda_programs.programs()):
+        if each.file not in ("ring.cu", "together.cu"):
             program.compile_program(each, "sm_89")
 
 

@@ -15,6 +15,7 @@ from ess.kernels.cuda import rows
 from ess.kernels.cuda.rows import MoveForm
 from ess.pool.cuda_programs import rival_form
 from tests.support.emulate import emulated, lent, needs_compiler, source_of
+from tests.support.few import few
 
 pytestmark = needs_compiler
 
@@ -103,8 +104,12 @@ def form_of(way, case):
 
 WAYS = [("flat", 656), ("flat", 584), ("ring", 656)]
 SIDES = ("source_rows", "target_rows")
-SLOW = [("flat", size) for size in ROW_SIZES] + [("ring", size) for size in (528, 1152, 2304)]
-CASES = [*WAYS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each not in WAYS)]
+MORE = [("flat", 264), ("flat", 2304), ("ring", 2304)]
+"""Narrow units, and rows of whole lines."""
+EVERY = [*(("flat", size) for size in ROW_SIZES), *(("ring", size) for size in ROW_SIZES[1:])]
+REST = [each for each in EVERY if each not in (*WAYS, *MORE, ("ring", 584))]
+CASES = [*WAYS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]
+CASES += few([], all_of=REST)
 
 
 @pytest.mark.parametrize(("way", "row_bytes"), CASES)
@@ -142,6 +147,9 @@ def test_without_lists_rows_keep_their_numbers(way, row_bytes, left_out, folder)
     np.testing.assert_array_equal(case.target, expected)
 
 
+APART = [(656, 16), (584, 0), (264, 8), (656, 0), (528, 0)]
+
+
 def lines_of(case, count):
     """How many lines the rows of the far side touch, each row for itself."""
     kept = case.source_rows[:count][
@@ -151,7 +159,7 @@ def lines_of(case, count):
     return int(((first + case.row_bytes - 1) // 128 - first // 128 + 1).sum())
 
 
-@pytest.mark.parametrize(("row_bytes", "gap"), [(656, 0), (656, 16), (528, 0), (584, 0), (264, 8)])
+@pytest.mark.parametrize(("row_bytes", "gap"), few(APART[:3], all_of=APART))
 def test_a_line_is_asked_for_once(row_bytes, gap, folder):
     """A warp asks for it once, and so do the eight lanes (more with narrow units) that share a
     line."""
@@ -212,7 +220,7 @@ def test_a_ring_fits_into_shared_memory(row_bytes, shared_max):
     assert form.shared_bytes % 8 == 0
 
 
-@pytest.mark.parametrize("row_bytes", [656, 1152])
+@pytest.mark.parametrize("row_bytes", few([656], all_of=[656, 1152]))
 def test_a_ring_moves_the_same_where_a_block_has_99_KiB(row_bytes, folder):
     form, case = rows.ring_form(row_bytes, shared_max=99 << 10), Case(row_bytes, 70)
     expected = case.expected(70)

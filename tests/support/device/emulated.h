@@ -12,18 +12,8 @@
 // Blocks do not run at once; watch.h finds what would go wrong if they did, and strays.
 #pragma once
 
+#include "heads.h"
 #include "watch.h"
-
-#include <csetjmp>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <set>
-#include <string>
-#include <tuple>
-#include <ucontext.h>
-#include <vector>
 
 typedef int i32;
 typedef unsigned u32;
