@@ -219,7 +219,7 @@ def rows_benchmark(*, smoke: bool, wanted_bytes: int = POOL_BYTES) -> Iterator[R
         for row_count in (64,) if smoke else (512, 4096, 65536):
             moves = Moves(rig, verb, row_count, pool)
             yield from compare(moves, loop)
-    yield from sizes(rig, raw, (64 << 10) if smoke else (32 << 20))
+    yield from sizes(rig, raw, (8 << 10) if smoke else (32 << 20))
     yield from orders(rig, pool, (64,) if smoke else (512, 4096, 65536))
     yield from reaches(rig, pool, 64 if smoke else 65536)
     yield from ceilings(rig, (1 << 20) if smoke else (256 << 20))

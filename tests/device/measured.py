@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from ess.bench.gpu import suite
+from ess.bench.gpu import rows, suite
 
 END = "-- end of a benchmark --"
 EXPECTED = "## What `make bench-gpu` is expected to print"
@@ -27,6 +27,7 @@ def pattern_of(name: str) -> re.Pattern[str]:
 
 if __name__ == "__main__":
     folder, *names = sys.argv[1:]
+    rows.TURNS, rows.BLOCKS = 2, (1, 4)
     for name in names:
         if suite.main(["--smoke", "--only", name, "--out", f"{folder}/{name}.json"]):
             sys.exit(f"{name} has failed")
