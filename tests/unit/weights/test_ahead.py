@@ -15,7 +15,7 @@ from tests.support.manual_clock import ManualClock
 class Made:
     """A model with experts alone, whose weights are not on the CPU."""
 
-    __module__ = "ess.models.made"
+    __module__ = "ess.models.model"
     config = SimpleNamespace(experts_per_token=3)
 
     def __init__(self, rank_count: int | None) -> None:
