@@ -117,6 +117,19 @@ def test_given_up_in_the_middle_its_pages_serve_others_at_once(guarded: Pair) ->
     guarded.check()
 
 
+def test_given_up_once_it_has_landed_it_has_no_outcome(guarded: Pair, monkeypatch) -> None:
+    """The engine gives it up before it has asked for outcomes."""
+    sequence = guarded.open(TOKENS)
+    guarded.peer.push_all(guarded.expect(sequence))
+    with monkeypatch.context() as late:
+        late.setattr(guarded.receiver, "outcomes", list)
+        guarded.turn(lambda: len(guarded.receiver) == 0)
+    guarded.receiver.give_up(UID)
+    sequence.close()
+    assert guarded.receiver.outcomes() == []
+    guarded.check()
+
+
 def test_what_is_late_for_a_former_room_of_the_uid_lands_nowhere(guarded: Pair) -> None:
     sequence = guarded.open(TOKENS)
     former = guarded.expect(sequence)
