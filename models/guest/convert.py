@@ -47,13 +47,13 @@ def convert(guest: Guest, source: Path, into: Path, heads: Path) -> None:
         tensors.update(indexer_tensors(indexer, tensors[f"{prefix}k_proj.weight"], prefix))
     save_file(tensors, into / "model.safetensors", {"format": "pt"})
     codes.write(into, dict(_coded(packed, config)))
-    for name, said in (
+    for name, content in (
         ("config.json", config),
         ("generation_config.json", _generation(guest)),
         ("tokenizer.json", tokenizer_json(packed, config["vocab_size"])),
         ("tokenizer_config.json", _tokenizer_config(packed)),
     ):
-        (into / name).write_text(json.dumps(said, indent=1, ensure_ascii=False) + "\n")
+        (into / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def _config(packed: Packed, guest: Guest) -> dict[str, Any]:

@@ -103,10 +103,10 @@ def _download(guest: Guest, into: Path) -> None:
         )
 
 
-def _why_not(said: str) -> str:
+def _why_not(printed: str) -> str:
     """What pip says first of a broken connection; its last line is then that nothing was found."""
-    broken = re.search(r"after connection broken by '(.*)': /", said)
-    reason = broken[1] if broken else said.strip().rpartition("\n")[2]
+    broken = re.search(r"after connection broken by '(.*)': /", printed)
+    reason = broken[1] if broken else printed.strip().rpartition("\n")[2]
     sentence = re.sub(r".*<pip\._vendor\S+ object at \w+>: ", "", reason).rstrip("')")
     return sentence[:160] or "without a word"
 

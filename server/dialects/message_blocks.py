@@ -172,8 +172,8 @@ class Blocks:
     def has_calls(self) -> bool:
         return any(block["type"] == "tool_use" for block in self.ended)
 
-    def take(self, said: Event) -> list[Item]:
-        match said:
+    def take(self, event: Event) -> list[Item]:
+        match event:
             case Content(text):
                 return [*self._open("text"), self._grow("text_delta", text=text)]
             case Reasoning(text):

@@ -248,17 +248,17 @@ class PromptReader:
         messages, places = with_values(instructed(given[0])), given[1]
         joined_count = len(places) - len(messages)
         quoting = Quoting([messages, tools, names], self._tokenizer.special_texts)
-        said = read_messages(
+        turns = read_messages(
             quoting.split(messages),
             tools=quoting.split(tools),
             places=[*places[:1], *places[1 + joined_count :]],
         )
-        if not self._style.has_tools and any(message.tools for message in said):
+        if not self._style.has_tools and any(message.tools for message in turns):
             raise BadInput(
                 "tools: this model's chat template has no tools; tool_choice none is served"
             )
         text = self._style.encode(
-            Conversation(said, thinking=thinking, goes_on=goes_on, names=quoting.split(names))
+            Conversation(turns, thinking=thinking, goes_on=goes_on, names=quoting.split(names))
         )
         if not quoting.separator:
             [ids] = self._encoded([text], where=field, add_special=False, is_cut=is_cut)

@@ -86,9 +86,9 @@ class ScoredParser:
 
     def _place_end(self, length: int) -> None:
         """The text ends with what an unfinished character is worth, whose tokens had no text."""
-        said = [pair for pair in self._textless if pair[0] not in self._tokenizer.special_ids]
-        if said:
-            tokens, chances = zip(*said, strict=True)
+        written = [pair for pair in self._textless if pair[0] not in self._tokenizer.special_ids]
+        if written:
+            tokens, chances = zip(*written, strict=True)
             self._placed.append(PlacedTokens(tokens, chances, length))
             self._ends.append(length)
         self._length, self._textless = length, []

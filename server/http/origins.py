@@ -77,14 +77,14 @@ def is_allowed(origin: bytes, origins: Collection[str]) -> bool:
 def permitted(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     """The answer to a browser that asks whether an allowed page may ask: as it wants to."""
     wanted = headers.get(b"access-control-request-headers", b"").decode("latin-1")
-    said = {
+    answer = {
         "access-control-allow-methods": "GET, HEAD, POST, DELETE",
         "access-control-allow-headers": wanted,
         "access-control-max-age": "600",
     }
     if b"access-control-request-private-network" in headers:
-        said["access-control-allow-private-network"] = "true"
-    return said
+        answer["access-control-allow-private-network"] = "true"
+    return answer
 
 
 def _check_origin(origin: str, hosts: Sequence[str], names: Collection[str]) -> None:

@@ -107,11 +107,11 @@ def tokenizer_config() -> dict[str, Any]:
 def export(network: Network, tokenizer: Path, into: Path, *, form: Form = "fp8") -> None:
     config = network.shape.config(fp8=form == "fp8")
     write_checkpoint(into, config, stored_form(config, published_tensors(network), form))
-    for name, said in (
+    for name, content in (
         ("generation_config.json", GENERATION),
         ("tokenizer_config.json", tokenizer_config()),
     ):
-        (into / name).write_text(json.dumps(said, indent=1) + "\n")
+        (into / name).write_text(json.dumps(content, indent=1) + "\n")
     shutil.copyfile(tokenizer, into / "tokenizer.json")
 
 

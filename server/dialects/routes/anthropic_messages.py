@@ -100,9 +100,9 @@ class MessageShape:
         """The events of what the model has said."""
         if self._ask.max_tokens == 0:
             return []
-        said = self.parser.push(text) if text else []
-        said = [*said, *self.parser.finish()] if is_last else said
-        events = [event for part in said for event in self.blocks.take(part)]
+        parsed = self.parser.push(text) if text else []
+        parsed = [*parsed, *self.parser.finish()] if is_last else parsed
+        events = [event for part in parsed for event in self.blocks.take(part)]
         return [*events, *self.blocks.close()] if is_last else events
 
     def whole(self) -> Item:

@@ -196,8 +196,8 @@ class ChatWriter(Writer):
         return self._slow(index, delta, events, logprobs)
 
     def _content(self, index: int, text: str) -> bytes:
-        said = self._encoder.encode(text)
-        return b'%b%d,"delta":{"content":%b%b' % (self._open, index, said, self._close)
+        content = self._encoder.encode(text)
+        return b'%b%d,"delta":{"content":%b%b' % (self._open, index, content, self._close)
 
     def _slow(
         self,
@@ -206,10 +206,10 @@ class ChatWriter(Writer):
         events: Sequence[Event],
         logprobs: dict[str, Any] | None,
     ) -> bytes:
-        said = [fields for parsed in events if (fields := self._fields(index, parsed))]
+        deltas = [fields for parsed in events if (fields := self._fields(index, parsed))]
         tokens = delta.tokens if self._shape.ask.return_token_ids else ()
-        if not said and (logprobs is not None or tokens):
-            said = [{"content": ""}]
+        if not deltas and (logprobs is not None or tokens):
+            deltas = [{"content": ""}]
         chunks = [
             self._chunk(
                 index,
@@ -217,7 +217,7 @@ class ChatWriter(Writer):
                 logprobs=None if place else logprobs,
                 tokens=() if place else tokens,
             )
-            for place, fields in enumerate(said)
+            for place, fields in enumerate(deltas)
         ]
         if delta.finish is not None:
             finish = finish_of(

@@ -73,5 +73,5 @@ class Outlet:
         self.write = _dropped
 
 
-def _dropped(said: bytes) -> None:
+def _dropped(piece: bytes) -> None:
     pass
