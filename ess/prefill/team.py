@@ -160,7 +160,7 @@ class TeamLead:
         pools = runner.offload.owner.pools
         self._pools = MappedPools.of(pools)
         self._clock = clock
-        self._newest_s = clock.now_s()
+        self._sent_s = clock.now_s()
         team.broadcast(SharedPools.of(pools).pack())
 
     def queue_part(
@@ -182,14 +182,14 @@ class TeamLead:
         return own_count(count, self._team.rank, self._team.size)
 
     def rest(self) -> None:
-        if self._clock.now_s() - self._newest_s > REST_S:
+        if self._clock.now_s() - self._sent_s > REST_S:
             self._say(_REST)
 
     def stop(self) -> None:
         self._say(_STOP)
 
     def _say(self, content: bytes) -> None:
-        self._newest_s = self._clock.now_s()
+        self._sent_s = self._clock.now_s()
         self._team.broadcast(content)
 
 

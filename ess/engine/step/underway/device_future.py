@@ -192,7 +192,7 @@ class DeviceInput:
     @property
     def tokens(self) -> Tensor:
         step = self.step
-        return self.future.tokens_at(lines(step.query_line), lines(step.query_offset))
+        return self.future.tokens_at(on_device(step.query_line), on_device(step.query_offset))
 
     @property
     def asks(self) -> bool:
@@ -206,7 +206,7 @@ class DeviceInput:
     def choose(self, logits: Tensor) -> DeviceChosen:
         step, counts = self.step, self.step.query_counts
         changed, open_counts = changed_logits(self.feeds, logits, counts)
-        positions = lines(step.query_start).long() + lines(step.query_offset) + 1
+        positions = on_device(step.query_start).long() + on_device(step.query_offset) + 1
         drawn = draw_all(changed, self.by, positions)
         targets, accepted = self._verified(drawn)
         if any(feed.request.matcher is not None for feed in self.feeds):
@@ -251,7 +251,7 @@ class DeviceChosen:
 
     @property
     def following(self) -> Tensor:
-        is_kept = lines(self.fed.step.query_offset) < self.counts[self.fed.owners]
+        is_kept = on_device(self.fed.step.query_offset) < self.counts[self.fed.owners]
         return torch.where(is_kept, self.drawn, 0).clamp_min(0)
 
     def with_drafts(self, drafts: Tensor | None) -> DeviceOutput:
@@ -276,7 +276,7 @@ class DeviceOutput:
         fed.future.tell(_StepRecord(number, fed.feeds, fed.lines, width, block, chances))
 
 
-def lines(array: object) -> Tensor:
+def on_device(array: object) -> Tensor:
     """An array of a step on a device, which has an entry for each query."""
     assert isinstance(array, Tensor), "a step of the host"
     return array

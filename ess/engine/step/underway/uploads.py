@@ -20,17 +20,17 @@ class Upload:
     """Memory of one address on the device, for graphs, which know it by that."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._device = torch.zeros(shape, dtype=dtype, device=device)
+        self._on_device = torch.zeros(shape, dtype=dtype, device=device)
         self._staged = [torch.zeros(shape, dtype=dtype, pin_memory=True) for _ in range(TURNS)]
         self._turn = 0
 
     def __len__(self) -> int:
-        return len(self._device)
+        return len(self._on_device)
 
     def put(self, values: Sequence[Any]) -> Tensor:
         """Uploads the values, and returns the lines that have them."""
         count = len(values)
-        assert 0 < count <= len(self._device), f"{count} lines of {len(self._device)}"
+        assert 0 < count <= len(self._on_device), f"{count} lines of {len(self._on_device)}"
         staged, self._turn = self._staged[self._turn], (self._turn + 1) % TURNS
         staged[:count] = torch.tensor(values, dtype=staged.dtype)
-        return self._device[:count].copy_(staged[:count], non_blocking=True)
+        return self._on_device[:count].copy_(staged[:count], non_blocking=True)
