@@ -6,6 +6,7 @@ tool's schema says which.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -14,6 +15,19 @@ Types = frozenset[str]
 
 REFERENCES_MAX: Final = 16
 TEXT: Final[Types] = frozenset({"string"})
+WHOLE_COUNT: Final = re.compile(
+    r'("(?:min|max)(?:Length|Items|Properties)"\s*:\s*[0-9]+)\.0+(?![0-9eE])'
+)
+
+
+def with_whole_counts(text: str) -> str:
+    """A schema's JSON with 3 for counts such as 3.0, which are whole to JSON Schema, but not to the
+    compiler of grammars.
+
+    >>> with_whole_counts('{"minLength": 3.0, "maxLength": 4.5, "const": 3.0}')
+    '{"minLength": 3, "maxLength": 4.5, "const": 3.0}'
+    """
+    return WHOLE_COUNT.sub(r"\1", text)
 
 
 def resolved(schema: Any, root: Schema) -> Schema:

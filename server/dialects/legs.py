@@ -17,14 +17,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 from starlette.requests import Request
 
 from ess.engine.process.messages import Handoff
 from ess.errors import BadInput
-from ess.server.dialects.schemas import Generated
+from ess.server.dialects.schemas import EXACT_MAX, Generated
 from ess.server.process.pair.addresses import HOST_CHARS_MAX, Address, address_of, read_address
 from ess.server.process.pair.peers import Peer, engine_id
 from ess.server.process.service import Service
@@ -229,14 +229,18 @@ def _answer_count(ask: Generated) -> int:
 
 def _rooms(ask: Generated, count: int) -> list[int]:
     """The room of each prompt; a single room is the first's, and both legs count up from it."""
-    given = ask.bootstrap_room
-    rooms = given if isinstance(given, list) else [given]
-    for room in rooms:
-        if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room <= UID_MAX:
-            raise BadInput(f"bootstrap_room has {room!r:.40}, not a number of {UID_BITS} bits")
-    if isinstance(given, list):
-        return _unique(_per_prompt("bootstrap_room", ask, count), "bootstrap_room")
-    return [(rooms[0] + place) & UID_MAX for place in range(count)]
+    if isinstance(ask.bootstrap_room, list):
+        rooms = map(_room, _per_prompt("bootstrap_room", ask, count))
+        return _unique([*rooms], "bootstrap_room")
+    first = _room(ask.bootstrap_room)
+    return [(first + place) & UID_MAX for place in range(count)]
+
+
+def _room(given: object) -> int:
+    room = _whole(given)
+    if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room <= UID_MAX:
+        raise BadInput(f"bootstrap_room has {given!r:.40}, not a number of {UID_BITS} bits")
+    return room
 
 
 def _read_rooms(given: object, count: int) -> list[int]:
@@ -264,8 +268,13 @@ def _unique(rooms: list[int], where: str) -> list[int]:
 def _address(host: object, port: object, named_host: str, named_port: str) -> Address:
     if not isinstance(host, str) or not 0 < len(host) <= HOST_CHARS_MAX:
         raise BadInput(f"{named_host} must be a text of 1 to {HOST_CHARS_MAX} characters")
-    if isinstance(port, float) and port.is_integer():
-        port = int(port)
+    port = _whole(port)
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port <= 65535:
         raise BadInput(f"{named_port} is {port!r:.40}, not a port")
     return address_of(host, port)
+
+
+def _whole(number: object) -> object:
+    """An integer for a number such as 5.0, as far as floats have all of them."""
+    is_whole = isinstance(number, float) and number.is_integer() and abs(number) < EXACT_MAX
+    return int(cast(float, number)) if is_whole else number

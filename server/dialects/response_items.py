@@ -52,6 +52,7 @@ def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> Non
             messages[-1].setdefault("tool_calls", []).append(_made_call(item, where))
         case "function_call_output":
             text = _text(item.get("output"), where, TEXT_PARTS)
+            _check_text(item, "call_id", where)
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
             messages.append(result)
         case kind:
@@ -63,14 +64,19 @@ def _append(messages: list[Item], item: Mapping[str, Any], *, where: str) -> Non
 
 def _made_call(item: Mapping[str, Any], where: str) -> Item:
     """The call in a chat's form. Its fields are refused here, where it has a place of its own."""
-    for name in ("name", "arguments", "call_id"):
-        given = item.get(name)
-        is_object = name == "arguments" and isinstance(given, Mapping)
-        if not isinstance(given, str) and not is_object and (given is not None or name == "name"):
-            raise BadInput(f"{where}.{name} is {json_kind(given)}, expected text")
+    if not isinstance(item.get("arguments"), Mapping):
+        _check_text(item, "arguments", where)
+    _check_text(item, "call_id", where)
+    _check_text(item, "name", where, is_needed=True)
     name = full_name(item.get("namespace"), item.get("name"))
     function = {"name": name, "arguments": item.get("arguments", "{}")}
     return {"id": item.get("call_id"), "type": "function", "function": function}
+
+
+def _check_text(item: Mapping[str, Any], name: str, where: str, *, is_needed: bool = False) -> None:
+    given = item.get(name)
+    if not isinstance(given, str) and (is_needed or given is not None):
+        raise BadInput(f"{where}.{name} is {json_kind(given)}, expected text")
 
 
 def _say(messages: list[Item], item: Mapping[str, Any], *, where: str) -> None:

@@ -387,7 +387,7 @@ def _decoded(raw: bytes, kind: Any) -> Any:
 
 def _with_integers(value: Any, parts: frozenset[Any]) -> Any:
     """The document with integers for numbers such as 16.0, as far as floats have all of them. What
-    may be anything stays as it is, and so does what no kind has: schemas, messages, metadata."""
+    may be anything stays as it is, such as schemas and messages, and so do unknown fields."""
     if Any in parts:
         return value
     match value:

@@ -41,7 +41,7 @@ TOOLS = [
             "type": "object",
             "properties": {
                 "city": {"enum": ["Ulm", "Bad \"Urach\"", "Köln"]},
-                "days": {"type": "array", "items": {"$ref": "#/$defs/day"}, "maxItems": 2},
+                "days": {"type": "array", "items": {"$ref": "#/$defs/day"}, "maxItems": 2.0},
                 "unit": {"anyOf": [{"enum": ["m", "ft"]}, {"type": "null"}]},
             },
             "required": ["city", "days"],

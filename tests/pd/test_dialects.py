@@ -83,10 +83,10 @@ def handed(served: Served) -> list[Handoff | None]:
     ("prompt", "room", "rooms"),
     [
         ("abc", 7, [7]),
-        (["abc"], [7], [7]),
+        (["abc"], [7.0], [7]),
         (["abc", "def"], [7, 2**63 - 1], [7, 2**63 - 1]),
         (["abc", "def"], 2**63 - 1, [2**63 - 1, 0]),
-        ([[1, 2], [3]], 5, [5, 6]),
+        ([[1, 2], [3]], 5.0, [5, 6]),
     ],
 )
 def test_both_legs_know_a_prompt_by_its_room(prompt: object, room: object, rooms: list[int]):
@@ -223,6 +223,8 @@ def test_every_route_that_generates_hands_over():
         ({"bootstrap_room": "7"}, "bootstrap_room has '7'"),
         ({"bootstrap_room": [1, 2]}, "bootstrap_room has 2 entries for 1 prompts"),
         ({"prompt": ["a", "b"], "bootstrap_room": [4, 4]}, "the same room for two prompts"),
+        ({"bootstrap_room": 7.5}, "bootstrap_room has 7.5"),
+        ({"bootstrap_room": 2.0**60}, "bootstrap_room has 1.15"),
         ({"bootstrap_room": 10**40}, "bootstrap_room has 1000000"),
     ],
 )

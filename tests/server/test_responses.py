@@ -19,6 +19,7 @@ TOOLS = [
     for name in ("tide", "now")
 ]
 
+UNREAD = {"type": "function_call_output", "call_id": 5, "output": "x"}
 SPACE = {"type": "namespace", "name": "sea", "tools": TOOLS}
 THOUGHT = [
     {"role": "user", "content": "When?"},
@@ -225,6 +226,7 @@ def test_forms_and_calls_become_grammars(calling: Served):
             "input[3].role is 'king'",
         ),
         ({"input": [*THOUGHT, {"type": "function_call"}]}, "input", "input[3].name is null"),
+        ({"input": [*THOUGHT, UNREAD]}, "input", "input[3].call_id is a number"),
         ({"tools": [SPACE, {"type": "function"}]}, "tools", "tools[1] must have a name"),
         ({"tools": [{"type": "web_search"}]}, "tools", "leave out web_search"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "'mcp'"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ess.errors import BadInput
-from ess.models.chat.json_schemas import Schema, listed_values, resolved
+from ess.models.chat.json_schemas import Schema, listed_values, resolved, with_whole_counts
 
 if TYPE_CHECKING:
     from ess.models.text.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ def json_of(schema: Schema, root: Schema, *, lenient: bool) -> str:
             part.setdefault(name, root[name])
     part["x-guidance"] = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     try:
-        return f"%json {json.dumps(part)}"
+        return f"%json {with_whole_counts(json.dumps(part))}"
     except RecursionError:
         raise BadInput("tools: a schema is nested too deeply") from None
 

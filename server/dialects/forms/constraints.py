@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ess.engine.tokens.grammar import Grammar, Kind
 from ess.errors import BadInput
 from ess.models.chat.grammars.calls import Rules, any_of, json_of, literal
+from ess.models.chat.json_schemas import with_whole_counts
 from ess.models.chat.messages import json_kind
 from ess.models.text.tokenizer import Tokenizer
 from ess.server.dialects.forms.ebnf import as_lark
@@ -157,7 +158,7 @@ def _json(where: str, asked: Any) -> Iterable[Grammar]:
         text = asked if isinstance(asked, str) else json.dumps(asked)
     except RecursionError:
         raise BadInput(f"{where} is nested too deeply") from None
-    yield from _text(where, "json_schema", text)
+    yield from _text(where, "json_schema", with_whole_counts(text))
 
 
 def _choice(where: str, options: Sequence[str] | None) -> Iterable[Grammar]:

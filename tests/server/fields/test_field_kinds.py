@@ -125,11 +125,14 @@ def test_integers_may_have_a_point(plain: Served) -> None:
         assert "max_tokens" in answered(to, "/v1/completions", deep)[1], "all of it was decoded"
         ids_alone = json.dumps({"prompt": [[5.0], [6]], "max_tokens": 3}).encode()
         assert answered(to, "/v1/completions", ids_alone)[0] == 200
-        form = {"type": "json_schema", "name": "x", "schema": {"const": 5.0}}
+        form = {"type": "json_schema", "name": "x", "schema": {"const": 5.0, "minItems": 2.0}}
         given = {"input": "x", "max_output_tokens": 16.0, "text": {"format": form}}
         said = answered(to, "/v1/responses", json.dumps(given).encode())[1]
         assert '"max_output_tokens":16,' in said
-        assert '"schema":{"const":5.0}' in said, "a document of the client's is changed"
+        assert '"schema":{"const":5.0,"minItems":2.0}' in said, "a document is changed"
+        grammar = plain.engine.adds[-1].sampling.grammar
+        assert grammar is not None
+        assert grammar.text == '{"const": 5.0, "minItems": 2}', "compilers want whole counts so"
         for value in ("3.5", "1e300", '"3"'):
             wrong_body = body_with("/v1/completions", ("max_tokens",), value)
             assert answered(to, "/v1/completions", wrong_body)[0] == 400, value
