@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +20,8 @@ from ess.server.process.service import Service
 
 NULL: Final = msgspec.Raw(b"null")
 NO_ITEMS: Final = msgspec.Raw(b"[]")
+PLACE: Final = re.compile(r"input\[([0-9]+)\](?!: expected)")
+"""Of an item in the joined list; one that is no object is found where the client has it."""
 
 
 def owner_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -44,6 +48,7 @@ class History:
         self._joined_max = min(service.limits.body_max, JOINED_BYTES_MAX)
         self.owner = owner_of(headers)
         self._asked = b""
+        self._before: KeptResponse | None = None
         self.previous: str | None = None
         self.is_kept = False
 
@@ -63,13 +68,31 @@ class History:
             return raw
         asked = _inside(given.input)
         if self.previous is not None:
-            before = self._found(self._shelf, self.previous)
+            before = self._before = self._found(self._shelf, self.previous)
             asked = b",".join(filter(None, (before.asked, before.said, asked)))
             self._check_length(len(raw) + len(asked))
             raw = _followed(raw, asked)
         if is_wanted:
             self._hold(self._shelf, asked)
         return raw
+
+    @contextlib.contextmanager
+    def placing(self) -> Iterator[None]:
+        """While a joined body is read: a refusal counts own items as the client does."""
+        try:
+            yield
+        except BadInput as refusal:
+            raise self._placed(refusal) from None
+        finally:
+            self._before = None
+
+    def _placed(self, refusal: BadInput) -> BadInput:
+        match = PLACE.match(str(refusal))
+        if match is None or self._before is None:
+            return refusal
+        place, count = int(match[1]), self._before.item_count
+        own, kept = f"input[{place - count}]", f"previous_response_id: its item {place}"
+        return BadInput((own if place >= count else kept) + str(refusal)[match.end() :])
 
     def _found(self, shelf: KeptResponses, identity: str) -> KeptResponse:
         kept = shelf.find(self.owner, identity)

@@ -35,6 +35,7 @@ CALLS = (
     "</｜DSML｜function_calls>"
 )
 TOOLS = [{"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": False}]
+KEY = {"authorization": "Bearer none"}
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +202,23 @@ def test_what_is_not_kept_cannot_be_followed(served: Served):
     assert len(served.engine.adds) == before
 
 
+@pytest.mark.parametrize("size", [1, LOOP_BODY_BYTES], ids=["short", "read apart"])
+def test_a_refusal_counts_the_items_of_its_own_body(served: Served, size: int):
+    first = create(served, input=[{"role": "user", "content": word} for word in ("One", "Two")])
+    again = create(served, input="Three", previous_response_id=first.id)
+    king, said = {"role": "king", "content": ""}, {"role": "user", "content": "Four"}
+    for items, sentence in (
+        ([said, king], "input[1].role is 'king'"),
+        ([king], "input[0].role is 'king'"),
+        ([said, 5], "input[1]: expected `object`, got `int`"),
+    ):
+        asked = {"input": items, "previous_response_id": again.id, "user": "u" * size}
+        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+            status, error = exchange(served, json.dumps(asked).encode(), path, **KEY)
+            assert (status, error["param"]) == (400, "input"), error
+            assert error["message"].startswith(sentence), error
+
+
 def test_each_key_finds_its_own_alone(served: Served):
     """Also where both choose the same id."""
     chosen = {"extra_headers": {"x-request-id": "mine"}}
@@ -217,10 +235,12 @@ def test_each_key_finds_its_own_alone(served: Served):
         assert other.responses.retrieve("resp_mine").id == "resp_mine"
 
 
-def exchange(served: Served, body: bytes, **headers: str) -> tuple[int, Any]:
+def exchange(
+    served: Served, body: bytes, path: str = "/v1/responses", **headers: str
+) -> tuple[int, Any]:
     """A request as it is written here, which no client would write."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    sent = urllib.request.Request(f"{served.url}/v1/responses", body, named)
+    sent = urllib.request.Request(served.url + path, body, named)
     try:
         with urllib.request.urlopen(sent, timeout=60) as answer:
             return answer.status, json.load(answer)

@@ -47,7 +47,8 @@ async def responses(request: Request) -> Response:
 
 
 async def _respond(request: Request, service: Service, history: History) -> Response:
-    prepared = await read(request, schemas.ResponsesAsk, change=history.joined)
+    with history.placing():
+        prepared = await read(request, schemas.ResponsesAsk, change=history.joined)
     ask, [prompt] = prepared.ask, prepared.prompts
     service.check_model(ask.model)
     _refuse_unserved(ask)
@@ -67,7 +68,8 @@ async def input_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     history = History(service, request.scope["headers"])
     try:
-        prepared = await read(request, schemas.InputTokensAsk, change=history.joined)
+        with history.placing():
+            prepared = await read(request, schemas.InputTokensAsk, change=history.joined)
     finally:
         history.release()
     service.check_model(prepared.ask.model)
