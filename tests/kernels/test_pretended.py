@@ -118,13 +118,17 @@ them.float().multinomial(1); them.add(them, alpha=them[0]); them.narrow(0, 0, th
 them[[1, 2]]; them[them[3]]; them[: them[3]]; torch.arange(them[3], device="cuda")
 torch.full((2,), them[0], device="cuda"); torch.tensor([1, 2], device="cuda"); them.new_tensor([1])
 them.cpu(); them.to("cpu", non_blocking=True); pinned.cuda(); them.copy_(pinned); pinned.copy_(them)
-them.copy_(pinned + 1, non_blocking=True)
+them.copy_(pinned + 1, non_blocking=True); torch.full((2,), fill_value=them[0], device="cuda")
+them.narrow(0, start=them[3], length=1); them.topk(them[3]); them.tile(them[2])
+torch.tensor([them[0]]); torch.where(condition=them > 3); them.float().histc(4)
+torch.nn.functional.one_hot(them)
 """
 QUEUED = """
 them.copy_(pinned, non_blocking=True); pinned.copy_(them, non_blocking=True); them.new_zeros(3)
 pinned.cuda(non_blocking=True); them.view(2, 4); them.where(them > 3, 0); them.repeat_interleave(3)
 them[2:4]; them[3]; them[None]; them[them]; them.masked_fill(them > 3, 0); them.clamp(max=them[3])
-torch.equal(pinned, pinned)
+torch.equal(pinned, pinned); them.pow(them[0]); them.masked_fill(them > 3, them[0])
+them.add(them, alpha=pinned[1]); torch.stack([them[0], them[1]])
 """
 SCRIPT = """
 from tests.support import pretended

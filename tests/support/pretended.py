@@ -43,6 +43,7 @@ from tests.support.pretended_touches import UNWRITTEN, is_inplace, leaves, of_to
 
 import torch  # isort: skip
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -54,19 +55,10 @@ ANYWHERE = {"copy_", "set_", "__get__", "type_as", "view_as", "expand_as", "resh
 WAITS = {f"__{name}__" for name in ("bool", "int", "float", "index", "contains", "format", "repr")}
 WAITS |= {"item", "tolist", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 WAITS |= {"equal", "allclose", "is_nonzero", "bincount", "multinomial", "new_tensor"}
-MAKERS = {"arange", "full", "zeros", "ones", "empty"}
-RESHAPERS = {
-    "new_full",
-    "new_zeros",
-    "new_ones",
-    "new_empty",
-    "narrow",
-    "view",
-    "reshape",
-    "expand",
-}
+WAITS |= {"histc", "one_hot", "combinations"}
 HOST_ONLY = {"numpy", "__array__"}
 UPLOADS = {"tensor", "as_tensor", "asarray"}
+READ = torch.ops.aten._local_scalar_dense.default
 STREAM_OF = {
     **dict.fromkeys(("cuStreamWaitEvent", "cuLaunchHostFunc"), 0),
     "cuEventRecord": 1,
@@ -120,11 +112,11 @@ def reads_back(name, args, kwargs):
         return is_there(args[0]) != is_there(args[1]) and not queued
     if name in ("__getitem__", "__setitem__"):
         return any(map(is_read_back, (args[1], *tree_top(args[1]))))
-    if name in ("where", "repeat_interleave") and "output_size" not in kwargs:
-        counts = name == "repeat_interleave" and tensors(args[1:], kwargs)
-        return bool(counts) or (len(args) == 1 and not kwargs)
-    numbers = args if name in MAKERS else args[1:] if name in RESHAPERS else ()
-    return name in WAITS or any(map(is_there, tensors(numbers, kwargs.get("alpha"))))
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name == "repeat_interleave" and "output_size" not in kwargs:
+        return len(args) == 1 or bool(tensors(args[1:], kwargs))
+    return name in WAITS or (name in UPLOADS and isinstance(args[0], list | tuple))
 
 
 def is_read_back(index):
@@ -133,6 +125,25 @@ def is_read_back(index):
     if isinstance(index, torch.Tensor):
         return index.dtype == torch.bool or (is_there(index) and not index.dim())
     return isinstance(index, list)
+
+
+class Numbers(TorchDispatchMode):
+    """Around one call of torch: `tell` is called where torch reads a tensor of the device, because
+    it takes a number in its place. Of those of the host, `here`, it may."""
+
+    def __init__(self, here, tell):
+        super().__init__()
+        self.here, self.tell = here, tell
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """Else torch imports its compiler, for 2 s, at the first call."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is READ and not any(args[0] is each for each in self.here):
+            self.tell()
+        return func(*args, **(kwargs or {}))
 
 
 def zeroed(func):
@@ -173,7 +184,8 @@ class Pretence(Queues, TorchFunctionMode):
         if name in UPLOADS and wanted is not None and torch.device(wanted).type == "cuda":
             self.refuse(name)
         self.check(name, args, kwargs)
-        given = any(map(is_there, tensors(args, kwargs)))
+        all_given = tensors(args, kwargs)
+        given = any(map(is_there, all_given))
         there = given if wanted is None else torch.device(wanted).type == "cuda"
         if name == "copy_":
             there = is_there(args[0])
@@ -182,8 +194,17 @@ class Pretence(Queues, TorchFunctionMode):
             args, kwargs = tree_map(lambda thing: thing, (args, kwargs))
         first = at_capture(func, args, kwargs) if capturing else None
         made = zeroed(func) if name in UNWRITTEN and IS_MODULE else func
+        if any(is_there(each) and not each.dim() for each in all_given):
+            made = self.watched(made, name, [each for each in all_given if not is_there(each)])
         call, told = lambda: made(*args, **kwargs), lambda made: of_torch(name, args, kwargs, made)
         return self.run(call, there, pins, queues=given, first=first, told=told, name=name)
+
+    def watched(self, func, name, here):
+        def call(*args, **kwargs):
+            with Numbers(here, lambda: self.refuse(name)):
+                return func(*args, **kwargs)
+
+        return call
 
     def run(self, call, there, pins=False, queues=False, first=None, told=None, name=""):
         """What `queues` is work of the device, wherever its result lies. `first` is called instead
