@@ -7,12 +7,15 @@ import pytest
 from ess.bench.engine.device_step import device_step_benchmark
 from ess.bench.engine.step import step_benchmark
 from ess.errors import BadInput
+from tests.device.measured import unexpected
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_all_ways_say_the_same_on_a_device():
-    whole, rate, *others = device_step_benchmark(smoke=True)[1:]
+    rows = device_step_benchmark(smoke=True)
+    assert unexpected(rows) == []
+    whole, rate, *others = rows[1:]
     assert (whole["name"], whole["unit"]) == ("a step, RESIDENT", "ms")
     assert (rate["name"], rate["baseline"]) == ("decode, DA at 0.5", "RESIDENT")
     assert rate["config"]["same_text"] == "1/1"

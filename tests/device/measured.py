@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ess.bench.gpu import rows, suite
+from ess.bench.gpu.rig import Row
 
 END = "-- end of a benchmark --"
 EXPECTED = "## What `make bench-gpu` is expected to print"
@@ -19,6 +20,13 @@ def expectations() -> dict[str, re.Pattern[str]]:
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     names = [name for line in lines for name in re.findall("`([^`]+)`", line.split("|")[1])]
     return {name: pattern_of(name) for name in names}
+
+
+def unexpected(printed: list[Row]) -> list[str]:
+    """Names of rows that fit no line there."""
+    known = expectations().values()
+    names = [row["name"] for row in printed]
+    return [name for name in names if not any(each.fullmatch(name) for each in known)]
 
 
 def pattern_of(name: str) -> re.Pattern[str]:

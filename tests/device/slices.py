@@ -6,12 +6,14 @@ import pytest
 
 from ess.bench.worker.one_gpu import OFFLOAD, RESIDENT, fits, slice_benchmark, taken, true_plan
 from ess.bench.worker.random_model import weight_bytes
+from tests.device.measured import unexpected
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_both_ways_say_the_same():
-    resident, offload, predicted, missed = slice_benchmark(smoke=True)
+    resident, offload, predicted, missed = rows = list(slice_benchmark(smoke=True))
+    assert unexpected(rows) == []
     assert resident["name"] == "slice: resident"
     assert offload["config"]["same_text"] == "2/2"
     assert offload["config"]["slots_each"] < resident["config"]["slots_each"]
