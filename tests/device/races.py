@@ -176,7 +176,7 @@ MISTAKES = {
     ),
     "the host reads tokens before they are there": (
         EAGER | DEEP,
-        mock.patch.object(uploads.Download, "read", lambda self: self._here),
+        mock.patch.object(uploads.Download, "read", lambda self: self._staged),
         "tolist on the host reads what .*copy_ on compute writes,",
     ),
 }
