@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -87,11 +86,10 @@ def run(form: MoveForm, case, record, folder, *, blocks=2, threads=None, seed=1)
 
 def requests_of(form, case, record, folder, lanes):
     """How often `lanes` neighbours ask for a line, in all."""
-    counting = (*form.program.defines, ("ESS_COUNT_REQUESTS", 1))
-    program = replace(form.program, defines=counting)
-    kernel = emulated(program, {form.entry: "Move"}, folder)[form.entry]
-    library = ctypes.CDLL(str(folder / f"{source_of(program, {form.entry: 'Move'})[1]}.so"))
+    kernel = emulated(form.program, {form.entry: "Move"}, folder)[form.entry]
+    library = ctypes.CDLL(str(folder / f"{source_of(form.program, {form.entry: 'Move'})[1]}.so"))
     library.emulated_requests.restype = ctypes.c_int64
+    library.emulated_count()
     with lent(folder, case.arrays()):
         kernel(record, blocks=2, threads=96)
     return library.emulated_requests(lanes)

@@ -24,7 +24,7 @@ from ess.kernels.cuda.program import FOLDERS, Program
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = tuple(ROOT / "csrc" / folder for folder in FOLDERS)
 DEVICE = Path(__file__).resolve().parent / "device"
-WATCH, HEADS = "libwatch.so", "heads.h"
+WATCH, PLAYED = "libwatch.so", "emulated.o"
 LIBRARY = ("-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 FLAGS = (
     *("-O1", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", "-Wno-unused-function"),
@@ -82,28 +82,28 @@ def source_of(program: Program, kernels: dict[str, str]) -> tuple[str, str]:
 
 def build(text: str, program: Program, library: Path) -> Path:
     """Instrumented, but without the compiler's runtime: the watch takes its place."""
-    watch, heads = build_watch(library.parent), build_heads(library.parent)
+    watch, device = build_watch(library.parent), build_device(library.parent)
 
     def make(unfinished: Path) -> None:
         source, part = library.with_suffix(".cpp"), library.with_suffix(".o")
         source.write_text(text)
-        folders = [f"-I{folder}" for folder in (heads.parent, *SOURCES, DEVICE)]
-        flags = [*LIBRARY, *FLAGS, *SEEN, *program.options, *folders, "-include", HEADS]
+        folders = [f"-I{folder}" for folder in (*SOURCES, DEVICE)]
+        flags = [*LIBRARY, *FLAGS, *SEEN, *program.options, *folders]
         compile_cpp([*flags, "-c", str(source), "-o", str(part)])
-        joined = ["-shared", str(part), str(watch), "-Wl,-rpath,$ORIGIN"]
+        joined = ["-shared", str(part), str(device), str(watch), "-Wl,-rpath,$ORIGIN"]
         compile_cpp([*joined, "-o", str(unfinished)])
 
     return made_once(library, make)
 
 
-def build_heads(folder: Path) -> Path:
-    """A precompiled header, of which the compiler takes no notice where other flags ask for it."""
+def build_device(folder: Path) -> Path:
+    """What all libraries have in common, each with a copy of its own; nothing watches it."""
 
     def make(unfinished: Path) -> None:
-        flags = [*LIBRARY, *FLAGS, *SEEN, "-x", "c++-header"]
-        compile_cpp([*flags, str(DEVICE / HEADS), "-o", str(unfinished)])
+        source = str(DEVICE / "emulated.cpp")
+        compile_cpp([*LIBRARY, *FLAGS, "-O2", "-c", source, "-o", str(unfinished)])
 
-    return made_once(folder / f"{HEADS}.gch", make)
+    return made_once(folder / PLAYED, make)
 
 
 def build_watch(folder: Path) -> Path:
