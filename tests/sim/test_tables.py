@@ -48,6 +48,11 @@ def test_an_h100_is_an_h200_with_slower_memory():
     assert 1.0 < steps[0] / steps[1] < 4.8 / 3.35
 
 
+def test_shipped_tables_are_read_once():
+    first, second = (silicon_of("h200", family=name) for name in ("deepseek-v3.2", "glm-5.2"))
+    assert first.bank is second.bank
+
+
 def test_shipped_tables_are_small():
     assert sum(path.stat().st_size for path in FOLDER.glob("?[12]00/*")) < 1_500_000
 

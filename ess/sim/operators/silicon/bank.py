@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final
 
@@ -96,8 +96,10 @@ class Bank:
         return tables.exchanges(self.read("bulk_far"), near=self.read("bulk_near"))
 
 
+@cache
 def shipped_bank(gpu: str, *, stack: str = SGLANG) -> Bank:
-    """The tables that ship. SGLang's fill a stack's gaps, an H200's those of B200 between nodes."""
+    """The tables that ship, read once. SGLang's fill a stack's gaps, an H200's those of B200
+    between nodes."""
     own = own_names(stack, gpu)
 
     def read(name: str) -> Entries:
