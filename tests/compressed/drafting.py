@@ -19,7 +19,7 @@ from torch import Tensor
 from ess.engine.engine import Engine
 from ess.engine.entries import over
 from ess.models.model import Model
-from tests.support.greedy import greedy
+from tests.support.greedy import made_once
 
 VOCABULARY, WINDOW = 96, 8
 
@@ -114,5 +114,5 @@ class Texts:
     def _text(self, prompt: tuple[int, ...]) -> list[int]:
         count = self._counts[prompt]
         if len(self._texts.get(prompt, ())) != len(prompt) + count:
-            self._texts[prompt] = [*prompt, *greedy(self._model, prompt, count)]
+            self._texts[prompt] = [*prompt, *made_once(self._model, prompt, count)]
         return self._texts[prompt]

@@ -3,7 +3,6 @@ model, and the drafts those of its MTP module."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import pytest
@@ -12,17 +11,11 @@ from ess.engine.tokens.sampling import Sampling
 from ess.models.compressed.plain import Plain
 from tests.compressed import drafting, world
 from tests.states.world import LINE, OTHER, V4, V4_PUBLISHED, add, finish, run
-from tests.support.greedy import greedy
-
-
-@functools.cache
-def _plain(prompt: tuple[int, ...], count: int) -> list[int]:
-    return greedy(world.tiny(), prompt, count)
+from tests.support.greedy import made_once
 
 
 def plain(prompt: list[int], count: int) -> list[int]:
-    """The plain model's tokens, made once for cases in turn."""
-    return _plain(tuple(prompt), count)
+    return made_once(world.tiny(), tuple(prompt), count)
 
 
 def module_s(prompt: list[int], count: int, *, verified: int) -> tuple[list[int], list[list[int]]]:
@@ -116,7 +109,7 @@ def test_fewer_tokens_where_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -
     with V4.engines(mtp=4, mtp_auto=True) as engine:
         request = engine.add(LINE[:90], Sampling(tokens_max=60, ignore_eos=True))
         finish(engine)
-        assert request.output == greedy(world.tiny(), LINE[:90], 60)
+        assert request.output == plain(LINE[:90], 60)
     assert drafted.steps
 
 

@@ -42,7 +42,7 @@ from tests.support.checkpoints import (
     model,
     tokens,
 )
-from tests.support.greedy import greedy
+from tests.support.greedy import made_once
 from tests.support.manual_lane import ManualLane
 
 FACTORS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -89,9 +89,8 @@ def text(name: str) -> list[int]:
     return Tokenizer(EMBEDDED).encode(page)[:LENGTH_MAX]
 
 
-@functools.cache
 def expected(name: str, start: int, stop: int) -> list[int]:
-    return greedy(checkpoint(name), text(name)[start:stop], TOKEN_COUNT)
+    return made_once(checkpoint(name), tuple(text(name)[start:stop]), TOKEN_COUNT)
 
 
 def engine(case: Case, *, lane: Any = None, **changes: Any) -> Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -71,6 +72,12 @@ def greedy(model: Model, prompt: Sequence[int], count: int) -> list[int]:
     if isinstance(model, CompressedModel):
         return _over_entries(compressed.Plain(model), prompt, count)
     return continued(Plain(model), prompt, count)
+
+
+@functools.cache
+def made_once(model: Model, prompt: tuple[int, ...], count: int) -> list[int]:
+    """The same for several tests of one model, which stays in memory."""
+    return greedy(model, prompt, count)
 
 
 def _over_entries(plain: compressed.Plain, prompt: Sequence[int], count: int) -> list[int]:

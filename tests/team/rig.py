@@ -139,8 +139,9 @@ def left_by(pools: Offload, sequence: Opened, count: int, made: Made) -> None:
         made.keys.append(torch.from_numpy(held.index.keys.read(group, active)))
 
 
+@functools.cache
 def alone(
-    family: str, form: str, lengths: Sequence[int], chunk: int, *, heads: int = 4, **config: Any
+    family: str, form: str, lengths: tuple[int, ...], chunk: int, *, heads: int = 4, **config: Any
 ) -> list[Made]:
     whole = model(family, heads=heads)
     pools = offload(whole, form)

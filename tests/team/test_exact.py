@@ -11,6 +11,7 @@ from tests.team.rig import Made, alone, together
 
 TEAMS = [("tp", 2), ("cp", 2), ("cp", 3)]
 LENGTHS = (200, 2, 66, 129)
+FEWER = (129, 2, 66)
 
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -66,8 +67,8 @@ def test_heads_of_true_models_and_of_the_small_one_are_split_to_the_last_bit(hea
 @pytest.mark.parametrize(("kind", "size"), TEAMS)
 def test_rows_are_close_where_products_round_by_their_size(kind: Kind, size: int, family: str):
     """Where nothing is compiled products round by how many tokens they have."""
-    ours = together(kind, size, family, "f32", LENGTHS, 64, backend="reference")
-    check_close(ours, alone(family, "f32", LENGTHS, 64, backend="reference"))
+    ours = together(kind, size, family, "f32", FEWER, 64, backend="reference")
+    check_close(ours, alone(family, "f32", FEWER, 64, backend="reference"))
 
 
 @pytest.mark.parametrize("heads", [8, 12])
