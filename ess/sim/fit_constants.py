@@ -114,9 +114,9 @@ def _fit_two(measured: Tables, rows: Sequence[Target], *, balance: str, repeat: 
 
     point = np.array(FIRST)
     for _ in range(ROUNDS):
-        wrong = errors(point)
-        slope = np.stack([(errors(point + NUDGE * unit) - wrong) / NUDGE for unit in np.eye(2)], 1)
-        point = point + np.linalg.lstsq(slope, -wrong, rcond=None)[0]
+        base = errors(point)
+        slope = np.stack([(errors(point + NUDGE * unit) - base) / NUDGE for unit in np.eye(2)], 1)
+        point = point + np.linalg.lstsq(slope, -base, rcond=None)[0]
     rms = float(np.sqrt(np.mean(errors(point) ** 2)))
     return Candidate(fitted=constants(point), rms=round(rms, 5))
 

@@ -22,7 +22,7 @@ WHOLE_COUNT: Final = re.compile(
 
 def with_whole_counts(text: str) -> str:
     """A schema's JSON with 3 for counts such as 3.0, which are whole to JSON Schema, but not to the
-    compiler of grammars.
+    compiler of grammars. Within a const or enum too, where it is the same number.
 
     >>> with_whole_counts('{"minLength": 3.0, "maxLength": 4.5, "const": 3.0}')
     '{"minLength": 3, "maxLength": 4.5, "const": 3.0}'

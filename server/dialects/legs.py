@@ -239,7 +239,10 @@ def _rooms(ask: Generated, count: int) -> list[int]:
 def _room(given: object) -> int:
     room = _whole(given)
     if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room <= UID_MAX:
-        raise BadInput(f"bootstrap_room has {given!r:.40}, not a number of {UID_BITS} bits")
+        raise BadInput(
+            f"bootstrap_room has {given!r:.40}, not an integer of {UID_BITS} bits (with a point at"
+            " most 2**53)"
+        )
     return room
 
 

@@ -20,8 +20,9 @@ from ess.server.process.service import Service
 
 NULL: Final = msgspec.Raw(b"null")
 NO_ITEMS: Final = msgspec.Raw(b"[]")
-PLACE: Final = re.compile(r"input\[([0-9]+)\](?!: expected)")
-"""Of an item in the joined list; one that is no object is found where the client has it."""
+PLACE: Final = re.compile(r"input\[([0-9]+)\](: expected)?")
+"""Of an item in the joined list. An item that is no object may be found in the client's own list,
+which comes first in the body."""
 
 
 def owner_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -49,6 +50,7 @@ class History:
         self.owner = owner_of(headers)
         self._asked = b""
         self._before: KeptResponse | None = None
+        self._own = NO_ITEMS
         self.previous: str | None = None
         self.is_kept = False
 
@@ -69,6 +71,7 @@ class History:
         asked = _inside(given.input)
         if self.previous is not None:
             before = self._before = self._found(self._shelf, self.previous)
+            self._own = given.input
             asked = b",".join(filter(None, (before.asked, before.said, asked)))
             self._check_length(len(raw) + len(asked))
             raw = _followed(raw, asked)
@@ -84,15 +87,17 @@ class History:
         except BadInput as refusal:
             raise self._placed(refusal) from None
         finally:
-            self._before = None
+            self._before, self._own = None, NO_ITEMS
 
     def _placed(self, refusal: BadInput) -> BadInput:
         match = PLACE.match(str(refusal))
         if match is None or self._before is None:
             return refusal
         place, count = int(match[1]), self._before.item_count
-        own, kept = f"input[{place - count}]", f"previous_response_id: its item {place}"
-        return BadInput((own if place >= count else kept) + str(refusal)[match.end() :])
+        if match[2] and not _may_be_object(self._own, place):
+            return refusal
+        own, kept = f"input[{place - count}]", f"previous_response_id: its item [{place}]"
+        return BadInput((own if place >= count else kept) + str(refusal)[match.end(1) + 1 :])
 
     def _found(self, shelf: KeptResponses, identity: str) -> KeptResponse:
         kept = shelf.find(self.owner, identity)
@@ -173,3 +178,9 @@ def _followed(raw: bytes, asked: bytes) -> bytes:
 def _is_whole(item: Mapping[str, Any]) -> bool:
     """Whether an item can be followed. A call that was cut has half a JSON as arguments."""
     return bool(item["type"] != "function_call" or item["status"] == "completed")
+
+
+def _may_be_object(given: msgspec.Raw, place: int) -> bool:
+    """False where the client's own list has something else at this place."""
+    items = msgspec.json.decode(b"[%b]" % _inside(given), type=list[msgspec.Raw])
+    return place >= len(items) or bytes(items[place]).lstrip().startswith(b"{")

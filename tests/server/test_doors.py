@@ -231,7 +231,7 @@ def test_tokens_in_tokens_out(served: Served):
 def test_models_version_and_what_is_configured(served: Served):
     [listed] = ask(served, "/v1/models")["data"]
     assert (listed["id"], listed["max_model_len"]) == ("test-model", 4096)
-    assert listed["max_input_tokens"] == 4096
+    assert listed["max_input_tokens"] == 4095, "one position is left for an answer"
     assert (listed["type"], listed["display_name"]) == ("model", "test-model")
     assert datetime.fromisoformat(listed["created_at"]).timestamp() == listed["created"]
     assert ask(served, "/version") == {"version": ess.__version__}

@@ -116,7 +116,7 @@ def test_the_result_of_a_call_follows_the_call():
         noon = [{"role": each, "content": "Noon"} for each in ("user", "assistant")]
         calls = [{"type": "reasoning", "content": []}, call.to_dict(), result]
         again = create(made, input=[*noon, *calls], tools=TOOLS)
-        with pytest.raises(openai.BadRequestError, match="_response_id: its item 1 is an assist"):
+        with pytest.raises(openai.BadRequestError, match=r"_id: its item \[1\] is an assistant"):
             create(made, input=[result], previous_response_id=again.id, reasoning=THINKS)
 
 
@@ -213,6 +213,7 @@ def test_a_refusal_counts_the_items_of_its_own_body(served: Served, size: int):
     for items, sentence in (
         ([said, king], "input[1].role is 'king'"),
         ([said, 5], "input[1]: expected `object`, got `int`"),
+        ([said, 5.0], "input[1]: expected `object`, got `float`"),
     ):
         asked = {"input": items, "previous_response_id": first.id, "user": "u" * size}
         for path in (PATH, f"{PATH}/input_tokens"):

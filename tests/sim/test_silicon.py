@@ -66,7 +66,7 @@ def test_the_first_draft_pass_fetches_what_a_layer_misses_on_average(queries: in
 
 
 def test_modules_go_on_where_they_were_measured_and_beyond():
-    bank = shipped_bank("h200")
+    bank = shipped_bank("h200", stack=SGLANG)
     dense = Dense(bank=bank, heads=128)
     assert dense.us(requests=8, queries_each=1, context=16_384) == pytest.approx(161.5)
     sparse = Sparse(bank=bank, model="deepseek-v3.2", heads=128, kv="fp8")
@@ -85,7 +85,7 @@ def test_modules_go_on_where_they_were_measured_and_beyond():
 
 def test_few_tokens_read_the_experts_that_they_touch():
     """No jump of four fifths from 8 to 16 tokens and of a seventh from 16 to 32."""
-    curve = shipped_bank("h200").fused_experts["deepseek", 1, 8]
+    curve = shipped_bank("h200", stack=SGLANG).fused_experts["deepseek", 1, 8]
     grown = [curve.at(2 * count) / curve.at(count) for count in (8, 16, 32)]
     assert grown == sorted(grown, reverse=True)
     assert curve.at(1) == pytest.approx(36.6, abs=1)

@@ -51,6 +51,8 @@ def test_an_h100_is_an_h200_with_slower_memory():
 def test_shipped_tables_are_read_once():
     first, second = (silicon_of("h200", family=name) for name in ("deepseek-v3.2", "glm-5.2"))
     assert first.bank is second.bank
+    other = silicon_of("h200", family="deepseek-v3.2", stack="vllm")
+    assert other.bank.lender is first.bank
 
 
 def test_shipped_tables_are_small():

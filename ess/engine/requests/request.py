@@ -185,7 +185,7 @@ class Request:
         return self.is_prefilled and is_there
 
     def recall(self) -> None:
-        """Takes what was said before. BadInput where that has ended the answer, or where chances of
+        """Takes `prior_output`. BadInput where that has ended the answer, or where chances of
         the prompt are asked for, which come before the first token."""
         assert not self.output, f"request {self.number} has made tokens of its own"
         if self.prior_output and self.sampling.prompt_logprobs is not None:

@@ -31,6 +31,7 @@ from ess.sim.operators.derive import DERIVATIONS
 from ess.sim.operators.families import Family, Kind, family_of
 from ess.sim.operators.parallel import NODE_GPUS, Parallel
 from ess.sim.operators.silicon.bank import shipped_bank
+from ess.sim.operators.silicon.stacks import SGLANG
 from ess.sim.operators.stages import Machine, MicroBatch, Stages, Trust
 from ess.sim.operators.tables import (
     FOLDER,
@@ -95,7 +96,7 @@ class Tables:
             for table in DERIVATIONS
         }
         return cls(
-            attention=shipped_bank(GPU).index_growth[FAMILY.name,],
+            attention=shipped_bank(GPU, stack=SGLANG).index_growth[FAMILY.name,],
             experts=curves(read["experts"], keys=2),
             exchange=exchanges(read["exchange"]),
             shared=curves(read["shared"], keys=0)[()],

@@ -60,7 +60,7 @@ def _listed(service: Service, name: str) -> dict[str, Any]:
         "root": service.name,
         "parent": None,
         "max_model_len": service.limits.length_max,
-        "max_input_tokens": service.limits.length_max,
+        "max_input_tokens": service.limits.length_max - 1,
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(service.started_unix, UTC).isoformat(),

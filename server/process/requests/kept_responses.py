@@ -28,7 +28,7 @@ class KeptResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def item_count(self) -> int:
-        """Counted anew each time."""
+        """Items of `asked` and `said`; counted anew each time."""
         parts = (b"[%b]" % part for part in (self.asked, self.said))
         return sum(len(msgspec.json.decode(part, type=list[msgspec.Raw])) for part in parts)
 

@@ -168,8 +168,8 @@ class DeviceFuture:
     def check(self) -> None:
         numbers = self.step_numbers()
         assert numbers == sorted(set(numbers)), f"steps {numbers} do not ascend"
-        named = set(torch.nonzero(self._tokens[:-1, 0] != ABSENT)[:, 0].tolist())
-        assert named == self.lines(), f"lines {named ^ self.lines()} have tokens or are known"
+        filled = set(torch.nonzero(self._tokens[:-1, 0] != ABSENT)[:, 0].tolist())
+        assert filled == self.lines(), f"lines {filled ^ self.lines()} have tokens or are known"
         for line, tokens in self._known.items():
             in_flight = any(line in told.lines for told in self._told)
             assert in_flight or self.held(line) == list(tokens), f"line {line}: not {tokens}"

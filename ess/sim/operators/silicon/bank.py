@@ -97,7 +97,7 @@ class Bank:
 
 
 @cache
-def shipped_bank(gpu: str, *, stack: str = SGLANG) -> Bank:
+def shipped_bank(gpu: str, *, stack: str) -> Bank:
     """The tables that ship, read once. SGLang's fill a stack's gaps, an H200's those of B200
     between nodes."""
     own = own_names(stack, gpu)
@@ -109,7 +109,7 @@ def shipped_bank(gpu: str, *, stack: str = SGLANG) -> Bank:
         far = FOLDER / ("h200" if gpu == "b200" else gpu) / path.name
         return entries_of(path if path.is_file() else far, BY_NAME[name].columns)
 
-    lender = shipped_bank(gpu) if stack != SGLANG else None
+    lender = shipped_bank(gpu, stack=SGLANG) if stack != SGLANG else None
     return Bank(source=f"shipped {gpu} subset", read=read, lender=lender)
 
 
