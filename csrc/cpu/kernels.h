@@ -120,7 +120,7 @@ struct Product {
 struct Coded {
     Product product;      // `steps` counts words of the input
     const float* inputs;  // sums of inputs [token, group]
-    uint32_t* room;       // for kPanelsTogether panels, written out
+    uint32_t* room;       // for codes that are written out
     int64_t groups;
 };
 

@@ -30,7 +30,7 @@ TRIED = [
     Program(file="gate.cu"),
 ]
 """What benchmarks load beside what serving loads: other depths, rivals, a gate; odd places."""
-EVERY = [*cuda_programs.programs(), *TRIED]
+EVERY = [*TRIED, *cuda_programs.programs()]
 COMPILED = functools.cache(program.compile_program)
 """Tests that look at what all programs become share it."""
 SMALL = cuda_programs.rival_form(32).program

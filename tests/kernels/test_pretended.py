@@ -27,7 +27,7 @@ UNPLAYED = (
     *("slice: ", "one GPU of ", "a step, ", "decode, ", "context ", "tokens per "),
     *("misses per ", "FlashMLA", "DeepGEMM", "attention", "top-k", "logits"),
 )
-"""How rows begin that need a library, or a benchmark of another test."""
+"""How rows begin that need a library, that another test compares, or (shapes) that none prints."""
 
 pytestmark = [pytest.mark.slow, *beside.NEEDS]
 
@@ -108,6 +108,7 @@ WRONG = {
     "merge_into(half, Partial(torch.zeros(2, 3, 8), half.lse), half)": "cpu tensor",
     "capture(lambda: there[0].tolist())": "not permitted",
     "capture(lambda: there[0].copy_(torch.zeros(2, 8)))": "not permitted",
+    "capture(lambda: there[0].add_(there[0], alpha=there[0].sum()))": "not permitted",
     "capture(torch.cuda.synchronize)": "not permitted",
 }
 WAITING = """
@@ -121,14 +122,14 @@ them.cpu(); them.to("cpu", non_blocking=True); pinned.cuda(); them.copy_(pinned)
 them.copy_(pinned + 1, non_blocking=True); torch.full((2,), fill_value=them[0], device="cuda")
 them.narrow(0, start=them[3], length=1); them.topk(them[3]); them.tile(them[2])
 torch.tensor([them[0]]); torch.where(condition=them > 3); them.float().histc(4)
-torch.nn.functional.one_hot(them)
+torch.nn.functional.one_hot(them); them.narrow(0, 0, them[3:4]); them.topk(them[2:3])
 """
 QUEUED = """
 them.copy_(pinned, non_blocking=True); pinned.copy_(them, non_blocking=True); them.new_zeros(3)
 pinned.cuda(non_blocking=True); them.view(2, 4); them.where(them > 3, 0); them.repeat_interleave(3)
 them[2:4]; them[3]; them[None]; them[them]; them.masked_fill(them > 3, 0); them.clamp(max=them[3])
 torch.equal(pinned, pinned); them.pow(them[0]); them.masked_fill(them > 3, them[0])
-them.add(them, alpha=pinned[1]); torch.stack([them[0], them[1]])
+them.add(them, alpha=pinned[1]); torch.stack([them[0], them[1]]); them.repeat_interleave(repeats=3)
 """
 SCRIPT = """
 from tests.support import pretended

@@ -187,7 +187,12 @@ def test_a_sampler_at_another_value_is_refused(plain: Served, path, name):
             "no tools",
         ),
         (CHAT, {"add_generation_prompt": False}, "add_generation_prompt", "continue_final_message"),
-        (CHAT, {"continue_final_message": True}, "continue_final_message", "assistant's message"),
+        (
+            CHAT,
+            {"continue_final_message": True},
+            "messages",
+            "with continue_final_message: it must be an assistant's",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(plain: Served, path, changed, param, says):

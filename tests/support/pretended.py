@@ -115,8 +115,16 @@ def reads_back(name, args, kwargs):
     if name == "where":
         return len(args) + len(kwargs) == 1
     if name == "repeat_interleave" and "output_size" not in kwargs:
-        return len(args) == 1 or bool(tensors(args[1:], kwargs))
+        given = [*args[:2], *(kwargs[key] for key in ("input", "repeats") if key in kwargs)]
+        return isinstance(given[-1], torch.Tensor)
+    if is_there(kwargs.get("alpha")):  # a capture does not come to where torch reads it
+        return True
     return name in WAITS or (name in UPLOADS and isinstance(args[0], list | tuple))
+
+
+def may_be_number(tensor):
+    """Torch takes one element of any shape as a length or a place, a factor without dimensions."""
+    return tensor.numel() == 1 and not (tensor.dim() and tensor.is_floating_point())
 
 
 def is_read_back(index):
@@ -194,7 +202,8 @@ class Pretence(Queues, TorchFunctionMode):
             args, kwargs = tree_map(lambda thing: thing, (args, kwargs))
         first = at_capture(func, args, kwargs) if capturing else None
         made = zeroed(func) if name in UNWRITTEN and IS_MODULE else func
-        if any(is_there(each) and not each.dim() for each in all_given):
+        numbers = any(is_there(each) and may_be_number(each) for each in all_given)
+        if numbers and not reads_back(name, args, kwargs):
             made = self.watched(made, name, [each for each in all_given if not is_there(each)])
         call, told = lambda: made(*args, **kwargs), lambda made: of_torch(name, args, kwargs, made)
         return self.run(call, there, pins, queues=given, first=first, told=told, name=name)

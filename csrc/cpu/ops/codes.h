@@ -17,7 +17,7 @@
 #pragma once
 
 constexpr int64_t kGroupInputs = 32;
-constexpr int64_t kWriteOutFrom = 8;  // tokens: from here on codes are written out first
+constexpr int64_t kWriteOutFrom = 8;  // tokens: from here on codes are written out, without tiles
 constexpr int64_t kPanelsTogether = 4;
 
 constexpr int64_t group_words(int bits) { return (bits + 1) * kLanes; }
@@ -90,6 +90,7 @@ ESS_LANE void write_out(const uint32_t* codes, int64_t groups, uint32_t* to) {
 template <int bits, bool is_out, int some>
 ESS_LANE void tile_groups(const Coded& c, int64_t token, int64_t count, int64_t group,
                           const uint32_t* codes, float (*totals)[kLanes]) {
+    static_assert(some * kTileWords <= kGroupInputs * kPanelsTogether, "the room of few tokens");
     const uint32_t* left = c.product.words + token * c.product.steps + group * kTileWords;
     const uint32_t* out = c.room + (is_out ? group * kTileWords * kLanes : 0);
     const float* inputs = c.inputs + token * c.groups + group;

@@ -350,7 +350,8 @@ ESS_LANE uintptr_t lay_out(const Stage& stage, int64_t tokens, uintptr_t at, flo
     bench->words = (uint32_t*)take_for(round_up(tokens, kTileRows), words + 1);  // for whole tiles
     bench->sums = (float*)take(coded / kGroupInputs);
     bench->room = (uint32_t*)at;
-    at += (tokens >= kWriteOutFrom ? coded : kGroupInputs) * kPanelsTogether * kLanes * 4;
+    const int64_t out = coded && tokens < kWriteOutFrom ? kGroupInputs : coded;  // tile_groups
+    at += out * kPanelsTogether * kLanes * 4;
     bench->wide = (float*)take(wide);
     bench->chosen = (int32_t*)take(per_token);
     bench->shares = (float*)take(per_token);

@@ -341,9 +341,12 @@ void new_arrival(u64* arrival) { self().new_arrivals.push_back(arrival); }
 
 using namespace emulated;
 
-extern "C" __attribute__((visibility("default"))) void emulated_count() { is_counting = true; }
+extern "C" __attribute__((visibility("default"))) void emulated_count() {
+    asked.clear();  // of a launch that has failed
+    is_counting = true;
+}
 
-// Those since then.
+// How often `lanes` neighbours have asked for a line since `emulated_count`, in all.
 extern "C" __attribute__((visibility("default"))) i64 emulated_requests(i32 lanes) {
     std::set<std::tuple<i32, i32, u64>> requests;
     for (const Asked& one : asked) requests.insert({one.block, one.thread / lanes, one.line});

@@ -111,7 +111,7 @@ def test_a_pool_of_rows_keeps_to_the_memory_of_its_group(monkeypatch: pytest.Mon
 
 
 def test_rows_of_other_machines_are_expected_of_the_next() -> None:
-    """But those of a way that is gone."""
+    """But `plan, ..., one block`, a way of planning that is gone."""
     known, gone = list(expectations().values()), re.compile(r"plan, batch \d+, one block")
     for path in RESULTS.glob("gpu-*.json"):
         names = {each["name"] for each in json.loads(path.read_text())["rows"]}
