@@ -107,6 +107,9 @@ class Configs:
         config = read_config(parse_object(content, what="config.json"))
         layout = config.layout(row="bf16" if base == 2 else "fp8")
         assert layout.layer_total >= config.layer_count > 0, f"{layout}"
+        if not config.recurrent_layers:  # else rows have other numbers than layers
+            for layer in (0, *config.window_layers[:1], *config.still_layers[:1]):
+                assert layout.row_of(layer).latent_dim == config.at_layer(layer).latent_dim, layer
 
 
 class Vocabularies:
