@@ -342,8 +342,7 @@ void new_arrival(u64* arrival) { self().new_arrivals.push_back(arrival); }
 using namespace emulated;
 
 extern "C" __attribute__((visibility("default"))) void emulated_count() {
-    asked.clear();  // of a launch that has failed
-    is_counting = true;
+    asked.clear(), is_counting = true;  // none of a launch that has failed
 }
 
 // How often `lanes` neighbours have asked for a line since `emulated_count`, in all.
