@@ -49,7 +49,8 @@ def messages_of(given: Sequence[Mapping[str, Any]], system: object) -> tuple[lis
 
 
 def _joined(messages: Sequence[Item], places: Sequence[str]) -> Iterator[tuple[Item, str]]:
-    """Joins consecutive turns of the user, as Anthropic does. They are where the first one is."""
+    """Joins consecutive turns of the user, as Anthropic does. A joined turn has the place of
+    its first."""
     pairs = zip(messages, places, strict=True)
     for role, same_role in itertools.groupby(pairs, key=lambda pair: pair[0]["role"]):
         turns = list(same_role)

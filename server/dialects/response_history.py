@@ -21,8 +21,8 @@ from ess.server.process.service import Service
 NULL: Final = msgspec.Raw(b"null")
 NO_ITEMS: Final = msgspec.Raw(b"[]")
 PLACE: Final = re.compile(r"input\[([0-9]+)\](: expected)?")
-"""Of an item in the joined list. An item that is no object may be found in the client's own list,
-which comes first in the body."""
+"""The place of an item in the joined list. That of an item which is no object may be in the
+client's own list, which comes first in the body."""
 
 
 def owner_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -22,10 +22,15 @@ constexpr int64_t kPanelsTogether = 4;
 
 constexpr int64_t group_words(int bits) { return (bits + 1) * kLanes; }
 
-// A float16 that is finite, in the low half of each lane. What is subnormal there is exact too.
+// A float16 that is finite, in the low half of each lane. What is subnormal there is exact too,
+// with ESS_TILES also in a thread that takes subnormal numbers as zeros.
 ESS_LANE Floats widen_float16(Ints number) {
+#if ESS_TILES
+    return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)number));
+#else
     const Floats magnitude = (Floats)((number & 0x7FFF) << 13) * 0x1p112f;
     return (Floats)((Ints)magnitude | (number & 0x8000) << 16);
+#endif
 }
 
 #if ESS_HALF
@@ -57,11 +62,6 @@ ESS_LANE Ints code_word(Ints codes, int step) {
 }
 
 #if ESS_TILES
-// As widen_float16, in a thread that takes subnormal numbers as zeros too.
-ESS_LANE Floats widen_step(Ints number) {
-    return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)number));
-}
-
 // The code of each lane `from` a bit on.
 template <int bits>
 ESS_LANE Floats code_float(Ints codes, int from) {
@@ -85,6 +85,25 @@ ESS_LANE void write_out(const uint32_t* codes, int64_t groups, uint32_t* to) {
         }
 }
 
+// `totals` += a group's scales times `sums`, and its offsets times the sums of inputs; `steps` are
+// those of the first panel.
+template <int rows, int vectors>
+ESS_LANE void add_group(const Coded& c, int64_t token, int64_t group, const uint32_t* steps,
+                        int64_t panel, const Floats (&sums)[rows][vectors],
+                        Floats (&totals)[rows][vectors]) {
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+        const Ints both = load<Ints>(steps + v * panel);
+        const Floats scale = widen_float16(both), offset = widen_float16(both >> 16);
+#pragma GCC unroll 4
+        for (int row = 0; row < rows; row++) {
+            const Floats whole = all(c.inputs[(token + row) * c.groups + group]);
+            totals[row][v] = multiply_add(scale, sums[row][v], totals[row][v]);
+            totals[row][v] = multiply_add(offset, whole, totals[row][v]);
+        }
+    }
+}
+
 #if ESS_TILES
 // `totals` of up to `count` tokens += some groups of inputs times codes, a tile after another.
 template <int bits, bool is_out, int some>
@@ -102,7 +121,7 @@ ESS_LANE void tile_groups(const Coded& c, int64_t token, int64_t count, int64_t 
         multiply_tiles<1, 1>(left + g * kTileWords, c.product.steps, out + g * kTileWords * kLanes,
                              0, kTileWords, sums[g][0]);
         const Ints both = load<Ints>(codes + (g + 1) * group_words(bits) - kLanes);
-        scale[g] = widen_step(both), offset[g] = widen_step(both >> 16);
+        scale[g] = widen_float16(both), offset[g] = widen_float16(both >> 16);
     }
     for (int64_t row = 0; row < count; row++, inputs += c.groups) {
         Floats total = load<Floats>(totals[row]);
@@ -183,17 +202,7 @@ ESS_LANE void coded_few(const Coded& c, int64_t column) {
         Floats sums[rows][vectors] = {};
         multiply_apart<bits>(left, p.steps, codes, panel, sums);
         codes += group_words(bits);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
-            const Ints both = load<Ints>(codes - kLanes + v * panel);
-            const Floats scale = widen_step(both), offset = widen_step(both >> 16);
-#pragma GCC unroll 2
-            for (int row = 0; row < rows; row++) {
-                const Floats whole = all(c.inputs[row * c.groups + group]);
-                totals[row][v] = multiply_add(scale, sums[row][v], totals[row][v]);
-                totals[row][v] = multiply_add(offset, whole, totals[row][v]);
-            }
-        }
+        add_group(c, 0, group, codes - kLanes, panel, sums, totals);
     }
     for (int row = 0; row < rows; row++)
         for (int v = 0; v < vectors; v++)
@@ -272,17 +281,7 @@ ESS_LANE void coded_block(const Coded& c, int64_t token, int64_t column) {
             multiply_codes<half, bits>(left, p.steps, codes, panel, sums);
         left += inputs, out += inputs * kLanes;
         codes += group_words(bits);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
-            const Ints both = load<Ints>(codes - kLanes + v * panel);
-            const Floats scale = widen_float16(both), offset = widen_float16(both >> 16);
-#pragma GCC unroll 4
-            for (int row = 0; row < rows; row++) {
-                const Floats whole = all(c.inputs[(token + row) * c.groups + group]);
-                totals[row][v] = multiply_add(scale, sums[row][v], totals[row][v]);
-                totals[row][v] = multiply_add(offset, whole, totals[row][v]);
-            }
-        }
+        add_group(c, token, group, codes - kLanes, panel, sums, totals);
     }
     store_block(p, totals, token, column);
 }

@@ -20,12 +20,12 @@ class BadWords:
         """The ids that may not come behind the output, and behind each of the drafts."""
         reach = self._lengths[-1]
         behind = tuple(output[-reach:]) if reach else ()
-        before = (*behind, *drafts)
-        return [self._after(before[: len(behind) + count]) for count in range(len(drafts) + 1)]
+        tokens = (*behind, *drafts)
+        return [self._after(tokens[: len(behind) + count]) for count in range(len(drafts) + 1)]
 
-    def _after(self, before: tuple[int, ...]) -> list[int]:
+    def _after(self, tokens: tuple[int, ...]) -> list[int]:
         ids: list[int] = []
         for length in self._lengths:
-            if length <= len(before):
-                ids += self._lasts.get(before[len(before) - length :], ())
+            if length <= len(tokens):
+                ids += self._lasts.get(tokens[len(tokens) - length :], ())
         return ids

@@ -31,9 +31,9 @@ class Sides(Generic[S]):
     offload: S
     resident: S | None
 
-    def line(self, name: str, shown: Callable[[S], str], remark: str = "") -> Line:
-        resident = "-" if self.resident is None else shown(self.resident)
-        return name, shown(self.offload), resident, remark
+    def line(self, name: str, show: Callable[[S], str], remark: str = "") -> Line:
+        resident = "-" if self.resident is None else show(self.resident)
+        return name, show(self.offload), resident, remark
 
 
 def show(answer: PlanAnswer, ask: Ask, question: Question, lines: list[str]) -> None:
