@@ -30,7 +30,7 @@ CASES = (
     ("v32", "none", "2", "1", "ample"),
     ("v32", "da", "4", "0", "tight"),
     ("v32", "dba", "2", "0", "tight"),
-    ("glm", "layerwise", "1", "1", "smallest"),
+    ("glm", "layerwise", "1", "1", "smallest", "many"),
     ("v32", "da", "2", "0", "smallest", "off", "score"),
 )
 ROUNDED = 1.02

@@ -110,6 +110,10 @@ WRONG = {
     "capture(lambda: there[0].copy_(torch.zeros(2, 8)))": "not permitted",
     "capture(lambda: there[0].add_(there[0], alpha=there[0].sum()))": "not permitted",
     "capture(torch.cuda.synchronize)": "not permitted",
+    "capture(lambda: aside(Stream()))": "has not joined",
+    "capture(lambda: Stream(handle=0).wait_event(queued))": "only one of both sides is captured",
+    "capture(lambda: forked(waited=0))": "a stream that has joined was not waited for",
+    "capture(lambda: forked(waited=1))": "a stream that has joined was not waited for",
 }
 WAITING = """
 them.sum().item(); them.tolist(); str(them[0]); bool(them.any()); 3 in them; them.equal(them)
@@ -123,16 +127,21 @@ them.copy_(pinned + 1, non_blocking=True); torch.full((2,), fill_value=them[0], 
 them.narrow(0, start=them[3], length=1); them.topk(them[3]); them.tile(them[2])
 torch.tensor([them[0]]); torch.where(condition=them > 3); them.float().histc(4)
 torch.nn.functional.one_hot(them); them.narrow(0, 0, them[3:4]); them.topk(them[2:3])
+them.to(pinned); pinned.to(them); them[numpy.arange(2)]; them[range(2)]
+torch.linspace(them[0], 3, 2, device="cuda"); them.new_ones(1, 1).double().inverse()
+torch.linalg.inv(them.new_ones(1, 1).double())
 """
 QUEUED = """
 them.copy_(pinned, non_blocking=True); pinned.copy_(them, non_blocking=True); them.new_zeros(3)
-pinned.cuda(non_blocking=True); them.view(2, 4); them.where(them > 3, 0); them.repeat_interleave(3)
+pinned.cuda(non_blocking=True); pinned.to(them, non_blocking=True); them.to(them.float())
+them.view(2, 4); them.where(them > 3, 0); them.repeat_interleave(3)
 them[2:4]; them[3]; them[None]; them[them]; them.masked_fill(them > 3, 0); them.clamp(max=them[3])
 torch.equal(pinned, pinned); them.pow(them[0]); them.masked_fill(them > 3, them[0])
 them.add(them, alpha=pinned[1]); torch.stack([them[0], them[1]]); them.repeat_interleave(repeats=3)
 """
 SCRIPT = """
 from tests.support import pretended
+import numpy
 import torch
 from ess.kernels.cuda.triton.attend import merge_into
 from ess.kernels.merge import Partial
@@ -141,6 +150,18 @@ def capture(work):
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         work()
 
+def aside(stream):
+    with torch.cuda.stream(stream):
+        there[0].add_(1)
+    return stream.record_event()
+
+def forked(waited):
+    home, side = torch.cuda.current_stream(), Stream()
+    side.wait_stream(home)
+    for event in [aside(side), aside(side)][:waited]:
+        home.wait_event(event)
+
+Stream, queued = torch.cuda.Stream, torch.cuda.current_stream().record_event()
 there = [torch.zeros(2, 8, dtype=torch.uint8, device="cuda")]
 half = Partial(torch.zeros(2, 3, 8, device="cuda"), torch.zeros(2, 3, device="cuda"))
 merge_into(half, half, half)
@@ -152,7 +173,7 @@ for line, says in WRONG.items():
     else:
         raise AssertionError(f"{line} was not refused")
 names = {"torch": torch, "them": torch.arange(8, device="cuda")}
-names["pinned"] = torch.arange(8).pin_memory()
+names |= {"numpy": numpy, "pinned": torch.arange(8).pin_memory()}
 for line in [*WAITING, *QUEUED]:
     told = ""
     try:
@@ -161,6 +182,7 @@ for line in [*WAITING, *QUEUED]:
     except RuntimeError as error:
         told = str(error)
     assert told.startswith("the host waits for the device") == (line in WAITING), (line, told)
+capture(lambda: forked(waited=2))
 graph, one = torch.cuda.CUDAGraph(), torch.zeros(3, device="cuda")
 with torch.cuda.graph(graph):
     two = one + 1

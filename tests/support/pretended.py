@@ -40,10 +40,10 @@ from tests.support.pretended_streams import (
     Stream,
 )
 from tests.support.pretended_touches import UNWRITTEN, is_inplace, leaves, of_torch
+from tests.support.pretended_waits import UPLOADS, Numbers, is_there, may_be_number, reads_back
 
 import torch  # isort: skip
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -51,14 +51,7 @@ pytest_configure = interpreted.pytest_configure  # what NumPy warns of, a device
 
 IS_MODULE = __name__ == "__main__"
 ANYWHERE = {"copy_", "set_", "__get__", "type_as", "view_as", "expand_as", "reshape_as"}
-# Of each torch's own code for a device reads a number back: the value, or how large a result is.
-WAITS = {f"__{name}__" for name in ("bool", "int", "float", "index", "contains", "format", "repr")}
-WAITS |= {"item", "tolist", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
-WAITS |= {"equal", "allclose", "is_nonzero", "bincount", "multinomial", "new_tensor"}
-WAITS |= {"histc", "one_hot", "combinations"}
 HOST_ONLY = {"numpy", "__array__"}
-UPLOADS = {"tensor", "as_tensor", "asarray"}
-READ = torch.ops.aten._local_scalar_dense.default
 STREAM_OF = {
     **dict.fromkeys(("cuStreamWaitEvent", "cuLaunchHostFunc"), 0),
     "cuEventRecord": 1,
@@ -70,10 +63,6 @@ PICKS = {"__getitem__", "gather", "index_select", "take_along_dim"}
 BLOCKING = {f"cu{name}Synchronize" for name in ("Event", "Stream")} | {
     f"cuMemcpy{way}" for way in ("", "HtoD", "DtoH", "DtoD")
 }
-
-
-def is_there(thing):
-    return getattr(thing, "is_there", False)
 
 
 def tensors(*things):
@@ -99,59 +88,6 @@ def first_ones(thing):
 def mm(one, other):
     """Of bfloat16, with sums in float32."""
     return one.float() @ other.float()
-
-
-def tree_top(index):
-    return index if isinstance(index, tuple) else ()
-
-
-def reads_back(name, args, kwargs):
-    """Whether torch waits in a call with some tensor of the device."""
-    if name == "copy_":
-        queued = kwargs.get("non_blocking", args[2:3] == (True,))
-        return is_there(args[0]) != is_there(args[1]) and not queued
-    if name in ("__getitem__", "__setitem__"):
-        return any(map(is_read_back, (args[1], *tree_top(args[1]))))
-    if name == "where":
-        return len(args) + len(kwargs) == 1
-    if name == "repeat_interleave" and "output_size" not in kwargs:
-        given = [*args[:2], *(kwargs[key] for key in ("input", "repeats") if key in kwargs)]
-        return isinstance(given[-1], torch.Tensor)
-    if is_there(kwargs.get("alpha")):  # a capture does not come to where torch reads it
-        return True
-    return name in WAITS or (name in UPLOADS and isinstance(args[0], list | tuple))
-
-
-def may_be_number(tensor):
-    """Torch takes one element of any shape as a length or a place, a factor without dimensions."""
-    return tensor.numel() == 1 and not (tensor.dim() and tensor.is_floating_point())
-
-
-def is_read_back(index):
-    if isinstance(index, slice):
-        return any(map(is_there, (index.start, index.stop, index.step)))
-    if isinstance(index, torch.Tensor):
-        return index.dtype == torch.bool or (is_there(index) and not index.dim())
-    return isinstance(index, list)
-
-
-class Numbers(TorchDispatchMode):
-    """Around one call of torch: `tell` is called where torch reads a tensor of the device, because
-    it takes a number in its place. Of those of the host, `here`, it may."""
-
-    def __init__(self, here, tell):
-        super().__init__()
-        self.here, self.tell = here, tell
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        """Else torch imports its compiler, for 2 s, at the first call."""
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is READ and not any(args[0] is each for each in self.here):
-            self.tell()
-        return func(*args, **(kwargs or {}))
 
 
 def zeroed(func):
@@ -228,7 +164,7 @@ class Pretence(Queues, TorchFunctionMode):
                 self.pin(each.untyped_storage())
         place = self.races.place_of(name)
         if self.captured is not None and (there or queues):
-            self.captured.append((self.stream, lambda _: again(call, result, told, place)))
+            self.capture(lambda _: again(call, result, told, place), self.stream)
         elif self.races.is_on and told is not None:
             with torch._C.DisableTorchFunction():
                 reads, writes, fresh = told(result)
@@ -300,7 +236,9 @@ class Pretence(Queues, TorchFunctionMode):
 
     def move(self, name, tensor, *args, **kwargs):
         """`cuda`, `cpu`, `pin_memory` and `to`, which copy where the place changes."""
-        named = [each for each in (*args, *kwargs.values()) if names_device(each)]
+        given = (*args, *kwargs.values())
+        named = [each for each in given if names_device(each)]
+        named += ["cuda" if is_there(each) else "cpu" for each in tensors(given)]
         wanted = torch.device(named[0]).type if named else name
         there = wanted == "cuda" if wanted in ("cuda", "cpu") else is_there(tensor)
         crosses = there != is_there(tensor) or name == "pin_memory"
@@ -330,7 +268,7 @@ class Pretence(Queues, TorchFunctionMode):
     def launch(self, call, *given):
         """A kernel: at once, or whenever the graph is replayed; a capture does not run it."""
         self.require_reach(given)
-        call() if self.captured is None else self.captured.append((self.stream, lambda _: call()))
+        call() if self.captured is None else self.capture(lambda _: call(), self.stream)
 
 
 PRETENCE = Pretence()
@@ -456,7 +394,8 @@ def queue_at_once():
     def attempt_and_wait(name, *given):
         if name in BLOCKING:
             PRETENCE.refuse(name)
-        if name == "cuEventRecordWithFlags":  # external: for graphs, which record it again
+        orders = name in ("cuEventRecord", "cuStreamWaitEvent")
+        if name == "cuEventRecordWithFlags":  # external: work of a graph, which records it again
             assert PRETENCE.captured is not None, "an external event, and nothing is captured"
             name, given = "cuEventRecord", given[:2]
         if name == "cuStreamCreateWithPriority":
@@ -465,7 +404,9 @@ def queue_at_once():
             return attempt(name, *given)
         at = range(len(given))[STREAM_OF[name]]
         return PRETENCE.queue(
-            lambda stream: attempt(name, *given[:at], stream, *given[at + 1 :]), given[at]
+            lambda stream: attempt(name, *given[:at], stream, *given[at + 1 :]),
+            given[at],
+            orders=orders,
         )
 
     def named(answer):

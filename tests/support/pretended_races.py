@@ -38,6 +38,8 @@ class Races:
         driver.races_waited.argtypes = driver.driver_finish.argtypes = [pointer]
         driver.races_place.argtypes = [ctypes.c_char_p]
         driver.races_told.argtypes = [number]
+        driver.driver_captures.argtypes = [pointer, ctypes.c_bool]
+        driver.driver_captures.restype = ctypes.c_bool
         driver.races_told.restype = ctypes.c_char_p
         self.name(0, "compute")
 

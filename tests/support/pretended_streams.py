@@ -3,7 +3,10 @@
 Torch's work is done at once, when all is done that is queued on the current stream; work of the
 driver is done at once on the current stream, and on any other one some time. What is captured is
 kept as calls that take a stream: a replay gives the launching stream for the one that began the
-capture, and stand-ins for the others, which nothing but the graph orders.
+capture, and stand-ins for the others, which nothing but the graph orders. The emulated driver is
+told of each piece of work, so that a capture is refused where a real device would refuse it: work
+on a stream that has not joined, a wait for what was queued before, an end with a stream that has
+not been waited for.
 
 Graphs share their memory: what one has made is 0xFF, which is NaN in every float, as soon as
 another is captured or launched.
@@ -19,11 +22,16 @@ from collections import Counter
 
 import torch
 
+from ess.kernels.cuda.graphs import RELAXED
 from tests.support.pretended_races import Races
 
 DEVICE = torch.device("cuda", 0)
 REFUSED = "operation not permitted when stream is capturing: {}"
 WAITED = "the host waits for the device: {}"
+STRAY = "work is queued on stream {} while others are captured, which it has not joined"
+UNRELATED = "the driver refuses a wait with status {}: only one of both sides is captured"
+REPLAYED = "the driver refuses with status {} what a graph holds: an event that is destroyed?"
+ENDED = "the driver ends the capture with status {}: a stream that has joined was not waited for"
 
 
 class Queues:
@@ -58,8 +66,9 @@ class Queues:
         self.waited[name] += 1
         self.races.waited(self.stream)
 
-    def queue(self, call, stream):
-        """Work of the driver, whatever its stream: part of the graph that is captured."""
+    def queue(self, call, stream, *, orders=False):
+        """Work of the driver: part of the graph that is captured. What `orders` streams is done at
+        a capture too: the driver then learns which streams belong to it."""
         place = self.races.place_of("")
 
         def now(stream):
@@ -71,8 +80,15 @@ class Queues:
 
         if self.captured is None:
             return now(stream)
-        self.captured.append((stream, now))
-        return (0,)
+        answer = call(stream) if orders else (0,)
+        self.capture(now, stream, is_work=not orders)
+        return answer
+
+    def capture(self, call, stream, *, is_work=True):
+        """Adds a call to the graph, behind what its stream has there."""
+        if not self.races.driver.driver_captures(stream, is_work):
+            raise RuntimeError(STRAY.format(self.races.names.get(stream, stream)))
+        self.captured.append((stream, call))
 
     @contextlib.contextmanager
     def on_stream(self, stream):
@@ -121,7 +137,9 @@ class Stream(Device):
         return event
 
     def wait_event(self, event):
-        self.queues.queue(event.hold, self.cuda_stream)
+        status, *_ = self.queues.queue(event.hold, self.cuda_stream, orders=True)
+        if status:
+            raise RuntimeError(UNRELATED.format(status))
 
     def synchronize(self):
         self.record_event().synchronize()
@@ -141,6 +159,7 @@ class Event(Device):
         queues.queue(
             lambda stream: driver().attempt_now("cuEventRecord", self._handle, stream),
             queues.stream if stream is None else stream.cuda_stream,
+            orders=True,
         )
 
     def query(self):
@@ -167,12 +186,17 @@ class CUDAGraph(Device):
         self.queues.captured = self.calls = []
         self.queues.memories = self.memories = {}
         self._root = self.queues.stream
+        mode = driver().enumerated(*RELAXED)
+        assert driver().attempt_now("cuStreamBeginCapture", self._root, mode) == (0,)
 
     def capture_end(self):
         """After an error, which may have spoilt the capture, as if it had."""
         self.queues.captured = None
+        status, *_ = driver().attempt_now("cuStreamEndCapture", self._root)
         if sys.exception() is not None:
             raise RuntimeError("operation failed due to a previous error during capture")
+        if status:
+            raise RuntimeError(ENDED.format(status))
 
     def replay(self):
         """Behind what the current stream has queued, which waits for all of it."""
@@ -185,7 +209,9 @@ class CUDAGraph(Device):
         for stream, call in self.calls:
             given = streams.get(stream, home)
             with queues.on_stream(given):
-                call(given.cuda_stream)
+                answer = call(given.cuda_stream)
+            if isinstance(answer, tuple) and answer[0]:
+                raise RuntimeError(REPLAYED.format(answer[0]))
         for other in streams.values():
             home.wait_stream(other)
 

@@ -324,6 +324,12 @@ EXPORT Result cuGetProcAddress_v2(const char* name, void** function, int, uint64
 
 // ---- for who does work itself, at once and in the order of a stream, as torch does here
 
+// Whether the stream belongs to a capture. What is work then has its place there.
+EXPORT bool driver_captures(void* stream, bool is_work) {
+    Stream* one = stream_of(stream);
+    if (one->capturing && is_work) one->take({[] { return true; }, [] {}, {}});
+    return one->capturing;
+}
 EXPORT void driver_let_go(Address at, size_t bytes) { require_unnamed(at, bytes); }
 EXPORT void races_place(const char* place) { world().place = place; }
 EXPORT void races_name(void* stream, const char* name) {

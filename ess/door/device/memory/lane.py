@@ -1,10 +1,10 @@
 """The copy lane of a device door: copies queued behind compute, and marks that the host looks at.
 
 Nothing that a step queues is a job of the host: lists and counts of its copies lie on the device.
-`queue` puts them on the lane's stream behind what compute has queued so far, and records an event
-that compute waits for where it needs the rows. The host looks at marks between steps, to learn what
-has landed; a mark covers compute and the copies of steps. Landings, which fill slots ahead of
-selections, have a stream of their own, so that no fetch of a step queues behind them.
+`StepFetches` queues them on the lane's stream behind what compute has queued so far, and records an
+event that compute waits for where it needs the rows. The host looks at marks between steps, to
+learn what has landed; a mark covers compute and the copies of steps. Landings, which fill slots
+ahead of selections, have a stream of their own, so that no fetch of a step queues behind them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ess.errors import BadState
-from ess.flashtrans.mover import PreparedCopies, RowMover
+from ess.flashtrans.mover import RowMover
 from ess.kernels.cuda.driver import shared_device
 from ess.kernels.cuda.rows import COPY_BLOCKS
 from ess.kernels.cuda.streams import CudaEvent, CudaStream, let_go
@@ -47,10 +47,6 @@ class DeviceLane:
     def follow(self, stream: CudaStream) -> None:
         """What is queued on the stream from now on runs behind what compute has queued so far."""
         self._fork.record(self.compute).hold(stream.handle)
-
-    def queue(self, copies: PreparedCopies, *, then: CudaEvent) -> None:
-        """Queues on the lane of steps, which the caller has let follow compute."""
-        copies.queue(self.steps.handle, then=then)
 
     def submit(self, copies: Sequence[RowCopy]) -> CudaEvent:
         """Queues copies between steps, behind compute; compute does not wait for them."""

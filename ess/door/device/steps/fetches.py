@@ -53,9 +53,10 @@ class StepFetches:
         for layer, copies in zip(layers, self._copies(group, residency, moment), strict=True):
             event, is_last = self._event(layer, moment.part), layer == layers[-1]
             timed = self._timed(layer, is_ahead=layer != layers[0])
-            lane.queue(copies, then=event)
+            copies.queue(lane.steps.handle)
             if timed is not None:
                 timed.queued()
+            event.record(lane.steps.handle)  # last: what a capture has on the lane must be joined
             fetches.append(DeviceFetch(self.hold, event, moment.copy, is_last, timed))
         self._queued += fetches
         return tuple(fetches)
