@@ -54,6 +54,8 @@ CONTEXT_ROWS: Final = 128 << 10
 Bytes = npt.NDArray[np.uint8]
 PUBLISHED: Final = {"gather": ("ESS, 37 GiB/s", 39.7), "scatter": ("ESS, 43 GiB/s", 46.2)}
 SMALL_GATHER: Final = ("wanted at 512 rows", 25.0)
+BATCH_EDITION: Final = 13000
+"""Of 12.8 it has one argument more."""
 
 
 class BatchAttributes(ctypes.Structure):
@@ -193,7 +195,7 @@ class BatchCopies:
         self._first = ctypes.c_size_t(0)
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         form = ctypes.CFUNCTYPE(ctypes.c_int, *[pointer] * 3, size, *[pointer] * 2, size, pointer)
-        self._call = form(entry("cuMemcpyBatchAsync_v2"))
+        self._call = form(entry("cuMemcpyBatchAsync", edition=BATCH_EDITION))
         self._stream = moves.rig.stream.handle
 
     def queue(self, turn: int) -> None:

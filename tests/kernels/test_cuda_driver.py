@@ -36,6 +36,7 @@ pytestmark = [
 
 BYTES = 1 << 16
 VALUE, HANDLE, NOT_READY = r"INVALID_VALUE \(1\)", r"INVALID_HANDLE \(400\)", r"NOT_READY \(600\)"
+NOT_FOUND = r"NOT_FOUND \(500\)"
 
 
 class Trials:
@@ -112,6 +113,13 @@ class Trials:
         self.copy()
         self.stream.record().ns_since(begun)
 
+    def a_form_of_a_call_that_came_later(self):
+        assert driver.entry("cuMemcpyBatchAsync", edition=13000)
+        driver.entry("cuMemcpyBatchAsync", edition=12090)
+
+    def a_form_of_a_call_by_its_number(self):
+        driver.entry("cuMemcpyBatchAsync_v2", edition=13000)
+
     # ---- deaths
 
     def a_record_that_is_too_small(self):
@@ -155,6 +163,8 @@ REFUSALS = {
     "a_graph_that_is_destroyed": HANDLE,
     "the_time_of_what_was_not_recorded": HANDLE,
     "the_time_of_what_has_not_passed": NOT_READY,
+    "a_form_of_a_call_that_came_later": NOT_FOUND,
+    "a_form_of_a_call_by_its_number": NOT_FOUND,
 }
 DEATHS = {
     "a_record_that_is_too_small": (signal.SIGABRT, r"ess_move_rows takes 72 bytes, not 24"),

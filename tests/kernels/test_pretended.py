@@ -54,6 +54,8 @@ def test_benchmarks_of_a_device(emulated: Path, tmp_path: Path) -> None:
         assert max(map(len, lines)) <= 120, name
         shown = [line for row in rows for line in (*table.lines(row), *table.config_lines(row))]
         assert lines == [*table.heading(), *shown], name
+        batches = [row["name"] for row in rows if row["name"].endswith("one batch of copies")]
+        assert bool(batches) == (name == "rows"), "the driver has lost a call"
     assert [each for each in known if each not in met and not each.startswith(UNPLAYED)] == []
 
 

@@ -203,12 +203,13 @@ def enumerated(kind: str, name: str) -> Any:
     return getattr(getattr(_driver(), kind), name)
 
 
-def entry(name: str) -> int:
-    """The address of a driver function, for native code that calls it as CUDA 12.0 declares it. A
-    later driver may have a form of the same name that takes more arguments."""
-    address = call("cuGetProcAddress", name.encode(), ENTRY_EDITION, 0)
+def entry(name: str, *, edition: int = ENTRY_EDITION) -> int:
+    """The address of a driver function, for native code that calls it as that version of CUDA
+    declares it, 12.0 if none is named. A later driver may have a form of the same name that takes
+    more arguments. Names have no number of a form: `cuMemAlloc`, never `cuMemAlloc_v2`."""
+    address = call("cuGetProcAddress", name.encode(), edition, 0)
     if not address:
-        raise Unavailable(f"the CUDA driver has no {name}")
+        raise Unavailable(f"the CUDA driver has no {name} of {edition}")
     return int(address)
 
 

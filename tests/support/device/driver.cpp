@@ -313,12 +313,16 @@ EXPORT Result cuMemsetD32Async(Address at, unsigned value, size_t count, void* s
     }, {{at, count * 4}});
 }
 
-// The first form of each call that CUDA 12 has.
-EXPORT Result cuGetProcAddress_v2(const char* name, void** function, int, uint64_t, int* status) {
+// The first form of each call, if the version asked for has it; names are those without a number.
+EXPORT Result cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t,
+                                  int* status) {
+    static const std::map<std::string, int> since = {{"cuMemcpyBatchAsync_v2", 13000}};
     if (status) *status = 0;
+    if (std::string(name).find("_v") != std::string::npos) return kNotFound;
     for (const std::string& form : {std::string(name), name + std::string("_v2"),
                                     name + std::string("WithFlags")})
-        if ((*function = dlsym(RTLD_DEFAULT, form.c_str()))) return kOk;
+        if (!since.count(form) || since.at(form) <= version)
+            if ((*function = dlsym(RTLD_DEFAULT, form.c_str()))) return kOk;
     return kNotFound;
 }
 
