@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -250,3 +251,32 @@ def test_a_report_of_another_device_or_a_damaged_one_is_set_aside(
     alone("print('3 passed, 0 skipped, 0 failed')")
     assert first_day.main(["--kept", str(kept)]) == 0
     assert json.loads((kept / REPORT).read_text())["counts"].startswith("3 passed")
+
+
+def test_a_build_that_was_ended_keeps_what_is_compiled(tmp_path: Path) -> None:
+    build = runpy.run_path(str(first_day.ROOT / "csrc" / "build.py"))
+    made, source, runs = tmp_path / "one.o", tmp_path / "one.cpp", []
+
+    def compile_one(made: str, source: str, *options: str) -> None:
+        runs.append(options)
+        Path(made).write_text("half")
+        if options == ("ends",):
+            raise KeyboardInterrupt
+        Path(made).write_text(source)
+
+    def compiled(*options: str) -> int:
+        before = len(runs)
+        build["kept"](compile_one, str(made), str(source), *options)
+        return len(runs) - before
+
+    source.write_text("int one;")
+    with pytest.raises(KeyboardInterrupt):
+        compiled("ends")
+    assert [compiled("-O1"), compiled("-O1"), compiled("-O2")] == [1, 0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        compiled("ends")
+    assert [compiled("-O2"), compiled("-O2")] == [1, 0]
+    source.write_text("int two;")
+    assert [compiled("-O2"), compiled("-O2")] == [1, 0]
+    made.unlink()
+    assert compiled("-O2") == 1
