@@ -142,9 +142,12 @@ torch.equal(pinned, pinned); them.pow(them[0]); them.masked_fill(them > 3, them[
 them.add(them, alpha=pinned[1]); torch.stack([them[0], them[1]]); them.repeat_interleave(repeats=3)
 """
 SCRIPT = """
+import os, signal
 from tests.support import pretended
 import numpy
 import torch
+from ess.kernels.cuda.driver import shared_device
+from ess.kernels.cuda.rows import flat_form, move_record
 from ess.kernels.cuda.triton.attend import merge_into
 from ess.kernels.merge import Partial
 
@@ -200,6 +203,16 @@ graph.replay()
 other.replay()
 assert two.isnan().all(), "graphs share their memory"
 assert three.cpu().tolist() == [3, 3, 3]
+form, at = flat_form(656), torch.zeros(4 * 656, dtype=torch.uint8, device="cuda").data_ptr()
+kernel, ends = shared_device(0).kernel(form.program, form.entry), []
+for odd in (16, 8):
+    sides = {"source": at + odd, "source_stride": 656, "target": at + 2 * 656, "target_stride": 656}
+    child = os.fork()
+    if not child:
+        kernel.launch(move_record(**sides, pair_count=1), blocks=1, threads=32, stream=0)
+        os._exit(0)
+    ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+assert ends == [0, -signal.SIGABRT], "a unit of 16 bytes at a multiple of 8 is no such unit"
 """
 
 

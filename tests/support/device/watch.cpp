@@ -275,11 +275,11 @@ void check(int touch, Address at, size_t bytes, bool constant) {
     Array* array = find(at);
     if (!array || !array->shared_by)
         races::touch((void*)at, bytes, touch == kWrite || touch == kAtomicWrite);
-    if (!array && watch.others) return;
-    if (!array || at + bytes > array->end()) tell_stray(touch, at, bytes);
+    if (array ? at + bytes > array->end() : !watch.others) tell_stray(touch, at, bytes);
     if (bytes <= 16 && at % bytes != 0)
         fail(watch.now.name() + " " + kWords[touch] + " a unit of " + std::to_string(bytes) +
-             " bytes at the odd address of " + place(*array, at));
+             " bytes at the odd address of " + (array ? place(*array, at) : "memory of others"));
+    if (!array) return;
     if (watch.moved) follow();
     if (array->shared_by) array->copy = watch.path.member[1];
     check_written(*array, at, bytes, touch);
