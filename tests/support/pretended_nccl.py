@@ -1,8 +1,9 @@
 """NCCL beside the pretended device: over gloo, which sees its tensors as the host's.
 
-A collective is work of the device: it is captured, and a replay does it again. It is done at once
-and so it waits for its peers, who do the same ones in the same order. With a peer gone it waits
-until it is aborted; then the device goes on with bytes that mean nothing.
+A collective is work of the device, on a stream of its own, which follows the caller's; `wait` makes
+the caller's stream follow it, and a capture cannot end before that. A replay does it again. It is
+done at once and so it waits for its peers, who do the same ones in the same order. With a peer gone
+it waits until it is aborted; then the device goes on with bytes that mean nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from tests.support.pretended import PRETENCE
 GLOO_S = 300.0
 
 
-class Done:
+class Begun:
+    def __init__(self, event):
+        self._event = event
+
     def wait(self):
+        torch.cuda.current_stream().wait_event(self._event)
         return True
 
 
 class PretendedNccl:
     def __init__(self, group):
         self._group = group
+        self._stream = torch.cuda.Stream()
         self._aborted = threading.Event()
 
     def alltoall_base(self, came, content, due, given):
@@ -45,8 +51,10 @@ class PretendedNccl:
                 assert self._aborted.wait(GLOO_S), "a peer is gone, and nothing ends the exchange"
                 came.view(torch.uint8).fill_(0xFF)
 
-        PRETENCE.launch(exchange, came, content)
-        return Done()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            PRETENCE.launch(exchange, came, content)
+        return Begun(self._stream.record_event())
 
 
 def nccl_group(store, rank, size, *, device):
