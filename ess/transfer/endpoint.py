@@ -12,7 +12,7 @@ import numpy as np
 from ess.clock import Clock, RealClock
 from ess.errors import BadInput, BadState
 from ess.transfer.messages import FRAME_BYTES_MAX, NONCE_BYTES, Envelope, Hello, Seal
-from ess.transfer.runs import RUNS_MAX, Region, Runs, byte_count, fault_of, merged
+from ess.transfer.runs import RUNS_MAX, Region, Runs, fault_of, merged
 from ess.transfer.transport import (
     Completed,
     Event,
@@ -20,7 +20,6 @@ from ess.transfer.transport import (
     Notification,
     PeerLost,
     Transfer,
-    TransferStats,
 )
 from ess.units import PAGE_ROWS
 
@@ -78,30 +77,25 @@ class Underway:
     """Transfers that are not over. Each leaves once, with the one event that ends it."""
 
     clock: Clock
-    stats: TransferStats = field(default_factory=TransferStats)
+    _begun_count: int = 0
     _open: dict[int, _Open] = field(default_factory=dict)
     _events: list[Event] = field(default_factory=list)
 
     def begin(self, transfer: Transfer) -> int:
-        self.stats.posted_count += 1
-        handle = self.stats.posted_count
-        self._open[handle] = _Open(transfer, self.clock.now_s() + transfer.within_s)
-        return handle
+        self._begun_count += 1
+        self._open[self._begun_count] = _Open(transfer, self.clock.now_s() + transfer.within_s)
+        return self._begun_count
 
     def find(self, handle: int) -> Transfer | None:
         entry = self._open.get(handle)
         return None if entry is None else entry.transfer
 
     def complete(self, handle: int) -> None:
-        entry = self._open.pop(handle, None)
-        if entry is not None:
-            self.stats.completed_count += 1
-            self.stats.sent_bytes += byte_count(entry.transfer.local)
+        if self._open.pop(handle, None) is not None:
             self._events.append(Completed(handle))
 
     def fail(self, handle: int, reason: str) -> None:
         if self._open.pop(handle, None) is not None:
-            self.stats.failed_count += 1
             self._events.append(Failed(handle, reason))
 
     def late(self) -> list[tuple[int, Transfer]]:
@@ -171,9 +165,6 @@ class Endpoint(ABC):
         self._start(handle, transfer, local, remote)
         return handle
 
-    def stats(self) -> TransferStats:
-        return self._underway.stats
-
     @abstractmethod
     def _start(self, handle: int, transfer: Transfer, local: Runs, remote: Runs) -> None:
         """Begins to move bytes; `local` and `remote` are checked and merged."""
@@ -181,11 +172,8 @@ class Endpoint(ABC):
     def _fault(self, runs: Runs, ticket: int) -> str | None:
         """Why a peer's transfer may not touch these runs of our memory; None if it may."""
         if ticket not in self._tickets:
-            self._underway.stats.refused_count += 1
             return f"ticket {ticket} is not allowed here"
-        fault = fault_of(runs, self._sizes)
-        self._underway.stats.refused_count += fault is not None
-        return fault
+        return fault_of(runs, self._sizes)
 
     def _check_open(self) -> None:
         if self._is_closed:

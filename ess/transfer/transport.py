@@ -65,15 +65,6 @@ class PeerLost:
 Event = Completed | Failed | Notification | PeerLost
 
 
-@dataclass(slots=True)
-class TransferStats:
-    posted_count: int = 0
-    completed_count: int = 0
-    failed_count: int = 0
-    refused_count: int = 0
-    sent_bytes: int = 0
-
-
 class Transport(Protocol):
     @property
     def guards(self) -> bool: ...
@@ -105,7 +96,5 @@ class Transport(Protocol):
     def poll(self) -> list[Event]: ...
 
     def disconnect(self, peer: int) -> None: ...
-
-    def stats(self) -> TransferStats: ...
 
     def close(self) -> None: ...

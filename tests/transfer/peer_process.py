@@ -10,7 +10,7 @@ import os
 import sys
 
 from ess.clock import RealClock
-from ess.transfer.transport import PeerLost
+from ess.transfer.transport import Completed, PeerLost
 from tests.transfer.rigs import Rig, region, write
 
 SIZE = 1 << 22
@@ -26,15 +26,16 @@ def main(kind: str, role: str) -> None:
     end.register([region(kind, SIZE, fill=3)])
     print(end.metadata().hex(), flush=True)
     peer = end.connect(bytes.fromhex(sys.stdin.readline()))
-    number = 0
+    number, completed_count = 0, 0
     while True:
-        stats = end.stats()
-        if role == "send" and stats.posted_count - stats.completed_count < 4:
+        if role == "send" and number - completed_count < 4:
             numbers = range(PAGE_COUNT)
             end.post(write(peer, numbers, numbers, PAGE, note=number.to_bytes(4, "little")))
             number += 1
-        if any(isinstance(event, PeerLost) for event in end.poll()):
+        events = end.poll()
+        if any(isinstance(event, PeerLost) for event in events):
             return
+        completed_count += sum(isinstance(event, Completed) for event in events)
         os.sched_yield()
 
 

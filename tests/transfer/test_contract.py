@@ -59,7 +59,6 @@ def test_pages_land_where_they_are_told_and_nowhere_else(rig: Rig, size: int, co
     assert seen[1] == [Notification(sender.epoch, b"landed")]
     wanted = expected(local.memory, remote.memory, size, sources, targets)
     assert checksum([remote.memory.data]) == checksum([wanted.data])
-    assert sender.stats().sent_bytes == count * size
 
 
 @pytest.mark.parametrize("size", [7, 656 * 64])

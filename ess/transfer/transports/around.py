@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ess.transfer.runs import Region
-from ess.transfer.transport import Completed, Event, Failed, Transfer, TransferStats, Transport
+from ess.transfer.transport import Completed, Event, Failed, Transfer, Transport
 
 
 class WrappedTransport:
@@ -44,9 +44,6 @@ class WrappedTransport:
 
     def disconnect(self, peer: int) -> None:
         self._inner.disconnect(peer)
-
-    def stats(self) -> TransferStats:
-        return self._inner.stats()
 
     def close(self) -> None:
         self._inner.close()
