@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from ess.errors import BadInput
@@ -47,19 +48,20 @@ def amount(option: str, value: int) -> int:
 
 
 def modes(option: str, text: str) -> list[str]:
-    values = [part.strip() for part in text.split(",")]
-    for mode in values:
-        if mode not in MODES:
-            raise BadInput(f"{option} {mode}: choose from {', '.join(MODES)}")
-    return list(dict.fromkeys(values))
+    return _names(option, text, MODES)
 
 
 def policies(option: str, text: str) -> list[PolicyName]:
-    values = [part.strip() for part in text.split(",")]
-    for value in values:
-        if value not in POLICIES:
-            raise BadInput(f"{option} {value}: choose from {', '.join(POLICIES)}")
-    return [policy for policy in POLICIES if policy in values]
+    named = _names(option, text, POLICIES)
+    return [policy for policy in POLICIES if policy in named]
+
+
+def _names(option: str, text: str, choices: Sequence[str]) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in choices:
+            raise BadInput(f"{option} {name}: choose from {', '.join(choices)}")
+    return list(dict.fromkeys(names))
 
 
 def shares(option: str, text: str) -> list[float]:

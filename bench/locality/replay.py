@@ -11,6 +11,7 @@ import numpy as np
 
 from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row, compare
+from ess.bench.locality.analysis import between_layers
 from ess.pool.lru.arena import BLOCK_SLOTS
 from ess.pool.lru.eviction import PolicyName
 from ess.sim.locality import laboratory
@@ -18,7 +19,7 @@ from ess.sim.locality.laboratory import Outcome, Start
 from ess.sim.locality.oracles import Min, next_uses
 from ess.sim.locality.policies import Fifo, PlannerArena, Policy, Random, SelectionEma
 from ess.sim.locality.selections import LayerProfile, RequestLoad
-from ess.sim.locality.similarity import containment, step_similarity
+from ess.sim.locality.similarity import step_similarity
 from ess.sim.locality.stack_distances import MissCurve, miss_curve
 from ess.sim.locality.workloads import Workload, generated, recorded, write_trace
 from ess.trace import TraceReader
@@ -144,14 +145,8 @@ def _policies(workload: Workload, slots: int, top_k: int) -> dict[str, Policy]:
 def _neighbour_row(reader: TraceReader, group: int) -> list[Row]:
     if group == 0:
         return []
-    alike = [
-        containment(above, below)
-        for step in reader
-        for above, below in zip(step.selection(group - 1), step.selection(group), strict=True)
-    ]
-    config = {"group": group}
-    value = float(np.mean(alike))
-    return [Row(name="inter-layer similarity", value=value, unit="", config=config)]
+    value = between_layers(reader, group)
+    return [Row(name="inter-layer similarity", value=value, unit="", config={"group": group})]
 
 
 def replay_row(path: Path) -> Row:

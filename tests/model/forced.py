@@ -97,11 +97,12 @@ def watched(seen: Choices, instead: Choices | None = None) -> Iterator[None]:
     parts: dict[int, Routed] = {}
 
     def watched_select(
-        batch: Batch, layer: int, queries: Tensor, weights: Tensor, which: Any
-    ) -> Tensor:
+        batch: Batch, layer: int, queries: Tensor, weights: Tensor, which: Any, *, scored: bool
+    ) -> tuple[Tensor, None]:
         assert which is None, "a batch in parts"
+        assert not scored, "a pool whose rows give way by score"
         place = layer, int(batch.step.positions[0])
-        seen.rows[place] = select(batch, layer, queries, weights, which)
+        seen.rows[place], _ = select(batch, layer, queries, weights, which)
         pages, k = batch.offload.memory(layer).key_pages, batch.layout.top_k
         assert batch.layout.index is not None, "no indexer"
         logits = batch.ops.index_logits(
@@ -109,7 +110,7 @@ def watched(seen: Choices, instead: Choices | None = None) -> Iterator[None]:
         )
         seen.row_edges[place] = logits.topk(k + 1).values[:, k - 1 :]
         theirs = {} if instead is None else instead.rows
-        return theirs.get(place, seen.rows[place])
+        return theirs.get(place, seen.rows[place]), None
 
     def watched_back(batch: Batch, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
         place = layer.number, int(batch.step.positions[0])

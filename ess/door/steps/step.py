@@ -366,20 +366,20 @@ class Step:
         self, layer: int, selection: Any, *, queries: range | None = None
     ) -> Tensor | None:
         """`locate`, for an attention over all of it; None when a selected row is absent."""
-        self._require_open()
-        self.owner.pools.layout.check_layer(layer)
-        part = self._part(queries)
-        array = self._selection(selection, len(part))
+        part, array = self._selected(layer, selection, queries)
         return self.owner.placement.locate_all(self, layer, part, array)
 
     def host_codes(self, layer: int, selection: Any, *, queries: range | None = None) -> Tensor:
         """The selection as codes that read the host's rows, even where a row is resident: for
         checks."""
+        part, array = self._selected(layer, selection, queries)
+        return self.owner.placement.host_codes(self, layer, part, array)
+
+    def _selected(self, layer: int, selection: Any, queries: range | None) -> tuple[range, Array]:
         self._require_open()
         self.owner.pools.layout.check_layer(layer)
         part = self._part(queries)
-        array = self._selection(selection, len(part))
-        return self.owner.placement.host_codes(self, layer, part, array)
+        return part, self._selection(selection, len(part))
 
     def _selection(self, selection: Any, query_count: int) -> Array:
         shape = query_count, self.owner.pools.layout.top_k

@@ -186,47 +186,27 @@ def select(
     queries: Tensor,
     weights: Tensor,
     which: slice | list[int] | Tensor | None,
-) -> Tensor:
+    *,
+    scored: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """The selection of the queries that `which` names, of all for None: logits over the index
-    pages, then top-k."""
+    pages, then top-k. If `scored`, also all the logits that it chose among."""
     table, lengths, codec = _contexts(batch, which)
     assert len(queries) == len(lengths), f"{len(queries)} queries, {len(lengths)} lengths"
-    if batch.layout.select_unit > 1:
-        pages = batch.offload.memory(layer).key_pages
-        return units.select(batch.layout, queries, weights, pages, table, lengths)[0]
-    return batch.ops.index_top_k(
-        queries,
-        weights,
-        batch.offload.memory(layer).key_pages,
-        table,
-        lengths,
-        codec,
-        k=batch.layout.top_k,
-        threads=compute_threads(),
-        queries_per_request=(
-            1 if isinstance(which, list | Tensor) else batch.course.queries_per_request
-        ),
-    )
-
-
-def select_scored(
-    batch: Batch,
-    layer: int,
-    queries: Tensor,
-    weights: Tensor,
-    which: slice | None,
-) -> tuple[Tensor, Tensor]:
-    """`select` of neighbours, and all the logits that it chose among."""
-    table, lengths, codec = _contexts(batch, which)
     pages = batch.offload.memory(layer).key_pages
     if batch.layout.select_unit > 1:
-        return units.select(batch.layout, queries, weights, pages, table, lengths)
-    return batch.ops.index_scored(
-        *(queries, weights, pages, table, lengths, codec),
-        k=batch.layout.top_k,
-        threads=compute_threads(),
-        queries_per_request=batch.course.queries_per_request,
-    )
+        chosen, scores = units.select(batch.layout, queries, weights, pages, table, lengths)
+        return chosen, scores if scored else None
+    given = queries, weights, pages, table, lengths, codec
+    is_spread = isinstance(which, list | Tensor)
+    form: dict[str, int] = {
+        "k": batch.layout.top_k,
+        "threads": compute_threads(),
+        "queries_per_request": 1 if is_spread else batch.course.queries_per_request,
+    }
+    if scored:
+        return batch.ops.index_scored(*given, **form)
+    return batch.ops.index_top_k(*given, **form), None
 
 
 def select_window(batch: Batch, count: int, which: slice | None) -> tuple[Tensor, Tensor | None]:

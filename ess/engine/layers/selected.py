@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ess.door import Resolution
-from ess.engine.layers.batch import attend, select, select_scored, select_window
+from ess.engine.layers.batch import attend, select, select_window
 from ess.engine.layers.front import Asking
 from ess.engine.step.half import Half
 from ess.errors import BadState
@@ -94,9 +94,8 @@ class SelectedRows(ABC):
         assert weights is not None, f"layer {self.number} has no weights of its indexer's heads"
         if span is not None:
             asked, weights = asked[span], weights[span]
-        if batch.offload.wants_scores:
-            return select_scored(batch, self.number, asked, weights, span)
-        return select(batch, self.number, asked, weights, span), None
+        scored = batch.offload.wants_scores
+        return select(batch, self.number, asked, weights, span, scored=scored)
 
     def resolve(self, part: range) -> LocatedRows:
         selection = self.select(part)

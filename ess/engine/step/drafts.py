@@ -96,7 +96,7 @@ class Chain:
         assert layer.indexer is not None, "the module selects for itself"
         asked = turned(batch, layer.indexer.queries(entry.query, rotation), rotation)
         weights = layer.indexer.weights(entry.hidden)
-        return select(batch, layer.number, asked, weights, self._last)
+        return select(batch, layer.number, asked, weights, self._last)[0]
 
     def _over_pool(
         self, queries: Tensor, selection: Tensor, *, onto: Partial | None = None
