@@ -17,7 +17,6 @@ from functools import partial
 from typing import Final
 
 import torch
-import zmq
 
 from ess import console
 from ess.clock import Clock, RealClock
@@ -33,7 +32,7 @@ from ess.engine.process.lifeline import is_closed
 from ess.engine.process.member import end_when, join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import Peers, layout_digest, open_port
-from ess.engine.process.wire import SocketWire
+from ess.engine.process.wire import open_wire
 from ess.engine.process.worker import serve
 from ess.engine.step.runner import made_runner
 from ess.errors import EssError
@@ -135,15 +134,9 @@ def led(launch: Launch, rank: Rank, group: Group, clock: Clock) -> Built:
 
 
 def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    wire = SocketWire(context, endpoints)
-    wire.watch(sys.stdin.fileno())
     rank, clock = rank_of(launch), RealClock()
-    try:
+    with open_wire(endpoints) as (wire, context):
         serve(launch, wire, clock, context, lambda *_: led(launch, rank, group, clock))
-    finally:
-        wire.close()
-        context.term()
 
 
 def follow(launch: Launch, group: Group) -> None:

@@ -12,7 +12,6 @@ import sys
 from dataclasses import replace
 
 import torch
-import zmq
 
 from ess.clock import RealClock
 from ess.comm.group import Group
@@ -25,7 +24,7 @@ from ess.engine.process.member import join, main, membership, rank_of
 from ess.engine.process.messages import Launch, Rank
 from ess.engine.process.peers import open_port
 from ess.engine.process.rank import greet
-from ess.engine.process.wire import SocketWire
+from ess.engine.process.wire import open_wire
 from ess.engine.process.worker import serve
 from ess.errors import BadInput
 from ess.flashtrans.lanes import open_lane
@@ -107,19 +106,12 @@ def lead_port(
 
 
 def lead(launch: Launch, group: Group, endpoints: list[str]) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    wire = SocketWire(context, endpoints)
-    wire.watch(sys.stdin.fileno())
-
     def built(*_: object) -> Built:
         engine, port = made_engine(launch, group)
         return Built(engine, port, engine.runner.model.config.vocab_size)
 
-    try:
+    with open_wire(endpoints) as (wire, context):
         serve(launch, wire, RealClock(), context, built)
-    finally:
-        wire.close()
-        context.term()
 
 
 def follow(launch: Launch, group: Group) -> None:

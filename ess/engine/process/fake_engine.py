@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import zmq
 
 from ess.engine.process.holding import Holding
 from ess.engine.process.lifeline import first_line
@@ -49,7 +48,7 @@ from ess.engine.process.messages import (
     Traced,
     Tracing,
 )
-from ess.engine.process.wire import SocketWire, Wire, open_counts
+from ess.engine.process.wire import Wire, open_counts, open_wire
 from ess.engine.requests.request import FinishReason
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadInput
@@ -276,23 +275,17 @@ def identity_of(secret: str) -> Identity:
 
 
 def main(arguments: list[str]) -> int:
-    endpoints = arguments
     launch = msgspec.json.decode(first_line(), type=Launch)
     raw = msgspec.json.decode((Path(launch.model) / "config.json").read_bytes())
     if launch.rank is not None and launch.rank.rank > 0:
         sys.stdin.buffer.read()
         return 0
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    wire = SocketWire(context, endpoints)
-    wire.watch(sys.stdin.fileno())
     identity = identity_of(launch.secret) if launch.secret else None
-    wire.give(
-        Ready(
-            vocabulary=raw["vocab_size"],
-            length_max=launch.length_max,
-            load_s=0.0,
-            metadata=b"" if identity is None else identity.hello(),
-        )
+    ready = Ready(
+        vocabulary=raw["vocab_size"],
+        length_max=launch.length_max,
+        load_s=0.0,
+        metadata=b"" if identity is None else identity.hello(),
     )
     engine = PacedEngine(
         walking(raw["vocab_size"]),
@@ -301,9 +294,9 @@ def main(arguments: list[str]) -> int:
         running_max=launch.config.max_running,
         layers=() if launch.rank is None else launch.rank.layers,
     )
-    engine.run(wire)
-    wire.close()
-    context.term()
+    with open_wire(arguments) as (wire, _):
+        wire.give(ready)
+        engine.run(wire)
     return 0
 
 

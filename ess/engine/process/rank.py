@@ -17,7 +17,6 @@ from typing import Final
 
 import msgspec
 import torch
-import zmq
 
 from ess import console
 from ess.clock import Clock, RealClock
@@ -32,7 +31,7 @@ from ess.engine.devices import is_device, ordinal_of
 from ess.engine.process.build import Built, build
 from ess.engine.process.member import end_when, has_failed, main, membership
 from ess.engine.process.messages import Launch
-from ess.engine.process.wire import SocketWire
+from ess.engine.process.wire import open_wire
 from ess.engine.process.worker import serve
 from ess.engine.ranks.agreement import Many
 from ess.engine.ranks.placing import agreed_places, write_loads
@@ -141,16 +140,9 @@ def run(launch: Launch, endpoints: list[str]) -> None:
     group = join(launch.config, launch.secret)
     if is_device(launch.config.device):
         end_when(partial(has_failed, group), grace_s=GRACE_S)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    wire = SocketWire(context, endpoints)
-    wire.watch(sys.stdin.fileno())
     clock = RealClock()
-    with membership(group):
-        try:
-            serve(launch, wire, clock, context, lambda *_: loaded(launch, group, clock))
-        finally:
-            wire.close()
-            context.term()
+    with membership(group), open_wire(endpoints) as (wire, context):
+        serve(launch, wire, clock, context, lambda *_: loaded(launch, group, clock))
 
 
 if __name__ == "__main__":

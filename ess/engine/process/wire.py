@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
 import zmq
@@ -168,6 +170,22 @@ class SocketWire:
     def _is_alone(self) -> bool:
         lifeline = self._lifeline
         return lifeline is not None and lifeline in dict(self._poller.poll(0))
+
+
+@contextlib.contextmanager
+def open_wire(
+    endpoints: Sequence[str],
+) -> Iterator[tuple[SocketWire, zmq.Context[zmq.Socket[bytes]]]]:
+    """The wire of this process, whose lifeline is standard input, and the context of its
+    sockets."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    wire = SocketWire(context, endpoints)
+    wire.watch(sys.stdin.fileno())
+    try:
+        yield wire, context
+    finally:
+        wire.close()
+        context.term()
 
 
 def open_counts(numbers: Iterable[int], front_count: int) -> tuple[int, ...]:

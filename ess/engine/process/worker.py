@@ -51,7 +51,7 @@ from ess.engine.process.messages import (
 )
 from ess.engine.process.peers import Peers
 from ess.engine.process.status import LiveRequest, LoopCounts, in_words, status_of
-from ess.engine.process.wire import SocketWire, Wire
+from ess.engine.process.wire import Wire, open_wire
 from ess.engine.requests.request import Request, Take
 from ess.engine.tokens.chance import Chance
 from ess.errors import BadState, EssError, Unavailable
@@ -365,18 +365,13 @@ def serve(
 
 
 def main(arguments: list[str]) -> int:
-    endpoints = arguments
     launch = msgspec.json.decode(first_line(), type=Launch)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    wire = SocketWire(context, endpoints)
-    wire.watch(sys.stdin.fileno())
     try:
-        serve(launch, wire, RealClock(), context)
+        with open_wire(arguments) as (wire, context):
+            serve(launch, wire, RealClock(), context)
     except KeyboardInterrupt:
         return 130
     finally:
-        wire.close()
-        context.term()
         leave_objects()
     return 0
 
