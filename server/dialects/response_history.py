@@ -48,7 +48,7 @@ class History:
         self._shelf: KeptResponses | None = service.kept
         self._joined_max = min(service.limits.body_max, JOINED_BYTES_MAX)
         self.owner = owner_of(headers)
-        self._asked = b""
+        self._items = b""
         self._before: KeptResponse | None = None
         self._own = NO_ITEMS
         self.previous: str | None = None
@@ -68,15 +68,16 @@ class History:
         is_wanted = given.store is not False
         if self.previous is None and not is_wanted:
             return raw
-        asked = _inside(given.input)
+        items = _inside(given.input)
         if self.previous is not None:
             before = self._before = self._found(self._shelf, self.previous)
             self._own = given.input
-            asked = b",".join(filter(None, (before.asked, before.said, asked)))
-            self._check_length(len(raw) + len(asked))
-            raw = _followed(raw, asked)
+            parts = before.input_items, before.output_items, items
+            items = b",".join(filter(None, parts))
+            self._check_length(len(raw) + len(items))
+            raw = _followed(raw, items)
         if is_wanted:
-            self._hold(self._shelf, asked)
+            self._hold(self._shelf, items)
         return raw
 
     @contextlib.contextmanager
@@ -120,28 +121,30 @@ class History:
                 f" at most {self._joined_max:,} are read"
             )
 
-    def _hold(self, shelf: KeptResponses, asked: bytes) -> None:
+    def _hold(self, shelf: KeptResponses, items: bytes) -> None:
         """Holds the items until the response is there, if there is room for them."""
-        if shelf.reserve(len(asked)):
-            self._asked, self.is_kept = asked, True
+        if shelf.reserve(len(items)):
+            self._items, self.is_kept = items, True
 
     def release(self) -> None:
         """Lets the items go that are held for a response to come; harmless if repeated."""
         if self._shelf is not None:
-            self._shelf.release(len(self._asked))
-        self._asked = b""
+            self._shelf.release(len(self._items))
+        self._items = b""
 
     def keep(self, document: dict[str, Any]) -> None:
         """Keeps a response, with its items, that has ended or is made in the background. The
         document says whether it is kept: a response that is too large is not."""
         if self._shelf is None or not self.is_kept:
             return
-        items = map(_without_chances, filter(_is_whole, document["output"]))
-        said = msgspec.json.encode(list(items))
+        answered = map(_without_chances, filter(_is_whole, document["output"]))
+        output = msgspec.json.encode(list(answered))[1:-1]
         whole = msgspec.json.encode(document)
         is_open = document["status"] == "in_progress"
-        kept = KeptResponse(asked=self._asked, said=said[1:-1], document=whole, is_open=is_open)
-        self.is_kept = document["store"] = self._shelf.put(self.owner, document["id"], kept)
+        response = KeptResponse(
+            input_items=self._items, output_items=output, document=whole, is_open=is_open
+        )
+        self.is_kept = document["store"] = self._shelf.put(self.owner, document["id"], response)
 
 
 def _without_chances(item: dict[str, Any]) -> dict[str, Any]:

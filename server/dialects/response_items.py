@@ -81,11 +81,11 @@ def _check_text(item: Mapping[str, Any], name: str, where: str, *, is_needed: bo
 
 def _say(messages: list[Item], item: Mapping[str, Any], *, where: str) -> None:
     """Adds an assistant's text to the reasoning before it."""
-    is_said = item.get("role") == "assistant"
-    text = _text(item.get("content"), where, (*TEXT_PARTS, *((REFUSAL,) if is_said else ())))
+    is_answer = item.get("role") == "assistant"
+    text = _text(item.get("content"), where, (*TEXT_PARTS, *((REFUSAL,) if is_answer else ())))
     last = messages[-1] if messages else {}
     is_begun = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
-    if is_said and is_begun:
+    if is_answer and is_begun:
         last["content"] = text
     else:
         messages.append({"role": item.get("role"), "content": text})
@@ -98,8 +98,8 @@ def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
         raise BadInput(f"{where} has {json_kind(content)} where text belongs")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        said = part.get(_field(str(kind))) if kind in kinds else None
-        if not isinstance(said, str):
+        text = part.get(_field(str(kind))) if kind in kinds else None
+        if not isinstance(text, str):
             raise BadInput(f"{where} has a part of type {kind!r:.40}; only text is served")
     return "".join(part[_field(part["type"])] for part in content)
 
@@ -119,9 +119,9 @@ class Items:
         self._texts: list[str] = []
         self._logprobs: list[msgspec.Raw] = []
 
-    def take(self, said: Event, logprobs: Sequence[msgspec.Raw] = ()) -> list[Item]:
+    def take(self, event: Event, logprobs: Sequence[msgspec.Raw] = ()) -> list[Item]:
         """`logprobs` are those of the tokens of a message's text."""
-        match said:
+        match event:
             case Content(text):
                 opened = self._open("message")
                 self._logprobs += logprobs

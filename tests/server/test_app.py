@@ -147,7 +147,9 @@ def test_head_is_answered_wherever_get_is():
     listed = [(door.methods, path) for door in doors for path in door.paths]
     filled = {"{model:path}": "test-model", "{recording}": "demo.json", "{response_id}": "resp_a"}
     shelf = KeptResponses(100)
-    shelf.put(owner_of([]), "resp_a", KeptResponse(asked=b"", said=b"", document=b"{}"))
+    shelf.put(
+        owner_of([]), "resp_a", KeptResponse(input_items=b"", output_items=b"", document=b"{}")
+    )
     asked = [functools.reduce(lambda p, k: p.replace(k, filled[k]), filled, p) for _, p in listed]
     readable = {path for methods, path in listed if "GET" in methods.split()}
     with Served(PacedEngine(saying("one")), kept=shelf) as served:

@@ -68,8 +68,8 @@ def test_log_probabilities_are_not_part_of_what_follows(served: Served):
     assert served.service.kept is not None
     kept = served.service.kept.find(owner_of([(b"authorization", b"Bearer none")]), first.id)
     assert kept is not None
-    assert b'"logprobs":[]' in kept.said
-    assert b'"bytes"' not in kept.said
+    assert b'"logprobs":[]' in kept.output_items
+    assert b'"bytes"' not in kept.output_items
     with client(served) as asking:
         assert asking.responses.retrieve(first.id).output[0].content[0].logprobs
 
@@ -326,7 +326,11 @@ def test_of_a_field_that_comes_twice_the_last_counts(served: Served, end: bytes)
 def test_a_long_body_is_joined_without_an_object_per_item(body: bytes):
     """On the event loop: of 600 KB the items alone would take 20 MB."""
     shelf, limits = KeptResponses(4 << 20), Limits(running_max=1, waiting_max=1, length_max=64)
-    shelf.put(owner_of([]), "a", KeptResponse(asked=b'{"role":"user"}', said=b"", document=b"{}"))
+    shelf.put(
+        owner_of([]),
+        "a",
+        KeptResponse(input_items=b'{"role":"user"}', output_items=b"", document=b"{}"),
+    )
     history = History(SimpleNamespace(kept=shelf, limits=limits), [])
     tracemalloc.start()
     joined = history.joined(body)
@@ -341,7 +345,7 @@ def test_a_long_body_is_joined_without_an_object_per_item(body: bytes):
 
 def test_the_longest_unused_are_forgotten():
     def kept(size: int) -> KeptResponse:
-        return KeptResponse(asked=b"x", said=b"yz", document=b"x" * (size - 3))
+        return KeptResponse(input_items=b"x", output_items=b"yz", document=b"x" * (size - 3))
 
     shelf = KeptResponses(200)
     for name in ("a", "b"):

@@ -44,7 +44,7 @@ async def input_items(request: Request) -> Response:
         raise BadInput(f"order is {order!r:.40}, must be asc or desc")
     if limit is not None and re.fullmatch("[1-9][0-9]{0,8}", limit) is None:
         raise BadInput(f"limit is {limit!r:.40}, must be a number from 1")
-    items = items_of(_found(request).asked)
+    items = items_of(_found(request).input_items)
     items = _after(asked.get("after"), items if order == "asc" else items[::-1])
     shown = items[: len(items) if limit is None else int(limit)]
     return answer(

@@ -12,24 +12,24 @@ import msgspec
 
 
 class KeptResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it is JSON: `asked` has the items that led to the response, those of the responses
-    before it among them; `said` has the items of its answer. Both are the inside of a list: no item
-    is an object of its own, which would take several times as much memory as its JSON. One that
+    """All of it is JSON: `input_items` led to the response, those of the responses before it among
+    them; `output_items` are those of its answer. Both are the inside of a list: no item is an
+    object of its own, which would take several times as much memory as its JSON. One that
     `is_open` is still being made."""
 
-    asked: bytes
-    said: bytes
+    input_items: bytes
+    output_items: bytes
     document: bytes
     is_open: bool = False
 
     @property
     def size(self) -> int:
-        return len(self.asked) + len(self.said) + len(self.document)
+        return len(self.input_items) + len(self.output_items) + len(self.document)
 
     @property
     def item_count(self) -> int:
-        """Items of `asked` and `said`; counted anew each time."""
-        parts = (b"[%b]" % part for part in (self.asked, self.said))
+        """Items of input and output; counted anew each time."""
+        parts = (b"[%b]" % part for part in (self.input_items, self.output_items))
         return sum(len(msgspec.json.decode(part, type=list[msgspec.Raw])) for part in parts)
 
 
@@ -55,27 +55,27 @@ class KeptResponses:
         """The request has ended."""
         self.held_bytes -= size
 
-    def put(self, owner: bytes, identity: str, kept: KeptResponse) -> bool:
+    def put(self, owner: bytes, identity: str, response: KeptResponse) -> bool:
         """Whether it is kept. A response that is too large by itself is not kept, and no other
         response is dropped for it."""
         self.drop(owner, identity)
-        if kept.size > self._bytes_max:
+        if response.size > self._bytes_max:
             return False
-        self._kept[owner, identity] = kept
-        self._bytes += kept.size
+        self._kept[owner, identity] = response
+        self._bytes += response.size
         while self._bytes > self._bytes_max:
             _, longest_unused = self._kept.popitem(last=False)
             self._bytes -= longest_unused.size
         return True
 
     def find(self, owner: bytes, identity: str) -> KeptResponse | None:
-        kept = self._kept.get((owner, identity))
-        if kept is not None:
+        response = self._kept.get((owner, identity))
+        if response is not None:
             self._kept.move_to_end((owner, identity))
-        return kept
+        return response
 
     def drop(self, owner: bytes, identity: str) -> bool:
         """Removes the response; returns whether it was there."""
-        kept = self._kept.pop((owner, identity), None)
-        self._bytes -= 0 if kept is None else kept.size
-        return kept is not None
+        response = self._kept.pop((owner, identity), None)
+        self._bytes -= 0 if response is None else response.size
+        return response is not None
