@@ -79,7 +79,12 @@ def experts(
     down: Weights,
     limit: float = 0.0,
 ) -> Tensor:
-    """`Ops.experts` by these products."""
+    """Each token's sum, float32 [n, depth], of what its experts make of it.
+
+    `chosen` [n, per_token] names them ascending; `weights` says how much each counts. An expert is
+    gate_up [2 * inner, depth], silu of the first half times the second, then down [depth, inner];
+    in e4m3 both have scales, as `Ops.expert_products` takes them.
+    """
     order, ends = by_expert(chosen, len(gate_up[0]))
     asked = tokens.to(product_type(gate_up[0]))[order // chosen.shape[1]]
     both = products(asked, ends, gate_up[0], scales=gate_up[1])

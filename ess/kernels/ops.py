@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ess.errors import BadInput
-from ess.kernels import experts as routed
 from ess.kernels.arguments import Checks
 from ess.kernels.calls import (
     Angles,
@@ -101,12 +100,6 @@ class Ops:
         places = self.checks.row_places(out, codec, places, len(values))
         self.backend.store_rows(adjacent(values), codec, out, places)
 
-    def store_keys(self, values: Tensor, codec: IndexCodec, pages: Tensor, row_ids: Tensor) -> None:
-        """`encode_keys`, then `write_keys`, but that a negative row id is nowhere."""
-        self.checks.tensor("values", values, (None, codec.key_dim), FLOATS)
-        row_ids = self.checks.row_ids(pages, row_ids, codec, len(values))
-        self.backend.store_keys(adjacent(values), codec, pages, row_ids)
-
     def finish_rows(
         self,
         values: Tensor,
@@ -136,8 +129,8 @@ class Ops:
         row_ids: Tensor | None = None,
     ) -> None:
         """Keys normed to mean 0 and variance 1, their first numbers rotated, mixed where the codec
-        says so; then as `store_keys` into pages, or without row ids into records [n, key_bytes]: a
-        key's bytes, then its scale."""
+        says so; then as `write_keys` into pages, but that a negative row id is nowhere, or without
+        row ids into records [n, key_bytes]: a key's bytes, then its scale."""
         self.checks.tensor("values", values, (None, codec.key_dim), FLOATS)
         count = len(values)
         for name, part in (("weight", finish.weight), ("bias", finish.bias)):
@@ -367,28 +360,6 @@ class Ops:
         call = Products(adjacent(tokens), begin, ends.contiguous(), weights, scales, out)
         self.backend.expert_products(call)
         return out
-
-    def experts(
-        self,
-        tokens: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        *,
-        gate_up_scales: Tensor | None = None,
-        down_scales: Tensor | None = None,
-    ) -> Tensor:
-        """Each token's sum, float32 [n, depth], of what its experts make of it.
-
-        `chosen` [n, per_token] names them ascending, int64; `weights` says how much each counts. An
-        expert is gate_up [2 * inner, depth], silu of the first half times the second, then down
-        [depth, inner]; in e4m3 both have scales, as `expert_products` takes them.
-        """
-        self.checks.tensor("chosen", chosen, (len(tokens), None), (torch.int64,))
-        self.checks.tensor("weights", weights, tuple(chosen.shape), SINGLE)
-        first, second = (gate_up, gate_up_scales), (down, down_scales)
-        return routed.experts(self.expert_products, tokens, chosen, weights, first, second)
 
     # ---- dense products
 

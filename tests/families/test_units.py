@@ -14,6 +14,7 @@ from ess.engine.layers.units import put_keys, select
 from ess.engine.step.warmth import hit_counter
 from ess.errors import BadInput
 from ess.kernels.backend import ops
+from ess.kernels.calls import Angles, KeyFinish
 from ess.kernels.cpu import native
 from ess.kernels.reference.keys import page_values
 from ess.layout import IndexCodec, ModelLayout, RowCodec
@@ -148,11 +149,12 @@ def test_ops_that_know_keys_of_rows_alone_refuse_those_of_units() -> None:
     probe, _ = drawn(1, 1)
     codec, computes = index_codec("f32"), ops("cpu")
     pages = torch.zeros(2, codec.page_bytes, dtype=torch.uint8)
-    one = torch.zeros(1, dtype=torch.int32)
+    one, none = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 0)
+    finish = KeyFinish(torch.ones(DIM), torch.zeros(DIM), 1e-6, Angles(none, none))
     with pytest.raises(BadInput, match="a key for each 4 rows, and this op one for each row"):
         computes.index_top_k(*probe[:2], pages, one[None], one, codec, k=4, threads=1)
     with pytest.raises(BadInput, match="a key for each 4 rows"):
-        computes.store_keys(torch.zeros(1, DIM), codec, pages, one)
+        computes.finish_keys(torch.zeros(1, DIM), finish, codec, pages, one)
 
 
 CUTS = ((1,) * 30, (7, 7, 1, 7, 8), (3, 4, 5, 18), (30,), (4, 4, 22), (29, 1))

@@ -20,7 +20,6 @@ KEPT: Final = {
             "ess.kernels.cuda.triton.received:take_received",
             "ess.kernels.cuda.triton.rows:decode_rows",
             "ess.kernels.cuda.triton.rows:encode_rows",
-            "ess.kernels.cuda.triton.rows:store_keys",
             "ess.kernels.cuda.triton.rows:store_rows",
             "ess.kernels.reference.finish:finish_keys",
             "ess.kernels.reference.finish:turn_queries",

@@ -76,20 +76,6 @@ def test_rows_go_to_their_places(ops: Ops, name: str, dtype: torch.dtype) -> Non
     assert torch.equal(ours, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", KEY_CODECS)
-def test_keys_go_to_their_places(ops: Ops, name: str, dtype: torch.dtype) -> None:
-    codec = KEY_CODECS[name]
-    values = drawn(COUNT, codec.key_dim, seed=1, dtype=dtype)
-    row_ids = places(5 * 64)
-    want, ours = poisoned(5, codec.page_bytes), poisoned(5, codec.page_bytes)
-    kept = row_ids >= 0
-    dense = want.contiguous()
-    reference.write_keys(dense, row_ids[kept], reference.encode_keys(values[kept], codec), codec)
-    ops.store_keys(values, codec, ours, row_ids)
-    assert torch.equal(ours, dense)
-
-
 def rotated(values: torch.Tensor, turned: Angles, style: str) -> torch.Tensor:
     """Pair by pair, in float64."""
     out, dim = values.double().clone(), turned.dim
@@ -192,7 +178,6 @@ def test_nothing_is_finished_where_nothing_is_new(ops: Ops) -> None:
     ops.finish_rows(
         torch.zeros(0, 576), RowFinish(torch.ones(512), 1e-6, none), codec, rows, no_ids
     )
-    ops.store_keys(torch.zeros(0, 128), keys, pages, no_ids)
     finish = KeyFinish(torch.ones(128), torch.zeros(128), 1e-6, none)
     ops.finish_keys(torch.zeros(0, 128), finish, keys, pages, no_ids)
     assert ops.turn_queries(torch.zeros(0, 4, 128), none, keys).shape == (0, 4, 128)
@@ -213,8 +198,6 @@ def test_bad_input_changes_nothing(ops: Ops) -> None:
         (ops.store_rows, (values, codec, rows, wrong), r"places holds -2..40, outside"),
         (ops.store_rows, (values, codec, rows, slots[:3]), r"places has shape \(3,\)"),
         (ops.store_rows, (values[:, :9], codec, rows, slots), "values has shape"),
-        (ops.store_keys, (asked, keys, pages, row_ids + 320), "row_ids holds 31"),
-        (ops.store_keys, (asked, keys, pages[:, :9], row_ids), "pages has shape"),
         (ops.finish_rows, (values, finish, codec, rows), r"out has shape \(40, 656\)"),
         (
             ops.finish_rows,
@@ -227,6 +210,8 @@ def test_bad_input_changes_nothing(ops: Ops) -> None:
             r"finish.bias has shape \(9,\)",
         ),
         (ops.finish_keys, (asked, key, keys, pages), r"out has shape"),
+        (ops.finish_keys, (asked, key, keys, pages, row_ids + 320), "row_ids holds 31"),
+        (ops.finish_keys, (asked, key, keys, pages[:, :9], row_ids), "pages has shape"),
         (ops.turn_queries, (asked[:, None], angles(66)._replace(sin=turned.cos), keys), "angles"),
     ):
         if says_so(ops, says):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ess.errors import BadInput
+from ess.kernels import experts as routed
 from ess.kernels.ops import Ops
 from ess.kernels.reference import formats
 from tests.kernels.sets import SETS, op_set
@@ -127,19 +128,20 @@ def test_experts_by_the_loop(ops: Ops, is_fp8: bool) -> None:
         )
         exact = [plain(first[e], first_scales[e]) for e in range(experts)]
         last = [plain(second[e], second_scales[e]) for e in range(experts)]
-        scales = {"gate_up_scales": first_scales, "down_scales": second_scales}
     else:
         first, second = (
             drawn(experts, 2 * inner, depth, seed=3),
             drawn(experts, depth, inner, seed=4),
         )
-        exact, last, scales = [*first.double().numpy()], [*second.double().numpy()], {}
+        exact, last = [*first.double().numpy()], [*second.double().numpy()]
+        first_scales = second_scales = None
     want = np.zeros((count, depth))
     for token in range(count):
         for expert, part in zip(others[token].tolist(), share[token].tolist(), strict=True):
             gate, up = np.split(exact[expert] @ tokens[token].double().numpy(), 2)
             want[token] += part * (last[expert] @ (gate / (1 + np.exp(-gate)) * up))
-    ours = ops.experts(tokens, others, share, first, second, **scales)
+    scaled = (first, first_scales), (second, second_scales)
+    ours = routed.experts(ops.expert_products, tokens, others, share, *scaled)
     assert ours.dtype == torch.float32
     bound = 2**-6 if is_fp8 else 2**-18
     assert np.abs(ours.double().numpy() - want).max() <= bound * np.abs(want).max()

@@ -163,5 +163,5 @@ RULES = {
     "index_top_k": of_index,
     "index_scored": of_index,
     **dict.fromkeys(("store_rows", "finish_rows"), of_rows),
-    **dict.fromkeys(("store_keys", "finish_keys"), of_keys),
+    "finish_keys": of_keys,
 }

@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ess.kernels.calls import Angles, KeyFinish, Keys, RowFinish
+from ess.kernels.calls import Angles, KeyFinish, RowFinish
 from ess.kernels.reference.keys import encode_keys, hadamard, write_keys
 from ess.layout import IndexCodec, RopeStyle, RowCodec
 
 EncodeRows = Callable[[Tensor, RowCodec, Tensor], None]
-EncodeKeys = Callable[[Tensor, IndexCodec], Keys]
 
 
 def store_rows(
@@ -23,13 +22,6 @@ def store_rows(
     rows = out.new_empty(int(kept.sum()), codec.row_bytes)
     encode(values[kept], codec, rows)
     out[places[kept].long()] = rows
-
-
-def store_keys(
-    values: Tensor, codec: IndexCodec, pages: Tensor, row_ids: Tensor, encode: EncodeKeys
-) -> None:
-    kept = row_ids >= 0
-    write_keys(pages, row_ids[kept], encode(values[kept], codec), codec)
 
 
 def rotate(values: Tensor, angles: Angles, style: RopeStyle) -> Tensor:
@@ -63,7 +55,8 @@ def finish_keys(
     normed = F.layer_norm(values.float(), (codec.key_dim,), weight, bias, eps)
     turned = _turned(normed, angles, codec)
     if row_ids is not None:
-        return store_keys(turned, codec, out, row_ids, encode_keys)
+        kept = row_ids >= 0
+        return write_keys(out, row_ids[kept], encode_keys(turned[kept], codec), codec)
     keys = encode_keys(turned, codec)
     parts = [keys.values, keys.scales[:, None].contiguous().view(torch.uint8)]
     out.copy_(torch.cat(parts[: 1 + bool(codec.scale_bytes)], dim=1))

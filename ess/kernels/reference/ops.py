@@ -109,10 +109,6 @@ def store_rows(values: Tensor, codec: RowCodec, out: Tensor, places: Tensor) -> 
     finishing.store_rows(values, codec, out, places, encode_rows)
 
 
-def store_keys(values: Tensor, codec: IndexCodec, pages: Tensor, row_ids: Tensor) -> None:
-    finishing.store_keys(values, codec, pages, row_ids, encode_keys)
-
-
 def finish_rows(
     values: Tensor, finish: RowFinish, codec: RowCodec, out: Tensor, places: Tensor | None
 ) -> None:

@@ -27,7 +27,7 @@ from ess.kernels.cuda.triton.attend import merge_into as merge
 from ess.kernels.cuda.triton.finish import finish_keys, finish_rows, hadamard, turn_queries
 from ess.kernels.cuda.triton.launch import interpreted, place, require_device
 from ess.kernels.cuda.triton.received import add_received, gate_received, take_received
-from ess.kernels.cuda.triton.rows import decode_rows, encode_rows, store_keys, store_rows
+from ess.kernels.cuda.triton.rows import decode_rows, encode_rows, store_rows
 from ess.kernels.reference.keys import encode_keys as keep_keys
 from ess.kernels.reference.ops import counts_to_build, has_stages
 from ess.layout import IndexCodec

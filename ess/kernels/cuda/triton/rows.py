@@ -11,7 +11,7 @@ from torch import Tensor
 from ess.kernels.cuda.triton.device import rows as device
 from ess.kernels.cuda.triton.launch import FUSED, bits, on, place
 from ess.layout import SCALE_GROUP, IndexCodec, RowCodec
-from ess.units import PAGE_ROWS, div_ceil
+from ess.units import div_ceil
 
 BLOCK_ROWS: Final = 8
 
@@ -54,13 +54,6 @@ def encode_keys(values: Tensor, codec: IndexCodec) -> tuple[Tensor, Tensor]:
     where = codes, scales.view(torch.uint8), codes
     _encode(values, where, None, _Steps(codec.key_dim, 4, 0), 0, **key_shape(codec))
     return codes, scales
-
-
-def store_keys(values: Tensor, codec: IndexCodec, pages: Tensor, row_ids: Tensor) -> None:
-    """Keys straight to their places in pages: encoded and written by one kernel."""
-    steps = _Steps(codec.value_bytes, codec.scale_bytes, pages.stride(0))
-    where = pages, pages[:, PAGE_ROWS * codec.value_bytes :], pages
-    _encode(values, where, row_ids, steps, PAGE_ROWS, **key_shape(codec))
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
