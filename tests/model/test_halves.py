@@ -170,14 +170,11 @@ def test_a_step_below_the_floor_runs_whole_and_says_why():
     one = eng.add(prompt(90), Sampling(tokens_max=20))
     for _ in range(5):
         eng.step()
-    assert eng.tuning.report()["whole_because"] == [
-        "one sequence has no second half",
-        "1 tokens, the floor is 4",
-    ]
+    assert eng.tuning.reasons == ("one sequence has no second half", "1 tokens, the floor is 4")
     crowd = [eng.add(prompt(length), Sampling(tokens_max=9)) for length in (1, 2, 3)]
     while eng.tuning.split_count == 0:
         eng.step()
-    assert eng.tuning.report()["whole_because"] == []
+    assert eng.tuning.reasons == ()
     run(eng)
     for request in (one, *crowd):
         assert request.output == expected("v32", len(request.prompt), len(request.output))

@@ -258,7 +258,7 @@ def test_a_calibration_decides_the_first_step(tmp_path):
     ran = eng.tuning.mode_counts
     assert (ran.argmax(1) == [Mode.NONE, Mode.DA, Mode.NONE]).all()
     assert request.output == expected("v32", 130, 3)
-    assert eng.tuning.report()["vectors"] == [["NONE", "DA", "NONE"]]
+    assert eng.tuning.kept == ((Mode.NONE, Mode.DA, Mode.NONE),)
 
 
 def test_at_most_three_vectors_are_kept():

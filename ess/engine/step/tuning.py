@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -182,23 +182,6 @@ class Tuning:
 
     def ran(self, layers: int | slice, mode: Mode) -> None:
         self.mode_counts[layers, mode] += 1
-
-    def report(self) -> dict[str, Any]:
-        """For logs and metrics: the modes that each layer ran, how often, and its transfer so
-        far."""
-        stats = self._offload.stats()
-        return {
-            "modes": [
-                {mode.name: int(count) for mode, count in zip(Mode, counts, strict=True) if count}
-                for counts in self.mode_counts
-            ],
-            "transfer_us": (stats.transfer_ns // 1000).tolist(),
-            "exposed_us": (stats.exposed_ns // 1000).tolist(),
-            "hidden_us": (stats.hidden_ns // 1000).tolist(),
-            "split_count": self.split_count,
-            "whole_because": list(self.reasons),
-            "vectors": [[mode.name for mode in vector] for vector in self.kept],
-        }
 
     def check(self) -> None:
         assert len(set(self.kept)) == len(self.kept) <= VECTOR_MAX, f"kept {self.kept}"

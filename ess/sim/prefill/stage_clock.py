@@ -61,10 +61,6 @@ class ClockedChunks:
     def bubble_share(self) -> float:
         return 1 - self.efficiency
 
-    def speedup(self, alone_s: float) -> float:
-        """Speedup over one stage that has the whole model and takes `alone_s` for all chunks."""
-        return alone_s / self.span_s
-
 
 @dataclass(slots=True)
 class _Stage:
