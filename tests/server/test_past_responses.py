@@ -67,7 +67,6 @@ def test_log_probabilities_are_not_part_of_what_follows(served: Served):
     assert first.output[0].content[0].logprobs
     assert served.service.kept is not None
     kept = served.service.kept.find(owner_of([(b"authorization", b"Bearer none")]), first.id)
-    assert kept is not None
     assert b'"logprobs":[]' in kept.output_items
     assert b'"bytes"' not in kept.output_items
     with client(served) as asking:
@@ -326,11 +325,8 @@ def test_of_a_field_that_comes_twice_the_last_counts(served: Served, end: bytes)
 def test_a_long_body_is_joined_without_an_object_per_item(body: bytes):
     """On the event loop: of 600 KB the items alone would take 20 MB."""
     shelf, limits = KeptResponses(4 << 20), Limits(running_max=1, waiting_max=1, length_max=64)
-    shelf.put(
-        owner_of([]),
-        "a",
-        KeptResponse(input_items=b'{"role":"user"}', output_items=b"", document=b"{}"),
-    )
+    before = KeptResponse(input_items=b'{"role":"user"}', output_items=b"", document=b"{}")
+    shelf.put(owner_of([]), "a", before)
     history = History(SimpleNamespace(kept=shelf, limits=limits), [])
     tracemalloc.start()
     joined = history.joined(body)

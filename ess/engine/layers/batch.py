@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -199,7 +199,7 @@ def select(
         return chosen, scores if scored else None
     given = queries, weights, pages, table, lengths, codec
     is_spread = isinstance(which, list | Tensor)
-    form: dict[str, int] = {
+    form: dict[str, Any] = {
         "k": batch.layout.top_k,
         "threads": compute_threads(),
         "queries_per_request": 1 if is_spread else batch.course.queries_per_request,
