@@ -80,21 +80,22 @@ class Offload:
     ) -> Offload:
         """Allocates everything it will ever use.
 
-        `slot_floor` (by default the layout's) is how many slots are reserved in every group for
-        each active sequence, or its `length_max` where that is less; a step that needs more than
-        there are reads the rest in place (`Resolution.place`). Where `slot_bytes` holds fewer slots
-        than the floor, `open` admits only a `length_max` of at most as many. `index_bytes` holds
-        index keys and row maps of active pages; without it there are as many active pages as host
-        pages. `query_max` bounds the queries of one step, `part_max` the parts under way at once.
-        Copies run beside compute unless another `lane` is given; waits for them are timed on
-        `clock`. `poison` fills freed and unwritten rows with 0xFF, which is NaN: for tests.
-        `shared` puts the host's rows and keys into memory that other processes can map. `common` is
-        host memory with one copy of rows and keys for processes that make the same calls. `evict`
-        says which row gives way: the longest unused (lru), by SIEVE's walk, or the one that the
-        indexer scores lowest; score needs `Step.observe` before each `resolve`. `placement` is
-        given the slots and returns what a step uses in their place. `disk` keeps pages of the
-        prefix cache beyond the host's memory and beyond this process; its pages have
-        `layout.host_page_bytes`, and `close` closes it too.
+        slot_bytes    room for rows on the device; `host_bytes` for rows and index keys on the host
+        index_bytes   index keys and row maps of active pages; by default room for all host pages
+        query_max     the most queries of a step; `part_max` the most parts under way at once
+        slot_floor    slots reserved in every group for each active sequence, or its `length_max`
+                      where that is less; by default the layout's. A step that needs more reads the
+                      rest in place (`Resolution.place`). Where there are fewer slots than the
+                      floor, `open` admits only a `length_max` of at most as many
+        lane          makes the copies, by default beside compute; `clock` times the waits for them
+        poison        fills freed and unwritten rows with 0xFF, which is NaN: for tests
+        shared        puts the host's rows and keys into memory that other processes can map
+        common        host memory with one copy of rows and keys for processes that call alike
+        evict         the row that gives way: the longest unused (lru), that of SIEVE's walk, or the
+                      indexer's lowest (score), which needs `Step.observe` before each `resolve`
+        placement     is given the slots and returns what a step uses in their place
+        disk          keeps pages of the prefix cache beyond the host's memory and beyond this
+                      process; its pages have `layout.host_page_bytes`, and `close` closes it too
         """
         _check_layout(layout)
         device = str(device)
@@ -199,21 +200,27 @@ class Offload:
     ) -> Sequence:
         """Room for a sequence, or PoolFull with the limiter and the numbers.
 
-        Rows of the longest cached prefix, of at most `reuse_max` tokens, are there already
-        (`cached_count`); import the rest. With `length_max` all of its growth is promised now;
-        without, growth may meet PoolFull later. `promise="some"` promises the growth on the host
-        only: device pages may meet PoolFull. Sequences with different `salt` never share rows, and
-        rows of one that does not publish never become cached prefix. With `on_device=False` it
-        begins preempted, with host pages only, all of its growth promised there: for rows that are
-        still to come. `resume` takes it onto the device. What is kept beside rows comes with them
-        in a handoff: without it `resume` refuses cached rows. With `from_disk`, if the disk has
-        more of the prefix than the host, it also begins preempted and `is_loading`, until `load`
-        finds that the pages have come; `resume` waits for them. `load_max` is for a part of a
-        model, whose pools must stay like those of the other parts, whatever its disk has. At most
-        that many pages come from the disk, after the prefix that the host has; the sequence begins
-        preempted, and `land` says how many of them count. A page of 64 rows becomes cached prefix
-        when its tokens are known and the host has its rows and index keys of all layers; the
-        sequence takes notice of imports when it is next used, at the latest when it is closed.
+        Rows of the longest cached prefix are there already (`cached_count`); import the rest. A
+        page of 64 rows becomes cached prefix when its tokens are known and the host has its rows
+        and index keys of all layers; the sequence takes notice of imports when it is next used, at
+        the latest when it is closed.
+
+        length_max  all growth up to it is promised now; without it growth may meet PoolFull later
+        promise     "some" promises the growth on the host only: device pages may meet PoolFull
+        salt        sequences with different salt never share rows
+        reuse_max   the most tokens of cached prefix that it takes
+        publishes   False: its rows never become cached prefix
+        on_device   False: it begins preempted, with host pages only, all of its growth promised
+                    there: for rows that are still to come. `resume` takes it onto the device. What
+                    is kept beside rows comes with them in a handoff: without it `resume` refuses
+                    cached rows
+        from_disk   if the disk has more of the prefix than the host, it also begins preempted and
+                    `is_loading`, until `load` finds that the pages have come; `resume` waits for
+                    them
+        load_max    for a part of a model, whose pools must stay like those of the other parts,
+                    whatever its disk has: at most that many pages come from the disk, after the
+                    prefix that the host has; the sequence begins preempted, and `land` says how
+                    many of them count
         """
         self.owner.require()
         ids, longest = token_ids("tokens", tokens), self.sizes.length_max
