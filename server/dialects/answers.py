@@ -19,18 +19,17 @@ from ess.server.process.service import Service
 def begin_answer(
     request: Request,
     ask: Generated,
-    wanted: SamplingWishes,
+    wishes: Sequence[SamplingWishes],
     prompts: Sequence[list[int]],
     *,
     named: str | Sequence[str] | None,
 ) -> Answer:
-    """Hands the prompts to the engine. `named` is the id of the request if its body has one, or has
-    an id for each prompt."""
+    """Hands the prompts to the engine. `wishes` are one for all prompts, or one for each. `named`
+    is the id of the request if its body has one, or has an id for each prompt."""
     service: Service = request.app.state.service
-    made, ending = samplings(service, wanted, prompts)
-    call = begin(request, ask, made, named=named)
-    generations = [Generation(service.tokenizer, ending) for _ in made]
-    return Answer(service, call, generations, form_field=wanted.forms.field)
+    made = samplings(service, wishes, prompts)
+    call = begin(request, ask, [(each.prompt, each.sampling) for each in made], named=named)
+    return Answer(service, call, [Generation(service.tokenizer, each.ending) for each in made])
 
 
 def begin_reply(
@@ -44,7 +43,7 @@ def begin_reply(
 ) -> tuple[Answer, list[ReplyParser]]:
     """The answer to a conversation, and a parser for each of its choices."""
     style = request.app.state.service.style
-    grown = begin_answer(request, ask, wanted, [prompt], named=named)
+    grown = begin_answer(request, ask, [wanted], [prompt], named=named)
     return grown, [
         style.parser(thinking=rules.thinking, tools=rules.functions) for _ in grown.generations
     ]

@@ -28,13 +28,15 @@ FINISH_OF: Final[Mapping[FinishReason, Finish]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How an answer may end: `keep_stop` leaves the stop string or token in the text."""
+    """How an answer may end: `keep_stop` leaves the stop string or token in the text. `form_field`
+    is the field that its grammar came in."""
 
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     tokens_min: int = 0
     keep_stop: bool = False
     keep_special: bool = False
+    form_field: str = ""
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):

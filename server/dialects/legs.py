@@ -24,7 +24,7 @@ from starlette.requests import Request
 
 from ess.engine.process.messages import Handoff
 from ess.errors import BadInput
-from ess.server.dialects.schemas import EXACT_MAX, Generated
+from ess.server.dialects.schemas import EXACT_MAX, Generated, sampled_of
 from ess.server.process.pair.addresses import HOST_CHARS_MAX, Address, address_of, read_address
 from ess.server.process.pair.peers import Peer, engine_id
 from ess.server.process.service import Service
@@ -223,7 +223,7 @@ def _per_prompt(name: str, ask: Generated, count: int) -> list[Any]:
 
 def _answer_count(ask: Generated) -> int:
     """How many answers each prompt gets; `n` is checked elsewhere."""
-    count = getattr(getattr(ask, "sampling_params", ask), "n", 1)
+    count = getattr(next(iter(sampled_of(ask).values())), "n", 1)
     return count if isinstance(count, int) else 1
 
 

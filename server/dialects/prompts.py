@@ -83,13 +83,13 @@ def _name_of(ask: msgspec.Struct) -> str:
 @dataclass(slots=True, kw_only=True)
 class Prepared(Generic[Ask]):
     """`ask` has lost its prompt; `is_many` says that this was a list. A route that generates
-    nothing has its whole answer in `document`."""
+    nothing has its whole answer in `document`. `forms` are one for all prompts, or one for each."""
 
     ask: Ask
     prompts: list[list[int]] = field(default_factory=list)
     is_many: bool = False
     document: bytes = b""
-    forms: Forms = NO_FORMS
+    forms: Sequence[Forms] = (NO_FORMS,)
 
 
 class PromptReader:
@@ -182,7 +182,8 @@ class PromptReader:
         texts = [ask.text] if isinstance(ask.text, str) else list(ask.text or ())
         if not texts:
             raise BadInput("text is an empty list: give at least one prompt")
-        is_cut = getattr(schemas.sampled_of(ask), "truncate_prompt_tokens", None) is not None
+        parts = schemas.sglang_samplings(ask).values()
+        is_cut = any(part.truncate_prompt_tokens is not None for part in parts)
         prompts = self._encoded(texts, where="text", add_special=True, is_cut=is_cut)
         return prompts, isinstance(ask.text, list)
 
@@ -356,15 +357,20 @@ class PromptReader:
                 f" more than the {self._length_max:,} positions of the longest request"
             )
 
-    def _truncated(self, asked: msgspec.Struct | None, prompts: list[list[int]]) -> list[list[int]]:
+    def _truncated(
+        self, parts: Mapping[str, msgspec.Struct], prompts: list[list[int]]
+    ) -> list[list[int]]:
         """The last `truncate_prompt_tokens` of each; -1 means as many as the model takes."""
-        count = getattr(asked, "truncate_prompt_tokens", None)
-        if count is None:
-            return prompts
-        if count != -1 and count < 1:
-            raise BadInput(f"truncate_prompt_tokens is {count}; must be at least 1, or -1 for all")
-        kept = self._length_max - 1 if count == -1 else count
-        return [prompt[-kept:] for prompt in prompts]
+        kept = []
+        for place, part in parts.items():
+            count = getattr(part, "truncate_prompt_tokens", None)
+            if count is not None and count != -1 and count < 1:
+                what = f"{place}truncate_prompt_tokens is {count}"
+                raise BadInput(f"{what}; must be at least 1, or -1 for all")
+            kept.append(self._length_max - 1 if count == -1 else count or 0)
+        if len(kept) == 1:
+            kept *= len(prompts)
+        return [prompt[-count:] for prompt, count in zip(prompts, kept, strict=True)]
 
     def _check_prompt(self, prompt: Sequence[int], *, name: str) -> None:
         if not prompt:
@@ -380,20 +386,25 @@ class PromptReader:
 
 
 def _check_counts(ask: msgspec.Struct) -> None:
-    for asked in (ask, schemas.sampled_of(ask)):
+    for place, asked in {"": ask, **schemas.sampled_of(ask)}.items():
         for name, most in COUNTS:
             count = len(getattr(asked, name, None) or ())
             if count > most:
-                raise BadInput(f"{name} has {count:,} entries; at most {most:,} are read")
+                raise BadInput(f"{place}{name} has {count:,} entries; at most {most:,} are read")
 
 
 def _join_samplings(ask: schemas.GenerateAsk, prompt_count: int) -> None:
-    """One of the entries for each prompt, which are equal."""
+    """One entry for all prompts where the entries for each are equal."""
     asked = ask.sampling_params
-    if isinstance(asked, list) and len(asked) != prompt_count:
-        prompts = counted(prompt_count, "prompt")
-        raise BadInput(f"sampling_params has {len(asked):,} entries for {prompts}")
-    ask.sampling_params = schemas.sglang_sampling(ask)
+    if not isinstance(asked, list):
+        return
+    if len(asked) != prompt_count:
+        entries, prompts = counted(len(asked), "entry", "entries"), counted(prompt_count, "prompt")
+        raise BadInput(f"sampling_params has {entries} for {prompts}")
+    if len({entry.n or 1 for entry in asked}) > 1:
+        raise BadInput("sampling_params: n must be the same for all prompts")
+    if all(entry == asked[0] for entry in asked):
+        ask.sampling_params = asked[0]
 
 
 def _drop_prompt(ask: msgspec.Struct) -> None:

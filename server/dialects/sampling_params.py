@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ess.engine.tokens.sampling import Sampling
 from ess.engine.tokens.stops import check_stops
@@ -61,22 +61,34 @@ def wanted_of_openai(ask: Common, **named: Any) -> SamplingWishes:
     )
 
 
+class Choice(NamedTuple):
+    """What the engine is asked for one choice of one prompt, and how its answer may end."""
+
+    prompt: list[int]
+    sampling: Sampling
+    ending: Ending
+
+
 def samplings(
-    service: Service, wanted: SamplingWishes, prompts: Sequence[list[int]]
-) -> tuple[list[tuple[list[int], Sampling]], Ending]:
-    """One sampling per prompt and choice; choices of a prompt stand together, each with its own
-    seed. A prompt is scored once, by its first choice."""
-    try:
-        made, ending = _samplings(service, wanted, prompts)
-    except BadInput as error:
-        raise BadInput(_in_words_of_client(str(error), wanted.names)) from None
-    return (_prompts_alone(made) if service.split.role == "prefill" else made), ending
+    service: Service, wishes: Sequence[SamplingWishes], prompts: Sequence[list[int]]
+) -> list[Choice]:
+    """The choices of a prompt stand together, each with its own seed. `wishes` are one for all
+    prompts, or one for each, with the same `n`."""
+    groups = [prompts] if len(wishes) == 1 else [[prompt] for prompt in prompts]
+    made = []
+    for wanted, group in zip(wishes, groups, strict=True):
+        try:
+            _check_count(service.limits.choices_max, wanted, len(prompts))
+            made += _choices(service, wanted, group)
+        except BadInput as error:
+            raise BadInput(_in_words_of_client(str(error), wanted.names)) from None
+    return _prompts_alone(made) if service.split.role == "prefill" else made
 
 
-def _prompts_alone(made: Sequence[tuple[list[int], Sampling]]) -> list[tuple[list[int], Sampling]]:
+def _prompts_alone(made: Sequence[Choice]) -> list[Choice]:
     """Each prompt once, neither drawn from nor scored: that is all a prefill worker needs."""
-    prompts = {id(prompt): prompt for prompt, _ in made}
-    return [(prompt, Sampling(tokens_max=1)) for prompt in prompts.values()]
+    prompts = {id(choice.prompt): choice for choice in made}
+    return [choice._replace(sampling=Sampling(tokens_max=1)) for choice in prompts.values()]
 
 
 def _in_words_of_client(sentence: str, names: Mapping[str, str]) -> str:
@@ -86,41 +98,42 @@ def _in_words_of_client(sentence: str, names: Mapping[str, str]) -> str:
     'max_new_tokens is 0'
     """
     for ours, theirs in names.items():
-        if sentence.startswith(f"{ours} "):
+        if sentence.startswith((f"{ours} ", f"{ours}:")):
             return theirs + sentence.removeprefix(ours)
     return sentence
 
 
-def _samplings(
+def _choices(
     service: Service, wanted: SamplingWishes, prompts: Sequence[list[int]]
-) -> tuple[list[tuple[list[int], Sampling]], Ending]:
-    if not prompts:
-        raise BadInput("the prompt is an empty list: give at least one")
-    _check_count(service.limits.choices_max, wanted, len(prompts))
+) -> list[Choice]:
+    """A prompt is scored once, by its first choice. Where no seed is given, equal prompts get
+    answers of their own."""
     choices = 1 if wanted.n is None else wanted.n
-    stops = _stops(wanted)
-    seed = secrets.randbits(SEED_BITS) if wanted.seed is None else wanted.seed
+    ending = Ending(
+        stops=_stops(wanted),
+        stop_ids=frozenset(wanted.stop_token_ids or ()),
+        tokens_min=wanted.tokens_min or 0,
+        keep_stop=wanted.keep_stop,
+        keep_special=wanted.keep_special,
+        form_field=wanted.forms.field,
+    )
     tokens_max = _tokens_max(service, wanted, prompts[0])
     first = _sampling(service, wanted, tokens_max=tokens_max)
     made = []
     for prompt in prompts:
+        seed = secrets.randbits(SEED_BITS) if wanted.seed is None else wanted.seed
         tokens_max = _tokens_max(service, wanted, prompt)
         for choice in range(choices):
             scored = None if choice else first.prompt_logprobs
             own_seed = _wrapped(seed + choice)
             sampling = replace(first, tokens_max=tokens_max, seed=own_seed, prompt_logprobs=scored)
-            made.append((prompt, sampling))
-    ending = Ending(
-        stops=stops,
-        stop_ids=frozenset(wanted.stop_token_ids or ()),
-        tokens_min=wanted.tokens_min or 0,
-        keep_stop=wanted.keep_stop,
-        keep_special=wanted.keep_special,
-    )
-    return made, ending
+            made.append(Choice(prompt, sampling, ending))
+    return made
 
 
 def _check_count(most: int, wanted: SamplingWishes, prompt_count: int) -> None:
+    if not prompt_count:
+        raise BadInput("the prompt is an empty list: give at least one")
     if prompt_count > most:
         where = wanted.names.get("prompt", "prompt")
         raise BadInput(f"{where} has {prompt_count:,} prompts; at most {most} fit in one request")

@@ -274,7 +274,7 @@ class SglangSampling(Sampled, kw_only=True):
 
 class GenerateAsk(Addressed, kw_only=True):
     """SGLang's /generate: one prompt or several, as text or as ids. A list of `sampling_params` has
-    an entry for each prompt; they are equal."""
+    an entry for each prompt."""
 
     text: str | list[str] | None = None
     input_ids: Ids = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
@@ -320,21 +320,19 @@ class PauseAsk(msgspec.Struct, kw_only=True):
     mode: str = "abort"
 
 
-def sampled_of(ask: msgspec.Struct) -> msgspec.Struct | None:
-    """The part of an ask that has the sampling parameters."""
+def sampled_of(ask: msgspec.Struct) -> Mapping[str, msgspec.Struct]:
+    """The parts of an ask that have sampling parameters: one for all prompts, or one for each. The
+    keys are what refusals say in front of a field of that part."""
     if isinstance(ask, GenerateAsk):
-        return sglang_sampling(ask)
-    return ask.sampling_params if isinstance(ask, TokensAsk) else ask
+        return sglang_samplings(ask)
+    return {"": ask.sampling_params if isinstance(ask, TokensAsk) else ask}
 
 
-def sglang_sampling(ask: GenerateAsk) -> SglangSampling | None:
-    """The sampling parameters of all prompts. BadInput if some have others."""
+def sglang_samplings(ask: GenerateAsk) -> Mapping[str, SglangSampling]:
     asked = ask.sampling_params
-    if not isinstance(asked, list):
-        return asked
-    if any(other != asked[0] for other in asked[1:]):
-        raise BadInput("sampling_params must be the same for all prompts")
-    return asked[0] if asked else None
+    if isinstance(asked, list):
+        return {f"sampling_params[{place}]: ": entry for place, entry in enumerate(asked)}
+    return {"": asked or SglangSampling()}
 
 
 def read(raw: bytes, kind: type[Ask]) -> Ask:

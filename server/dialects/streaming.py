@@ -66,22 +66,14 @@ class Writer(Protocol):
 
 
 class Answer:
-    """All choices of one request as they grow. `form_field` is the one with their grammar."""
+    """All choices of one request as they grow."""
 
-    def __init__(
-        self,
-        service: Service,
-        call: Call,
-        generations: Sequence[Generation],
-        *,
-        form_field: str = "",
-    ) -> None:
+    def __init__(self, service: Service, call: Call, generations: Sequence[Generation]) -> None:
         assert len(call.numbers) == len(generations), "one generation per engine request"
         self.service = service
         self.call = call
         self.generations = generations
         self._going_count = len(generations)
-        self._form_field = form_field
         self._times = Times(service.clock, service.tally)
 
     @property
@@ -110,7 +102,8 @@ class Answer:
         if piece.is_ours:
             raise (Broken if piece.reason == "failed" else Unavailable)(piece.sentence)
         what = "the grammar" if piece.reason == "failed" else "the engine"
-        of_form = f"{self._form_field}: " if piece.sentence.startswith("grammar (") else ""
+        field = self.generations[self.call.numbers.index(piece.number)].ending.form_field
+        of_form = f"{field}: " if piece.sentence.startswith("grammar (") else ""
         raise BadInput(of_form + (piece.sentence or f"{what} refused the request"))
 
     @property

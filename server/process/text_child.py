@@ -17,7 +17,7 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, Final
 
 import msgspec
@@ -66,7 +66,7 @@ class Done(msgspec.Struct, kw_only=True, tag=True):
     prompts: list[bytes] = []
     is_many: bool = False
     document: bytes = b""
-    forms: Forms = NO_FORMS
+    forms: Sequence[Forms] = (NO_FORMS,)
 
 
 class Failed(msgspec.Struct, kw_only=True, tag=True):

@@ -131,6 +131,8 @@ def test_several_prompts_and_choices_each_have_their_seed(served: Served):
     assert adds[0].prompt == adds[1].prompt != adds[2].prompt
     assert made.usage.prompt_tokens == len(adds[0].prompt) + len(adds[2].prompt)
     assert made.usage.completion_tokens == 16
+    client(served).completions.create(model="test-model", prompt=["one", "one"], n=2, max_tokens=1)
+    assert len({add.sampling.seed for add in served.engine.adds[-4:]}) == 4
 
 
 def test_token_ids_are_taken_as_they_are(served: Served):

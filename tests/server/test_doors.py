@@ -156,16 +156,61 @@ def test_generate_in_batches_and_with_logprobs(served: Served):
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
-        ([{"n": 1}, {"n": 2}], "sampling_params must be the same for all prompts"),
+        ([{"n": 1}, {"n": 2}], "sampling_params: n must be the same for all prompts"),
         ([{"n": 1}] * 3, "sampling_params has 3 entries for 2 prompts"),
+        ([{"n": 1}], "sampling_params has 1 entry for 2 prompts"),
         ([{"best": 1, "beam_width": 4}] * 2, "beam_width is not served: there is no beam search"),
-        ([{"stop_token_ids": [1] * 2000}] * 2, "stop_token_ids has 2,000 entries"),
+        ([{"stop_token_ids": [1] * 2000}] * 2, "[0]: stop_token_ids has 2,000 entries"),
+        (
+            [{}, {"max_new_tokens": 9999}],
+            "sampling_params[1]: max_new_tokens is 9,999, but after 1",
+        ),
+        ([{}, {"top_p": 2}], "sampling_params[1]: top_p is 2.0, must be"),
+        ([{}, {"truncate_prompt_tokens": 0}], "sampling_params[1]: truncate_prompt_tokens is 0;"),
+        ([{"regex": "a"}, {"regex": "b", "ebnf": "c"}], "sampling_params[1]: 2 constraints on"),
+        ([{}, {"bad_words": [""]}], "sampling_params[1]: bad_words has a word of 0 characters"),
     ],
 )
-def test_entries_of_prompts_are_equal_and_checked(served: Served, entries, says):
+def test_entries_of_prompts_are_checked_each(served: Served, entries, says):
     with pytest.raises(urllib.error.HTTPError) as caught:
         ask(served, "/generate", {"text": ["a", "b"], "sampling_params": entries})
     assert says in json.loads(caught.value.read())["error"]["message"]
+
+
+ENTRIES = (
+    {"max_new_tokens": 0, "regex": "a+", "n": 2, "sampling_seed": 7},
+    {"max_new_tokens": 3, "temperature": 0.5, "bad_words": ["x"], "truncate_prompt_tokens": 1},
+    {"max_new_tokens": 9, "stop": ["two"], "ebnf": 'root ::= "b"', "no_stop_trim": True},
+)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_long", [False, True])
+def test_each_prompt_of_generate_has_its_own_sampling_params(
+    served: Served, is_streamed: bool, is_long: bool
+):
+    """Long bodies are read in a text process, whose answer has the forms of all prompts too."""
+    entries = [{"n": 2, **entry} for entry in ENTRIES]
+    texts = ["one two", "three four", "five" * (1 + 2000 * is_long)]
+    body = {"text": texts, "sampling_params": entries, "stream": is_streamed}
+    if is_streamed:
+        answers = {event["index"]: event for event in stream(served, "/generate", body)}
+    else:
+        answers = dict(enumerate(ask(served, "/generate", body)))
+    assert [len(answers[place]["output_ids"]) for place in range(4)] == [0, 0, 3, 3]
+    assert [answers[place]["text"] for place in (0, 4, 5)] == ["", "one two", "one two"]
+    matched = [answers[place]["meta_info"]["finish_reason"].get("matched") for place in range(6)]
+    assert matched == [None] * 4 + ["two"] * 2
+    adds = served.engine.adds[-6:]
+    samplings = [add.sampling for add in adds]
+    assert [sampling.tokens_max for sampling in samplings] == [1, 1, 3, 3, 9, 9]
+    assert [sampling.seed for sampling in samplings[:2]] == [7, 8]
+    assert [bool(sampling.bad_words) for sampling in samplings] == [False] * 2 + [True] * 2 + [
+        False
+    ] * 2
+    kinds = [sampling.grammar and sampling.grammar.kind for sampling in samplings]
+    assert kinds == ["regex", "regex", None, None, "lark", "lark"]
+    assert len(adds[2].prompt) == 1 < len(adds[0].prompt)
 
 
 def test_generate_scores_the_prompt_from_a_position_on(served: Served):

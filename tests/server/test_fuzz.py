@@ -75,7 +75,10 @@ class Noise:
             "token_ids": [[5, 6]],
             "tokens": [[5, 6], [[5]]],
             "model": ["test-model", "unknown"],
-            "sampling_params": [{}, {"max_tokens": 3}, {"max_new_tokens": 3}],
+            "sampling_params": [
+                *({}, {"max_tokens": 3}, {"max_new_tokens": 3}, [{"n": 2, "top_p": 0.5}, {"n": 2}]),
+                [{"regex": "a"}, {"max_new_tokens": self.value(0), "bad_words": ["a"]}],
+            ],
             "max_tokens": [1, 5],
             "n": [1, 2],
             "stop": ["e", ["e", "o"]],

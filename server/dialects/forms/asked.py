@@ -31,21 +31,28 @@ class Forms(msgspec.Struct, frozen=True, kw_only=True):
 NO_FORMS = Forms()
 
 
-def forms_of(ask: msgspec.Struct, style: ChatStyle, tokenizer: Tokenizer) -> Forms:
-    words = getattr(schemas.sampled_of(ask), "bad_words", None)
-    bad_words = _bad_words(words or (), tokenizer)
-    form = _form(ask, style, tokenizer)
-    if form is None:
-        return Forms(bad_words=bad_words)
-    return Forms(grammar=form.grammar, field=form.field, bad_words=bad_words)
+def forms_of(ask: msgspec.Struct, style: ChatStyle, tokenizer: Tokenizer) -> list[Forms]:
+    """One for all prompts, or one for each."""
+    made = []
+    for place, part in schemas.sampled_of(ask).items():
+        try:
+            bad_words = _bad_words(getattr(part, "bad_words", None) or (), tokenizer)
+            form = _form(ask, part, style, tokenizer)
+        except BadInput as error:
+            raise BadInput(f"{place}{error}") from None
+        grammar, field = (None, "") if form is None else (form.grammar, place + form.field)
+        made.append(Forms(grammar=grammar, field=field, bad_words=bad_words))
+    return made
 
 
-def _form(ask: msgspec.Struct, style: ChatStyle, tokenizer: Tokenizer) -> constraints.Form | None:
+def _form(
+    ask: msgspec.Struct, part: msgspec.Struct, style: ChatStyle, tokenizer: Tokenizer
+) -> constraints.Form | None:
+    if isinstance(part, schemas.SglangSampling):
+        return constraints.of_sglang(part, tokenizer)
     match ask:
         case schemas.CompletionAsk():
             return constraints.of_openai(ask, tokenizer)
-        case schemas.GenerateAsk():
-            return constraints.of_sglang(schemas.sglang_sampling(ask), tokenizer)
         case schemas.TokensAsk():
             return constraints.of_structured(ask.sampling_params.structured_outputs, tokenizer)
         case schemas.ChatAsk():

@@ -76,9 +76,7 @@ def _of_schema(field: str, schema: Any, tokenizer: Tokenizer) -> Form | None:
     return _only_one({field: _of_format(form, tokenizer)})
 
 
-def of_sglang(asked: SglangSampling | None, tokenizer: Tokenizer) -> Form | None:
-    if asked is None:
-        return None
+def of_sglang(asked: SglangSampling, tokenizer: Tokenizer) -> Form | None:
     return _only_one(
         {
             "json_schema": _json("json_schema", asked.json_schema),

@@ -31,7 +31,7 @@ async def messages(request: Request) -> Response:
     ask, [prompt] = prepared.ask, prepared.prompts
     service.check_model(ask.model)
     _refuse_unserved(ask)
-    wanted, rules = _wanted(service, ask, prepared.forms), rules_of(ask)
+    wanted, rules = _wanted(service, ask, prepared.forms[0]), rules_of(ask)
     grown, [parser] = begin_reply(request, ask, wanted, prompt, rules, named=ask.request_id)
     shape = MessageShape(service, ask, grown, prompt, parser)
     writer = MessageWriter(shape) if ask.stream else None

@@ -43,7 +43,7 @@ async def chat(request: Request) -> Response:
     service.check_model(ask.model)
     if ask.modalities is not None and ask.modalities != ["text"]:
         raise BadInput(f"modalities is {ask.modalities}; only text is served")
-    wanted, named = _wanted(service, ask, prepared.forms), ask.rid or ask.request_id
+    wanted, named = _wanted(service, ask, prepared.forms[0]), ask.rid or ask.request_id
     grown, parsers = begin_reply(request, ask, wanted, prompt, rules_of(ask), named=named)
     shape = ChatShape(service, ask, grown, prompt, parsers)
     writer = ChatWriter(shape) if ask.stream else None

@@ -29,10 +29,13 @@ async def generate(request: Request) -> Response:
     prepared = await read(request, schemas.GenerateAsk)
     ask, prompts = prepared.ask, prepared.prompts
     service.check_model(ask.model)
-    sampling = schemas.sglang_sampling(ask) or schemas.SglangSampling()
     _check_start(ask, prompts)
-    wanted = _wanted(ask, sampling, prepared.forms)
-    grown = begin_answer(request, ask, wanted, prompts, named=ask.rid)
+    parts = schemas.sglang_samplings(ask).items()
+    wishes = [
+        _wanted(ask, sampling, forms, place=place)
+        for (place, sampling), forms in zip(parts, prepared.forms, strict=True)
+    ]
+    grown = begin_answer(request, ask, wishes, prompts, named=ask.rid)
     is_many = prepared.is_many or len(grown.generations) > 1
     shape = GenerateShape(ask, grown, prompts, is_many=is_many)
     writer = GenerateWriter(shape) if ask.stream else None
@@ -50,10 +53,10 @@ def scored_from(ask: schemas.GenerateAsk) -> int | None:
     return start if has_logprobs(ask) and start >= 0 else None
 
 
-def is_prompt_alone(ask: schemas.GenerateAsk) -> bool:
+def is_prompt_alone(sampling: schemas.SglangSampling) -> bool:
     """Whether a client wants the scores of a prompt, or the prompt in the cache, and no answer: the
     engine makes a token that is not shown."""
-    return getattr(schemas.sglang_sampling(ask), "max_new_tokens", None) == 0
+    return sampling.max_new_tokens == 0
 
 
 def _check_start(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> None:
@@ -72,7 +75,7 @@ def _same_for_all(name: str, asked: int | list[int] | list[bool] | None) -> int:
 
 
 def _wanted(
-    ask: schemas.GenerateAsk, sampling: schemas.SglangSampling, forms: Forms
+    ask: schemas.GenerateAsk, sampling: schemas.SglangSampling, forms: Forms, *, place: str
 ) -> sampling_params.SamplingWishes:
     top = _same_for_all("top_logprobs_num", ask.top_logprobs_num)
     _same_for_all(
@@ -80,10 +83,10 @@ def _wanted(
     )
     if top and not has_logprobs(ask):
         raise BadInput("top_logprobs_num must come with return_logprob: true")
-    where = "input_ids" if ask.text is None else "text"
+    field = "input_ids" if ask.text is None else "text"
     return sampling_params.wanted_of(
         sampling,
-        tokens_max=1 if is_prompt_alone(ask) else sampling.max_new_tokens,
+        tokens_max=1 if is_prompt_alone(sampling) else sampling.max_new_tokens,
         tokens_usual=128,
         tokens_min=sampling.min_new_tokens,
         keep_stop=bool(sampling.no_stop_trim),
@@ -94,12 +97,13 @@ def _wanted(
         prompt_start=scored_from(ask) or 0,
         forms=forms,
         names={
-            "max_tokens": "max_new_tokens",
-            "min_tokens": "min_new_tokens",
+            **{name: place + name for name in sampling.__struct_fields__ if place},
+            "max_tokens": f"{place}max_new_tokens",
+            "min_tokens": f"{place}min_new_tokens",
             "logprobs": "top_logprobs_num",
             "prompt_logprobs": "top_logprobs_num",
-            "prompt": where,
-            "the prompt": f"{where}: the prompt",
+            "prompt": field,
+            "the prompt": f"{field}: the prompt",
         },
     )
 
@@ -132,6 +136,8 @@ class GenerateShape:
         self.grown = grown
         self.prompts = prompts
         self.is_many = is_many
+        alone = [is_prompt_alone(each) for each in schemas.sglang_samplings(ask).values()]
+        self._alone = alone * len(prompts) if len(alone) == 1 else alone
         self._lists: defaultdict[tuple[int, str], GrowingList] = defaultdict(GrowingList)
 
     def whole(self) -> Any:
@@ -142,7 +148,7 @@ class GenerateShape:
         """SGLang's form: everything so far, in every chunk."""
         grown = self.grown.generations[index]
         choices = len(self.grown.generations) // len(self.prompts)
-        made = 0 if is_prompt_alone(self.ask) else grown.made_count
+        made = 0 if self._alone[index // choices] else grown.made_count
         meant: dict[str, Any] = {
             "id": self.grown.call.names[index],
             "finish_reason": finish_reason(grown, made),
@@ -247,10 +253,10 @@ async def generate_tokens(request: Request) -> Response:
         seed=sampling.seed,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
-        forms=prepared.forms,
+        forms=prepared.forms[0],
         names={"prompt": "token_ids", "the prompt": "token_ids: the prompt"},
     )
-    grown = begin_answer(request, ask, wanted, prompts, named=ask.request_id)
+    grown = begin_answer(request, ask, [wanted], prompts, named=ask.request_id)
     shape = TokensShape(service, ask, grown, prompts)
     writer = TokensWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)

@@ -54,7 +54,7 @@ async def _respond(request: Request, service: Service, history: History) -> Resp
     _refuse_unserved(ask)
     if ask.background:
         _check_background(ask, history)
-    wanted, rules = _wanted(service, ask, prepared.forms), rules_of(ask)
+    wanted, rules = _wanted(service, ask, prepared.forms[0]), rules_of(ask)
     grown, [parser] = begin_reply(request, ask, wanted, prompt, rules, named=ask.request_id)
     shape = ResponseShape(service, ask, grown, prompt, parser, history)
     if ask.background:
