@@ -104,7 +104,7 @@ def test_console_scripts_run_without_torch(call: str, tmp_path: Path) -> None:
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("home", ["ess.server.commands.cli", "ess.bench.cli"])
+@pytest.mark.parametrize("home", ["ess", "ess.server.commands.cli", "ess.bench.cli"])
 def test_a_command_runs_as_a_module_too(home: str, tmp_path: Path) -> None:
     code = (
         f"import runpy\nsys.argv[1:] = ['--help']\nrunpy.run_module({home!r}, run_name='__main__')"
