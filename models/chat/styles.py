@@ -34,11 +34,11 @@ Tools = Sequence[Mapping[str, Any]]
 
 class ChatStyle(Protocol):
     """`stops` are strings at which a reply ends, beside the model's own end token; `waits` says
-    that `encode` waits for another process, `has_tools` whether prompts show tools."""
+    that `encode` waits for another process, `without_tools` why prompts show no tools, if so."""
 
     stops: tuple[str, ...]
     waits: bool
-    has_tools: bool
+    without_tools: str
 
     def encode(self, asked: Conversation) -> str:
         """The prompt."""
@@ -61,7 +61,7 @@ class DeepSeekStyle:
 
     stops: tuple[str, ...] = (dsml.END,)
     waits = False
-    has_tools = True
+    without_tools = ""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class PlainStyle:
 
     stops: tuple[str, ...] = ("\nuser:",)
     waits = False
-    has_tools = False
+    without_tools = "the model has no chat template"
 
     def encode(self, asked: Conversation) -> str:
         if any(message.tools or message.tool_calls for message in asked.messages):
@@ -141,7 +141,8 @@ class TemplateStyle:
         self._marks = marks
         self.replies = replies
         self._thinks: bool | None = None
-        self.has_tools = "tools" in (tool_source or source)
+        has_tools = "tools" in (tool_source or source)
+        self.without_tools = "" if has_tools else "the model's chat template never reads `tools`"
 
     def encode(self, asked: Conversation) -> str:
         messages = asked.messages

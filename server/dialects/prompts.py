@@ -254,9 +254,10 @@ class PromptReader:
             tools=quoting.split(tools),
             places=[*places[:1], *places[1 + joined_count :]],
         )
-        if not self._style.has_tools and any(message.tools for message in turns):
+        if self._style.without_tools and any(message.tools for message in turns):
             raise BadInput(
-                "tools: this model's chat template has no tools; tool_choice none is served"
+                f"tools: {self._style.without_tools}; --chat-template gives the server one that"
+                " does, and tool_choice none is served"
             )
         text = self._style.encode(
             Conversation(turns, thinking=thinking, goes_on=goes_on, names=quoting.split(names))

@@ -125,7 +125,8 @@ def settle(ask: schemas.ChatAsk | Response, asked: bool | None, *, default: bool
 
 
 def names_of(ask: Templated) -> dict[str, Any]:
-    """What the chat template gets by name, beside what the server itself says."""
+    """What the chat template gets by name, beside what the server itself says. Numbers stay as they
+    are written: 1024.0 is a float to templates in transformers, vLLM and SGLang too."""
     names: dict[str, Any] = {}
     if isinstance(ask, Messages):
         names = {"reasoning_effort": (ask.output_config or {}).get("effort")}

@@ -429,3 +429,7 @@ def test_tools_that_cannot_be_are_refused(calling: Served, changed, param, says)
 
 def test_a_template_without_tools_takes_their_absence(plain: Served):
     post(plain, CHAT, {**BODIES[CHAT], "tools": [TOOL], "tool_choice": "none"})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(plain, CHAT, {**BODIES[CHAT], "tools": [TOOL]})
+    said = json.loads(caught.value.read())["error"]["message"]
+    assert said.startswith("tools: the model has no chat template; --chat-template gives")

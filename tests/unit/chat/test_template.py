@@ -204,7 +204,8 @@ def test_of_named_templates_one_is_for_tools(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
     style = style_of(tmp_path, vocabulary(tmp_path, "<tool_call>", "</tool_call>", "<arg_key>"))
     assert isinstance(style, TemplateStyle)
-    assert style.has_tools
+    assert not style.without_tools
+    assert "never reads `tools`" in TemplateStyle(sources["default"]).without_tools
     assert style.replies is not PLAIN
     tools = [{"type": "function", "function": {"name": "tide", "parameters": {}}}]
     for given, text in ((tools, "hi tide?<arg_key>"), (None, "hi!"), ([], "hi!")):
