@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -50,16 +50,20 @@ STREAM_HEADERS: Final = (
 class Writer(Protocol):
     """How a dialect writes an answer: `feed` gets every delta of every choice, in order. `done`
     comes last, also behind an error. One that `repeats_chances` has those of former deltas in its
-    events too."""
+    events too. One that `ends_long` has long events in its end, and makes them one by one."""
 
     done: bytes = DONE
     repeats_chances: bool = False
+    ends_long: bool = False
 
     def begin(self) -> bytes: ...
 
     def feed(self, index: int, delta: Delta) -> bytes: ...
 
     def end(self) -> bytes: ...
+
+    def long_end(self) -> Iterator[bytes]:
+        yield self.end()
 
     def fail(self, error: EssError) -> bytes:
         return event(error_body(error)[1])
@@ -235,9 +239,34 @@ class EventStream(Response):
                 ready = self._encode(pieces) if pieces else self._nudged()
         except EssError as error:
             ready, self._fault = b"", error
-        end = self._writer.end() if self._fault is None else self._writer.fail(self._fault)
-        body = ready + end + self._writer.done
+        if self._fault is not None:
+            ready += self._writer.fail(self._fault)
+        elif self._writer.ends_long:
+            ready = await self._send_long_end(send, ready)
+        else:
+            ready += self._writer.end()
+        body = ready + self._writer.done
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _send_long_end(self, send: Send, ready: bytes) -> bytes:
+        """Sends all but the last of the end's events, which it returns. Streams that end together
+        make one event in a turn of the event loop, and what else waits for the loop has turns
+        between them. The drain waits for the end as for a document."""
+        service = self._answer.service
+        service.tally.document_count += 1
+        try:
+            events = self._writer.long_end()
+            while True:
+                async with service.long_events:
+                    await asyncio.sleep(0)  # the event is made in another turn of the loop
+                    event = next(events, None)
+                if event is None:
+                    return ready
+                if ready:
+                    await self._send(send, ready)
+                ready = event
+        finally:
+            service.tally.document_count -= 1
 
     def _nudged(self) -> bytes:
         """A keep-alive, or nothing for a stream whose last bytes went straight to the socket."""

@@ -98,6 +98,7 @@ class Service:
     kept: KeptResponses | None = None
     background: Background = field(default_factory=Background)
     documents: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    long_events: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.tally.to_socket = self.link.calls.to_socket

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -13,8 +15,9 @@ from ess.engine.tokens.chance import Chance
 from ess.models.chat.parsers.deepseek_v32 import DeepSeekParser
 from ess.models.chat.reply import Content
 from ess.server.dialects.logprobs import chat_entries
+from ess.server.dialects.routes.openai_responses import ResponseWriter
 from ess.server.dialects.scored_reply import ScoredParser
-from tests.server.harness import TOKENIZER, Served
+from tests.server.harness import TOKENIZER, Served, until
 from tests.server.test_responses import TOOLS, create
 from tests.server.tool_calls import CALLS
 
@@ -64,6 +67,41 @@ def test_a_stream_has_the_same(calling: Served, asked: dict[str, Any]):
         assert [entry.model_dump() for entry in told] == whole
     [done] = [event for event in events if event.type == "response.content_part.done"][-1:]
     assert [entry.model_dump() for entry in done.part.logprobs] == whole
+
+
+def test_streams_that_end_together_write_one_long_event_in_a_turn_of_the_loop(
+    plain: Served, monkeypatch: pytest.MonkeyPatch
+):
+    """With 20 likeliest for each of 4,000 tokens an event takes 15 ms, and each stream has four."""
+    written, seen, is_over = ResponseWriter._written, [], []
+    turn_count = 0
+
+    def tick() -> None:
+        nonlocal turn_count
+        turn_count += 1
+        if not is_over:
+            asyncio.get_running_loop().call_soon(tick)
+
+    def recorded(writer: ResponseWriter, event: dict[str, Any]) -> bytes:
+        if not turn_count:
+            tick()
+        if event["type"].endswith((".done", ".completed")):
+            seen.append((turn_count, event["type"]))
+        return written(writer, event)
+
+    monkeypatch.setattr(ResponseWriter, "_written", recorded)
+    count, before = 3, len(plain.engine.adds)
+    plain.engine.hold()
+    with ThreadPoolExecutor(count) as clients:
+        asked = [clients.submit(create, plain, **LOGPROBS, stream=True) for _ in range(count)]
+        until(lambda: len(plain.engine.adds) == before + count, "the requests")
+        plain.engine.held.set()
+        answers = [list(each.result()) for each in asked]
+    is_over.append(True)
+    assert [answer[-1].type for answer in answers] == ["response.completed"] * count
+    turns = [turn for turn, _ in seen]
+    assert len(seen) == 4 * count
+    assert len(set(turns)) == len(turns), f"events of one turn: {seen}"
 
 
 def test_too_many_are_refused_by_their_name(plain: Served):

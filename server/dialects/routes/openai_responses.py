@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -193,6 +193,10 @@ class ResponseShape:
         self.created = int(time.time())
 
     @property
+    def has_logprobs(self) -> bool:
+        return self._scored is not None
+
+    @property
     def generation(self) -> Generation:
         [only] = self.grown.generations
         return only
@@ -238,13 +242,22 @@ class ResponseShape:
         self.history.keep(document)
         return document
 
+    @property
+    def _end_status(self) -> str:
+        return "completed" if self.generation.finish == "stop" else "incomplete"
+
+    def end_items(self) -> list[Item]:
+        return self.items.end(self._end_status)
+
     def _final_document(self) -> Item:
         """Ends the items."""
-        finish = self.generation.finish
-        status = "completed" if finish == "stop" else "incomplete"
-        self.items.end(status)
-        document = {**self.document(status), "output": self.items.ended, "usage": self._usage()}
-        if finish == "length":
+        self.end_items()
+        document = {
+            **self.document(self._end_status),
+            "output": self.items.ended,
+            "usage": self._usage(),
+        }
+        if self.generation.finish == "length":
             document["incomplete_details"] = {"reason": "max_output_tokens"}
         return document
 
@@ -296,6 +309,7 @@ class ResponseWriter(Writer):
 
     def __init__(self, shape: ResponseShape) -> None:
         self._shape = shape
+        self.ends_long = shape.has_logprobs
         self._encoder = msgspec.json.Encoder()
         self._number = 0
 
@@ -312,14 +326,16 @@ class ResponseWriter(Writer):
         assert index == 0, "a response is one answer"
         shape = self._shape
         is_last = delta.finish is not None
-        events = shape.hear(delta.text, delta.tokens, delta.chances, is_last=is_last)
-        if is_last:
-            events += shape.items.end("completed" if delta.finish == "stop" else "incomplete")
-        return self._events(events)
+        return self._events(shape.hear(delta.text, delta.tokens, delta.chances, is_last=is_last))
 
     def end(self) -> bytes:
+        return b"".join(self.long_end())
+
+    def long_end(self) -> Iterator[bytes]:
+        """The last events of a message repeat all of its log probabilities."""
+        yield from map(self._written, self._shape.end_items())
         document = self._shape.last()
-        return self._events([{"type": f"response.{document['status']}", "response": document}])
+        yield self._written({"type": f"response.{document['status']}", "response": document})
 
     def fail(self, error: EssError) -> bytes:
         """The event of the specification, whose code and message OpenAI's clients read inside an
