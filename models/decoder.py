@@ -208,10 +208,12 @@ class DecoderLayer:
         return stage
 
     def compiled(self, layout: ModelLayout) -> CompiledLayer:
-        """This layer as compiled stages: made once, with its own copy of the weights."""
-        if self._compiled is None or self._compiled.layout is not layout:
-            self._compiled = CompiledLayer(self, layout)
-        return self._compiled
+        """This layer as compiled stages: made once, with its own copy of the weights, for all
+        engines of equal layouts."""
+        made = self._compiled
+        if made is None or (made.layout is not layout and made.layout != layout):
+            made = self._compiled = CompiledLayer(self, layout)
+        return made
 
 
 class CompiledLayer:

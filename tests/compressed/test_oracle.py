@@ -103,11 +103,13 @@ def test_drafts_are_taken_back_at_every_length(case: Case, turn: int) -> None:
     model, tokens = case.model, case.tokens
     starts = range(16, 25) if case.spelling == "listed" else range(120, 130)
     wrong = checkpoints.tokens(10, 96, seed=77)
+    begun = Plain(model, drafts=world.DRAFTS)
     for start, kept in itertools.product(starts, range(1, 9)):
         if (start // 4 + kept) % 2 != turn:
             continue
-        plain = Plain(model, drafts=world.DRAFTS)
-        plain.run(tokens[:start])
+        if start > begun.length:
+            begun.run(tokens[begun.length : start])
+        plain = begun.fork()
         verified = plain.run(tokens[start : start + kept] + wrong[kept:])
         plain.keep(start + kept)
         after = plain.run(tokens[start + kept : start + kept + 20])

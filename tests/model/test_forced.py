@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     needs_native,
 ]
-CONTEXT, TOKENS = 2048, 112
+CONTEXT, TOKENS = 2112, 40
 
 
 @functools.cache
