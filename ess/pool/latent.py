@@ -269,6 +269,7 @@ class LatentPool:
         self.pages.check()
         self.prefix.check()
         held_count = 0
+        has_rows, has_keys = map(np.logical_or.reduce, (self.stored, self.keyed))
         for page in range(self.pages.page_count):
             held = self.pages.hold_count(page) > 0
             held_count += held
@@ -277,8 +278,8 @@ class LatentPool:
                 assert self.is_complete(page), f"published page {page} is not complete"
                 assert self.prefix.is_idle(page) or held, f"page {page} is neither held nor idle"
             elif not held:
-                assert not self.stored[:, page].any(), f"free page {page} has stored rows"
-                assert not self.keyed[:, page].any(), f"free page {page} has index keys"
+                assert not has_rows[page], f"free page {page} has stored rows"
+                assert not has_keys[page], f"free page {page} has index keys"
         kept = held_count + self.prefix.idle_count + self.pages.free_count
         assert kept == self.pages.page_count, "free + held + idle pages != all pages"
 

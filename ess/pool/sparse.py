@@ -352,7 +352,7 @@ class SparsePool:
         blocks: list[int] = []
         for group, arena in enumerate(self._arenas):
             planner.check(arena, step=self.now)
-            used = sum((self._row_of[b : b + PAGE_ROWS] >= 0).sum() for b in arena.blocks.tolist())
+            used = (self._row_of[arena.slots] >= 0).sum()
             counted = self.used_count(group)
             assert counted == used, f"group {group} counts {counted} used slots, has {int(used)}"
             blocks.extend(arena.blocks.tolist())

@@ -126,6 +126,14 @@ def a_page_that_no_line_names(world: World) -> None:
     world.index.pages.hold(world.tables.lines[0, :1])
 
 
+def a_row_in_a_slot_of_another_group(world: World) -> None:
+    world.sparse.slot_of[0, 300] = world.sparse._arenas[1].slots[0]
+
+
+def a_row_in_a_slot_that_is_none(world: World) -> None:
+    world.sparse.slot_of[0, 300] = 1 << 20
+
+
 def a_slot_used_in_the_future(world: World) -> None:
     world.sparse._last_use[200] = world.sparse.step + 1
 
@@ -159,6 +167,8 @@ FAULTS = {
     a_free_line_with_a_length: "a free line has a length",
     a_line_that_is_free_twice: "names a line twice",
     a_page_that_no_line_names: "page 0: 3 holders, but 2 lines name it",
+    a_row_in_a_slot_of_another_group: "300 .a row. has a slot that the group does not own",
+    a_row_in_a_slot_that_is_none: "300 .a row. has a slot that the group does not own",
     a_slot_used_in_the_future: "was used after step",
     a_copy_that_was_never_planned: "was never planned",
     a_slot_that_is_not_counted: "group 0 counts 2 used slots, has 3",

@@ -222,7 +222,10 @@ def check(arena: Arena, *, step: int) -> None:
     _assert_none(slots, arena.ticket_of[slots] < 0, "has a negative ticket")
     resident = np.flatnonzero(arena.slot_of != -1)
     held = arena.slot_of[resident]
-    _assert_none(resident, ~np.isin(held, slots), "(a row) has a slot that the group does not own")
+    owned = np.zeros(arena.row_of.size, np.bool_)
+    owned[slots] = True
+    is_owned = (held >= 0) & (held < owned.size) & owned[held.clip(0, owned.size - 1)]
+    _assert_none(resident, ~is_owned, "(a row) has a slot that the group does not own")
     _assert_none(
         resident, arena.row_of[held] != resident, "(a row) has a slot that holds another row"
     )
