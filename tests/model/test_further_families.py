@@ -334,7 +334,7 @@ def test_fp8_rows_and_keys_are_the_same_offloaded_and_resident(family: str) -> N
             poison=True,
         )
         engine = Engine(model, offload, EngineConfig(modes=mode))
-        request = engine.add(line, Sampling(tokens_max=24, ignore_eos=True))
+        request = engine.add(line, Sampling(tokens_max=12, ignore_eos=True))
         for _ in engine.run():
             offload.check()
         said.append(request.output)
