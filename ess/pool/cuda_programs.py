@@ -11,11 +11,20 @@ from ess.layout import IndexCodec
 from ess.pool.lru.cuda_shape import PHASE_THREADS, resolve_program, slot_program
 from ess.units import PAGE_ROWS
 
+HOPPER: Final = 9, 0
+OF_HOPPER: Final = ("ring.cu", "together.cu")
+"""The programs of bulk copies and of clusters; without them devices take rows.cu and resolve.cu."""
 ROW_BYTES: Final = (264, 528, 584, 656, 1152, 2304)
 KEYS: Final = (IndexCodec(form="fp8"), IndexCodec(form="f32"))
 
 
-def programs() -> Iterator[Program]:
+def programs(capability: tuple[int, int] = HOPPER) -> Iterator[Program]:
+    """Those of a device of this compute capability; by default all."""
+    is_hopper = capability >= HOPPER
+    return (each for each in _all() if is_hopper or each.file not in OF_HOPPER)
+
+
+def _all() -> Iterator[Program]:
     for row_bytes in moved_bytes():
         yield flat_form(row_bytes).program
     for row_bytes in ROW_BYTES:

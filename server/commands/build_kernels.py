@@ -14,7 +14,7 @@ from ess.errors import BadInput
 from ess.kernels.cuda import program
 from ess.pool import cuda_programs
 
-ARCH: Final = re.compile(r"sm_\d{2,3}[af]?")
+ARCH: Final = re.compile(r"sm_(\d{2,3})[af]?")
 
 
 class Built(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,18 +36,20 @@ def build_kernels(
     Parameters
     ----------
     arch
-        Architectures, separated by commas: sm_90a, sm_100a.
+        Architectures from sm_89 on, separated by commas.
     folder
         Where machine code is kept; ESS_CACHE_DIR or the system's place for such files by default.
     json
         Print one JSON document.
     """
     names = [name.strip() for name in arch.split(",")]
-    for name in names:
-        if not ARCH.fullmatch(name):
-            raise BadInput(f"--arch {name!r} is not an architecture, such as sm_90a or sm_100a")
     home = program.default_folder() if folder is None else folder
-    built = [kernel for name in names for kernel in _build(name, home)]
+    capabilities = [_capability(name) for name in names]
+    built = [
+        kernel
+        for name, capability in zip(names, capabilities, strict=True)
+        for kernel in _build(name, capability, home)
+    ]
     if json:
         console.print_json(built)
         return
@@ -55,9 +57,19 @@ def build_kernels(
     console.note(f"{len(built)} kernels by {program.compiler_version()} in {home}")
 
 
-def _build(arch: str, folder: Path) -> list[Built]:
+def _capability(arch: str) -> tuple[int, int]:
+    match = ARCH.fullmatch(arch)
+    if match is None:
+        raise BadInput(f"--arch {arch!r} is not an architecture, such as sm_90a or sm_100a")
+    capability = divmod(int(match[1]), 10)
+    if capability < program.CAPABILITY_MIN:
+        raise BadInput(f"--arch {arch}: the kernels need sm_89 or a newer one")
+    return capability
+
+
+def _build(arch: str, capability: tuple[int, int], folder: Path) -> list[Built]:
     built = []
-    for source in cuda_programs.programs():
+    for source in cuda_programs.programs(capability):
         compiled = program.build(source, arch, folder=folder)
         built += [
             Built(

@@ -259,11 +259,24 @@ def test_build_kernels_leaves_nothing_to_compile(tmp_path, monkeypatch, capsys):
         assert program.cubin(each, "sm_90a", folder=tmp_path)
 
 
-def test_build_kernels_refuses_what_is_no_architecture(capsys):
+@pytest.mark.parametrize("arch", ["hopper", "sm_80"])
+def test_build_kernels_refuses_what_no_kernel_runs_on(arch, capsys):
     from ess.server.commands import cli
 
-    assert cli.main(["build-kernels", "--arch", "hopper"]) == 2
-    assert "hopper" in capsys.readouterr().err
+    assert cli.main(["build-kernels", "--arch", arch]) == 2
+    streams = capsys.readouterr()
+    assert arch in streams.err
+    assert streams.err.count("\n") == 1
+
+
+@needs_nvrtc
+def test_programs_of_a_device_before_hopper_compile():
+    """Of each file the first; without bulk copies and clusters."""
+    of_ada = {each.file: each for each in [*cuda_programs.programs((8, 9))][::-1]}
+    of_all = {each.file for each in cuda_programs.programs()}
+    assert of_all - of_ada.keys() == {"ring.cu", "together.cu"}
+    for each in of_ada.values():
+        program.compile_program(each, "sm_89")
 
 
 BARE = """

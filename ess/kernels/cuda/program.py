@@ -28,6 +28,8 @@ from ess.errors import Unavailable
 FOLDERS: Final = ("flashtrans", "residency")
 HEADERS: Final = ("device.cuh", "move.cuh", "phases.cuh", "resolve.cuh", "victims.cuh")
 ARCHITECTURES: Final = ("sm_90a", "sm_100a")
+CAPABILITY_MIN: Final = 8, 9
+"""The compute capability since which there are e4m3 numbers."""
 
 _ENTRY: Final = re.compile(r"Compiling entry function '(\w+)'")
 _SPILL: Final = re.compile(

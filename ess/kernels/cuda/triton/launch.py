@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from ess.errors import BadInput, Unavailable
+from ess.kernels.cuda.program import CAPABILITY_MIN
 
-CAPABILITY_MIN: Final = (8, 9)
 FORMS: Final = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "f32"}
 FUSED: Final[dict[str, Any]] = {"enable_fp_fusion": True}
 """A sum takes the product whole. Triton's default until 3.9, which announces the opposite."""
