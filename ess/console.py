@@ -95,7 +95,8 @@ def run(app: cyclopts.App, arguments: Sequence[str] | None) -> int:
     except cyclopts.UnusedCliTokensError as error:
         return _refuse(app, _too_many(error), USAGE)
     except cyclopts.CycloptsError as error:
-        return _refuse(app, error, USAGE)
+        is_ours = isinstance(error.__cause__, BadInput)
+        return _refuse(app, error.__cause__ if is_ours else error, USAGE)
     except BadInput as error:
         return _refuse(app, error, USAGE)
     except BrokenPipeError:

@@ -29,9 +29,18 @@ def ess_bench() -> int:
 
 
 def _run(module: str, *, name: str) -> int:
+    _open_what_is_closed()
     try:
         code: int = importlib.import_module(module).main()
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return code
+
+
+def _open_what_is_closed() -> None:
+    """A stream that the shell has closed, as in `ess plan >&-`, is None here; and the next file or
+    socket would take its number, and get what is printed."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115

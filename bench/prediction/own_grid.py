@@ -80,8 +80,7 @@ def own_grid_benchmark(
     timed_chunk
         Prompt tokens of the tables, a list.
     steps
-        Least steps of a cell in all visits, more for batches of few; the first of a
-        visit does not count.
+        Least steps of a cell in all visits, more for small batches; a visit's first is left out.
     """
     asked = Grid(
         contexts=sizes("--ctx", ctx),

@@ -155,7 +155,7 @@ class ProcessConfig(EngineConfig):
         "", "memory", "A folder for this engine alone that keeps pages of prompts across restarts."
     )
     prefix_cache_disk: str = setting(
-        "8GiB", "memory", "The most that prefix_cache_dir takes of the disk."
+        "8GiB", "memory", "The most that --prefix-cache-dir takes of the disk."
     )
     threads: int = setting(
         0, "engine", "Compute threads; 0 leaves a core to the machine.", (0, 1024)
@@ -195,7 +195,7 @@ class ProcessConfig(EngineConfig):
         -1, "pipeline", "The number of this server; -1 starts all that run here.", (-1, 1023)
     )
     ep_size: int = setting(
-        0, "pipeline", "Ranks that the experts are divided over: dp_size, or 0.", (0, 1024)
+        0, "pipeline", "Ranks that the experts are divided over: as --dp-size, or 0.", (0, 1024)
     )
     redundant_experts: int = setting(
         0, "pipeline", "Extra copies of the most used experts, in each layer.", (0, 1 << 16)

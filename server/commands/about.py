@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from importlib import metadata
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
+import cyclopts
 import msgspec
 from rich.table import Table
 
@@ -82,7 +83,7 @@ def version(*, json: bool = False) -> None:
 
 
 def layout(
-    name: str,
+    name: Annotated[str, cyclopts.Parameter(help=f"The model: {', '.join(NAMES)}.")],
     /,
     *,
     row: RowForm | None = None,
@@ -93,10 +94,6 @@ def layout(
 
     Parameters
     ----------
-    name
-        A preset (deepseek-v3.2, glm-5, glm-5.2, ess-embedded) or a published configuration:
-        a.x-k2-light, hy4-preview, mistral-large-4, dots3-note, deepseek-v4-flash,
-        glm-5.3-flash.
     row
         How a latent row is stored; by default in fp8, entries of several tokens in bf16.
     host_bytes

@@ -172,8 +172,7 @@ def prefill(
     Parameters
     ----------
     tune
-        Serve nothing: find the chunks, and the layers of each stage, that prefill prompts fastest
-        on this machine, and print the flags to set.
+        Serve nothing: find the fastest chunks and layers of each stage here, as flags to set.
     tune_prompt
         The length of the prompts to tune for.
     tune_rounds

@@ -402,7 +402,7 @@ def test_a_node_shares_its_memory_and_the_link_between_sockets():
 def test_counts_are_not_rounded(capsys: pytest.CaptureFixture[str]):
     for command in (["plan"], ["sim", "--rate", "1"]):
         assert main([*command, "--gpus", "32.5"]) == 2
-        assert "32.5 is not a whole number" in capsys.readouterr().err
+        assert capsys.readouterr().err == "ess: --gpus 32.5 is not a whole number\n"
 
 
 @pytest.mark.parametrize("text", ["50", "0ms", "-1ms", "fast"])

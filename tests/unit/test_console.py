@@ -44,6 +44,17 @@ def test_the_value_of_a_misspelt_option_is_not_shown(capsys: pytest.CaptureFixtu
     assert "top-secret" not in shown
 
 
+def test_help_breaks_no_line_where_there_is_room(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ess prefill` has the flags of `ess serve` and `ess decode`, and more."""
+    monkeypatch.setenv("COLUMNS", "400")
+    for name in {command.name for command in cli.COMMANDS} - {"serve", "decode"}:
+        assert cli.main([name, "--help"]) == 0
+        broken = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│    ")]
+        assert not broken, f"{name}: {broken}"
+
+
 def test_a_layout_says_what_a_token_costs(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["layout", "deepseek-v3.2", "--host-bytes", "24GiB"]
     assert cli.main([*arguments, "--json"]) == 0
@@ -141,6 +152,12 @@ def test_a_closed_pipe_is_no_traceback() -> None:
         process.stdout.close()
         complaint = process.stderr.read()
     assert (process.returncode, complaint) == (1, b"")
+
+
+def test_a_closed_stdout_is_no_traceback() -> None:
+    ess = f"{sys.executable} -c 'from ess.scripts import ess; raise SystemExit(ess())'"
+    done = subprocess.run(f"{ess} layout glm-5 >&-", shell=True, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_tables_in_a_pipe_are_neither_wrapped_nor_coloured(

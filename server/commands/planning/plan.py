@@ -48,7 +48,7 @@ class HardwareFlags:
     stack: Stack = SGLANG
     "The framework whose measured kernels a step is made of: sglang, vllm or trtllm."
     gpus: Whole = 32
-    "GPUs that share the experts: 8, 16, 32, 64, 128 or 256."
+    "GPUs that share the experts."
     mtp: Whole = 2
     "Tokens verified per step, up to 8."
     accepted: float | None = None
