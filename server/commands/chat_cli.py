@@ -110,9 +110,9 @@ def chat(
     messages = [{"role": "system", "content": system}] if system else []
     asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     is_typed = question is None and sys.stdin.isatty()
+    model = model or client.ask("/v1/models")["data"][0]["id"]
     if is_typed:
-        served = client.ask("/v1/models")["data"][0]["id"]
-        console.note(f"{model or served} at {client.url}; Ctrl-C stops an answer, Ctrl-D ends")
+        console.note(f"{model} at {client.url}; Ctrl-C stops an answer, Ctrl-D ends")
         console.note("/new begins another conversation")
     answer = partial(_answer, client, stats=stats, json=json)
     body = {**asked, "model": model, "stream": True}

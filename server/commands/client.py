@@ -22,6 +22,7 @@ LOOK_S: Final = 0.25
 LISTEN_S: Final = 10.0
 """A server that was started just now listens by then."""
 LOADS: Final = "/v1/loads"
+UNSERVED: Final = (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 class Client:
@@ -123,7 +124,7 @@ class Client:
         if answer.status != http.HTTPStatus.OK:
             with answer:
                 reason = _message(answer.read())
-            is_missing = answer.status == http.HTTPStatus.NOT_FOUND and path.startswith(LOADS)
+            is_missing = answer.status in UNSERVED and path.startswith(LOADS)
             hint = "; is it a router? --url is the address of a worker" if is_missing else ""
             raise Unavailable(f"{self.url} answers {answer.status}: {reason}{hint}")
         return answer
@@ -134,7 +135,7 @@ class Client:
         is_safe = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._port, timeout=self._timeout_s)
-        headers = {"connection": "close"}
+        headers = {"connection": "close", "content-type": "application/json"}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
         sent = None if body is None else jsons.dumps(body).encode()

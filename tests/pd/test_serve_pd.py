@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ess.server.commands import cli
 from ess.server.commands.pd.routers import ROUTERS
 from tests.pd.stand import PACED
 from tests.server.harness import until
@@ -70,11 +71,18 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param.name
 
 
-def test_it_serves_and_ends_with_all_its_processes(name: str, tmp_path: Path):
+def test_it_serves_and_ends_with_all_its_processes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     with served(tmp_path, "--router", name) as pd:
         assert [*pd.pids] == ["prefill-1", "decode-1", "router"]
         asked = [ask(f"{pd.url}/v1/completions", ASKED) for _ in range(6)]
         assert [answer.document["usage"]["completion_tokens"] for answer in asked] == [5] * 6
+        assert cli.main(["chat", "Hi", "--url", pd.url, "--max-tokens", "5"]) == 0
+        assert cli.main(["top", "--once", "--url", pd.url]) == 1
+        said = capsys.readouterr()
+        assert said.out.strip()
+        assert "is it a router? --url is the address of a worker" in said.err
         for worker in ("prefill-1", "decode-1"):
             mode = ask(f"{pd.urls[worker]}/server_info").document["disaggregation_mode"]
             assert mode == worker.partition("-")[0]
