@@ -164,7 +164,7 @@ def _offered(
     """The load, after two requests that are not counted: first steps of a server are slow. They
     have a prompt of their own, so nothing of the load is cached by them."""
     address = address_of(url)
-    where = f"{address.scheme}://{address.netloc}{address.path.rstrip('/')}"
+    where = f"{address.scheme}://{address.netloc}{address.path}"
     key = os.environ.get("ESS_API_KEY", "").partition(",")[0].strip()
     target = Target(where, model or first_model(where, key), key)
     warm_up = [LoadRequest(0.0, "Every server says a word first.", 2)] * WARM_UP

@@ -26,13 +26,15 @@ UNSERVED: Final = (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.METHOD_NOT_ALLOWED
 
 
 class Client:
-    """One server; every call is a connection of its own."""
+    """One server, also by its base address for OpenAI's client, which ends with /v1; every call is
+    a connection of its own."""
 
     def __init__(self, url: str, api_key: str | None, *, timeout_s: float = TIMEOUT_S) -> None:
         url = url if "://" in url else f"http://{url}"
         self._parts = urlsplit(url)
         if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
             raise BadInput(f"--url {url}: write http://HOST:PORT")
+        self._path = self._parts.path.rstrip("/").removesuffix("/v1")
         self.url = url
         self._timeout_s = timeout_s
         self._key = (api_key or os.environ.get("ESS_API_KEY", "").partition(",")[0]).strip()
@@ -140,7 +142,7 @@ class Client:
             headers["authorization"] = f"Bearer {self._key}"
         sent = None if body is None else jsons.dumps(body).encode()
         try:
-            connection.request(method, self._parts.path.rstrip("/") + path, sent, headers)
+            connection.request(method, self._path + path, sent, headers)
             return connection.getresponse()
         except TimeoutError:
             connection.close()

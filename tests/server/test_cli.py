@@ -243,7 +243,7 @@ def test_the_server_s_own_sentence_is_passed_on(
     assert cli.main(["top", "--url", served.url]) == 1
     assert "no API key came along; a valid one is needed" in capsys.readouterr().err
     monkeypatch.setenv("ESS_API_KEY", "secret,other")
-    assert cli.main(["top", "--url", served.url, "--json"]) == 0
+    assert cli.main(["top", "--url", f"{served.url}/v1/", "--json"]) == 0, "OpenAI's base address"
     assert run(served, "chat", "-q", "x", "--model", "none") == 1
     assert "'none' is not served here" in capsys.readouterr().err
 

@@ -66,7 +66,7 @@ async def streamed(url: str, asked: Mapping[str, Any], *, key: str = "") -> Time
     address, body = address_of(url), json.dumps(asked).encode()
     allowed = f"authorization: Bearer {key}\r\n" if key else ""
     head = (
-        f"POST {address.path.rstrip('/')}/v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
+        f"POST {address.path}/v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
         f"connection: close\r\ncontent-type: application/json\r\n{allowed}"
         f"content-length: {len(body)}\r\n\r\n"
     )
@@ -83,6 +83,7 @@ async def streamed(url: str, asked: Mapping[str, Any], *, key: str = "") -> Time
 
 
 def address_of(url: str) -> SplitResult:
+    """With its port, and without the /v1 that addresses for OpenAI's client end with."""
     try:
         address = urlsplit(url if "://" in url else f"http://{url}")
         is_one = address.scheme in ("http", "https") and address.hostname and address.port != 0
@@ -92,7 +93,7 @@ def address_of(url: str) -> SplitResult:
         raise BadInput(f"{url!r} is not an address of a server: write http://HOST:PORT")
     usual = 443 if address.scheme == "https" else 80
     netloc = address.netloc if address.port else f"{address.netloc}:{usual}"
-    return address._replace(netloc=netloc)
+    return address._replace(netloc=netloc, path=address.path.rstrip("/").removesuffix("/v1"))
 
 
 async def _read(reader: asyncio.StreamReader, begun_s: float) -> TimedAnswer:
