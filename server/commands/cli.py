@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+import cyclopts
+
 import ess
 from ess import console
 from ess.console import Command
@@ -82,6 +84,12 @@ COMMANDS: Final = (
         group="Install",
     ),
     Command(
+        name="completion",
+        home="ess.server.commands.about:completion",
+        summary="What makes a shell complete commands and flags: `. <(ess completion bash)`.",
+        group="Install",
+    ),
+    Command(
         name="version",
         home="ess.server.commands.about:version",
         summary="The version of ESS and of what it runs on.",
@@ -90,9 +98,12 @@ COMMANDS: Final = (
 )
 
 
+def make_app() -> cyclopts.App:
+    return console.make_app("ess", summary=SUMMARY, version=ess.__version__, commands=COMMANDS)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    app = console.make_app("ess", summary=SUMMARY, version=ess.__version__, commands=COMMANDS)
-    return console.run(app, arguments)
+    return console.run(make_app(), arguments)
 
 
 if __name__ == "__main__":

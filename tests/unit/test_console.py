@@ -160,6 +160,20 @@ def test_a_closed_stdout_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_shell_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    asks = [
+        f"COMP_WORDS=({words}) COMP_CWORD={at}; _ess; echo ${{COMPREPLY[*]}}"
+        for words, at in (("ess pl", 1), ("ess serve --max-run", 2), ("ess plan --stack ''", 3))
+    ]
+    script = "\n".join([capsys.readouterr().out, *asks])
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    plan, most, stacks = done.stdout.splitlines()
+    assert (plan, stacks) == ("plan", "sglang vllm trtllm")
+    assert "--max-running" in most.split()
+
+
 def test_tables_in_a_pipe_are_neither_wrapped_nor_coloured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
