@@ -249,6 +249,22 @@ def test_a_successor_of_a_killed_sender_serves() -> None:
         pair.check()
 
 
+def test_a_killed_receiver_is_forgotten_and_its_handoff_ends() -> None:
+    """A port that counts lost peers would after some restarts meet none."""
+    with two("tcp") as pair:
+        pair.decode.want(5, pair.prefill.port.epoch)
+        pair.turn(lambda: len(pair.prefill.port.sender._orphans) == 1)
+        sequence = pair.prefill.offload.open(list(TOKENS))
+        pair.prefill.port.sender.offer(5, sequence, prompt=list(TOKENS), salt=b"")
+        pair.decode.port.close()
+        pair.decode = Worker(pair.ends.end(), pair.clock)
+        pair.turn(lambda: not pair.prefill.port.peers())
+        (lapsed,) = pair.prefill.left
+        assert "is lost" in lapsed.sentence
+        pair.prefill.port.sender.finish(5, None)
+        pair.turn(lambda: not pair.prefill.port.is_busy)
+
+
 def test_to_meet_again_changes_nothing_but_when_it_was_heard(pair: Two) -> None:
     pair.prefill.give(1)
     pair.decode.want(1, pair.prefill.port.epoch)

@@ -41,6 +41,7 @@ PROFILE = hypothesis.settings(phases=[hypothesis.Phase.generate], database=None,
 OFFLOAD = "tests/model/test_offload.py"
 SEEDS = "tests/campaign/few_seeds.py"
 RECEIVER = ("tests/handoff/test_receiver.py", "tests/handoff/test_receiver_endings.py")
+MEETING = ("tests/handoff/test_meeting.py", "tests/handoff/test_port.py")
 LEAD = ("tests/prefill/test_lead.py", "tests/prefill/test_tier.py")
 NEW_ROWS = "tests/unit/door/test_new_rows.py"
 DOOR = ("tests/unit/door/test_at_once.py", "tests/unit/door/test_door.py", NEW_ROWS)
@@ -140,7 +141,10 @@ SUITES = {
     "ess.transfer.members": ["tests/transfer/test_members.py", SEEDS],
     "ess.transfer.messages": ["tests/transfer/test_messages.py", SEEDS],
     "ess.transfer.windows": ["tests/transfer/test_windows.py", SEEDS],
+    "ess.door.handoff.geometry": [*MEETING, "tests/handoff/test_states.py"],
+    "ess.door.handoff.incoming.leg": [*MEETING, *RECEIVER],
     "ess.door.handoff.incoming.receiver": [*RECEIVER, SEEDS],
+    "ess.door.handoff.port": [*MEETING, SEEDS],
     "ess.prefill.batches": [*LEAD, SEEDS],
     "ess.prefill.issuer": [*LEAD, SEEDS],
     "ess.prefill.lead": [*LEAD, SEEDS],
@@ -149,6 +153,8 @@ SUITES = {
     "ess.prefill.prompts": [*LEAD, SEEDS],
     "ess.prefill.records": ["tests/prefill/test_orders.py", SEEDS],
     "ess.prefill.reports": ["tests/prefill/test_orders.py", SEEDS],
+    "ess.prefill.stage": [*LEAD, "tests/prefill/test_refused_open.py", SEEDS],
+    "ess.prefill.stages": [*LEAD, SEEDS],
 }
 FLIPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -176,7 +182,7 @@ DROPPED = (ast.Assign, ast.AugAssign, ast.Delete, ast.Expr)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BLOCKS = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.For, ast.AsyncFor, ast.While),
-    *(ast.With, ast.AsyncWith, ast.Try, ast.ExceptHandler),
+    *(ast.With, ast.AsyncWith, ast.Try, ast.ExceptHandler, ast.match_case),
 )
 
 
@@ -195,7 +201,7 @@ def mutants_of(module: str) -> Iterator[Mutant]:
     for number in range(count):
         tree = ast.parse(text)
         node, field, index = list(sites(tree))[number]
-        line = getattr(node, "lineno", 0)
+        line = (node.pattern if isinstance(node, ast.match_case) else node).lineno
         change = apply(node, field, index)
         mutated = compiled(module, ast.fix_missing_locations(tree))
         yield Mutant(module, line, f"{change}: {lines[line - 1].strip()}", mutated)

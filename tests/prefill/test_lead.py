@@ -9,6 +9,7 @@ import pytest
 
 from ess.door.handoff.endings import Lapsed, Sent
 from ess.errors import BadInput, BadState
+from ess.prefill import orders
 from ess.prefill.batches import WINDOW_S, Batches
 from ess.prefill.orders import Close, GiveUp, Open, Part, Run
 from ess.prefill.stage import Disagreement
@@ -62,7 +63,9 @@ def test_a_prompt_waits_for_room_until_every_stage_has_let_go_of_another():
     assert_quiet(pipe)
 
 
-def test_more_prompts_than_sequences_come_one_after_another():
+def test_more_prompts_than_sequences_come_one_after_another(monkeypatch: pytest.MonkeyPatch):
+    """Each prompt takes three orders to come to the second stage."""
+    monkeypatch.setattr(orders, "TEXT_MAX", 40)
     pipe = Pipe(2, sequence_max=2)
     requests = [pipe.add(text(90, seed=seed)) for seed in range(5)]
     pipe.run()

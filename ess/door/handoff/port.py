@@ -176,6 +176,8 @@ class Port:
         self.receiver.check()
         self.sender.check()
         assert len(self._heard_s) <= PEERS_MAX, f"{len(self._heard_s)} peers"
+        lost = [peer for peer in self._heard_s if not self.receiver.origins.knows(peer)]
+        assert not lost, f"peers {lost} are lost, and counted among those that are met"
         assert len(self._released) <= RELEASED_MAX, f"{len(self._released)} releases"
 
     def _handle(self, event: Event) -> None:
