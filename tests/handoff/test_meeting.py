@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ess.door.handoff.geometry import part_layers, wire_layers
 from ess.door.handoff.incoming.origins import Origins
 from ess.door.handoff.port import PEERS_MAX
 from ess.errors import BadInput
@@ -67,6 +68,24 @@ def test_other_groups_are_refused_by_name(ranges: list, says: str) -> None:
 def test_a_piece_is_of_those_that_have_its_layers(kind, layers, owners) -> None:
     piece = Piece(1, kind, *layers, 0, 1, 8, 0)
     assert [each.peer for each in origins((0, 3), (3, 6), (6, 8)) if each.has(piece)] == owners
+
+
+@pytest.mark.parametrize(
+    ("kind", "wired", "own"),
+    [
+        (PieceKind.ROWS, (3, 6), range(3)),
+        (PieceKind.ROWS, (4, 6), range(1, 3)),
+        (PieceKind.ROWS, (2, 5), range(2)),
+        (PieceKind.ROWS, (0, 3), range(0)),
+        (PieceKind.INDEX_KEYS, (2, 3), range(1)),
+        (PieceKind.INDEX_KEYS, (0, 2), range(0)),
+    ],
+)
+def test_a_stage_finds_its_own_layers_among_those_asked_for_again(kind, wired, own) -> None:
+    stage = WIDE.part(3, 6)
+    assert part_layers(stage, kind, range(*wired)) == own
+    wide = range(wired[1] - len(own), wired[1])
+    assert not own or wire_layers(stage, kind, own) == wide
 
 
 def test_of_a_group_that_has_lost_a_member_the_others_are_known() -> None:
