@@ -29,6 +29,7 @@ from ess.server.process.pair.addresses import HOST_CHARS_MAX, Address, address_o
 from ess.server.process.pair.peers import Peer, engine_id
 from ess.server.process.service import Service
 from ess.transfer.messages import UID_BITS, UID_MAX, new_uid, uid_of
+from ess.units import counted
 
 FAKE_HOST: Final = "2.2.2.2"
 EPOCH: Final = re.compile(r"[0-9a-f]{16}")
@@ -217,7 +218,7 @@ def _per_prompt(name: str, ask: Generated, count: int) -> list[Any]:
     if not isinstance(given, list):
         return [given] * count
     if len(given) not in (count, count * _answer_count(ask)):
-        raise BadInput(f"{name} has {len(given):,} entries for {count} prompts")
+        raise BadInput(f"{name} has {len(given):,} entries for {counted(count, 'prompt')}")
     return given[:count]
 
 

@@ -124,6 +124,24 @@ def test_a_chat_request_with_a_room_for_each_choice_keeps_the_first():
         assert post(right, wrong, "/v1/chat/completions").status == 400
 
 
+def test_prompts_with_sampling_params_of_their_own_are_handed_over():
+    """With a room for each prompt, or for each answer."""
+    entries = [{"n": 2, "max_new_tokens": 0}, {"n": 2, "max_new_tokens": 3}]
+    for rooms in ([4, 5], [4, 5, 6, 7]):
+        with pair() as (left, right):
+            body = {"input_ids": [[5, 6], [7, 8]], "sampling_params": entries}
+            made, answers = (
+                post(served, {**body, **rooms_at(left, rooms)}, "/generate").document
+                for served in (left, right)
+            )
+            assert handed(left) == [Handoff(room, kind="give") for room in (4, 5)]
+            assert [len(answer["output_ids"]) for answer in made] == [0, 0]
+            epoch = left.service.epoch
+            took = [Handoff(4, epoch, "take"), None, Handoff(5, epoch, "take"), None]
+            assert handed(right) == took
+            assert [len(answer["output_ids"]) for answer in answers] == [0, 0, 3, 3]
+
+
 def test_workers_of_a_pair_are_taken_for_those_of_sglang():
     """Otherwise smg sends no handoffs: it reads a model's `owned_by` to learn which dialect a
     worker speaks."""
@@ -221,7 +239,7 @@ def test_every_route_that_generates_hands_over():
         ({"bootstrap_room": -1}, "bootstrap_room has -1"),
         ({"bootstrap_room": True}, "bootstrap_room has True"),
         ({"bootstrap_room": "7"}, "bootstrap_room has '7'"),
-        ({"bootstrap_room": [1, 2]}, "bootstrap_room has 2 entries for 1 prompts"),
+        ({"bootstrap_room": [1, 2]}, "bootstrap_room has 2 entries for 1 prompt"),
         ({"prompt": ["a", "b"], "bootstrap_room": [4, 4]}, "the same room for two prompts"),
         ({"bootstrap_room": 7.5}, "bootstrap_room has 7.5"),
         ({"bootstrap_room": 2.0**60}, "bootstrap_room has 1.15"),

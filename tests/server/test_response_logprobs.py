@@ -18,7 +18,7 @@ from ess.server.dialects.logprobs import chat_entries
 from ess.server.dialects.routes.openai_responses import ResponseWriter
 from ess.server.dialects.scored_reply import ScoredParser
 from tests.server.harness import TOKENIZER, Served, until
-from tests.server.test_responses import TOOLS, create
+from tests.server.test_responses import TOOLS, client, create
 from tests.server.tool_calls import CALLS
 
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
@@ -87,18 +87,25 @@ def test_streams_that_end_together_write_one_long_event_in_a_turn_of_the_loop(
             tick()
         if event["type"].endswith((".done", ".completed")):
             seen.append((turn_count, event["type"]))
+            assert plain.service.tally.document_count, "the drain does not know of this end"
         return written(writer, event)
+
+    def events() -> list[Any]:
+        with client(plain) as own:
+            asked = {"model": "test-model", "input": "When?", "stream": True}
+            return list(own.responses.create(**asked, **LOGPROBS))
 
     monkeypatch.setattr(ResponseWriter, "_written", recorded)
     count, before = 3, len(plain.engine.adds)
     plain.engine.hold()
     with ThreadPoolExecutor(count) as clients:
-        asked = [clients.submit(create, plain, **LOGPROBS, stream=True) for _ in range(count)]
+        asked = [clients.submit(events) for _ in range(count)]
         until(lambda: len(plain.engine.adds) == before + count, "the requests")
         plain.engine.held.set()
-        answers = [list(each.result()) for each in asked]
+        answers = [each.result() for each in asked]
     is_over.append(True)
     assert [answer[-1].type for answer in answers] == ["response.completed"] * count
+    until(lambda: not plain.service.tally.document_count, "no end is left to be made")
     turns = [turn for turn, _ in seen]
     assert len(seen) == 4 * count
     assert len(set(turns)) == len(turns), f"events of one turn: {seen}"
