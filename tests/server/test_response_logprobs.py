@@ -18,7 +18,7 @@ from ess.server.dialects.logprobs import chat_entries
 from ess.server.dialects.routes.openai_responses import ResponseWriter
 from ess.server.dialects.scored_reply import ScoredParser
 from tests.server.harness import TOKENIZER, Served, until
-from tests.server.test_responses import TOOLS, client, create
+from tests.server.test_responses import TOOLS, create
 from tests.server.tool_calls import CALLS
 
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
@@ -59,7 +59,7 @@ def test_reasoning_marks_and_calls_have_none(calling: Served):
 @pytest.mark.parametrize("asked", [{}, THINKING], ids=["quiet", "thinking"])
 def test_a_stream_has_the_same(calling: Served, asked: dict[str, Any]):
     asked = {**asked, **LOGPROBS, "top_logprobs": 1}
-    events = list(create(calling, **asked, stream=True))
+    events = create(calling, **asked, stream=True)
     whole = entries_of(create(calling, **asked))
     assert entries_of(events[-1].response) == whole
     for kind in ("response.output_text.delta", "response.output_text.done"):
@@ -90,16 +90,11 @@ def test_streams_that_end_together_write_one_long_event_in_a_turn_of_the_loop(
             assert plain.service.tally.document_count, "the drain does not know of this end"
         return written(writer, event)
 
-    def events() -> list[Any]:
-        with client(plain) as own:
-            asked = {"model": "test-model", "input": "When?", "stream": True}
-            return list(own.responses.create(**asked, **LOGPROBS))
-
     monkeypatch.setattr(ResponseWriter, "_written", recorded)
     count, before = 3, len(plain.engine.adds)
     plain.engine.hold()
     with ThreadPoolExecutor(count) as clients:
-        asked = [clients.submit(events) for _ in range(count)]
+        asked = [clients.submit(create, plain, **LOGPROBS, stream=True) for _ in range(count)]
         until(lambda: len(plain.engine.adds) == before + count, "the requests")
         plain.engine.held.set()
         answers = [each.result() for each in asked]

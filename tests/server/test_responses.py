@@ -33,8 +33,11 @@ def client(served: Served) -> openai.OpenAI:
 
 
 def create(served: Served, **asked: Any) -> Any:
+    """The response, or the list of its events; the client's connection is closed."""
     asked = {"model": "test-model", "input": "When?", **asked}
-    return client(served).responses.create(**asked)
+    with client(served) as own:
+        made = own.responses.create(**asked)
+        return list(made) if asked.get("stream") else made
 
 
 def prompt_of(served: Served) -> str:
@@ -65,7 +68,7 @@ def test_what_is_cut_short_says_so(plain: Served):
 
 
 def test_a_stream_is_the_same_in_order(plain: Served):
-    events = list(create(plain, stream=True))
+    events = create(plain, stream=True)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = kinds.count("output_text.delta")
@@ -99,7 +102,7 @@ def test_calls_and_reasoning_come_whole_and_in_events(calling: Served):
     assert [item.type for item in whole.output] == [
         *("reasoning", "message", "function_call", "function_call"),
     ]
-    events = list(create(calling, tools=TOOLS, reasoning={"effort": "low"}, stream=True))
+    events = create(calling, tools=TOOLS, reasoning={"effort": "low"}, stream=True)
     done = {e.output_index: e for e in events if e.type.endswith("arguments.done")}
     assert {i: (e.name, json.loads(e.arguments)) for i, e in done.items()} == {
         2: ("tide", ARGUMENTS),
