@@ -39,8 +39,11 @@ def _run(module: str, *, name: str) -> int:
 
 
 def _open_what_is_closed() -> None:
-    """A stream that the shell has closed, as in `ess plan >&-`, is None here; and the next file or
-    socket would take its number, and get what is printed."""
+    """A stream that the shell has closed, as in `ess plan >&-`, is None here and in the processes
+    that a command starts; and the next file or socket would take its number, and get what is
+    printed."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)

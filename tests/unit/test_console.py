@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -158,6 +159,16 @@ def test_a_closed_stdout_is_no_traceback() -> None:
     ess = f"{sys.executable} -c 'from ess.scripts import ess; raise SystemExit(ess())'"
     done = subprocess.run(f"{ess} layout glm-5 >&-", shell=True, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_streams_that_are_closed_are_open_in_the_processes_of_a_command_too() -> None:
+    child = "import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"
+    command = (
+        "import subprocess, sys; from ess import scripts; scripts._open_what_is_closed();"
+        f"sys.exit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
+    )
+    closed = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(command)} <&- >&- 2>&-"
+    assert subprocess.run(closed, shell=True).returncode == 0
 
 
 def test_a_shell_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
