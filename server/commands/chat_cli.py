@@ -34,9 +34,7 @@ class Watch:
         self._first_s: float | None = None
 
     def _load(self) -> dict[str, Any]:
-        loads = self._client.ask("/v1/loads?include=core")["loads"]
-        load: dict[str, Any] = loads[0]
-        return load
+        return self._client.first("/v1/loads?include=core", "loads")
 
     def saw_text(self) -> None:
         if self._first_s is None:
@@ -110,7 +108,7 @@ def chat(
     messages = [{"role": "system", "content": system}] if system else []
     asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     is_typed = question is None and sys.stdin.isatty()
-    model = model or client.ask("/v1/models")["data"][0]["id"]
+    model = model or client.first("/v1/models", "data")["id"]
     if is_typed:
         console.note(f"{model} at {client.url}; Ctrl-C stops an answer, Ctrl-D ends")
         console.note("/new begins another conversation")
@@ -276,7 +274,7 @@ def _table_or_reason(client: Client) -> Table | str:
 
 
 def _shown(client: Client, ends: str = "Ctrl-C ends") -> Table:
-    load = client.ask("/v1/loads")["loads"][0]
+    load = client.first("/v1/loads", "loads")
     table = Table.grid(padding=(0, 3))
     table.add_column()
     table.add_column(justify="right")

@@ -97,6 +97,16 @@ class Client:
             document: dict[str, Any] = jsons.loads(b"".join(self._lines(answer)))
         return document
 
+    def first(self, path: str, name: str) -> dict[str, Any]:
+        """The first entry of the list `name` in the document there."""
+        try:
+            entry: dict[str, Any] = self.ask(path)[name][0]
+        except (ValueError, LookupError, TypeError):
+            raise Unavailable(
+                f"{self.url} has an empty list {name!r} at {path}, or none; is it a server of ESS?"
+            ) from None
+        return entry
+
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a stream, to the last; an error event is raised."""
         with self._send("POST", path, body) as answer:

@@ -248,6 +248,20 @@ def test_the_server_s_own_sentence_is_passed_on(
     assert "'none' is not served here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("answer", [b"<html>", b"\xff", b"[]", b'{"data": [], "loads": []}'])
+def test_what_is_no_answer_of_ours_gets_a_sentence(
+    served: Served,
+    answer: bytes,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As that of a router without workers, or of another site."""
+    monkeypatch.setattr(Client, "_lines", lambda *_: [answer])
+    for command in (["chat", "-q", "x"], ["chat", "-q", "x", "--model", "m", "--json"], ["top"]):
+        assert run(served, *command) == 1
+        assert "or none; is it a server of ESS?" in capsys.readouterr().err
+
+
 def test_doctor_s_code_says_whether_something_failed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
