@@ -387,7 +387,7 @@ class PromptReader:
 
 
 def _check_counts(ask: msgspec.Struct) -> None:
-    for place, asked in {"": ask, **schemas.sampled_of(ask)}.items():
+    for place, asked in schemas.sampled_of(ask).items():
         for name, most in COUNTS:
             count = len(getattr(asked, name, None) or ())
             if count > most:

@@ -61,8 +61,8 @@ def until(true: Callable[[], bool], what: str = "it", *, within_s: float = DEADL
 
 
 class PacedEngine(fake_engine.PacedEngine):
-    """Records requests, can be held, and refuses everything if the test says so. It loads until
-    `says_ready` is set."""
+    """Records requests, can be held, and refuses everything if the test says so, or only what has a
+    grammar where the refusal is of one. It loads until `says_ready` is set."""
 
     def __init__(
         self,
@@ -114,7 +114,8 @@ class PacedEngine(fake_engine.PacedEngine):
         match message:
             case Add():
                 self.adds.append(message)
-                if self.refuse:
+                is_free = message.sampling.grammar is None
+                if self.refuse and not (is_free and self.refuse.startswith("grammar (")):
                     refused = Piece(message.number, reason="refused", sentence=self.refuse)
                     wire.give(Progress((refused,)))
                     return

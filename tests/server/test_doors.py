@@ -169,6 +169,7 @@ def test_generate_in_batches_and_with_logprobs(served: Served):
         ([{}, {"truncate_prompt_tokens": 0}], "sampling_params[1]: truncate_prompt_tokens is 0;"),
         ([{"regex": "a"}, {"regex": "b", "ebnf": "c"}], "sampling_params[1]: 2 constraints on"),
         ([{}, {"bad_words": [""]}], "sampling_params[1]: bad_words has a word of 0 characters"),
+        ([{}, {"bad_words": ["😀" * 90]}], "sampling_params[1]: bad_words: 360 ids in a"),
     ],
 )
 def test_entries_of_prompts_are_checked_each(served: Served, entries, says):

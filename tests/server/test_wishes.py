@@ -243,11 +243,11 @@ def test_a_grammar_that_is_refused_is_named_by_its_field():
             error = json.loads(caught.value.read())["error"]
             assert (caught.value.code, error["param"]) == (400, field)
             assert error["message"] == f"{field}: grammar (regex): has no end"
-        entries = {"text": ["x", "y"], "sampling_params": [{"regex": "a"}, {}]}
+        entries = {"text": ["x", "y"], "sampling_params": [{}, {"regex": "a"}]}
         with pytest.raises(urllib.error.HTTPError) as caught:
             post(served, SGLANG, entries)
         error = json.loads(caught.value.read())["error"]
-        assert error["message"] == "sampling_params[0]: regex: grammar (regex): has no end"
+        assert error["message"] == "sampling_params[1]: regex: grammar (regex): has no end"
 
 
 # ---- served
