@@ -277,6 +277,11 @@ def test_what_is_missing_is_named(plain: Served, path, name):
 def test_a_prompt_may_be_cut_to_what_the_model_takes(plain: Served):
     post(plain, COMPLETIONS, {"prompt": [7] * 5000, "max_tokens": 1, "truncate_prompt_tokens": -1})
     assert len(plain.engine.adds[-1].prompt) == 4095
+    longest = TOKENIZER.longest_chars
+    assert longest is not None
+    texts = ["x", "e" * (4096 * longest + 1)]
+    post(plain, SGLANG, {"text": texts, "sampling_params": [{}, {"truncate_prompt_tokens": 2}]})
+    assert [len(add.prompt) for add in plain.engine.adds[-2:]] == [1, 2]
 
 
 @pytest.mark.parametrize("path", BODIES)
