@@ -17,11 +17,13 @@ BLOCK: Final = 4096
 PART: Final = 512
 
 
-def cut_into(scores: Tensor, cuts: Cuts, out: Tensor) -> None:
-    """`ess.kernels.cut` by one program for a line. There is room for `ROOM` candidates: a line that
-    needs more of them is searched whole."""
+def cut_into(
+    scores: Tensor, cuts: Cuts, out: Tensor, *, room: int = ROOM, block: int = BLOCK
+) -> None:
+    """`ess.kernels.cut` by one program for a line. `room` is for candidates: a line that needs
+    more of them is searched whole."""
     count, width = scores.shape
-    shape = count, ROOM if width > ROOM else 1
+    shape = count, room if width > room else 1
     kept = torch.empty(shape, device=scores.device)
     positions = torch.empty(shape, dtype=torch.int32, device=scores.device)
     if not count:
@@ -31,10 +33,10 @@ def cut_into(scores: Tensor, cuts: Cuts, out: Tensor) -> None:
             *(scores, cuts.top_k.contiguous(), cuts.top_p.contiguous(), cuts.min_p.log()),
             *(out, kept, positions),
             *(width, scores.stride(0), out.stride(0)),
-            ROOM=ROOM,
-            SAMPLE=SAMPLE,
-            BLOCK=BLOCK,
-            PART=PART,
+            ROOM=room,
+            SAMPLE=min(SAMPLE, room),
+            BLOCK=block,
+            PART=min(PART, block),
             num_warps=8,
             **UNFUSED,
         )
