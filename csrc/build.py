@@ -2,7 +2,7 @@
 
 By itself setuptools compiles one source after the other: a minute, of which a machine with 16 cores
 needs a quarter. And it begins anew after a run that was ended. Here an object stays if it was made
-whole of the same texts and options; a file beside it says of which.
+whole of the same texts by the same command; a file beside it says of which.
 """
 
 from __future__ import annotations
@@ -22,8 +22,20 @@ from setuptools.command.build_ext import build_ext
 class SideBySide(build_ext):
     def build_extensions(self) -> None:
         self.compiler.compile = functools.partial(compiled, self.compiler.compile)
-        self.compiler._compile = functools.partial(kept, self.compiler._compile)
+        self.compiler._compile = functools.partial(self.keep, self.compiler._compile)
         super().build_extensions()
+
+    def keep(self, compile_one: Callable[..., None], made: str, source: str, *options: Any) -> None:
+        """The object `made`, compiled unless an earlier run has ended doing so. CXX and CFLAGS are
+        among the compiler's programs."""
+        programs = [getattr(self.compiler, name) for name in self.compiler.executables]
+        wanted, told = made_of(source, (programs, options)), Path(f"{made}.of")
+        is_whole = Path(made).exists() and told.exists() and told.read_text() == wanted
+        if is_whole and not self.force:
+            return
+        told.unlink(missing_ok=True)
+        compile_one(made, source, *options)
+        told.write_text(wanted)
 
 
 def compiled(
@@ -35,19 +47,9 @@ def compiled(
         return [file for objects in made for file in objects]
 
 
-def kept(compile_one: Callable[..., None], made: str, source: str, *options: Any) -> None:
-    """The object `made`, compiled unless an earlier run has ended doing so."""
-    wanted, told = made_of(source, options), Path(f"{made}.of")
-    if Path(made).exists() and told.exists() and told.read_text() == wanted:
-        return
-    told.unlink(missing_ok=True)
-    compile_one(made, source, *options)
-    told.write_text(wanted)
-
-
-def made_of(source: str, options: tuple[Any, ...]) -> str:
+def made_of(source: str, command: tuple[Any, ...]) -> str:
     """Any header may be included by any source."""
-    digest = hashlib.sha256(repr(options).encode())
+    digest = hashlib.sha256(repr(command).encode())
     for path in (Path(source), *sorted(Path(__file__).parent.rglob("*.h"))):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

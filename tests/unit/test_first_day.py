@@ -7,8 +7,10 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from setuptools import Distribution
 
 from ess.server.commands.start.settings import read_environment
 from tests.gpu import first_day
@@ -264,9 +266,13 @@ def test_a_build_that_was_ended_keeps_what_is_compiled(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         Path(made).write_text(source)
 
-    def compiled(*options: str) -> int:
-        before = len(runs)
-        build["kept"](compile_one, str(made), str(source), *options)
+    def compiled(*options: str, flags: str = "", force: bool = False) -> int:
+        before, command = len(runs), build["SideBySide"](Distribution())
+        programs = {"executables": {"compiler_so_cxx": None}, "compiler_so_cxx": ["c++", flags]}
+        command.compiler = SimpleNamespace(compile=None, _compile=compile_one, **programs)
+        command.extensions, command.force = [], force
+        command.build_extensions()
+        command.compiler._compile(str(made), str(source), *options)
         return len(runs) - before
 
     source.write_text("int one;")
@@ -276,6 +282,8 @@ def test_a_build_that_was_ended_keeps_what_is_compiled(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         compiled("ends")
     assert [compiled("-O2"), compiled("-O2")] == [1, 0]
+    assert [compiled("-O2", flags="-g"), compiled("-O2", flags="-g")] == [1, 0]
+    assert [compiled("-O2", flags="-g", force=True), compiled("-O2", flags="-g")] == [1, 0]
     source.write_text("int two;")
     assert [compiled("-O2"), compiled("-O2")] == [1, 0]
     made.unlink()
