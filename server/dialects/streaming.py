@@ -251,22 +251,19 @@ class EventStream(Response):
     async def _send_long_end(self, send: Send, ready: bytes) -> bytes:
         """Sends all but the last of the end's events, which it returns. Streams that end together
         make one event in a turn of the event loop, and what else waits for the loop has turns
-        between them. The drain waits for the end as for a document."""
+        between them. The drain waits for an event as for a document, not for its reader."""
         service = self._answer.service
-        service.tally.document_count += 1
-        try:
-            events = self._writer.long_end()
-            while True:
+        events = self._writer.long_end()
+        while True:
+            with service.tally.due_documents():
                 async with service.long_events:
                     await asyncio.sleep(0)  # the event is made in another turn of the loop
                     event = next(events, None)
-                if event is None:
-                    return ready
-                if ready:
-                    await self._send(send, ready)
-                ready = event
-        finally:
-            service.tally.document_count -= 1
+            if event is None:
+                return ready
+            if ready:
+                await self._send(send, ready)
+            ready = event
 
     def _nudged(self) -> bytes:
         """A keep-alive, or nothing for a stream whose last bytes went straight to the socket."""
@@ -350,12 +347,9 @@ async def made_of(grown: Answer, whole: Callable[[], Any]) -> Any:
     """The document of a whole answer."""
     if grown.chance_count <= CHANCES_MAX:
         return whole()
-    service, count = grown.service, len(grown.generations)
-    service.tally.document_count += count
-    try:
+    service = grown.service
+    with service.tally.due_documents(len(grown.generations)):
         return await asyncio.get_running_loop().run_in_executor(service.documents, whole)
-    finally:
-        service.tally.document_count -= count
 
 
 def _with_params(document: Any, params: Mapping[str, Any] | None) -> Any:

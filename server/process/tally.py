@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -63,6 +64,15 @@ class Tally:
     between_tokens: Waits = field(default_factory=Waits)
     whole: Waits = field(default_factory=Waits)
     to_socket: Waits = field(default_factory=Waits)
+
+    @contextmanager
+    def due_documents(self, count: int = 1) -> Iterator[None]:
+        """Counts documents until they are made, or are not wanted any more."""
+        self.document_count += count
+        try:
+            yield
+        finally:
+            self.document_count -= count
 
     def include(self, other: Tally) -> None:
         for name in ("answers", "refusals", "finishes"):

@@ -24,6 +24,7 @@ from ess.server.commands.start.server_facts import ServerFacts, make_service
 from ess.server.commands.start.settings import resolve
 from ess.server.commands.start.sizing import plan_memory
 from ess.server.dialects.generation import Generation
+from ess.server.dialects.routes.openai_responses import ResponseWriter
 from ess.server.dialects.streaming import EventStream
 from ess.server.http.connection.reader_watch import LOOK_S, ReaderWatch
 from ess.server.http.responses import Refused
@@ -138,6 +139,37 @@ def test_who_reads_nothing_of_a_long_stream_gets_an_error_and_the_others_their_t
         assert (said["type"], said["code"]) == ("overloaded", "slow_reader")
         assert "20,000 may wait" in said["message"]
         assert b"[DONE]" in done
+
+
+def test_a_reader_that_stops_in_the_last_events_counts_as_no_open_request(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Else a drain would wait for it until its limit, and new requests would find less room."""
+    written, made = ResponseWriter._written, []
+
+    def noted(writer: ResponseWriter, event: dict[str, Any]) -> bytes:
+        made.append(event["type"])
+        return written(writer, event)
+
+    monkeypatch.setattr(ResponseWriter, "_written", noted)
+    asked = {"input": "x", "stream": True, "max_output_tokens": 200, "top_logprobs": 20}
+    body = json.dumps(asked).encode()
+    lines = (f"content-length: {len(body)}", "connection: close")
+    with Served(PacedEngine(counting(200)), send_bytes=4096) as served, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", served.port))
+        client.sendall(head("/v1/responses", *lines, method="POST") + body)
+        told = b""
+        while b"response.output_text.done" not in told:
+            told += client.recv(4096)
+        until(lambda: "response.output_item.done" in made, "the event behind what is unread")
+        until(lambda: served.service.unanswered_count == 0, "an end that no drain waits for")
+        assert made[-1] == "response.output_item.done", "the last event waits for the reader"
+        told += rest(client)
+    assert made[-1] == "response.incomplete"
+    assert b"event: response.incomplete" in told
+    assert told.endswith(b"\r\n0\r\n\r\n")
 
 
 GENERATE = {
