@@ -13,7 +13,7 @@ from ess.bench.silicon.against import outcomes_of, silicon_benchmark
 from ess.sim.published.serving import Serving, servings
 
 MISSED = {
-    *("D22", "D24 B200 one", "D25 47 at once", "D26 91 at once", "P5 EP32"),
+    *("D22", "D24 B200 one", "D25 47 at once", "D26 91 at once", "D27 one query", "P5 EP32"),
     *(f"P7 {tokens} in all groups" for tokens in ("3 500", "8 192", "16 384")),
 }
 
@@ -43,11 +43,11 @@ def test_only_the_known_rows_lie_outside_their_band(rows: dict[str, Row]):
 
 def test_how_far_off_they_are(rows: dict[str, Row]):
     most = {
-        "middle error, all counted": 0.093,
-        "middle error, nothing seen": 0.115,
-        "middle error, nothing seen, not vLLM": 0.111,
+        "middle error, all counted": 0.095,
+        "middle error, nothing seen": 0.116,
+        "middle error, nothing seen, not vLLM": 0.113,
         "middle error, E": 0.081,
-        "middle error, not vLLM": 0.085,
+        "middle error, not vLLM": 0.086,
         "middle error, software of 2026": 0.084,
     }
     assert {name: rows[name].value <= error for name, error in most.items()} == dict.fromkeys(
@@ -73,8 +73,8 @@ def test_steps_over_nodes_are_predicted_too_fast(rows: dict[str, Row]):
 
 
 def test_trends_are_small(rows: dict[str, Row]):
-    assert abs(rows["trend over batch, decode, not vLLM"].value) < 0.113
-    assert abs(rows["trend over context, decode, not vLLM"].value) < 0.11
+    assert abs(rows["trend over batch, decode, not vLLM"].value) < 0.05
+    assert abs(rows["trend over context, decode, not vLLM"].value) < 0.17
     assert abs(rows["trend within P7"].value) < 0.08
 
 
