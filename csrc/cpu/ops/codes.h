@@ -191,7 +191,7 @@ ESS_LANE void multiply_apart(const uint32_t* left, int64_t stride, const uint32_
             sums[row][v] += apart[0][row][v] + apart[1][row][v];
 }
 
-// One or two tokens with one or four panels, with the bits of a tile.
+// One or two tokens with up to four panels, with the bits of a tile.
 template <int bits, int rows, int vectors>
 ESS_LANE void coded_few(const Coded& c, int64_t column) {
     const Product& p = c.product;
@@ -214,7 +214,11 @@ ESS_LANE void coded_few_in(const Coded& c) {
     int64_t column = 0;
     for (; column + 3 * kLanes < c.product.out_dim; column += 4 * kLanes)
         coded_few<bits, rows, 4>(c, column);
-    for (; column < c.product.out_dim; column += kLanes) coded_few<bits, rows, 1>(c, column);
+    switch ((c.product.out_dim - column + kLanes - 1) / kLanes) {
+        case 3: coded_few<bits, rows, 3>(c, column); break;
+        case 2: coded_few<bits, rows, 2>(c, column); break;
+        case 1: coded_few<bits, rows, 1>(c, column);
+    }
 }
 
 template <int bits>
