@@ -7,6 +7,7 @@ import difflib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ INTERRUPTED: Final = 130
 
 PIPE_WIDTH: Final = 1000
 PATIENCE_S: Final = 1.5
+SHOWN_EVERY_S: Final = 4.0
 
 
 def _whole_number(of: Any, tokens: Sequence[cyclopts.Token]) -> int:
@@ -166,10 +168,10 @@ def tables() -> Console:
     return out
 
 
-def note(sentence: str) -> None:
+def note(sentence: str, *, end: str = "\n") -> None:
     """Prints prose on stderr, for the person who waits; a stderr that is closed is ignored."""
     with contextlib.suppress(OSError, ValueError):
-        print(sentence, file=sys.stderr, flush=True)
+        print(sentence, end=end, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -182,6 +184,28 @@ def patience(sentence: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def seconds_shown(every_s: float = SHOWN_EVERY_S) -> Iterator[None]:
+    """On a terminal, shows every few seconds how long the block has run; a note writes over it."""
+    if not os.isatty(2):
+        yield
+        return
+    ended, start = threading.Event(), time.monotonic()
+
+    def show() -> None:
+        while not ended.wait(every_s):
+            note(f"{time.monotonic() - start:4.0f} s", end="\r")
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        note(" " * 6, end="\r")
 
 
 def _refuse(app: cyclopts.App, reason: object, code: int) -> int:

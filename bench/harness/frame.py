@@ -157,7 +157,7 @@ class Suite:
         console.note(f"{place}{name}{' (smoke)' if self.frame.smoke else ''} ...")
         start = Spent.so_far()
         try:
-            with contextlib.redirect_stdout(sys.stderr):
+            with contextlib.redirect_stdout(sys.stderr), console.seconds_shown():
                 made = benchmark(smoke=self.frame.smoke)
         except Exception as error:
             if self.count == 1:

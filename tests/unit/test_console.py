@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shlex
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -183,6 +186,31 @@ def test_a_shell_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]
     plan, most, stacks = done.stdout.splitlines()
     assert (plan, stacks) == ("plan", "sglang vllm trtllm")
     assert "--max-running" in most.split()
+
+
+class Screen(io.StringIO):
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seconds = threading.Event()
+
+    def write(self, text: str) -> int:
+        if text.endswith(" s"):
+            self.has_seconds.set()
+        return super().write(text)
+
+
+def test_a_terminal_shows_the_seconds_of_a_long_block_and_a_pipe_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    with console.seconds_shown(every_s=0):
+        console.note("begun")
+    assert screen.getvalue() == "begun\n"
+    monkeypatch.setattr(os, "isatty", lambda file: file == 2)
+    with console.seconds_shown(every_s=0):
+        assert screen.has_seconds.wait(60)
+    assert screen.getvalue().startswith("begun\n   0 s\r")
+    assert screen.getvalue().endswith("\r      \r")
 
 
 def test_tables_in_a_pipe_are_neither_wrapped_nor_coloured(
