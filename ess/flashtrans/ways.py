@@ -4,7 +4,9 @@ Caches and prefetchers differ too much for one way to be best everywhere (csrc/c
 lists the ways, docs/log.md has figures). The first copy or lane of a process reads the choices that
 an earlier process has kept; if they are missing or damaged, the ways are timed in turn, in about a
 quarter of a second. A way other than the unmeasured one is taken only if it wins clearly, twice.
-All ways copy the same bytes, so a wrong choice costs time and nothing else.
+Nothing is timed where a cache holds half of the rows that would be copied, or more: rows come from
+memory later, and another way is the fastest there. All ways copy the same bytes, so a wrong choice
+costs time and nothing else.
 
 ESS_ROWS=unmeasured skips all that; ESS_ROWS=plain, or another way's name, sets that way for every
 gather.
@@ -38,7 +40,7 @@ from ess.kernels.cpu import native
 from ess.kernels.memory import host_memory
 from ess.kernels.streams import RowCopy
 
-EDITION: Final = 2
+EDITION: Final = 3
 VARIABLE: Final = "ESS_ROWS"
 UNMEASURED: Final = "unmeasured"
 
@@ -150,9 +152,13 @@ def machine() -> str:
     lines = _text("/proc/cpuinfo").partition("\n\n")[0]
     fields = dict(re.findall(r"^(.+?)\s*: (.*)$", lines, re.MULTILINE))
     names = ("vendor_id", "model name", "cpu family", "model", "stepping")
-    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    sizes = [_text(path).strip() for path in sorted(caches)]
-    return " ".join((*(fields.get(name, "?") for name in names), *sizes, native.isa()))
+    return " ".join((*(fields.get(name, "?") for name in names), *cache_sizes(), native.isa()))
+
+
+def cache_sizes() -> list[str]:
+    """As Linux writes them: 491520K."""
+    paths = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return [_text(path).strip() for path in sorted(paths)]
 
 
 def _text(path: str | Path) -> str:
@@ -195,7 +201,11 @@ def _complete(choices: tuple[Choice, ...]) -> bool:
 
 def measured() -> tuple[Choice, ...]:
     """Times all classes. Rows come from more memory than caches hold. A few rows always go to the
-    same place, as in a step; many go elsewhere in each sample, to lines that no cache holds."""
+    same place, as in a step; many go elsewhere in each sample, to lines that no cache holds.
+    Unavailable where a cache holds too much of it."""
+    sizes = [int(size[:-1]) << 10 for size in cache_sizes() if re.fullmatch(r"\d+K", size)]
+    if 2 * max(sizes, default=0) > POOL_BYTES:
+        raise Unavailable(f"a cache of {max(sizes):,} bytes holds half of {POOL_BYTES:,} or more")
     memory = host_memory(POOL_BYTES + TARGET_BYTES, touch_threads=1)
     random = np.random.default_rng(0)
     before = [way_names().index(choice.way) for choice in unmeasured()]

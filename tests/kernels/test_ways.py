@@ -79,7 +79,7 @@ def test_what_was_measured_is_kept_and_read_again(
     [
         ("{", ""),
         ('"plain"', '"no such way"'),
-        ('"edition": 2', '"edition": 1'),
+        ('"edition": 3', '"edition": 2'),
         ('"row_bytes": 264', '"row_bytes": 265'),
         ('"row_bytes": 264', '"row_bytes": "264"'),
         ('"machine": "', '"machine": "another '),
@@ -128,6 +128,15 @@ def test_without_memory_to_measure_in_the_unmeasured_ways_hold(
     assert not ways.place().exists()
 
 
+def test_where_a_cache_holds_half_of_the_rows_the_unmeasured_ways_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ways, "cache_sizes", lambda: ["48K", "491520K", ""])
+    monkeypatch.setattr(ways, "_choice", lambda *_: pytest.fail("nothing is to be timed"))
+    assert settle_anew() == ways.unmeasured()
+    assert not ways.place().exists()
+
+
 def test_the_variable_overrides(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "measured", mixed)
     monkeypatch.setenv(ways.VARIABLE, "plain")
@@ -144,6 +153,7 @@ def test_the_variable_overrides(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_real_measurement_names_ways_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """In small: what it finds depends on the machine, what it may answer does not."""
     monkeypatch.setattr(ways, "POOL_BYTES", 4 << 20)
+    monkeypatch.setattr(ways, "cache_sizes", list)
     monkeypatch.setattr(ways, "TARGET_BYTES", 5 << 20)
     monkeypatch.setattr(ways, "PART_BYTES", 1 << 20)
     monkeypatch.setattr(ways, "ROUNDS", 2)
