@@ -204,7 +204,7 @@ def _batch_rows(folder: Path, prefix: Prefix, context: int, batch: int, repeats:
     torch.set_num_threads(1)
     seconds = {way: _fastest(make(way).step, time.thread_time) for way in TRIES}
     best = min(seconds, key=lambda way: seconds[way])
-    tried = {str(way): f"{1e3 * took:.0f} ms" for way, took in seconds.items()}
+    tried = ", ".join(f"{way} {1e3 * took:.0f} ms" for way, took in seconds.items())
     console.note(f"batch {batch}, the rival's ways: {tried}")
     ours = DecodeArm(prefix, shape, DecodeWay(name="ours", mode="resident", ratio=1.0))
     theirs = make(best)
