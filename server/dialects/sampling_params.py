@@ -18,6 +18,7 @@ from ess.server.dialects.forms.asked import NO_FORMS, Forms
 from ess.server.dialects.generation import Ending
 from ess.server.dialects.schemas import Common, Sampled
 from ess.server.process.service import SamplingDefaults, Service
+from ess.units import counted
 
 SEED_BITS: Final = 63
 
@@ -189,8 +190,8 @@ def _tokens_max(service: Service, wanted: SamplingWishes, prompt: list[int]) -> 
         return max(min(left, usual), wanted.tokens_min or 0)
     if wanted.tokens_max > left:
         raise BadInput(
-            f"max_tokens is {wanted.tokens_max:,}, but after {len(prompt):,} tokens of prompt only"
-            f" {left:,} of {service.limits.length_max:,} positions are left"
+            f"max_tokens is {wanted.tokens_max:,}, but after {counted(len(prompt), 'token')} of"
+            f" prompt only {left:,} of {service.limits.length_max:,} positions are left"
         )
     return wanted.tokens_max
 

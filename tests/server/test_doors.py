@@ -163,7 +163,7 @@ def test_generate_in_batches_and_with_logprobs(served: Served):
         ([{"stop_token_ids": [1] * 2000}] * 2, "[0]: stop_token_ids has 2,000 entries"),
         (
             [{}, {"max_new_tokens": 9999}],
-            "sampling_params[1]: max_new_tokens is 9,999, but after 1",
+            "sampling_params[1]: max_new_tokens is 9,999, but after 1 token of",
         ),
         ([{}, {"top_p": 2}], "sampling_params[1]: top_p is 2.0, must be"),
         ([{}, {"truncate_prompt_tokens": 0}], "sampling_params[1]: truncate_prompt_tokens is 0;"),

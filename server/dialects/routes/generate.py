@@ -22,6 +22,7 @@ from ess.server.dialects.streaming import Answer, Writer, event, read, respond
 from ess.server.http.openapi.door import EVENTS, Door
 from ess.server.http.responses import JSON
 from ess.server.process.service import Service
+from ess.units import counted
 
 
 async def generate(request: Request) -> Response:
@@ -63,7 +64,8 @@ def _check_start(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> None
     start = scored_from(ask)
     for prompt in prompts:
         if start is not None and start >= len(prompt):
-            raise BadInput(f"logprob_start_len is {start}, the prompt has {len(prompt)} tokens")
+            has = counted(len(prompt), "token")
+            raise BadInput(f"logprob_start_len is {start:,}, the prompt has {has}")
 
 
 def _same_for_all(name: str, asked: int | list[int] | list[bool] | None) -> int:
