@@ -135,6 +135,7 @@ def test_compiled_stages_do_what_the_facade_does(row: Any) -> None:
     c, layer, rotation = made.config, made.layers[1], made.rotation(torch.arange(5) + 9)
     hidden, layout = torch.randn(5, c.hidden_dim), c.layout(row=row, index="f32")
     compiled = layer.compiled(layout)
+    assert layer.compiled(c.layout(row=row, index="f32")) is compiled
     front, entry = compiled.front(hidden, rotation), layer.enter(hidden)
     asked, rows = layer.pre_attn(entry, rotation)
     assert far(compiled.queries(front.query, rotation), asked) < 1e-5
@@ -145,6 +146,8 @@ def test_compiled_stages_do_what_the_facade_does(row: Any) -> None:
     assert far(compiled.values(attended), layer.mla.values(attended)) == 0
     wanted = layer.mlp(layer.output(hidden, attended))
     assert far(compiled.back(hidden, attended), wanted) < 1e-5
+    other = c.layout(row="fp8" if row == "f32" else "f32", index="f32")
+    assert layer.compiled(other).front(hidden, rotation).rows.shape == (5, other.row_bytes)
 
 
 @pytest.mark.slow
