@@ -332,10 +332,11 @@ class ResponseWriter(Writer):
         return b"".join(self.long_end())
 
     def long_end(self) -> Iterator[bytes]:
-        """The last events of a message repeat all of its log probabilities."""
-        yield from map(self._written, self._shape.end_items())
-        document = self._shape.last()
-        yield self._written({"type": f"response.{document['status']}", "response": document})
+        """The last events of a message repeat all of its log probabilities. The response is kept
+        first: its client may leave, or read nothing, between them."""
+        events, document = self._shape.end_items(), self._shape.last()
+        events.append({"type": f"response.{document['status']}", "response": document})
+        yield from map(self._written, events)
 
     def fail(self, error: EssError) -> bytes:
         """The event of the specification, whose code and message OpenAI's clients read inside an

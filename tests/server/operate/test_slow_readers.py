@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import socket
 import tracemalloc
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from ess.server.http.responses import Refused
 from ess.server.process.board import Board
 from ess.server.process.link import EngineLink
 from ess.server.process.requests.call import TAKEN_MAX, Call, bytes_of
+from ess.server.process.requests.kept_responses import KeptResponses
 from ess.server.process.tally import Tally
 from tests.attacks.wire import completion, head, post, rest
 from tests.server.harness import PacedEngine, Served, counting, until
@@ -141,10 +143,11 @@ def test_who_reads_nothing_of_a_long_stream_gets_an_error_and_the_others_their_t
         assert b"[DONE]" in done
 
 
-def test_a_reader_that_stops_in_the_last_events_counts_as_no_open_request(
+def test_a_response_whose_reader_stops_in_the_last_events_is_not_open_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Else a drain would wait for it until its limit, and new requests would find less room."""
+    """Else a drain would wait for it until its limit, and new requests would find less room. It is
+    kept, though its reader may leave."""
     written, made = ResponseWriter._written, []
 
     def noted(writer: ResponseWriter, event: dict[str, Any]) -> bytes:
@@ -155,7 +158,8 @@ def test_a_reader_that_stops_in_the_last_events_counts_as_no_open_request(
     asked = {"input": "x", "stream": True, "max_output_tokens": 200, "top_logprobs": 20}
     body = json.dumps(asked).encode()
     lines = (f"content-length: {len(body)}", "connection: close")
-    with Served(PacedEngine(counting(200)), send_bytes=4096) as served, socket.socket() as client:
+    engine, kept = PacedEngine(counting(200)), KeptResponses(1 << 20)
+    with Served(engine, kept=kept, send_bytes=4096) as served, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(60)
         client.connect(("127.0.0.1", served.port))
@@ -166,6 +170,10 @@ def test_a_reader_that_stops_in_the_last_events_counts_as_no_open_request(
         until(lambda: "response.output_item.done" in made, "the event behind what is unread")
         until(lambda: served.service.unanswered_count == 0, "an end that no drain waits for")
         assert made[-1] == "response.output_item.done", "the last event waits for the reader"
+        identity = re.search(rb'"id":"(resp_[^"]+)"', told)[1].decode()
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as other:
+            other.sendall(head(f"/v1/responses/{identity}", "connection: close"))
+            assert b'"status":"incomplete"' in rest(other)
         told += rest(client)
     assert made[-1] == "response.incomplete"
     assert b"event: response.incomplete" in told
