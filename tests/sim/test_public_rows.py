@@ -43,9 +43,9 @@ def test_only_the_known_rows_lie_outside_their_band(rows: dict[str, Row]):
 
 def test_how_far_off_they_are(rows: dict[str, Row]):
     most = {
-        "middle error, all counted": 0.095,
-        "middle error, nothing seen": 0.116,
-        "middle error, nothing seen, not vLLM": 0.113,
+        "middle error, all counted": 0.093,
+        "middle error, nothing seen": 0.115,
+        "middle error, nothing seen, not vLLM": 0.111,
         "middle error, E": 0.081,
         "middle error, not vLLM": 0.086,
         "middle error, software of 2026": 0.084,
@@ -74,7 +74,7 @@ def test_steps_over_nodes_are_predicted_too_fast(rows: dict[str, Row]):
 
 def test_trends_are_small(rows: dict[str, Row]):
     assert abs(rows["trend over batch, decode, not vLLM"].value) < 0.05
-    assert abs(rows["trend over context, decode, not vLLM"].value) < 0.17
+    assert abs(rows["trend over context, decode, not vLLM"].value) < 0.15
     assert abs(rows["trend within P7"].value) < 0.08
 
 
@@ -99,7 +99,8 @@ def test_rows_that_a_choice_was_made_on_say_so(rows: dict[str, Row]):
     assert len(prompts) == 14
     others = {name for name in rows if name.startswith(("D8", "D10", "D11"))}
     assert len(others) == 14
-    assert seen == {"D5", "P6", "P8", *hosts, *prompts, *others}
+    drafts = {f"D24 {gpu} {load}" for gpu in ("H200", "B200") for load in ("one", "16 at once")}
+    assert seen == {"D5", "P6", "P8", *hosts, *prompts, *others, *drafts}
 
 
 def test_a_bound_is_met_by_more_than_was_reached(rows: dict[str, Row]):

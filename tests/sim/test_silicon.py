@@ -210,12 +210,15 @@ def test_the_first_draft_pass_has_all_tokens_and_selects_for_the_others(family: 
     def pass_us(of: MicroBatch, *, has_indexer: bool) -> float:
         stages = operators.stages(of, Kind(is_dense=False, has_indexer=has_indexer))
         wire_us = stages.dispatch + stages.combine - min(stages.dispatch, stages.shared)
-        return stages.compute_us + wire_us + operators.head_us(of, 8) + host.STEP_GAP_US / 3
+        return stages.compute_us + wire_us + operators.head_us(of, 8)
 
     first_us = pass_us(shape, has_indexer=operators.family.is_sparse)
     later_us = pass_us(one, has_indexer=operators.family.is_sparse and not shares)
-    around_us = operators.head_us(shape, 32) + host.STEP_GAP_US
+    around_us = operators.head_us(shape, 32) + host.STEP_GAP_US + 2 * host.STEP_GAP_US / 3
     assert operators.around_us(shape) == pytest.approx(around_us + first_us + 2 * later_us)
+    serial = replace(operators, step_gap_us=host.SERIAL_US)
+    waited_us = host.SERIAL_US - host.STEP_GAP_US + (3 - 2 / 3) * host.STEP_GAP_US
+    assert serial.around_us(shape) - operators.around_us(shape) == pytest.approx(waited_us)
     assert first_us > later_us
     assert operators.around_us(one) == operators.head_us(one, 8) + host.STEP_GAP_US
 

@@ -101,20 +101,22 @@ class SiliconOperators:
     def _drafts_us(self, whole: MicroBatch) -> float:
         """Time of the draft passes: the first over all verified tokens, others over one of each
         request. Models whose layers share selections share that of the first pass too."""
-        if whole.queries_each == 1:
+        pass_count = whole.queries_each - 1
+        if not pass_count:
             return 0.0
         shares = not all(kind.has_indexer for kind in self.family.kinds)
         first_us = self._draft_us(whole, has_indexer=self.family.is_sparse)
         later_us = self._draft_us(replace(whole, queries_each=1), has_indexer=not shares)
-        return first_us + (whole.queries_each - 2) * later_us
+        gaps_us = host.draft_gaps_us(self.step_gap_us, pass_count)
+        return first_us + (pass_count - 1) * later_us + gaps_us
 
     def _draft_us(self, whole: MicroBatch, *, has_indexer: bool) -> float:
-        """Time of a draft pass: a layer and the head, after the pass before."""
+        """Time of a draft pass: a layer and the head."""
         stages = self._draft_stages(whole, has_indexer=has_indexer)
         hidden_us = min(stages.dispatch, stages.shared)
         exchange_us = stages.dispatch + stages.combine - hidden_us
         head_us = self.head_us(whole, whole.request_count)
-        return stages.compute_us + exchange_us + head_us + host.pass_gap_us(self.step_gap_us)
+        return stages.compute_us + exchange_us + head_us
 
     def _draft_stages(self, whole: MicroBatch, *, has_indexer: bool) -> Stages:
         kind = Kind(is_dense=False, has_indexer=has_indexer)

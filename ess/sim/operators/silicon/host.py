@@ -15,8 +15,10 @@ thousand kernels is launched. RTP-LLM measured 1.5 ms between its steps on H800 
 present one runs. Without that the wait is longer: SGLang's own figures with and without its
 overlapped scheduler, all else equal, are 6.1 ms of a step apart.
 
-Drafting launches a graph for every pass. Each waits for the pass before and not for the scheduler:
-a third of the gap. If the host does not run ahead, a pass waits for the host as a step does.
+Drafting launches two graphs, as SGLang captures them, and vLLM with most kernels: the first pass,
+and all passes behind it. A graph waits for the one before and not for the scheduler: a third of the
+gap. If the host does not run ahead, every pass waits for the host as a step does: SGLang's fourth
+token took 6.0 ms of a step at 65,536 tokens (D9), of which 4.6 are its work here.
 """
 
 from __future__ import annotations
@@ -40,5 +42,12 @@ SAMPLED_BYTES: Final = 4 * 4
 the sum and for the draw."""
 
 
-def pass_gap_us(step_gap_us: float) -> float:
-    return STEP_GAP_US if step_gap_us >= SERIAL_US else STEP_GAP_US / 3
+def draft_gaps_us(step_gap_us: float, pass_count: int) -> float:
+    """Time that the GPU waits for the host before and between a step's draft passes.
+
+    >>> [draft_gaps_us(gap_us, 5) for gap_us in (STEP_GAP_US, SERIAL_US)]
+    [1000.0, 7500.0]
+    """
+    if step_gap_us >= SERIAL_US:
+        return pass_count * STEP_GAP_US
+    return min(pass_count, 2) * STEP_GAP_US / 3
