@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import IO, TYPE_CHECKING, Annotated, Any, Final, cast
 
 import cyclopts
 import msgspec
@@ -159,13 +160,27 @@ def check_file(option: str, path: Path | None) -> None:
 
 def tables() -> Console:
     """A console for tables on stdout. Brackets are plain text, as in `pip install 'ess[nixl]'`; a
-    pipe or a log file has no width to wrap at."""
+    pipe or a log file has no width to wrap at, nor to fill with blanks."""
     from rich.console import Console
 
     out = Console(highlight=False, markup=False)
     if not out.is_terminal:
         out.width = PIPE_WIDTH
+        out.file = cast("IO[str]", _Trimmed(out.file))
     return out
+
+
+class _Trimmed:
+    """A stream that gets no blanks at the ends of lines."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(re.sub(r" +\n", "\n", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def note(sentence: str, *, end: str = "\n") -> None:

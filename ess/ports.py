@@ -9,10 +9,14 @@ it, and again after a restart.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
+from typing import Final
 
 from ess.errors import Unavailable
+
+ANOTHER: Final = "--port, or 0 for any free one"
 
 
 @contextlib.contextmanager
@@ -33,5 +37,11 @@ def _bound(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise not_listening(host, port, error) from None
     return listener
+
+
+def not_listening(host: str, port: int, error: OSError, another: str = ANOTHER) -> Unavailable:
+    """The refusal of an address; if it is in use, with how a user gives another."""
+    hint = f"; give another with {another}" if error.errno == errno.EADDRINUSE else ""
+    return Unavailable(f"cannot listen on {host}:{port}: {error.strerror}{hint}")

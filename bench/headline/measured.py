@@ -55,14 +55,18 @@ def configuration_row(prefix: Prefix, plan: HeadlineRun) -> Row:
     """The mode and ratios that were given, and the model and kernels that run."""
     layout, lane = prefix.layout, open_lane()
     asked = f"asked for mode {plan.mode}, ratio {', '.join(f'{ratio:g}' for ratio in plan.ratios)}"
-    threads = torch.get_num_threads()
     runs = (
         f"{layout.name}, {layout.layer_count} layers and MTP, rows of {layout.row_bytes} B "
         f"({layout.row.form}), top-k {layout.top_k}; {chosen('cpu')}; {type(lane).__name__}; "
-        f"{threads} compute thread{'s' * (threads > 1)}; both tiers are DRAM"
+        "both tiers are DRAM"
     )
     lane.close()
-    return Row(name="configuration", value=1, unit="", config={"how": f"{asked}; runs {runs}"})
+    return Row(
+        name="configuration",
+        value=torch.get_num_threads(),
+        unit="compute threads",
+        config={"how": f"{asked}; runs {runs}"},
+    )
 
 
 def measured_rows(prefix: Prefix, shape: DecodeWork, plan: HeadlineRun, until: float) -> list[Row]:
@@ -115,20 +119,19 @@ def _measured_row(
     """A repetition is the rate over some of the steps, by the mean tokens of all steps."""
     shape = arm.shape
     step_ms = statistics.median(arm.taken.seconds) * 1e3
-    each = float(np.mean(arm.taken.tokens))
+    each, rates = float(np.mean(arm.taken.tokens)), repetition_rates(arm, plan.repetitions)
     config = {
         "half": "measured",
         **effective(arm),
         "step_ms": round(step_ms, 2),
         "exposed_ms": round(statistics.median(waited_us) / 1e3, 3),
-        "per_user": round(each / shape.batch / step_ms * 1e3, 2),
+        "per_user": round(statistics.median(rates) / shape.batch, 2),
         "accepted": round(each / shape.batch, 2),
     }
     if arm is not whole:
         counts = np.array(arm.taken.misses)[:, : arm.offload.layout.layer_count] / shape.batch
         p50, p95 = np.percentile(counts, [50, 95])
         config |= {"misses_p50": round(float(p50), 1), "misses_p95": round(float(p95), 1)}
-    rates = repetition_rates(arm, plan.repetitions)
     name = f"ess-embedded, {arm.way.name}"
     if arm is whole:
         return Row(

@@ -22,6 +22,7 @@ from ess.bench.locality.fidelity import (
     strange_rows,
 )
 from ess.bench.locality.replay import recorded_rows, replay_row
+from ess.errors import BadInput
 from ess.sim.locality import laboratory, profiles
 from ess.sim.locality.laboratory import Outcome, Start
 from ess.sim.locality.oracles import Min, next_uses
@@ -48,16 +49,22 @@ SKIP: Final = 40
 NEIGHBOUR_LAYERS: Final = (5, 17, 18, 30, 45, 55)
 
 
-def policies_benchmark(*, smoke: bool, trace: Path | None = None) -> list[Row]:
+def policies_benchmark(
+    *, smoke: bool, trace: Path | None = None, recover: bool = False
+) -> list[Row]:
     """Which row gives way: policies, miss curves and budgets.
 
     Parameters
     ----------
     trace
         Work on this recorded trace instead of generated selections.
+    recover
+        Read the whole steps of a trace that is cut off, damaged, or was never closed.
     """
     if trace is not None:
-        return recorded_rows(trace)
+        return recorded_rows(trace, recover=recover)
+    if recover:
+        raise BadInput("--recover reads a recorded trace: give --trace FILE too")
     sample = Sample.smoke() if smoke else Sample.full()
     curves_32k = layer_curves(sample, CONTEXT)
     step_count = 80 if smoke else 240

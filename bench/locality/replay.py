@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from ess import console
 from ess.bench.harness.output.agreement import agreement
 from ess.bench.harness.report import Row, compare
 from ess.bench.locality.analysis import between_layers
@@ -32,10 +33,12 @@ GROUPS_MAX: Final = 8
 Judged: TypeAlias = defaultdict[tuple[float, str], list[float]]
 
 
-def recorded_rows(path: Path) -> list[Row]:
+def recorded_rows(path: Path, *, recover: bool = False) -> list[Row]:
     """Misses per step of up to eight groups, spread over all, in pools of 1.5 to 4 times top-k."""
-    with TraceReader(path) as reader:
+    with TraceReader(path, recover=recover) as reader:
         header = reader.header
+        if left := reader.dropped_bytes:
+            console.note(f"{path}: {len(reader):,} whole steps; the {left:,} bytes behind are not")
         groups = np.linspace(0, header.group_count - 1, min(GROUPS_MAX, header.group_count))
         lead = min(len(reader) // 4, div_ceil(WINDOWS, header.mtp))
         rows: list[Row] = []

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ import numpy.typing as npt
 from ess.errors import BadInput, BadState
 from ess.trace import form, selections, varints
 from ess.trace.form import RequestStep, TraceHeader
+
+RECOVER: Final = "; recover=True, or --recover of ess-bench policies, reads its whole steps"
 
 
 class Source:
@@ -168,16 +170,16 @@ class TraceReader:
         trailer_at = max(self._start, self._source.size - form.TRAILER.size)
         tail = self._source.read(trailer_at, self._source.size - trailer_at)
         if len(tail) < form.TRAILER.size or not tail.endswith(form.END):
-            raise BadInput("no index: never closed, or cut off; open it with recover=True")
+            raise BadInput(f"no index: never closed, or cut off{RECOVER}")
         index_at, check, _ = form.TRAILER.unpack(tail)
         if form.trailer_check(index_at, seed=self._source.seed) != check:
-            raise BadInput("the trailer is damaged; open it with recover=True")
+            raise BadInput(f"the trailer is damaged{RECOVER}")
         payload, after = self._source.frame(form.INDEX, index_at, end=trailer_at)
         step_bytes_min = form.FRAME.size * (1 + self.header.group_count)
         sizes = varints.decode(payload, count_max=self._source.size // step_bytes_min)
         offsets = self._start + np.cumsum(np.concatenate(([0], sizes)))
         if (after, int(offsets[-1])) != (trailer_at, index_at):
-            raise BadInput("the index does not fit the file; open it with recover=True")
+            raise BadInput(f"the index does not fit the file{RECOVER}")
         return offsets
 
     def _walk(self) -> npt.NDArray[np.int64]:

@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -191,9 +191,12 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
-    """A path that does not exist, or not for this method; other errors come from added routes."""
+    """A path that does not exist, or not for this method; other errors come from added routes. A
+    browser that was given the bare address is sent to the page to talk to the model."""
     assert isinstance(error, HTTPException), "registered for these"
     path = request.scope["path"][:100]
+    if path == "/" and "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse(request.scope.get("app_root_path", "") + "/chat")
     if error.status_code == 405 and not why_absent(path):
         return _not_allowed(request, path)
     if error.detail in (HTTPStatus.NOT_FOUND.phrase, HTTPStatus.METHOD_NOT_ALLOWED.phrase):

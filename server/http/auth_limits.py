@@ -31,7 +31,9 @@ from ess.server.http.responses import Denied, Refused, TooLarge, error_answer
 from ess.server.process.bounds import BODIES_MAX, METADATA_BYTES_MAX
 from ess.server.process.tally import Tally
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/chat", "/dashboard", *pages.PATHS})
+PROBES: Final = frozenset({"/health", "/ready", "/ping"})
+OPEN_PATHS: Final = PROBES | {"/", "/chat", "/dashboard", *pages.PATHS}
+"""Paths for which no key is needed; / sends a browser to /chat."""
 SEALED_PATHS: Final = frozenset({"/peers"})
 PIECE_BYTES: Final = 16 << 10
 """Pieces are joined up to here, so that a client that sends single bytes makes few."""

@@ -8,6 +8,7 @@ import pytest
 
 from ess.errors import Unavailable
 from ess.ports import kept_port
+from ess.server.process.listening import sockets
 
 HOST = "127.0.0.1"
 
@@ -39,8 +40,11 @@ def test_the_system_gives_it_to_nobody():
 def test_a_port_that_somebody_listens_on_is_refused():
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(Unavailable, match=f"cannot listen on {HOST}:{port}: Address already"):
+        says = f"cannot listen on {HOST}:{port}: Address already in use; give another with "
+        with pytest.raises(Unavailable, match=rf"^{says}--port, or 0 for any free one$"):
             kept_port(HOST, port).__enter__()
+        with pytest.raises(Unavailable, match=rf"^{says}--bootstrap-port$"):
+            sockets.listen(HOST, port, another="--bootstrap-port")
 
 
 def test_what_fails_inside_is_not_the_ports_fault():

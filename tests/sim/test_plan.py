@@ -11,6 +11,7 @@ import pytest
 from ess.cost import bytes_per_us
 from ess.errors import BadInput
 from ess.layout import ModelLayout
+from ess.models.weights.expected.dry_run import PUBLISHED
 from ess.server.commands.cli import main
 from ess.server.commands.planning.plan import parse_duration
 from ess.sim import memory_budget, step_grid
@@ -413,4 +414,6 @@ def test_times_need_a_unit(text: str):
 
 def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "--model", "llama"]) == 2
-    assert "no operator tables for 'llama'" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("ess: no operator tables for 'llama'; there are deepseek-v3.2, ")
+    assert all(name in refusal for name in PUBLISHED), "what fits is planned for these"

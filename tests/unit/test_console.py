@@ -220,7 +220,9 @@ def test_tables_in_a_pipe_are_neither_wrapped_nor_coloured(
     assert cli.main(["layout", "deepseek-v3.2"]) == 0
     table = capsys.readouterr().out
     assert "\x1b" not in table
-    assert any("index keys and the row map" in line for line in table.splitlines())
+    lines = table.splitlines()
+    assert any("index keys and the row map" in line for line in lines)
+    assert all(line == line.rstrip() for line in lines)
 
 
 @pytest.mark.parametrize(

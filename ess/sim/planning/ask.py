@@ -35,9 +35,10 @@ class Ask:
     ratio: float | None = None
 
     def __post_init__(self) -> None:
-        if min(self.context, self.queries_each, self.gpu_count) < 1:
-            sizes = f"context {self.context}, mtp {self.queries_each}, gpus {self.gpu_count}"
-            raise BadInput(f"{sizes}: all must be 1 or more")
+        sizes = {"context": self.context, "mtp": self.queries_each, "gpus": self.gpu_count}
+        for name, size in sizes.items():
+            if size < 1:
+                raise BadInput(f"{name} {size}: it must be 1 or more")
         if self.way.gpu_count != self.gpu_count:
             raise BadInput(f"{self.way} takes {self.way.gpu_count} GPUs, not {self.gpu_count}")
         if self.queries_each > QUERIES_MAX:

@@ -41,7 +41,16 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_unmeasured(model: str) -> bool:
-    return model in PUBLISHED and model not in FAMILIES
+    """Whether only its configuration is known; BadInput for a model of which nothing is."""
+    if model in FAMILIES:
+        return False
+    if model in PUBLISHED:
+        return True
+    fitting = ", ".join(name for name in PUBLISHED if name not in FAMILIES)
+    raise BadInput(
+        f"no operator tables for {model!r}; there are {', '.join(FAMILIES)}, and for what fits, "
+        f"without times, {fitting}"
+    )
 
 
 def fit(

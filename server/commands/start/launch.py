@@ -217,7 +217,7 @@ def bootstrapping(settings: Settings, main: socket.socket) -> Iterator[Sequence[
     if settings.bootstrap_port in (0, port_of(main)):
         yield []
         return
-    listeners = sockets.listen(settings.host, settings.bootstrap_port)
+    listeners = sockets.listen(settings.host, settings.bootstrap_port, another="--bootstrap-port")
     try:
         yield listeners
     finally:

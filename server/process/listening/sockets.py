@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import stat
@@ -11,14 +10,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ess.errors import Unavailable
+from ess.ports import ANOTHER, not_listening
 
 BACKLOG: Final = 2048
 
 
-def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
+def listen(host: str, port: int, count: int = 1, *, another: str = ANOTHER) -> list[socket.socket]:
     """`count` listeners at one port; the kernel divides connections among them. Listeners that
     share a port would let others of the same user join in, so one that shares nothing must get the
-    port first."""
+    port first. `another` says how a user gives another port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -29,12 +29,7 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
             address = first.getsockname()
         return [_listening(family, address, shares=True) for _ in range(count)]
     except OSError as error:
-        hint = (
-            "; give another with --port, or 0 for any free one"
-            if error.errno == errno.EADDRINUSE
-            else ""
-        )
-        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from None
+        raise not_listening(host, port, error, another) from None
 
 
 def _listening(family: int, address: Any, *, shares: bool) -> socket.socket:

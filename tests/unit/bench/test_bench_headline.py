@@ -199,7 +199,7 @@ def test_forms_for_people_and_for_spreadsheets(
         (("--ctx", "128k", "--gpu", "a100"), "'a100'"),
         (("--ctx", "128k", "--model", "deepseek-r1"), "attends to every row"),
         (("--ctx", "128k", "--node-ram", "much"), "--node-ram"),
-        (("--ctx", "128k", "--gpus", "0"), "gpus 0"),
+        (("--ctx", "128k", "--gpus", "0"), ": gpus 0: it must be 1 or more"),
         (("--ctx", "128k", "--mtp", "9"), "at most 8 tokens a step"),
         (("--ctx", "4k", "--mode", "fast"), "--mode fast: choose from layerwise"),
         (("--ctx", "64m"), "take a smaller --batch or --ctx"),

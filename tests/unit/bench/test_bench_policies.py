@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ess import console
 from ess.bench import cli
 from ess.bench.harness.output.agreement import agreement
 from ess.bench.locality import lru_bruteforce, policies, replay
@@ -91,6 +92,23 @@ def test_a_scored_trace_compares_the_policies_of_the_pool_in_multiples_of_top_k(
     assert {slots for _, slots in over} == {128, 192, 256}, "1.5, 2, 3 and 4 times 64, in blocks"
     assert all(over["score", slots] < over["lru", slots] for slots in (128, 192, 256))
     assert min(over.values()) >= 1
+
+
+def test_a_trace_that_was_never_closed_is_read_if_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, load = tmp_path / "t", RequestLoad(context=256, step_count=20, top_k=8, seed=3)
+    write_trace(path, load, [LayerProfile(hot=40, cold=2)], layout="x")
+    path.write_bytes(path.read_bytes()[:-50])
+    told = ["policies", "--trace", str(path), "--format", "csv"]
+    assert cli.main(told) == console.USAGE
+    assert "--recover of ess-bench policies" in capsys.readouterr().err
+    assert cli.main([*told, "--recover"]) == console.OK
+    seen = capsys.readouterr()
+    assert "misses" in seen.out
+    assert "whole steps; the" in seen.err
+    assert cli.main(["policies", "--recover"]) == console.USAGE
+    assert "give --trace FILE too" in capsys.readouterr().err
 
 
 @pytest.mark.slow
