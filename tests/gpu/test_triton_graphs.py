@@ -70,13 +70,15 @@ class Step:
 
     def run(self) -> None:
         from ess.kernels.cuda.triton.attend import attend_lists, close_up, merge_into
-        from ess.kernels.cuda.triton.index import Placement, logits_into, top_k_into
+        from ess.kernels.cuda.triton.index import logits_into, top_k_into
 
-        placement = Placement(slot_of=self.slot_of, table=self.table, slots=self.slots)
         logits_into(
             self.asked, self.weights, self.pages, self.table, self.lengths, KEYS, out=self.logits
         )
-        top_k_into(self.logits, self.lengths, out=self.selection, placement=placement)
+        top_k_into(self.logits, self.lengths, out=self.selection)
+        at = self.selection.clamp(min=0).long()
+        rows = self.table.gather(1, at // 64) * 64 + at % 64
+        self.slots.copy_(torch.where(self.selection < 0, -1, self.slot_of[rows]))
         for side, keep in zip(self.sides, (self.slots >= 0, self.slots < -1), strict=True):
             attend_lists(
                 self.queries,

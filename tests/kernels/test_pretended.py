@@ -18,7 +18,7 @@ TESTS = (
     "tests/gpu/test_device.py::test_a_thousand_replays_of_one_graph[together]",
     "tests/gpu/test_experts.py::test_replays_follow_the_counts",
     "tests/kernels/test_grouped.py::test_every_token_meets_its_expert[cuda-token3-weight3]",
-    "tests/kernels/test_triton_ops.py::test_positions_become_slots[cuda]",
+    "tests/kernels/test_triton_index.py::test_shared_lists_are_those_of_one_program[cuda]",
     "tests/kernels/test_attend.py::test_one_key_returns_its_value[cuda-656-dtype1]",
     "tests/kernels/test_rowcodec.py::test_a_row_has_the_golden_bytes[cuda]",
 )

@@ -250,13 +250,11 @@ def test_the_shared_top_k_compiles_without_spills() -> None:
     chunk = {"CHUNK": index.CHUNK}
     tally = SPREAD | types("*i32: tallies")
     census = tally | types("*i32: counts")
-    take = SPREAD | types("*i32: counts out slots slot_of table, i32: table_stride")
+    take = SPREAD | types("*i32: counts out")
     for binary in (
         *(compiled(spread.tally, tally, chunk | {"LEVEL": n}, num_warps=8) for n in (0, 1, 3)),
         compiled(spread.census, census, chunk, num_warps=8),
-        compiled(
-            spread.take, take, chunk | {"HAS_SLOTS": True, "CHUNKS": index.CHUNKS_MIN}, num_warps=8
-        ),
+        compiled(spread.take, take, chunk | {"CHUNKS": index.CHUNKS_MIN}, num_warps=8),
     ):
         assert usage(binary).spilled == 0
 
@@ -276,7 +274,7 @@ def test_counts_and_strides_of_one_compile_too() -> None:
     for kernel, given, constants in (
         (attention.attend, ATTEND, rows),
         (keys.logits, LOGITS | {"queries": "*i16"}, logits | {"KEYS": 64}),
-        (topk.top_k, TOP_K, {"HAS_SLOTS": True, "ROOM": 1, "SAMPLE": 64, "BLOCK": 64}),
+        (topk.top_k, TOP_K, {"ROOM": 1, "SAMPLE": 64, "BLOCK": 64}),
     ):
         ones = {name: 1 for name, kind in given.items() if kind == "i32"}
         others = {name: kind for name, kind in given.items() if name not in ones}

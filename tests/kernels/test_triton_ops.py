@@ -278,26 +278,6 @@ def test_long_lists_are_searched_by_a_sample_and_short_of_it(ops: Ops) -> None:
             assert np.array_equal(row, test_index.greatest(lists[name], k)), (name, k)
 
 
-def test_positions_become_slots(ops: Ops) -> None:
-    from ess.kernels.cuda.triton.index import Placement, top_k_into
-
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(3, 320, generator=generator)
-    lengths = torch.tensor([320, 100, 7], dtype=torch.int32)
-    table = torch.stack([torch.randperm(40, generator=generator)[:5] for _ in range(3)]).int()
-    slot_of = torch.randperm(40 * 64, generator=generator).int()
-    slot_of[::5] = -1
-    there = [each.to(device()) for each in (logits, lengths, table, slot_of)]
-    out = torch.full((3, 50), 7, dtype=torch.int32, device=device())
-    slots = torch.full_like(out, 7)
-    placement = Placement(slot_of=there[3], table=there[2], slots=slots)
-    top_k_into(there[0], there[1], out=out, placement=placement)
-    want = reference.top_k(logits, lengths, k=50)
-    assert torch.equal(out.cpu(), want)
-    row_ids = table.gather(1, want.clamp(min=0).long() // 64) * 64 + want % 64
-    assert torch.equal(slots.cpu(), torch.where(want < 0, -1, slot_of[row_ids]))
-
-
 def test_the_merge_keeps_its_algebra(ops: Ops) -> None:
     first, second = test_merge.wild_partial(1, 200), test_merge.wild_partial(2, 200)
     merged = ops.merge(first, second)

@@ -71,10 +71,7 @@ LOGITS = types(
 )
 PRODUCTS = types("*i32: begin ends, *fp32: scales, i32: token_stride out_stride expert_count")
 LINEAR = types("*u8: codes weights, *fp32: sizes scales, *i16: out, i32: count out_stride")
-TOP_K = types(
-    "*fp32: logits kept, *i32: lengths out positions slots slot_of table,"
-    "i32: k logit_stride table_stride"
-)
+TOP_K = types("*fp32: logits kept, *i32: lengths out positions, i32: k logit_stride")
 CUT = types(
     "*fp32: scores top_p log_min_p out kept, *i64: top_k, *i32: positions,"
     "i32: width score_stride out_stride"
@@ -270,7 +267,7 @@ def finishes(kind: str, *, capability: int = 90) -> Iterator[Any]:
 
 
 def top_k_of(*, capability: int = 90) -> Any:
-    given = {"HAS_SLOTS": True, "ROOM": index.ROOM, "SAMPLE": index.SAMPLE, "BLOCK": index.BLOCK}
+    given = {"ROOM": index.ROOM, "SAMPLE": index.SAMPLE, "BLOCK": index.BLOCK}
     return compiled(topk.top_k, TOP_K, given, capability=capability, num_warps=8)
 
 

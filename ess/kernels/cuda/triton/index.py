@@ -31,17 +31,6 @@ SPREAD_LISTS_MAX: Final = 64
 SPREAD_WIDTH_MIN: Final = 16 << 10
 
 
-class Placement(NamedTuple):
-    """What turns a position into a slot, and where the slots go: all int32.
-
-    Position p of query q is row table[q, p // 64] * 64 + p % 64; slot_of has a slot for every row.
-    """
-
-    slot_of: Tensor
-    table: Tensor
-    slots: Tensor
-
-
 def logits_into(
     queries: Tensor,
     weights: Tensor,
@@ -146,10 +135,9 @@ def top_k_into(
     lengths: Tensor,
     *,
     out: Tensor,
-    placement: Placement | None = None,
     spreads: bool | None = None,
 ) -> Tensor:
-    """By the contract of `Ops.top_k`; with a placement also the slot of every position.
+    """By the contract of `Ops.top_k`.
 
     `spreads` shares a list among programs; by itself it does so for few long lists. Either way
     gives the same.
@@ -161,23 +149,20 @@ def top_k_into(
         spreads = count <= SPREAD_LISTS_MAX and width >= SPREAD_WIDTH_MIN
     with on(logits):
         if spreads and k <= width:
-            _spread(logits, lengths, out, placement)
+            _spread(logits, lengths, out)
         else:
-            _apart(logits, lengths, out, placement)
+            _apart(logits, lengths, out)
     return out
 
 
-def _apart(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement | None) -> None:
+def _apart(logits: Tensor, lengths: Tensor, out: Tensor) -> None:
     """One program for a list."""
     count, k = out.shape
     room = ROOM if logits.shape[1] > ROOM else 1
     kept = torch.empty(count, room, device=logits.device)
     positions = torch.empty(count, room, dtype=torch.int32, device=logits.device)
-    slot_of, table, slots = placement or Placement(out, out, out)
     topk.top_k[(count,)](
-        *(logits, lengths, out, kept, positions, slots, slot_of, table),
-        *(k, logits.stride(0), table.stride(0)),
-        HAS_SLOTS=placement is not None,
+        *(logits, lengths, out, kept, positions, k, logits.stride(0)),
         ROOM=ROOM,
         SAMPLE=SAMPLE,
         BLOCK=BLOCK,
@@ -185,7 +170,7 @@ def _apart(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement | 
     )
 
 
-def _spread(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement | None) -> None:
+def _spread(logits: Tensor, lengths: Tensor, out: Tensor) -> None:
     """Many programs for a list, in six launches."""
     count, k = out.shape
     grid = count, div_ceil(logits.shape[1], CHUNK)
@@ -196,10 +181,8 @@ def _spread(logits: Tensor, lengths: Tensor, out: Tensor, placement: Placement |
     for level in range(4):
         spread.tally[grid](*read, tallies, known, *sizes, LEVEL=level, CHUNK=CHUNK, **EIGHT_WARPS)
     spread.census[grid](*read, tallies, known, counts, *sizes, CHUNK=CHUNK, **EIGHT_WARPS)
-    slot_of, table, slots = placement or Placement(out, out, out)
     spread.take[grid](
-        *(*read, known, counts, out, slots, slot_of, table, *sizes, table.stride(0)),
-        HAS_SLOTS=placement is not None,
+        *(*read, known, counts, out, *sizes),
         CHUNK=CHUNK,
         CHUNKS=max(CHUNKS_MIN, triton.next_power_of_2(grid[1])),
         **EIGHT_WARPS,

@@ -76,13 +76,10 @@ def census(logits, lengths, tallies, known, counts, k, logit_stride, CHUNK: tl.c
         tl.store(counts + 1, tl.sum(((seen == bound) & mask).to(tl.int32), 0))
 
 
-@triton.jit(
-    do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["lengths", "table"],
-)
+@triton.jit(do_not_specialize_on_alignment=["lengths"])
 def take(
-    logits, lengths, known, counts, out, slots, slot_of, table, k, logit_stride, table_stride,
-    HAS_SLOTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits, lengths, known, counts, out, k, logit_stride,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """A list that is no longer than k is taken whole, by the chunks that cover k."""
     query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
@@ -105,8 +102,3 @@ def take(
         place = written + tl.cumsum(is_written.to(tl.int32), 0) - 1
     position = tl.where(mask, at, -1)
     tl.store(out + query * k + place, position, mask=is_written)
-    if HAS_SLOTS:
-        is_any = is_written & mask
-        page = tl.load(table + query * table_stride + at // 64, mask=is_any, other=0).to(tl.int64)
-        slot = tl.load(slot_of + (page * 64 + at % 64), mask=is_any, other=-1)
-        tl.store(slots + query * k + place, slot, mask=is_written)

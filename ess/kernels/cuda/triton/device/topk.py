@@ -119,26 +119,10 @@ def _fill(out, first, k, length, BLOCK: tl.constexpr):
         tl.store(out + at, tl.where(at < length, at, -1), mask=at < k)
 
 
-@triton.jit
-def _place(out, slots, slot_of, table, k, BLOCK: tl.constexpr):
-    """The slot of every position of a selection, through the row id its page gives it."""
-    for start in range(0, k, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        position = tl.load(out + at, mask=at < k, other=-1)
-        is_any = position >= 0
-        page = tl.load(table + position // 64, mask=is_any, other=0).to(tl.int64)
-        slot = tl.load(slot_of + (page * 64 + position % 64), mask=is_any, other=-1)
-        tl.store(slots + at, slot, mask=at < k)
-
-
-@triton.jit(
-    do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["lengths", "table"],
-)
+@triton.jit(do_not_specialize_on_alignment=["lengths"])
 def top_k(
-    logits, lengths, out, kept, positions, slots, slot_of, table,
-    k, logit_stride, table_stride,
-    HAS_SLOTS: tl.constexpr, ROOM: tl.constexpr, SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, lengths, out, kept, positions, k, logit_stride,
+    ROOM: tl.constexpr, SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + query)
@@ -159,6 +143,3 @@ def top_k(
         else:
             bound, greater = _nth(values, length, k, BLOCK)
             _select(values, positions, length, bound, k - greater, out, False, BLOCK)
-    if HAS_SLOTS:
-        tl.debug_barrier()
-        _place(out, slots + query * k, slot_of, table + query * table_stride, k, BLOCK)
