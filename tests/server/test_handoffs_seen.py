@@ -43,6 +43,7 @@ SAID = HandoffStatus(
     received_bytes=4_000_000,
     sent_bytes=2_000_000,
     again_count=6,
+    failed_count=4,
     peers=(PeerLine("10.0.0.1:8000", 8, True, 0.5), PeerLine("10.0.0.2:8000", 9, False)),
     recent=(LOST, TAKEN, GIVEN),
 )
@@ -60,6 +61,7 @@ def test_metrics_have_our_names_and_those_of_both_engines():
     name = made.service.name
     assert shown["ess_handoffs_total", "landed"] == 5
     assert shown["ess_handoffs_open", "arrival"] == 2
+    assert shown["ess_handoff_transfers_failed_total", ""] == 4
     assert shown["ess_peer_up", "10.0.0.1:8000"] == 1
     assert shown["ess_peer_up", "10.0.0.2:8000"] == 0
     assert shown["ess_peer_silent_seconds", "10.0.0.1:8000"] == 0.5

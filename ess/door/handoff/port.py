@@ -50,7 +50,7 @@ class PeerLine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortStats:
     """Handoffs by their end, bytes of what was taken and sent, ranges that were asked for again,
-    pieces and messages that were refused."""
+    transfers that failed, pieces and messages that were refused."""
 
     landed: int
     missed: int
@@ -59,6 +59,7 @@ class PortStats:
     received_bytes: int
     sent_bytes: int
     again_count: int
+    failed_count: int
     refused: int
 
 
@@ -161,6 +162,7 @@ class Port:
             received_bytes=receiver.received_bytes,
             sent_bytes=sent.sent_bytes,
             again_count=receiver.again_count,
+            failed_count=sent.failed_count,
             refused=receiver.refused_count + sent.refused + self._strange_count,
         )
 

@@ -126,6 +126,7 @@ class Peers:
             received_bytes=stats.received_bytes,
             sent_bytes=stats.sent_bytes,
             again_count=stats.again_count,
+            failed_count=stats.failed_count,
             refused_count=stats.refused,
             peers=self._peer_lines(),
             recent=lines[::-1],
