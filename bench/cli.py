@@ -220,10 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = spelled_out(sys.argv[1:] if arguments is None else arguments)
     if given and given[0].startswith("-") and given[0] not in ("-h", "--help", "--version"):
         given = [HEADLINE, *given]
-    if any(given[:1] == [known.name] for known in BENCHMARKS) and not {"-h", "--help"} & {*given}:
-        console.note(f"{given[0]}: loading ...")
     try:
-        app = make_app(BENCHMARKS, SUITES, given)
+        with console.patience(f"{' '.join(given[:1])}: loading ..."):
+            app = make_app(BENCHMARKS, SUITES, given)
     except Unavailable as error:
         console.note(f"ess-bench: {error}")
         return console.FAILED

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ess.errors import BadState, Unavailable
@@ -18,7 +17,6 @@ from ess.kernels.cuda.ranges import PinnedRanges
 
 NOT_READY: Final = 600
 STATIC_SHARED_BYTES: Final = 48 << 10
-PORTABLE_CLUSTER_BLOCKS: Final = 8
 ENTRY_EDITION: Final = 12000
 
 # The architectures whose own instructions a plain number would leave out.
@@ -51,7 +49,7 @@ class Kernel(NamedTuple):
 class Device:
     """A GPU. Without one, creating it raises Unavailable with the reason."""
 
-    def __init__(self, ordinal: int = 0, *, folder: Path | None = None) -> None:
+    def __init__(self, ordinal: int = 0) -> None:
         call("cuInit", 0)
         self._handle = call("cuDeviceGet", ordinal)
         self.name = call("cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
@@ -62,7 +60,6 @@ class Device:
         self.host_node = self._host_node()
         self.pinned = PinnedRanges()
         self.context = call("cuDevicePrimaryCtxRetain", self._handle)
-        self._folder = folder
         self._modules: dict[Program, Any] = {}
         self._kernels: dict[tuple[Program, str], Kernel] = {}
         self.make_current()
@@ -75,17 +72,15 @@ class Device:
         """Makes the context current in the calling thread."""
         call("cuCtxSetCurrent", self.context)
 
-    def kernel(
-        self, source: Program, entry: str, *, shared_bytes: int = 0, cluster_blocks: int = 0
-    ) -> Kernel:
+    def kernel(self, source: Program, entry: str, *, shared_bytes: int = 0) -> Kernel:
         """Compiled for this device and loaded, once each."""
         kernel = self._kernels.get((source, entry))
         if kernel is None:
-            kernel = self._load(source, entry, shared_bytes, cluster_blocks)
+            kernel = self._load(source, entry, shared_bytes)
             self._kernels[source, entry] = kernel
         return kernel
 
-    def _load(self, source: Program, entry: str, shared_bytes: int, cluster_blocks: int) -> Kernel:
+    def _load(self, source: Program, entry: str, shared_bytes: int) -> Kernel:
         self.make_current()
         if source not in self._modules:
             self._modules[source] = self._module(source)
@@ -93,13 +88,10 @@ class Device:
         if shared_bytes > STATIC_SHARED_BYTES:
             wanted = constant("CUfunction_attribute", "MAX_DYNAMIC_SHARED_SIZE_BYTES")
             call("cuFuncSetAttribute", handle, wanted, shared_bytes)
-        if cluster_blocks > PORTABLE_CLUSTER_BLOCKS:
-            wanted = constant("CUfunction_attribute", "NON_PORTABLE_CLUSTER_SIZE_ALLOWED")
-            call("cuFuncSetAttribute", handle, wanted, 1)
         return Kernel(self, handle, entry)
 
     def _module(self, source: Program) -> Any:
-        code = program.cubin(source, self.arch, folder=self._folder)
+        code = program.cubin(source, self.arch)
         status, *module = attempt("cuModuleLoadData", code)
         if status:
             raise Unavailable(
