@@ -33,13 +33,14 @@ class Kernels:
     def __getattr__(self, name):
         function = getattr(cpu, name)
 
-        def kernel(*given):
+        def kernel(*own):
             def call():
                 with torch._C.DisableTorchFunction():
                     return function(*given)
 
-            PRETENCE.require_reach(given)
-            first = None if PRETENCE.captured is None else lambda: sized(function, given)
+            PRETENCE.require_reach(own)
+            given = PRETENCE.by_address(own)
+            first = None if PRETENCE.captured is None else lambda: sized(function, own)
             told = lambda made: of_kernel(name, function, given, made)  # noqa: E731
             return PRETENCE.run(call, there=True, first=first, told=told, name=name)
 

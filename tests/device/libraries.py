@@ -61,16 +61,20 @@ def kernel(function, count):
     """On the pretended device a call is one kernel: a graph that holds it runs it again."""
 
     def called(*given, **options):
-        def run(change=lambda thing: thing):
+        def run(given, options):
             with torch._C.DisableTorchFunction():
-                return function(*tree_map(change, given), **tree_map(change, options))
+                return function(*given, **options)
 
         def call():
             count()
-            return run()
+            return run(*named)
 
         writes = function.__annotations__["return"] == "None"
-        first = (lambda: None) if writes else (lambda: run(without_ids))
+        named, sized = (
+            PRETENCE.by_address((given, options)),
+            tree_map(without_ids, (given, options)),
+        )
+        first = (lambda: None) if writes else (lambda: run(*sized))
         is_captured = PRETENCE.captured is not None
         return PRETENCE.run(call, there=True, first=first if is_captured else None)
 

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -120,6 +121,14 @@ class Trials:
     def a_form_of_a_call_by_its_number(self):
         driver.entry("cuMemcpyBatchAsync_v2", edition=13000)
 
+    def a_capture_of_the_legacy_stream(self):
+        with CudaGraph(self.device).capture(0):
+            pass
+
+    def a_thread_that_has_no_context(self):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(driver.call, "cuEventCreate", 0).result()
+
     # ---- deaths
 
     def a_record_that_is_too_small(self):
@@ -136,6 +145,15 @@ class Trials:
     def memory_is_freed_that_a_kernel_writes(self):
         self.move()
         driver.call("cuMemFree", self.there.address)
+
+    def a_graph_is_launched_whose_memory_was_freed(self):
+        graph = CudaGraph(self.device)
+        self.move()
+        self.stream.synchronize()
+        with graph.capture(self.stream.handle):
+            self.move()
+        driver.call("cuMemFree", self.there.address)
+        graph.launch(self.stream.handle)
 
     def memory_is_written_that_was_let_go(self):
         self.here = None
@@ -165,12 +183,15 @@ REFUSALS = {
     "the_time_of_what_has_not_passed": NOT_READY,
     "a_form_of_a_call_that_came_later": NOT_FOUND,
     "a_form_of_a_call_by_its_number": NOT_FOUND,
+    "a_capture_of_the_legacy_stream": r"STREAM_CAPTURE_UNSUPPORTED \(900\)",
+    "a_thread_that_has_no_context": r"INVALID_CONTEXT \(201\)",
 }
 DEATHS = {
     "a_record_that_is_too_small": (signal.SIGABRT, r"ess_move_rows takes 72 bytes, not 24"),
     "memory_is_freed_that_a_copy_writes": (signal.SIGABRT, "queued work names: copy"),
     "memory_is_unregistered_that_a_copy_reads": (signal.SIGABRT, "queued work names: copy"),
     "memory_is_freed_that_a_kernel_writes": (signal.SIGABRT, "work names: ess_move_rows"),
+    "a_graph_is_launched_whose_memory_was_freed": (signal.SIGABRT, "is gone: ess_move_rows"),
     "memory_is_written_that_was_let_go": (signal.SIGSEGV, ""),
     "a_kernel_reads_memory_that_was_let_go": (signal.SIGABRT, "outside of every array"),
     "a_newer_form_of_a_call": (signal.SIGABRT, "a form of the call that is newer"),

@@ -113,7 +113,7 @@ WRONG = {
     "capture(lambda: there[0].add_(there[0], alpha=there[0].sum()))": "not permitted",
     "capture(torch.cuda.synchronize)": "not permitted",
     "capture(lambda: aside(Stream()))": "has not joined",
-    "capture(lambda: Stream(handle=0).wait_event(queued))": "only one of both sides is captured",
+    "capture(lambda: now().wait_event(queued))": "only one of both sides is captured",
     "capture(lambda: forked(waited=0))": "a stream that has joined was not waited for",
     "capture(lambda: forked(waited=1))": "a stream that has joined was not waited for",
 }
@@ -161,12 +161,13 @@ def aside(stream):
     return stream.record_event()
 
 def forked(waited):
-    home, side = torch.cuda.current_stream(), Stream()
+    home, side = now(), Stream()
     side.wait_stream(home)
     for event in [aside(side), aside(side)][:waited]:
         home.wait_event(event)
 
-Stream, queued = torch.cuda.Stream, torch.cuda.current_stream().record_event()
+Stream, now = torch.cuda.Stream, torch.cuda.current_stream
+queued = now().record_event()
 there = [torch.zeros(2, 8, dtype=torch.uint8, device="cuda")]
 half = Partial(torch.zeros(2, 3, 8, device="cuda"), torch.zeros(2, 3, device="cuda"))
 merge_into(half, half, half)
@@ -203,6 +204,13 @@ graph.replay()
 other.replay()
 assert two.isnan().all(), "graphs share their memory"
 assert three.cpu().tolist() == [3, 3, 3]
+del one
+try:
+    graph.replay()
+except RuntimeError as error:
+    assert "the graph names memory of 12 bytes that is gone" in str(error), error
+else:
+    raise AssertionError("a graph keeps what it was given")
 form, at = flat_form(656), torch.zeros(4 * 656, dtype=torch.uint8, device="cuda").data_ptr()
 kernel, ends = shared_device(0).kernel(form.program, form.entry), []
 for odd in (16, 8):

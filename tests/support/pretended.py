@@ -20,6 +20,7 @@ what names its memory, or when that stream was recorded for it, as torch's alloc
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import runpy
 import sys
@@ -133,14 +134,18 @@ class Pretence(Queues, TorchFunctionMode):
         there = given if wanted is None else torch.device(wanted).type == "cuda"
         if name == "copy_":
             there = is_there(args[0])
+        own = args, kwargs
         capturing = self.captured is not None and given
-        if capturing:  # lists as they are now
-            args, kwargs = tree_map(lambda thing: thing, (args, kwargs))
-        first = at_capture(func, args, kwargs) if capturing else None
+        if capturing:  # and lists as they are now
+            args, kwargs = self.by_address(own)
         made = zeroed(func) if name in UNWRITTEN and IS_MODULE else func
         numbers = any(is_there(each) and may_be_number(each) for each in all_given)
-        if numbers and not reads_back(name, args, kwargs):
-            made = self.watched(made, name, [each for each in all_given if not is_there(each)])
+        if numbers and not reads_back(name, *own):
+            everything = tensors(own, args, kwargs)
+            made = self.watched(made, name, [each for each in everything if not is_there(each)])
+        first = None
+        if capturing:
+            first = at_capture(func, *own) or functools.partial(made, *own[0], **own[1])
         call, told = lambda: made(*args, **kwargs), lambda made: of_torch(name, args, kwargs, made)
         return self.run(call, there, pins, queues=given, first=first, told=told, name=name)
 
@@ -164,7 +169,8 @@ class Pretence(Queues, TorchFunctionMode):
                 self.pin(each.untyped_storage())
         place = self.races.place_of(name)
         if self.captured is not None and (there or queues):
-            self.capture(lambda _: again(call, result, told, place), self.stream)
+            held = self.by_address(result)
+            self.capture(lambda _: again(call, held, told, place), self.stream)
         elif self.races.is_on and told is not None:
             with torch._C.DisableTorchFunction():
                 reads, writes, fresh = told(result)
@@ -190,6 +196,7 @@ class Pretence(Queues, TorchFunctionMode):
     def let_go(self, at, byte_count):
         for stream in self.streams_of.pop(at):
             self.races.finish(stream)
+        self.lose(at)
         self.held_bytes -= byte_count
         self.races.driver.driver_let_go(at, byte_count)
 
@@ -200,6 +207,7 @@ class Pretence(Queues, TorchFunctionMode):
 
     def unpin(self, at):
         self.pinned -= {at}
+        self.lose(at)
 
     def tell(self, reads, writes, place):
         """Of the host's memory only what the device reaches is told."""
@@ -247,15 +255,19 @@ class Pretence(Queues, TorchFunctionMode):
             self.refuse(name)
         args = [each for each in args if name == "to" and not names_device(each)]
         kwargs = {key: each for key, each in kwargs.items() if key in ("dtype", "copy")}
-        convert = (lambda: tensor.to(*args, **kwargs)) if args or kwargs else (lambda: tensor)
-        same = not crosses and convert() is tensor
-        call = (lambda: convert().clone()) if crosses else convert
-        told = lambda made: of_torch(name, (tensor,), {}, made)  # noqa: E731
+        convert = (lambda one: one.to(*args, **kwargs)) if args or kwargs else (lambda one: one)
+        same = not crosses and convert(tensor) is tensor
+        given, first = (
+            self.by_address(tensor),
+            None if crosses else functools.partial(convert, tensor),
+        )
+        call = (lambda: convert(tensor).clone()) if crosses else (lambda: convert(given))
+        told = lambda made: of_torch(name, (given,), {}, made)  # noqa: E731
         queues = is_there(tensor)
         pins = name == "pin_memory"
         if same:
             return tensor
-        made = self.run(call, there, pins, queues, told=told, name=name)
+        made = self.run(call, there, pins, queues, first=first, told=told, name=name)
         if queues and not queued:
             self.races.waited(self.stream)
         return made
@@ -312,20 +324,28 @@ def without_waits():
 
 @contextlib.contextmanager
 def graph(made, stream=None, **options):
-    made.capture_begin(**options)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(RuntimeError):
-            made.capture_end()
-        raise
-    made.capture_end()
+    """On a stream of its own, as torch's."""
+    with PRETENCE.on_stream(stream or capture_stream()):
+        made.capture_begin(**options)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                made.capture_end()
+            raise
+        made.capture_end()
+
+
+@functools.cache
+def capture_stream():
+    return Stream()
 
 
 def interpret(function, *args, grid, warmup, **kwargs):
     """As on a device, but that the interpreter has its own reading of e4m3 and no bfloat16."""
     instead = {"INTERPRETED": True, "IN_BF16": False}
     given = kwargs | {name: instead[name] for name in instead if name in kwargs}
+    args, given = PRETENCE.by_address((args, given))
 
     def call():
         with torch._C.DisableTorchFunction():

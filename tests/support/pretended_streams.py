@@ -9,28 +9,35 @@ on a stream that has not joined, a wait for what was queued before, an end with 
 not been waited for.
 
 Graphs share their memory: what one has made is 0xFF, which is NaN in every float, as soon as
-another is captured or launched.
+another is captured or launched. Of all other memory a graph knows the address and keeps nothing: a
+replay is refused when some of it is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
+import threading
 import weakref
 from collections import Counter
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ess.kernels.cuda.graphs import RELAXED
 from tests.support.pretended_races import Races
+from tests.support.pretended_waits import is_there
 
+LOCAL = threading.local()
 DEVICE = torch.device("cuda", 0)
 REFUSED = "operation not permitted when stream is capturing: {}"
 WAITED = "the host waits for the device: {}"
 STRAY = "work is queued on stream {} while others are captured, which it has not joined"
 UNRELATED = "the driver refuses a wait with status {}: only one of both sides is captured"
 REPLAYED = "the driver refuses with status {} what a graph holds: an event that is destroyed?"
+GONE = "the graph names memory of {} bytes that is gone"
 ENDED = "the driver ends the capture with status {}: a stream that has joined was not waited for"
 
 
@@ -46,6 +53,7 @@ class Queues:
         super().__init__()
         self.races = Races()
         self.memories, self.launched = {}, None
+        self.named, self.graphs = {}, weakref.WeakSet()
         self._stand_ins = {}
 
     def take_over(self, graph):
@@ -90,6 +98,27 @@ class Queues:
             raise RuntimeError(STRAY.format(self.races.names.get(stream, stream)))
         self.captured.append((stream, call))
 
+    def by_address(self, things):
+        """The same as a graph knows it: memory that it has not made is not kept alive by it."""
+        return tree_map(self._by_address, things) if self.captured is not None else things
+
+    def _by_address(self, thing):
+        if not isinstance(thing, torch.Tensor) or not (is_there(thing) or self.is_pinned(thing)):
+            return thing
+        with torch._C.DisableTorchFunction():
+            memory = thing.untyped_storage()
+            if not thing.numel() or memory.data_ptr() in self.memories:
+                return thing
+            self.named[memory.data_ptr()] = memory.nbytes()
+            same = alias(thing, memory)
+        same.is_there = is_there(thing)
+        return same
+
+    def lose(self, at):
+        """Memory that began there is gone."""
+        for graph in self.graphs:
+            graph.gone = graph.gone or graph.named.get(at, 0)
+
     @contextlib.contextmanager
     def on_stream(self, stream):
         """It is the current one."""
@@ -112,6 +141,14 @@ class Queues:
         handle = int(driver().attempt_now("cuStreamCreateWithPriority", 1, 0)[1])
         self.races.name(handle, name)
         return handle
+
+
+def alias(tensor, memory):
+    """A tensor over the same memory that does not keep it."""
+    whole = memory.nbytes() // tensor.itemsize * tensor.itemsize
+    borrowed = (ctypes.c_ubyte * whole).from_address(memory.data_ptr())
+    flat = torch.frombuffer(borrowed, dtype=torch.uint8).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class Device:
@@ -180,11 +217,15 @@ class Event(Device):
 
 
 class CUDAGraph(Device):
+    gone = 0
+
     def capture_begin(self, pool=None, capture_error_mode="global"):
         assert self.queues.captured is None, "one capture at a time"
         self.queues.take_over(self)
         self.queues.captured = self.calls = []
         self.queues.memories = self.memories = {}
+        self.queues.named = self.named = {}
+        self.queues.graphs.add(self)
         self._root = self.queues.stream
         mode = driver().enumerated(*RELAXED)
         assert driver().attempt_now("cuStreamBeginCapture", self._root, mode) == (0,)
@@ -200,6 +241,8 @@ class CUDAGraph(Device):
 
     def replay(self):
         """Behind what the current stream has queued, which waits for all of it."""
+        if self.gone:
+            raise RuntimeError(GONE.format(self.gone))
         queues, home = self.queues, Stream(handle=self.queues.stream)
         queues.take_over(self)
         others = {stream for stream, _ in self.calls} - {self._root}
@@ -217,11 +260,18 @@ class CUDAGraph(Device):
 
 
 @functools.cache
-def driver():
-    """The driver, with a context that is the current one."""
+def context():
     from ess.kernels.cuda import driver
 
     driver.attempt_now("cuInit", 0)
-    context = driver.attempt_now("cuDevicePrimaryCtxRetain", 0)[1]
-    driver.attempt_now("cuCtxSetCurrent", context)
+    return driver.attempt_now("cuDevicePrimaryCtxRetain", 0)[1]
+
+
+def driver():
+    """The driver, with a context in this thread."""
+    from ess.kernels.cuda import driver
+
+    if not hasattr(LOCAL, "has_context"):
+        driver.attempt_now("cuCtxSetCurrent", context())
+        LOCAL.has_context = True
     return driver

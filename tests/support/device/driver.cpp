@@ -4,7 +4,8 @@
 // Work is queued and nothing happens until the host asks an event; then a few operations run, each
 // the next one of a stream drawn at random among those whose waits are over. So whatever is not
 // ordered by an event goes wrong sooner or later. A module is the path of an emulated library.
-// What is captured runs in any order that its events allow.
+// What is captured runs in any order that its events allow, and may name no memory that is gone.
+// The legacy stream is not captured. A thread needs the context of its own.
 // Host memory must be registered before a kernel or a copy names it; memory of the device that is
 // freed is poisoned, and none may be let go while queued work names it. Handles that are
 // destroyed are refused. A stream that is destroyed does what is queued on it, but later. The watch
@@ -50,11 +51,12 @@ EXPORT Result cuDeviceGetAttribute(int* value, int attribute, int) {
 }
 EXPORT Result cuDevicePrimaryCtxRetain(void** context, int) { return *context = &world(), kOk; }
 EXPORT Result cuCtxSetCurrent(void* context) {
-    world().current = context == &world();
-    return world().current ? kOk : kInvalid;
+    has_context = context == &world();
+    return has_context ? kOk : kInvalid;
 }
 
 EXPORT Result cuModuleLoadData(void** module, const void* image) {
+    if (!has_context) return kNoContext;
     if (capturing()) return kCapturing;
     *module = dlopen((const char*)image, RTLD_NOW | RTLD_LOCAL);
     if (!*module) std::fprintf(stderr, "%s\n", dlerror());
@@ -105,6 +107,7 @@ EXPORT void driver_finish(void* stream);
 EXPORT void driver_drain();
 EXPORT void races_waited(void* stream);
 EXPORT Result cuStreamCreateWithPriority(void** stream, unsigned, int) {
+    if (!has_context) return kNoContext;
     world().streams.push_back(new Stream);
     return *stream = world().streams.back(), kOk;
 }
@@ -119,7 +122,7 @@ EXPORT Result cuStreamSynchronize(void* stream) {
     return driver_finish(stream), races_waited(stream), kOk;
 }
 EXPORT Result cuCtxSynchronize() {
-    if (!world().current) return kNoContext;
+    if (!has_context) return kNoContext;
     if (capturing()) return kCapturing;
     return driver_drain(), kOk;
 }
@@ -137,6 +140,7 @@ EXPORT Result cuStreamWaitEvent(void* stream, void* handle, unsigned) {
 
 EXPORT Result cuStreamBeginCapture_v2(void* stream, int) {
     Stream* first = stream_of(stream);
+    if (!stream) return kCapturing;
     if (first->capturing) return kInvalid;
     first->capturing = new Graph;
     first->capturing->streams.push_back(first);
@@ -167,6 +171,7 @@ EXPORT Result cuGraphExecDestroy(void* executable) {
 EXPORT Result cuGraphLaunch(void* executable, void* stream) {
     if (!world().graphs.count(executable) || !is_stream(stream)) return kNoHandle;
     const Graph& graph = *(Graph*)executable;
+    if (!graph.gone.empty()) limits::die("a graph names memory that is gone: " + graph.gone);
     Nodes left, done;
     for (size_t node = 0; node < graph.work.size(); node++) left.insert(node);
     while (!left.empty()) {
@@ -184,6 +189,7 @@ EXPORT Result cuGraphLaunch(void* executable, void* stream) {
 }
 
 EXPORT Result cuEventCreate(void** event, unsigned) {
+    if (!has_context) return kNoContext;
     world().events.insert(*event = new Event);
     return kOk;
 }
@@ -232,7 +238,7 @@ EXPORT Result cuEventElapsedTime(float* ms, void* from, void* to) {
 EXPORT Result cuMemHostRegister(void* at, size_t bytes, unsigned) {
     auto& ranges = world().registered;
     if (capturing()) return kCapturing;
-    if (!world().current) return kNoContext;
+    if (!has_context) return kNoContext;
     const char* most = std::getenv("EMULATED_REGISTERED");
     if (most && bytes > std::strtoull(most, nullptr, 10)) return kInvalid;
     for (auto& [start, size] : ranges)
@@ -256,7 +262,7 @@ EXPORT Result cuMemHostGetDevicePointer(Address* seen, void* at, unsigned) {
 }
 EXPORT Result cuMemAlloc(Address* at, size_t bytes) {
     if (capturing()) return kCapturing;
-    if (!world().current) return kNoContext;
+    if (!has_context) return kNoContext;
     *at = Address(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
     std::memset((void*)*at, 0xFF, bytes);
     world().allocated[*at] = bytes;
@@ -268,7 +274,7 @@ EXPORT Result cuMemAlloc(Address* at, size_t bytes) {
 // Of 80 GiB what neither this process has, as far as the driver gave it out, nor others:
 // EMULATED_USED=0,1000 says how many bytes they have of the first device, the second and so on.
 EXPORT Result cuMemGetInfo(size_t* free, size_t* total) {
-    if (!world().current) return kNoContext;
+    if (!has_context) return kNoContext;
     *free = *total = 80ull << 30;
     const char* used = std::getenv("EMULATED_USED");
     for (int i = 0; used && i < asked_last; i++)

@@ -42,11 +42,12 @@ struct Stream;
 typedef std::set<size_t> Nodes;
 
 // Work and what each piece of it must follow. `streams` are captured into it: the first began it,
-// the others joined by waiting for an event of it.
+// the others joined by waiting for an event of it. `gone` is work whose memory has been let go.
 struct Graph {
     std::vector<Work> work;
     std::vector<Nodes> follows;
     std::vector<Stream*> streams;
+    std::string gone;
 };
 
 // `captured` is the graph in which the event was recorded last; then it stands behind `nodes`.
@@ -81,7 +82,6 @@ uint64_t seed() {
 struct World {
     int host = races::new_actor();
     bool initialised = false;
-    bool current = false;
     bool others = false;
     uint64_t random = seed();
     int64_t ticks = 0, allocation_count = 0;
@@ -96,6 +96,9 @@ World& world() {
     static World one;
     return one;
 }
+
+// Whether the calling thread has the context.
+thread_local bool has_context = false;
 
 uint64_t draw() {
     uint64_t& r = world().random;
@@ -145,7 +148,7 @@ bool capturing() {
 // to be over when it queues.
 Result queue(void* stream, const std::string& name, std::function<void()> run,
              std::vector<Span> names = {}) {
-    if (!world().current) return kNoContext;
+    if (!has_context) return kNoContext;
     if (!is_stream(stream)) return kNoHandle;
     const int actor = stream_of(stream)->actor;
     if (!races::on) return stream_of(stream)->take({[] { return true; }, run, names, name}), kOk;
@@ -158,13 +161,21 @@ Result queue(void* stream, const std::string& name, std::function<void()> run,
     return kOk;
 }
 
-// Memory that is let go may be another owner's at once.
+bool names(const Work& work, Address at, size_t bytes) {
+    for (Span span : work.names)
+        if (span.meets(at, bytes)) return true;
+    return false;
+}
+
+// Memory that is let go may be another owner's at once. A graph that names it may stay, unlaunched.
 void require_unnamed(Address at, size_t bytes) {
     for (Stream* one : world().streams)
         for (const Work& work : one->queue)
-            for (Span span : work.names)
-                if (span.meets(at, bytes))
-                    limits::die("memory is let go that queued work names: " + work.title);
+            if (names(work, at, bytes))
+                limits::die("memory is let go that queued work names: " + work.title);
+    for (void* graph : world().graphs)
+        for (const Work& work : ((Graph*)graph)->work)
+            if (names(work, at, bytes)) ((Graph*)graph)->gone = work.title;
 }
 
 Nodes before(const Graph& graph, const Nodes& nodes) {
