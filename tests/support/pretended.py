@@ -203,11 +203,13 @@ class Pretence(Queues, TorchFunctionMode):
     def pin(self, memory):
         at = memory.data_ptr()
         self.pinned |= {at}
-        weakref.finalize(memory, lambda: self.unpin(at))
+        weakref.finalize(memory, self.unpin, at, memory.nbytes()).atexit = False
 
-    def unpin(self, at):
+    def unpin(self, at, byte_count):
+        """Torch waits for its own copies before it lends this again, and for no other's work."""
         self.pinned -= {at}
         self.lose(at)
+        self.races.driver.driver_let_go(at, byte_count)
 
     def tell(self, reads, writes, place):
         """Of the host's memory only what the device reaches is told."""

@@ -37,6 +37,7 @@ WAITED = "the host waits for the device: {}"
 STRAY = "work is queued on stream {} while others are captured, which it has not joined"
 UNRELATED = "the driver refuses a wait with status {}: only one of both sides is captured"
 REPLAYED = "the driver refuses with status {} what a graph holds: an event that is destroyed?"
+UNTIMED = "the driver has no time yet, with status {}: was it recorded, and is it over?"
 GONE = "the graph names memory of {} bytes that is gone"
 ENDED = "the driver ends the capture with status {}: a stream that has joined was not waited for"
 
@@ -205,6 +206,9 @@ class Event(Device):
     def elapsed_time(self, end):
         assert self.timed, "both events must be created with argument 'enable_timing=True'"
         assert end.timed
+        status, *_ = driver().attempt_now("cuEventElapsedTime", self._handle, end._handle)
+        if status:
+            raise RuntimeError(UNTIMED.format(status))
         return 0.25 + 1e-3 * (end.call_count - self.call_count)
 
     def synchronize(self):
