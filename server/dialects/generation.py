@@ -87,13 +87,13 @@ class Generation:
         self._texts = ["".join(self._texts)]
         return self._texts[0]
 
-    def count_up_to(self, said: str) -> int:
-        """How many tokens the answer had when it had said this. Special tokens count even where
-        they are no part of the text."""
-        if not said:
+    def count_up_to(self, part: str) -> int:
+        """How many tokens the answer had at the end of this part of its text. Special tokens count
+        even where they are no part of the text."""
+        if not part:
             return 0
-        begin = max(0, self.text.find(said))
-        left = len((self.text[:begin] + said).encode("utf-8", "replace"))
+        begin = max(0, self.text.find(part))
+        left = len((self.text[:begin] + part).encode("utf-8", "replace"))
         hidden = frozenset() if self.ending.keep_special else self.tokenizer.special_ids
         for count, token in enumerate(self.tokens, start=1):
             left -= 0 if token in hidden else len(self.tokenizer.bytes_of(token))

@@ -218,10 +218,10 @@ class ResponseShape:
         if self._scored is not None:
             scored = self._scored.push(text, tokens, chances)
             scored += self._scored.finish() if is_last else []
-            return [event for said in scored for event in self.items.take(*said)]
+            return [event for each in scored for event in self.items.take(*each)]
         heard = self.parser.push(text) if text else []
         heard = [*heard, *self.parser.finish()] if is_last else heard
-        return [event for said in heard for event in self.items.take(said)]
+        return [event for each in heard for event in self.items.take(each)]
 
     def broken_off(self, status: str, error: EssError | None = None) -> Item:
         """The document without items, with what has made it end; it is kept."""
@@ -342,9 +342,9 @@ class ResponseWriter(Writer):
         """The event of the specification, whose code and message OpenAI's clients read inside an
         object, and the response at its end."""
         told = error_body(error)[1]["error"]
-        said = {**told, "type": "error", "error": told}
+        failure = {**told, "type": "error", "error": told}
         document = self._shape.broken_off("failed", error)
-        return self._events([said, {"type": "response.failed", "response": document}])
+        return self._events([failure, {"type": "response.failed", "response": document}])
 
     def _events(self, events: Sequence[Item]) -> bytes:
         return b"".join(map(self._written, events))

@@ -158,6 +158,8 @@ def test_both_halves_in_one_document(home: Path, capsys: pytest.CaptureFixture[s
         offload["config"]
     )
     assert len(offload["samples"]) == 2
+    for row in (whole, offload):
+        assert row["config"]["per_user"] == round(row["value"] / row["config"]["batch"], 2)
     assert by_half["check"][0]["baseline"] == "measured"
     events = json.loads(trace.read_text())["traceEvents"]
     names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
