@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from ess.engine.process.messages import (
     Traced,
     Tracing,
 )
-from ess.engine.process.wire import UNREAD_MAX, SocketWire
+from ess.engine.process.wire import UNREAD_MAX, SocketWire, open_wire
 
 READY = Ready(vocabulary=10, length_max=10, load_s=0.0)
 Socket = zmq.Socket[bytes]
@@ -173,3 +174,16 @@ def test_the_first_front_is_waited_for_as_long_as_it_lives(tmp_path: Path):
         assert wire.take(timeout_s=0.0) == [Stop()]
         first.close(linger=0)
     os.close(reads)
+
+
+def test_a_process_hears_its_server_end_and_lets_its_sockets_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    reads, writes = os.pipe()
+    with os.fdopen(reads) as lifeline:
+        monkeypatch.setattr(sys, "stdin", lifeline)
+        with open_wire([f"ipc://{tmp_path}/front"]) as (wire, context):
+            assert wire.take(timeout_s=0.0) == []
+            os.close(writes)
+            assert wire.take(timeout_s=0.0) == [Stop()]
+    assert context.closed
