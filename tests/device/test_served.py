@@ -202,7 +202,8 @@ def test_the_doctor_decodes_on_it(told: dict[str, str], monkeypatch: pytest.Monk
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(doctor.driver, "why_missing", lambda: None)
-    there, decode, *kernels = doctor._device()
+    there, triton, decode, *kernels = doctor._device()
+    assert triton.name == "triton"
     assert there.state == "emulated, sm_90a, 80.00 GiB free"
     assert decode.grade == "ok", decode
     assert decode.state.startswith("the CPU's tokens, ")
