@@ -123,7 +123,11 @@ SUITES = {
     "ess.engine.tokens.sampling": ["tests/unit/tokens/test_sampling.py"],
     "ess.door.checks": ["tests/unit/door/test_door_misuse.py", *DOOR],
     "ess.models.weights.ahead": ["tests/unit/weights/test_ahead.py", "tests/device/libraries.py"],
-    "ess.server.process.link": ["tests/server/test_link.py", "tests/server/test_recover.py"],
+    "ess.server.process.link": [
+        "tests/server/test_link.py",
+        "tests/server/test_recover.py",
+        "tests/server/operate/test_slow_readers.py",
+    ],
     "ess.server.http.routes.pause_routes": ["tests/server/operate/test_pause.py"],
     "ess.engine.layers.direct": ["tests/model/test_direct.py"],
     "ess.engine.requests.followers": ["tests/model/test_choices.py", SEEDS],
