@@ -50,6 +50,7 @@ from ess.server.process.service import Service
 from ess.server.process.signals import HANG_S, Signals, limit_end
 
 FLUSH_S: Final = 2.0
+LAST_READ_S: Final = 4.0
 TELL_EVERY_S: Final = 0.25
 ENGINE_STOP_S: Final = 3.0
 LOOK_S: Final = 0.05
@@ -68,10 +69,14 @@ class QuietServer(uvicorn.Server):
 
 
 async def let_out(server: uvicorn.Server, clock: Clock) -> None:
-    """Sends the last events, as far as clients read them."""
-    deadline_s = clock.now_s() + FLUSH_S
-    while server.server_state.tasks and clock.now_s() < deadline_s:
+    """Sends the last events. Who has not read them after LAST_READ_S loses the connection: uvicorn
+    would cancel what waits for such a reader, and report that as a fault of ours."""
+    state, deadline_s = server.server_state, clock.now_s() + LAST_READ_S
+    while state.tasks and clock.now_s() < deadline_s:
         await asyncio.sleep(0.02)
+    if state.tasks:
+        for connection in list(state.connections):
+            connection.transport.abort()
 
 
 async def refresh_files(server: uvicorn.Server) -> None:

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 from starlette.types import ASGIApp
 
-from ess.clock import RealClock
+from ess.clock import Clock, RealClock
 from ess.engine.process import fake_engine
 from ess.engine.process.messages import Abort, Add, Flush, Piece, Progress, Ready, Status, ToEngine
 from ess.engine.process.wire import SocketWire
@@ -32,7 +32,7 @@ from ess.server.commands.start.files.checkpoint import embedded_path
 from ess.server.http.app import create_app
 from ess.server.http.connection.protocol import LimitedProtocol, limited
 from ess.server.process.board import Board
-from ess.server.process.lifecycle import QuietServer, keep_meeting
+from ess.server.process.lifecycle import QuietServer, keep_meeting, let_out
 from ess.server.process.link import EngineLink
 from ess.server.process.pair.peers import WHOLE, Split
 from ess.server.process.requests.kept_responses import KeptResponses
@@ -217,6 +217,16 @@ class Served:
     def call(self, act: Callable[[], object]) -> None:
         """In the server's thread."""
         self._loop.call_soon_threadsafe(act)
+
+    def let_out(self, clock: Clock) -> None:
+        asyncio.run_coroutine_threadsafe(let_out(self._server, clock), self._loop).result(
+            DEADLINE_S
+        )
+
+    @property
+    def task_count(self) -> int:
+        """Of requests that are being answered."""
+        return len(self._server.server_state.tasks)
 
     @property
     def is_held_back(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ess.clock import Clock
 from ess.engine.process.messages import Abort, Packer, Piece, Progress
 from ess.engine.tokens.chance import Chance
 from ess.engine.tokens.sampling import Sampling
@@ -178,6 +179,31 @@ def test_a_response_whose_reader_stops_in_the_last_events_is_not_open_any_more(
     assert made[-1] == "response.incomplete"
     assert b"event: response.incomplete" in told
     assert told.endswith(b"\r\n0\r\n\r\n")
+
+
+class Hurried(Clock):
+    """A minute passes between two looks."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        self._now_s += 60
+        return self._now_s
+
+
+def test_a_server_that_ends_lets_go_of_readers_that_stopped():
+    """uvicorn would cancel their streams, with a traceback for each."""
+    engine = PacedEngine(counting(3000))
+    with Served(engine, send_bytes=4096) as served, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", served.port))
+        client.sendall(post(completion(max_tokens=3000, stream=True), "connection: close"))
+        until(lambda: served.is_held_back, "a stream whose client reads nothing")
+        served.let_out(Hurried())
+        until(lambda: served.task_count == 0, "the end of the stream's task")
+        assert not served.connections
 
 
 GENERATE = {
