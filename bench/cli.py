@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given and given[0].startswith("-") and given[0] not in ("-h", "--help", "--version"):
         given = [HEADLINE, *given]
     try:
-        with console.patience(f"{' '.join(given[:1])}: loading ..."):
+        with console.patience(f"{' '.join(('ess-bench', *given[:1]))}: loading ..."):
             app = make_app(BENCHMARKS, SUITES, given)
     except Unavailable as error:
         console.note(f"ess-bench: {error}")

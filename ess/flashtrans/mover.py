@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from ess.errors import BadInput
 from ess.flashtrans.views import CheckedCopy, Side, check
 from ess.kernels.cuda.driver import Device, Kernel, attempt
+from ess.kernels.cuda.program import HOPPER
 from ess.kernels.cuda.rows import (
     MoveForm,
     MoveRecord,
@@ -29,8 +30,6 @@ from ess.kernels.streams import RowCopy
 KernelWay = Literal["flat", "ring"]
 
 INT32_ROWS_MAX: Final = 1 << 31
-BULK_COPIES: Final = 9, 0
-"""The compute capability since which a thread copies a row of any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class RowMover:
             raise BadInput(
                 f"block_count_max is {block_count_max}, must be 1..{device.sm_count} here"
             )
-        if way == "ring" and device.capability < BULK_COPIES:
+        if way == "ring" and device.capability < HOPPER:
             raise BadInput(f"way is ring, and {device.name} has no bulk copies: take flat")
         self._device = device
         self._way = way

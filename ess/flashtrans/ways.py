@@ -4,7 +4,7 @@ Caches and prefetchers differ too much for one way to be best everywhere (csrc/c
 lists the ways, docs/log.md has figures). The first copy or lane of a process reads the choices that
 an earlier process has kept; if they are missing or damaged, the ways are timed in turn, in about a
 quarter of a second. A way other than the unmeasured one is taken only if it wins clearly, twice.
-Nothing is timed where a cache holds half of the rows that would be copied, or more: rows come from
+Nothing is timed where a cache holds more than half of the rows that would be copied: rows come from
 memory later, and another way is the fastest there. All ways copy the same bytes, so a wrong choice
 costs time and nothing else.
 
@@ -205,7 +205,7 @@ def measured() -> tuple[Choice, ...]:
     Unavailable where a cache holds too much of it."""
     sizes = [int(size[:-1]) << 10 for size in cache_sizes() if re.fullmatch(r"\d+K", size)]
     if 2 * max(sizes, default=0) > POOL_BYTES:
-        raise Unavailable(f"a cache of {max(sizes):,} bytes holds half of {POOL_BYTES:,} or more")
+        raise Unavailable(f"a cache of {max(sizes):,} bytes holds more than half of {POOL_BYTES:,}")
     memory = host_memory(POOL_BYTES + TARGET_BYTES, touch_threads=1)
     random = np.random.default_rng(0)
     before = [way_names().index(choice.way) for choice in unmeasured()]

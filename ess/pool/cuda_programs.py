@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from ess.kernels.cuda.program import Program
+from ess.kernels.cuda.program import HOPPER, Program
 from ess.kernels.cuda.rows import MoveForm, flat_form, ring_form
 from ess.layout import IndexCodec
 from ess.pool.lru.cuda_shape import PHASE_THREADS, resolve_program, slot_program
 from ess.units import PAGE_ROWS
 
-HOPPER: Final = 9, 0
 OF_HOPPER: Final = ("ring.cu", "together.cu")
 """The programs of bulk copies and of clusters; without them devices take rows.cu and resolve.cu."""
 ROW_BYTES: Final = (264, 528, 584, 656, 1152, 2304)

@@ -14,7 +14,7 @@ from ess.errors import BadInput
 from ess.kernels.cuda import program
 from ess.pool import cuda_programs
 
-ARCH: Final = re.compile(r"sm_(\d{2,3})[af]?")
+ARCH: Final = re.compile(r"sm_(\d{2,3}|90a|\d{3}[af])")
 
 
 class Built(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ def _capability(arch: str) -> tuple[int, int]:
     match = ARCH.fullmatch(arch)
     if match is None:
         raise BadInput(f"--arch {arch!r} is not an architecture, such as sm_90a or sm_100a")
-    capability = divmod(int(match[1]), 10)
+    capability = divmod(int(match[1].rstrip("af")), 10)
     if capability < program.CAPABILITY_MIN:
         raise BadInput(f"--arch {arch}: the kernels need sm_89 or a newer one")
     return capability

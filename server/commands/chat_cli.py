@@ -20,6 +20,8 @@ from ess.server.commands.client import URL, Client
 
 ANSWER_S: Final = 5.0
 """`ess top` waits this long for an answer, or for as long as it shows the one before."""
+COUNTED: Final = ("made_count", "turn_count", "row_hits", "row_asked")
+"""Of an engine's load, what grows with an answer."""
 SILENT_S: Final = 2.0
 """An engine reports its state several times a second, between two steps."""
 
@@ -33,8 +35,9 @@ class Watch:
         self._began_s = time.monotonic()
         self._first_s: float | None = None
 
-    def _load(self) -> dict[str, Any]:
-        return self._client.first("/v1/loads?include=core", "loads")
+    def _load(self) -> dict[str, int]:
+        load = self._client.first("/v1/loads?include=core", "loads")
+        return {name: load[name] for name in COUNTED}
 
     def saw_text(self) -> None:
         if self._first_s is None:
@@ -44,10 +47,7 @@ class Watch:
         ended_s, made_count = time.monotonic(), int(usage["completion_tokens"])
         time.sleep(0.3)  # the engine publishes what it counts a few times a second
         after = self._load()
-        grown = {
-            name: after[name] - self._before[name]
-            for name in ("made_count", "turn_count", "row_hits", "row_asked")
-        }
+        grown = {name: after[name] - self._before[name] for name in COUNTED}
         first_s = ended_s if self._first_s is None else self._first_s
         later_s = ended_s - first_s
         return {

@@ -25,6 +25,17 @@ LOADS: Final = "/v1/loads"
 UNSERVED: Final = (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.METHOD_NOT_ALLOWED)
 
 
+class Entry(dict[str, Any]):
+    """One of a list that a server has answered with; reading a name that it lacks is refused."""
+
+    def __init__(self, told: Mapping[str, Any], place: str) -> None:
+        super().__init__(told)
+        self._place = place
+
+    def __missing__(self, name: str) -> Any:
+        raise Unavailable(f"{self._place} has no {name!r}; is it a server of ESS?")
+
+
 class Client:
     """One server, also by its base address for OpenAI's client, which ends with /v1; every call is
     a connection of its own."""
@@ -34,7 +45,7 @@ class Client:
         self._parts = urlsplit(url)
         if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
             raise BadInput(f"--url {url}: write http://HOST:PORT")
-        self._path = self._parts.path.rstrip("/").removesuffix("/v1")
+        self._path = self._parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
         self.url = url
         self._timeout_s = timeout_s
         self._key = (api_key or os.environ.get("ESS_API_KEY", "").partition(",")[0]).strip()
@@ -97,15 +108,14 @@ class Client:
             document: dict[str, Any] = jsons.loads(b"".join(self._lines(answer)))
         return document
 
-    def first(self, path: str, name: str) -> dict[str, Any]:
+    def first(self, path: str, name: str) -> Entry:
         """The first entry of the list `name` in the document there."""
         try:
-            entry: dict[str, Any] = self.ask(path)[name][0]
+            return Entry(self.ask(path)[name][0], f"{path} of {self.url}")
         except (ValueError, LookupError, TypeError):
             raise Unavailable(
                 f"{self.url} has an empty list {name!r} at {path}, or none; is it a server of ESS?"
             ) from None
-        return entry
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a stream, to the last; an error event is raised."""

@@ -159,12 +159,14 @@ def _rows() -> Check:
 
 
 def said_of(choices: Sequence[Choice]) -> str:
-    """The way for most gathers, then how many of the other sizes have another, and its gain."""
+    """The way for most gathers, then that of each class that has another, with its gain if it was
+    found by timing."""
     if not choices:
         return "by NumPy"
     usual = Counter(choice.way for choice in choices).most_common(1)[0][0]
     others = [
-        f"{choice.way!r} for {choice.count:,} of {choice.row_bytes:,} B (x{choice.gain:.2f})"
+        f"{choice.way!r} for {choice.count:,} of {choice.row_bytes:,} B"
+        + (f" (x{choice.gain:.2f})" if choice.gain != 1 else "")
         for choice in choices
         if choice.way != usual
     ]

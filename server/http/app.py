@@ -195,7 +195,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
     browser that was given the bare address is sent to the page to talk to the model."""
     assert isinstance(error, HTTPException), "registered for these"
     path = request.scope["path"][:100]
-    if path == "/" and "text/html" in request.headers.get("accept", ""):
+    is_browser = "text/html" in request.headers.get("accept", "")
+    if path == "/" and request.method in ("GET", "HEAD") and is_browser:
         return RedirectResponse(request.scope.get("app_root_path", "") + "/chat")
     if error.status_code == 405 and not why_absent(path):
         return _not_allowed(request, path)

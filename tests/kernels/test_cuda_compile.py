@@ -259,7 +259,7 @@ def test_build_kernels_leaves_nothing_to_compile(tmp_path, monkeypatch, capsys):
         assert program.cubin(each, "sm_90a", folder=tmp_path)
 
 
-@pytest.mark.parametrize("arch", ["hopper", "sm_80"])
+@pytest.mark.parametrize("arch", ["hopper", "sm_80", "sm_89a", "sm_90f"])
 def test_build_kernels_refuses_what_no_kernel_runs_on(arch, capsys):
     from ess.server.commands import cli
 

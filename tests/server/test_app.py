@@ -54,6 +54,7 @@ def test_it_is_mounted_in_another_application(prefix: str):
         assert got(url + "/health")[0] == got(url + "/docs")[0] == got(url + "/dashboard")[0] == 200
         assert got(url + "/", accept="text/html,*/*;q=0.8")[2] == got(url + "/chat")[2]
         assert got(url + "/")[0] == 404, "no browser"
+        assert got(url + "/", {}, accept="text/html")[0] == 404, "/chat takes no form"
         assert got(url + "/v1/models")[0] == got(url + "/nothing")[0] == 401
         code, headers, body = got(url + "/v1/completions", ASKED, **key)
         assert (code, json.loads(body)["object"]) == (200, "text_completion")

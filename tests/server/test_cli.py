@@ -248,18 +248,21 @@ def test_the_server_s_own_sentence_is_passed_on(
     assert "'none' is not served here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b"\xff", b"[]", b'{"data": [], "loads": []}'])
+@pytest.mark.parametrize(
+    "answer",
+    [b"<html>", b"\xff", b"[]", b'{"data": [], "loads": []}', b'{"data": [{}], "loads": [{}]}'],
+)
 def test_what_is_no_answer_of_ours_gets_a_sentence(
     served: Served,
     answer: bytes,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """As that of a router without workers, or of another site."""
+    """As that of a router without workers, of another site, or of another engine's server."""
     monkeypatch.setattr(Client, "_lines", lambda *_: [answer])
     for command in (["chat", "-q", "x"], ["chat", "-q", "x", "--model", "m", "--json"], ["top"]):
         assert run(served, *command) == 1
-        assert "or none; is it a server of ESS?" in capsys.readouterr().err
+        assert "; is it a server of ESS?" in capsys.readouterr().err
 
 
 def test_doctor_s_code_says_whether_something_failed(
@@ -321,8 +324,9 @@ def test_another_token_is_a_failure():
 def test_the_ways_of_row_moves_are_said():
     usual = Choice(row_bytes=264, count=512, way="requests", gain=1.0)
     other = Choice(row_bytes=2304, count=65_536, way="staged", gain=1.234)
-    said = "gathered as 'requests', 'staged' for 65,536 of 2,304 B (x1.23)"
-    assert doctor.said_of([usual, other, usual]) == said
+    untimed = Choice(row_bytes=656, count=2048, way="plain", gain=1.0)
+    said = "gathered as 'requests', 'staged' for 65,536 of 2,304 B (x1.23), 'plain' for 2,048 of "
+    assert doctor.said_of([usual, other, untimed, usual]) == f"{said}656 B"
     assert doctor.said_of(()) == "by NumPy"
 
 

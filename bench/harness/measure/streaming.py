@@ -93,7 +93,8 @@ def address_of(url: str) -> SplitResult:
         raise BadInput(f"{url!r} is not an address of a server: write http://HOST:PORT")
     usual = 443 if address.scheme == "https" else 80
     netloc = address.netloc if address.port else f"{address.netloc}:{usual}"
-    return address._replace(netloc=netloc, path=address.path.rstrip("/").removesuffix("/v1"))
+    path = address.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return address._replace(netloc=netloc, path=path)
 
 
 async def _read(reader: asyncio.StreamReader, begun_s: float) -> TimedAnswer:

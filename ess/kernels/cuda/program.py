@@ -30,6 +30,8 @@ HEADERS: Final = ("device.cuh", "move.cuh", "phases.cuh", "resolve.cuh", "victim
 ARCHITECTURES: Final = ("sm_90a", "sm_100a")
 CAPABILITY_MIN: Final = 8, 9
 """The compute capability since which there are e4m3 numbers."""
+HOPPER: Final = 9, 0
+"""The one since which a thread copies a row of any length, and blocks form clusters."""
 
 _ENTRY: Final = re.compile(r"Compiling entry function '(\w+)'")
 _SPILL: Final = re.compile(

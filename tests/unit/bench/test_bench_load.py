@@ -183,6 +183,7 @@ def test_addresses_as_people_write_them() -> None:
     assert address_of("https://here/at").netloc == "here:443"
     assert address_of("http://here").netloc == "here:80"
     assert address_of("here/at/v1/").path == "/at"
+    assert address_of("http://here//v1").path == ""
 
 
 def test_the_limit_of_requests_under_way_holds_and_all_are_sent() -> None:
