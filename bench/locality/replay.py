@@ -38,7 +38,8 @@ def recorded_rows(path: Path, *, recover: bool = False) -> list[Row]:
     with TraceReader(path, recover=recover) as reader:
         header = reader.header
         if left := reader.dropped_bytes:
-            console.note(f"{path}: {len(reader):,} whole steps; the {left:,} bytes behind are not")
+            steps = f"{len(reader):,} whole steps are read"
+            console.note(f"{path}: {steps}; {left:,} bytes behind them are left out")
         groups = np.linspace(0, header.group_count - 1, min(GROUPS_MAX, header.group_count))
         lead = min(len(reader) // 4, div_ceil(WINDOWS, header.mtp))
         rows: list[Row] = []

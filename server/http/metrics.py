@@ -193,7 +193,7 @@ def _handoffs(service: Service) -> Iterator[Metric]:
         "ess_handoff_pieces_again", "pieces of handoffs asked for again", stats.again_count
     )
     yield _count("ess_handoff_refused", "messages of handoffs refused", stats.refused_count)
-    sentence = "transfers of handoffs that failed, and are tried again while the handoff lives"
+    sentence = "failed transfers of handoffs, each tried again while its handoff lives"
     yield _count("ess_handoff_transfers_failed", sentence, stats.failed_count)
     ups = {(peer.address,): float(peer.is_up) for peer in stats.peers}
     yield _gauges("ess_peer_up", "1 while another worker is heard", ["address"], ups)

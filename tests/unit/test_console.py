@@ -203,6 +203,7 @@ def test_a_terminal_shows_the_seconds_of_a_long_block_and_a_pipe_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stderr", screen := Screen())
+    monkeypatch.setattr(os, "isatty", lambda file: False)
     with console.seconds_shown(every_s=0):
         console.note("begun")
     assert screen.getvalue() == "begun\n"

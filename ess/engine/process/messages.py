@@ -195,8 +195,8 @@ class HandoffLine(msgspec.Struct, frozen=True, array_like=True):
 
 class HandoffStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The first two say what is under way; the others count since the engine started. `again_count`
-    are the pieces asked for a second time, `failed_count` the transfers that failed and were tried
-    again. `recent` are the last handoffs that ended, newest first."""
+    are the pieces asked for a second time, `failed_count` the failed transfers, each tried
+    again while its handoff lives. `recent` are the last handoffs that ended, newest first."""
 
     open_arrival_count: int = 0
     open_departure_count: int = 0

@@ -106,7 +106,7 @@ def test_a_trace_that_was_never_closed_is_read_if_that_is_asked_for(
     assert cli.main([*told, "--recover"]) == console.OK
     seen = capsys.readouterr()
     assert "misses" in seen.out
-    assert "whole steps; the" in seen.err
+    assert "bytes behind them are left out" in seen.err
     assert cli.main(["policies", "--recover"]) == console.USAGE
     assert "give --trace FILE too" in capsys.readouterr().err
 

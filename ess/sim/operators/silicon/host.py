@@ -18,7 +18,7 @@ overlapped scheduler, all else equal, are 6.1 ms of a step apart.
 Drafting launches two graphs, as SGLang captures them, and vLLM with most kernels: the first pass,
 and all passes behind it. A graph waits for the one before and not for the scheduler: a third of the
 gap. If the host does not run ahead, every pass waits for the host as a step does: SGLang's fourth
-token took 6.0 ms of a step at 65,536 tokens (D9), of which 4.6 are its work here.
+token took 6.0 ms of a step at 65,536 tokens (D9), of which 4.6 are work by this model.
 """
 
 from __future__ import annotations
