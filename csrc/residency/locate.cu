@@ -1,9 +1,9 @@
 // RESIDENT: every row of the batch has landed, so positions become slots and nothing is decided.
 //
-// It runs as the top-k's epilogue, one thread an entry, and stamps only when the host has said that
-// room is getting scarce (now->stamps): a step that stamps nothing writes nothing but its slots.
-// All who stamp a slot write the same step. A row that is not there after all, which the ledger
-// excludes, is counted as a fault and left out.
+// It runs behind the top-k, one thread an entry, and stamps only when the host has said that room
+// is getting scarce (now->stamps): a step that stamps nothing writes nothing but its slots. All
+// threads that stamp a slot write the same step. A row that is not there after all, which the
+// ledger excludes, is counted as a fault and left out.
 #include "resolve.cuh"
 
 namespace {

@@ -70,11 +70,8 @@ def kernel(function, count):
             return run(*named)
 
         writes = function.__annotations__["return"] == "None"
-        named, sized = (
-            PRETENCE.by_address((given, options)),
-            tree_map(without_ids, (given, options)),
-        )
-        first = (lambda: None) if writes else (lambda: run(*sized))
+        named = PRETENCE.by_address((given, options))
+        first = (lambda: None) if writes else lambda: run(*tree_map(without_ids, (given, options)))
         is_captured = PRETENCE.captured is not None
         return PRETENCE.run(call, there=True, first=first if is_captured else None)
 

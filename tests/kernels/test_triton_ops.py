@@ -1,4 +1,4 @@
-"""What the Triton kernels have beyond the ops: cuts, grids, epilogues. On a GPU or interpreted."""
+"""What the Triton kernels have beyond the ops: cuts, grids, sums. On a GPU or interpreted."""
 
 from __future__ import annotations
 

@@ -258,17 +258,14 @@ class Pretence(Queues, TorchFunctionMode):
         args = [each for each in args if name == "to" and not names_device(each)]
         kwargs = {key: each for key, each in kwargs.items() if key in ("dtype", "copy")}
         convert = (lambda one: one.to(*args, **kwargs)) if args or kwargs else (lambda one: one)
-        same = not crosses and convert(tensor) is tensor
-        given, first = (
-            self.by_address(tensor),
-            None if crosses else functools.partial(convert, tensor),
-        )
+        if not crosses and convert(tensor) is tensor:
+            return tensor
+        given = self.by_address(tensor)
+        first = None if crosses else functools.partial(convert, tensor)
         call = (lambda: convert(tensor).clone()) if crosses else (lambda: convert(given))
         told = lambda made: of_torch(name, (given,), {}, made)  # noqa: E731
         queues = is_there(tensor)
         pins = name == "pin_memory"
-        if same:
-            return tensor
         made = self.run(call, there, pins, queues, first=first, told=told, name=name)
         if queues and not queued:
             self.races.waited(self.stream)

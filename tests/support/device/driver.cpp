@@ -5,7 +5,7 @@
 // the next one of a stream drawn at random among those whose waits are over. So whatever is not
 // ordered by an event goes wrong sooner or later. A module is the path of an emulated library.
 // What is captured runs in any order that its events allow, and may name no memory that is gone.
-// The legacy stream is not captured. A thread needs the context of its own.
+// The legacy stream is not captured. Each thread must make the context current.
 // Host memory must be registered before a kernel or a copy names it; memory of the device that is
 // freed is poisoned, and none may be let go while queued work names it. Handles that are
 // destroyed are refused. A stream that is destroyed does what is queued on it, but later. The watch

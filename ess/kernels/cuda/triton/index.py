@@ -25,8 +25,8 @@ ROOM: Final = 8192
 BLOCK: Final = 2048
 CHUNK: Final = 4096
 CHUNKS_MIN: Final = 256
-EIGHT_WARPS: Final[dict[str, Any]] = {"num_warps": 8, **FUSED}
 """One program up to contexts of a million: prompts have any width."""
+EIGHT_WARPS: Final[dict[str, Any]] = {"num_warps": 8, **FUSED}
 SPREAD_LISTS_MAX: Final = 64
 SPREAD_WIDTH_MIN: Final = 16 << 10
 
