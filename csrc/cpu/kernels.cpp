@@ -90,8 +90,8 @@ int64_t screened_from(const Index& call, int64_t k) {
     return (is_half(call) ? kScreenShareHalf : kScreenShare) * k;
 }
 
-// Where tiles take the products, all logits are found faster (of a few heads up to 128K), and a
-// screen's exact logits would have to be made by tiles too.
+// Where tiles take the products, all logits are found faster (with four heads up to 128K keys, not
+// at 256K), and a screen's exact logits would have to be made by tiles too.
 bool may_screen(const Index& call, int64_t k) {
     if (is_half(call) && in_tiles(call.key_dim / 2)) return false;
     const bool fits = call.key_dim % 64 == 0 && call.key_dim <= 256;

@@ -128,10 +128,10 @@ def test_without_memory_to_measure_in_the_unmeasured_ways_hold(
     assert not ways.place().exists()
 
 
-def test_where_a_cache_holds_half_of_the_rows_the_unmeasured_ways_hold(
+def test_where_a_cache_holds_more_than_half_of_the_rows_the_unmeasured_ways_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ways, "cache_sizes", lambda: ["48K", "491520K", ""])
+    monkeypatch.setattr(ways, "cache_sizes", lambda: ["48K", "98305K", ""])
     monkeypatch.setattr(ways, "_choice", lambda *_: pytest.fail("nothing is to be timed"))
     assert settle_anew() == ways.unmeasured()
     assert not ways.place().exists()
