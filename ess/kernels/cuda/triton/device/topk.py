@@ -112,9 +112,9 @@ def _select(values, positions, count, bound, equals, out, HAS_POSITIONS: tl.cons
 
 
 @triton.jit
-def _fill(out, first, k, length, BLOCK: tl.constexpr):
-    """From `first` on: the positions themselves as far as there are any, then -1."""
-    for start in range(first, k, BLOCK):
+def _fill(out, k, length, BLOCK: tl.constexpr):
+    """The positions themselves as far as there are any, then -1."""
+    for start in range(0, k, BLOCK):
         at = start + tl.arange(0, BLOCK)
         tl.store(out + at, tl.where(at < length, at, -1), mask=at < k)
 
@@ -129,7 +129,7 @@ def top_k(
     values, out = logits + query * logit_stride, out + query * k
     kept, positions = kept + query * ROOM, positions + query * ROOM
     if length <= k:
-        _fill(out, 0, k, length, BLOCK)
+        _fill(out, k, length, BLOCK)
     elif length <= ROOM:
         bound, greater = _nth_held(values, length, k, ROOM)
         _select(values, positions, length, bound, k - greater, out, False, BLOCK)
