@@ -105,7 +105,11 @@ class Client:
 
     def ask(self, path: str) -> dict[str, Any]:
         with self._send("GET", path, None) as answer:
-            document: dict[str, Any] = jsons.loads(b"".join(self._lines(answer)))
+            raw = b"".join(self._lines(answer))
+        try:
+            document: dict[str, Any] = jsons.loads(raw)
+        except ValueError:
+            raise Unavailable(f"{self.url} has no JSON at {path}; is it a server of ESS?") from None
         return document
 
     def first(self, path: str, name: str) -> Entry:

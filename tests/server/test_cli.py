@@ -265,6 +265,14 @@ def test_what_is_no_answer_of_ours_gets_a_sentence(
         assert "; is it a server of ESS?" in capsys.readouterr().err
 
 
+def test_a_page_is_no_load(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Client, "_lines", lambda *_: [b"<html>"])
+    assert run(served, "top", "--json") == 1
+    assert "has no JSON at /v1/loads; is it a server of ESS?" in capsys.readouterr().err
+
+
 def test_doctor_s_code_says_whether_something_failed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
