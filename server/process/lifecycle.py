@@ -51,6 +51,8 @@ from ess.server.process.signals import HANG_S, Signals, limit_end
 
 FLUSH_S: Final = 2.0
 LAST_READ_S: Final = 4.0
+FRONT_STOP_S: Final = LAST_READ_S + 1.0
+"""Another process of the server may wait LAST_READ_S for its own clients before it ends."""
 TELL_EVERY_S: Final = 0.25
 ENGINE_STOP_S: Final = 3.0
 LOOK_S: Final = 0.05
@@ -69,14 +71,15 @@ class QuietServer(uvicorn.Server):
 
 
 async def let_out(server: uvicorn.Server, clock: Clock) -> None:
-    """Sends the last events. Who has not read them after LAST_READ_S loses the connection: uvicorn
-    would cancel what waits for such a reader, and report that as a fault of ours."""
+    """Sends the last events. A client that has not read them after LAST_READ_S is cut off: uvicorn
+    would cancel what waits for it, and report that as a fault of ours."""
     state, deadline_s = server.server_state, clock.now_s() + LAST_READ_S
     while state.tasks and clock.now_s() < deadline_s:
         await asyncio.sleep(0.02)
     if state.tasks:
         for connection in list(state.connections):
-            connection.transport.abort()
+            if connection.transport.get_write_buffer_size():
+                connection.transport.abort()
 
 
 async def refresh_files(server: uvicorn.Server) -> None:
@@ -164,7 +167,7 @@ class Running:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
-            await asyncio.gather(self._end_engine(), self._fronts.stop(within_s=FLUSH_S))
+            await asyncio.gather(self._end_engine(), self._fronts.stop(within_s=FRONT_STOP_S))
             # A document under way is waited for while timers of the end run: the interpreter's own
             # wait for its thread comes when they are gone.
             await asyncio.to_thread(self._service.documents.shutdown, cancel_futures=True)
@@ -291,7 +294,7 @@ class Running:
             self._lose(sentence)
 
     async def _give_up(self, sentence: str) -> None:
-        limit_end(2 * FLUSH_S + HANG_S)
+        limit_end(LAST_READ_S + FLUSH_S + HANG_S)
         await self._to_the_end(self._say_lost(sentence))
 
     async def _say_lost(self, sentence: str) -> None:

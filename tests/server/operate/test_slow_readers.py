@@ -193,7 +193,7 @@ class Hurried(Clock):
 
 
 def test_a_server_that_ends_lets_go_of_readers_that_stopped():
-    """uvicorn would cancel their streams, with a traceback for each."""
+    """uvicorn would cancel their streams, with a traceback for each. Other clients stay."""
     engine = PacedEngine(counting(3000))
     with Served(engine, send_bytes=4096) as served, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -201,9 +201,12 @@ def test_a_server_that_ends_lets_go_of_readers_that_stopped():
         client.connect(("127.0.0.1", served.port))
         client.sendall(post(completion(max_tokens=3000, stream=True), "connection: close"))
         until(lambda: served.is_held_back, "a stream whose client reads nothing")
-        served.let_out(Hurried())
-        until(lambda: served.task_count == 0, "the end of the stream's task")
-        assert not served.connections
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as other:
+            until(lambda: len(served.connections) == 2, "a connection that owes nothing")
+            served.let_out(Hurried())
+            until(lambda: len(served.connections) == 1 and not served.task_count, "one end")
+            other.sendall(head("/health", "connection: close"))
+            assert b" 200 OK" in rest(other)
 
 
 GENERATE = {
