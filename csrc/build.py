@@ -1,8 +1,8 @@
 """`python csrc/build.py build_ext --inplace`: the native library, a source on each core.
 
 By itself setuptools compiles one source after the other: a minute, of which a machine with 16 cores
-needs a quarter. And it begins anew after a run that was ended. Here an object stays if it was made
-whole of the same texts by the same command; a file beside it says of which.
+needs a quarter. After an interruption it compiles all sources again. Here an object stays if a run
+has finished it, from the same texts by the same command; a file beside it has their digest.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SideBySide(build_ext):
         super().build_extensions()
 
     def keep(self, compile_one: Callable[..., None], made: str, source: str, *options: Any) -> None:
-        """The object `made`, compiled unless an earlier run has ended doing so. CXX and CFLAGS are
-        among the compiler's programs."""
+        """Compiles the object `made`, unless an earlier run has finished it by the same command.
+        The compiler's programs are part of that command, and contain CXX and CFLAGS."""
         programs = [getattr(self.compiler, name) for name in self.compiler.executables]
         wanted, told = made_of(source, (programs, options)), Path(f"{made}.of")
         is_whole = Path(made).exists() and told.exists() and told.read_text() == wanted
@@ -48,7 +48,7 @@ def compiled(
 
 
 def made_of(source: str, command: tuple[Any, ...]) -> str:
-    """Any header may be included by any source."""
+    """The digest of all that an object depends on; any source may include any header."""
     digest = hashlib.sha256(repr(command).encode())
     for path in (Path(source), *sorted(Path(__file__).parent.rglob("*.h"))):
         digest.update(hashlib.sha256(path.read_bytes()).digest())

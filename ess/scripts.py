@@ -39,9 +39,9 @@ def _run(module: str, *, name: str) -> int:
 
 
 def _open_what_is_closed() -> None:
-    """A stream that the shell has closed, as in `ess plan >&-`, is None here and in the processes
-    that a command starts; and the next file or socket would take its number, and get what is
-    printed."""
+    """Where the shell has closed a stream, as in `ess plan >&-`, Python has None for it, here and
+    in the processes that a command starts. The next file or socket would take the stream's number,
+    and get what is printed."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115

@@ -55,7 +55,7 @@ Bytes = npt.NDArray[np.uint8]
 PUBLISHED: Final = {"gather": ("ESS, 37 GiB/s", 39.7), "scatter": ("ESS, 43 GiB/s", 46.2)}
 SMALL_GATHER: Final = ("wanted at 512 rows", 25.0)
 BATCH_EDITION: Final = 13000
-"""Of 12.8 it has one argument more."""
+"""CUDA 12.8 declares the call with one argument more."""
 
 
 class BatchAttributes(ctypes.Structure):

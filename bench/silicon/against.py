@@ -4,7 +4,7 @@ A row is met where the measurement lies within our band. The last rows show our 
 its median over rows whose conditions are nearly complete (E) or partly guessed (P), and how much it
 changes from small to large batches and contexts. Rows of vLLM and TensorRT-LLM are predicted from
 tables of their own framework, as far as there are any. Rows of vLLM are also shown apart, since its
-tables are of another year. `seen` rows lent a host gap or a host time to our constants; the median
+tables are of another year. Parts of the model were chosen with `seen` rows in view; the median
 without them is shown too. Bounds (U) are not counted: they are met where we predict that more is
 possible. `floor` says which error a perfect model would have.
 """
@@ -41,7 +41,7 @@ GAPS: Final = MappingProxyType(
 
 
 def silicon_benchmark(*, smoke: bool) -> list[Row]:
-    """Takes about two seconds, so the smoke size is the same."""
+    """Takes about a second, so the smoke size is the same."""
     outcomes = outcomes_of(servings())
     return [
         *(_row(outcome) for outcome in outcomes if outcome.ours is not None),

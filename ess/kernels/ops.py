@@ -128,9 +128,9 @@ class Ops:
         out: Tensor,
         row_ids: Tensor | None = None,
     ) -> None:
-        """Keys normed to mean 0 and variance 1, their first numbers rotated, mixed where the codec
-        says so; then as `write_keys` into pages, but that a negative row id is nowhere, or without
-        row ids into records [n, key_bytes]: a key's bytes, then its scale."""
+        """Norms keys to mean 0 and variance 1, rotates their first numbers, and mixes them where
+        the codec says so. Then writes them into pages, as `write_keys` does, but not those with a
+        negative row id; without row ids into records [n, key_bytes]: a key's bytes, its scale."""
         self.checks.tensor("values", values, (None, codec.key_dim), FLOATS)
         count = len(values)
         for name, part in (("weight", finish.weight), ("bias", finish.bias)):

@@ -49,8 +49,8 @@ STREAM_HEADERS: Final = (
 
 class Writer(Protocol):
     """How a dialect writes an answer: `feed` gets every delta of every choice, in order. `done`
-    comes last, also behind an error. One that `repeats_chances` has those of former deltas in its
-    events too. One that `ends_long` has long events in its end, and makes them one by one."""
+    comes last, also behind an error. A writer that `repeats_chances` repeats the log probabilities
+    of former deltas. A writer that `ends_long` ends with long events, and makes them one by one."""
 
     done: bytes = DONE
     repeats_chances: bool = False
@@ -249,9 +249,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_long_end(self, send: Send, ready: bytes) -> bytes:
-        """Sends all but the last of the end's events, which it returns. Streams that end together
-        make one event in a turn of the event loop, and what else waits for the loop has turns
-        between them. The drain waits for an event as for a document, not for its reader."""
+        """Sends all but the last of the end's events, which it returns. Of streams that end
+        together each turn of the event loop makes one event, and other work has turns between. A
+        drain waits for an event while it is made, as for a document, not until it is read."""
         service = self._answer.service
         events = self._writer.long_end()
         while True:

@@ -61,8 +61,8 @@ def until(true: Callable[[], bool], what: str = "it", *, within_s: float = DEADL
 
 
 class PacedEngine(fake_engine.PacedEngine):
-    """Records requests, can be held, and refuses everything if the test says so, or only what has a
-    grammar where the refusal is of one. It loads until `says_ready` is set."""
+    """Records requests, can be held, and refuses every request if the test says so; by a refusal of
+    a grammar only those with a grammar. It loads until `says_ready` is set."""
 
     def __init__(
         self,

@@ -196,9 +196,9 @@ def enumerated(kind: str, name: str) -> Any:
 
 
 def entry(name: str, *, edition: int = ENTRY_EDITION) -> int:
-    """The address of a driver function, for native code that calls it as that version of CUDA
-    declares it, 12.0 if none is named. A later driver may have a form of the same name that takes
-    more arguments. Names have no number of a form: `cuMemAlloc`, never `cuMemAlloc_v2`."""
+    """The address of a driver function for native code, in the form that CUDA of that `edition`
+    declares; a later CUDA may declare more arguments under the same name. Names have no number of
+    a form: `cuMemAlloc`, never `cuMemAlloc_v2`."""
     address = call("cuGetProcAddress", name.encode(), edition, 0)
     if not address:
         raise Unavailable(f"the CUDA driver has no {name} of {edition}")

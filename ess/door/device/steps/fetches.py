@@ -56,7 +56,7 @@ class StepFetches:
             copies.queue(lane.steps.handle)
             if timed is not None:
                 timed.queued()
-            event.record(lane.steps.handle)  # last: what a capture has on the lane must be joined
+            event.record(lane.steps.handle)  # last, so that it joins all that a capture has there
             fetches.append(DeviceFetch(self.hold, event, moment.copy, is_last, timed))
         self._queued += fetches
         return tuple(fetches)

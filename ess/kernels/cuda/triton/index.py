@@ -139,8 +139,8 @@ def top_k_into(
 ) -> Tensor:
     """By the contract of `Ops.top_k`.
 
-    `spreads` shares a list among programs; by itself it does so for few long lists. Either way
-    gives the same.
+    With `spreads` several programs share a list, by default where there are few and long ones. The
+    result is the same either way.
     """
     (count, k), width = out.shape, logits.shape[1]
     if not count:
