@@ -82,15 +82,6 @@ def test_a_launch_keeps_to_what_its_kernel_is_compiled_for(row_bytes):
 
 
 @needs_nvrtc
-@pytest.mark.slow
-def test_what_serves_the_generation_before_compiles_for_it():
-    """It has e4m3, but neither clusters nor bulk copies."""
-    for each in one_of_each(cuda_programs.programs()):
-        if each.file not in ("ring.cu", "together.cu"):
-            program.compile_program(each, "sm_89")
-
-
-@needs_nvrtc
 def test_a_spill_would_be_seen(monkeypatch):
     texts = program.source_text
     monkeypatch.setattr(
@@ -270,12 +261,13 @@ def test_build_kernels_refuses_what_no_kernel_runs_on(arch, capsys):
 
 
 @needs_nvrtc
+@pytest.mark.slow
 def test_programs_of_a_device_before_hopper_compile():
-    """Of each file the first; without bulk copies and clusters."""
-    of_ada = {each.file: each for each in [*cuda_programs.programs((8, 9))][::-1]}
+    """It has e4m3, but neither clusters nor bulk copies."""
+    of_ada = one_of_each(cuda_programs.programs((8, 9)))
     of_all = {each.file for each in cuda_programs.programs()}
-    assert of_all - of_ada.keys() == {"ring.cu", "together.cu"}
-    for each in of_ada.values():
+    assert of_all - {each.file for each in of_ada} == {"ring.cu", "together.cu"}
+    for each in of_ada:
         program.compile_program(each, "sm_89")
 
 
