@@ -130,7 +130,7 @@ def test_items_go_back_in(calling: Served):
 
 
 def test_functions_of_a_namespace_have_its_name_too(calling: Served):
-    """As Codex sends those of MCP servers. What nobody here can run is left out beside them."""
+    """As Codex sends those of MCP servers. A tool that the server cannot run is left out."""
     inner = [{**TOOLS[0], "name": "ide"}, {**TOOLS[1], "name": "now"}]
     spaces = [
         {"type": "namespace", "name": "t", "description": "", "tools": inner[:1]},
