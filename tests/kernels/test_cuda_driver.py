@@ -82,7 +82,7 @@ class Trials:
 
     def shared_memory_that_no_block_has(self):
         form = ring_form(656)
-        self.device._load(form.program, form.entry, 300 << 10, 0)
+        self.device._load(form.program, form.entry, 300 << 10)
 
     def half_a_cluster(self):
         program = resolve_program("together.cu", threads=64, is_scored=False)

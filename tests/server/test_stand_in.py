@@ -23,7 +23,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[QuietServer]:
-    server = QuietServer(uvicorn.Config(app, lifespan="off", log_level="error"))
+    server = QuietServer(uvicorn.Config(app, lifespan="off", log_config=None))
     own = socket.create_server(("127.0.0.1", 0))
     running = asyncio.ensure_future(server.serve(sockets=[own]))
     await has_started(server)
