@@ -1,10 +1,10 @@
 """Our calls of FlashMLA and DeepGEMM against their own signatures and what they refuse.
 
 Written down after their sources: deepseek-ai/FlashMLA c28eca9 and 9241ae3, sgl-project/sglang
-176ee5c (`sgl_kernel.flash_mla`), deepseek-ai/DeepGEMM 54e2261 (2.6.1) and 38f8ef7, of which
-sgl-project's builds are forks. A call goes first to the signature, which binds it as Python or
-pybind would, then to what the sources ask of shapes, types and strides, then to the stand-in that
-computes.
+176ee5c (`sgl_kernel.flash_mla`), deepseek-ai/DeepGEMM 54e2261 (2.6.1) and 38f8ef7, and the
+packages sgl-flash-mla 1.0.0, sgl-deep-gemm 0.1.7 and 0.2.5 and tokenspeed-deepgemm 2.8.2. A call
+goes first to the signature, which binds it as Python or pybind would, then to what the sources ask
+of shapes, types and strides, then to the stand-in that computes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.kernels.test_adapters import (
     DeepGemmStandIn,
     FlashMlaStandIn,
     Install,
+    gemm,
     index_case,
     install,
     whole_case,
@@ -80,6 +81,15 @@ FLASH = {
             " extra_indices_in_kvcache topk_length extra_topk_length",
         ),
     ),
+    "fork 1.0.0": (
+        ANYTHING,
+        signature(
+            KEPT,
+            "num_splits softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache"
+            " extra_indices_in_kvcache topk_length extra_topk_length enable_batch_invariant"
+            " use_legacy kv_format descale_q descale_k",
+        ),
+    ),
 }
 
 
@@ -119,6 +129,7 @@ def check_attention(**given: Any) -> None:
     assert len(table) == len(lengths) == count
     assert not given["causal"]
     assert given["is_fp8_kvcache"]
+    assert given.get("use_legacy", True), "these kernels take rows of 528 bytes, on sm_100"
 
 
 class Schedule:
@@ -138,6 +149,8 @@ class FlashMla(FlashMlaStandIn):
             "get_mla_metadata": signed(scheduled, check_schedule, self.schedule),
             "flash_mla_with_kvcache": signed(attended, check_attention, self.attend),
         }
+        if "use_legacy" in attended.parameters:
+            self.made["has_legacy"] = lambda: True
 
     def schedule(self, *given: Any, **named: Any) -> tuple[Any, Any]:
         self.schedules += 1
@@ -145,6 +158,7 @@ class FlashMla(FlashMlaStandIn):
 
     def attend(self, q: Any, k: Any, table: Any, lengths: Any, width: int, plan: Any, splits: Any,
                **named: Any) -> Any:  # fmt: skip
+        named.pop("use_legacy", None)
         form = *q.shape[:3], k.shape[1], named["indices"].shape[2]
         assert isinstance(plan, Schedule)
         assert (splits is None) == self.fills
@@ -205,6 +219,9 @@ LOGITS = signature(
     "q kv_cache weights context_lens block_table schedule_meta max_context_len",
     "clean_logits indices",
 )
+JOINT_LOGITS = signature(
+    "q kv_cache weights context_lens block_table schedule_meta max_context_len", "indices"
+)
 MORE = "recipe recipe_a recipe_b compiled_dims disable_ue8m0_cast"
 PRODUCT = signature("a b d", f"c {MORE}")
 PRODUCTS = signature("a b d masked_m expected_m", MORE)
@@ -239,6 +256,13 @@ def check_logits(**given: Any) -> None:
     assert 0 <= int(table.min()) <= int(table.max()) < len(pages)
     assert len(table) == batch
     assert given["max_context_len"] == table.shape[1] * 64
+
+
+def check_joint_logits(**given: Any) -> None:
+    assert type(given["q"]) is tuple, "pybind takes no list and no tensor for it"
+    queries, scales = given["q"]
+    assert scales is None, "they are for fp4"
+    check_logits(**given | {"q": queries})
 
 
 def is_major(tensor: torch.Tensor) -> bool:
@@ -280,8 +304,24 @@ def check_experts(**given: Any) -> None:
     assert given["d"].shape[1] % 128 == 0
 
 
-@pytest.mark.parametrize("each", [1, 2, 3])
-def test_index_logits_are_asked_as_deep_gemm_takes_them(install: Install, each: int) -> None:
+def logits_of(edition: str, stand_in: DeepGemmStandIn) -> dict[str, Call]:
+    """The function by its name: 2.6.1 has two, of which we call the older one."""
+    alone = stand_in.fp8_paged_mqa_logits
+
+    def joint(q: Any, *others: Any) -> torch.Tensor:
+        return alone(q[0], *others, clean_logits=False)
+
+    if edition == "2.6.1":
+        return {"fp8_paged_mqa_logits": signed(LOGITS, check_logits, alone)}
+    return {"fp8_fp4_paged_mqa_logits": signed(JOINT_LOGITS, check_joint_logits, joint)}
+
+
+@pytest.mark.parametrize(
+    ("each", "edition"), [(1, "2.6.1"), (2, "2.6.1"), (3, "2.6.1"), (2, "2.8.2")]
+)
+def test_index_logits_are_asked_as_deep_gemm_takes_them(
+    install: Install, each: int, edition: str
+) -> None:
     stand_in = DeepGemmStandIn()
     install(
         "deep_gemm",
@@ -289,7 +329,7 @@ def test_index_logits_are_asked_as_deep_gemm_takes_them(install: Install, each: 
         get_paged_mqa_logits_metadata=signed(
             SCHEDULE, check_lengths, stand_in.get_paged_mqa_logits_metadata
         ),
-        fp8_paged_mqa_logits=signed(LOGITS, check_logits, stand_in.fp8_paged_mqa_logits),
+        **logits_of(edition, stand_in),
     )
     adapter, case = deep_gemm.load(CPU), index_case(32, each)
     case["page_table"][:, 3:] = -1
@@ -303,8 +343,7 @@ def test_index_logits_are_asked_as_deep_gemm_takes_them(install: Install, each: 
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_batch_of_pads_alone_has_a_key_each(install: Install, flat: bool) -> None:
     """Its kernel of schedules reads beyond its memory where no request has a key."""
-    stand_in = DeepGemmStandIn(flat=flat, together=(1,))
-    install("deep_gemm", **{name: getattr(stand_in, name) for name in deep_gemm.FUNCTIONS})
+    gemm(DeepGemmStandIn(flat=flat, together=(1,)), install)
     adapter, case = deep_gemm.load(CPU), index_case(32, 1)
     case |= {"lengths": torch.zeros_like(case["lengths"])}
     case |= {"page_table": torch.full_like(case["page_table"], -1)}
@@ -315,16 +354,17 @@ def test_a_batch_of_pads_alone_has_a_key_each(install: Install, flat: bool) -> N
 
 def test_products_are_asked_as_deep_gemm_takes_them(install: Install) -> None:
     dense = test_adapter_linear.StandIn().fp8_gemm_nt
-    grouped = test_adapter_experts.StandIn().m_grouped_fp8_gemm_nt_masked
-    install(
-        "deep_gemm",
-        fp8_gemm_nt=signed(PRODUCT, check_product, dense),
-        m_grouped_fp8_gemm_nt_masked=signed(PRODUCTS, check_experts, grouped),
-    )
+    install("deep_gemm", fp8_gemm_nt=signed(PRODUCT, check_product, dense))
     linear = deep_gemm_linear.load(CPU)
     for count in (1, 5, 130):
         values, weights, scales = test_adapter_linear.given(count)
         linear.linear_fp8(values, weights, scales)
+
+
+@pytest.mark.parametrize("name", deep_gemm_experts.MASKED)
+def test_so_are_products_of_experts_by_either_name(install: Install, name: str) -> None:
+    grouped = test_adapter_experts.StandIn().m_grouped_fp8_gemm_nt_masked
+    install("deep_gemm", **{name: signed(PRODUCTS, check_experts, grouped)})
     experts = deep_gemm_experts.load(CPU)
     for counts in ([3, 0, 4], [0, 0, 1], [300, 1, 0]):
         case = test_adapter_experts.case_of(counts, torch.bfloat16)

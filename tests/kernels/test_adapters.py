@@ -180,7 +180,8 @@ class DeepGemmStandIn:
 
 
 def gemm(stand_in: DeepGemmStandIn, install: Install) -> types.ModuleType:
-    members = {name: getattr(stand_in, name) for name in deep_gemm.FUNCTIONS}
+    named = ("fp8_paged_mqa_logits", *deep_gemm.FUNCTIONS)
+    members = {name: getattr(stand_in, name) for name in named}
     return install("deep_gemm", __version__="2.6", **members)
 
 

@@ -8,7 +8,8 @@ their own. It writes garbage behind a length; a top-k that knows the lengths nev
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final
 
@@ -19,12 +20,13 @@ from torch import Tensor
 from ess.errors import Unavailable
 from ess.kernels.calls import IndexQueries
 from ess.kernels.checks import BYTES, CODED, COUNTS, SINGLE, check_shared, require
-from ess.kernels.cuda.adapters.modules import Library, first_that
+from ess.kernels.cuda.adapters.modules import Library, first_that, name_of
 from ess.layout import IndexCodec
 from ess.units import PAGE_ROWS, div_ceil
 
 MODULES: Final = ("deep_gemm", "sgl_deep_gemm")
-FUNCTIONS: Final = ("fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "get_num_sms")
+LOGITS: Final = ("fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits")
+FUNCTIONS: Final = ("get_paged_mqa_logits_metadata", "get_num_sms")
 CODEC: Final = IndexCodec()
 TOGETHER: Final = (4, 2, 1)
 HEAD_COUNTS: Final = (32,)
@@ -51,9 +53,19 @@ def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemm:
     return first_that(names, FUNCTIONS, lambda library: DeepGemm(library, device))
 
 
+def function_of_logits(module: Any) -> Callable[..., Tensor]:
+    """Builds after 2.6.1 have one for queries in fp8, without scales, and fp4, with scales."""
+    name = name_of(module, LOGITS)
+    function: Callable[..., Tensor] = getattr(module, name)
+    if name == LOGITS[0]:
+        return partial(function, clean_logits=False)
+    return lambda queries, *others: function((queries, None), *others)
+
+
 class DeepGemm:
     def __init__(self, library: Library, device: torch.device) -> None:
         self._module: Any = library.module
+        self._logits = function_of_logits(library.module)
         self._flat_lengths = False
         self.together = self._probe(device)
         self.head_counts = self._heads(device)
@@ -120,7 +132,7 @@ class DeepGemm:
         counts = counts[:, 0] if self._flat_lengths else counts
         sm_count = self._module.get_num_sms()
         schedule = self._module.get_paged_mqa_logits_metadata(counts, PAGE_ROWS, sm_count)
-        logits: Tensor = self._module.fp8_paged_mqa_logits(
+        logits = self._logits(
             queries.contiguous().view(-1, together, *queries.shape[1:]),
             pages.view(-1, PAGE_ROWS, 1, CODEC.key_bytes),
             weights.contiguous(),
@@ -128,7 +140,6 @@ class DeepGemm:
             table[::together].to(torch.int32).clamp(min=0).contiguous(),
             schedule,
             width,
-            clean_logits=False,
         )
         return logits[:, :width]
 

@@ -20,14 +20,15 @@ from ess.kernels.calls import Products
 from ess.kernels.checks import check_products
 from ess.kernels.cuda.adapters.deep_gemm import CODEC, MODULES
 from ess.kernels.cuda.adapters.layouts import counts_to_build
-from ess.kernels.cuda.adapters.modules import Library, first_that
+from ess.kernels.cuda.adapters.modules import Library, first_that, name_of
 from ess.kernels.ops import Ops
 from ess.kernels.own import own_ops
 from ess.kernels.served import ROOM_BYTES_MAX, ROOM_UNIT
 from ess.layout import SCALE_GROUP, IndexCodec
 from ess.units import align_up, div_ceil
 
-FUNCTIONS: Final = ("m_grouped_fp8_gemm_nt_masked",)
+MASKED: Final = ("m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked")
+"""Of one function: sgl-deep-gemm up to 0.1.7 has the second alone."""
 WIDTH_UNIT: Final = 64
 BOUND: Final = 2**-7
 SERVES: Final = (
@@ -38,7 +39,7 @@ SERVES: Final = (
 
 def load(device: torch.device, *, names: Sequence[str] = MODULES) -> DeepGemmExperts:
     """The first of these modules that is there and answers the probe."""
-    return first_that(names, FUNCTIONS, lambda library: DeepGemmExperts(library, device))
+    return first_that(names, (), lambda library: DeepGemmExperts(library, device))
 
 
 class Coded(NamedTuple):
@@ -58,6 +59,7 @@ def coded(ops: Ops, values: Tensor, codec: IndexCodec) -> Coded:
 class DeepGemmExperts:
     def __init__(self, library: Library, device: torch.device) -> None:
         self._module: Any = library.module
+        self._name = name_of(library.module, MASKED)
         self._ops = own_ops("cuda" if device.type == "cuda" else "reference")
         self._probe(device)
         self.line = f"{library.line}, tokens rounded to e4m3, {SERVES}"
@@ -111,7 +113,7 @@ class DeepGemmExperts:
         place = (expert * room + token - starts[expert]).where(is_token, experts * room)
         asked = tuple(_scattered(part, place, experts, room) for part in given)
         products = torch.empty(experts, room, width, dtype=torch.bfloat16, device=out.device)
-        self._module.m_grouped_fp8_gemm_nt_masked(
+        getattr(self._module, self._name)(
             asked, (weights, scales), products, starts.diff(), div_ceil(count, experts)
         )
         lines = products.view(-1, width)[place.clamp(max=experts * room - 1)]

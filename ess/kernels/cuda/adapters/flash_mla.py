@@ -30,6 +30,8 @@ DIM: Final = CODEC.latent_dim + CODEC.rope_dim
 LIST_UNIT: Final = 64
 HEAD_COUNTS: Final = (64, 128)
 ONE: Final = 0x38
+OF_FORK: Final = {"use_legacy": True}
+"""sgl-flash-mla 1.0.0 serves Hopper and rows of 656 bytes only where it is asked like this."""
 PROBED: Final = 255 / 128
 """A scale that uses all 8 bits of bfloat16."""
 SERVES: Final = (
@@ -54,6 +56,7 @@ class FlashMla:
 
     def __init__(self, library: Library, device: torch.device) -> None:
         self._module: Any = library.module
+        self._options = OF_FORK if hasattr(library.module, "has_legacy") else {}
         self._schedules: dict[tuple[int, int, int], tuple[Any, Any]] = {}
         self.base, self.empty = self._probe(device)
         self.line = f"{library.line}, lse of base {self.base}, {self.empty} where empty, {SERVES}"
@@ -101,6 +104,7 @@ class FlashMla:
             softmax_scale=scale,
             is_fp8_kvcache=True,
             indices=names[:, None].contiguous(),
+            **self._options,
         )
         return out[:, 0, :heads], lse[:, :heads, 0]
 

@@ -37,6 +37,14 @@ def first_that(
     raise Unavailable("; ".join(reasons))
 
 
+def name_of(module: Any, names: Sequence[str]) -> str:
+    """The first of these names of one function that the module has: versions differ in it."""
+    for name in names:
+        if hasattr(module, name):
+            return name
+    raise Unavailable(f"it has neither {' nor '.join(names)}")
+
+
 def _find(name: str, functions: Sequence[str]) -> Library:
     module = importlib.import_module(name)
     missing = [function for function in functions if not hasattr(module, function)]
