@@ -31,7 +31,7 @@ def page() -> Iterator[Browser]:
 def _fresh(page: Browser) -> None:
     """The page of the test before would go on asking its server, which has ended."""
     page.go("about:blank")
-    page.events.clear()
+    page.leave()
 
 
 def ask(page: Browser, text: str) -> None:

@@ -182,7 +182,7 @@ def check_abort(page: Browser, crowd: Crowd) -> None:
 @pytest.mark.slow
 @needs_browser
 def test_a_server_with_a_key_asks_for_it_once(page: Browser):
-    page.events.clear()
+    page.leave()
     with Served(PacedEngine(counting(10**6), pace_s=0.01), keys=("right",)) as served:
         page.go(served.url + "/dashboard")
         page.until("document.getElementById('ask').open")
@@ -201,7 +201,7 @@ def test_a_server_with_a_key_asks_for_it_once(page: Browser):
 @pytest.mark.slow
 @needs_browser
 def test_it_says_when_the_engine_is_loading_silent_or_gone(page: Browser):
-    page.events.clear()
+    page.leave()
     binds = "document.getElementById('binds').textContent"
     with Served(PacedEngine(counting(1), says_ready=False)) as served:
         page.go(served.url + "/dashboard")
@@ -239,7 +239,7 @@ def settled(page: Browser) -> bytes:
     ("size", "phone"), [(screens.DESK, False), (screens.PHONE, True), ((320, 640), True)]
 )
 def test_a_recording_shows_the_same_again_and_fits(page: Browser, size: tuple, phone: bool):
-    page.events.clear()
+    page.leave()
     page.resize(*size, phone=phone)
     with Served(PacedEngine(counting(1))) as served:
         pictures, drawn = [], []

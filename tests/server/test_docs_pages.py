@@ -29,7 +29,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def page(browser: Browser) -> Browser:
     """Each server has an origin of its own, so nothing is kept from one test to the next."""
-    browser.events.clear()
+    browser.leave()
     return browser
 
 

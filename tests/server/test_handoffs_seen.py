@@ -148,7 +148,7 @@ def page():
     reason="Chromium is not installed: apt-get install chromium",
 )
 def test_the_dashboard_shows_handoffs_to_workers_of_a_split_alone(page: Browser):
-    page.events.clear()
+    page.leave()
     with served() as made:
         page.go(made.url + "/dashboard")
         page.until("+document.body.dataset.frames > 1")

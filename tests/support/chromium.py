@@ -154,6 +154,11 @@ class Browser:
         assert "errorText" not in went, f"{url}: {went['errorText']}"
         self.until("document.readyState === 'complete'")
 
+    def leave(self) -> None:
+        """Ends the page, which may still ask a server that is gone, and forgets its errors."""
+        self.go("about:blank")
+        self.events.clear()
+
     def value(self, expression: str) -> Any:
         reply = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
