@@ -23,12 +23,15 @@ def begin_answer(
     prompts: Sequence[list[int]],
     *,
     named: str | Sequence[str] | None,
+    has_names: bool = False,
 ) -> Answer:
     """Hands the prompts to the engine. `wishes` are one for all prompts, or one for each. `named`
-    is the id of the request if its body has one, or has an id for each prompt."""
+    is the id of the request if its body has one, or has an id for each prompt. With `has_names`
+    each prompt has its own."""
     service: Service = request.app.state.service
     made = samplings(service, wishes, prompts)
-    call = begin(request, ask, [(each.prompt, each.sampling) for each in made], named=named)
+    pairs = [(each.prompt, each.sampling) for each in made]
+    call = begin(request, ask, pairs, named=named, has_names=has_names)
     return Answer(service, call, [Generation(service.tokenizer, each.ending) for each in made])
 
 

@@ -66,9 +66,11 @@ def begin(
     prompts: Sequence[tuple[list[int], Sampling]],
     *,
     named: str | Sequence[str] | None,
+    has_names: bool = False,
 ) -> Call:
     """Hands the prompts to the engine under the id in the body, or else in the header, and with the
-    rows' destination or origin if a router has named one. A body may have an id for each prompt."""
+    rows' destination or origin if a router has named one. A body may have an id for each prompt;
+    with `has_names` each gets its own, ID_0, ID_1 ..., if the body has not."""
     service: Service = request.app.state.service
     priority = ask.priority or 0
     if abs(priority) > PRIORITY_MAX:
@@ -79,8 +81,11 @@ def begin(
         request.state.session_id = ask.session_id
     if isinstance(named, str) and named:
         request.state.request_id = named
+    count = len({id(prompt) for prompt, _ in prompts})
+    if has_names and not isinstance(named, list):
+        named = [f"{request.state.request_id}_{place}" for place in range(count)]
     names = _names_of_all(request, prompts, named) if isinstance(named, list) else ()
-    leg = leg_of(request, ask, len({id(prompt) for prompt, _ in prompts}))
+    leg = leg_of(request, ask, count)
     call = service.begin(
         request.state.request_id,
         prompts,

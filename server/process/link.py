@@ -310,4 +310,6 @@ def _adds(
         leader = None if first == number else first
         handoff = next(left, None) if leader is None else None
         name = call.name_of(number)
-        yield Add(number, prompt, sampling, priority, leader, name, salt, handoff)
+        yield Add(
+            number, prompt, sampling, priority, leader, name, salt, handoff, call=call.request_id
+        )

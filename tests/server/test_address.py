@@ -71,6 +71,28 @@ def test_every_name_of_a_list_is_looked_at():
         assert headers["x-request-id"] not in ("mine", "yours")
 
 
+@pytest.mark.parametrize("given", ["mine", None])
+def test_prompts_of_one_name_get_their_own_and_end_by_both(given: str | None):
+    with Served(PacedEngine(counting(40))) as served, ThreadPoolExecutor(1) as client:
+        served.engine.hold()
+        body = {"text": ["a", "b", "c"], "rid": given, "sampling_params": {"n": 2}}
+        answer = client.submit(ask, served, "/generate", body, **{"X-Request-Id": "theirs"})
+        until(lambda: len(served.engine.adds) == 6, "its requests")
+        call = given or "theirs"
+        for name, count in ((f"{call}_1", 1), (call, 2), (call, 0)):
+            said = json.loads(ask(served, "/abort_request", {"rid": name})[1])
+            assert said == {"aborted": count}
+        served.engine.held.set()
+        headers, raw = answer.result()
+    made = [each["meta_info"] for each in json.loads(raw)]
+    assert headers["x-request-id"] == call
+    assert [each["id"] for each in made] == [f"{call}_{place // 2}" for place in range(6)]
+    assert {each["finish_reason"]["type"] for each in made} == {"abort"}
+    assert {(add.name, add.call) for add in served.engine.adds} == {
+        (f"{call}_{place}", call) for place in range(3)
+    }
+
+
 def test_one_prompt_of_several_is_aborted_by_its_name():
     """With all of its choices, and without the others."""
     with Served(PacedEngine(counting(40))) as served, ThreadPoolExecutor(1) as client:

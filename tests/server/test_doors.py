@@ -82,7 +82,7 @@ def test_generate_speaks_sglang(served: Served):
     assert answer["text"] == TEXT
     assert answer["output_ids"] == [*TOKENIZER.encode(TEXT), 1]
     meant = answer["meta_info"]
-    assert meant["finish_reason"] == {"type": "stop", "matched": None}
+    assert meant["finish_reason"] == {"type": "stop", "matched": 1}
     assert (meant["completion_tokens"], meant["cached_tokens"]) == (len(answer["output_ids"]), 4)
     assert served.engine.adds[-1].sampling.seed == 3
 
@@ -239,12 +239,32 @@ def test_generate_scores_the_prompt_from_a_position_on(served: Served):
         assert said["output_token_logprobs"] == said["output_top_logprobs"] == []
         for name in ("input_token_logprobs", "input_top_logprobs"):
             assert said[name] == meant[name]
-    meant = ask(served, "/generate", {**body, "logprob_start_len": -1})["meta_info"]
-    assert "input_token_logprobs" not in meant
+    for start in (-1, 4):
+        meant = ask(served, "/generate", {**body, "logprob_start_len": start})["meta_info"]
+        assert meant["input_token_logprobs"] == []
+        assert "input_top_logprobs" not in meant
     with pytest.raises(urllib.error.HTTPError) as refused:
-        ask(served, "/generate", {**body, "logprob_start_len": 4})
+        ask(served, "/generate", {**body, "logprob_start_len": 5})
     assert refused.value.code == 400
-    assert b"logprob_start_len is 4, the prompt has 4 tokens" in refused.value.read()
+    assert b"logprob_start_len is 5, the prompt has 4 tokens" in refused.value.read()
+
+
+def test_each_prompt_of_generate_has_its_own_log_probabilities(served: Served):
+    body = {
+        "input_ids": [[5, 6], [5, 6, 7], [5]],
+        "sampling_params": {"max_new_tokens": 2, "n": 2},
+        "return_logprob": [True, True, False],
+        "logprob_start_len": [-1, 1, 0],
+        "top_logprobs_num": [3, 0, 0],
+    }
+    said = [each["meta_info"] for each in ask(served, "/generate", body)]
+    assert [len(each.get("input_token_logprobs", "none")) for each in said] == [0, 0, 2, 2, 4, 4]
+    tops = [[len(top) for top in each["output_top_logprobs"]] for each in said[:4]]
+    assert tops == [[3, 3]] * 2 + [[0, 0]] * 2
+    assert "output_token_logprobs" not in said[4] | said[5]
+    samplings = [add.sampling for add in served.engine.adds[-6:]]
+    assert [each.logprobs for each in samplings] == [3, 3, 0, 0, None, None]
+    assert [each.prompt_logprobs for each in samplings] == [None, None, 0, None, None, None]
 
 
 def test_tokens_in_come_with_their_chances(served: Served):

@@ -341,16 +341,19 @@ def test_one_trace_at_a_time_whoever_asks():
 
 def test_requests_are_aborted_by_the_name_that_clients_know_whichever_front_has_them():
     long = Sampling(tokens_max=60)
-    named = {1: "mine", 2: "theirs", 3: "mine", 4: "mine"}
+    named = {1: "mine", 2: "theirs", 3: "mine", 4: "mine_0"}
     wire = Script(
-        t1=[Add(number, prompt(20 + number), long, name=name) for number, name in named.items()],
+        t1=[
+            Add(n, prompt(20 + n), long, name=name, call="mine" if n == 4 else name)
+            for n, name in named.items()
+        ],
         t6=[AbortNamed(frozenset({"mine", "nobody's"}), 1)],
         t8=[AbortNamed(None, 0), AbortNamed(None, 0)],
     )
     wire.front_count = 2
     loop = run(wire, 9)
     assert [m for m in wire.given if isinstance(m, Aborted)] == [
-        Aborted(1, 1),
+        Aborted(2, 1),
         Aborted(1, 0),
         Aborted(0, 0),
     ]

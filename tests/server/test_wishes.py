@@ -147,7 +147,7 @@ def test_a_sampler_at_another_value_is_refused(plain: Served, path, name):
         (SGLANG, {"top_logprobs_num": 2}, "top_logprobs_num", "return_logprob"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "must come with logprobs"),
         (SGLANG, {"text": ["x"] * 2, "rid": ["a"]}, "rid", "a list of 2"),
-        (SGLANG, {"top_logprobs_num": [1, 2], "return_logprob": True}, "top_logprobs_num", "same"),
+        (SGLANG, {"top_logprobs_num": [1, 2]}, "top_logprobs_num", "2 entries for 1 prompt"),
         (COMPLETIONS, {"cache_salt": ""}, "cache_salt", "0 characters"),
         (CHAT, {"cache_salt": "s" * 257}, "cache_salt", "257 characters"),
         (SGLANG, {"extra_key": "s" * 257}, "extra_key", "257 characters"),

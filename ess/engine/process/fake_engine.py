@@ -141,8 +141,8 @@ class PacedEngine:
                 self._prompt_count += len(message.prompt)
             case Abort(number):
                 self._going.pop(number, None)
-            case AbortNamed(names, front):
-                wire.give(Aborted(self._abort(names, wire), front))
+            case AbortNamed():
+                wire.give(Aborted(self._abort(message, wire), message.front))
             case Lost(front):
                 for number in [n for n in self._going if n % wire.front_count == front]:
                     del self._going[number]
@@ -177,9 +177,9 @@ class PacedEngine:
         self._is_tracing = is_on
         return Tracing("", front) if is_on else Traced((), 0, front)
 
-    def _abort(self, names: frozenset[str] | None, wire: Wire) -> int:
+    def _abort(self, asked: AbortNamed, wire: Wire) -> int:
         met = [going.add for going in self._going.values()]
-        met = [add for add in met if names is None or add.name in names]
+        met = [add for add in met if asked.means(add.name, add.call)]
         for add in met:
             del self._going[add.number]
         wire.give(Progress(tuple(Piece(add.number, reason="cancelled") for add in met)))

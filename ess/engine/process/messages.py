@@ -36,7 +36,7 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True):
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`leader` is the number of an earlier request with this prompt, for the same answer. `name` is
-    the id that the client knows; all answers to one HTTP request have the same. Requests of
+    the id by which the client knows the prompt, `call` that of its HTTP request. Requests of
     different `salt` share no cached prefix. `prior_output` are the first tokens of
     the answer, which another engine has made: this one makes those behind them."""
 
@@ -49,6 +49,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     salt: str = ""
     handoff: Handoff | None = None
     prior_output: list[int] = []
+    call: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -56,10 +57,14 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AbortNamed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End the requests of all fronts that have one of these names; None means every request."""
+    """End the requests of all fronts that have one of these names, or whose call has; None means
+    every request."""
 
     names: frozenset[str] | None
     front: int
+
+    def means(self, name: str, call: str) -> bool:
+        return self.names is None or not self.names.isdisjoint((name, call))
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):

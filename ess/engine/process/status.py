@@ -37,11 +37,13 @@ def in_words(refusal: EssError) -> str:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request that a front waits for, under its number and the name that its client knows."""
+    """A request that a front waits for, under its number, the name that its client knows and that
+    of its call."""
 
     number: int
     request: Request
     name: str
+    call: str
     began_s: float
     is_admitted: bool = False
 

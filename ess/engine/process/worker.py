@@ -145,8 +145,8 @@ class EngineLoop:
                 self._add(message)
             case Abort(number):
                 self._cancel([number])
-            case AbortNamed(names, front):
-                self._wire.give(Aborted(self._abort(names), front))
+            case AbortNamed():
+                self._wire.give(Aborted(self._abort(message), message.front))
             case Lost(front):
                 count = self._wire.front_count
                 self._cancel([number for number in self._live if number % count == front])
@@ -171,10 +171,10 @@ class EngineLoop:
                 self._engine.cancel(live.request)
         self._settle()
 
-    def _abort(self, names: frozenset[str] | None) -> int:
+    def _abort(self, asked: AbortNamed) -> int:
         """Unlike Abort this does not come from the front that waits for the answer, so the waiting
         front gets the ends."""
-        met = [live for live in self._live.values() if names is None or live.name in names]
+        met = [live for live in self._live.values() if asked.means(live.name, live.call)]
         self._cancel([live.number for live in met])
         if met:
             pieces = tuple(Piece(live.number, reason="cancelled") for live in met)
@@ -218,8 +218,9 @@ class EngineLoop:
             refused = Piece(message.number, reason="refused", sentence=str(error))
             self._wire.give(Progress((refused,)))
             return
-        began_s = self._clock.now_s()
-        self._live[message.number] = LiveRequest(message.number, request, message.name, began_s)
+        self._live[message.number] = LiveRequest(
+            message.number, request, message.name, message.call, self._clock.now_s()
+        )
         self._counts.prompt_count += len(request.prompt)
 
     def _flush(self) -> str:

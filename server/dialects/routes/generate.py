@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -24,34 +24,64 @@ from ess.server.http.responses import JSON
 from ess.server.process.service import Service
 from ess.units import counted
 
+T = TypeVar("T")
+
 
 async def generate(request: Request) -> Response:
     service: Service = request.app.state.service
     prepared = await read(request, schemas.GenerateAsk)
     ask, prompts = prepared.ask, prepared.prompts
     service.check_model(ask.model)
-    _check_start(ask, prompts)
-    parts = schemas.sglang_samplings(ask).items()
+    scores = _scores_of(ask, prompts)
+    parts, forms = list(schemas.sglang_samplings(ask).items()), prepared.forms
+    if len(parts) == 1 < len(set(scores)):
+        parts, forms = parts * len(prompts), [*forms] * len(prompts)
     wishes = [
-        _wanted(ask, sampling, forms, place=place)
-        for (place, sampling), forms in zip(parts, prepared.forms, strict=True)
+        _wanted(ask, sampling, form, score, place=place)
+        for (place, sampling), form, score in zip(parts, forms, scores, strict=False)
     ]
-    grown = begin_answer(request, ask, wishes, prompts, named=ask.rid)
+    grown = begin_answer(request, ask, wishes, prompts, named=ask.rid, has_names=prepared.is_many)
     is_many = prepared.is_many or len(grown.generations) > 1
-    shape = GenerateShape(ask, grown, prompts, is_many=is_many)
+    shape = GenerateShape(ask, grown, prompts, scores, is_many=is_many)
     writer = GenerateWriter(shape) if ask.stream else None
     return await respond(grown, request.receive, writer=writer, whole=shape.whole)
 
 
-def has_logprobs(ask: schemas.GenerateAsk) -> bool:
-    asked = ask.return_logprob
-    return any(asked) if isinstance(asked, list) else bool(asked)
+class Scores(NamedTuple):
+    """Which log probabilities a client wants of a prompt: those of its answer's tokens, each with
+    the `top` likeliest, and those of its own tokens from `start` on. None is for none."""
+
+    top: int | None
+    start: int | None
 
 
-def scored_from(ask: schemas.GenerateAsk) -> int | None:
-    """The first prompt position to score; -1 in the body means none."""
-    start = -1 if ask.logprob_start_len is None else ask.logprob_start_len
-    return start if has_logprobs(ask) and start >= 0 else None
+def _scores_of(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> list[Scores]:
+    """For each prompt. A start behind its last token, or of -1, is for none of its tokens."""
+    count = len(prompts)
+    wanted = _each("return_logprob", ask.return_logprob, count)
+    tops = _each("top_logprobs_num", ask.top_logprobs_num, count)
+    starts = _each("logprob_start_len", ask.logprob_start_len, count)
+    if any(tops) and not any(wanted):
+        raise BadInput("top_logprobs_num must come with return_logprob: true")
+    scores = []
+    for is_wanted, top, start, prompt in zip(wanted, tops, starts, prompts, strict=True):
+        start = -1 if start is None or not is_wanted else start
+        if start > len(prompt):
+            has = counted(len(prompt), "token")
+            raise BadInput(f"logprob_start_len is {start:,}, the prompt has {has}")
+        is_inside = 0 <= start < len(prompt)
+        scores.append(Scores((top or 0) if is_wanted else None, start if is_inside else None))
+    return scores
+
+
+def _each(name: str, asked: T | list[T] | None, count: int) -> Sequence[T | None]:
+    """The value for each prompt: one for all, or a list of them."""
+    if not isinstance(asked, list):
+        return [asked] * count
+    if len(asked) != count:
+        entries = counted(len(asked), "entry", "entries")
+        raise BadInput(f"{name} has {entries} for {counted(count, 'prompt')}")
+    return asked
 
 
 def is_prompt_alone(sampling: schemas.SglangSampling) -> bool:
@@ -60,31 +90,14 @@ def is_prompt_alone(sampling: schemas.SglangSampling) -> bool:
     return sampling.max_new_tokens == 0
 
 
-def _check_start(ask: schemas.GenerateAsk, prompts: Sequence[list[int]]) -> None:
-    start = scored_from(ask)
-    for prompt in prompts:
-        if start is not None and start >= len(prompt):
-            has = counted(len(prompt), "token")
-            raise BadInput(f"logprob_start_len is {start:,}, the prompt has {has}")
-
-
-def _same_for_all(name: str, asked: int | list[int] | list[bool] | None) -> int:
-    """The value for all prompts; a list must have the same value for each."""
-    wishes = set(asked) if isinstance(asked, list) else {asked or 0}
-    if len(wishes) > 1:
-        raise BadInput(f"{name} must be the same for all prompts")
-    return int(max(wishes, default=0))
-
-
 def _wanted(
-    ask: schemas.GenerateAsk, sampling: schemas.SglangSampling, forms: Forms, *, place: str
+    ask: schemas.GenerateAsk,
+    sampling: schemas.SglangSampling,
+    forms: Forms,
+    scores: Scores,
+    *,
+    place: str,
 ) -> sampling_params.SamplingWishes:
-    top = _same_for_all("top_logprobs_num", ask.top_logprobs_num)
-    _same_for_all(
-        "return_logprob", ask.return_logprob if isinstance(ask.return_logprob, list) else None
-    )
-    if top and not has_logprobs(ask):
-        raise BadInput("top_logprobs_num must come with return_logprob: true")
     field = "input_ids" if ask.text is None else "text"
     return sampling_params.wanted_of(
         sampling,
@@ -94,9 +107,9 @@ def _wanted(
         keep_stop=bool(sampling.no_stop_trim),
         keep_special=sampling.skip_special_tokens is False,
         seed=sampling.sampling_seed,
-        logprobs=top if has_logprobs(ask) else None,
-        prompt_logprobs=None if scored_from(ask) is None else top,
-        prompt_start=scored_from(ask) or 0,
+        logprobs=scores.top,
+        prompt_logprobs=None if scores.start is None else scores.top,
+        prompt_start=scores.start or 0,
         forms=forms,
         names={
             **{name: place + name for name in sampling.__struct_fields__ if place},
@@ -131,12 +144,14 @@ class GenerateShape:
         ask: schemas.GenerateAsk,
         grown: Answer,
         prompts: Sequence[list[int]],
+        scores: Sequence[Scores],
         *,
         is_many: bool,
     ) -> None:
         self.ask = ask
         self.grown = grown
         self.prompts = prompts
+        self.scores = scores
         self.is_many = is_many
         alone = [is_prompt_alone(each) for each in schemas.sglang_samplings(ask).values()]
         self._alone = alone * len(prompts) if len(alone) == 1 else alone
@@ -150,28 +165,29 @@ class GenerateShape:
         """SGLang's form: everything so far, in every chunk."""
         grown = self.grown.generations[index]
         choices = len(self.grown.generations) // len(self.prompts)
-        made = 0 if self._alone[index // choices] else grown.made_count
+        place = index // choices
+        made = 0 if self._alone[place] else grown.made_count
         meant: dict[str, Any] = {
             "id": self.grown.call.names[index],
             "finish_reason": finish_reason(grown, made),
-            "prompt_tokens": len(self.prompts[index // choices]),
+            "prompt_tokens": len(self.prompts[place]),
             "completion_tokens": made,
             "cached_tokens": grown.cached_count,
         }
-        if scored_from(self.ask) is not None:
-            scored = self.grown.generations[index // choices * choices].prompt_chances
-            meant |= self._input_logprobs(index, self.prompts[index // choices], scored)
-        if has_logprobs(self.ask):
-            meant |= self._output_logprobs(index, grown, made)
+        scores = self.scores[place]
+        if scores.top is not None:
+            meant |= {"input_token_logprobs": (), **self._output_logprobs(index, grown, made)}
+        if scores.start is not None:
+            scored = self.grown.generations[place * choices].prompt_chances
+            meant |= self._input_logprobs(index, self.prompts[place], scores.start, scored)
         ids = self._list(index, "output_ids", made, grown.tokens.__getitem__)
         document = {"text": grown.text if made else "", "output_ids": ids, "meta_info": meant}
         return {**document, "index": index} if self.is_many else document
 
     def _input_logprobs(
-        self, index: int, prompt: Sequence[int], chances: Sequence[Chance]
+        self, index: int, prompt: Sequence[int], start: int, chances: Sequence[Chance]
     ) -> dict[str, msgspec.Raw]:
         """The first position has no chance. An aborted prompt has fewer chances than tokens."""
-        start = scored_from(self.ask) or 0
         count = min(1 + len(chances), len(prompt) - start)
 
         def scored(at: int) -> list[Any]:
@@ -211,7 +227,8 @@ class GenerateShape:
 
 
 def finish_reason(grown: Generation, made: int) -> dict[str, Any] | None:
-    """`made` tokens are shown: where none are, nothing was stopped."""
+    """`made` tokens are shown: where none are, nothing was stopped. What stopped an answer is a
+    stop string or its last token, the model's own end token too."""
     match grown.finish:
         case None:
             return None
@@ -219,7 +236,8 @@ def finish_reason(grown: Generation, made: int) -> dict[str, Any] | None:
             return {"type": "abort", "message": "aborted", "status_code": 499}
         case reason if reason == "length" or not made:
             return {"type": "length", "length": made}
-    return {"type": "stop", "matched": grown.stopped_by}
+    stop = grown.stopped_by
+    return {"type": "stop", "matched": grown.tokens[-1] if stop is None else stop}
 
 
 class GenerateWriter(Writer):

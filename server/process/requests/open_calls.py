@@ -105,11 +105,11 @@ class OpenCalls:
         return self._calls.pop(number, None) is not None
 
     def named(self, names: set[str] | None) -> list[tuple[Call, int]]:
-        """The requests with these ids of clients, and their calls; None means all."""
+        """The requests with these ids of clients or of calls, and their calls; None means all."""
         return [
             (call, number)
             for number, call in self._calls.items()
-            if names is None or call.name_of(number) in names
+            if names is None or not names.isdisjoint((call.request_id, call.name_of(number)))
         ]
 
     def fail(self, sentence: str, *, spares_recorded: bool = False) -> None:
