@@ -7,12 +7,12 @@ The MTP module is one more layer, the last, in a group of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Final, Literal
 
 from ess.errors import BadInput
-from ess.layer_groups import check_part
 from ess.row_codec import BYTE_SCALED as BYTE_SCALED
 from ess.row_codec import SCALE_BYTES as SCALE_BYTES
 from ess.row_codec import SCALE_GROUP as SCALE_GROUP
@@ -25,6 +25,19 @@ ScaleFormat = Literal["ue8m0", "f32"]
 RopeStyle = Literal["half", "interleaved"]
 
 EXPERTS_MAX: Final = 512  # of one layer: the most that a compiled stage routes among
+
+
+def check_part(groups: Sequence[Sequence[int]], layer_count: int, first: int, stop: int) -> None:
+    """May main layers first..stop-1 stand alone? Layers that share a selection stay together."""
+    if not 0 <= first < stop <= layer_count:
+        raise BadInput(f"layers {first}..{stop - 1} are no part of layers 0..{layer_count - 1}")
+    for group in groups:
+        for edge in (first, stop):
+            if group[0] < edge <= group[-1]:
+                raise BadInput(
+                    f"a part cannot begin at layer {edge}: layers {group[0]}..{group[-1]} share one"
+                    f" selection, so a part begins at {group[0]} or {group[-1] + 1}"
+                )
 
 
 def _require(condition: bool, sentence: str) -> None:

@@ -16,7 +16,7 @@ from ess.comm.experts.expert_ranks import ExpertRanks
 from ess.kernels.cpu import native, step
 from ess.kernels.cpu.codes import CodedWeight
 from ess.kernels.cpu.stage import Panels, Stage, pack
-from ess.layer_groups import check_part
+from ess.layout import check_part
 from ess.models.config import ModelConfig
 from ess.models.decoder import DecoderLayer
 from ess.models.layers import (

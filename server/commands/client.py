@@ -26,7 +26,7 @@ UNSERVED: Final = (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.METHOD_NOT_ALLOWED
 
 
 class Entry(dict[str, Any]):
-    """One of a list that a server has answered with; reading a name that it lacks is refused."""
+    """An entry of a list in a server's answer; reading a name that it lacks is refused."""
 
     def __init__(self, told: Mapping[str, Any], place: str) -> None:
         super().__init__(told)

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ess.errors import BadInput
-from ess.layer_groups import check_part
-from ess.layout import ModelLayout
+from ess.layout import ModelLayout, check_part
 from ess.models.config import ModelConfig
 
 GRAIN: Final = 50

@@ -41,7 +41,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_unmeasured(model: str) -> bool:
-    """Whether only its configuration is known; BadInput for a model of which nothing is."""
+    """Whether a model has a published configuration alone, and no operator tables. BadInput for a
+    model that has neither."""
     if model in FAMILIES:
         return False
     if model in PUBLISHED:
