@@ -14,7 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ess.engine.process.messages import Ready
 from ess.server.commands.start.front import Front
+from ess.server.process.engines.engine_state import EngineState
 from ess.server.process.requests.open_calls import FrontPlace
 from tests.server.harness import until
 from tests.server.test_dashboard import metrics
@@ -228,3 +230,30 @@ def test_a_process_that_cannot_obey_ends():
     lost, ends = asyncio.run(act())
     assert lost == "this process of the server ends: OSError: too many open files"
     assert ends
+
+
+@pytest.mark.parametrize("how", ["ready", "lost"])
+def test_a_process_accepts_connections_once_its_engine_is_ready(how: str):
+    """It may replace another while the engine has long been ready: until it hears so it would
+    refuse what the first process, which accepts for it, serves."""
+    engine = EngineState(ManualClock())
+    served = []
+
+    async def serve(sockets: list[object]) -> None:
+        served.append(sockets)
+
+    async def act() -> None:
+        service = SimpleNamespace(link=SimpleNamespace(engine=engine))
+        front = Front(service, SimpleNamespace(serve=serve), ManualClock(), folder="here")
+        serving = asyncio.ensure_future(front._serve("its listener"))
+        engine.end("restarting", "it is gone; another starts")
+        await asyncio.wait([serving], timeout=0.0)
+        assert not served
+        if how == "ready":
+            engine.hear(Ready(vocabulary=512, length_max=2048, load_s=1.0))
+        else:
+            engine.end("lost", "it was lost too often")
+        await serving
+
+    asyncio.run(act())
+    assert served == ([["its listener"]] if how == "ready" else [])

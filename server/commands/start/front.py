@@ -66,11 +66,18 @@ class Front:
             )
         ]
         try:
-            await self._server.serve(sockets=[listener])
+            await self._serve(listener)
         finally:
             for task in (self._hearing, *watching):
                 task.cancel()
             await asyncio.gather(self._hearing, *watching, return_exceptions=True)
+
+    async def _serve(self, listener: socket.socket) -> None:
+        """Accepts connections once the engine has said that it is ready. A front that replaces
+        another would refuse requests until then, while the first process, which accepts for it,
+        serves them."""
+        if await self._service.link.engine.until_ready() is not None:
+            await self._server.serve(sockets=[listener])
 
     async def _say_up(self, up: int) -> None:
         await has_started(self._server)
