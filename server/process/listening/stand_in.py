@@ -11,9 +11,12 @@ import functools
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 POLL_S: Final = 0.02
 
@@ -22,6 +25,18 @@ async def has_started(server: uvicorn.Server) -> None:
     """Waits until the server accepts connections."""
     while not server.started:
         await asyncio.sleep(POLL_S)
+
+
+async def _serve_one(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Has uvicorn close the connection behind the answer."""
+
+    async def send_last(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (b"connection", b"close")]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    await app(scope, receive, send_last)
 
 
 class StandIn:
@@ -45,14 +60,18 @@ class StandIn:
         self._server.servers.append(made)
 
     def _protocol(self) -> Callable[[], asyncio.Protocol]:
-        """The protocol of the server's own listener."""
-        made: Any = self._server.config.http_protocol_class
-        return functools.partial(
-            made,
-            config=self._server.config,
-            server_state=self._server.server_state,
-            app_state=self._server.lifespan.state,
-        )
+        """The protocol of the server's own listener, but a connection serves a single request: the
+        next one may be for the missing process, which is up by then."""
+        config, state = self._server.config, self._server.lifespan.state
+        made: Any = config.http_protocol_class
+        app = functools.partial(_serve_one, config.loaded_app)
+
+        def single() -> Any:
+            protocol = made(config=config, server_state=self._server.server_state, app_state=state)
+            protocol.app = app
+            return protocol
+
+        return single
 
     def leave(self, listener: int) -> None:
         """Accepts no more; connections already accepted are served to their end."""
