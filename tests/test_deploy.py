@@ -206,3 +206,8 @@ def test_the_router_takes_its_command_line(words):
 def test_the_job_is_a_script_that_bash_can_read():
     done = subprocess.run(["bash", "-n", DEPLOY / "slurm.sbatch"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_units_tell_the_server_alone_to_end():
+    texts = [path.read_text() for path in DEPLOY.glob("*.service")]
+    assert [text.count("\nKillMode=mixed\n") for text in texts] == [1, 1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ess.comm.processes.meeting import Meeting, RankPlace
+from ess.comm.processes.meeting import SILENT_S, Meeting, RankPlace
 from ess.errors import BadInput
 
 HOST = torch.device("cpu")
@@ -26,8 +26,7 @@ def place(device: str, *, team: int = 1) -> RankPlace:
         secret=b"",
         device=torch.device(device),
         timeout_s=1.0,
-        patience_s=1.0,
-        silent_s=1.0,
+        patience_s=20.0,
         until_s=time.monotonic() + 1.0,
     )
 
@@ -70,3 +69,8 @@ def test_tensors_of_the_host_stay_there():
 def test_a_device_and_a_host_do_not_meet():
     with pytest.raises(BadInput, match=r"at 10\.0\.0\.1:9: tensors are on cpu and on cuda"):
         carried(place("cuda:0"), "cpu")
+
+
+def test_a_rank_that_compiles_for_its_device_may_be_silent_as_long_as_one_that_takes_nothing():
+    assert place("cuda:0").silent_s == 20.0
+    assert place("cpu").silent_s == SILENT_S == 3.0

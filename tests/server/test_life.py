@@ -178,6 +178,7 @@ def test_sigterm_lets_streams_finish_while_probes_see_503():
         stream = process.stream(max_tokens=100)
         next(stream)
         began_s = time.monotonic()
+        os.kill(process.engine_pid, signal.SIGTERM)  # as systemd does, and pkill
         process.process.send_signal(signal.SIGTERM)
         until(lambda: process.status("/ready") == 503, "the drain")
         assert process.status("/health") == 200

@@ -58,8 +58,14 @@ class RankPlace:
     device: torch.device
     timeout_s: float
     patience_s: float
-    silent_s: float
     until_s: float
+
+    @property
+    def silent_s(self) -> float:
+        """How long a peer may send no heartbeat before it counts as lost. Libraries that compile
+        programs for a device, as DeepGEMM does, hold the interpreter's lock meanwhile: no thread of
+        such a rank beats."""
+        return SILENT_S if self.device.type == "cpu" else max(SILENT_S, self.patience_s)
 
     @property
     def where(self) -> str:
@@ -91,7 +97,6 @@ def join_group(
     secret: bytes = b"",
     device: torch.device | str = "cpu",
     patience_s: float = PATIENCE_S,
-    silent_s: float = SILENT_S,
 ) -> Group:
     """The group of this rank, once all `size` ranks have come.
 
@@ -100,8 +105,8 @@ def join_group(
     device      where tensors lie: they travel over gloo on a CPU, over NCCL on CUDA; between
                 ranks of CUDA over gloo and the host's memory, where two of them share a device or
                 one has no NCCL
-    patience_s  how long a peer may take nothing before it counts as lost
-    silent_s    how long a peer may send no heartbeat before it counts as lost
+    patience_s  how long a peer may take nothing before it counts as lost; with tensors on a device
+                also how long it may send no heartbeat
     """
     if not 0 <= rank < size <= RANKS_MAX or team < 1 or size % team:
         raise BadInput(f"rank {rank} of {size} in teams of {team}: no such rank")
@@ -118,7 +123,6 @@ def join_group(
         device=torch.device(device),
         timeout_s=timeout_s,
         patience_s=patience_s,
-        silent_s=silent_s,
         until_s=time.monotonic() + timeout_s,
     )
     return Meeting(place).hold()

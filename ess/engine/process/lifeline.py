@@ -25,7 +25,9 @@ def die_with_parent() -> None:
 def first_line() -> bytes:
     """What the parent writes to our stdin first. Where the parent has ended, this process ends here
     without a word: of an end before `die_with_parent` the system tells nothing, and loading a model
-    takes minutes."""
+    takes minutes. SIGTERM is for the parent, which drains: systemd sends it to all processes of a
+    unit, `pkill` to all of a name."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent()
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n") or is_closed(sys.stdin.fileno()):
