@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
+from ess.engine.process.lifeline import leave_signals_to_parent
 from ess.errors import BadInput
 from ess.models.chat.styles import ChatStyle, style_of
 from ess.models.text.tokenizer import Tokenizer
@@ -148,6 +149,7 @@ def _count_of(document: Any) -> int:
 
 def main(style_of: Callable[..., ChatStyle] = style_of) -> None:
     """Freezes the loaded objects, so that garbage collection need not walk them."""
+    leave_signals_to_parent()
     resource.setrlimit(resource.RLIMIT_AS, (READ_BYTES_MAX, READ_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer

@@ -22,12 +22,18 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def leave_signals_to_parent() -> None:
+    """Ignores SIGTERM and SIGINT, which systemd sends to all processes of a unit and `pkill` to all
+    of a name: the parent drains, and needs this process meanwhile."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def first_line() -> bytes:
     """What the parent writes to our stdin first. Where the parent has ended, this process ends here
     without a word: of an end before `die_with_parent` the system tells nothing, and loading a model
-    takes minutes. SIGTERM is for the parent, which drains: systemd sends it to all processes of a
-    unit, `pkill` to all of a name."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    takes minutes."""
+    leave_signals_to_parent()
     die_with_parent()
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n") or is_closed(sys.stdin.fileno()):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 
@@ -20,7 +19,7 @@ import uvicorn
 
 from ess import console
 from ess.clock import Clock, RealClock
-from ess.engine.process.lifeline import die_with_parent
+from ess.engine.process.lifeline import die_with_parent, leave_signals_to_parent
 from ess.errors import EssError
 from ess.server.commands.start.files.words import read_words
 from ess.server.commands.start.http_config import uvicorn_config
@@ -155,8 +154,8 @@ async def _orders() -> asyncio.StreamReader:
 
 
 def main() -> int:
+    leave_signals_to_parent()
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(0, "rb", buffering=0, closefd=False) as orders:
         start = msgspec.json.decode(orders.readline(), type=Start)
     run_whole(serve(start))
