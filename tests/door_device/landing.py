@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ess.door.device.memory.arenas import TICKET_MAX
 from ess.kernels.cuda.streams import CudaEvent
 from ess.pool.lru.cuda import Residency
 from tests.door_device.doors import LAYOUT, there
@@ -99,4 +100,17 @@ def test_a_request_that_ends_waits_for_no_landing_of_another(made, holds):  # no
     lane.mark()
     assert lane.landings.handle not in {streams[0] for streams in holds if streams != "drop"}
     step(doors, pairs[1:], [2], "whole", [1])
+    doors.audit()
+
+
+def test_tickets_that_run_out_start_over_beside_a_landing(made):  # noqa: F811
+    """Landings use tickets up where steps fetch nothing, and some may always be under way."""
+    doors = made(chunks=24, seed=24)
+    pairs = [doors.open(list(range(n, 2 * n))) for n in (33, 70)]
+    landings = doors.device._side.landings
+    landings._ticket = landings._landed = TICKET_MAX + 1
+    doors.each(pairs[1], "fill", says=False)
+    assert landings._under_way
+    step(doors, pairs, [1, 2], "whole", [1, 1])
+    assert landings._ticket < 100
     doors.audit()

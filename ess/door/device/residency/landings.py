@@ -161,12 +161,18 @@ class Landings:
             if piece.sequence.state == "active" and piece.stay == self._stay(piece.sequence):
                 self._start(self._free.pop(), piece)
 
-    def restart(self) -> bool:
-        """Starts tickets over, if no landing with a ticket is under way."""
-        if self.is_busy:
-            return False
+    @property
+    def ticket(self) -> int:
+        """The last one given, or 1."""
+        return self._ticket
+
+    def restart(self) -> None:
+        """Starts tickets over, behind the pieces that are under way: the host waits for these."""
+        if self._under_way:
+            self._under_way[-1].place.event.wait()
+        self.behind()
+        assert not self._under_way, f"{len(self._under_way)} pieces landed out of order"
         self._ticket = self._landed = 1
-        return True
 
     def drain(self) -> None:
         """Waits until nothing is under way and nothing waits to begin."""

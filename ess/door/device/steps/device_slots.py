@@ -104,7 +104,8 @@ class DeviceSlots:
         pools.lane.hold_for_keys()
         self._stopwatch.begin()
         self.settle()
-        if pools.sparse.ticket > TICKET_MAX and self._landings.restart():
+        if max(pools.sparse.ticket, self._landings.ticket) > TICKET_MAX:
+            self._landings.restart()
             forget_tickets(pools.lane.device, pools.sparse.ticket_of, stream=pools.lane.compute)
             pools.sparse.ticket = 0
         self._write_now(step.query_count)
