@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ess.door.device.residency import knowledge
 from ess.door.device.residency.landings import Landings
 from ess.errors import BadState
 from ess.kernels.cuda import driver
@@ -180,6 +182,37 @@ def test_what_is_resident_stays_known(made):
         doors.drain()
     assert known[0] is False
     assert known[-1] is True
+    doors.device.check()
+
+
+def test_few_looks_are_under_way(made, monkeypatch):
+    """And none begins while some sequence is known to have rows without a slot."""
+    monkeypatch.setattr(knowledge, "LOOKS_MAX", 1)
+    doors = made(chunks=24, seed=26)
+    pairs = [doors.open(list(range(n, 2 * n))) for n in (70, 90, 50)]
+    mine, asked, knows = [pair[1] for pair in pairs], [], doors.device._side.knowledge
+    numbers, look = [each.number for each in mine], knows._look
+    monkeypatch.setattr(knows, "_look", lambda of: (asked.append(of.number), look(of)))
+    for pair in pairs[1:]:
+        doors.each(pair, "fill", says=False)
+    doors.drain()
+
+    def ask():
+        for _turn in range(5):
+            assert not doors.device.all_resident(mine)
+            doors.device._pools.counting.wait()
+
+    ask()
+    assert asked == numbers[:1]
+    knows._looks[numbers[0]] = replace(knows._looks[numbers[0]], until_step=FIRST_STEP)
+    ask()
+    assert asked[1:] == [*numbers[1:], numbers[0]], "the oldest answer comes last"
+    doors.each(pairs[0], "fill", says=False)
+    doors.drain()
+    knows.forget(mine[0])
+    assert not doors.device.all_resident(mine)
+    doors.device._pools.counting.wait()
+    assert doors.device.all_resident(mine)
     doors.device.check()
 
 
