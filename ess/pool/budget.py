@@ -64,35 +64,40 @@ def divide(
 
 
 def _hull(misses: Curve) -> list[int]:
-    """Corners of the lower convex hull of (0, misses[0]), (1, misses[1]), ..."""
-    corners: list[int] = []
-    for place in range(misses.size):
-        while len(corners) > 1 and _above(misses, corners[-2], corners[-1], place):
-            corners.pop()
-        corners.append(place)
-    assert corners[0] == 0, "a hull starts where its curve starts"
-    assert corners[-1] == misses.size - 1, "a hull ends where its curve ends"
-    return corners
+    """Corners of the lower convex hull of (0, misses[0]), (1, misses[1]), ...
 
-
-def _above(misses: Curve, left: int, middle: int, right: int) -> bool:
-    """Whether the middle point lies on or above the line between the other two."""
-    assert left < middle < right, f"{middle} is not between {left} and {right}"
-    rise = (misses[right] - misses[left]) * (middle - left)
-    return bool((misses[middle] - misses[left]) * (right - left) >= rise)
+    A point on or above the line between two others is no corner, so all points that are so between
+    their neighbours go at once, until there are none.
+    """
+    corners = np.arange(misses.size)
+    while True:
+        at = misses[corners]
+        left, middle, right = corners[:-2], corners[1:-1], corners[2:]
+        rise = (at[2:] - at[:-2]) * (middle - left)
+        stays = (at[1:-1] - at[:-2]) * (right - left) < rise
+        if stays.all():
+            return [int(corner) for corner in corners]
+        corners = np.concatenate([corners[:1], middle[stays], corners[-1:]])
 
 
 def live_curve(
-    *, hits: Curve, rows: Counts, misses: float, slots: int, chunk: int, chunk_count: int
+    *,
+    hits: Curve,
+    rows: Counts,
+    misses: float,
+    slots: int,
+    chunk: int,
+    chunk_count: int,
+    first: int = 0,
 ) -> Curve:
-    """Misses per step by chunks of `chunk` slots, up to `chunk_count` of them.
+    """Misses per step by chunks of `chunk` slots beside `first` slots, up to `chunk_count` of them.
 
     `hits[age]` per step, `rows[age]` resident now, by the age they will have in the next step.
     """
     assert hits.shape == rows.shape, f"{hits.shape} ages of hits, {rows.shape} of rows"
     used = int(rows.sum())
     assert 0 <= used <= slots, f"{used} rows in {slots} slots"
-    sizes = np.arange(chunk_count + 1) * chunk
+    sizes = first + np.arange(chunk_count + 1) * chunk
     reach = np.concatenate([[0], np.cumsum(rows)])
     lost = np.maximum(0.0, hits.sum() - np.concatenate([[0], np.cumsum(hits)]))
     curve: Curve = misses + np.interp(sizes, reach, lost)

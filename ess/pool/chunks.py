@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ess.array_types import SlotIds
 from ess.layout import ModelLayout
@@ -51,12 +52,14 @@ class Chunks:
         """The first slots of all blocks of the group, ascending."""
         chunks = np.flatnonzero(self._owner_of == group)
         assert chunks.size, f"group {group} owns no chunk, so it has no slot"
-        return np.concatenate([self.blocks_in(chunk, group) for chunk in chunks.tolist()])
+        return self.blocks_in(chunks, group)
 
-    def blocks_in(self, chunk: int, group: int) -> SlotIds:
-        """The blocks that the chunk gives to the group, if the group owns it."""
+    def blocks_in(self, chunks: npt.NDArray[np.int64], group: int) -> SlotIds:
+        """The blocks that these chunks give to the group, if the group owns them."""
         rows, layers = self._slab(group).chunk_rows, self.layout.groups[group]
-        return blocks_of(int(self._first_of[chunk]), rows, len(layers))
+        within = blocks_of(0, rows, len(layers))
+        blocks: SlotIds = (self._first_of[chunks][:, None] + within).reshape(-1)
+        return blocks
 
     def slots_each(self, group: int) -> int:
         """How many slots one chunk gives to the group."""
@@ -77,17 +80,17 @@ class Chunks:
         slab = self._slab(group)
         return sum(slab.counts) - len(slab.groups) + 1
 
-    def movable(self, source: int, target: int) -> list[int]:
-        """The chunks that `source` may give to `target`, the last one first."""
+    def movable(self, source: int, target: int, count: int) -> list[npt.NDArray[np.int64]]:
+        """The chunks that `source` may give to `target`, `count` together, the last ones first."""
         assert source != target, f"group {source} cannot give itself a chunk"
         assert self._slab(source) is self._slab(target), f"rows of {source} and {target} differ"
-        chunks: list[int] = np.flatnonzero(self._owner_of == source)[:0:-1].tolist()
-        return chunks
+        chunks = np.flatnonzero(self._owner_of == source)[:0:-1]
+        return list(chunks[: len(chunks) // count * count].reshape(-1, count))
 
-    def give(self, chunk: int, source: int, target: int) -> None:
-        """The chunk, whose slots are cleared, belongs to `target` from now on."""
-        assert self._owner_of[chunk] == source, f"chunk {chunk} is not of group {source}"
-        self._owner_of[chunk] = target
+    def give(self, chunks: npt.NDArray[np.int64], source: int, target: int) -> None:
+        """These chunks, whose slots are cleared, belong to `target` from now on."""
+        assert (self._owner_of[chunks] == source).all(), f"{chunks} are not all of group {source}"
+        self._owner_of[chunks] = target
 
     def check(self) -> None:
         owners = set(self._owner_of.tolist())

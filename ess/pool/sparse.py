@@ -306,19 +306,19 @@ class SparsePool:
 
     # ---- budgets
 
-    def move_chunk(self, source: int, target: int) -> bool:
-        """Gives `target` the last chunk of `source` that no step and no copy uses, if any."""
-        for chunk in self.chunks.movable(source, target):
-            if self._clear_chunk(source, chunk):
-                self.chunks.give(chunk, source, target)
+    def move_chunks(self, source: int, target: int, count: int = 1) -> bool:
+        """Gives `target` the last `count` neighbouring chunks of `source` that no step and no copy
+        uses, if any."""
+        for chunks in self.chunks.movable(source, target, count):
+            if self._clear(source, self.chunks.blocks_in(chunks, source)):
+                self.chunks.give(chunks, source, target)
                 for group in (source, target):
                     self._arenas[group].blocks = self.chunks.blocks(group)
                 self._counts.moved(self._counted_slots())
                 return True
         return False
 
-    def _clear_chunk(self, group: int, chunk: int) -> bool:
-        blocks = self.chunks.blocks_in(chunk, group)
+    def _clear(self, group: int, blocks: SlotIds) -> bool:
         slots = page_rows(blocks // np.int32(PAGE_ROWS))
         used = self._row_of[slots] >= 0
         selected = self._last_use[slots] >= self.now

@@ -98,3 +98,22 @@ def test_a_group_grows_no_further_than_its_kernels_reach(made, turns, monkeypatc
     doors.device.rebalance()
     for curve in curves[0]:
         assert (curve[9:] == curve[9]).all()
+
+
+def test_chunks_move_by_pieces(made, turns, monkeypatch):  # noqa: F811
+    """Of many chunks; those that no piece has room for stay where they are."""
+    monkeypatch.setattr(budgets, "PIECES", 8)
+    monkeypatch.setattr(budgets, "PIECES_EACH", 1)
+    doors = made(chunks=27, pages=24, seed=25)
+    pairs = [doors.open(list(range(n, 2 * n))) for n in (70, 33, 130)]
+    for _turn in range(3):
+        step(doors, pairs, [2, 1, 3], "whole", [1, 0, 2])
+    counts = [door._pools.sparse.chunks.counts() for door in (doors.host, doors.device)]
+    turns.clear()
+    moved = [door.rebalance() for door in (doors.host, doors.device)]
+    assert moved[0] == moved[1] == 3 * len(turns) // 2
+    assert moved[0] > 0
+    given = [count // 3 for count in counts[0]]
+    assert turns[0][1] == given, "pieces of three"
+    assert len(turns[0][0][0]) == 27 // 3 + 1
+    doors.audit()

@@ -137,11 +137,11 @@ def test_chunks_stay_among_rows_of_their_size() -> None:
     sparse = SparsePool(MIXED, np.zeros(60 * MIXED.chunk_bytes, np.uint8), row_id_count=64)
     sparse.begin_step()
     before = sparse.slot_count(2)
-    assert sparse.move_chunk(0, 2)
+    assert sparse.move_chunks(0, 2)
     assert sparse.slot_count(2) > before
     sparse.check()
     with pytest.raises(AssertionError, match="rows of 0 and 1 differ"):
-        sparse.move_chunk(0, 1)
+        sparse.move_chunks(0, 1)
 
 
 def bytes_at(runs: Runs) -> set[tuple[int, int, int]]:

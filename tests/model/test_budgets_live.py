@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ess.door import Offload
+from ess.door.residency import budgets
 from ess.errors import BadState
 from ess.flashtrans import InlineLane
 from ess.pool.budget import live_curve, next_move
@@ -96,6 +97,29 @@ def test_slots_move_to_the_group_with_more_misses_and_misses_fall(layout):
     assert live.run(300, every=30) <= 2, "it does not settle"
 
 
+def test_many_chunks_move_by_pieces(monkeypatch):
+    """As many chunks together as leave so many pieces; curves are what they are by chunks."""
+    curves, next_move = [], budgets.next_move
+    monkeypatch.setattr(
+        budgets, "next_move", lambda *given: (curves.append(given[0]), next_move(*given))[1]
+    )
+    fine, coarse = (Trace(offload_of(SINGLE, 27), [WIDE, NARROW, NARROW]) for _ in range(2))
+    fine.run(30, every=30)
+    by_chunks = curves.copy()[0]
+    monkeypatch.setattr(budgets, "PIECES", 12)
+    monkeypatch.setattr(budgets, "PIECES_EACH", 1)
+    curves.clear()
+    assert coarse.offload._pools.sparse.chunks.counts() == [9, 9, 9]
+    assert coarse.run(60, every=30) > 0
+    moves = np.array(coarse.offload._pools.sparse.chunks.counts()) - 9
+    assert moves.any()
+    assert not (moves % 2).any()
+    for curve, by_chunk in zip(curves[0], by_chunks, strict=True):
+        assert curve.size == 27 // 2 + 1
+        np.testing.assert_allclose(curve[:5], by_chunk[1:10:2], err_msg="up to its nine chunks")
+    coarse.offload.check()
+
+
 def test_equal_groups_keep_what_they_have():
     trace = Trace(offload_of(SINGLE, 24), [WIDE] * 3)
     assert trace.run(600, every=30) <= 2
@@ -150,6 +174,9 @@ def test_a_curve_by_hand():
     curve = live_curve(hits=hits, rows=rows, misses=3.0, slots=128, chunk=64, chunk_count=4)
     assert curve[:3].tolist() == [10.0, 6.0, 3.0]
     assert curve[3:].tolist() == pytest.approx([3 * np.exp(-1), 3 * np.exp(-2)])
+    given = {"hits": hits, "rows": rows, "misses": 3.0, "slots": 128, "chunk_count": 2}
+    beside = live_curve(**given, chunk=64, first=64)
+    assert beside.tolist() == curve[1:4].tolist(), "the same sizes"
     free = live_curve(hits=hits, rows=rows, misses=3.0, slots=192, chunk=64, chunk_count=4)
     assert free[3:].tolist() == [3.0, 3.0], "free slots: its misses are first touches"
 

@@ -11,4 +11,4 @@ def move_budget(offload: Offload, *, source: int, target: int) -> bool:
     if pools.sparse.chunks.counts()[source] <= offload._side.budgets.floor(source):
         return False
     pools.inflight.settle()
-    return pools.sparse.move_chunk(source, target)
+    return pools.sparse.move_chunks(source, target)

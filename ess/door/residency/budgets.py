@@ -1,4 +1,8 @@
-"""Budgets follow the live miss curves: now and then chunks of slots change their group."""
+"""Budgets follow the live miss curves: now and then chunks of slots change their group.
+
+40 GiB of slots of DeepSeek-V3.2 are a million chunks, and what is decided takes as long as curves
+have points. So chunks move by pieces, of which there are about a thousand, or 16 for each group.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from ess.pool.capacity import SLOTS, WINDOW_SLOTS
 from ess.units import div_ceil
 
 SHARE: Final = 64
+PIECES: Final = 1024
+PIECES_EACH: Final = 16
 
 
 @dataclass(slots=True)
@@ -33,8 +39,8 @@ class Budgets:
         self._misses = np.zeros(len(self._hits), np.int64)
 
     def rebalance(self, misses: Counts) -> int:
-        """Moves at most a 64th of all chunks, or one; returns how many. `misses` count since the
-        start.
+        """Moves at most a 64th of all chunks, or a piece; returns how many. `misses` count since
+        the start.
 
         Between steps no row is read, so rows that the last step selected may move: one age passes.
         """
@@ -45,55 +51,67 @@ class Budgets:
         floors = [self.floor(group) for group in range(len(curves))]
         sparse.begin_step()
         self._step = sparse.step
-        moved = 0
-        while moved < max(1, chunk_count // SHARE):
+        moved, piece = 0, self._piece
+        while moved < max(piece, chunk_count // SHARE):
             move = self._next_move(curves, floors)
-            if move is None or not sparse.move_chunk(*move):
+            if move is None or not sparse.move_chunks(*move, piece):
                 break
             source = move[0]
             assert sparse.chunks.counts()[source] >= floors[source], f"group {source} is too small"
-            moved += 1
+            moved += piece
         assert sum(sparse.chunks.counts()) == chunk_count, "a chunk was lost"
         return moved
 
     def _next_move(self, curves: list[Curve], floors: list[int]) -> tuple[int, int] | None:
-        """The first move of a chunk that pays, between groups with rows of one size."""
-        layout, counts = self.pools.layout, self.pools.sparse.chunks.counts()
+        """The first move of a piece that pays, between groups with rows of one size."""
+        layout, piece = self.pools.layout, self._piece
+        counts = self.pools.sparse.chunks.counts()
         for size in layout.row_sizes:
             groups = layout.size_groups(size)
             move = next_move(
                 [curves[group] for group in groups],
-                [counts[group] for group in groups],
-                [floors[group] for group in groups],
+                [counts[group] // piece for group in groups],
+                [
+                    div_ceil(max(0, floors[group] - counts[group] % piece), piece)
+                    for group in groups
+                ],
             )
             if move is not None:
                 return groups[move[0]], groups[move[1]]
         return None
 
     def _curves(self, misses: Counts) -> list[Curve]:
-        """Rows per step that every group would fetch, over all its layers, by chunks."""
+        """Rows per step that every group would fetch, over all its layers, by pieces."""
         sparse, layout = self.pools.sparse, self.pools.layout
-        step_count = sparse.step - self._step
-        chunk_count = sum(sparse.chunks.counts())
+        step_count, piece = sparse.step - self._step, self._piece
+        counts = sparse.chunks.counts()
         assert step_count > 0, f"{step_count} steps since budgets were looked at"
         assert (misses >= self._misses).all(), f"{misses} misses, {self._misses} before"
         curves = []
         for group, layers in enumerate(layout.groups):
-            hits = sparse.hit_age(group)
+            hits, each = sparse.hit_age(group), sparse.chunks.slots_each(group)
+            rest = counts[group] % piece
             curve = live_curve(
                 hits=(hits - self._hits[group]) / step_count,
                 rows=sparse.resident_age(group),
                 misses=float(misses[group] - self._misses[group]) / step_count,
                 slots=sparse.slot_count(group),
-                chunk=sparse.chunks.slots_each(group),
-                chunk_count=chunk_count,
+                chunk=piece * each,
+                chunk_count=sum(counts) // piece,
+                first=rest * each,
             )
-            most = sparse.chunks.most(group)
+            most = (sparse.chunks.most(group) - rest) // piece
             curve[most:] = curve[most]
             curves.append(curve * len(layers))
             self._hits[group] = hits
         self._misses = misses.copy()
         return curves
+
+    @property
+    def _piece(self) -> int:
+        """Chunks that move together."""
+        group_count, chunks = self.pools.layout.group_count, self.pools.sparse.chunks
+        return max(1, sum(chunks.counts()) // max(PIECES, PIECES_EACH * group_count))
 
     def floor(self, group: int) -> int:
         """Chunks for the slots that running requests have reserved, and for a step's new rows."""

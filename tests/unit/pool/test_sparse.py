@@ -165,16 +165,16 @@ def test_a_budget_moves_with_its_chunk_and_leaves_one_behind():
     sparse.commit(sparse.fill(giver, slots))
     used = sparse.used_count(giver)
     sparse.begin_step()
-    assert sparse.move_chunk(giver, taker)
+    assert sparse.move_chunks(giver, taker)
     assert sparse.used_count(giver) < used
     assert sparse.chunks.counts()[giver] == counts[giver] - 1
     assert sparse.chunks.counts()[taker] == counts[taker] + 1
     sparse.check()
     while sparse.chunks.counts()[giver] > 1:
-        assert sparse.move_chunk(giver, taker)
-    assert not sparse.move_chunk(giver, taker)
+        assert sparse.move_chunks(giver, taker)
+    assert not sparse.move_chunks(giver, taker)
     other = ({0, 1, 2} - {giver, taker}).pop()
-    while sparse.move_chunk(other, taker):
+    while sparse.move_chunks(other, taker):
         assert sparse.chunks.counts()[taker] <= sparse.chunks.most(taker)
     assert sparse.chunks.counts()[taker] == sparse.chunks.most(taker) == 5 - 2
     sparse.check()
@@ -199,7 +199,7 @@ def test_a_chunk_in_use_does_not_move(held):
             last = [int(rows[-1])]
             sparse.commit(select(sparse, giver, *last)[0])
             assert sparse.used_count(giver) == count
-    assert not sparse.move_chunk(giver, (giver + 1) % 3)
+    assert not sparse.move_chunks(giver, (giver + 1) % 3)
     assert sparse.used_count(giver) == count
     sparse.check()
 

@@ -50,11 +50,9 @@ class Drops(Protocol):
 
 
 class Ages(NamedTuple):
-    """What the host has read, where it looked last: the row of each slot, when the slot was used,
-    and each group's hits by age."""
+    """What the host has read, where it looked last: each group's rows and hits by age."""
 
-    row_of: Ints
-    last_use: Ints
+    rows: Counts
     hits: Counts
 
 
@@ -97,7 +95,7 @@ class DeviceArenas:
         """Bits of the specification's 16, without a sign; None where rows give way by lru."""
         ages = (layout.group_count, AGE_MAX + 1)
         self.hits = torch.zeros(ages, dtype=torch.int64, device=home)
-        self._ages = self._read_ages()
+        self._ages = Ages(*np.zeros((2, *ages), np.int64))
         self._blocks = [self.chunks.blocks(group) for group in range(layout.group_count)]
         self.arenas = [self._arena(group) for group in range(layout.group_count)]
 
@@ -131,12 +129,10 @@ class DeviceArenas:
         return self.step - self._passed
 
     def _begin_anew(self) -> None:
-        """All ages stay as they are, also those that the host has read. Every kernel that looks at
-        them is queued on the stream that this is queued on."""
+        """All ages stay as they are. Every kernel that looks at them is queued on the stream that
+        this is queued on."""
         by = self.now - FIRST_STEP
         self.last_use.sub_(by).clamp_(min=LEAST_USE)
-        known = np.maximum(self._ages.last_use - np.int32(by), LEAST_USE)
-        self._ages = self._ages._replace(last_use=known)
         self._passed += by
 
     def drop_pages(self, active: PageIds) -> None:
@@ -168,11 +164,17 @@ class DeviceArenas:
     # ---- budgets, for which the host reads what slots are used for
 
     def look(self) -> None:
-        """Waits for the device."""
-        self._ages = self._read_ages()
+        """Waits for the device, which counts: of 40 GiB of slots a copy would take 0.5 GB."""
+        rows = torch.stack([self._rows_by_age(group) for group in range(len(self.arenas))])
+        self._ages = Ages(rows.cpu().numpy(), self.hits.cpu().numpy())
 
-    def _read_ages(self) -> Ages:
-        return Ages(*(each.cpu().numpy() for each in (self.row_of, self.last_use, self.hits)))
+    def _rows_by_age(self, group: int) -> Tensor:
+        """Rows in slots by the age that they will have in the next step."""
+        blocks = self.arenas[group].blocks[: len(self._blocks[group]), None]
+        slots = (blocks + torch.arange(PAGE_ROWS, device=self.home)).reshape(-1)
+        ages = (self.now + 1 - self.last_use.index_select(0, slots)).clamp(max=AGE_MAX)
+        ages = ages.where(self.row_of.index_select(0, slots) >= 0, AGE_MAX + 1)
+        return torch.bincount(ages, minlength=AGE_MAX + 2)[: AGE_MAX + 1]
 
     def hit_age(self, group: int) -> Counts:
         """Hits found at each age, up to the latest look."""
@@ -180,18 +182,17 @@ class DeviceArenas:
         return hits
 
     def resident_age(self, group: int) -> Counts:
-        """Rows in slots, at the latest look, by the age that they will have in the next step."""
-        slots = self.slots(group)
-        last_use = self._ages.last_use[slots[self._ages.row_of[slots] >= 0]]
-        ages = np.minimum(self.now + 1 - last_use, AGE_MAX)
-        return np.bincount(ages, minlength=AGE_MAX + 1).astype(np.int64)
+        """Rows in slots, at the latest look, by the age that they would have in the next step."""
+        rows: Counts = self._ages.rows[group]
+        return rows
 
-    def move_chunk(self, source: int, target: int) -> bool:
-        """Give `target` a chunk of `source`: the last that no step and no copy holds on to."""
+    def move_chunks(self, source: int, target: int, count: int = 1) -> bool:
+        """Give `target` `count` neighbouring chunks of `source`: the last that no step and no copy
+        holds on to."""
         assert self.leaving is not None, "rows leave a device that has no kernels"
-        for chunk in self.chunks.movable(source, target):
-            if self.leaving.clear(source, self.chunks.blocks_in(chunk, source)):
-                self.chunks.give(chunk, source, target)
+        for chunks in self.chunks.movable(source, target, count):
+            if self.leaving.clear(source, self.chunks.blocks_in(chunks, source)):
+                self.chunks.give(chunks, source, target)
                 for group in (source, target):
                     self._tell_blocks(group)
                 return True
