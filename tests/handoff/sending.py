@@ -13,10 +13,9 @@ import numpy as np
 from ess.door import Offload
 from ess.door.handoff import geometry
 from ess.door.handoff.endings import Sent
-from ess.door.handoff.outgoing.sender import Sender
+from ess.door.handoff.port import Port
 from ess.errors import BadInput
 from ess.flashtrans.lanes import InlineLane
-from ess.transfer.mail import Mail
 from ess.transfer.messages import (
     Again,
     Message,
@@ -29,15 +28,7 @@ from ess.transfer.messages import (
     text_digest,
 )
 from ess.transfer.runs import Region
-from ess.transfer.transport import (
-    Completed,
-    Event,
-    Failed,
-    Notification,
-    PeerLost,
-    Transfer,
-    Transport,
-)
+from ess.transfer.transport import Notification, Transfer, Transport
 from ess.transfer.windows import unpacked_windows
 from ess.units import PAGE_ROWS, div_ceil
 from tests.handoff.layout import LAYOUT
@@ -149,7 +140,7 @@ class Receiver:
 class World:
     """A sender and a receiver, joined by a transport, with a clock that only the test advances."""
 
-    def __init__(self, kind: str, *, wait_s: float = 30.0, **settings) -> None:
+    def __init__(self, kind: str, **settings) -> None:
         self.clock = ManualClock()
         self.rig = Rig(kind, self.clock)
         self.offload = Offload.create(
@@ -163,9 +154,8 @@ class World:
         )
         self.latent = self.offload._pools.latent
         self.end, other = self.rig.end(), self.rig.end()
-        mail = Mail(transport=self.end, seal=SEAL, clock=self.clock, wait_s=wait_s)
-        self.end.register(geometry.pool_regions(self.latent))
-        self.sender = Sender(self.offload, mail, **settings)
+        self.port = Port(self.offload, self.end, SEAL, clock=self.clock, arrivals_max=1, **settings)
+        self.sender = self.port.sender
         self.receiver = Receiver(other, self.end.epoch)
         join(self.end, other)
         self.checks = True
@@ -200,24 +190,10 @@ class World:
         return np.random.default_rng(9).integers(-1, len(prompt) - 1, shape, np.int32)
 
     def round(self) -> None:
-        for event in self.end.poll():
-            self._pass_on(event)
-        self.sender.expire()
+        self.port.pump()
         self.receiver.poll()
         if self.checks:
-            self.sender.check()
-
-    def _pass_on(self, event: Event) -> None:
-        match event:
-            case Completed(handle):
-                self.sender.completed(handle)
-            case Failed(handle, reason):
-                self.sender.failed(handle, reason)
-            case PeerLost(peer):
-                self.sender.peer_lost(peer)
-            case Notification(_, content):
-                envelope = SEAL.opened(content)
-                self.sender.take(envelope.message, peer=envelope.sender)
+            self.port.check()
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Rounds until it is so; the guard only ends a hung test."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ess.door.handoff.outgoing import transfers, units
+from ess.door.handoff.outgoing import sender, transfers, units
 from ess.door.handoff.outgoing.orphans import ORPHANS_MAX
 from ess.door.handoff.outgoing.packed import PLACES
 from ess.errors import BadInput, PoolFull
@@ -385,8 +385,9 @@ def test_the_pages_of_waiting_reserved_are_bounded() -> None:
         assert 3 not in made.sender._orphans
 
 
-def test_a_uid_is_offered_once_and_as_many_as_there_may_be() -> None:
-    with world(departures_max=2) as made:
+def test_a_uid_is_offered_once_and_as_many_as_there_may_be(monkeypatch) -> None:
+    monkeypatch.setattr(sender, "DEPARTURES_MAX", 2)
+    with world() as made:
         sequences = [made.open(prompt_of(65, seed), uid=seed) for seed in (1, 2)]
         third = made.offload.open(prompt_of(65, 3))
         with pytest.raises(BadInput, match="handoff 1 is open already"):

@@ -22,11 +22,13 @@ from ess.engine.process.messages import (
     Fault,
     Flush,
     Flushed,
+    Hold,
     Lost,
     Packer,
     Piece,
     Progress,
     Ready,
+    Status,
     Stop,
 )
 from ess.engine.tokens.sampling import Sampling
@@ -34,6 +36,7 @@ from ess.errors import BadInput, Unavailable
 from ess.server.process.board import Board
 from ess.server.process.link import EngineLink
 from ess.server.process.requests.call import Call
+from ess.server.process.requests.journal import NO_RECOVERY, Recovery
 from ess.server.process.requests.open_calls import ALONE, FrontPlace
 from tests.support.manual_clock import ManualClock
 
@@ -45,13 +48,17 @@ def linked(
     folder: Path,
     act: Callable[[EngineLink, Peer], Awaitable[None]],
     place: FrontPlace = ALONE,
+    recovery: Recovery = NO_RECOVERY,
 ) -> None:
     """`act` has the link and the engine's bare socket."""
 
     async def run() -> None:
         context, clock = zmq.asyncio.Context(), ManualClock()
         endpoint = f"ipc://{folder}/engine"
-        link = EngineLink(context, endpoint, board=Board(clock), clock=clock, place=place)
+        board = Board(clock)
+        link = EngineLink(
+            context, endpoint, board=board, clock=clock, place=place, recovery=recovery
+        )
         peer = context.socket(zmq.DEALER)
         peer.connect(endpoint)
         try:
@@ -185,8 +192,8 @@ def test_a_fault_ends_every_call_after_what_it_had(tmp_path: Path):
     linked(tmp_path, act)
 
 
-def test_another_engine_is_heard_elsewhere_and_numbers_go_on(tmp_path: Path):
-    """The first is not heard any more, though it says that it is ready."""
+def test_another_engine_is_heard_elsewhere_and_gets_the_hold_and_the_records(tmp_path: Path):
+    """The first is not heard any more, though it says that it is ready. Numbers go on."""
 
     async def act(link: EngineLink, peer: Peer) -> None:
         hearing = asyncio.ensure_future(link.run())
@@ -195,9 +202,11 @@ def test_another_engine_is_heard_elsewhere_and_numbers_go_on(tmp_path: Path):
         assert await link.engine.until_ready() == READY
         call = link.start("a", [([1], Sampling())])
         assert not link.engine.has_answered
+        await peer.send(packer.pack(Status(is_held=True, held_at_s=3.0, step_count=5)))
         await peer.send(packer.pack(Progress((Piece(0, (7,)),))))
         await call.take()
         assert link.engine.has_answered
+        assert link._board.status.step_count == 5
         link.interrupt("it broke")
         assert not link.engine.became_ready.is_set()
         hearing.cancel()
@@ -212,14 +221,19 @@ def test_another_engine_is_heard_elsewhere_and_numbers_go_on(tmp_path: Path):
         assert not link.engine.has_answered
         await after.send(packer.pack(READY))
         assert await link.engine.until_ready() == READY
+        assert (link.going_on_count, link.resumed_count, link.open_count) == (1, 1, 1)
+        assert link._waiting is not None
+        assert link._waiting.cancelled(), "else the calls end after a minute"
         call = link.start("b", [([1], Sampling())])
         assert [*call.numbers] == [1]
+        again = Add(0, [1], Sampling(), name="a", prior_output=[7], call="a")
+        assert [await told(after) for _ in range(2)] == [Hold(True, 0, 3.0), again]
         assert (await told(after)).number == 1
         assert link.engine.restart_count == 1
         hearing.cancel()
         context.destroy(linger=0)
 
-    linked(tmp_path, act)
+    linked(tmp_path, act, recovery=Recovery(bytes_max=1000, wait_s=60.0))
 
 
 def test_where_no_socket_can_be_made_the_last_one_stays(tmp_path: Path, monkeypatch):

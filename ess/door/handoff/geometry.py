@@ -123,7 +123,8 @@ def wire_layers(layout: ModelLayout, kind: PieceKind, layers: range) -> range:
 
 
 def part_layers(layout: ModelLayout, kind: PieceKind, wired: range) -> range:
-    """The reverse of `wire_layers`, of those layers that are in the part."""
+    """The reverse of `wire_layers`, without layers before the part. `Units.again` finds none behind
+    it."""
     first = layout.first_layer if kind is PieceKind.ROWS else layout.first_key_layer
     return range(max(wired.start - first, 0), max(wired.stop - first, 0))
 

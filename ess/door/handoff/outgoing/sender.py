@@ -48,6 +48,7 @@ from ess.transfer.messages import (
 )
 from ess.transfer.windows import packed_windows
 
+DEPARTURES_MAX: Final = 4096
 LOOK_S: Final = 0.05
 TELL_S: Final = 1.0
 
@@ -59,12 +60,10 @@ class Sender:
         mail: Mail,
         *,
         lease_s: float = 30.0,
-        departures_max: int = 4096,
     ) -> None:
         self._layout = offload.layout
         self._mail = mail
         self._lease_s = lease_s
-        self._departures_max = departures_max
         self._open: dict[int, Departure] = {}
         self._ended: set[Departure] = set()
         self._orphans = Orphans(wait_s=mail.wait_s)
@@ -95,12 +94,12 @@ class Sender:
         """Offers pages that belong to no sequence."""
         if uid in self._open:
             raise BadInput(f"handoff {uid} is open already")
-        if len(self) >= self._departures_max:
+        if len(self) >= DEPARTURES_MAX:
             raise PoolFull(
                 limiter="handoffs",
                 needed=1,
                 free=0,
-                sentence=f"all {self._departures_max} handoffs are open; wait until one has ended",
+                sentence=f"all {DEPARTURES_MAX} handoffs are open; wait until one has ended",
             )
         now_s = self._mail.now_s()
         departure = Departure.of(uid, pages, prompt=prompt, salt=salt, now_s=now_s)

@@ -112,14 +112,9 @@ class Units:
 
     def again(self, part: Part) -> int:
         """Units of this part that have been sent are due again; returns how many. The rest is on
-        its way."""
-        layer_count, page_count = self._stages.shape
-        part = Part(
-            self.kind,
-            range(part.layers.start, min(part.layers.stop, layer_count)),
-            range(max(part.pages.start, self._first_page), min(part.pages.stop, page_count)),
-        )
-        stages = self._of(part)
+        its way, or is none of these units."""
+        pages = range(max(part.pages.start, self._first_page), part.pages.stop)
+        stages = self._of(Part(self.kind, part.layers, pages))
         asked = stages == Stage.SENT
         count = int(np.count_nonzero(asked))
         stages[asked] = Stage.WAITING
