@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from ess.door.handoff.geometry import part_layers, wire_layers
+from ess.door.handoff.geometry import part_layers, shares, wire_layers
+from ess.door.handoff.incoming.leg import Leg
 from ess.door.handoff.incoming.origins import Origins
 from ess.door.handoff.port import PEERS_MAX
 from ess.errors import BadInput
+from ess.transfer.arrivals import Arrival
 from ess.transfer.members import Member, joined
-from ess.transfer.messages import Piece, PieceKind, new_epoch
+from ess.transfer.messages import Again, Piece, PieceKind, Reserved, new_epoch
 from tests.handoff.receiving import SEAL
 from tests.handoff.tier import WIDE, tier
 from tests.transfer.rigs import identity
@@ -86,6 +88,24 @@ def test_a_stage_finds_its_own_layers_among_those_asked_for_again(kind, wired, o
     assert part_layers(stage, kind, range(*wired)) == own
     wide = range(wired[1] - len(own), wired[1])
     assert not own or wire_layers(stage, kind, own) == wide
+
+
+@pytest.mark.parametrize(("first_page", "pages"), [(1, [(1, 3)]), (3, [])])
+def test_layers_without_keys_and_pages_that_are_there_are_not_asked_for(first_page, pages) -> None:
+    listed = shares(WIDE, range(1, 3), range(0), first_page=first_page, token_count=130)
+    asked = list(Arrival(uid=1, sender=2, shares=listed).missing())
+    assert asked[:-1] == [Again(1, PieceKind.ROWS, 1, 3, *each) for each in pages]
+    assert asked[-1] == Again(1, PieceKind.WINDOWS, 0, 1, 0, 1)
+
+
+def test_a_silent_peer_is_asked_less_and_less_often_until_a_part_comes() -> None:
+    (origin,) = origins((0, 8))
+    room = Reserved(1, 1, 130, b"", 0, 4, 0, (1, 2, 3))
+    leg = Leg(origin, room, Arrival(uid=1, sender=1, shares=[]), nag_s=1.0)
+    said = [(leg.nag_s, leg.nagged(leg.nag_s)) for _ in range(5)]
+    assert said == [(1.0, True), (3.0, True), (7.0, True), (15.0, False), (23.0, False)]
+    leg.moved(24.0)
+    assert [(leg.nag_s, leg.nagged(leg.nag_s)) for _ in range(2)] == [(25.0, True), (27.0, True)]
 
 
 def test_of_a_group_that_has_lost_a_member_the_others_are_known() -> None:

@@ -147,7 +147,7 @@ def shares(
             layer_bytes=_page_bytes(layout, of) if kind is PieceKind.ROWS else (),
         )
         for kind, of in ((PieceKind.ROWS, layers), (PieceKind.INDEX_KEYS, key_layers))
-        if of and page_count
+        if of
     ]
     size = window_bytes(layout, len(groups), token_count)
     windows = Share(
