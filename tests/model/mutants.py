@@ -43,6 +43,7 @@ SEEDS = "tests/campaign/few_seeds.py"
 RECEIVER = ("tests/handoff/test_receiver.py", "tests/handoff/test_receiver_endings.py")
 MEETING = ("tests/handoff/test_meeting.py", "tests/handoff/test_port.py")
 LEAD = ("tests/prefill/test_lead.py", "tests/prefill/test_tier.py")
+DISKS_OF_STAGES = "tests/prefill/test_stage_disks.py"
 NEW_ROWS = "tests/unit/door/test_new_rows.py"
 DOOR = ("tests/unit/door/test_at_once.py", "tests/unit/door/test_door.py", NEW_ROWS)
 SUITES = {
@@ -152,12 +153,12 @@ SUITES = {
     "ess.prefill.batches": [*LEAD, SEEDS],
     "ess.prefill.issuer": [*LEAD, SEEDS],
     "ess.prefill.lead": [*LEAD, SEEDS],
-    "ess.prefill.openings": [*LEAD, SEEDS],
+    "ess.prefill.openings": [*LEAD, DISKS_OF_STAGES, SEEDS],
     "ess.prefill.orders": ["tests/prefill/test_orders.py", SEEDS],
     "ess.prefill.prompts": [*LEAD, SEEDS],
     "ess.prefill.records": ["tests/prefill/test_orders.py", SEEDS],
     "ess.prefill.reports": ["tests/prefill/test_orders.py", SEEDS],
-    "ess.prefill.stage": [*LEAD, "tests/prefill/test_refused_open.py", SEEDS],
+    "ess.prefill.stage": [*LEAD, "tests/prefill/test_refused_open.py", DISKS_OF_STAGES, SEEDS],
     "ess.prefill.stages": [*LEAD, SEEDS],
 }
 FLIPS: dict[type[ast.AST], type[ast.AST]] = {
