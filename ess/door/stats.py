@@ -90,18 +90,9 @@ class Counters:
                 for group, layers in enumerate(layout.groups)
             ]
         )
-        self._counts = {
-            name: np.zeros(layout.group_count, np.int64)
-            for name in (
-                "hit_count",
-                "miss_count",
-                "place_count",
-                "evicted_count",
-                "fetched_bytes",
-                "stored_bytes",
-                "moved_bytes",
-            )
-        }
+        counts = ("hit_count", "miss_count", "place_count", "evicted_count")
+        names = (*counts, "fetched_bytes", "stored_bytes", "moved_bytes")
+        self._counts = {name: np.zeros(layout.group_count, np.int64) for name in names}
         self.step_count = 0
 
     def planned(self, plan: FetchPlan) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ess.array_types import Bytes, PageIds
+from ess.array_types import Bytes, PageIds, RowIds
 from ess.door.memory.inflight import InFlight, Pending
 from ess.door.memory.shelf import Shelf
 from ess.door.sequences.states import States
@@ -133,6 +133,14 @@ class Pools(ABC):
         each = self.layout.slots_of(longest, self.sizes.slot_floor)
         windows = self.layout.window_floor
         return {SLOTS: each, WINDOW_SLOTS: min(each, windows)} if windows else {SLOTS: each}
+
+    def are_stored(self, group: int, rows: RowIds) -> npt.NDArray[np.bool_]:
+        """Which of these rows the host has, in all layers of the group."""
+        host_rows = self.index.host_rows(rows)
+        stored = np.ones(len(rows), np.bool_)
+        for layer in self.layout.groups[group]:
+            stored &= self.latent.is_stored(layer, host_rows)
+        return stored
 
     def check(self) -> None:
         for owner in (self.latent, self.index, self.sparse, self.ledger, self.inflight):

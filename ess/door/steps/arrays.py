@@ -123,7 +123,7 @@ class HostArrays:
         self.query_start: Ints = tables.lengths[self.query_line]
         assert (self.query_start >= 0).all(), "a line without a length"
         positions = self.query_start + self.query_offset
-        self._positions: Ints = positions
+        self.positions: Ints = positions
         self.query_stop: Ints = positions + np.int32(1)
         self.row_offset: Ints = self.query_offset
         row_lines = self.query_line
@@ -132,7 +132,7 @@ class HostArrays:
             self.query_stop = self.query_start + rows.seen
             self.row_offset, row_lines = rows.offset, np.array(lines, np.int32)[rows.sequence_of]
             positions = tables.lengths[row_lines] + self.row_offset
-            self._positions = np.array(brought.texts, np.int32)[sequence_of] + offset
+            self.positions = np.array(brought.texts, np.int32)[sequence_of] + offset
         self.row_ids: Ints = tables.rows_at(row_lines, positions)
 
     def _take(self, query_counts: Many[int]) -> None:
@@ -140,13 +140,9 @@ class HostArrays:
         tables = self._tables
         arrays = step.places(tables.lines, tables.lengths, self._lines, query_counts)
         assert arrays is not None, f"no length or no page for one of lines {self._lines}"
-        self.query_line, self.query_offset, self.query_start, self._positions = arrays[:4]
+        self.query_line, self.query_offset, self.query_start, self.positions = arrays[:4]
         self.query_stop, self.row_ids = arrays[4:]
         self.row_offset = self.query_offset
-
-    @property
-    def positions(self) -> Ints:
-        return self._positions
 
     def page_table(self) -> Tensor:
         return torch.from_numpy(self._tables.lines[self.query_line])

@@ -91,6 +91,11 @@ class Step:
         self.arrays: StepArrays = owner.pools.step_arrays(
             self.lines, self.query_counts, room, brought
         )
+        self.row_ids: Array = self.arrays.row_ids
+        self.query_line: Array = self.arrays.query_line
+        self.query_start: Array = self.arrays.query_start
+        self.query_offset: Array = self.arrays.query_offset
+        self.query_stop: Array = self.arrays.query_stop
         self.appended: set[int] = set()
         self.keyed: set[int] = set()
         if not self.row_count:
@@ -111,26 +116,6 @@ class Step:
             self.abandon()
 
     # ---- what may be read
-
-    @property
-    def row_ids(self) -> Array:
-        return self.arrays.row_ids
-
-    @property
-    def query_line(self) -> Array:
-        return self.arrays.query_line
-
-    @property
-    def query_start(self) -> Array:
-        return self.arrays.query_start
-
-    @property
-    def query_offset(self) -> Array:
-        return self.arrays.query_offset
-
-    @property
-    def query_stop(self) -> Array:
-        return self.arrays.query_stop
 
     @property
     def positions(self) -> Array:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from ess.door.residency import refill
+from ess.door.residency.walks import Walks
 from ess.errors import BadState
 from ess.units import div_ceil
 from tests.support.move_budget import move_budget
@@ -161,3 +164,16 @@ def test_rows_that_arrive_late_end_the_rest():
             started.append(settled(offload, sequence))
         small = offload.stats().slot_count[0]
         assert started == [small - div_ceil(small, 10) + 200, 20]
+
+
+def test_a_walk_rests_until_a_row_departs_that_it_may_have_passed():
+    """On a device too, where a row that had left behind a walk was once not looked for again."""
+    sequence, walks = SimpleNamespace(number=0, arrival_count=1, length=130), Walks(1)
+    for departed_count in (5, 6, 6):
+        _, walk = walks.next([sequence], departed_count)
+        came_around = walks.turn(sequence, walk, 0)
+        walks.check(1, departed_count)
+    assert came_around
+    assert walks.next([sequence], 6) == (sequence, walk)
+    assert [walks.turn(sequence, walk, 0) for _ in range(3)] == [False, False, True]
+    assert walks.next([sequence], 6) == (None, None)

@@ -6,11 +6,8 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from ess.array_types import RowIds
 from ess.door.device.memory.arenas import DeviceArenas
 from ess.door.device.memory.counting import Counting
 from ess.door.device.memory.keys import DeviceKeys
@@ -23,9 +20,11 @@ from ess.door.memory.shelf import Shelf
 from ess.door.steps.arrays import Brought
 from ess.errors import BadInput, Unavailable
 from ess.kernels.cuda.pinned import pinned_memory
+from ess.kernels.streams import RowCopy
 from ess.layout import ModelLayout
 from ess.pool.disk.tier import DiskTier
 from ess.pool.latent import LatentPool
+from ess.pool.lru.cuda_workspaces import Claims
 from ess.units import PAGE_ROWS, div_ceil
 
 
@@ -46,13 +45,18 @@ class DevicePools(Pools):
             raise BadInput("row_counts are given: on a device each query brings a row")
         return self.queries.begin(lines, query_counts, room)
 
-    def are_stored(self, group: int, rows: RowIds) -> npt.NDArray[np.bool_]:
-        """Which of these rows the host has, in all layers of the group."""
-        host_rows = self.index.host_rows(rows)
-        stored = np.ones(len(rows), np.bool_)
-        for layer in self.layout.groups[group]:
-            stored &= self.latent.is_stored(layer, host_rows)
-        return stored
+    def copies(self, group: int, claims: Claims) -> list[RowCopy]:
+        """Claimed rows into their slots, for each layer of the group."""
+        return [
+            RowCopy(
+                source=torch.from_numpy(self.latent.rows[layer]),
+                source_rows=claims.host_rows,
+                target=self.sparse.member_slab(member),
+                target_rows=claims.slots,
+                count=claims.count,
+            )
+            for member, layer in enumerate(self.layout.groups[group])
+        ]
 
     def ints(self, count: int) -> Any:
         """int32 numbers on the device."""

@@ -24,7 +24,6 @@ from ess.door.device.memory.uploads import upload, upload_into
 from ess.door.sequences.sequence import Sequence
 from ess.flashtrans.mover import PreparedCopies
 from ess.kernels.cuda.streams import CudaEvent
-from ess.kernels.streams import RowCopy
 from ess.pool.device_bytes import LANDING_ROWS, LANDINGS
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_shape import ResolveShape
@@ -233,19 +232,8 @@ class Landings:
 
     def _copies(self, place: LandingPlace, group: int) -> PreparedCopies:
         if group not in place.copies:
-            claims, pools = self._residency(place, group).claims(), self._pools
-            place.copies[group] = pools.lane.mover.prepare(
-                [
-                    RowCopy(
-                        source=torch.from_numpy(pools.latent.rows[layer]),
-                        source_rows=claims.host_rows,
-                        target=pools.sparse.member_slab(member),
-                        target_rows=claims.slots,
-                        count=claims.count,
-                    )
-                    for member, layer in enumerate(pools.layout.groups[group])
-                ]
-            )
+            claims = self._residency(place, group).claims()
+            place.copies[group] = self._pools.lane.mover.prepare(self._pools.copies(group, claims))
         return place.copies[group]
 
     def check(self) -> None:

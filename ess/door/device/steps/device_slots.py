@@ -70,7 +70,7 @@ class DeviceSlots:
             DeviceSplit.create(sizes.query_max, layout.top_k, home) for _ in range(sizes.part_max)
         ]
         self._rows = torch.empty((sizes.query_max, layout.top_k), dtype=torch.int32, device=home)
-        self._fetches = StepFetches(pools, self._memory, timings, stopwatch)
+        self._fetches = StepFetches(pools, timings, stopwatch)
         self._new = NewSlots(pools, self._works.now)
         self._locating = Locating(pools, self._rows)
         self._sealing = Sealing(

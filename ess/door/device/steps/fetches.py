@@ -6,10 +6,8 @@ from ess.door.device.memory.device_pools import DevicePools
 from ess.door.device.steps.answers import DeviceFetch
 from ess.door.device.steps.stopwatch import Stopwatch, TimedFetch
 from ess.door.stats import Timings
-from ess.door.steps.placement import LayerMemory
 from ess.flashtrans.mover import PreparedCopies
 from ess.kernels.cuda.streams import CudaEvent
-from ess.kernels.streams import RowCopy
 from ess.pool.device_bytes import RING
 from ess.pool.lru.cuda import Residency
 from ess.pool.lru.cuda_shape import Moment
@@ -19,15 +17,9 @@ class StepFetches:
     """A copy is all layers of a group; those of a step are numbered from 1. `count` are queued;
     compute has waited for the first `waited`."""
 
-    def __init__(
-        self,
-        pools: DevicePools,
-        memory: list[LayerMemory],
-        timings: Timings,
-        stopwatch: Stopwatch,
-    ) -> None:
+    def __init__(self, pools: DevicePools, timings: Timings, stopwatch: Stopwatch) -> None:
         self.count = self.waited = 0
-        self._pools, self._memory = pools, memory
+        self._pools = pools
         self._timings, self._stopwatch = timings, stopwatch
         self._prepared: dict[tuple[int, int, int], list[PreparedCopies]] = {}
         self._events: dict[tuple[int, int], CudaEvent] = {}
@@ -72,20 +64,9 @@ class StepFetches:
         """One for each layer; they name the same memory whenever this moment comes round."""
         key = group, moment.part, moment.copy % RING
         if key not in self._prepared:
-            claims, slab = residency.claims(moment), self._pools.sparse.member_slab
             self._prepared[key] = [
-                self._pools.lane.mover.prepare(
-                    [
-                        RowCopy(
-                            source=self._memory[layer].host,
-                            source_rows=claims.host_rows,
-                            target=slab(member),
-                            target_rows=claims.slots,
-                            count=claims.count,
-                        )
-                    ]
-                )
-                for member, layer in enumerate(self._pools.layout.groups[group])
+                self._pools.lane.mover.prepare([copy])
+                for copy in self._pools.copies(group, residency.claims(moment))
             ]
         return self._prepared[key]
 
