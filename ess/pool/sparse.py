@@ -128,11 +128,6 @@ class SparsePool:
         ages = np.minimum(self.now + 1 - last_use, AGE_MAX)
         return np.bincount(ages, minlength=AGE_MAX + 1)
 
-    @property
-    def slab(self) -> Bytes:
-        """The slab of the widest rows; the only one where all rows are of one size."""
-        return self._views[0]
-
     def slots_of(self, group: int, member: int = 0) -> Bytes:
         """The slots as the member-th layer of this group sees them: slot s is row s."""
         layers = self.layout.groups[group]

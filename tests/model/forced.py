@@ -106,7 +106,7 @@ def watched(seen: Choices, instead: Choices | None = None) -> Iterator[None]:
         pages, k = batch.offload.memory(layer).key_pages, batch.layout.top_k
         assert batch.layout.index is not None, "no indexer"
         logits = batch.ops.index_logits(
-            queries, weights, pages, batch.page_table, batch.lengths, batch.layout.index
+            queries, weights, pages, batch.places.page_table, batch.lengths, batch.layout.index
         )
         seen.row_edges[place] = logits.topk(k + 1).values[:, k - 1 :]
         theirs = {} if instead is None else instead.rows

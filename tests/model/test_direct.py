@@ -88,7 +88,7 @@ def same_state(one: Engine, other: Engine) -> None:
         mine, theirs = (getattr(eng.offload._side.pools.sparse, name) for eng in (one, other))
         assert np.array_equal(mine, theirs), name
     pools = [eng.offload._side.pools for eng in (one, other)]
-    assert np.array_equal(*(pool.sparse.slab for pool in pools)), "rows in slots"
+    assert np.array_equal(*(pool.sparse.slots_of(0) for pool in pools)), "rows in slots"
     assert np.array_equal(*(pool.index.keys.pages for pool in pools)), "index keys"
     for layer in range(one.offload.layout.layer_total):
         assert np.array_equal(*(pool.latent.layers[layer] for pool in pools)), f"layer {layer}"

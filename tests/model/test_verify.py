@@ -42,7 +42,7 @@ def test_a_wrong_copy_is_found_and_named():
     eng = decoding(verify_every=1)
     pools = eng.offload._pools
     slots, rows = pools.sparse.copies(1)
-    pools.sparse.slab[slots[3], 5] ^= 1
+    pools.sparse.slots_of(0)[slots[3], 5] ^= 1
     assert eng.offload.verify(1) == [(int(slots[3]), int(rows[3]))]
     assert eng.offload.verify(0) == []
     for _ in range(6):
@@ -54,7 +54,7 @@ def test_a_wrong_copy_is_found_and_named():
 def test_a_right_copy_of_the_wrong_row_is_found():
     eng = decoding(verify_every=1, verify_fatal=True)
     pools = eng.offload._pools
-    slab = torch.from_numpy(pools.sparse.slab)
+    slab = torch.from_numpy(pools.sparse.slots_of(0))
     for group in range(3):
         slots, _ = pools.sparse.copies(group)
         rows = torch.from_numpy(slots).long()

@@ -105,14 +105,6 @@ class Batch:
         return self.places.rotation
 
     @property
-    def row_ids(self) -> Tensor:
-        return self.places.row_ids
-
-    @property
-    def page_table(self) -> Tensor:
-        return self.places.page_table
-
-    @property
     def lengths(self) -> Tensor:
         return self.places.lengths
 
@@ -224,7 +216,7 @@ def _contexts(
     batch: Batch, which: slice | list[int] | Tensor | None
 ) -> tuple[Tensor, Tensor, IndexCodec]:
     """Page tables and lengths of the queries that `which` names, and how index keys are coded."""
-    table, lengths, codec = batch.page_table, batch.lengths, batch.layout.index
+    table, lengths, codec = batch.places.page_table, batch.lengths, batch.layout.index
     assert codec is not None, "an indexer without an index codec"
     if which is None:
         return table, lengths, codec

@@ -46,7 +46,7 @@ def stored(batch: Batch, layer: DecoderLayer, hidden: Tensor, queries: range) ->
         step.append(number, fresh.rows, keys=fresh.keys, queries=queries)
         return Asking(fresh.query, fresh.queries, fresh.weights)
     memory, places = batch.offload.memory(number), step.places(number, queries=queries)
-    room = NewRowPlaces(memory.slots, memory.key_pages, places, batch.row_ids)
+    room = NewRowPlaces(memory.slots, memory.key_pages, places, batch.places.row_ids)
     asking = _finished(batch, layer, hidden, room)
     step.wrote(number, keys=layer.has_keys, queries=queries)
     return asking

@@ -93,7 +93,7 @@ class Whole:
         return
 
 
-class ByTokens:
+class ByTokens(Whole):
     def __init__(self, team: Team) -> None:
         self._team = team
 
@@ -106,12 +106,6 @@ class ByTokens:
         self._team.barrier()
         for span in work.spans:
             span.sequence.mark_stored(layer, span.start, len(span.tokens))
-
-    def gathered(self, own: Tensor) -> Tensor:
-        return own
-
-    def exchanged(self, work: Work, layer: DecoderLayer, attended: Tensor) -> Tensor:
-        return attended
 
     def windows(self, work: Work) -> list[Tensor]:
         """Gathers the windows of all slices; in the order of ranks they are in the order of the

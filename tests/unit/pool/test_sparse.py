@@ -134,11 +134,11 @@ def test_new_rows_that_find_no_slot_change_nothing():
 
 def test_claimed_slots_are_poisoned_in_every_layer_of_the_group():
     sparse = pool(3, poison=True)
-    sparse.slab.fill(0)
+    sparse.slots_of(0).fill(0)
     sparse.begin_step()
     slots = claim_new(sparse, 2, ids(7))
     assert slots is not None
-    touched = np.flatnonzero((sparse.slab == 0xFF).all(axis=1))
+    touched = np.flatnonzero((sparse.slots_of(0) == 0xFF).all(axis=1))
     assert touched.tolist() == [int(slots[0]), int(slots[0]) + 64]
 
 

@@ -37,7 +37,7 @@ def residency(offload: Offload) -> list[bytes]:
     offload.check()
     sparse = offload._pools.sparse
     ages = sparse.step - sparse._last_use
-    arrays = (sparse.slot_of, sparse._row_of, ages, sparse.slab)
+    arrays = (sparse.slot_of, sparse._row_of, ages, sparse.slots_of(0))
     return [array.tobytes() for array in arrays]
 
 
